@@ -1,0 +1,18 @@
+"""Transformed CNNs: convolutions reparameterized as gated positional self-attention, and their fine-tuning."""
+
+from tcnn_model import models as _models  # noqa: F401 (registers t_resnet* with timm)
+from tcnn_model.attention import GatedAttention
+from tcnn_model.finetune import EpochResult, finetune
+from tcnn_model.gpsa import GPSA, gpsa_layers
+from tcnn_model.optimization import parameter_groups
+from tcnn_model.reparameterize import reparameterize
+
+__all__ = [
+    "GPSA",
+    "EpochResult",
+    "GatedAttention",
+    "finetune",
+    "gpsa_layers",
+    "parameter_groups",
+    "reparameterize",
+]

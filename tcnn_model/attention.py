@@ -1,0 +1,85 @@
+"""Gated positional self-attention of one batch, before it meets the values (T-CNN paper, Eq. 7).
+
+Everything that has such attention, our :class:`~tcnn_model.GPSA` and timm's ConViT layers, can be described by one
+:class:`GatedAttention`; the layer applies it, a probe measures it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tcnn_model.positional import Axis, apply_separable
+
+__all__ = ["GatedAttention"]
+
+
+@dataclass(frozen=True)
+class GatedAttention:
+    """``A_h = (1 - gate_h) softmax(q k^T / sqrt(d)) + gate_h (rows_h (x) cols_h)``.
+
+    The content part attends to real pixels only; the positional part to the real grid extended by the padding.
+
+    Args:
+        query: shape (B, heads, N_query, d).
+        key: shape (B, heads, H * W, d).
+        rows: positional attention along y, shape (heads, y.queries, y.keys).
+        cols: positional attention along x, shape (heads, x.queries, x.keys).
+        gate: sigma(lambda), the share of positional attention, shape (heads,).
+        y: vertical axis.
+        x: horizontal axis.
+    """
+
+    query: Tensor
+    key: Tensor
+    rows: Tensor
+    cols: Tensor
+    gate: Tensor
+    y: Axis
+    x: Axis
+
+    @property
+    def scaled_query(self) -> Tensor:
+        """Q / sqrt(d), shape (B, heads, N_query, d)."""
+        return self.query * self.query.shape[-1] ** -0.5
+
+    def content(self) -> Tensor:
+        """Content attention over real pixels, dense, shape (B, heads, N_query, H * W)."""
+        return torch.softmax(self.scaled_query @ self.key.transpose(-2, -1), dim=-1)
+
+    def positional(self) -> Tensor:
+        """Positional attention over the extended grid, dense, shape (heads, N_query, N_key)."""
+        return torch.einsum("hyj,hxi->hyxji", self.rows, self.cols).flatten(3).flatten(1, 2)
+
+    def dense(self) -> Tensor:
+        """The whole attention A over the extended grid, shape (B, heads, N_query, N_key); rows sum to one.
+
+        Keys are row-major over a grid of ``y.keys`` by ``x.keys`` pixels, padding included. For pictures and tests:
+        the layer itself never forms this.
+        """
+        gate = self.gate[:, None, None]
+        content = self.content().unflatten(-1, (self.y.length, self.x.length))
+        py, px = self.y.padding, self.x.padding
+        content = torch.nn.functional.pad(content, (px, px, py, py)).flatten(-2)
+        return (1 - gate) * content + gate * self.positional()
+
+    def apply(self, values: Tensor) -> Tensor:
+        """A times the values, whose padding is zero.
+
+        Args:
+            values: shape (B, C, H, W), shared by all heads.
+
+        Returns:
+            shape (B, C, heads, y.queries, x.queries). With channels before heads this is the "soft" counterpart of
+            ``torch.nn.functional.unfold``, so a convolution weight of shape (C_out, C_in, k_h, k_w) applies to it as
+            it would to the unfolded image.
+        """
+        # Padding holds zeros: attention that falls on it counts for nothing, so those columns can be left out.
+        rows = self.rows[..., self.y.padding : self.y.padding + self.y.length].to(values.dtype)
+        cols = self.cols[..., self.x.padding : self.x.padding + self.x.length].to(values.dtype)
+        positional = apply_separable(rows, cols, values)
+        batch, channels = values.shape[:2]
+        content = values.flatten(2) @ self.content().flatten(1, 2).transpose(1, 2).to(values.dtype)
+        content = content.reshape(batch, channels, len(self.gate), self.y.queries, self.x.queries)
+        gate = self.gate[:, None, None].to(values.dtype)
+        return torch.lerp(content, positional, gate)

@@ -1,0 +1,196 @@
+"""Turning a CNN into a Transformed CNN: which convolutions, their stride, and the exchange itself.
+
+Everything is planned and tried on a copy without storage first, so a model is converted whole or not at all.
+"""
+
+import copy
+from typing import Literal
+
+from torch import nn
+
+from tcnn_model.gpsa import GPSA
+from tcnn_model.selection import LayerFilter, select_layers
+from tcnn_model.tracing import Call, InputSize, find_input_size, meta_copy, trace
+from tcnn_model.unstride import is_strided, unstride
+
+__all__ = ["reparameterize"]
+
+
+def reparameterize(
+    model: nn.Module,
+    *,
+    layers: LayerFilter | None = None,
+    stride: Literal["unit", "keep"] = "unit",
+    locality_strength: float = 1.0,
+    gating: float = 1.0,
+    qk_dim: int | None = None,
+    input_size: InputSize | None = None,
+    inplace: bool = False,
+) -> nn.Module:
+    """Replace convolutions of a CNN by :class:`~tcnn_model.GPSA` layers loaded with their filters (T-CNN, Sec. 2).
+
+    The defaults are the paper's: the k x k convolutions of the last stage, that stage at stride 1, alpha = lambda = 1.
+    The result then *starts near* the CNN's function, not at it. ``stride="keep", locality_strength=20, gating=20``
+    gives the same function to float32 rounding.
+
+    The last stage is where the network works at its final resolution: its k x k convolutions there, and those of the
+    block that brings it there. With ``stride="unit"``, where a chosen convolution or its block carries the stride,
+    every operation that makes the same step in resolution (1 x 1 shortcut, average, max or blur pool) is set to
+    stride 1 too, and the grid doubles. Where the stride stands in a separate layer before the chosen ones (the pools
+    of VGG and DenseNet), there is nothing to take out and both settings give the same.
+
+    Args:
+        model: any module with a 2-D feature extractor. ``forward_features`` is looked at where there is one.
+        layers: None for the last stage; else a convolution's name, the name of a module (all k x k convolutions in
+            it), a glob over k x k convolutions, a collection of these, or a predicate ``(name, conv) -> bool``.
+        stride: "unit" or "keep".
+        locality_strength: initial alpha of every head, in 1 / pixel^2.
+        gating: initial lambda of every head.
+        qk_dim: channels of queries and keys per head, see :class:`~tcnn_model.GPSA`.
+        input_size: (C, H, W) at which stages are told apart; timm's ``pretrained_cfg`` or 3 x 224 x 224 unless given.
+        inplace: convert ``model`` itself rather than a copy.
+
+    Returns:
+        the converted model, in the mode, on the device and with the dtype and ``requires_grad`` of ``model``.
+        What attention adds (query, key, value, locality, centre, gating) requires gradients.
+
+    Raises:
+        ValueError: no convolution to reparameterize; a name, glob or predicate that chooses none; a convolution that
+            is grouped, weight-standardised or otherwise not supported; a stride that cannot be taken out. The model
+            is then unchanged.
+    """
+    if stride not in ("unit", "keep"):
+        raise ValueError(f"expected stride='unit' or 'keep', got {stride!r}")
+    rehearsal = meta_copy(model)
+    size = find_input_size(rehearsal) if input_size is None else input_size
+    calls = trace(rehearsal, size)
+    chosen = _choose(rehearsal, calls, layers)
+    steps = _strided_steps(calls, chosen) if stride == "unit" else {}
+
+    def replacements(source: nn.Module) -> dict[str, nn.Module]:
+        new = {name: unstride(call, source.get_submodule(name)) for name, call in steps.items() if name not in chosen}
+        for name in chosen:
+            options = {"locality_strength": locality_strength, "gating": gating, "qk_dim": qk_dim}
+            new[name] = _convert(name, source.get_submodule(name), unit=name in steps, **options)
+        return new
+
+    _exchange(rehearsal, replacements(rehearsal))
+    after = _check_grids(rehearsal, size, steps)
+    result = model if inplace else copy.deepcopy(model)
+    _exchange(result, replacements(result))
+    _update_reductions(result, calls, after)
+    return result
+
+
+def _choose(model: nn.Module, calls: list[Call], layers: LayerFilter | None) -> list[str]:
+    convolutions = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    spatial = {name: conv for name, conv in convolutions.items() if max(conv.kernel_size) > 1}
+    if layers is None:
+        chosen = _last_stage(calls)
+        if not chosen:
+            raise ValueError(
+                f"no convolution to reparameterize: the last stage of {type(model).__name__} has no k x k convolution "
+                f"with k > 1; name earlier ones with layers=, of {len(spatial)} in the model"
+            )
+    elif not spatial:
+        raise ValueError(
+            f"no convolution to reparameterize: {type(model).__name__} has no k x k convolution with k > 1"
+        )
+    elif callable(layers):
+        chosen = list(select_layers(spatial, layers, what="k x k convolutions"))
+    else:  # a 1 x 1 convolution has to be asked for by its own name
+        names = (layers,) if isinstance(layers, str) else tuple(layers)
+        named = {name: convolutions[name] for name in names if name in convolutions}
+        chosen = list(select_layers(spatial | named, names, what="k x k convolutions"))
+    run = {call.name for call in calls}
+    if idle := [name for name in chosen if name not in run]:
+        raise ValueError(f"not used by the model's feature extractor, so not known at which resolution: {idle}")
+    return chosen
+
+
+def _last_stage(calls: list[Call]) -> list[str]:
+    """K x k convolutions at the final resolution, and in the block that reduces to it (whose stride may be a pool)."""
+    # A 1 x 1 map is a pooled vector (squeeze-and-excitation), not a resolution at which the network works.
+    convolutions = [c for c in calls if isinstance(c.module, nn.Conv2d) and c.outputs != (1, 1)]
+    if not convolutions:
+        return []
+    final = convolutions[-1].outputs
+    reaching = [c for c in calls if is_strided(c) and c.outputs == final]
+    blocks = {_parent(c.name) for c in reaching}
+    entered = {c.name for c in calls if c.outputs == final and c.inputs in {r.inputs for r in reaching}}
+
+    def belongs(call: Call) -> bool:
+        before_pool = _parent(call.name) in blocks & entered
+        one_step = max(i / o for i, o in zip(call.inputs, final, strict=True)) <= 3
+        return one_step and (call.outputs == final or before_pool)
+
+    chosen = [c.name for c in convolutions if max(c.module.kernel_size) > 1 and belongs(c)]  # type: ignore[arg-type]
+    return list(dict.fromkeys(chosen))
+
+
+def _strided_steps(calls: list[Call], chosen: list[str]) -> dict[str, Call]:
+    """The operations to set to stride 1: those that make the same step in resolution as a chosen layer's block."""
+    strided = [call for call in calls if is_strided(call)]
+    blocks = {_parent(name) for name in chosen}
+    whole_blocks = {(c.name, c.inputs, c.outputs) for c in calls}
+    steps = {
+        (c.inputs, c.outputs)
+        for c in strided
+        if c.name in chosen or (_parent(c.name) in blocks and (_parent(c.name), c.inputs, c.outputs) in whole_blocks)
+    }
+    return {c.name: c for c in strided if (c.inputs, c.outputs) in steps}
+
+
+def _convert(name: str, conv: nn.Module, *, unit: bool, **options: float | None) -> GPSA:
+    try:
+        if not isinstance(conv, nn.Conv2d):  # the rehearsal checked it; a model that changes under us is not ours
+            raise TypeError(f"expected torch.nn.Conv2d, got {type(conv).__name__}")
+        if conv.groups > 1:
+            raise ValueError(f"grouped convolution (groups={conv.groups}) is not supported yet")
+        if conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks or conv._backward_pre_hooks:
+            raise ValueError("it carries hooks, which would be lost: remove them first and attach them afterwards")
+        layer = GPSA.from_conv(conv, stride=1 if unit else None, **options)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"cannot reparameterize {name!r}: {error}") from error
+    # The very parameters of the convolution, which is dropped: ties, and an optimizer's state for them, stay.
+    layer.weight, layer.bias = conv._parameters["weight"], conv._parameters["bias"]  # type: ignore[assignment]
+    return layer
+
+
+def _exchange(model: nn.Module, new: dict[str, nn.Module]) -> None:
+    aliases = dict(model.named_modules(remove_duplicate=False))
+    by_module = {id(aliases[name]): module for name, module in new.items()}
+    for alias, module in aliases.items():  # a convolution shared under two names stays shared
+        if id(module) in by_module:
+            parent, _, child = alias.rpartition(".")
+            setattr(model.get_submodule(parent), child, by_module[id(module)])
+
+
+def _check_grids(model: nn.Module, size: InputSize, steps: dict[str, Call]) -> dict[str, Call]:
+    """Run the rehearsal again: un-striding must leave a network that runs, each changed step on its input's grid."""
+    try:
+        after = {call.name: call for call in trace(model, size)}
+    except RuntimeError as error:
+        if not steps:
+            raise
+        raise ValueError(
+            f"after setting {sorted(steps)} to stride 1 the network no longer runs ({error}); use stride='keep'"
+        ) from error
+    for name in steps:
+        if after[name].outputs != after[name].inputs:
+            raise ValueError(f"{name} does not keep its grid at stride 1; use stride='keep'")
+    return after
+
+
+def _update_reductions(model: nn.Module, before: list[Call], after: dict[str, Call]) -> None:
+    """Keep timm's ``feature_info`` true: stages on a doubled grid reduce half as much."""
+    info = getattr(model, "feature_info", None)
+    grids = {call.name: call.outputs[0] for call in before}
+    for entry in getattr(info, "info", info) or []:
+        module = entry.get("module", "")
+        if module in grids and module in after:
+            entry["reduction"] = entry["reduction"] * grids[module] // after[module].outputs[0]
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,96 @@
+"""Seeing at which resolution each module of a network works, by running it once with hooks."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Call", "InputSize", "find_input_size", "meta_copy", "trace"]
+
+Grid = tuple[int, int]
+InputSize = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a module that maps a feature map to a feature map.
+
+    Args:
+        name: the module's name in the model.
+        module: the module, on the meta device.
+        inputs, outputs: (H, W) of the feature maps.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: Grid
+    outputs: Grid
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the output has fewer rows or columns than the input."""
+        return self.outputs[0] < self.inputs[0] or self.outputs[1] < self.inputs[1]
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy without storage, in eval mode: running it costs no memory and leaves the model alone."""
+    return copy.deepcopy(model).to("meta").eval()
+
+
+def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
+    """Run the feature extractor of a model on the meta device.
+
+    Only ``forward_features`` is run where the model has one, so that the classifier's convolutions do not count.
+
+    Args:
+        model: from :func:`meta_copy`.
+        input_size: (C, H, W).
+
+    Returns:
+        a :class:`Call` for each run of each module with one feature map in and one out, in the order they ended.
+    """
+    calls: list[Call] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def observe(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        x = inputs[0] if inputs else None
+        if isinstance(x, Tensor) and isinstance(output, Tensor) and x.ndim == output.ndim == 4:
+            calls.append(Call(names[module], module, (x.shape[2], x.shape[3]), (output.shape[2], output.shape[3])))
+
+    handles = [module.register_forward_hook(observe) for module in names]
+    try:
+        parameter = next(model.parameters(), torch.empty(0))
+        images = torch.empty(2, *input_size, dtype=parameter.dtype, device="meta")
+        with torch.no_grad():
+            getattr(model, "forward_features", model)(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def find_input_size(model: nn.Module) -> InputSize:
+    """(C, H, W) of an image that the model accepts: H and W of timm's pretrained_cfg, else 224 x 224.
+
+    Args:
+        model: from :func:`meta_copy`.
+
+    Raises:
+        ValueError: the model runs neither with as many channels as its first convolution takes nor with as many as
+            its pretrained_cfg says.
+    """
+    config = getattr(model, "pretrained_cfg", None) or {}
+    channels, height, width = config.get("input_size") or (3, 224, 224)
+    first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels)
+    for candidate in dict.fromkeys((first, channels)):  # they differ for in_chans=1, and for space-to-depth stems
+        try:
+            trace(model, (candidate, height, width))
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
+            reason = error
+        else:
+            return candidate, height, width
+    raise ValueError(
+        f"could not run {type(model).__name__} on an image of {first} x {height} x {width}: pass input_size=(C, H, W) "
+        f"of one that it takes ({type(reason).__name__}: {reason})"
+    ) from reason
