@@ -39,13 +39,13 @@ class GatedAttention:
     x: Axis
 
     @property
-    def scaled_query(self) -> Tensor:
-        """Q / sqrt(d), shape (B, heads, N_query, d)."""
-        return self.query * self.query.shape[-1] ** -0.5
+    def scale(self) -> float:
+        """1 / sqrt(d)."""
+        return float(self.query.shape[-1] ** -0.5)
 
     def content(self) -> Tensor:
         """Content attention over real pixels, dense, shape (B, heads, N_query, H * W)."""
-        return torch.softmax(self.scaled_query @ self.key.transpose(-2, -1), dim=-1)
+        return torch.softmax((self.query * self.scale) @ self.key.transpose(-2, -1), dim=-1)
 
     def positional(self) -> Tensor:
         """Positional attention over the extended grid, dense, shape (heads, N_query, N_key)."""

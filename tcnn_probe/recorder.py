@@ -64,6 +64,7 @@ class Recorder:
     ) -> None:
         _check_model(model)
         found = _recordable(model, layers)
+        _check_uncompiled(model, [module for module, _ in found.values()])
         self._model = model
         self._tallies = {name: _Tally(module, probe) for name, (module, probe) in found.items()}
         self._training_forwards = 0
@@ -117,7 +118,9 @@ class Recorder:
         """
         if not self._handles:
             raise RuntimeError("the recorder was removed: mark() works inside the with block only")
-        number = operator.index(epoch)
+        if if_marked not in ("error", "skip"):
+            raise ValueError(f"expected if_marked='error' or 'skip', got {if_marked!r}")
+        number = _as_epoch(epoch)
         numbers = _as_numbers(scalars)
         if number in self.epochs and if_marked == "skip":
             self._reset()
@@ -134,8 +137,8 @@ class Recorder:
             )
         values = self._summary()
         self._store.append(number, values, numbers)
-        self._warn_nonfinite(values["nonfinite_images"])
         self._reset()
+        self._warn_nonfinite(values)
 
     def remove(self) -> None:
         """Detach from the model. What was marked stays available; may be called more than once."""
@@ -153,6 +156,8 @@ class Recorder:
 
     def _observer(self, tally: "_Tally") -> Callable[..., None]:
         def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+            if module is not tally.module:  # a copy made while recording, such as a moving average of the weights
+                return
             if self._model.training:
                 self._training_forwards += 1
             else:
@@ -171,11 +176,16 @@ class Recorder:
                     summary[name][row, : tally.heads] = value
         return summary
 
-    def _warn_nonfinite(self, images: np.ndarray) -> None:
-        bad = {name: int(n) for name, n in zip(self._tallies, images, strict=True) if n}
+    def _warn_nonfinite(self, values: dict[str, np.ndarray]) -> None:
+        bad = {}
+        for row, (name, tally) in enumerate(self._tallies.items()):
+            recorded = [v[row, : tally.heads] if v.ndim == 2 else v[row] for v in values.values()]
+            if not all(np.isfinite(v).all() for v in recorded):
+                bad[name] = int(values["nonfinite_images"][row])
         if bad:
             warnings.warn(
-                f"images reached layers with NaN or infinite values; the layers' means are NaN in this epoch: {bad}",
+                f"NaN or infinite values were recorded for these layers, of which so many images reached them "
+                f"with NaN or infinities (0: their own parameters hold some): {bad}",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -244,20 +254,39 @@ def _probe_for(module: nn.Module) -> Probe | None:
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise TypeError(
-            "the model is compiled, and hooks attached after compilation are ignored: "
-            "record the original model, or attach before torch.compile"
-        )
+
+
+def _check_uncompiled(model: nn.Module, layers: list[nn.Module]) -> None:
+    for name, module in model.named_modules():
+        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        if compiled and not set(layers).isdisjoint(module.modules()):
+            raise TypeError(
+                f"{f'the part {name!r} of the model' if name else 'the model'} is compiled, and hooks attached after "
+                f"compilation are ignored: record the original model, or attach before torch.compile"
+            )
+
+
+def _as_epoch(epoch: SupportsIndex) -> int:
+    try:
+        number = operator.index(epoch)
+    except TypeError as error:
+        raise TypeError(f"expected an integer for epoch, got {epoch!r}") from error
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"expected an epoch that fits in 64 bits, got {number}")
+    return number
 
 
 def _as_numbers(scalars: dict[str, SupportsFloat]) -> dict[str, float]:
     numbers = {}
     for name, value in scalars.items():
+        if not name.isidentifier():
+            raise ValueError(f"expected letters, digits and underscores in a scalar's name, got {name!r}")
         if name in VARIABLES or name in COORDINATES:
             raise ValueError(f"{name!r} is the name of a recorded variable: give the scalar another one")
         try:
-            numbers[name] = float(value)
+            if isinstance(value, str):
+                raise TypeError("a string")
+            numbers[name] = float(value.detach() if isinstance(value, Tensor) else value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"expected a number for {name!r}, got {value!r}") from error
     return numbers

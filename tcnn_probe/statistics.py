@@ -36,14 +36,14 @@ def gated_attention_statistics(attention: GatedAttention, *, block: int | None =
 
 
 def _statistics(attention: GatedAttention, block: int | None) -> dict[str, Tensor]:
-    query, key = _at_least_float32(attention.scaled_query), _at_least_float32(attention.key)
+    query, key = _at_least_float32(attention.query) * attention.scale, _at_least_float32(attention.key)
     rows, cols = attention.rows.to(query.dtype), attention.cols.to(query.dtype)
     gate = attention.gate.to(query.dtype)[:, None, None]
     y, x = attention.y, attention.x
     real, padding = (index.to(query.device) for index in _real_and_padding(attention))
     queries = y.queries * x.queries
     if block is None:
-        block = max(1, _BLOCK_ELEMENTS // (key.shape[0] * key.shape[1] * key.shape[2]))
+        block = max(1, _BLOCK_ELEMENTS // max(1, key.shape[0] * key.shape[1] * key.shape[2]))
 
     sums = {name: query.new_zeros(query.shape[:2]) for name in ("entropy", "content_entropy", "attention_distance")}
     for start in range(0, queries, block):

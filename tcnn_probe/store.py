@@ -61,9 +61,11 @@ class EpochStore:
             self._store: MemoryStore | LocalStore = MemoryStore()
             self._create(self._store, variables, attrs)
         else:
-            target = Path(path)
+            target = _local_directory(path)
             if not _is_vacant(target):
                 self._check(target)
+                for leftover in target.rglob("*.partial"):  # of a write that a killed run had begun
+                    leftover.unlink()
             else:
                 self._create_directory(target, variables, attrs)
             self._store = LocalStore(target)
@@ -86,17 +88,15 @@ class EpochStore:
         n = len(self._epochs)
         group = zarr.open_group(self._store, mode="r+", use_consolidated=False)
         committed = set(zarr.open_group(self._store, mode="r", use_consolidated=True).array_keys())
-        rows: dict[str, Any] = {"epoch": epoch, **values, **scalars}
-        for name in scalars:
-            if name not in committed:  # what a killed run may have left of it is overwritten
-                about = Variable(("epoch",), "", name, "As given to mark().")
-                _create_array(group, name, about, (n + 1,), overwrite=True)
-        missing = [name for name, array in group.arrays() if name in committed and _follows_epochs(array)]
-        for name in dict.fromkeys([*rows, *missing]):
-            array = group[name]
-            assert isinstance(array, zarr.Array)
-            array.resize((n + 1, *array.shape[1:]))
-            array[n] = rows.get(name, np.nan)
+        for name in set(group.array_keys()) - committed:  # scalars of an epoch that was never committed
+            del group[name]
+        for name in scalars.keys() - committed:
+            _create_array(group, name, Variable(("epoch",), "", name, "As given to mark()."), (n,))
+        row: dict[str, Any] = {"epoch": epoch, **values, **scalars}
+        for name, array in group.arrays():
+            if _follows_epochs(array):
+                array.resize((n + 1, *array.shape[1:]))
+                array[n] = row.get(name, np.nan)
         _commit(self._store)
         self._epochs.append(epoch)
 
@@ -164,7 +164,6 @@ def _create_array(
     *,
     dtype: str = "float64",
     fill_value: float = np.nan,
-    overwrite: bool = False,
 ) -> None:
     attrs: dict[str, Any] = {key: value for key, value in about.attrs.items() if value}
     group.create_array(
@@ -175,12 +174,17 @@ def _create_array(
         fill_value=fill_value,
         dimension_names=about.dims,
         attributes=dict(attrs),
-        overwrite=overwrite,
     )
 
 
 def _follows_epochs(array: "zarr.Array[Any]") -> bool:
     return (array.metadata.dimension_names or ("",))[0] == "epoch"  # type: ignore[union-attr]
+
+
+def _local_directory(path: str | os.PathLike[str]) -> Path:
+    if "://" in os.fspath(path):
+        raise StoreError(f"expected the path of a local directory, got the URL {os.fspath(path)!r}")
+    return Path(path).resolve()  # the working directory may change while recording
 
 
 def _is_vacant(target: Path) -> bool:

@@ -37,7 +37,12 @@ def _gated_attention(layer: ConViTLayer, x: Tensor) -> GatedAttention:
     side = math.isqrt(tokens)
     if side * side != tokens:
         raise ValueError(f"ConViT's positional attention needs a square grid of tokens, got {tokens} tokens")
-    qk = layer.qk(x).reshape(batch, tokens, 2, layer.num_heads, channels // layer.num_heads).permute(2, 0, 3, 1, 4)
+    # Not layer.qk(x): hooks that others have on it would run twice.
+    qk = (
+        layer.qk.forward(x)
+        .reshape(batch, tokens, 2, layer.num_heads, channels // layer.num_heads)
+        .permute(2, 0, 3, 1, 4)
+    )
     axis = Axis(side)
     weight = layer.pos_proj.weight.float() if layer.pos_proj.weight.dtype.itemsize < 4 else layer.pos_proj.weight
     offset = axis.key_positions(weight)[None, :] - axis.query_positions(weight)[:, None]

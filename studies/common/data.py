@@ -1,0 +1,62 @@
+"""Loaders for the studies: cluttered digits unless the user has data of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from common.digits import cluttered_digits
+
+__all__ = ["Loaders", "digits_loaders", "image_loaders"]
+
+Loaders = tuple[DataLoader[Any], DataLoader[Any]]
+
+
+def digits_loaders(*, size: int, batch_size: int, seed: int, limit: int | None = None) -> Loaders:
+    """Training and validation batches of cluttered digits, (B, 1, size, size)."""
+    train, validation = cluttered_digits(size=size, limit=limit, seed=seed)
+    return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(validation, 2 * batch_size)
+
+
+def image_loaders(model: nn.Module, data: str, *, size: int, batch_size: int, workers: int) -> Loaders:
+    """Training and validation batches of the user's images, through timm.
+
+    Training images are augmented as DeiT's are but for mixup and cutmix: random resized crop, flip, RandAugment,
+    random erasing.
+
+    Args:
+        model: whose normalisation and interpolation are used.
+        data: a folder that holds ``train`` and ``val`` (or ``validation``) with one folder a class, or the name of a
+            dataset as timm knows it (``hfds/...``, ``torch/...``), which timm loads from where it is kept.
+        size: height and width, in pixels.
+        batch_size: images per step.
+        workers: loading processes.
+    """
+    config = timm.data.resolve_model_data_config(model)
+    config["input_size"] = (config["input_size"][0], size, size)
+    is_folder = Path(data).is_dir()
+    if not is_folder and "/" not in data:
+        raise FileNotFoundError(f"--data: {data!r} is neither a folder nor a timm dataset name such as 'torch/cifar10'")
+    name, root = ("", data) if is_folder else (data, None)
+    augmentation = {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"}
+    loaders = []
+    for split, training in (("train", True), ("validation", False)):
+        dataset = timm.data.create_dataset(name, root=root, split=split, is_training=training)
+        dataset.transform = timm.data.create_transform(
+            **config, is_training=training, **(augmentation if training else {})
+        )
+        loaders.append(
+            DataLoader(
+                dataset,
+                batch_size,
+                shuffle=training,
+                drop_last=training,
+                num_workers=workers,
+                pin_memory=torch.cuda.is_available(),
+                persistent_workers=workers > 0,
+            )
+        )
+    return loaders[0], loaders[1]

@@ -1,0 +1,100 @@
+"""Real handwritten digits in cluttered scenes, with the place of each digit known.
+
+The digits are scikit-learn's ``load_digits`` (1,797 images of 8 x 8 pixels, UCI). Each scene holds one whole digit
+somewhere, among fragments of other digits of the same split, and noise. The split is by digit image, so neither a
+digit nor a fragment of it is seen both in training and in validation.
+"""
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+from torch.utils.data import Dataset
+
+__all__ = ["ClutteredDigits", "cluttered_digits"]
+
+
+class ClutteredDigits(Dataset[tuple[Tensor, int]]):
+    """Scenes around the given digits.
+
+    Args:
+        digits: shape (N, 8, 8), values in [0, 1].
+        labels: shape (N,).
+        size: height and width of a scene, in pixels.
+        digit_size: height and width of the digit in it.
+        fragments: number of pieces of other digits strewn over it.
+        fixed: the same scene for a digit at each visit (validation) rather than a new one (training, drawn from
+            torch's global generator).
+    """
+
+    def __init__(
+        self,
+        digits: Tensor,
+        labels: Tensor,
+        *,
+        size: int = 64,
+        digit_size: int = 28,
+        fragments: int = 6,
+        fixed: bool = False,
+    ) -> None:
+        enlarged = F.interpolate(digits[:, None], size=(digit_size, digit_size), mode="bilinear", antialias=False)
+        self.digits, self.labels = enlarged[:, 0].clamp(0, 1), labels
+        self.size, self.digit_size, self.fragments, self.fixed = size, digit_size, fragments, fixed
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, _ = self.scene(index)
+        return image, int(self.labels[index])
+
+    def scene(self, index: int) -> tuple[Tensor, tuple[int, int, int, int]]:
+        """A scene, shape (1, size, size), with zero mean and unit variance roughly, and its digit's box.
+
+        The box is (top, left, bottom, right) in pixels, the last two exclusive.
+        """
+        generator = torch.Generator().manual_seed(index) if self.fixed else None
+
+        def draw(high: int, count: int = 1) -> list[int]:
+            drawn: list[int] = torch.randint(high, (count,), generator=generator).tolist()
+            return drawn
+
+        canvas = 0.1 * torch.rand(self.size, self.size, generator=generator)
+        piece = self.digit_size // 2
+        others = draw(len(self), self.fragments)
+        cuts = draw(self.digit_size - piece, 2 * self.fragments)
+        spots = draw(self.size - piece, 2 * self.fragments)
+        for n, other in enumerate(others):
+            (cut_y, cut_x), (y, x) = cuts[2 * n : 2 * n + 2], spots[2 * n : 2 * n + 2]
+            fragment = self.digits[other, cut_y : cut_y + piece, cut_x : cut_x + piece]
+            place = canvas[y : y + piece, x : x + piece]
+            torch.maximum(place, fragment, out=place)
+        top, left = draw(self.size - self.digit_size + 1, 2)
+        box = (top, left, top + self.digit_size, left + self.digit_size)
+        canvas[box[0] : box[2], box[1] : box[3]] = torch.maximum(
+            self.digits[index], canvas[box[0] : box[2], box[1] : box[3]] * 0.2
+        )
+        return (canvas[None] - 0.2) / 0.3, box
+
+
+def cluttered_digits(
+    *, size: int = 64, limit: int | None = None, seed: int = 0
+) -> tuple[ClutteredDigits, ClutteredDigits]:
+    """Training and validation scenes, three quarters and one quarter of the digits, classes in equal shares.
+
+    Args:
+        size: height and width of the scenes, in pixels.
+        limit: use only so many of the 1,797 digits.
+        seed: of the split.
+    """
+    data = load_digits()
+    train, validation = train_test_split(
+        range(len(data.target))[:limit], test_size=0.25, random_state=seed, stratify=data.target[:limit]
+    )
+    images = torch.tensor(data.images, dtype=torch.float32) / 16
+    labels = torch.tensor(data.target)
+    return (
+        ClutteredDigits(images[train], labels[train], size=size),
+        ClutteredDigits(images[validation], labels[validation], size=size, fixed=True),
+    )

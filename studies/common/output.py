@@ -1,0 +1,51 @@
+"""The files of a run: never two runs mixed in one place."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+__all__ = ["OutputError", "RunOutput"]
+
+
+class OutputError(Exception):
+    """Existing output that the user has to decide about."""
+
+
+class RunOutput:
+    """Where a study writes, all under one folder and named after the study.
+
+    Args:
+        folder: the user's output folder.
+        study: name of the study.
+        options: settings that must be the same for a run to be resumed.
+        resume: continue what is there.
+        overwrite: delete what is there first.
+
+    Raises:
+        OutputError: there is output already and neither was asked for, or it is of a run with other options.
+    """
+
+    def __init__(
+        self, folder: str | Path, study: str, options: dict[str, Any], *, resume: bool = False, overwrite: bool = False
+    ) -> None:
+        self.folder = Path(folder)
+        self.store = self.folder / f"{study}.zarr"
+        self.figure = self.folder / f"{study}.png"
+        self.checkpoints = self.folder / f"{study}_checkpoints"
+        options = json.loads(json.dumps(options))
+        kept = self.checkpoints / "options.json"
+        existing = [path for path in (self.store, self.figure, self.checkpoints) if path.exists()]
+        if overwrite:
+            for path in existing:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        elif existing and not resume:
+            names = ", ".join(path.name for path in existing)
+            raise OutputError(f"{self.folder} already holds {names}: pass --resume, --overwrite or another --out")
+        elif resume and kept.exists():
+            before = json.loads(kept.read_text())
+            differing = [f"{k} was {before.get(k)}, is {v}" for k, v in options.items() if before.get(k) != v]
+            if differing:
+                raise OutputError(f"--resume: the run in {self.folder} had other options ({'; '.join(differing)})")
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(options, indent=1))

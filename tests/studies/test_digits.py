@@ -1,0 +1,38 @@
+"""The scenes of the studies: real digits, in a known place, without leakage between the splits."""
+
+import torch
+
+from common.digits import ClutteredDigits, cluttered_digits
+
+
+def test_no_digit_image_is_in_both_splits_and_all_are_used() -> None:
+    train, validation = cluttered_digits(size=41)
+    assert len(train) + len(validation) == 1797
+    known = {tuple(digit.flatten().tolist()) for digit in train.digits}
+    assert len(known) > 1300
+    assert not any(tuple(digit.flatten().tolist()) in known for digit in validation.digits)
+    assert torch.bincount(validation.labels).min() > 35  # every class in its share
+
+
+def test_the_digit_is_in_its_box_and_brighter_than_the_clutter_there() -> None:
+    digits, labels = torch.zeros(3, 8, 8), torch.arange(3)
+    digits[1, 2:6, 2:6] = 1
+    scenes = ClutteredDigits(digits, labels, size=37, digit_size=16, fragments=0)
+    image, (top, left, bottom, right) = scenes.scene(1)
+    assert image.shape == (1, 37, 37)
+    assert (bottom - top, right - left) == (16, 16)
+    bright = (image[0] > (0.9 - 0.2) / 0.3).nonzero()
+    assert len(bright) > 20
+    assert (bright.min(0).values >= torch.tensor([top, left])).all()
+    assert (bright.max(0).values < torch.tensor([bottom, right])).all()
+
+
+def test_validation_scenes_are_fixed_and_training_scenes_are_not() -> None:
+    train, validation = cluttered_digits(size=41, limit=80)
+    assert torch.equal(validation[3][0], validation[3][0])
+    assert not torch.equal(train[3][0], train[3][0])
+    torch.manual_seed(5)
+    first = train[3][0]
+    torch.manual_seed(5)
+    assert torch.equal(train[3][0], first)
+    assert train[3][1] == int(train.labels[3])

@@ -1,0 +1,98 @@
+"""The study end to end on a handful of digits: its files, resuming, refusing to mix runs, a check that can fail."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import xarray as xr
+from PIL import Image
+
+import gating_evolution
+
+TINY = ["--limit", "120", "--batch-size", "16", "--epochs", "2", "--cnn-epochs", "1", "--seed", "3", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("study")
+    assert gating_evolution.main([*TINY, "--out", str(out)]) in (0, 1)
+    return out
+
+
+def recording(out: Path) -> xr.Dataset:
+    return xr.open_zarr(out / "gating_evolution.zarr").load()
+
+
+def test_writes_figure_and_recording(finished: Path) -> None:
+    ds = recording(finished)
+    assert ds.epoch.values.tolist() == [0, 1, 2]
+    assert dict(ds.sizes) == {"epoch": 3, "layer": 4, "head": 9}
+    assert (ds.images == 30).all()  # a quarter of 120: the whole validation set, once an epoch
+    for name in ("top1", "control_top1", "train_top1", "val_loss"):
+        assert np.isfinite(ds[name].values[1:]).all(), name
+    torch.testing.assert_close(torch.tensor(ds.gate.values[0]), torch.full((4, 9), 1.0).sigmoid().double())
+    assert not np.allclose(ds.gate.values[2], ds.gate.values[0], atol=0.01)
+    with Image.open(finished / "gating_evolution.png") as figure:
+        assert min(figure.size) > 1000
+
+
+def test_an_existing_run_is_not_mixed_with_another(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = recording(finished)
+    assert gating_evolution.main([*TINY, "--out", str(finished)]) == 2
+    assert "pass --resume, --overwrite or another --out" in capsys.readouterr().err
+    assert gating_evolution.main([*TINY, "--lr", "0.01", "--resume", "--out", str(finished)]) == 2
+    assert "lr was 0.001, is 0.01" in capsys.readouterr().err
+    xr.testing.assert_identical(recording(finished), before)
+
+
+def test_a_killed_run_resumes_to_the_same_end(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = gating_evolution.tcnn_probe.Recorder.mark
+
+    def dies_at_two(self: object, **kwargs: object) -> None:
+        if kwargs["epoch"] == 2:
+            raise KeyboardInterrupt
+        mark(self, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gating_evolution.tcnn_probe.Recorder, "mark", dies_at_two)
+        with pytest.raises(KeyboardInterrupt):
+            gating_evolution.main([*TINY, "--out", str(tmp_path)])
+    assert recording(tmp_path).epoch.values.tolist() == [0, 1]
+    gating_evolution.main([*TINY, "--resume", "--out", str(tmp_path)])
+    xr.testing.assert_allclose(recording(tmp_path), recording(finished), rtol=1e-6)
+
+
+def test_the_check_can_fail(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ds = recording(finished)
+    apart = ds.gate.copy(data=np.where(np.arange(4)[None, :, None] == 0, 0.9, 0.2) + 0 * ds.gate.values)
+    apart[0] = 0.73
+    assert gating_evolution.check(ds.assign(gate=apart)) == 0
+    assert gating_evolution.check(ds.assign(gate=ds.gate * 0 + 0.73)) == 1
+    assert "did NOT move apart" in capsys.readouterr().out
+
+
+def test_own_model_weights_and_images(tmp_path: Path) -> None:
+    weights = timm.create_model("resnet18").state_dict()
+    torch.save(weights, tmp_path / "resnet18.pth")
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            (tmp_path / "images" / split / label).mkdir(parents=True)
+            for n in range(4):
+                pixels = rng.integers(0, 255, (71, 83, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{n}.png")
+    options = ["--model", "resnet18", "--pretrained", str(tmp_path / "resnet18.pth"), "--num-classes", "2"]
+    options += ["--data", str(tmp_path / "images"), "--img-size", "64", "--workers", "0", "--device", "cpu"]
+    gating_evolution.main([*options, "--epochs", "1", "--batch-size", "4", "--out", str(tmp_path / "out")])
+    ds = recording(tmp_path / "out")
+    assert ds.layer.values.tolist() == [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
+    assert (ds.images == 8).all()
+
+
+def test_wrong_options_say_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--data needs --model"):
+        gating_evolution.main(["--data", str(tmp_path), "--out", str(tmp_path / "a")])
+    with pytest.raises(FileNotFoundError, match="neither a folder nor a timm dataset name"):
+        gating_evolution.main(["--data", "nowhere", "--model", "resnet18", "--out", str(tmp_path / "b")])

@@ -1,0 +1,43 @@
+"""timm convnets of different make, in their true structure but narrow and with short early stages."""
+
+from dataclasses import replace
+from typing import Any
+
+import timm
+import torch
+from timm.models.cspnet import model_cfgs
+from torch import nn
+
+from tests.tcnn_model.helpers import randomise_norms
+
+
+def _csp(name: str) -> dict[str, Any]:
+    config = model_cfgs[name]
+    depth = (*(1 for _ in config.stages.depth[1:]), config.stages.depth[-1])
+    widths = tuple(width // 8 for width in config.stages.out_chs)
+    return {"stem": replace(config.stem, out_chs=16), "stages": replace(config.stages, depth=depth, out_chs=widths)}
+
+
+_BASIC = {"channels": (8, 16, 24, 32)}
+_BOTTLENECK = {"layers": (1, 1, 2, 3), "channels": (8, 16, 24, 32)}
+_V2 = {"layers": (1, 1, 2, 3), "channels": (32, 64, 96, 128)}
+_SMALLER: dict[str, dict[str, Any]] = {
+    "resnet18": _BASIC,
+    "resnet34": {**_BASIC, "layers": (1, 1, 2, 3)},
+    "wide_resnet50_2": {**_BOTTLENECK, "channels": (16, 16, 24, 32)},
+    "resnet50_gn": {**_BOTTLENECK, "channels": (32, 32, 64, 64)},
+    "resnetv2_50": _V2,
+    "resnetv2_50d_gn": {**_V2, "channels": (128, 128, 256, 256)},
+    "vgg16_bn": {"mlp_ratio": 0.01},
+    "densenet121": {"growth_rate": 8, "block_config": (1, 1, 2, 16)},
+    "darknet53": _csp("darknet53"),
+    "cspresnet50": _csp("cspresnet50"),
+    "dla34": {"channels": (8, 8, 16, 16, 24, 32)},
+}
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    """A small relative of a timm model, in eval mode, with 3 classes and random norms."""
+    torch.manual_seed(0)
+    smaller = _SMALLER.get(name, _BOTTLENECK)
+    return randomise_norms(timm.create_model(name, **{"num_classes": 3, **smaller, **options})).eval()

@@ -1,0 +1,79 @@
+"""What several test files share: distances between tensors, disturbed layers, and models that hide nothing."""
+
+import torch
+from torch import Tensor, nn
+
+from tcnn_model import GPSA, gpsa_layers
+
+SHARP = {"locality_strength": 40.0, "gating": 40.0}  # the convolution itself, to float64 rounding
+CONVOLUTIONAL = {"locality_strength": 20.0, "gating": 20.0}  # the same to float32 rounding
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference over the largest absolute value expected."""
+    assert actual.shape == expected.shape
+    actual, expected = actual.detach().double(), expected.detach().double()
+    assert bool(expected.isfinite().all())
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64).to(dtype)
+
+
+@torch.no_grad()
+def disturb(layer: GPSA, seed: int = 0) -> GPSA:
+    """Move every parameter well away from its initial value, so that none is zero, one or the identity."""
+    generator = seeded(seed)
+    for parameter in layer.parameters():
+        parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+    return layer
+
+
+@torch.no_grad()
+def randomise_norms(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Random norm weights, biases and running statistics.
+
+    timm initialises the last norm of each residual branch with zeros, so a fresh model hides its converted layers.
+    """
+    generator = seeded(seed)
+    norms = [m for m in model.modules() if isinstance(m, nn.GroupNorm | nn.LayerNorm) or hasattr(m, "running_mean")]
+    assert norms
+    for norm in norms:
+        norm.weight.copy_(0.5 + torch.rand(norm.weight.shape, generator=generator))
+        norm.bias.copy_(0.2 * torch.randn(norm.bias.shape, generator=generator))
+        if hasattr(norm, "running_mean"):
+            norm.running_mean.copy_(0.2 * torch.randn(norm.running_mean.shape, generator=generator))
+            norm.running_var.copy_(0.5 + torch.rand(norm.running_var.shape, generator=generator))
+    return model
+
+
+@torch.no_grad()
+def assert_every_layer_counts(model: nn.Module, x: Tensor) -> None:
+    """Each GPSA layer is seen in the output: an equivalence test that a dead layer passes would prove nothing."""
+    layers = gpsa_layers(model)
+    assert layers
+    before = model(x)
+    for name, layer in layers.items():
+        original = layer.weight.clone()
+        layer.weight.copy_(original.roll(1, dims=0))  # the same filters for other output channels
+        assert relative_error(model(x), before) > 1e-3, f"{name} does not reach the output"
+        layer.weight.copy_(original)
+
+
+def snapshot(model: nn.Module) -> dict[str, object]:
+    """Everything that a careless conversion could change: modules, attributes, hooks, modes, parameters, values."""
+    state: dict[str, object] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        hooks = [list(v) for k, v in vars(module).items() if k.endswith("hooks")]
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        identities = [(key, id(t), None if t is None else (t.requires_grad, t._version)) for key, t in tensors]
+        geometry = [getattr(module, key, None) for key in ("stride", "padding", "dilation")]
+        state[name] = (id(module), module.training, hooks, identities, str(geometry), sorted(vars(module)))
+    state["feature_info"] = repr(vars(model).get("feature_info"))
+    values = [t.detach().double().sum() for t in model.state_dict().values() if t.device.type != "meta"]
+    return state | {"sums": torch.stack(values).tolist() if values else []}

@@ -1,0 +1,141 @@
+"""The layer itself: initial values, views, shapes and errors."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tcnn_model import GPSA, gpsa_layers
+from tests.tcnn_model.helpers import random
+
+
+def test_centres_are_the_offsets_of_the_taps_row_major() -> None:
+    layer = GPSA(2, 3, (2, 3), padding=(1, 2), dilation=(5, 7))
+    expected = [(-1, -2), (-1, 5), (-1, 12), (4, -2), (4, 5), (4, 12)]
+    assert [tuple(center) for center in layer.center.tolist()] == expected
+
+
+def test_first_values() -> None:
+    torch.manual_seed(0)
+    layer = GPSA(37, 5, 3)
+    assert torch.equal(layer.value, torch.eye(37))
+    assert torch.equal(layer.locality_strength, torch.ones(9))
+    assert torch.allclose(layer.gate, torch.full((9,), 1 / (1 + math.exp(-1))))
+    assert (layer.heads, layer.qk_dim) == (9, 37 // 9)
+    for matrix in (layer.query, layer.key):
+        assert matrix.shape == (9 * 4, 37)
+        assert float(matrix.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(layer.query, layer.key)
+
+
+def test_weight_and_bias_start_as_those_of_a_convolution() -> None:
+    arguments: dict[str, Any] = {"in_channels": 6, "out_channels": 4, "kernel_size": 3, "groups": 2}
+    torch.manual_seed(0)
+    conv = nn.Conv2d(**arguments)
+    torch.manual_seed(0)
+    layer = GPSA(**arguments)
+    assert torch.equal(layer.weight, conv.weight)
+    assert layer.bias is not None
+    assert torch.equal(layer.bias, conv.bias)
+
+
+def test_values_per_head() -> None:
+    alpha, gates = [0.5 + h for h in range(6)], [h - 2.0 for h in range(6)]
+    layer = GPSA(2, 3, (2, 3), locality_strength=alpha, gating=gates, dtype=torch.float64)
+    assert layer.locality_strength.tolist() == pytest.approx(alpha, rel=1e-9)
+    assert layer.gating.tolist() == gates
+    assert layer.gate.tolist() == pytest.approx([1 / (1 + math.exp(-g)) for g in gates], rel=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0, 3.99, 4.01, 20.0, 40.0])
+def test_locality_round_trip(alpha: float, dtype: torch.dtype, tolerance: float) -> None:
+    layer = GPSA(2, 3, 1, locality_strength=alpha, dtype=dtype)
+    assert float(layer.locality_strength.detach()) == pytest.approx(alpha, rel=tolerance)
+
+
+def test_locality_is_the_softplus_of_its_parameter() -> None:
+    layer = GPSA(2, 3, (1, 2), dtype=torch.float64)
+    with torch.no_grad():
+        layer.raw_locality.copy_(torch.tensor([-0.3, 0.7], dtype=torch.float64))
+    expected = [math.log(1 + math.exp(5 * raw)) / 5 for raw in (-0.3, 0.7)]
+    assert layer.locality_strength.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_views_are_at_least_float32() -> None:
+    layer = GPSA(2, 3, 3, dtype=torch.float16)
+    assert layer.gate.dtype == layer.locality_strength.dtype == torch.float32
+
+
+def test_state_is_parameters_alone() -> None:
+    layer = GPSA(3, 5, 3)
+    assert list(layer.buffers()) == []
+    names = {"weight", "bias", "query", "key", "value", "raw_locality", "center", "gating"}
+    assert set(layer.state_dict()) == names
+    layer(random(1, 3, 5, 7, dtype=torch.float32))  # caches nothing
+    assert set(layer.state_dict()) == names
+    assert set(GPSA(3, 5, 3, bias=False).state_dict()) == names - {"bias"}
+
+
+@pytest.mark.parametrize("grid", [(5, 7), (3, 2), (1, 11)])
+def test_shapes_are_those_of_the_convolution(grid: tuple[int, int]) -> None:
+    arguments: dict[str, Any] = {"kernel_size": (3, 5), "stride": (2, 3), "padding": (1, 2)}
+    x = torch.zeros(2, 3, *grid)
+    layer = GPSA(3, 5, **arguments)
+    expected = nn.Conv2d(3, 5, **arguments)(x).shape
+    assert layer(x).shape == expected
+    assert layer.attention(x).shape == (2, 15, expected[2] * expected[3], (grid[0] + 2) * (grid[1] + 4))
+
+
+def test_layers_of_a_model_by_name() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 5, 1), nn.ModuleDict({"a": GPSA(5, 5, 3), "b": GPSA(5, 2, 1)}))
+    assert gpsa_layers(model) == {"1.a": model.get_submodule("1.a"), "1.b": model.get_submodule("1.b")}
+    assert gpsa_layers(nn.Linear(2, 3)) == {}
+
+
+def test_repr_shows_the_arguments() -> None:
+    shown = repr(GPSA(6, 4, (3, 5), stride=2, groups=2, bias=False))
+    for part in ("6, 4, kernel_size=(3, 5)", "stride=(2, 2)", "groups=2", "bias=False", "heads=15", "qk_dim=1"):
+        assert part in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"groups": 4}, "groups must divide in_channels and out_channels; got groups=4, in_channels=6, out_channels=4"),
+        ({"groups": 3}, "groups must divide .* out_channels=4"),
+        ({"groups": 0}, "groups must divide"),
+        ({"qk_dim": 0}, "qk_dim must be at least 1; got 0"),
+        ({"kernel_size": (3, 0)}, r"kernel_size must be at least 1; got \(3, 0\)"),
+        ({"kernel_size": (3, 3, 3)}, r"kernel_size .*\(3, 3, 3\)"),
+        ({"stride": 0}, "stride must be at least 1; got 0"),
+        ({"dilation": 0}, "dilation must be at least 1; got 0"),
+        ({"padding": -1}, "padding must be at least 0; got -1"),
+        ({"locality_strength": 0.0}, "locality_strength must be positive; got 0"),
+        ({"locality_strength": [1.0] * 8 + [-2.0]}, "locality_strength must be positive"),
+        ({"locality_strength": math.nan}, "locality_strength must be one finite number or one for each of the 9 heads"),
+        ({"locality_strength": [1.0] * 8}, "locality_strength must be one finite number or one for each of the 9"),
+        ({"gating": math.inf}, "gating must be one finite number or one for each of the 9 heads; got inf"),
+        ({"gating": [1.0, 2.0]}, "gating must be one finite number or one for each of the 9 heads"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPSA(**{"in_channels": 6, "out_channels": 4, "kernel_size": 3, **arguments})
+
+
+@pytest.mark.parametrize("shape", [(6, 5, 7), (2, 3, 6, 5, 7), (2, 5, 6, 7)])
+def test_bad_inputs(shape: tuple[int, ...]) -> None:
+    layer = GPSA(6, 4, 3)
+    with pytest.raises(ValueError, match=r"expected an input of shape \(B, 6, H, W\), got \(" + str(shape[0])):
+        layer(torch.zeros(shape))
+
+
+def test_map_smaller_than_the_kernel() -> None:
+    layer = GPSA(3, 5, (3, 5), padding=(0, 1), dilation=(2, 1))
+    assert layer(torch.zeros(1, 3, 5, 3)).shape == (1, 5, 1, 1)
+    for grid in ((4, 7), (7, 2), (0, 7)):
+        with pytest.raises(ValueError, match=f"at least 5 x 5 pixels .* got a feature map of {grid[0]} x {grid[1]}"):
+            layer(torch.zeros(1, 3, *grid))

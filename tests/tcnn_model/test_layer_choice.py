@@ -1,0 +1,157 @@
+"""Which convolutions are chosen, and what un-striding them does to the grids of the stages."""
+
+import re
+from collections.abc import Callable, Collection
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from tcnn_model import GPSA, gpsa_layers, reparameterize
+from tests.tcnn_model.families import build
+from tests.tcnn_model.helpers import SHARP, random, relative_error
+
+BOTTLENECKS = [f"layer4.{i}.conv2" for i in range(3)]
+BOTTLENECKS_V2 = [f"stages.3.blocks.{i}.conv2" for i in range(3)]
+LAST_STAGE = {
+    "resnet18": ["layer4.0.conv1", "layer4.0.conv2", "layer4.1.conv1", "layer4.1.conv2"],
+    "resnet34": [f"layer4.{i}.conv{j}" for i in range(3) for j in (1, 2)],
+    "resnet50": BOTTLENECKS,
+    "resnet50d": BOTTLENECKS,
+    "resnetrs50": BOTTLENECKS,
+    "wide_resnet50_2": BOTTLENECKS,
+    "seresnet50": BOTTLENECKS,
+    "ecaresnet50d": BOTTLENECKS,
+    "resnet50_gn": BOTTLENECKS,
+    "resnetaa50": BOTTLENECKS,
+    "resnetblur50": BOTTLENECKS,
+    "resnetv2_50": BOTTLENECKS_V2,
+    "resnetv2_50d_gn": BOTTLENECKS_V2,
+    "vgg16_bn": ["features.34", "features.37", "features.40"],
+    "densenet121": [f"features.denseblock4.denselayer{i}.conv2" for i in range(1, 17)],
+    "darknet53": ["stages.4.conv_down.conv", *(f"stages.4.blocks.{i}.conv2.conv" for i in range(4))],
+    "cspresnet50": ["stages.3.conv_down.conv", *(f"stages.3.blocks.{i}.conv2.conv" for i in range(2))],
+    "dla34": [f"level5.tree{i}.conv{j}" for i in (1, 2) for j in (1, 2)],
+}
+
+
+@pytest.mark.parametrize("name", LAST_STAGE)
+def test_last_stage_of_timm_models_in_full_size(name: str) -> None:
+    tcnn = reparameterize(timm.create_model(name, device="meta"), inplace=True)
+    assert list(gpsa_layers(tcnn)) == LAST_STAGE[name]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("layer4.1.conv2", ["layer4.1.conv2"]),
+        ("layer4", BOTTLENECKS),
+        ("layer4.2", ["layer4.2.conv2"]),
+        ("layer3", ["layer3.0.conv2", "layer3.1.conv2"]),
+        ("layer[34].0.*", ["layer3.0.conv2", "layer4.0.conv2"]),
+        (["layer4.1", "layer2"], ["layer2.0.conv2", "layer4.1.conv2"]),
+        ({"layer4.0.conv1"}, ["layer4.0.conv1"]),  # a 1 x 1 convolution, by its own name
+        (lambda name, conv: conv.in_channels == 32 and name.startswith("layer4"), BOTTLENECKS),
+        (lambda name, conv: name.endswith("1.conv2"), ["layer3.1.conv2", "layer4.1.conv2"]),
+    ],
+)
+@torch.no_grad()
+def test_choosing(layers: str | Collection[str] | Callable[[str, nn.Module], bool], expected: list[str]) -> None:
+    cnn = build("resnet50").double()
+    tcnn = reparameterize(cnn, layers=layers, stride="keep", **SHARP)
+    assert list(gpsa_layers(tcnn)) == expected
+    x = random(1, 3, 64, 96)
+    assert relative_error(tcnn(x), cnn(x)) < 1e-8
+
+
+def _reductions(model: nn.Module) -> list[int]:
+    info = model.feature_info
+    return [entry["reduction"] for entry in getattr(info, "info", info)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (None, [2, 4, 8, 16, 16]),
+        ("layer4.0.conv2", [2, 4, 8, 16, 16]),
+        ("layer4.1.conv2", [2, 4, 8, 16, 32]),  # carries no stride, nor does its block
+        ("layer3", [2, 4, 8, 8, 16]),
+        (["layer3", "layer4"], [2, 4, 8, 8, 8]),
+    ],
+)
+@torch.no_grad()
+def test_unit_stride_halves_the_reduction(layers: str | list[str] | None, expected: list[int]) -> None:
+    cnn = build("resnet50")
+    tcnn = reparameterize(cnn, layers=layers)
+    assert _reductions(tcnn) == expected
+    features = tcnn.forward_intermediates(torch.zeros(1, 3, 64, 96), intermediates_only=True)
+    assert [(64 // f.shape[2], 96 // f.shape[3]) for f in features] == [(r, r) for r in expected]
+    assert _reductions(cnn) == _reductions(reparameterize(cnn, layers=layers, stride="keep")) == [2, 4, 8, 16, 32]
+
+
+def test_reductions_do_not_depend_on_the_size_of_the_trial_image() -> None:
+    tcnn = reparameterize(build("resnet18"), input_size=(3, 80, 112))  # 5 x 7 at the last stage's input
+    assert _reductions(tcnn) == [2, 4, 8, 16, 16]
+
+
+@torch.no_grad()
+def test_feature_extractor() -> None:
+    cnn = build("resnet50", features_only=True, num_classes=0, out_indices=(1, 4))
+    tcnn = reparameterize(cnn)
+    assert list(gpsa_layers(tcnn)) == BOTTLENECKS
+    assert tcnn.feature_info.reduction() == [4, 16]
+    assert cnn.feature_info.reduction() == [4, 32]
+    assert [tuple(f.shape) for f in tcnn(torch.zeros(1, 3, 64, 96))] == [(1, 32, 16, 24), (1, 128, 4, 6)]
+    same = reparameterize(cnn.double(), stride="keep", **SHARP)
+    x = random(1, 3, 64, 96)
+    for actual, expected in zip(same(x), cnn(x), strict=True):
+        assert relative_error(actual, expected) < 1e-8
+
+
+@torch.no_grad()
+def test_one_input_channel() -> None:
+    cnn = build("resnetrs50", in_chans=1).double()
+    x = random(1, 1, 64, 96)
+    assert relative_error(reparameterize(cnn, stride="keep", **SHARP)(x), cnn(x)) < 1e-8
+
+
+def _plain_cnn(padding: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 5, 5, stride=2, padding=2),
+        nn.ReLU(),
+        nn.Sequential(nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(7, 11, 3, padding=padding)),
+        nn.ReLU(),
+        nn.Conv2d(11, 3, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ).double()
+
+
+@torch.no_grad()
+def test_plain_sequential() -> None:
+    cnn = _plain_cnn(padding=1)
+    x = random(1, 2, 37, 53)
+    same = reparameterize(cnn, stride="keep", **SHARP)
+    assert list(gpsa_layers(same)) == ["2.0", "2.2"]
+    assert relative_error(same(x), cnn(x)) < 1e-8
+    unit = reparameterize(cnn, **SHARP)
+    cnn[2][0].stride = (1, 1)
+    assert relative_error(unit(x), cnn(x)) < 1e-8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stride", ["unit", "keep"])
+def test_convolution_without_stride_or_padding(stride: str) -> None:
+    """It shrinks its map by a border, which is no stride that could be taken out."""
+    cnn = _plain_cnn(padding=0)
+    x = random(1, 2, 37, 53)
+    same = reparameterize(cnn, layers="2.2", stride=stride, **SHARP)
+    assert isinstance(same.get_submodule("2.2"), GPSA)
+    assert relative_error(same(x), cnn(x)) < 1e-8
+
+
+def test_hint_names_close_layers() -> None:
+    with pytest.raises(ValueError, match=re.escape("did you mean 'layer4.")):
+        reparameterize(build("resnet18"), layers="layer4.0.conv3")

@@ -1,0 +1,129 @@
+"""The T-CNNs in timm's registry."""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.models import get_pretrained_cfg
+from torch import nn
+
+from tcnn_model import gpsa_layers, reparameterize
+from tests.tcnn_model.helpers import CONVOLUTIONAL, random, randomise_norms, relative_error
+
+NAMES = {
+    *(f"t_resnetrs{depth}" for depth in (50, 101, 152, 200, 270, 350)),
+    *(f"t_resnet{depth}d" for depth in (50, 101, 152, 200)),
+    "t_resnet50",
+}
+SMALL = {"layers": (1, 1, 1, 2), "channels": (8, 8, 16, 16)}
+
+
+def test_all_are_listed() -> None:
+    assert set(timm.list_models("t_resnet*")) == NAMES
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_each_is_its_cnn_converted(name: str) -> None:
+    short = {"layers": (1, 1, 1, 2), "device": "meta"}
+    tcnn = timm.create_model(name, **short)
+    expected = reparameterize(timm.create_model(name.removeprefix("t_"), **short), inplace=True)
+    assert {k: v.shape for k, v in tcnn.state_dict().items()} == {k: v.shape for k, v in expected.state_dict().items()}
+    assert all(layer.stride == (1, 1) for layer in gpsa_layers(tcnn).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "layers"),
+    [
+        ("t_resnetrs50", 38.0, 3),
+        ("t_resnetrs101", 66.0, 3),
+        ("t_resnetrs152", 89.0, 3),
+        ("t_resnetrs200", 95.6, 3),
+        ("t_resnetrs270", 133.0, 4),
+        ("t_resnetrs350", 167.1, 4),
+    ],
+)
+def test_parameters_as_published(name: str, millions: float, layers: int) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
+    assert len(gpsa_layers(model)) == layers
+
+
+@torch.no_grad()
+def test_arguments_of_both() -> None:
+    arguments = {"num_classes": 3, "in_chans": 1, **SMALL}
+    cnn = randomise_norms(timm.create_model("resnet50", **arguments)).eval()
+    tcnn = timm.create_model("t_resnet50", stride="keep", qk_dim=5, **CONVOLUTIONAL, **arguments).eval()
+    assert tcnn.load_state_dict(cnn.state_dict(), strict=False).unexpected_keys == []
+    assert {layer.qk_dim for layer in gpsa_layers(tcnn).values()} == {5}
+    x = random(2, 1, 64, 96, dtype=torch.float32)
+    assert tcnn(x).shape == (2, 3)
+    assert relative_error(tcnn(x), cnn(x)) < 1e-4
+
+
+def _saved_cnn(path: Path, **arguments: object) -> nn.Module:
+    cnn = randomise_norms(timm.create_model("resnet50", **arguments))
+    torch.save(cnn.state_dict(), path)
+    return cnn
+
+
+def test_pretrained_weights_are_those_of_the_cnn(tmp_path: Path) -> None:
+    cnn = _saved_cnn(tmp_path / "cnn.pth", **SMALL)
+    overlay = {"file": str(tmp_path / "cnn.pth")}
+    tcnn = timm.create_model("t_resnet50", pretrained=True, pretrained_cfg_overlay=overlay, **SMALL)
+    expected = reparameterize(cnn)
+    for name, parameter in cnn.named_parameters():
+        assert torch.equal(tcnn.get_parameter(name), parameter), name
+        assert torch.equal(expected.get_parameter(name), parameter), name
+    for name, buffer in cnn.named_buffers():
+        assert torch.equal(tcnn.get_buffer(name), buffer), name
+    assert list(gpsa_layers(tcnn)) == list(gpsa_layers(expected)) == ["layer4.0.conv2", "layer4.1.conv2"]
+
+
+def test_pretrained_with_another_head(tmp_path: Path) -> None:
+    cnn = _saved_cnn(tmp_path / "cnn.pth", **SMALL)
+    overlay = {"file": str(tmp_path / "cnn.pth")}
+    tcnn = timm.create_model("t_resnet50", pretrained=True, num_classes=3, pretrained_cfg_overlay=overlay, **SMALL)
+    assert tcnn.get_classifier().out_features == 3
+    assert torch.equal(tcnn.get_parameter("layer4.1.conv2.weight"), cnn.get_parameter("layer4.1.conv2.weight"))
+
+
+def test_checkpoint_of_the_tcnn(tmp_path: Path) -> None:
+    saved = timm.create_model("t_resnet50", num_classes=3, **SMALL)
+    torch.save(saved.state_dict(), tmp_path / "tcnn.pth")
+    loaded = timm.create_model("t_resnet50", checkpoint_path=str(tmp_path / "tcnn.pth"), num_classes=3, **SMALL)
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_tags_point_at_the_weights_of_the_cnn(name: str) -> None:
+    base = name.removeprefix("t_")
+    tags = timm.list_models(f"{base}.*", pretrained=True)
+    assert {f"t_{tag}" for tag in tags} == set(timm.list_models(f"{name}.*", pretrained=True))
+    for tag in tags:
+        ours, theirs = get_pretrained_cfg(f"t_{tag}"), get_pretrained_cfg(tag)
+        for key in ("hf_hub_id", "url", "input_size", "mean", "std", "crop_pct"):
+            assert getattr(ours, key) == getattr(theirs, key), (tag, key)
+    assert get_pretrained_cfg(name).tag == get_pretrained_cfg(base).tag
+
+
+def test_hub_id_of_a_tag() -> None:
+    assert get_pretrained_cfg("t_resnet50.a1_in1k").hf_hub_id == "timm/resnet50.a1_in1k"
+
+
+def test_configuration_of_a_model() -> None:
+    tcnn = timm.create_model("t_resnet50.a1_in1k", device="meta")
+    assert tcnn.pretrained_cfg["architecture"] == "t_resnet50"
+    assert tcnn.pretrained_cfg["tag"] == "a1_in1k"
+    assert tcnn.default_cfg is tcnn.pretrained_cfg
+    assert timm.data.resolve_model_data_config(tcnn)["input_size"] == (3, 224, 224)
+    assert get_pretrained_cfg("resnet50.a1_in1k").architecture == "resnet50"  # not ours to change
+
+
+@torch.no_grad()
+def test_as_a_feature_extractor() -> None:
+    model = timm.create_model("t_resnet50", features_only=True, out_indices=(3, 4), **SMALL)
+    assert model.feature_info.reduction() == [16, 16]
+    assert [tuple(f.shape) for f in model(torch.zeros(1, 3, 64, 96))] == [(1, 64, 4, 6), (1, 64, 4, 6)]

@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from tcnn_model.positional import Axis, apply_separable, gaussian_attention
+from tests.tcnn_model.helpers import random, relative_error
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 5])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("padding", [0, 1, 2])
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_queries_and_keys_are_those_of_the_convolution(kernel: int, stride: int, padding: int, dilation: int) -> None:
+    conv = torch.nn.Conv1d(1, 1, kernel, stride, padding, dilation)
+    for length in (11, 13, 16):
+        axis = Axis(length, stride, padding, extent=dilation * (kernel - 1) + 1)
+        assert axis.queries == conv(torch.zeros(1, 1, length)).shape[-1]
+        assert axis.keys == length + 2 * padding
+
+
+def test_positions_are_in_input_pixels() -> None:
+    axis, like = Axis(length=5, stride=2, padding=1, extent=3), torch.zeros(0, dtype=torch.float64)
+    assert axis.query_positions(like).tolist() == [0, 2, 4]
+    assert axis.key_positions(like).tolist() == [-1, 0, 1, 2, 3, 4, 5]
+    assert axis.key_positions(like).dtype == torch.float64
+
+
+def test_factors_are_the_dense_gaussian() -> None:
+    y, x = Axis(length=5, stride=2, padding=1, extent=3), Axis(length=11, stride=3, padding=2, extent=5)
+    alpha, center = random(7, seed=1).abs() + 0.01, random(7, 2, seed=2)
+    rows, cols = gaussian_attention(alpha, center[:, 0], y), gaussian_attention(alpha, center[:, 1], x)
+
+    keys = [(j, i) for j in range(-1, 5 + 1) for i in range(-2, 11 + 2)]
+    bases = [(2 * m, 3 * n) for m in range(3) for n in range(4)]
+    assert (rows.shape, cols.shape) == ((7, 3, 7), (7, 4, 15))
+    for h in range(7):
+        squares = torch.tensor(
+            [[(j - b - center[h, 0]) ** 2 + (i - a - center[h, 1]) ** 2 for j, i in keys] for b, a in bases]
+        ).double()
+        dense = torch.exp(-alpha[h] * squares)
+        dense = dense / dense.sum(-1, keepdim=True)
+        assert relative_error(torch.kron(rows[h], cols[h]), dense) < 1e-14
+
+
+def test_separable_application_is_the_dense_one() -> None:
+    rows, cols, values = random(7, 3, 5, seed=1), random(7, 2, 11, seed=2), random(2, 13, 5, 11, seed=3)
+    dense = torch.stack([torch.kron(rows[h], cols[h]) for h in range(7)])  # (heads, N_query, H * W)
+    expected = torch.stack([(values.flatten(2) @ dense[h].T).reshape(2, 13, 3, 2) for h in range(7)], dim=2)
+    assert relative_error(apply_separable(rows, cols, values), expected) < 1e-14
+
+
+def test_far_centres_and_strong_locality_stay_finite() -> None:
+    axis = Axis(length=13, stride=2, padding=1, extent=3)
+    attention = gaussian_attention(torch.tensor([1e4, 1e-4]), torch.tensor([500.0, -500.0]), axis)
+    assert torch.allclose(attention.sum(-1), torch.ones(2, axis.queries))
+    assert attention[0].argmax(-1).tolist() == [axis.keys - 1] * axis.queries  # the pixel nearest to the centre

@@ -1,0 +1,176 @@
+"""What a conversion does to the model besides its function: copies, modes, types, ties, files."""
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tcnn_model import GPSA, gpsa_layers, reparameterize
+from tests.tcnn_model.families import build
+from tests.tcnn_model.helpers import SHARP, random, relative_error, snapshot
+
+CONVERTED = ["layer4.0.conv2", "layer4.1.conv2", "layer4.2.conv2"]
+
+
+@pytest.fixture
+def cnn() -> nn.Module:
+    return build("resnet50d")
+
+
+def test_input_model_is_untouched(cnn: nn.Module) -> None:
+    cnn.get_submodule("layer4.1").train()
+    cnn.get_submodule("layer2").register_forward_hook(lambda *_: None)
+    before, values = snapshot(cnn), copy.deepcopy(cnn.state_dict())
+    tcnn = reparameterize(cnn)
+    assert snapshot(cnn) == before
+    assert all(torch.equal(value, values[name]) for name, value in cnn.state_dict().items())
+    assert not {p.data_ptr() for p in cnn.parameters()} & {p.data_ptr() for p in tcnn.parameters()}
+    assert not {id(m) for m in cnn.modules()} & {id(m) for m in tcnn.modules()}
+    assert list(gpsa_layers(tcnn)) == CONVERTED
+
+
+def test_hooks_of_the_user_do_not_see_the_rehearsal(cnn: nn.Module) -> None:
+    seen: list[Tensor] = []
+    cnn.get_submodule("layer2").register_forward_hook(lambda module, inputs, output: seen.append(output))
+    reparameterize(cnn)
+    assert seen == []
+
+
+def test_hooks_that_read_values_do_not_stop_a_conversion(cnn: nn.Module) -> None:
+    cnn.get_submodule("layer2").register_forward_hook(lambda module, inputs, output: print(output.mean().item()))
+    assert list(gpsa_layers(reparameterize(cnn))) == CONVERTED
+
+
+def test_in_place(cnn: nn.Module) -> None:
+    parameters, modules = dict(cnn.named_parameters()), dict(cnn.named_modules())
+    result = reparameterize(cnn, inplace=True)
+    assert result is cnn
+    assert list(gpsa_layers(cnn)) == CONVERTED
+    for name, parameter in parameters.items():
+        assert cnn.get_parameter(name) is parameter
+    replaced = {*CONVERTED, "layer4.0.downsample.0"}
+    assert {name for name, module in modules.items() if cnn.get_submodule(name) is not module} == replaced
+
+
+def test_mode_dtype_and_trainability_carry_over(cnn: nn.Module) -> None:
+    cnn.to(torch.bfloat16).train()
+    cnn.get_submodule("layer4.1").eval()
+    cnn.get_submodule("layer4.1.conv2").weight.requires_grad_(False)
+    tcnn = reparameterize(cnn)
+    modes = {name: module.training for name, module in cnn.named_modules()}
+    assert {name: module.training for name, module in tcnn.named_modules() if name in modes} == modes
+    assert {p.dtype for p in tcnn.parameters()} == {torch.bfloat16}
+    assert [name for name, p in tcnn.named_parameters() if not p.requires_grad] == ["layer4.1.conv2.weight"]
+
+
+def test_arguments_reach_every_layer(cnn: nn.Module) -> None:
+    tcnn = reparameterize(cnn, locality_strength=2.0, gating=-0.5, qk_dim=7)
+    for layer in gpsa_layers(tcnn).values():
+        assert torch.allclose(layer.locality_strength, torch.full((9,), 2.0))
+        assert torch.equal(layer.gating, torch.full((9,), -0.5))
+        assert layer.qk_dim == 7
+    defaults = gpsa_layers(reparameterize(cnn))["layer4.0.conv2"]
+    assert torch.allclose(defaults.locality_strength, torch.ones(9))
+    assert torch.equal(defaults.gating, torch.ones(9))
+    assert (defaults.stride, defaults.padding, defaults.bias) == ((1, 1), (1, 1), None)
+
+
+def test_checkpoint_of_the_cnn_fills_the_tcnn(cnn: nn.Module) -> None:
+    tcnn = reparameterize(build("resnet50d"), **SHARP)
+    other = build("resnet50d")
+    nn.init.normal_(other.get_submodule("layer4.1.conv2").weight)
+    result = tcnn.load_state_dict(other.state_dict(), strict=False)
+    assert result.unexpected_keys == []
+    own = ("query", "key", "value", "raw_locality", "center", "gating")
+    assert result.missing_keys == [f"{name}.{parameter}" for name in CONVERTED for parameter in own]
+    x = random(1, 3, 64, 96, dtype=torch.float32)
+    assert relative_error(tcnn(x), reparameterize(other, **SHARP)(x)) < 1e-5
+
+
+def _through_a_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _through_its_state(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    fresh = reparameterize(build("resnet50d"))
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    return fresh
+
+
+def _compiled(model: nn.Module) -> Any:
+    torch.compiler.reset()
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, _through_a_file, _through_its_state, _compiled])
+@torch.no_grad()
+def test_result_travels(cnn: nn.Module, travel: Callable[[nn.Module], nn.Module]) -> None:
+    tcnn = reparameterize(cnn)
+    x = random(1, 3, 64, 96, dtype=torch.float32)
+    assert relative_error(travel(tcnn)(x), tcnn(x)) < 1e-5
+
+
+@torch.no_grad()
+def test_result_in_half_precision(cnn: nn.Module) -> None:
+    tcnn = reparameterize(cnn)
+    x = random(1, 3, 64, 96, dtype=torch.float32)
+    expected = tcnn(x)
+    assert relative_error(tcnn.half()(x.half()), expected) < 0.03
+    assert relative_error(reparameterize(cnn.half(), **SHARP)(x.half()), reparameterize(cnn.float(), **SHARP)(x)) < 0.03
+
+
+@torch.no_grad()
+def test_converting_twice_converts_further(cnn: nn.Module) -> None:
+    cnn.double()
+    once = reparameterize(cnn, stride="keep", **SHARP)
+    twice = reparameterize(once, layers="layer3", stride="keep", **SHARP)
+    assert list(gpsa_layers(twice)) == ["layer3.0.conv2", "layer3.1.conv2", *CONVERTED]
+    x = random(1, 3, 64, 96)
+    assert relative_error(twice(x), cnn(x)) < 1e-8
+
+
+class _Shared(nn.Module):
+    """One convolution under two names, and two convolutions with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 3, 3, padding=1)
+        self.second = self.first
+        self.third = nn.Conv2d(3, 3, 3, padding=1)
+        self.third.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+def test_sharing_stays_sharing() -> None:
+    model = _Shared().double()
+    result: Any = reparameterize(model, **SHARP)
+    assert isinstance(result.first, GPSA)
+    assert result.first is result.second
+    assert isinstance(result.third, GPSA)
+    assert result.third.weight is result.first.weight
+    assert result.third.weight is not model.third.weight
+    x = random(1, 3, 11, 13)
+    assert relative_error(result(x), model(x)) < 1e-8
+
+
+def test_a_convolution_by_itself() -> None:
+    conv = nn.Conv2d(3, 5, 3, padding=1, dtype=torch.float64)
+    x = random(1, 3, 7, 11)
+    result: nn.Module = GPSA.from_conv(conv, **SHARP)
+    with contextlib.suppress(ValueError):  # it has no parent to hold another layer: saying so would do as well
+        result = reparameterize(conv, **SHARP)
+    assert isinstance(result, GPSA)
+    assert relative_error(result(x), conv(x)) < 1e-8

@@ -1,0 +1,117 @@
+"""Models and arguments that cannot be converted: a message that says why, and a model that is as it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from tcnn_model import gpsa_layers, reparameterize
+from tests.tcnn_model.families import build
+from tests.tcnn_model.helpers import snapshot
+
+
+def _refused(model: nn.Module, message: str, **arguments: Any) -> None:
+    before = snapshot(model)
+    for inplace in (False, True):
+        with pytest.raises(ValueError, match=message):
+            reparameterize(model, inplace=inplace, **arguments)
+        assert snapshot(model) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vit_tiny_patch16_224", "no convolution to reparameterize: the last stage of VisionTransformer"),
+        ("botnet26t_256", "no convolution to reparameterize: the last stage of ByobNet .* of 8 in the model"),
+        ("resnext50_32x4d", r"'layer4\.0\.conv2': grouped convolution \(groups=32\) is not supported yet"),
+        ("resnetv2_50x1_bit", r"'stages\.3\.blocks\.0\.conv2': expected a plain torch\.nn\.Conv2d, got StdConv2d"),
+        ("hrnet_w18", "use stride='keep'"),
+        ("mixer_s16_224", "no convolution to reparameterize"),
+    ],
+)
+def test_models_that_cannot_be_converted(name: str, message: str) -> None:
+    _refused(timm.create_model(name, device="meta", num_classes=3), message)
+
+
+def test_what_cannot_be_unstrided_can_be_kept() -> None:
+    hrnet = timm.create_model("hrnet_w18", device="meta", num_classes=3)
+    assert len(gpsa_layers(reparameterize(hrnet, stride="keep"))) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": "layer5"}, "no k x k convolutions match 'layer5'"),
+        ({"layers": "layer4.*.conv7"}, r"no k x k convolutions match 'layer4\.\*\.conv7'"),
+        ({"layers": ["layer4.0.conv1", "nothing"]}, "no k x k convolutions match 'nothing'"),
+        ({"layers": "fc"}, "no k x k convolutions match 'fc'"),
+        ({"layers": "layer4.0.downsample.*"}, "no k x k convolutions match"),  # 1 x 1
+        ({"layers": lambda name, conv: False}, "the predicate chose none of the 17 k x k convolutions"),
+        ({"layers": []}, "layers is empty"),
+        ({"stride": "half"}, "expected stride='unit' or 'keep', got 'half'"),
+        ({"locality_strength": 0.0}, "'layer4.0.conv1': locality_strength must be positive"),
+        ({"gating": float("nan")}, "gating must be one finite number"),
+        ({"qk_dim": 0}, "qk_dim must be at least 1"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    cnn = timm.create_model("resnet18", channels=(8, 8, 16, 16), num_classes=3)
+    _refused(cnn, message, **arguments)
+    assert gpsa_layers(cnn) == {}
+
+
+def test_size_of_an_image_that_the_model_does_not_take() -> None:
+    _refused(build("resnet18"), "could not run ResNet on an image of 5 x 64 x 64", input_size=(5, 64, 64))
+
+
+def test_layer_of_the_classifier() -> None:
+    message = r"not used by the model's feature extractor.*\['pre_logits\.fc1'\]"
+    _refused(build("vgg16_bn"), message, layers="pre_logits.fc1")
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        lambda conv: conv.register_forward_hook(lambda *_: None),
+        lambda conv: conv.register_forward_pre_hook(lambda *_: None),
+        lambda conv: conv.register_full_backward_hook(lambda *_: None),
+    ],
+)
+def test_convolution_with_a_hook(attach: Callable[[nn.Module], Any]) -> None:
+    cnn = build("resnet50")
+    handle = attach(cnn.get_submodule("layer4.1.conv2"))
+    _refused(cnn, r"cannot reparameterize 'layer4\.1\.conv2': it carries hooks.*remove them first")
+    handle.remove()
+    assert len(gpsa_layers(reparameterize(cnn))) == 3
+
+
+def test_convolution_with_a_computed_weight() -> None:
+    cnn = build("resnet50")
+    nn.utils.parametrizations.weight_norm(cnn.get_submodule("layer4.1.conv2"))
+    _refused(cnn, r"cannot reparameterize 'layer4\.1\.conv2'.*(?i:parametrized)")
+
+
+def test_padding_that_is_not_zero() -> None:
+    cnn = build("resnet50")
+    cnn.get_submodule("layer4.2.conv2").padding_mode = "circular"
+    _refused(cnn, r"'layer4\.2\.conv2': expected padding_mode='zeros', got 'circular'")
+
+
+def test_model_that_does_not_run_on_images() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(7, 5), nn.Unflatten(1, (5, 1, 1)), nn.Conv2d(5, 3, 3, padding=1))
+    _refused(model, r"could not run Sequential on an image of 5 x 224 x 224: pass input_size=\(C, H, W\)")
+
+
+def test_exception_of_the_model_is_quoted() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 5, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("only on Sundays")
+
+    _refused(Broken(), "only on Sundays")

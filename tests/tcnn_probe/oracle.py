@@ -1,0 +1,103 @@
+"""What the probes should find, written out slowly in float64: the oracle of the tests, which calls no tcnn_probe."""
+
+import torch
+from torch import Tensor
+
+from tcnn_model import GPSA
+from tcnn_model.reference import gpsa_attention_reference
+
+__all__ = ["gpsa_statistics", "gpsa_statistics_of_qk", "summarise"]
+
+Statistics = dict[str, Tensor]  # variable -> (B, heads), float64
+
+
+def summarise(whole: Tensor, content: Tensor, positional: Tensor, distance: Tensor) -> Statistics:
+    """Means over queries of (B, heads, N_query, N_key) attention, (heads, N_query, N_key) if it is no image's own.
+
+    Args:
+        whole, content, positional: A, C and P.
+        distance: between query and key, shape (N_query, N_key), the keys of ``whole``.
+    """
+    return {
+        "entropy": _entropy(whole),
+        "content_entropy": _entropy(content),
+        "positional_entropy": _entropy(positional).expand(whole.shape[:2]),
+        "attention_distance": (whole * distance).sum(-1).mean(-1),
+    }
+
+
+def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
+    """For the weights of ``layer``, in float64 from beginning to end."""
+    x = x.detach().double()
+    bases, pixels, real = _grid(layer, x)
+    whole = gpsa_attention_reference(
+        x,
+        query=_double(layer.query),
+        key=_double(layer.key),
+        locality_strength=_alpha(layer),
+        center=_double(layer.center),
+        gating=_double(layer.gating),
+        kernel_size=layer.kernel_size,
+        stride=layer.stride,
+        padding=layer.padding,
+        dilation=layer.dilation,
+    )
+    query = _project(x, bases, layer.query, layer.heads)
+    key = _project(x, pixels[real], layer.key, layer.heads)
+    return summarise(whole, _content(query, key), _positional(layer, bases, pixels), _distance(bases, pixels))
+
+
+def gpsa_statistics_of_qk(layer: GPSA, x: Tensor, query: Tensor, key: Tensor) -> Statistics:
+    """The same from queries and keys as they were rounded, (B, heads, N, d), for layers in low precision."""
+    bases, pixels, real = _grid(layer, x)
+    content, positional = _content(_double(query), _double(key)), _positional(layer, bases, pixels)
+    gate = torch.sigmoid(_double(layer.gating))[:, None, None]
+    whole = (gate * positional).expand(len(x), *positional.shape).clone()
+    whole[..., real] += (1 - gate) * content
+    return summarise(whole, content, positional, _distance(bases, pixels))
+
+
+def _entropy(attention: Tensor) -> Tensor:
+    return -torch.where(attention > 0, attention * attention.clamp_min(1e-300).log(), 0.0).sum(-1).mean(-1)
+
+
+def _grid(layer: GPSA, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Base pixels of the queries (N_query, 2), pixels of the keys (N_key, 2), and which of these are real."""
+    height, width = x.shape[-2:]
+    (py, px), (sy, sx), (dy, dx), (ky, kx) = layer.padding, layer.stride, layer.dilation, layer.kernel_size
+    tops = range(-py, height + py - dy * (ky - 1), sy)  # where a window of the convolution can begin
+    lefts = range(-px, width + px - dx * (kx - 1), sx)
+    bases = torch.tensor([(top + py, left + px) for top in tops for left in lefts])
+    pixels = torch.tensor([(j, i) for j in range(-py, height + py) for i in range(-px, width + px)])
+    inside = [0 <= j < height and 0 <= i < width for j, i in pixels.tolist()]
+    return bases, pixels, torch.tensor(inside)
+
+
+def _project(x: Tensor, pixels: Tensor, weight: Tensor, heads: int) -> Tensor:
+    """Weight (heads * d, C) times the features at the pixels, zero outside the image: (B, heads, N, d)."""
+    height, width = x.shape[-2:]
+    features = [
+        x[:, :, j, i] if j < height and i < width else torch.zeros_like(x[:, :, 0, 0]) for j, i in pixels.tolist()
+    ]
+    return (torch.stack(features, 1) @ _double(weight).T).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _content(query: Tensor, key: Tensor) -> Tensor:
+    return torch.softmax(torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5, -1)
+
+
+def _positional(layer: GPSA, bases: Tensor, pixels: Tensor) -> Tensor:
+    offset = pixels[None, None] - bases[None, :, None] - _double(layer.center)[:, None, None]
+    return torch.softmax(-_alpha(layer)[:, None, None] * offset.pow(2).sum(-1), -1)
+
+
+def _distance(bases: Tensor, pixels: Tensor) -> Tensor:
+    return (pixels[None] - bases[:, None]).double().pow(2).sum(-1).sqrt()
+
+
+def _alpha(layer: GPSA) -> Tensor:
+    return torch.log1p(torch.exp(5 * _double(layer.raw_locality))) / 5
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.detach().double()

@@ -1,0 +1,147 @@
+"""record(): which layers, which models, and what the recording says about itself."""
+
+import json
+import re
+import socket
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import tcnn_probe
+from tcnn_model import GPSA
+from tcnn_probe.schema import VARIABLES
+from tests.tcnn_probe.networks import Branches, Chain, small_resnet
+
+IMAGES = torch.randn(2, 2, 5, 7, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def resnet() -> nn.Module:
+    return small_resnet()
+
+
+FIRST, SECOND = ["layer4.0.conv1", "layer4.0.conv2"], ["layer4.1.conv1", "layer4.1.conv2"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (None, FIRST + SECOND),
+        ("layer4.1.conv2", ["layer4.1.conv2"]),
+        ("layer4.1", SECOND),
+        ("*.conv1", ["layer4.0.conv1", "layer4.1.conv1"]),
+        (("layer4.1.conv2", "layer4.0"), [*FIRST, "layer4.1.conv2"]),
+        (lambda name, module: name.endswith("2") and isinstance(module, GPSA), ["layer4.0.conv2", "layer4.1.conv2"]),
+    ],
+    ids=["all", "name", "container", "glob", "several", "predicate"],
+)
+def test_layers(resnet: nn.Module, layers: Any, expected: list[str]) -> None:
+    with tcnn_probe.record(resnet, layers=layers) as recorder, torch.no_grad():
+        resnet(torch.randn(1, 1, 71, 103))
+        recorder.mark(epoch=0)
+    assert list(recorder.layers) == expected
+    assert recorder.dataset.layer.values.tolist() == expected
+
+
+def test_recorder_by_its_own_name() -> None:
+    with tcnn_probe.Recorder(Chain(), layers="far") as recorder:
+        assert recorder.layers == ("far",)
+        assert recorder.epochs == ()
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
+    "no layer": (lambda: nn.Conv2d(1, 1, 3), {}, ValueError, r"Conv2d has no layer that can be recorded.*GPSA.*repara"),
+    "unknown name": (Chain, {"layers": "nearr"}, ValueError, r"no attention layers match 'nearr'; did you mean 'near'"),
+    "unknown glob": (Chain, {"layers": ["near", "layer4.*"]}, ValueError, r"match 'layer4\.\*'"),
+    "no attention": (lambda: nn.Sequential(Chain(), nn.ReLU()), {"layers": "1"}, ValueError, "match '1'"),
+    "no names": (Chain, {"layers": []}, ValueError, "layers is empty"),
+    "predicate": (Chain, {"layers": lambda name, module: False}, ValueError, "chose none of the 2"),
+    "no module": (lambda: torch.ones(2), {}, TypeError, "expected a torch.nn.Module, got Tensor"),
+    "a class": (lambda: Chain, {}, TypeError, "expected a torch.nn.Module, got type"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path: Path) -> None:
+    make, arguments, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        tcnn_probe.record(make(), tmp_path / "run.zarr", **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_compiled_models_are_refused(tmp_path: Path) -> None:
+    model = Chain()
+    with pytest.raises(TypeError, match="compiled"):
+        tcnn_probe.record(torch.compile(model, backend="eager"), tmp_path / "run.zarr")
+    model.compile(backend="eager")
+    with pytest.raises(TypeError, match="compiled"):
+        tcnn_probe.record(model, tmp_path / "run.zarr")
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_variable_says_what_it_is() -> None:
+    with tcnn_probe.record(Branches()) as recorder:
+        ds = recorder.dataset
+    units = {"gate": "1", "locality_strength": "pixel-2", "attention_span": "pixel2", "center_y": "pixel"}
+    units |= {"center_x": "pixel", "attention_distance": "pixel", "images": "1", "nonfinite_images": "1"}
+    units |= dict.fromkeys(("entropy", "content_entropy", "positional_entropy"), "nat")
+    assert {name: array.units for name, array in ds.data_vars.items()} == units
+    assert set(VARIABLES) == set(units)
+    for array in (*ds.data_vars.values(), *ds.coords.values()):
+        assert len(array.description) > 15
+        assert array.long_name
+    for name, array in ds.data_vars.items():
+        assert array.dims == (("epoch", "layer") if name.endswith("images") else ("epoch", "layer", "head"))
+
+
+def test_scalars_say_where_they_come_from() -> None:
+    model = Chain()
+    with tcnn_probe.record(model) as recorder:
+        model(IMAGES)
+        recorder.mark(epoch=0, top1=1.0)
+    assert recorder.dataset.top1.attrs == {"long_name": "top1", "description": "As given to mark()."}
+
+
+def test_provenance() -> None:
+    model = timm.create_model("convit_tiny", img_size=32, depth=1, embed_dim=2)
+    with tcnn_probe.record(model) as recorder:
+        attrs = recorder.dataset.attrs
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", attrs["created_at"])
+    assert attrs["creation_library"] == "tcnn_probe"
+    assert attrs["creation_library_version"] == version("tcnn-probe")
+    for package in ("torch", "timm", "xarray", "zarr"):
+        assert attrs[f"{package}_version"] == version(package)
+    assert attrs["model_class"] == "ConVit"
+    assert attrs["model_architecture"] == "convit_tiny"
+    assert attrs["tcnn_probe_schema"] == 1
+    assert json.loads(attrs["layers"]) == {"blocks.0.attn": {"kind": "convit-gpsa", "heads": 4}}
+
+
+def test_layer_table_and_class_of_a_model_of_ours() -> None:
+    with tcnn_probe.record(Chain()) as recorder:
+        attrs = recorder.dataset.attrs
+    assert attrs["model_class"] == "Chain"
+    assert "model_architecture" not in attrs
+    assert json.loads(attrs["layers"]) == {"near": {"kind": "gpsa", "heads": 9}, "far": {"kind": "gpsa", "heads": 25}}
+
+
+def test_store_tells_neither_paths_nor_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = Chain()
+    with tcnn_probe.record(model, tmp_path / "somewhere" / "run.zarr") as recorder:
+        model(IMAGES)
+        recorder.mark(epoch=0, top1=1.0)
+    files = list(tmp_path.rglob("*.json"))
+    assert len(files) > len(VARIABLES)
+    for file in files:
+        text = file.read_text()
+        for secret in (tmp_path, "somewhere", Path.home(), Path.cwd()):
+            assert str(secret) not in text
+        assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text)
+        assert not re.search(r'"[^"]*file:|"/\w', text)

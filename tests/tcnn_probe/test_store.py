@@ -1,0 +1,251 @@
+"""The store as a user meets it: read, continued, refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+import zarr
+from torch import nn
+
+import tcnn_probe
+from tcnn_model import GPSA
+from tcnn_probe import store as store_module
+from tcnn_probe.store import EpochStore, StoreError
+from tests.tcnn_probe.networks import Chain
+from tests.tcnn_probe.tables import LAYERS, VARIABLES, assert_epochs, values
+
+IMAGES = torch.randn(2, 2, 5, 7, generator=torch.Generator().manual_seed(0))
+
+
+def epoch_store(path: Path | None) -> EpochStore:
+    return EpochStore(path, LAYERS, VARIABLES, {"made_by": "a test"})
+
+
+def record_epochs(model: nn.Module, path: Path | None, epochs: range) -> xr.Dataset:
+    with tcnn_probe.record(model, path) as recorder:
+        for epoch in epochs:
+            model((epoch + 1) * IMAGES)
+            recorder.mark(epoch=epoch, top1=epoch / 7)
+    return recorder.dataset
+
+
+def contents(root: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_memory_and_directory_hold_the_same(tmp_path: Path) -> None:
+    stored = record_epochs(Chain(), tmp_path / "run.zarr", range(3))
+    kept = record_epochs(Chain(), None, range(3))
+    opened = xr.open_zarr(tmp_path / "run.zarr")
+    for ds in (kept, opened):
+        xr.testing.assert_identical(ds.assign_attrs(created_at=""), stored.assign_attrs(created_at=""))
+
+
+def test_epochs_are_there_when_mark_returns(tmp_path: Path) -> None:
+    model = Chain()
+    with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
+        for epoch in range(3):
+            model(IMAGES)
+            recorder.mark(epoch=epoch)
+            with xr.open_zarr(tmp_path / "run.zarr") as ds:
+                assert ds.epoch.values.tolist() == list(range(epoch + 1))
+                assert np.isfinite(ds.entropy.sel(layer="far")).all()
+
+
+def test_read_and_plotted_where_torch_is_not_imported(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    stored = record_epochs(Chain(), path, range(3))
+    code = """
+import sys, warnings
+warnings.simplefilter("error")
+import xarray as xr
+ds = xr.open_zarr(sys.argv[1])
+lines = ds.gate.sel(layer=sys.argv[2]).plot.line(x="epoch")
+assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "timm", "tcnn_probe", "tcnn_model")]
+print(lines[0].axes.get_ylabel())
+print(*(line.get_ydata()[-1].item() for line in lines))
+"""
+    env = {**os.environ, "MPLBACKEND": "Agg"}
+    run = subprocess.run(
+        [sys.executable, "-c", code, path, "far"], env=env, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    label, drawn = run.stdout.splitlines()
+    assert label == "gate [1]"
+    np.testing.assert_allclose([float(y) for y in drawn.split()], stored.gate.sel(layer="far", epoch=2), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_opens_before_the_first_epoch(tmp_path: Path, kept: bool) -> None:
+    path = None if kept else tmp_path / "run.zarr"
+    with tcnn_probe.record(Chain(), path) as recorder:
+        ds = recorder.dataset if kept else xr.open_zarr(tmp_path / "run.zarr")
+        assert dict(ds.sizes) == {"epoch": 0, "layer": 2, "head": 25}
+        assert ds.gate.values.shape == (0, 2, 25)
+        assert recorder.epochs == ()
+
+
+def test_continued_by_another_recorder(tmp_path: Path) -> None:
+    record_epochs(Chain(), tmp_path / "run.zarr", range(2))
+    with tcnn_probe.record(Chain(), tmp_path / "run.zarr") as recorder:
+        assert recorder.epochs == (0, 1)
+        with pytest.raises(ValueError, match="epoch 1 is already marked"):
+            recorder.mark(epoch=1)
+    continued = record_epochs(Chain(), str(tmp_path / "run.zarr"), range(2, 4))
+    whole = record_epochs(Chain(), None, range(4))
+    xr.testing.assert_identical(continued.assign_attrs(created_at=""), whole.assign_attrs(created_at=""))
+
+
+def test_continued_before_the_first_epoch(tmp_path: Path) -> None:
+    record_epochs(Chain(), tmp_path / "run.zarr", range(0))
+    assert record_epochs(Chain(), tmp_path / "run.zarr", range(2)).epoch.values.tolist() == [0, 1]
+
+
+def test_epochs_in_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_EPOCHS_PER_CHUNK", 7)
+    store = epoch_store(tmp_path / "run.zarr")
+    for epoch in range(17):
+        store.append(epoch, values(epoch), {"late": epoch / 7} if epoch > 9 else {})
+        if epoch in (5, 6, 7, 13):  # resumed on both sides of a boundary
+            store = epoch_store(tmp_path / "run.zarr")
+            assert_epochs(store.dataset(), list(range(epoch + 1)))
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    assert_epochs(ds, list(range(17)))
+    np.testing.assert_array_equal(ds.late, [epoch / 7 if epoch > 9 else np.nan for epoch in range(17)])
+    assert len(list((tmp_path / "run.zarr" / "gate" / "c").iterdir())) == 3
+
+
+def test_hundreds_of_epochs_take_few_files(tmp_path: Path) -> None:
+    store = EpochStore(tmp_path / "run.zarr", LAYERS, ["gate"], {})
+    for epoch in range(259):
+        store.append(epoch, {"gate": values(epoch)["gate"]}, {})
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    np.testing.assert_array_equal(ds.gate, np.stack([values(epoch)["gate"] for epoch in range(259)]))
+    assert len(contents(tmp_path)) < 30
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_dataset_taken_before_further_epochs_keeps_its_own(tmp_path: Path, kept: bool) -> None:
+    store = epoch_store(None if kept else tmp_path / "run.zarr")
+    early = {}
+    for epoch in range(4):
+        early[epoch] = store.dataset()
+        store.append(epoch, values(epoch), {"top1": epoch / 7})
+    for count, ds in early.items():
+        assert_epochs(ds, list(range(count)))
+        assert ds.sizes["epoch"] == count
+
+
+def test_parents_are_made_and_an_empty_directory_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "a" / "b" / "run.zarr", tmp_path / "empty"):
+        assert record_epochs(Chain(), path, range(1)).epoch.values.tolist() == [0]
+    assert names(tmp_path) == ["a", "empty"]
+    assert names(tmp_path / "a" / "b") == ["run.zarr"]
+
+
+def test_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Chain()
+    monkeypatch.chdir(tmp_path)
+    with tcnn_probe.record(model, "run.zarr") as recorder:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        model(IMAGES)
+        recorder.mark(epoch=0)
+    assert xr.open_zarr(tmp_path / "run.zarr").epoch.values.tolist() == [0]
+    assert names(tmp_path / "elsewhere") == []
+
+
+def test_url_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="s3://bucket/run"):
+        tcnn_probe.record(Chain(), "s3://bucket/run.zarr")
+    assert names(tmp_path) == []
+
+
+def a_file(path: Path) -> None:
+    path.write_text("precious")
+
+
+def other_content(path: Path) -> None:
+    path.mkdir()
+    (path / "notes.txt").write_text("precious")
+
+
+def other_zarr(path: Path) -> None:
+    xr.Dataset({"gate": ("epoch", np.arange(3.0))}).to_zarr(path, zarr_format=3, consolidated=False)
+
+
+def older_zarr(path: Path) -> None:
+    zarr.open_group(path, mode="w", zarr_format=2).create_array("gate", shape=(3,), dtype="float64")
+
+
+def other_schema(path: Path) -> None:
+    record_epochs(Chain(), path, range(1))
+    root = json.loads((path / "zarr.json").read_text())
+    root["attributes"]["tcnn_probe_schema"] = 99
+    (path / "zarr.json").write_text(json.dumps(root))
+
+
+def other_names(path: Path) -> None:
+    tcnn_probe.record(nn.Sequential(Chain().near, Chain().far), path).remove()
+
+
+def only_one_layer(path: Path) -> None:
+    tcnn_probe.record(Chain(), path, layers="far").remove()
+
+
+def other_heads(path: Path) -> None:
+    model = Chain()
+    model.far = GPSA(5, 3, 3)
+    record_epochs(model.eval(), path, range(1))
+
+
+def other_order(path: Path) -> None:
+    model = nn.Module()
+    model.far, model.near = Chain().far, Chain().near
+    tcnn_probe.record(model, path).remove()
+
+
+REFUSED: dict[Callable[[Path], None], str] = {
+    a_file: r"run.zarr holds something else than a recording \(a file\): choose another path",
+    other_content: r"run.zarr holds something else than a recording \(\['notes.txt'\]\)",
+    other_zarr: "run.zarr holds something else than a recording",
+    older_zarr: "run.zarr holds something else than a recording",
+    other_schema: "run.zarr has schema version 99, expected 1: choose another path",
+    other_names: r"other layers \('0': {'kind': 'gpsa', 'heads': 9} there, absent in this model\)",
+    only_one_layer: "other layers .'near': absent there, {'kind': 'gpsa', 'heads': 9} in this model",
+    other_heads: "other layers .'far': {'kind': 'gpsa', 'heads': 9} there, {'kind': 'gpsa', 'heads': 25} in this model",
+    other_order: "other layers",
+}
+
+
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_refused_and_nothing_changed(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "run.zarr")
+    before = contents(tmp_path)
+    with pytest.raises(StoreError, match=REFUSED[make]):
+        tcnn_probe.record(Chain(), tmp_path / "run.zarr")
+    assert contents(tmp_path) == before
+
+
+def test_refusal_is_a_value_error() -> None:
+    assert issubclass(StoreError, ValueError)
+
+
+def test_leftover_of_a_killed_creation_is_ignored(tmp_path: Path) -> None:
+    shutil.copytree(Path(__file__).parent, tmp_path / "run.zarr.init")
+    assert record_epochs(Chain(), tmp_path / "run.zarr", range(1)).epoch.values.tolist() == [0]
+    assert names(tmp_path) == ["run.zarr"]
