@@ -22,8 +22,11 @@ On one's own images, here as the papers did on ImageNet with a GPU:
 
 import argparse
 import copy
+import os
 import sys
 from dataclasses import asdict
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads make torch crawl when the machine is shared
 
 import matplotlib as mpl
 import timm

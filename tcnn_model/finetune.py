@@ -110,36 +110,45 @@ def finetune(
         "seed": seed,
     }
     target = next(model.parameters()).device if device is None else torch.device(device)
+    saved = _read(checkpoint, settings, target)
+    if drop_path_rate is not None and set_drop_path(model, drop_path_rate) == 0 and drop_path_rate > 0:
+        raise ValueError(f"drop_path_rate={drop_path_rate}, but {type(model).__name__} has no block with a drop_path")
     model.to(target)
-    if drop_path_rate is not None:
-        set_drop_path(model, drop_path_rate)
     optimizer = create_optimizer_v2(parameter_groups(model, lr, gating_lr, weight_decay), opt="adamw", lr=lr)
+    history: list[EpochResult] = []
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        history = [EpochResult(**result) for result in saved["history"]]
     steps = len(train_loader)
     schedule = CosineLRScheduler(optimizer, epochs * steps, warmup_t=warmup_epochs * steps, t_in_epochs=False)
-    history = _load(checkpoint, model, optimizer, settings, target)
-    yield from history[:-1]
 
-    # Continue at the epoch that comes next; the last one in the checkpoint is validated again, for those who record.
-    with tqdm(total=epochs, initial=max(len(history) - 1, 0), desc=name, unit="epoch", disable=not progress) as bar:
-        for epoch in range(max(len(history) - 1, 0), epochs + 1):
-            _seed(seed, epoch)
-            if epoch < len(history):
-                trained = (history[epoch].train_loss, history[epoch].train_top1)
-            elif epoch == 0:
-                trained = (math.nan, math.nan)
-            else:
-                trained = _train_epoch(
-                    model, train_loader, optimizer, schedule, epoch, label_smoothing, target, amp, progress
-                )
-                bar.update()
-            val_loss, top1 = evaluate(model, val_loader, device=target, amp=amp, progress=progress)
-            rate = next(g["lr"] for g in reversed(optimizer.param_groups))
-            result = EpochResult(epoch, *trained, val_loss, top1, rate)
-            bar.set_postfix(top1=f"{top1:.3f}")
-            if epoch == len(history):
-                history.append(result)
-                _save(checkpoint, model, optimizer, settings, history)
-            yield result
+    def train(epoch: int) -> tuple[float, float]:
+        return _train_epoch(model, train_loader, optimizer, schedule, epoch, label_smoothing, target, amp, progress)
+
+    def run() -> Iterator[EpochResult]:
+        yield from history[:-1]
+        # The last epoch of the checkpoint is validated again, for those who record.
+        first = max(len(history) - 1, 0)
+        with tqdm(total=epochs, initial=first, desc=name, unit="epoch", disable=not progress) as bar:
+            for epoch in range(first, epochs + 1):
+                if seed is not None:
+                    torch.manual_seed(seed + epoch)
+                if epoch < len(history):
+                    trained = (history[epoch].train_loss, history[epoch].train_top1)
+                else:
+                    trained = train(epoch) if epoch else (math.nan, math.nan)
+                val_loss, top1 = evaluate(model, val_loader, device=target, amp=amp, progress=progress)
+                rate = next(group["lr"] for group in reversed(optimizer.param_groups))
+                result = EpochResult(epoch, *trained, val_loss, top1, rate)
+                bar.set_postfix(top1=f"{top1:.3f}")
+                bar.update(epoch > first)
+                if epoch == len(history):
+                    history.append(result)
+                    _write(checkpoint, model, optimizer, settings, history)
+                yield result
+
+    return run()
 
 
 @torch.no_grad()
@@ -151,9 +160,9 @@ def evaluate(
     amp: bool = False,
     progress: bool = True,
 ) -> tuple[float, float]:
-    """Mean cross-entropy (nats) and top-1 accuracy of ``model``, in eval mode; its mode is restored."""
+    """Mean cross-entropy (nats) and top-1 accuracy of ``model``, in eval mode; each module's mode is restored."""
     target = next(model.parameters()).device if device is None else torch.device(device)
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         total = torch.zeros(3, dtype=torch.float64, device=target)
@@ -163,7 +172,8 @@ def evaluate(
                 logits = model(images)
             total += _totals(logits, F.cross_entropy(logits.float(), labels), labels)
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
     loss, correct, count = total.tolist()
     return loss / count, correct / count
 
@@ -203,12 +213,7 @@ def _totals(logits: Tensor, loss: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([loss.double() * len(labels), correct.double(), correct.new_tensor(len(labels)).double()])
 
 
-def _seed(seed: int | None, epoch: int) -> None:
-    if seed is not None:
-        torch.manual_seed(seed + epoch)
-
-
-def _save(
+def _write(
     path: str | Path | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -225,21 +230,12 @@ def _save(
     os.replace(partial, path)
 
 
-def _load(
-    path: str | Path | None,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    settings: dict[str, Any],
-    device: torch.device,
-) -> list[EpochResult]:
+def _read(path: str | Path | None, settings: dict[str, Any], device: torch.device) -> dict[str, Any] | None:
     if path is None or not Path(path).exists():
-        return []
-    state = torch.load(path, map_location=device, weights_only=True)
-    differing = [
-        f"{k}: {state['settings'].get(k)} there, {v} now" for k, v in settings.items() if state["settings"].get(k) != v
-    ]
+        return None
+    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    before = state["settings"]
+    differing = [f"{k}: {before.get(k)} there, {v} now" for k, v in settings.items() if before.get(k) != v]
     if differing:
         raise ValueError(f"checkpoint {Path(path).name} is of a run with other settings ({'; '.join(differing)})")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return [EpochResult(**result) for result in state["history"]]
+    return state

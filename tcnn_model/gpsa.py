@@ -277,10 +277,12 @@ def _per_head(name: str, values: float | Sequence[float], heads: int) -> Tensor:
 
 
 def _pair(name: str, value: int | tuple[int, int], *, minimum: int) -> tuple[int, int]:
-    pair = _two((value, value) if isinstance(value, int) else value)
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2:
+        raise ValueError(f"{name} must be one integer or two; got {value}")
     if min(pair) < minimum:
         raise ValueError(f"{name} must be at least {minimum}; got {value}")
-    return pair
+    return int(pair[0]), int(pair[1])
 
 
 def _two(values: Sequence[int]) -> tuple[int, int]:
@@ -290,12 +292,14 @@ def _two(values: Sequence[int]) -> tuple[int, int]:
 
 def _symmetric_padding(conv: nn.Conv2d) -> tuple[int, int]:
     """The zero padding of a plain convolution, or an error that says why GPSA cannot stand for it."""
+    if nn.utils.parametrize.is_parametrized(conv):
+        raise ValueError("its weight is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first")
     if type(conv) is not nn.Conv2d:
         raise TypeError(f"expected a plain torch.nn.Conv2d, got {type(conv).__name__}")
     if conv.padding_mode != "zeros":
         raise ValueError(f"expected padding_mode='zeros', got {conv.padding_mode!r}")
-    if nn.utils.parametrize.is_parametrized(conv):
-        raise ValueError("its weight is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first")
+    if "weight" not in conv._parameters:
+        raise ValueError("its weight is computed at each forward (weight or spectral norm): remove the norm first")
     if conv.padding == "valid":
         return 0, 0
     if isinstance(conv.padding, str):  # "same"

@@ -62,7 +62,7 @@ def reparameterize(
     if stride not in ("unit", "keep"):
         raise ValueError(f"expected stride='unit' or 'keep', got {stride!r}")
     rehearsal = meta_copy(model)
-    size = find_input_size(rehearsal) if input_size is None else input_size
+    size = find_input_size(rehearsal, input_size)
     calls = trace(rehearsal, size)
     chosen = _choose(rehearsal, calls, layers)
     steps = _strided_steps(calls, chosen) if stride == "unit" else {}
@@ -74,10 +74,12 @@ def reparameterize(
             new[name] = _convert(name, source.get_submodule(name), unit=name in steps, **options)
         return new
 
-    _exchange(rehearsal, replacements(rehearsal))
+    if inplace and "" in chosen:
+        raise ValueError("the model is itself the convolution to replace, which cannot be done in place")
+    rehearsal = _exchange(rehearsal, replacements(rehearsal))
     after = _check_grids(rehearsal, size, steps)
     result = model if inplace else copy.deepcopy(model)
-    _exchange(result, replacements(result))
+    result = _exchange(result, replacements(result))
     _update_reductions(result, calls, after)
     return result
 
@@ -157,13 +159,16 @@ def _convert(name: str, conv: nn.Module, *, unit: bool, **options: float | None)
     return layer
 
 
-def _exchange(model: nn.Module, new: dict[str, nn.Module]) -> None:
+def _exchange(model: nn.Module, new: dict[str, nn.Module]) -> nn.Module:
+    if "" in new:
+        return new[""]
     aliases = dict(model.named_modules(remove_duplicate=False))
     by_module = {id(aliases[name]): module for name, module in new.items()}
     for alias, module in aliases.items():  # a convolution shared under two names stays shared
         if id(module) in by_module:
             parent, _, child = alias.rpartition(".")
             setattr(model.get_submodule(parent), child, by_module[id(module)])
+    return model
 
 
 def _check_grids(model: nn.Module, size: InputSize, steps: dict[str, Call]) -> dict[str, Call]:
@@ -189,7 +194,7 @@ def _update_reductions(model: nn.Module, before: list[Call], after: dict[str, Ca
     for entry in getattr(info, "info", info) or []:
         module = entry.get("module", "")
         if module in grids and module in after:
-            entry["reduction"] = entry["reduction"] * grids[module] // after[module].outputs[0]
+            entry["reduction"] //= round(after[module].outputs[0] / grids[module])
 
 
 def _parent(name: str) -> str:

@@ -34,8 +34,12 @@ class Call:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy without storage, in eval mode: running it costs no memory and leaves the model alone."""
-    return copy.deepcopy(model).to("meta").eval()
+    """A copy without storage or hooks, in eval mode: running it costs no memory and nobody notices."""
+    duplicate = copy.deepcopy(model).to("meta").eval()
+    for module in duplicate.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.clear()
+    return duplicate
 
 
 def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
@@ -70,27 +74,31 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
     return calls
 
 
-def find_input_size(model: nn.Module) -> InputSize:
-    """(C, H, W) of an image that the model accepts: H and W of timm's pretrained_cfg, else 224 x 224.
+def find_input_size(model: nn.Module, given: InputSize | None = None) -> InputSize:
+    """(C, H, W) of an image that the model accepts: the one given, or H and W of timm's pretrained_cfg, or 224 x 224.
 
     Args:
         model: from :func:`meta_copy`.
+        given: by the user, if at all.
 
     Raises:
-        ValueError: the model runs neither with as many channels as its first convolution takes nor with as many as
-            its pretrained_cfg says.
+        ValueError: the model does not run on it, nor (where none is given) with as many channels as its first
+            convolution takes or its pretrained_cfg says.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, height, width = config.get("input_size") or (3, 224, 224)
     first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels)
-    for candidate in dict.fromkeys((first, channels)):  # they differ for in_chans=1, and for space-to-depth stems
+    # The channels differ for in_chans=1, and for stems that turn space into depth before their first convolution.
+    candidates = [(first, height, width), (channels, height, width)] if given is None else [given]
+    for candidate in candidates:
         try:
-            trace(model, (candidate, height, width))
+            trace(model, candidate)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
             reason = error
         else:
-            return candidate, height, width
+            return candidate
+    tried = " x ".join(map(str, candidates[0]))
     raise ValueError(
-        f"could not run {type(model).__name__} on an image of {first} x {height} x {width}: pass input_size=(C, H, W) "
-        f"of one that it takes ({type(reason).__name__}: {reason})"
+        f"could not run {type(model).__name__} on an image of {tried}: pass input_size=(C, H, W) of one that it takes "
+        f"({type(reason).__name__}: {reason})"
     ) from reason

@@ -14,7 +14,9 @@ _POOLS = (nn.AvgPool2d, nn.MaxPool2d)
 
 def is_strided(call: Call) -> bool:
     """Whether a call is a single operation (not a block of them) that reduces resolution by its own stride."""
-    return call.reduces and hasattr(call.module, "stride") and next(call.module.children(), None) is None
+    stride = getattr(call.module, "stride", 1)
+    strided = max(stride) > 1 if isinstance(stride, tuple | list) else stride > 1
+    return call.reduces and strided and next(call.module.children(), None) is None
 
 
 def unstride(call: Call, module: nn.Module) -> nn.Module:

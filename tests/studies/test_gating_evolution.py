@@ -73,6 +73,9 @@ def test_the_check_can_fail(finished: Path, capsys: pytest.CaptureFixture[str]) 
     assert "did NOT move apart" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # timm leaves image files to the collector
 def test_own_model_weights_and_images(tmp_path: Path) -> None:
     weights = timm.create_model("resnet18").state_dict()
     torch.save(weights, tmp_path / "resnet18.pth")

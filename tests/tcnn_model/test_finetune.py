@@ -136,6 +136,20 @@ def test_seed_repeats_a_run() -> None:
     assert repr(_run(other, seed=4, drop_path_rate=0.3)) != repr(results)
 
 
+def test_each_epoch_has_its_own_order_and_modes() -> None:
+    model = tiny_tcnn().eval()
+    seen: list[tuple[bool, torch.Tensor]] = []
+    model.register_forward_pre_hook(lambda module, inputs: seen.append((module.training, inputs[0])))
+    _run(model, epochs=2, seed=3)
+    expected = [(False, images) for images, _ in validation_batches()]
+    for epoch in (1, 2):
+        torch.manual_seed(3 + epoch)
+        expected += [(True, images) for images, _ in batches()]
+        expected += [(False, images) for images, _ in validation_batches()]
+    assert [training for training, _ in seen] == [training for training, _ in expected]
+    assert all(torch.equal(actual, images) for (_, actual), (_, images) in zip(seen, expected, strict=True))
+
+
 def test_plain_cnn_trains_too() -> None:
     assert [result.epoch for result in _run(tiny_cnn())] == [0, 1, 2, 3]
 
