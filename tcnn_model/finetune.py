@@ -115,13 +115,13 @@ def finetune(
         raise ValueError(f"drop_path_rate={drop_path_rate}, but {type(model).__name__} has no block with a drop_path")
     model.to(target)
     optimizer = create_optimizer_v2(parameter_groups(model, lr, gating_lr, weight_decay), opt="adamw", lr=lr)
+    steps = len(train_loader)
+    schedule = CosineLRScheduler(optimizer, epochs * steps, warmup_t=warmup_epochs * steps, t_in_epochs=False)
     history: list[EpochResult] = []
-    if saved is not None:
+    if saved is not None:  # after the schedule, which sets the learning rates back to their start
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         history = [EpochResult(**result) for result in saved["history"]]
-    steps = len(train_loader)
-    schedule = CosineLRScheduler(optimizer, epochs * steps, warmup_t=warmup_epochs * steps, t_in_epochs=False)
 
     def train(epoch: int) -> tuple[float, float]:
         return _train_epoch(model, train_loader, optimizer, schedule, epoch, label_smoothing, target, amp, progress)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tcnn_model import EpochResult, finetune, gpsa_layers
 from tcnn_model.finetune import evaluate
@@ -148,6 +149,20 @@ def test_each_epoch_has_its_own_order_and_modes() -> None:
         expected += [(False, images) for images, _ in validation_batches()]
     assert [training for training, _ in seen] == [training for training, _ in expected]
     assert all(torch.equal(actual, images) for (_, actual), (_, images) in zip(seen, expected, strict=True))
+
+
+def test_each_epoch_goes_through_each_loader_once() -> None:
+    """tqdm.auto opens a second iterator on what it wraps: workers start twice and load every image twice."""
+    opened: list[str] = []
+
+    class Counted(DataLoader):
+        def __iter__(self) -> Any:
+            opened.append("train" if self.batch_size == 4 else "validate")
+            return super().__iter__()
+
+    train, validate = Counted(batches().dataset, 4), Counted(validation_batches().dataset, 7)
+    list(finetune(tiny_cnn(), train, validate, epochs=2, warmup_epochs=0, progress=False))
+    assert opened == ["validate", "train", "validate", "train", "validate"]
 
 
 def test_plain_cnn_trains_too() -> None:
