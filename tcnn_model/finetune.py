@@ -166,7 +166,7 @@ def evaluate(
     model.eval()
     try:
         total = torch.zeros(3, dtype=torch.float64, device=target)
-        for images, labels in tqdm(loader, desc="validating", leave=False, disable=not progress):
+        for images, labels in _with_bar(loader, "validating", progress):
             images, labels = images.to(target, non_blocking=True), labels.to(target, non_blocking=True)
             with torch.autocast(target.type, torch.bfloat16, enabled=amp):
                 logits = model(images)
@@ -192,7 +192,7 @@ def _train_epoch(
     criterion = LabelSmoothingCrossEntropy(label_smoothing)
     total = torch.zeros(3, dtype=torch.float64, device=device)
     model.train()
-    for step, (images, labels) in enumerate(tqdm(loader, desc=f"epoch {epoch}", leave=False, disable=not progress)):
+    for step, (images, labels) in enumerate(_with_bar(loader, f"epoch {epoch}", progress)):
         schedule.step_update((epoch - 1) * len(loader) + step)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
@@ -204,6 +204,14 @@ def _train_epoch(
         total += _totals(logits, loss, labels)
     mean_loss, correct, count = total.tolist()
     return mean_loss / count, correct / count
+
+
+def _with_bar(loader: Batches, description: str, progress: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    # Not tqdm(loader): tqdm.auto opens a second iterator on what it wraps, and every image would be loaded twice.
+    with tqdm(total=len(loader), desc=description, leave=False, disable=not progress) as bar:
+        for batch in loader:
+            yield batch
+            bar.update()
 
 
 @torch.no_grad()
