@@ -101,7 +101,7 @@ def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
 def small_resnet() -> nn.Module:
     """A ResNet for 64 x 64 scenes: 0.1 M parameters, four 3 x 3 convolutions in its last stage."""
     model = ResNet(
-        BasicBlock, (1, 1, 1, 2), channels=(16, 24, 32, 48), in_chans=1, num_classes=10, stem_type="deep", stem_width=8
+        BasicBlock, (1, 1, 1, 2), channels=(16, 24, 32, 32), in_chans=1, num_classes=10, stem_type="deep", stem_width=8
     )
     model.maxpool = nn.Identity()  # the last stage, un-strided, then works on 8 x 8 pixels
     return model
@@ -212,8 +212,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--limit", type=int, help="use only so many digits")
 
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", type=int, help="of fine-tuning (default: 12; 50 for --data)")
-    add("--cnn-epochs", type=int, help="of the CNN before, unless --pretrained (default: 12; --epochs for --data)")
+    add("--epochs", type=int, help="of fine-tuning (default: 8; 50 for --data)")
+    add("--cnn-epochs", type=int, help="of the CNN before, unless --pretrained (default: 10; --epochs for --data)")
     add("--batch-size", type=int, help="images per step (default: 32; 256 for --data; the paper's is 1024)")
     add("--lr", type=float, help="of fine-tuning (default: 1e-3; for --data 1e-4, the paper's)")
     add("--cnn-lr", type=float, default=1e-2, help="of training the CNN (default: 1e-2)")
@@ -232,7 +232,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
 
     digits = args.data == "digits"
-    defaults = {"img_size": 64, "epochs": 12, "cnn_epochs": 12, "batch_size": 32, "lr": 1e-3}
+    defaults = {"img_size": 64, "epochs": 8, "cnn_epochs": 10, "batch_size": 32, "lr": 1e-3}
     if args.small:
         defaults |= {"epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 600}
     if not digits:
