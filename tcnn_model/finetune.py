@@ -27,6 +27,8 @@ Batches = DataLoader[tuple[Tensor, Tensor]]
 class EpochResult:
     """What an epoch came to. Accuracies are top-1 in [0, 1]; losses are means per image in nats.
 
+    ``lr`` is that of the weights, not of the gates, at the epoch's last step.
+
     Epoch 0 is the model as it was given: nothing was trained, and its training figures are NaN.
     """
 
@@ -108,6 +110,7 @@ def finetune(
         "label_smoothing": label_smoothing,
         "drop_path_rate": drop_path_rate,
         "seed": seed,
+        "steps_per_epoch": len(train_loader),
     }
     target = next(model.parameters()).device if device is None else torch.device(device)
     saved = _read(checkpoint, settings, target)
@@ -139,7 +142,7 @@ def finetune(
                 else:
                     trained = train(epoch) if epoch else (math.nan, math.nan)
                 val_loss, top1 = evaluate(model, val_loader, device=target, amp=amp, progress=progress)
-                rate = next(group["lr"] for group in reversed(optimizer.param_groups))
+                rate = next((group["lr"] for group in optimizer.param_groups if group["name"] != "gates"), math.nan)
                 result = EpochResult(epoch, *trained, val_loss, top1, rate)
                 bar.set_postfix(top1=f"{top1:.3f}")
                 bar.update(epoch > first)

@@ -42,7 +42,7 @@ def _entrypoint(base: str) -> Callable[..., nn.Module]:
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         conversion = {name: kwargs.pop(name) for name in _CONVERSION_ARGUMENTS if name in kwargs}
         cnn: Any = timm.models.model_entrypoint(base)(pretrained=pretrained, **kwargs)
-        model: Any = reparameterize(cnn, inplace=True, **conversion)
+        model: Any = reparameterize(cnn, layers="layer4", inplace=True, **conversion)
         config: dict[str, Any] = {**cnn.pretrained_cfg, "architecture": create.__name__}
         model.pretrained_cfg = model.default_cfg = config
         return model

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from tcnn_model.gpsa import GPSA
+from tcnn_model.gpsa import GPSA, gpsa_layers
 from tcnn_model.selection import LayerFilter, select_layers
 from tcnn_model.tracing import Call, InputSize, find_input_size, meta_copy, trace
 from tcnn_model.unstride import is_strided, unstride
@@ -37,12 +37,14 @@ def reparameterize(
     block that brings it there. With ``stride="unit"``, where a chosen convolution or its block carries the stride,
     every operation that makes the same step in resolution (1 x 1 shortcut, average, max or blur pool) is set to
     stride 1 too, and the grid doubles. Where the stride stands in a separate layer before the chosen ones (the pools
-    of VGG and DenseNet), there is nothing to take out and both settings give the same.
+    of VGG and DenseNet, the anti-aliased darknets), there is nothing to take out and both settings give the same. In a
+    network built with timm's ``output_stride`` several stages share the final resolution, and all are converted.
 
     Args:
         model: any module with a 2-D feature extractor. ``forward_features`` is looked at where there is one.
-        layers: None for the last stage; else a convolution's name, the name of a module (all k x k convolutions in
-            it), a glob over k x k convolutions, a collection of these, or a predicate ``(name, conv) -> bool``.
+        layers: None for the last stage, of a model that has no GPSA layers yet; else a convolution's name, the name of
+            a module (all k x k convolutions in it), a glob over k x k convolutions, a collection of these, or a
+            predicate ``(name, conv) -> bool``, which is asked for k x k convolutions only.
         stride: "unit" or "keep".
         locality_strength: initial alpha of every head, in 1 / pixel^2.
         gating: initial lambda of every head.
@@ -88,6 +90,8 @@ def _choose(model: nn.Module, calls: list[Call], layers: LayerFilter | None) -> 
     convolutions = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
     spatial = {name: conv for name, conv in convolutions.items() if max(conv.kernel_size) > 1}
     if layers is None:
+        if present := gpsa_layers(model):
+            raise ValueError(f"already reparameterized ({', '.join(present)}): name further convolutions with layers=")
         chosen = _last_stage(calls)
         if not chosen:
             raise ValueError(
@@ -112,8 +116,11 @@ def _choose(model: nn.Module, calls: list[Call], layers: LayerFilter | None) -> 
 
 def _last_stage(calls: list[Call]) -> list[str]:
     """K x k convolutions at the final resolution, and in the block that reduces to it (whose stride may be a pool)."""
-    # A 1 x 1 map is a pooled vector (squeeze-and-excitation), not a resolution at which the network works.
-    convolutions = [c for c in calls if isinstance(c.module, nn.Conv2d) and c.outputs != (1, 1)]
+    every = [c for c in calls if isinstance(c.module, nn.Conv2d)]
+    if tiny := [c.name for c in every if c.outputs == (1, 1) and max(_kernel(c)) > 1]:
+        raise ValueError(f"the image is too small to tell stages apart: {tiny[0]} works on 1 x 1; pass input_size=")
+    # Any other 1 x 1 map is a pooled vector (squeeze-and-excitation), not a resolution at which the network works.
+    convolutions = [c for c in every if c.outputs != (1, 1)]
     if not convolutions:
         return []
     final = convolutions[-1].outputs
@@ -122,18 +129,18 @@ def _last_stage(calls: list[Call]) -> list[str]:
     entered = {c.name for c in calls if c.outputs == final and c.inputs in {r.inputs for r in reaching}}
 
     def belongs(call: Call) -> bool:
-        before_pool = _parent(call.name) in blocks & entered
+        before_pool = not blocks.isdisjoint(_ancestors(call.name) & entered)
         one_step = max(i / o for i, o in zip(call.inputs, final, strict=True)) <= 3
         return one_step and (call.outputs == final or before_pool)
 
-    chosen = [c.name for c in convolutions if max(c.module.kernel_size) > 1 and belongs(c)]  # type: ignore[arg-type]
+    chosen = [c.name for c in convolutions if max(_kernel(c)) > 1 and belongs(c)]
     return list(dict.fromkeys(chosen))
 
 
 def _strided_steps(calls: list[Call], chosen: list[str]) -> dict[str, Call]:
     """The operations to set to stride 1: those that make the same step in resolution as a chosen layer's block."""
     strided = [call for call in calls if is_strided(call)]
-    blocks = {_parent(name) for name in chosen}
+    blocks = set[str]().union(*map(_ancestors, chosen))
     whole_blocks = {(c.name, c.inputs, c.outputs) for c in calls}
     steps = {
         (c.inputs, c.outputs)
@@ -197,5 +204,16 @@ def _update_reductions(model: nn.Module, before: list[Call], after: dict[str, Ca
             entry["reduction"] //= round(after[module].outputs[0] / grids[module])
 
 
+def _kernel(call: Call) -> tuple[int, ...]:
+    assert isinstance(call.module, nn.Conv2d)
+    return call.module.kernel_size
+
+
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _ancestors(name: str) -> set[str]:
+    """Names of the modules that contain the one named, the model itself ("") included."""
+    parts = name.split(".")
+    return {".".join(parts[:n]) for n in range(len(parts))}

@@ -131,8 +131,8 @@ class Recorder:
             raise ValueError(f"expected an epoch later than the last one marked, {self.epochs[-1]}, got {number}")
         if idle := [name for name, tally in self._tallies.items() if tally.images == 0]:
             raise RuntimeError(
-                f"nothing to mark: no eval-mode forward reached {idle if len(idle) <= 3 else [*idle[:3], '...']} since "
-                f"the previous mark ({self._training_forwards} layer calls in training mode); run the validation, "
+                f"nothing to mark: no image in eval mode reached {idle[:3] + ['...'] * (len(idle) > 3)} since the "
+                f"previous mark ({self._training_forwards} layer calls in training mode); run the validation, "
                 f"with model.eval(), before mark()"
             )
         values = self._summary()
@@ -184,8 +184,8 @@ class Recorder:
                 bad[name] = int(values["nonfinite_images"][row])
         if bad:
             warnings.warn(
-                f"NaN or infinite values were recorded for these layers, of which so many images reached them "
-                f"with NaN or infinities (0: their own parameters hold some): {bad}",
+                f"NaN or infinite values were recorded for these layers; the number of images that reached them with "
+                f"NaN or infinities (0: they arose in the layer, from its parameters or by overflow): {bad}",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -287,7 +287,7 @@ def _as_numbers(scalars: dict[str, SupportsFloat]) -> dict[str, float]:
             if isinstance(value, str):
                 raise TypeError("a string")
             numbers[name] = float(value.detach() if isinstance(value, Tensor) else value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TypeError(f"expected a number for {name!r}, got {value!r}") from error
     return numbers
 

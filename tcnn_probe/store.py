@@ -9,10 +9,11 @@ objects appear whole, which zarr's ``LocalStore`` gives since 3.1.3 (temporary n
 import json
 import os
 import shutil
+import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xarray as xr
@@ -87,7 +88,10 @@ class EpochStore:
         """
         n = len(self._epochs)
         group = zarr.open_group(self._store, mode="r+", use_consolidated=False)
-        committed = set(zarr.open_group(self._store, mode="r", use_consolidated=True).array_keys())
+        root = zarr.open_group(self._store, mode="r", use_consolidated=True)
+        committed = set(root.array_keys())
+        if (there := cast("zarr.Array[Any]", root["epoch"]).shape[0]) != n:
+            raise StoreError(f"another recorder writes to this store: expected {n} epochs in it, found {there}")
         for name in set(group.array_keys()) - committed:  # scalars of an epoch that was never committed
             del group[name]
         for name in scalars.keys() - committed:
@@ -121,11 +125,17 @@ class EpochStore:
 
     def _create_directory(self, target: Path, variables: list[str], attrs: Mapping[str, Any]) -> None:
         """Under another name first: a run killed meanwhile leaves nothing at ``target``."""
-        partial = target.with_name(target.name + ".init")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        self._create(LocalStore(partial), variables, attrs)
-        os.replace(partial, target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise StoreError(f"{target} cannot be made: a file stands in its way") from error
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.init")
+        try:
+            self._create(LocalStore(partial), variables, attrs)
+            os.replace(partial, target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     def _check(self, target: Path) -> None:
         """Refuse a path that holds no recording, or one of other layers."""
@@ -184,7 +194,9 @@ def _follows_epochs(array: "zarr.Array[Any]") -> bool:
 def _local_directory(path: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(path):
         raise StoreError(f"expected the path of a local directory, got the URL {os.fspath(path)!r}")
-    return Path(path).resolve()  # the working directory may change while recording
+    if not os.fspath(path):
+        raise StoreError("expected the path of a directory, got an empty one; None keeps the recording in memory")
+    return Path(path).expanduser().resolve()  # the working directory may change while recording
 
 
 def _is_vacant(target: Path) -> bool:

@@ -10,14 +10,16 @@ from torch.utils.data import DataLoader
 
 from common.digits import cluttered_digits
 
+_DATASET_PREFIXES = ("torch/", "hfds/", "hfids/", "wds/", "tfds/")
+
 __all__ = ["Loaders", "digits_loaders", "image_loaders"]
 
 Loaders = tuple[DataLoader[Any], DataLoader[Any]]
 
 
-def digits_loaders(*, size: int, batch_size: int, seed: int, limit: int | None = None) -> Loaders:
+def digits_loaders(*, size: int, batch_size: int, seed: int, limit: int | None = None, clutter: int = 6) -> Loaders:
     """Training and validation batches of cluttered digits, (B, 1, size, size)."""
-    train, validation = cluttered_digits(size=size, limit=limit, seed=seed)
+    train, validation = cluttered_digits(size=size, limit=limit, seed=seed, fragments=clutter)
     return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(validation, 2 * batch_size)
 
 
@@ -38,7 +40,7 @@ def image_loaders(model: nn.Module, data: str, *, size: int, batch_size: int, wo
     config = timm.data.resolve_model_data_config(model)
     config["input_size"] = (config["input_size"][0], size, size)
     is_folder = Path(data).is_dir()
-    if not is_folder and "/" not in data:
+    if not is_folder and not data.startswith(_DATASET_PREFIXES):
         raise FileNotFoundError(f"--data: {data!r} is neither a folder nor a timm dataset name such as 'torch/cifar10'")
     name, root = ("", data) if is_folder else (data, None)
     augmentation = {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"}

@@ -79,14 +79,15 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
 
 
 def cluttered_digits(
-    *, size: int = 64, limit: int | None = None, seed: int = 0
+    *, size: int = 64, limit: int | None = None, seed: int = 0, fragments: int = 6
 ) -> tuple[ClutteredDigits, ClutteredDigits]:
     """Training and validation scenes, three quarters and one quarter of the digits, classes in equal shares.
 
     Args:
         size: height and width of the scenes, in pixels.
         limit: use only so many of the 1,797 digits.
-        seed: of the split.
+        seed: of the split. The validation scene of a digit is drawn by the digit's place in its split alone.
+        fragments: pieces of other digits in each scene.
     """
     data = load_digits()
     train, validation = train_test_split(
@@ -95,6 +96,6 @@ def cluttered_digits(
     images = torch.tensor(data.images, dtype=torch.float32) / 16
     labels = torch.tensor(data.target)
     return (
-        ClutteredDigits(images[train], labels[train], size=size),
-        ClutteredDigits(images[validation], labels[validation], size=size, fixed=True),
+        ClutteredDigits(images[train], labels[train], size=size, fragments=fragments),
+        ClutteredDigits(images[validation], labels[validation], size=size, fragments=fragments, fixed=True),
     )

@@ -68,9 +68,12 @@ def test_the_check_can_fail(finished: Path, capsys: pytest.CaptureFixture[str]) 
     ds = recording(finished)
     apart = ds.gate.copy(data=np.where(np.arange(4)[None, :, None] == 0, 0.9, 0.2) + 0 * ds.gate.values)
     apart[0] = 0.73
-    assert gating_evolution.check(ds.assign(gate=apart)) == 0
-    assert gating_evolution.check(ds.assign(gate=ds.gate * 0 + 0.73)) == 1
+    ds = ds.assign(gate=apart, top1=ds.top1 * 0 + 0.5)
+    assert gating_evolution.check(ds, 10) == 0
+    assert gating_evolution.check(ds.assign(gate=ds.gate * 0 + 0.73), 10) == 1
     assert "did NOT move apart" in capsys.readouterr().out
+    assert gating_evolution.check(ds, 4) == 1
+    assert "did NOT learn" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings(
@@ -94,8 +97,26 @@ def test_own_model_weights_and_images(tmp_path: Path) -> None:
     assert (ds.images == 8).all()
 
 
-def test_wrong_options_say_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--data needs --model"):
-        gating_evolution.main(["--data", str(tmp_path), "--out", str(tmp_path / "a")])
-    with pytest.raises(FileNotFoundError, match="neither a folder nor a timm dataset name"):
-        gating_evolution.main(["--data", "nowhere", "--model", "resnet18", "--out", str(tmp_path / "b")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "."], "need --model, the name of a timm CNN"),
+        (["--pretrained"], "need --model, the name of a timm CNN"),
+        (["--data", "no/where", "--model", "resnet18"], "'no/where' is neither a folder nor a timm dataset name"),
+        (["--data", ".", "--model", "resnet18", "--small"], "are for the digits"),
+        (["--model", "nope"], "nope"),
+        (["--limit", "3"], "gating_evolution.py:"),
+        (["--epochs", "0"], "must be at least 1"),
+        (["--resume", "--overwrite"], "not allowed with"),
+    ],
+)
+def test_wrong_options_say_so_and_write_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    try:
+        code = gating_evolution.main([*options, "--out", str(tmp_path / "out")])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -127,3 +127,8 @@ def test_as_a_feature_extractor() -> None:
     model = timm.create_model("t_resnet50", features_only=True, out_indices=(3, 4), **SMALL)
     assert model.feature_info.reduction() == [16, 16]
     assert [tuple(f.shape) for f in model(torch.zeros(1, 3, 64, 96))] == [(1, 64, 4, 6), (1, 64, 4, 6)]
+
+
+def test_only_the_last_stage_also_where_others_share_its_resolution() -> None:
+    model = timm.create_model("t_resnet50", device="meta", output_stride=8)
+    assert list(gpsa_layers(model)) == [f"layer4.{block}.conv2" for block in range(3)]

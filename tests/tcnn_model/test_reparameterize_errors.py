@@ -30,6 +30,7 @@ def _refused(model: nn.Module, message: str, **arguments: Any) -> None:
         ("resnetv2_50x1_bit", r"'stages\.3\.blocks\.0\.conv2': expected a plain torch\.nn\.Conv2d, got StdConv2d"),
         ("hrnet_w18", "use stride='keep'"),
         ("mixer_s16_224", "no convolution to reparameterize"),
+        ("resnest14d", r"'layer4\.0\.conv2\.conv': grouped convolution \(groups=2\) is not supported yet"),
     ],
 )
 def test_models_that_cannot_be_converted(name: str, message: str) -> None:
@@ -65,6 +66,16 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_size_of_an_image_that_the_model_does_not_take() -> None:
     _refused(build("resnet18"), "could not run ResNet on an image of 5 x 64 x 64", input_size=(5, 64, 64))
+
+
+def test_image_too_small_to_tell_stages_apart() -> None:
+    _refused(build("resnet18"), "too small to tell stages apart: .* works on 1 x 1", input_size=(3, 32, 32))
+
+
+def test_a_second_time() -> None:
+    tcnn = reparameterize(build("resnet18"))
+    _refused(tcnn, "already reparameterized .*name further convolutions with layers=")
+    assert len(gpsa_layers(reparameterize(tcnn, layers="layer3"))) == 2 * len(gpsa_layers(tcnn))
 
 
 def test_layer_of_the_classifier() -> None:

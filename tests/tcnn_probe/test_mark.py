@@ -116,7 +116,7 @@ def test_nothing_recorded(session: Session) -> None:
 
 def test_one_layer_not_reached(session: Session) -> None:
     session.model.near(NEAR)
-    with pytest.raises(RuntimeError, match=r"no eval-mode forward reached \['far'\]"):
+    with pytest.raises(RuntimeError, match=r"no image in eval mode reached \['far'\]"):
         session.mark(epoch=0)
     session.model.far(FAR)
     session.mark(epoch=0)

@@ -245,7 +245,26 @@ def test_refusal_is_a_value_error() -> None:
     assert issubclass(StoreError, ValueError)
 
 
-def test_leftover_of_a_killed_creation_is_ignored(tmp_path: Path) -> None:
+def test_neighbouring_folders_are_left_alone(tmp_path: Path) -> None:
     shutil.copytree(Path(__file__).parent, tmp_path / "run.zarr.init")
+    before = contents(tmp_path / "run.zarr.init")
     assert record_epochs(Chain(), tmp_path / "run.zarr", range(1)).epoch.values.tolist() == [0]
-    assert names(tmp_path) == ["run.zarr"]
+    assert names(tmp_path) == ["run.zarr", "run.zarr.init"]
+    assert contents(tmp_path / "run.zarr.init") == before
+
+
+def test_another_recorder_on_the_same_store_is_noticed(tmp_path: Path) -> None:
+    model = Chain()
+    first, second = (tcnn_probe.record(model, tmp_path / "run.zarr") for _ in range(2))
+    with first, second:
+        model(torch.zeros(1, 2, 5, 7))
+        first.mark(epoch=0)
+        with pytest.raises(StoreError, match="another recorder writes to this store: expected 0 epochs in it, found 1"):
+            second.mark(epoch=0)
+    assert tcnn_probe.record(model, tmp_path / "run.zarr").epochs == (0,)
+
+
+def test_path_under_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="a file stands in its way"):
+        tcnn_probe.record(Chain(), tmp_path / "file" / "run.zarr")
