@@ -45,17 +45,13 @@ Run = list[EpochResult]
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 1 if not."""
     args = parse(arguments)
+    options = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "overwrite", "device", "workers")}
     torch.manual_seed(args.seed)
     try:
         cnn, loaders = model_and_data(args)
-        cnn.to(args.device)
-    except (ValueError, RuntimeError, OSError) as error:  # before anything is written or overwritten
-        print(f"gating_evolution.py: {error}", file=sys.stderr)
-        return 2
-    options = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "overwrite", "device", "workers")}
-    try:
+        reparameterize(cnn.to(args.device))  # refuses now, not after the training, and before anything is written
         output = RunOutput(args.out, "gating_evolution", options, resume=args.resume, overwrite=args.overwrite)
-    except OutputError as error:
+    except (OutputError, ValueError, RuntimeError, OSError) as error:
         print(f"gating_evolution.py: {error}", file=sys.stderr)
         return 2
     settings = {"device": args.device, "amp": args.amp, "seed": args.seed}
