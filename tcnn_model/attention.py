@@ -64,8 +64,8 @@ class GatedAttention:
         """
         gate = self.gate[:, None, None]
         content = self.content().unflatten(-1, (self.y.length, self.x.length))
-        py, px = self.y.padding, self.x.padding
-        content = torch.nn.functional.pad(content, (px, px, py, py)).flatten(-2)
+        beyond = (self.x.before, self.x.after, self.y.before, self.y.after)
+        content = torch.nn.functional.pad(content, beyond).flatten(-2)
         return (1 - gate) * content + gate * self.positional()
 
     def apply(self, values: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ class GatedAttention:
             it would to the unfolded image.
         """
         # Padding holds zeros: attention that falls on it counts for nothing, so those columns can be left out.
-        rows = self.rows[..., self.y.padding : self.y.padding + self.y.length]
-        cols = self.cols[..., self.x.padding : self.x.padding + self.x.length]
+        rows = self.rows[..., self.y.before : self.y.before + self.y.length]
+        cols = self.cols[..., self.x.before : self.x.before + self.x.length]
         content, gate = self.content(), self.gate[:, None, None]
         if content.shape[-1] <= _MIX_ATTENTION_BELOW * values.shape[1]:
             mixed = torch.lerp(content, _product(rows, cols).to(content.dtype), gate.to(content.dtype))

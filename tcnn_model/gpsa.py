@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class GPSA(nn.Module):
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in ``nn.Conv2d``.
-            With groups, W_out^h is block-diagonal.
+            With groups, W_out^h is block-diagonal. ``padding="same"`` goes with any stride, as in TensorFlow.
         qk_dim: channels d of queries and keys per head; ``max(1, in_channels // heads)`` unless given.
         locality_strength: initial alpha > 0, in 1 / pixel^2: one number, or one per head.
         gating: initial lambda, one number, or one per head.
@@ -50,7 +50,7 @@ class GPSA(nn.Module):
         raw_locality: alpha before the softplus, shape (heads,).
 
     Shape:
-        (B, C_in, H, W) -> (B, C_out, H_out, W_out), any H and W at least as large as the kernel.
+        (B, C_in, H, W) -> (B, C_out, H_out, W_out), any H and W at least as large as the kernel after padding.
 
     Raises:
         ValueError: an argument out of range, or at the forward an input that is not (B, C_in, H, W) or is smaller
@@ -63,7 +63,7 @@ class GPSA(nn.Module):
         out_channels: int,
         kernel_size: int | tuple[int, int],
         stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
+        padding: int | tuple[int, int] | Literal["same"] = 0,
         dilation: int | tuple[int, int] = 1,
         groups: int = 1,
         bias: bool = True,
@@ -78,7 +78,11 @@ class GPSA(nn.Module):
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size = _pair("kernel_size", kernel_size, minimum=1)
         self.stride = _pair("stride", stride, minimum=1)
-        self.padding = _pair("padding", padding, minimum=0)
+        self.padding: tuple[int, int] | Literal["same"] = (
+            padding if isinstance(padding, str) else _pair("padding", padding, minimum=0)
+        )
+        if isinstance(padding, str) and padding != "same":
+            raise ValueError(f"padding must be one integer, two, or 'same'; got {padding!r}")
         self.dilation = _pair("dilation", dilation, minimum=1)
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(
@@ -119,7 +123,9 @@ class GPSA(nn.Module):
         nn.init.eye_(self.value)
         self.raw_locality.copy_(_inverse_softplus(alpha))
         taps = [(r, c) for r in range(self.kernel_size[0]) for c in range(self.kernel_size[1])]
-        (dy, dx), (py, px) = self.dilation, self.padding
+        dy, dx = self.dilation
+        # With "same" padding queries sit at the centre of the kernel, whatever the size of the image.
+        py, px = ((e - 1) // 2 for e in self._extents()) if isinstance(self.padding, str) else self.padding
         self.center.copy_(torch.tensor([(r * dy - py, c * dx - px) for r, c in taps]))
         self.gating.copy_(gates)
 
@@ -184,15 +190,19 @@ class GPSA(nn.Module):
         Raises:
             ValueError: the padded input is smaller than the kernel.
         """
-        extents = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-        lengths = (height, width)
-        y, x = (Axis(n, s, p, e) for n, s, p, e in zip(lengths, self.stride, self.padding, extents, strict=True))
+        extents, padding = self._extents(), self.padding
+        py, px = (padding, padding) if isinstance(padding, str) else padding
+        y, x = Axis(height, self.stride[0], py, extents[0]), Axis(width, self.stride[1], px, extents[1])
         if y.queries < 1 or x.queries < 1 or height < 1 or width < 1:
             raise ValueError(
                 f"feature map smaller than the kernel: expected at least {extents[0]} x {extents[1]} pixels after "
-                f"padding {self.padding}, got a feature map of {height} x {width}"
+                f"padding {self.padding!r}, got a feature map of {height} x {width}"
             )
         return y, x
+
+    def _extents(self) -> list[int]:
+        """Pixels spanned by the kernel along y and x."""
+        return [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
 
     def gated_attention(self, x: Tensor) -> GatedAttention:
         """What attends to what for input ``x`` (B, C_in, H, W), in parts: see :class:`GatedAttention`."""
@@ -237,7 +247,7 @@ class GPSA(nn.Module):
         """The arguments, as ``print(model)`` shows them."""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, "
+            f"padding={self.padding!r}, dilation={self.dilation}, groups={self.groups}, "
             f"bias={self.bias is not None}, heads={self.heads}, qk_dim={self.qk_dim}"
         )
 
@@ -254,10 +264,13 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
 
 def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
     """The pixels of (B, C, H, W) that ask: every stride-th one, zeros where a query falls on padding."""
-    beyond = [max(0, (axis.queries - 1) * axis.stride + 1 - axis.length) for axis in (y_axis, x_axis)]
-    if any(beyond):
-        x = F.pad(x, (0, beyond[1], 0, beyond[0]))
-    return x[:, :, :: y_axis.stride, :: x_axis.stride][:, :, : y_axis.queries, : x_axis.queries]
+    for dim, axis in ((2, y_axis), (3, x_axis)):
+        extent = (axis.queries - 1) * axis.stride + 1
+        beyond = axis.first_query + extent - axis.length
+        if beyond > 0:
+            x = F.pad(x, (0, beyond) if dim == 3 else (0, 0, 0, beyond))
+        x = x.narrow(dim, axis.first_query, extent)
+    return x[:, :, :: y_axis.stride, :: x_axis.stride]
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["gpsa_attention_reference", "gpsa_reference"]
+__all__ = ["gpsa_attention_reference", "gpsa_reference", "zero_padding"]
 
 
 def gpsa_attention_reference(
@@ -21,7 +21,7 @@ def gpsa_attention_reference(
     gating: Tensor,
     kernel_size: tuple[int, int],
     stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
+    padding: tuple[int, int] | str = (0, 0),
     dilation: tuple[int, int] = (1, 1),
 ) -> Tensor:
     """Attention of Eq. (7) over the zero-extended grid.
@@ -33,15 +33,18 @@ def gpsa_attention_reference(
         center: Delta as (dy, dx), shape (heads, 2).
 
     Returns:
-        shape (B, heads, N_query, N_key), keys row-major over (H + 2 p_y) x (W + 2 p_x).
+        shape (B, heads, N_query, N_key), keys row-major over the image and its padding.
     """
     batch, _, height, width = x.shape
     heads = len(gating)
-    (ky, kx), (sy, sx), (py, px), (dy, dx) = kernel_size, stride, padding, dilation
-    out_h = math.floor((height + 2 * py - dy * (ky - 1) - 1) / sy + 1)
-    out_w = math.floor((width + 2 * px - dx * (kx - 1) - 1) / sx + 1)
-    pixels = [(j, i) for j in range(-py, height + py) for i in range(-px, width + px)]
-    bases = [(sy * m, sx * n) for m in range(out_h) for n in range(out_w)]
+    (ky, kx), (sy, sx), (dy, dx) = kernel_size, stride, dilation
+    (top, bottom), (left, right) = zero_padding((height, width), kernel_size, stride, padding, dilation)
+    out_h = math.floor((height + top + bottom - dy * (ky - 1) - 1) / sy + 1)
+    out_w = math.floor((width + left + right - dx * (kx - 1) - 1) / sx + 1)
+    pixels = [(j, i) for j in range(-top, height + bottom) for i in range(-left, width + right)]
+    # "same" puts the query at the kernel's centre; elsewhere it is the pixel s (y, x)
+    y0, x0 = (dy * (ky - 1) // 2 - top, dx * (kx - 1) // 2 - left) if padding == "same" else (0, 0)
+    bases = [(sy * m + y0, sx * n + x0) for m in range(out_h) for n in range(out_w)]
 
     def feature(position: tuple[int, int]) -> Tensor:
         j, i = position
@@ -68,15 +71,34 @@ def gpsa_attention_reference(
     return torch.stack(attention, dim=1)
 
 
+def zero_padding(
+    size: tuple[int, int],
+    kernel_size: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int] | str,
+    dilation: tuple[int, int],
+) -> list[tuple[int, int]]:
+    """Zeros before and after each axis; "same" is TensorFlow's rule."""
+    if not isinstance(padding, str):
+        return [(p, p) for p in padding]
+    sides = []
+    for n, k, s, d in zip(size, kernel_size, stride, dilation, strict=True):
+        total = max(0, (math.ceil(n / s) - 1) * s + d * (k - 1) + 1 - n)
+        sides.append((math.floor(total / 2), math.ceil(total / 2)))
+    return sides
+
+
 def gpsa_reference(
     x: Tensor,
     *,
     weight: Tensor,
     bias: Tensor | None,
     value: Tensor,
-    padding: tuple[int, int] = (0, 0),
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] | str = (0, 0),
+    dilation: tuple[int, int] = (1, 1),
     groups: int = 1,
-    **attention: Tensor | tuple[int, int],
+    **attention: Tensor,
 ) -> Tensor:
     """Output of Eq. (5), ``sum_h A^h X W_val W_out^h + bias``, heads row-major over the taps of ``weight``.
 
@@ -91,15 +113,18 @@ def gpsa_reference(
         shape (B, C_out, N_query): flattened row-major over the output grid.
     """
     kernel_size = (weight.shape[2], weight.shape[3])
-    a = gpsa_attention_reference(x, kernel_size=kernel_size, padding=padding, **attention)  # type: ignore[arg-type]
-    padded = torch.nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0])).flatten(2).transpose(1, 2)
+    a = gpsa_attention_reference(
+        x, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation, **attention
+    )
+    rows, columns = zero_padding((x.shape[2], x.shape[3]), kernel_size, stride, padding, dilation)
+    padded = torch.nn.functional.pad(x, (*columns, *rows)).flatten(2).transpose(1, 2)
     out_per_group, in_per_group = weight.shape[0] // groups, weight.shape[1]
     output = x.new_zeros(x.shape[0], a.shape[2], weight.shape[0])
     for h in range(a.shape[1]):
         w_out = x.new_zeros(x.shape[1], weight.shape[0])  # block-diagonal where the convolution is grouped
         for g in range(groups):
-            rows = slice(g * in_per_group, (g + 1) * in_per_group)
-            columns = slice(g * out_per_group, (g + 1) * out_per_group)
-            w_out[rows, columns] = weight[columns, :, h // kernel_size[1], h % kernel_size[1]].T
+            inputs = slice(g * in_per_group, (g + 1) * in_per_group)
+            outputs = slice(g * out_per_group, (g + 1) * out_per_group)
+            w_out[inputs, outputs] = weight[outputs, :, h // kernel_size[1], h % kernel_size[1]].T
         output = output + a[:, h] @ padded @ value.T @ w_out
     return (output if bias is None else output + bias).transpose(1, 2)

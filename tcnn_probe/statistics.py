@@ -76,7 +76,7 @@ def _entropy(attention: Tensor) -> Tensor:
 def _real_and_padding(attention: GatedAttention) -> tuple[Tensor, Tensor]:
     """Indices, into the flattened extended grid, of the image's pixels and of the padding; on the CPU."""
     real = torch.zeros(attention.y.keys, attention.x.keys, dtype=torch.bool)
-    top, left = attention.y.padding, attention.x.padding
+    top, left = attention.y.before, attention.x.before
     real[top : top + attention.y.length, left : left + attention.x.length] = True
     real = real.flatten()
     return real.nonzero()[:, 0], (~real).nonzero()[:, 0]

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from timm.layers.padding import get_same_padding
 
 from tcnn_model.positional import Axis, apply_separable, gaussian_attention
 from tests.tcnn_model.helpers import random, relative_error
@@ -53,3 +54,17 @@ def test_far_centres_and_strong_locality_stay_finite() -> None:
     attention = gaussian_attention(torch.tensor([1e4, 1e-4]), torch.tensor([500.0, -500.0]), axis)
     assert torch.allclose(attention.sum(-1), torch.ones(2, axis.queries))
     assert attention[0].argmax(-1).tolist() == [axis.keys - 1] * axis.queries  # the pixel nearest to the centre
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 5])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_same_padding_is_tensorflows(kernel: int, stride: int, dilation: int) -> None:
+    for length in (5, 11, 12, 13, 16):
+        axis = Axis(length, stride, "same", extent=dilation * (kernel - 1) + 1)
+        total = get_same_padding(length, kernel, stride, dilation)
+        assert (axis.before, axis.after) == (total // 2, total - total // 2)
+        assert axis.queries == -(-length // stride)
+        # queries sit at the centre of the kernel, so they are pixels of the image
+        assert axis.first_query == (axis.extent - 1) // 2 - axis.before
+        assert 0 <= axis.first_query <= axis.first_query + (axis.queries - 1) * stride < length
