@@ -2,16 +2,23 @@
 
 from tcnn_model import models as _models  # noqa: F401 (registers t_resnet* with timm)
 from tcnn_model.attention import GatedAttention
+from tcnn_model.convit import Acceleration, accelerate
 from tcnn_model.finetune import EpochResult, finetune
+from tcnn_model.functional import gpsa
 from tcnn_model.gpsa import GPSA, gpsa_layers
 from tcnn_model.optimization import parameter_groups
 from tcnn_model.reparameterize import reparameterize
+from tcnn_model.statistics import AttentionStatistics
 
 __all__ = [
     "GPSA",
+    "Acceleration",
+    "AttentionStatistics",
     "EpochResult",
     "GatedAttention",
+    "accelerate",
     "finetune",
+    "gpsa",
     "gpsa_layers",
     "parameter_groups",
     "reparameterize",

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnn_model.attention import GatedAttention
-from tcnn_model.positional import Axis, gaussian_attention
+from tcnn_model.functional import Backend, attend, check_backend
+from tcnn_model.positional import Axis, gaussian_position
+from tcnn_model.precision import widen
 
 __all__ = ["GPSA", "gpsa_layers"]
 
@@ -39,6 +41,7 @@ class GPSA(nn.Module):
         qk_dim: channels d of queries and keys per head; ``max(1, in_channels // heads)`` unless given.
         locality_strength: initial alpha > 0, in 1 / pixel^2: one number, or one per head.
         gating: initial lambda, one number, or one per head.
+        backend: how attention is computed, see :func:`~tcnn_model.gpsa`; kept as an attribute that may be changed.
 
     Attributes:
         weight, bias: the convolution's own, (C_out, C_in / groups, k_h, k_w) and (C_out,): W_out of all heads. So a
@@ -71,6 +74,7 @@ class GPSA(nn.Module):
         qk_dim: int | None = None,
         locality_strength: float | Sequence[float] = 1.0,
         gating: float | Sequence[float] = 1.0,
+        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -97,6 +101,7 @@ class GPSA(nn.Module):
         if not bool((alpha > 0).all()):
             raise ValueError(f"locality_strength must be positive; got {locality_strength}")
         gates = _per_head("gating", gating, self.heads)
+        self.backend: Backend = check_backend(backend)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -177,12 +182,19 @@ class GPSA(nn.Module):
     @property
     def locality_strength(self) -> Tensor:
         """Alpha = softplus(raw_locality), in 1 / pixel^2, shape (heads,), at least float32."""
-        return F.softplus(_widen(self.raw_locality), beta=_SOFTPLUS_BETA)
+        return F.softplus(widen(self.raw_locality), beta=_SOFTPLUS_BETA)
 
     @property
     def gate(self) -> Tensor:
         """sigma(lambda), the share of positional attention, shape (heads,), at least float32."""
-        return torch.sigmoid(_widen(self.gating))
+        return torch.sigmoid(widen(self.gating))
+
+    @property
+    def position(self) -> Tensor:
+        """The papers' v_pos = -alpha (1, -2 Delta_1, -2 Delta_2), shape (heads, 3), float64 where there is such."""
+        wide = torch.float32 if self.center.device.type == "mps" else torch.float64
+        alpha = F.softplus(self.raw_locality.to(wide), beta=_SOFTPLUS_BETA)
+        return gaussian_position(alpha, self.center.to(wide))
 
     def axes(self, height: int, width: int) -> tuple[Axis, Axis]:
         """Query and key positions along y and x for an input of height x width pixels.
@@ -209,12 +221,10 @@ class GPSA(nn.Module):
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f"expected an input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}")
         axis_y, axis_x = self.axes(x.shape[2], x.shape[3])
-        alpha, center = self.locality_strength, _widen(self.center)
         return GatedAttention(
             query=self._split_heads(_project(_at_queries(x, axis_y, axis_x), self.query)),
             key=self._split_heads(_project(x, self.key)),
-            rows=gaussian_attention(alpha, center[:, 0], axis_y),
-            cols=gaussian_attention(alpha, center[:, 1], axis_x),
+            position=self.position,
             gate=self.gate,
             y=axis_y,
             x=axis_x,
@@ -235,9 +245,11 @@ class GPSA(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C_in, H, W) -> (B, C_out, H_out, W_out), Eq. (5)."""
         attention = self.gated_attention(x)
-        gathered = attention.apply(_project(x, self.value))  # (B, C_in, heads, H_out, W_out)
-        taps = self.weight.flatten(1)[:, :, None, None]
-        return F.conv2d(gathered.flatten(1, 2), taps, self.bias, groups=self.groups)
+        values = _project(x, self.value).flatten(2).transpose(1, 2)  # (B, H * W, C_in), shared by the heads
+        gathered = attend(attention, values[:, None], backend=self.backend)  # (B, heads, N_query, C_in)
+        # With channels before heads this is the "soft" counterpart of F.unfold, and takes the convolution's weight.
+        unfolded = gathered.permute(0, 3, 1, 2).flatten(1, 2).unflatten(2, (attention.y.queries, attention.x.queries))
+        return F.conv2d(unfolded, self.weight.flatten(1)[:, :, None, None], self.bias, groups=self.groups)
 
     def _split_heads(self, features: Tensor) -> Tensor:
         """(B, heads * d, H, W) -> (B, heads, H * W, d)."""
@@ -271,11 +283,6 @@ def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
             x = F.pad(x, (0, beyond) if dim == 3 else (0, 0, 0, beyond))
         x = x.narrow(dim, axis.first_query, extent)
     return x[:, :, :: y_axis.stride, :: x_axis.stride]
-
-
-def _widen(x: Tensor) -> Tensor:
-    """Half precision to float32: positions and gates are few, and softmaxes over far pixels need the range."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _inverse_softplus(y: Tensor) -> Tensor:

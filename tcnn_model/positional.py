@@ -1,7 +1,7 @@
-"""Gaussian positional attention on a grid, kept as its two one-dimensional factors.
+"""Positional attention on a grid, kept as its two one-dimensional factors.
 
-The positional logits of a head are ``-alpha * ||key - query - center||^2``. The squared norm is a sum over the two
-axes, so the softmax over a rectangular grid is a product of two one-dimensional softmaxes::
+The positional logits of a head, ``v_pos . (||delta||^2, delta_1, delta_2)`` for a key at ``delta`` from the query, are
+a sum over the two axes, so their softmax over a rectangular grid is a product of two one-dimensional softmaxes::
 
     P[(y, x), (j, i)] = P_rows[y, j] * P_cols[x, i]
 
@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Axis", "apply_separable", "gaussian_attention"]
+__all__ = ["Axis", "apply_separable", "gaussian_position", "log_positional_factors"]
 
 
 @dataclass(frozen=True)
@@ -76,31 +76,53 @@ class Axis:
         return torch.arange(self.keys, dtype=like.dtype, device=like.device) - self.before
 
 
-def gaussian_attention(locality_strength: Tensor, center: Tensor, axis: Axis) -> Tensor:
-    """One-dimensional positional attention, one factor of the two-dimensional one.
+def gaussian_position(locality_strength: Tensor, center: Tensor) -> Tensor:
+    """The papers' v_pos of a Gaussian around a centre: ``v_pos . r = -alpha ||delta - Delta||^2 + const`` (Eq. 4).
 
     Args:
         locality_strength: alpha, shape (heads,).
-        center: one coordinate of the centre of attention Delta, in pixels, shape (heads,).
-        axis: the axis it runs along.
+        center: Delta as (dy, dx), shape (heads, 2).
 
     Returns:
-        softmax over keys of ``-alpha * (key - query - center)^2``, shape (heads, axis.queries, axis.keys).
+        ``-alpha (1, -2 Delta_1, -2 Delta_2)``, shape (heads, 3).
     """
-    offset = axis.key_positions(center)[None, :] - axis.query_positions(center)[:, None]
-    return torch.softmax(-locality_strength[:, None, None] * (offset - center[:, None, None]) ** 2, dim=-1)
+    return -locality_strength[:, None] * torch.cat([torch.ones_like(center[:, :1]), -2 * center], dim=1)
+
+
+def log_positional_factors(position: Tensor, y: Axis, x: Axis) -> tuple[Tensor, Tensor]:
+    """Logarithms of the two one-dimensional factors of ``softmax_j(v_pos . r_ij)``.
+
+    Args:
+        position: v_pos, the weights of r = (||delta||^2, delta_1, delta_2), shape (heads, 3). In float64 where the
+            device has it: logits grow with the square of the distance, and their differences decide.
+        y, x: the two axes.
+
+    Returns:
+        rows, shape (heads, y.queries, y.keys), and cols, shape (heads, x.queries, x.keys), with the dtype of
+        ``position``; their exponentials each sum to one over the keys.
+    """
+    squared, along_y, along_x = position[:, :, None, None].unbind(1)
+    return _factor(squared, along_y, y), _factor(squared, along_x, x)
+
+
+def _factor(squared: Tensor, linear: Tensor, axis: Axis) -> Tensor:
+    offset = axis.key_positions(squared)[None, :] - axis.query_positions(squared)[:, None]
+    return torch.log_softmax((squared * offset + linear) * offset, dim=-1)
 
 
 def apply_separable(rows: Tensor, cols: Tensor, values: Tensor) -> Tensor:
-    """Apply ``rows (x) cols`` to a feature map without forming the product.
+    """Apply ``rows (x) cols`` to values without forming the product: O(N (H + W)) instead of O(N^2).
 
     Args:
         rows: shape (heads, queries_y, H).
         cols: shape (heads, queries_x, W).
-        values: shape (B, C, H, W).
+        values: shape (B, 1, H, W, C), shared by the heads, or (B, heads, H, W, C).
 
     Returns:
-        shape (B, C, heads, queries_y, queries_x).
+        shape (B, heads, queries_y, queries_x, C).
     """
-    along_rows = torch.einsum("hyj,bcji->bchyi", rows, values)
-    return torch.einsum("hxi,bchyi->bchyx", cols, along_rows)
+    if values.shape[1] == 1:  # with channels first in memory, as feature maps have them
+        along_rows = torch.einsum("hyj,bjic->bchyi", rows, values[:, 0])
+        return torch.einsum("hxi,bchyi->bchyx", cols, along_rows).permute(0, 2, 3, 4, 1)
+    along_rows = torch.einsum("hyj,bhjic->bhyic", rows, values)
+    return torch.einsum("hxi,bhyic->bhyxc", cols, along_rows)

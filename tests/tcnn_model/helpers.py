@@ -1,7 +1,11 @@
 """What several test files share: distances between tensors, disturbed layers, and models that hide nothing."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tcnn_model import GPSA, gpsa_layers
 
@@ -77,3 +81,18 @@ def snapshot(model: nn.Module) -> dict[str, object]:
     state["feature_info"] = repr(vars(model).get("feature_info"))
     values = [t.detach().double().sum() for t in model.state_dict().values() if t.device.type != "meta"]
     return state | {"sums": torch.stack(values).tolist() if values else []}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result

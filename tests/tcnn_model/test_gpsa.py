@@ -139,3 +139,15 @@ def test_map_smaller_than_the_kernel() -> None:
     for grid in ((4, 7), (7, 2), (0, 7)):
         with pytest.raises(ValueError, match=f"at least 5 x 5 pixels .* got a feature map of {grid[0]} x {grid[1]}"):
             layer(torch.zeros(1, 3, *grid))
+
+
+def test_backend_is_kept_and_checked() -> None:
+    layer = GPSA(3, 5, 3, padding=1, backend="dense")
+    assert layer.backend == "dense"
+    layer.backend = "fused"
+    with pytest.raises(ValueError, match=r"backend='fused' needs values for each head.*; use 'blocks' or 'auto'"):
+        layer(torch.zeros(1, 3, 5, 7))
+    with pytest.raises(
+        ValueError, match="expected backend to be one of auto, dense, blocks, fused, triton; got 'fast'"
+    ):
+        GPSA(3, 5, 3, backend="fast")

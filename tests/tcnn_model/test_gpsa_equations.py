@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model import GPSA
+from tcnn_model.functional import Backend
 from tcnn_model.reference import gpsa_attention_reference, gpsa_reference
 from tests.tcnn_model.cases import Case, every_case
 from tests.tcnn_model.helpers import disturb, random, relative_error
@@ -32,8 +33,9 @@ def _reference_output(layer: GPSA, x: Tensor) -> Tensor:
 
 @every_case
 @pytest.mark.parametrize("disturbed", [False, True], ids=["initial", "disturbed"])
-def test_output_and_attention_are_those_of_the_paper(case: Case, disturbed: bool) -> None:
-    layer = case.gpsa(locality_strength=1.0, gating=1.0)
+@pytest.mark.parametrize("backend", ["auto", "blocks"])
+def test_output_and_attention_are_those_of_the_paper(case: Case, disturbed: bool, backend: Backend) -> None:
+    layer = case.gpsa(locality_strength=1.0, gating=1.0, backend=backend)
     if disturbed:
         disturb(layer)
     x = random(2, layer.in_channels, *case.grid)
@@ -44,8 +46,9 @@ def test_output_and_attention_are_those_of_the_paper(case: Case, disturbed: bool
 
 
 @every_case
-def test_gradients_are_those_of_the_paper(case: Case) -> None:
-    layer = disturb(case.gpsa())
+@pytest.mark.parametrize("backend", ["auto", "blocks"])
+def test_gradients_are_those_of_the_paper(case: Case, backend: Backend) -> None:
+    layer = disturb(case.gpsa(backend=backend))
     x = random(2, layer.in_channels, *case.grid).requires_grad_()
     output = layer(x)
     upstream = random(*output.shape, seed=1)
@@ -58,9 +61,11 @@ def test_gradients_are_those_of_the_paper(case: Case) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_gradients_are_the_numerical_ones(groups: int) -> None:
+@pytest.mark.parametrize("backend", ["auto", "dense", "blocks"])
+def test_gradients_are_the_numerical_ones(groups: int, backend: Backend) -> None:
     torch.manual_seed(0)
-    layer = GPSA(2, 2, (1, 2), stride=(1, 2), padding=(1, 0), groups=groups, qk_dim=3, dtype=torch.float64)
+    geometry = {"stride": (1, 2), "padding": (1, 0), "groups": groups}
+    layer = GPSA(2, 2, (1, 2), **geometry, qk_dim=3, backend=backend, dtype=torch.float64)
     disturb(layer)
     names, parameters = zip(*layer.named_parameters(), strict=True)
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from timm.layers.padding import get_same_padding
 
-from tcnn_model.positional import Axis, apply_separable, gaussian_attention
+from tcnn_model.positional import Axis, apply_separable, gaussian_position, log_positional_factors
 from tests.tcnn_model.helpers import random, relative_error
 
 
@@ -28,7 +28,7 @@ def test_positions_are_in_input_pixels() -> None:
 def test_factors_are_the_dense_gaussian() -> None:
     y, x = Axis(length=5, stride=2, padding=1, extent=3), Axis(length=11, stride=3, padding=2, extent=5)
     alpha, center = random(7, seed=1).abs() + 0.01, random(7, 2, seed=2)
-    rows, cols = gaussian_attention(alpha, center[:, 0], y), gaussian_attention(alpha, center[:, 1], x)
+    rows, cols = (factor.exp() for factor in log_positional_factors(gaussian_position(alpha, center), y, x))
 
     keys = [(j, i) for j in range(-1, 5 + 1) for i in range(-2, 11 + 2)]
     bases = [(2 * m, 3 * n) for m in range(3) for n in range(4)]
@@ -42,17 +42,21 @@ def test_factors_are_the_dense_gaussian() -> None:
         assert relative_error(torch.kron(rows[h], cols[h]), dense) < 1e-14
 
 
-def test_separable_application_is_the_dense_one() -> None:
-    rows, cols, values = random(7, 3, 5, seed=1), random(7, 2, 11, seed=2), random(2, 13, 5, 11, seed=3)
+@pytest.mark.parametrize("value_heads", [1, 7])
+def test_separable_application_is_the_dense_one(value_heads: int) -> None:
+    rows, cols, values = random(7, 3, 5, seed=1), random(7, 2, 11, seed=2), random(2, value_heads, 5, 11, 13, seed=3)
     dense = torch.stack([torch.kron(rows[h], cols[h]) for h in range(7)])  # (heads, N_query, H * W)
-    expected = torch.stack([(values.flatten(2) @ dense[h].T).reshape(2, 13, 3, 2) for h in range(7)], dim=2)
+    of_head = values.flatten(2, 3).expand(2, 7, 55, 13)
+    expected = torch.stack([(dense[h] @ of_head[:, h]).reshape(2, 3, 2, 13) for h in range(7)], dim=1)
     assert relative_error(apply_separable(rows, cols, values), expected) < 1e-14
 
 
 def test_far_centres_and_strong_locality_stay_finite() -> None:
     axis = Axis(length=13, stride=2, padding=1, extent=3)
-    attention = gaussian_attention(torch.tensor([1e4, 1e-4]), torch.tensor([500.0, -500.0]), axis)
-    assert torch.allclose(attention.sum(-1), torch.ones(2, axis.queries))
+    center = torch.tensor([[500.0, 0.0], [-500.0, 0.0]], dtype=torch.float64)
+    position = gaussian_position(torch.tensor([1e4, 1e-4], dtype=torch.float64), center)
+    attention = log_positional_factors(position, axis, axis)[0].exp()
+    assert torch.allclose(attention.sum(-1), torch.ones(2, axis.queries, dtype=torch.float64))
     assert attention[0].argmax(-1).tolist() == [axis.keys - 1] * axis.queries  # the pixel nearest to the centre
 
 

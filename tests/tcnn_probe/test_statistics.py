@@ -1,14 +1,10 @@
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tcnn_model import GPSA
-from tcnn_probe import statistics
+from tcnn_model import GPSA, blocks
 from tcnn_probe.statistics import gated_attention_statistics
+from tests.tcnn_model.helpers import LargestTensor
 from tests.tcnn_probe.networks import scatter
 from tests.tcnn_probe.oracle import gpsa_statistics, gpsa_statistics_of_qk
 
@@ -35,11 +31,12 @@ def make(geometry: str = "same size", qk_dim: int | None = None) -> tuple[GPSA, 
     return layer, torch.randn(3, 5, 7, 11)
 
 
-@pytest.mark.parametrize("block", [1, 3, 10**6, None])
+@pytest.mark.parametrize("elements", [1, 250, 10**6])  # one query, a few queries, all heads at a time
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_equal_brute_force(geometry: str, block: int | None) -> None:
+def test_equal_brute_force(geometry: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
     layer, x = make(geometry)
-    got = gated_attention_statistics(layer.gated_attention(x), block=block)
+    got = gated_attention_statistics(layer.gated_attention(x))
     assert all(value.dtype == torch.float32 for value in got.values())
     assert_statistics(got, gpsa_statistics(layer, x))
 
@@ -101,8 +98,8 @@ def test_low_precision_stays_near_the_float64_layer() -> None:
 def test_default_block_holds_few_weights_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = scatter(GPSA(2, 3, 3, padding=1))
     attention = layer.gated_attention(torch.randn(2, 2, 13, 17))
-    whole = gated_attention_statistics(attention, block=10**6)
-    monkeypatch.setattr(statistics, "_BLOCK_ELEMENTS", 2**14)
+    whole = gated_attention_statistics(attention)
+    monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", 2**14)
     with LargestTensor() as largest:
         got = gated_attention_statistics(attention)
     assert largest.elements < 2 * 2**14
@@ -113,18 +110,3 @@ def test_no_gradient_is_kept() -> None:
     layer, x = make()
     got = gated_attention_statistics(layer.gated_attention(x.requires_grad_()))
     assert not any(value.requires_grad for value in got.values())
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result

@@ -1,0 +1,167 @@
+"""Gated attention applied in memory linear in the number of tokens: one block of queries at a time.
+
+A block's attention is formed, mixed and multiplied by the values while it is in a core's cache, and formed again in
+the backward from the saved log-sum-exp of its rows (design of FlashAttention, without its kernel). The positional part
+comes as the logarithms of its two factors, whose product is taken within the block.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tcnn_model.precision import widen
+
+__all__ = ["blocks_of_queries", "mix_and_apply"]
+
+# Attention weights held at a time. On a CPU what stays in a core's cache; elsewhere fewer and larger operations pay.
+_BLOCK_ELEMENTS_CPU = 2**19
+_BLOCK_ELEMENTS = 2**26
+
+
+def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, slice]]:
+    """Image, heads and queries of one block after another, each with a bounded number of attention weights."""
+    batch, heads, queries, _ = query.shape
+    rows = max(1, (_BLOCK_ELEMENTS_CPU if query.device.type == "cpu" else _BLOCK_ELEMENTS) // key.shape[2])
+    heads_together = min(heads, max(1, rows // queries))
+    block = math.ceil(queries / math.ceil(queries / min(rows, queries)))
+    for head in range(0, heads, heads_together):
+        for start in range(0, queries, block):
+            for image in range(batch):
+                yield image, slice(head, head + heads_together), slice(start, start + block)
+
+
+@torch.library.custom_op("tcnn_model::mix_and_apply", mutates_args=())
+def mix_and_apply(
+    query: Tensor, key: Tensor, values: Tensor, log_rows: Tensor, log_cols: Tensor, gate: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``((1 - gate) softmax(q k^T) + gate (rows (x) cols)) v``, Eq. (7) applied.
+
+    Args:
+        query: scaled already, shape (B, heads, N_query, d).
+        key: shape (B, heads, H * W, d).
+        values: shape (B, 1, H * W, C), shared by the heads, or (B, heads, H * W, C).
+        log_rows: shape (heads, queries_y, H), in float32 at least, like ``log_cols`` and ``gate``.
+        log_cols: shape (heads, queries_x, W).
+        gate: shape (heads,).
+
+    Returns:
+        the output, (B, heads, N_query, C), in memory ordered (B, C, heads, N_query) as feature maps are; and the
+        log-sum-exp of the content logits, (B, heads, N_query), in float32 at least.
+    """
+    output, lse = _empty_results(query, values)
+    wide_query, wide_key, rows, cols = widen(query), widen(key), log_rows.exp(), log_cols.exp()
+    for at in blocks_of_queries(query, key):
+        image, heads, queries = at
+        logits = wide_query[at] @ wide_key[image, heads].transpose(1, 2)
+        content = torch.softmax(logits, -1)
+        lse[at] = logits.amax(-1) - content.amax(-1).log()
+        if image == 0:  # the same for all images
+            positional = _positional(rows, cols, heads, queries)
+        mixed = content.lerp_(positional, gate[heads, None, None]).to(values.dtype)
+        if values.shape[1] == 1:
+            torch.mm(values[image, 0].T, mixed.flatten(0, 1).T, out=_columns(output, at))
+        else:
+            output[at] = mixed @ values[image, heads]
+    return output, lse
+
+
+@mix_and_apply.register_fake
+def _(
+    query: Tensor, key: Tensor, values: Tensor, log_rows: Tensor, log_cols: Tensor, gate: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _empty_results(query, values)
+
+
+@torch.library.custom_op("tcnn_model::mix_and_apply_backward", mutates_args=())
+def _backward(
+    d_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    log_rows: Tensor,
+    log_cols: Tensor,
+    gate: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the six arguments of :func:`mix_and_apply` from that of its output."""
+    wide_query, wide_key, rows, cols = widen(query), widen(key), log_rows.exp(), log_cols.exp()
+    d_query, d_key, d_values = torch.empty_like(wide_query), torch.zeros_like(wide_key), torch.zeros_like(values)
+    d_output = d_output.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)  # as the output: usually no copy
+    d_rows, d_cols, d_gate = torch.zeros_like(rows), torch.zeros_like(cols), torch.zeros_like(gate)
+    for at in blocks_of_queries(query, key):
+        image, heads, queries = at
+        q, k, share = wide_query[at], wide_key[image, heads], gate[heads, None, None]
+        content = torch.baddbmm(-lse[at][..., None], q, k.transpose(1, 2)).exp_()
+        if image == 0:
+            positional = _positional(rows, cols, heads, queries)
+        mixed = torch.lerp(content, positional, share).to(values.dtype)
+        if values.shape[1] == 1:
+            upstream = _columns(d_output, at).T
+            d_values[image, 0] += mixed.flatten(0, 1).T @ upstream
+            d_mixed = widen((upstream @ values[image, 0].T).view_as(mixed))
+        else:
+            d_values[image, heads] += mixed.transpose(1, 2) @ d_output[at]
+            d_mixed = widen(d_output[at] @ values[image, heads].transpose(1, 2))
+
+        content_sums = torch.linalg.vecdot(content, d_mixed)[..., None]
+        d_logits = content.mul_(d_mixed - content_sums).mul_(1 - share)
+        d_query[at] = d_logits @ k
+        d_key[image, heads] += d_logits.transpose(1, 2) @ q
+
+        on_grid = d_mixed.mul_(positional).unflatten(2, (rows.shape[2], cols.shape[2]))
+        along_y, along_x = on_grid.sum(3), on_grid.sum(2)  # (heads, queries, H) and (heads, queries, W)
+        d_gate[heads] += (along_x.sum(2) - content_sums[..., 0]).sum(1)
+        index = torch.arange(query.shape[2], device=query.device)[queries]
+        d_rows[heads].index_add_(1, index // cols.shape[1], along_y * share)
+        d_cols[heads].index_add_(1, index % cols.shape[1], along_x * share)
+    return d_query.to(query.dtype), d_key.to(key.dtype), d_values, d_rows, d_cols, d_gate
+
+
+@_backward.register_fake
+def _(
+    d_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    log_rows: Tensor,
+    log_cols: Tensor,
+    gate: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    empty = [torch.empty_like(x) for x in (query, key, values, log_rows, log_cols, gate)]
+    return empty[0], empty[1], empty[2], empty[3], empty[4], empty[5]
+
+
+def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _differentiate(ctx, d_output: Tensor, d_lse: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    return _backward(d_output, *ctx.saved_tensors)
+
+
+mix_and_apply.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _columns(output: Tensor, at: tuple[int, slice, slice]) -> Tensor:
+    """A block of (B, heads, N_query, C), stored as (B, C, heads, N_query), as a view of shape (C, heads * queries)."""
+    image, heads, queries = at
+    total = output.shape[2]
+    last = min(heads.stop, output.shape[1]) - 1
+    stored = output.permute(0, 3, 1, 2).view(output.shape[0], output.shape[3], -1)
+    return stored[image, :, heads.start * total + queries.start : last * total + min(queries.stop, total)]
+
+
+def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Tensor:
+    """Rows (x) cols of a block of queries, (heads, queries, H * W)."""
+    index = torch.arange(rows.shape[1] * cols.shape[1], device=rows.device)[queries]
+    at_row, at_col = rows[heads][:, index // cols.shape[1]], cols[heads][:, index % cols.shape[1]]
+    return (at_row[..., :, None] * at_col[..., None, :]).flatten(2)
+
+
+def _empty_results(query: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, queries, _ = query.shape
+    output = values.new_empty(batch, values.shape[3], heads, queries).permute(0, 2, 3, 1)
+    return output, widen(query.new_empty(0)).new_empty(batch, heads, queries)

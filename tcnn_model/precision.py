@@ -1,0 +1,31 @@
+"""In which dtype attention is computed: softmaxes in float32 at least, and autocast where it was asked for only."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+__all__ = ["at_least_float32", "autocast_dtype", "widen", "without_autocast"]
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Float32 for the half precisions, the dtype itself otherwise."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def widen(x: Tensor) -> Tensor:
+    """Half precision to float32: positions and gates are few, and softmaxes over far pixels need the range."""
+    return x.to(at_least_float32(x.dtype))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which autocast, where it is on, has a matrix product of ``x`` computed."""
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on and x.dtype == torch.float32 else x.dtype
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Operations on the device of ``x`` keep the dtypes they are given."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
