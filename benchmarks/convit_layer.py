@@ -1,0 +1,49 @@
+"""(a) timm's ConViT GPSA layer against itself accelerated: same weights, 9 heads, 144 channels, forward and backward.
+
+python benchmarks/convit_layer.py          14, 28 and 56 squared tokens; about 3 minutes on one core
+"""
+
+import argparse
+import copy
+from collections.abc import Mapping
+
+import torch
+from timm.models.convit import GPSA
+
+import contest
+from tcnn_model import accelerate
+
+
+def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
+    """What to compare."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, arguments.dtype)
+    timm_layer = GPSA(144, num_heads=9, device=arguments.device, dtype=dtype)
+    timm_layer.local_init()
+    ours = copy.deepcopy(timm_layer)
+    accelerate(ours)
+
+    def at(side: int) -> contest.Contest:
+        x = torch.randn(arguments.batch, side * side, 144, device=arguments.device, dtype=dtype, requires_grad=True)
+        if not arguments.child:
+            with torch.no_grad():
+                error = float((ours(x) - timm_layer(x)).abs().max() / timm_layer(x).abs().max())
+            print(f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output")
+        return {
+            "timm": lambda: contest.training_step(timm_layer, x),
+            "tcnn_model.accelerate": lambda: contest.training_step(ours, x),
+        }
+
+    return {f"{side} x {side} tokens": at(side) for side in arguments.sides}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = contest.options(__doc__)
+    parser.add_argument("--sides", type=int, nargs="+", default=[14, 28, 56])
+    parser.add_argument("--batch", type=int, default=1)
+    return parser
+
+
+if __name__ == "__main__":
+    contest.main(parser(), contests)

@@ -1,0 +1,42 @@
+"""(d) A GPSA layer at growing resolution, 3 x 3 and 64 channels, forward and backward: memory linear in the tokens.
+
+    python benchmarks/resolution.py            14, 28, 56 and 112 squared tokens; about 4 minutes on one core
+
+Dense attention is beside it where its N x N matrices fit: to 56 squared tokens.
+"""
+
+import argparse
+from collections.abc import Mapping
+
+import torch
+
+import contest
+from tcnn_model import GPSA
+
+
+def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
+    """What to compare."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, arguments.dtype)
+    make = {"device": arguments.device, "dtype": dtype}
+    ours = GPSA(64, 64, 3, padding=1, **make)
+    dense = GPSA(64, 64, 3, padding=1, backend="dense", **make)
+    dense.load_state_dict(ours.state_dict())
+
+    def at(side: int) -> contest.Contest:
+        x = torch.randn(1, 64, side, side, requires_grad=True, **make)
+        every = {"dense": lambda: contest.training_step(dense, x), "auto": lambda: contest.training_step(ours, x)}
+        return every if side <= 56 else {"auto": every["auto"]}
+
+    return {f"{side} x {side} = {side * side} tokens": at(side) for side in arguments.sides}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = contest.options(__doc__)
+    parser.add_argument("--sides", type=int, nargs="+", default=[14, 28, 56, 112])
+    return parser
+
+
+if __name__ == "__main__":
+    contest.main(parser(), contests)

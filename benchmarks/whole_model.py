@@ -1,0 +1,66 @@
+"""(c) T-ResNet50 against ResNet50 at the same image size, forward and backward.
+
+    python benchmarks/whole_model.py           batch 4 at 224; about 3 minutes on one core
+
+"keep" leaves the last stage's stride, "unit" (the papers') takes it out: that stage then has four times the tokens, and
+so it has in the ResNet50 beside it whose last stage is un-strided too.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable, Mapping
+
+import timm
+import torch
+from torch import nn
+
+import contest
+from tcnn_model import reparameterize
+
+
+def _unstrided(cnn: nn.Module) -> nn.Module:
+    model = copy.deepcopy(cnn)
+    for name in ("layer4.0.conv2", "layer4.0.downsample.0"):
+        model.get_submodule(name).stride = (1, 1)
+    return model
+
+
+def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
+    """What to compare."""
+    torch.manual_seed(0)
+    size = (arguments.size, arguments.size)
+    cnn = timm.create_model("resnet50")
+    x = torch.randn(arguments.batch, 3, *size, device=arguments.device, dtype=getattr(torch, arguments.dtype))
+
+    def step(convert: Callable[[nn.Module], nn.Module]) -> Callable[[], contest.Step]:
+        def prepare() -> contest.Step:
+            model = convert(cnn).to(x)
+
+            def train() -> None:
+                model(x).square().sum().backward()
+                model.zero_grad()
+
+            return train
+
+        return prepare
+
+    return {
+        f"{arguments.size} x {arguments.size}": {
+            "ResNet50": step(copy.deepcopy),
+            "T-ResNet50, keep": step(lambda model: reparameterize(model, stride="keep")),
+            "ResNet50, last stage un-strided": step(_unstrided),
+            "T-ResNet50, unit": step(reparameterize),
+        }
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = contest.options(__doc__)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=4)
+    return parser
+
+
+if __name__ == "__main__":
+    contest.main(parser(), contests)

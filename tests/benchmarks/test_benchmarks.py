@@ -1,0 +1,59 @@
+"""Each benchmark compares things that compute the same, and prints what it says it prints."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import contest
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "backends": ["--batch", "1"],
+    "convit_layer": ["--sides", "3", "5"],
+    "resolution": ["--sides", "3", "5"],
+    "tcnn_layer": ["--sides", "3", "--batch", "1", "--channels", "9"],
+    "whole_model": ["--size", "64", "--batch", "1"],
+}
+
+
+def test_every_benchmark_is_here() -> None:
+    assert {p.stem for p in (ROOT / "benchmarks").glob("*.py")} == {*SMALL, "contest"}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_contestant_takes_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # the C++ compiler is not what is tested
+    benchmark = importlib.import_module(name)
+    arguments = benchmark.parser().parse_args(SMALL[name])
+    contests = benchmark.contests(arguments)
+    assert contests
+    for contestants in list(contests.values())[:2]:
+        assert len(contestants) > 1
+        for prepare in contestants.values():
+            prepare()()
+
+
+def test_table_of_ratios_and_memory() -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "convit_layer.py", "--sides", "7", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "7 x 7: largest difference of outputs" in done.stdout
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "tokens" in line]
+    assert [row[1] for row in rows] == ["timm", "tcnn_model.accelerate"]
+    assert rows[0][2] == "1"
+    assert float(rows[1][2]) > 0
+
+
+def test_memory_is_the_peak_of_a_step() -> None:
+    """A step that makes 128 MiB and drops them, then keeps 64 MiB."""
+    kept: list[torch.Tensor] = []
+
+    def step() -> None:
+        torch.ones(2**25)
+        kept.append(torch.ones(2**24))
+
+    assert 120 * 2**20 < contest._peak_memory(step, "cpu") < 140 * 2**20
