@@ -11,8 +11,8 @@ from tcnn_model import kernels
 from tcnn_model.attention import GatedAttention, check_values, product
 from tcnn_model.blocks import mix_and_apply
 from tcnn_model.positional import Axis, apply_separable
-from tcnn_model.precision import at_least_float32, autocast_dtype, without_autocast
-from tcnn_model.statistics import AttentionStatistics, attend_and_measure
+from tcnn_model.precision import at_least_float32, autocast_dtype, widen, without_autocast
+from tcnn_model.statistics import AttentionStatistics, attend_and_measure, measure
 
 __all__ = ["Backend", "attend", "check_backend", "gpsa"]
 
@@ -124,16 +124,16 @@ def attend(
     with without_autocast(values):  # each backend widens what needs it
         chosen = _choose(attention, values) if check_backend(backend) == "auto" else backend
         _refuse(chosen, attention, values)
-        if chosen == "triton":
-            return _triton(attention, values, statistics=statistics)
         if not statistics:
             return _APPLY[chosen](attention, values)
+        if chosen == "triton":
+            output, measured = _kernels(attention, values, statistics=True)
+            assert measured is not None
+            return output, measured
         differentiable = (values, attention.query, attention.key, attention.position, attention.gate)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable):
-            return _APPLY[chosen](attention, values), attend_and_measure(attention)[1]
-        output, measured = attend_and_measure(attention, values)
-        assert output is not None
-        return output, measured
+            return _APPLY[chosen](attention, values), measure(attention)
+        return attend_and_measure(attention, values)
 
 
 def check_backend(backend: Backend) -> Backend:
@@ -144,10 +144,10 @@ def check_backend(backend: Backend) -> Backend:
 
 
 def _choose(attention: GatedAttention, values: Tensor) -> Backend:
-    if values.is_cuda and kernels.available(values.device) and values.dtype != torch.float64:
-        return "triton"
     if _why_not_fused(attention, values) is None:
         return "fused"
+    if values.is_cuda and kernels.available(values.device) and values.dtype != torch.float64:
+        return "triton"
     return "dense" if attention.key.shape[2] <= _DENSE_KEYS else "blocks"
 
 
@@ -196,10 +196,15 @@ def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
     return torch.lerp(content, positional, attention.gate[:, None, None].to(values.dtype))
 
 
-def _triton(
+def _triton(attention: GatedAttention, values: Tensor) -> Tensor:
+    return _kernels(attention, values, statistics=False)[0]
+
+
+def _kernels(
     attention: GatedAttention, values: Tensor, *, statistics: bool
-) -> Tensor | tuple[Tensor, AttentionStatistics]:
-    raise NotImplementedError
+) -> tuple[Tensor, AttentionStatistics | None]:
+    query, key, position, gate = attention.query, attention.key, attention.position, widen(attention.gate)
+    return kernels.gated_attention(query, key, values, position, gate, attention.y, attention.x, statistics=statistics)
 
 
-_APPLY = {"dense": _dense, "blocks": _blocks, "fused": _fused}
+_APPLY = {"dense": _dense, "blocks": _blocks, "fused": _fused, "triton": _triton}

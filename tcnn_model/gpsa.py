@@ -247,8 +247,15 @@ class GPSA(nn.Module):
         attention = self.gated_attention(x)
         values = _project(x, self.value).flatten(2).transpose(1, 2)  # (B, H * W, C_in), shared by the heads
         gathered = attend(attention, values[:, None], backend=self.backend)  # (B, heads, N_query, C_in)
+        return self._project_heads(gathered.unflatten(2, (attention.y.queries, attention.x.queries)))
+
+    def _project_heads(self, gathered: Tensor) -> Tensor:
+        """W_out of all heads and the bias: (B, heads, H_out, W_out, C_in) -> (B, C_out, H_out, W_out)."""
+        if self.groups == 1 and gathered.permute(0, 2, 3, 1, 4).is_contiguous():  # as the kernels leave it
+            taps = self.weight.permute(0, 2, 3, 1).flatten(1)
+            return F.linear(gathered.permute(0, 2, 3, 1, 4).flatten(3), taps, self.bias).permute(0, 3, 1, 2)
         # With channels before heads this is the "soft" counterpart of F.unfold, and takes the convolution's weight.
-        unfolded = gathered.permute(0, 3, 1, 2).flatten(1, 2).unflatten(2, (attention.y.queries, attention.x.queries))
+        unfolded = gathered.permute(0, 4, 1, 2, 3).flatten(1, 2)
         return F.conv2d(unfolded, self.weight.flatten(1)[:, :, None, None], self.bias, groups=self.groups)
 
     def _split_heads(self, features: Tensor) -> Tensor:

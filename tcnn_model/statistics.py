@@ -9,7 +9,7 @@ from tcnn_model.attention import GatedAttention
 from tcnn_model.blocks import blocks_of_queries
 from tcnn_model.precision import at_least_float32, without_autocast
 
-__all__ = ["AttentionStatistics", "attend_and_measure"]
+__all__ = ["AttentionStatistics", "attend_and_measure", "measure"]
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,33 @@ class AttentionStatistics:
     received: Tensor
 
 
-@torch.no_grad()
-def attend_and_measure(
-    attention: GatedAttention, values: Tensor | None = None
-) -> tuple[Tensor | None, AttentionStatistics]:
-    """Statistics of an attention, and its product with the values where there are any, without an N x N tensor.
+def measure(attention: GatedAttention) -> AttentionStatistics:
+    """Statistics of an attention, without an N x N tensor."""
+    return _measure(attention, None)[1]
+
+
+def attend_and_measure(attention: GatedAttention, values: Tensor) -> tuple[Tensor, AttentionStatistics]:
+    """The attention times the values, and its statistics, in one pass without gradients.
 
     Args:
         attention: of a batch of B images.
-        values: shape (B, 1, H * W, C), shared by the heads, or (B, heads, H * W, C); or None.
+        values: shape (B, 1, H * W, C), shared by the heads, or (B, heads, H * W, C).
 
     Returns:
-        the output, (B, heads, N_query, C), or None; and the statistics.
+        the output, (B, heads, N_query, C), and the statistics.
     """
-    with without_autocast(attention.query):
-        return _measure(attention, values)
+    output, statistics = _measure(attention, values)
+    assert output is not None
+    return output, statistics
 
 
+@torch.no_grad()
 def _measure(attention: GatedAttention, values: Tensor | None) -> tuple[Tensor | None, AttentionStatistics]:
+    with without_autocast(attention.query):
+        return _in_blocks(attention, values)
+
+
+def _in_blocks(attention: GatedAttention, values: Tensor | None) -> tuple[Tensor | None, AttentionStatistics]:
     wide = at_least_float32(attention.query.dtype)
     query, key = attention.query.to(wide) * attention.scale, attention.key.to(wide)
     rows, cols = attention.factors()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model import GatedAttention
-from tcnn_model.statistics import attend_and_measure
+from tcnn_model.statistics import measure
 
 __all__ = ["gated_attention_statistics"]
 
@@ -23,7 +23,7 @@ def gated_attention_statistics(attention: GatedAttention) -> dict[str, Tensor]:
         for each name, the mean over queries for every image and head, shape (B, heads), in float32 (float64 if the
         attention is in float64).
     """
-    _, measured = attend_and_measure(attention)
+    measured = measure(attention)
     means = {
         name: getattr(measured, name).mean(-1)
         for name in ("entropy", "content_entropy", "positional_entropy", "attention_distance")

@@ -1,0 +1,298 @@
+"""Backward kernels (Triton): one over blocks of queries, one over blocks of keys for k, one for the values."""
+
+# ruff: noqa: N803 (Triton's compile-time constants are upper case)
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tcnn_model.kernels import launch
+from tcnn_model.kernels.grid import Grid
+from tcnn_model.kernels.tiles import (
+    LOG2E,
+    MEAN_X,
+    MEAN_Y,
+    OFFSET_X,
+    OFFSET_Y,
+    TABLE,
+    VARIANCE,
+    block,
+    dot,
+    key_pixels,
+    log2_of,
+    position_logits,
+    query_tables,
+)
+
+__all__ = ["backward_keys", "backward_queries", "backward_values"]
+
+
+@triton.jit
+def _grad_attention(
+    left, right, l_n, r_n, start_l, start_r, n_l, n_r,
+    channels: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHANNELS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """``left @ right^T`` over all channels, (LEFT, RIGHT): the gradient dA, or its transpose. Zero beyond the ends."""
+    rows = block(left, start_l, n_l - 1, l_n, LEFT)[:, None]
+    cols = block(right, start_r, n_r - 1, r_n, RIGHT)[:, None]
+    row_valid = (start_l + tl.arange(0, LEFT) < n_l)[:, None]
+    col_valid = (start_r + tl.arange(0, RIGHT) < n_r)[:, None]
+    acc = tl.zeros((LEFT, RIGHT), ACC)
+    for start in range(0, channels, CHANNELS):
+        c = (start + tl.arange(0, CHANNELS))[None, :]
+        l_tile = tl.load(rows + c, mask=row_valid & (c < channels), other=0.0)
+        r_tile = tl.load(cols + c, mask=col_valid & (c < channels), other=0.0)
+        acc = dot(l_tile, tl.trans(r_tile), acc, PRECISION, INTERPRETED)
+    return acc
+
+
+@triton.jit
+def _queries(
+    q, k, v, content, gate, table, grad, dq, content_mean, partial,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
+    heads, n_q, n_k, rows, width,
+    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr, UNIT: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    blocks_m = tl.cdiv(n_q, QUERIES)
+    start_m = (tl.program_id(0) % blocks_m) * QUERIES
+    bh = (tl.program_id(0) // blocks_m).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    m = start_m + tl.arange(0, QUERIES)
+    clamped = tl.minimum(m, n_q - 1)
+    d = tl.arange(0, DIM)
+    q_rows = block(q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES)
+    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+    k += (b * k_b + h * k_h) * UNIT
+    v += (b * v_b + h * v_h) * UNIT
+    grad += (b * o_b + h * o_h) * UNIT
+    table += h * TABLE * n_q
+    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(table, clamped, n_q)
+    highest = tl.load(content + bh * n_q + clamped)
+    share = 1 / tl.load(content + rows + bh * n_q + clamped)
+    mean_y = tl.load(table + MEAN_Y * n_q + clamped)
+    mean_x = tl.load(table + MEAN_X * n_q + clamped)
+    variance = tl.load(table + VARIANCE * n_q + clamped)
+    mass = tl.zeros((QUERIES,), ACC)  # sum over keys of P dA; and with u = t - E[t] its covariances with u, |u|^2
+    cov_y = tl.zeros((QUERIES,), ACC)
+    cov_x = tl.zeros((QUERIES,), ACC)
+    cov_square = tl.zeros((QUERIES,), ACC)
+    total = tl.zeros((QUERIES,), ACC)  # sums over keys of C and of C dA, and the ratio of the two so far
+    weighted = tl.zeros((QUERIES,), ACC)
+    mean = tl.zeros((QUERIES,), ACC)
+    acc = tl.zeros((QUERIES, DIM), ACC)  # sum of C (dA - mean) k
+    acc_k = tl.zeros((QUERIES, DIM), ACC)  # sum of C k
+    for start in range(0, n_k, KEYS):
+        k_rows = block(k, start, n_k - 1, k_n * UNIT, KEYS)
+        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+        da = _grad_attention(
+            grad, v, o_n * UNIT, v_n * UNIT, start_m, start, n_q, n_k, channels,
+            QUERIES, KEYS, CHANNELS, ACC, PRECISION, INTERPRETED,
+        )  # fmt: skip
+        y, x = key_pixels(start, n_k - 1, width, KEYS, ACC)
+        ty = y[None, :] - ref_y[:, None]
+        tx = x[None, :] - ref_x[:, None]
+        p = position_logits(ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None])
+        p = tl.exp2(p) * da
+        mass += tl.sum(p, 1)
+        uy = ty - mean_y[:, None]
+        ux = tx - mean_x[:, None]
+        cov_y += tl.sum(p * uy, 1)
+        cov_x += tl.sum(p * ux, 1)
+        cov_square += tl.sum(p * (uy * uy + (ux * ux - variance[:, None])), 1)
+        s = dot(q_tile, tl.trans(k_tile), tl.zeros((QUERIES, KEYS), ACC), PRECISION, INTERPRETED)
+        c = tl.exp2(s * scale - highest[:, None]) * share[:, None]
+        c = tl.where((start + tl.arange(0, KEYS) < n_k)[None, :], c, 0.0)
+        # The mean of dA under C is known at the end only. The best guess so far is taken off before the product is
+        # rounded for the tensor cores, and what was summed under the last guess moves to the new one.
+        total += tl.sum(c, 1)
+        weighted += tl.sum(c * da, 1)
+        guess = weighted / tl.where(total > 0, total, 1.0)
+        acc += (mean - guess)[:, None] * acc_k
+        mean = guess
+        acc = dot((c * (da - mean[:, None])).to(k_tile.dtype), k_tile, acc, PRECISION, INTERPRETED)
+        acc_k = dot(c.to(k_tile.dtype), k_tile, acc_k, PRECISION, INTERPRETED)
+    valid = m < n_q
+    g = tl.load(gate + h).to(tl.float64)
+    acc *= (scale / LOG2E) * (1 - g).to(ACC)
+    out = dq + (bh * n_q + start_m) * dim + tl.arange(0, QUERIES) * dim
+    tl.store(out[:, None] + d[None, :], acc.to(dq.dtype.element_ty), mask=valid[:, None] & (d < dim)[None, :])
+    tl.store(content_mean + bh * n_q + m, mean, mask=valid)
+
+    # position multiplies |delta|^2, and delta = u + E[t] + offset
+    cov_square += 2 * (tl.load(table + OFFSET_Y * n_q + clamped) + mean_y) * cov_y
+    cov_square += 2 * (tl.load(table + OFFSET_X * n_q + clamped) + mean_x) * cov_x
+    partial += tl.program_id(0).to(tl.int64) * 4
+    # dA, and so each of these, is zero for queries beyond the end
+    tl.store(partial, tl.sum(cov_square, 0))
+    tl.store(partial + 1, tl.sum(cov_y, 0))
+    tl.store(partial + 2, tl.sum(cov_x, 0))
+    tl.store(partial + 3, tl.sum(mass - mean, 0))
+
+
+@triton.jit
+def _keys(
+    q, k, v, content, gate, grad, content_mean, dk,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
+    heads, n_q, n_k, rows,
+    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr, UNIT: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    blocks_n = tl.cdiv(n_k, KEYS)
+    start_n = (tl.program_id(0) % blocks_n) * KEYS
+    bh = (tl.program_id(0) // blocks_n).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    n = start_n + tl.arange(0, KEYS)
+    d = tl.arange(0, DIM)
+    k_rows = block(k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, KEYS)
+    k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+    q += (b * q_b + h * q_h) * UNIT
+    v += (b * v_b + h * v_h) * UNIT
+    grad += (b * o_b + h * o_h) * UNIT
+    acc = tl.zeros((KEYS, DIM), ACC)
+    for start in range(0, n_q, QUERIES):
+        m = start + tl.arange(0, QUERIES)
+        q_rows = block(q, start, n_q - 1, q_n * UNIT, QUERIES)
+        q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+        da = _grad_attention(
+            v, grad, v_n * UNIT, o_n * UNIT, start_n, start, n_k, n_q, channels,
+            KEYS, QUERIES, CHANNELS, ACC, PRECISION, INTERPRETED,
+        )  # fmt: skip
+        s = dot(k_tile, tl.trans(q_tile), tl.zeros((KEYS, QUERIES), ACC), PRECISION, INTERPRETED)
+        clamped = tl.minimum(m, n_q - 1)
+        highest = tl.load(content + bh * n_q + clamped)
+        share = 1 / tl.load(content + rows + bh * n_q + clamped)
+        mean = tl.load(content_mean + bh * n_q + m, mask=m < n_q, other=0.0)  # da is zero there too
+        ds = tl.exp2(s * scale - highest[None, :]) * share[None, :] * (da - mean[None, :])
+        acc = dot(ds.to(q_tile.dtype), q_tile, acc, PRECISION, INTERPRETED)
+    g = tl.load(gate + h).to(tl.float64)
+    acc *= (scale / LOG2E) * (1 - g).to(ACC)
+    out = dk + (bh * n_k + start_n) * dim + tl.arange(0, KEYS) * dim
+    tl.store(out[:, None] + d[None, :], acc.to(dk.dtype.element_ty), mask=(n < n_k)[:, None] & (d < dim)[None, :])
+
+
+@triton.jit
+def _values(
+    q, k, content, gate, table, grad, dv,
+    q_b, q_h, q_n, k_b, k_h, k_n, o_b, o_h, o_n,
+    heads, shared_by, n_q, n_k, rows, width,
+    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr, UNIT: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    tiles_c, blocks_n = tl.cdiv(channels, CHANNELS), tl.cdiv(n_k, KEYS)
+    tile = tl.program_id(0) % tiles_c
+    rest = tl.program_id(0) // tiles_c
+    start_n = (rest % blocks_n) * KEYS
+    group = (rest // blocks_n).to(tl.int64)  # image and, unless the values are shared, head
+    n = start_n + tl.arange(0, KEYS)
+    d = tl.arange(0, DIM)
+    c = tile * CHANNELS + tl.arange(0, CHANNELS)
+    y, x = key_pixels(start_n, n_k - 1, width, KEYS, ACC)
+    acc = tl.zeros((KEYS, CHANNELS), ACC)
+    for one in range(shared_by):
+        bh = group * shared_by + one
+        b, h = bh // heads, bh % heads
+        k_rows = block(k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, KEYS)
+        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+        g = tl.load(gate + h).to(tl.float64)
+        log_gate = log2_of(g.to(ACC))
+        head_table = table + h * TABLE * n_q
+        for start in range(0, n_q, QUERIES):
+            m = start + tl.arange(0, QUERIES)
+            clamped = tl.minimum(m, n_q - 1)
+            q_rows = block(q + (b * q_b + h * q_h) * UNIT, start, n_q - 1, q_n * UNIT, QUERIES)
+            q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+            grad_rows = block(grad + (b * o_b + h * o_h) * UNIT, start, n_q - 1, o_n * UNIT, QUERIES)
+            valid = (m < n_q)[:, None] & (c < channels)[None, :]
+            grad_tile = tl.load(grad_rows[:, None] + c[None, :], mask=valid, other=0.0)
+            ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(head_table, clamped, n_q)
+            highest = tl.load(content + bh * n_q + clamped)
+            share = (1 - g).to(ACC) / tl.load(content + rows + bh * n_q + clamped)
+            s = dot(k_tile, tl.trans(q_tile), tl.zeros((KEYS, QUERIES), ACC), PRECISION, INTERPRETED)
+            ty = y[:, None] - ref_y[None, :]
+            tx = x[:, None] - ref_x[None, :]
+            p = position_logits(ty, tx, slope_y[None, :], slope_x[None, :], curvature, (normaliser + log_gate)[None, :])
+            a = tl.exp2(s * scale - highest[None, :]) * share[None, :] + tl.exp2(p)
+            acc = dot(a.to(grad_tile.dtype), grad_tile, acc, PRECISION, INTERPRETED)
+    out = dv + (group * n_k + start_n) * channels + tl.arange(0, KEYS) * channels
+    valid = (n < n_k)[:, None] & (c < channels)[None, :]
+    tl.store(out[:, None] + c[None, :], acc.to(dv.dtype.element_ty), mask=valid)
+
+
+def backward_queries(
+    q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, table: Tensor, grid: Grid, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Everything that is a sum over keys.
+
+    Args:
+        q: shape (B, heads, N_q, d).
+        k: shape (B, heads, N_k, d).
+        v: shape (B, 1, N_k, C) or (B, heads, N_k, C).
+        normaliser: of ``content_normaliser``.
+        gate: shape (heads,).
+        table: of ``positional_table``.
+        grid: both axes.
+        grad: of the output, shape (B, heads, N_q, C).
+
+    Returns:
+        gradients of q, of position (heads, 3) and of gate (heads,), the last two in float64; and the mean of
+        dA under content attention, (B, heads, N_q), which :func:`backward_keys` needs.
+    """
+    dim, channels = q.shape[3], v.shape[3]
+    q, k, v, grad = (launch.aligned(t) for t in (q, k, v, grad))
+    batch, heads, n_q, _ = q.shape
+    size = launch.blocks("queries", q, dim, channels)
+    blocks = triton.cdiv(n_q, size.queries)
+    dq = launch.empty(*q.shape, like=q)
+    content_mean = launch.empty(batch, heads, n_q, like=normaliser)
+    partial = launch.empty(batch, heads, blocks, 4, like=normaliser)
+    _queries[(batch * heads * blocks,)](
+        q, k, v, normaliser, gate, table, grad, dq, content_mean, partial,
+        *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(grad),
+        heads, n_q, k.shape[2], batch * heads * n_q, grid.x.length, dim**-0.5 * LOG2E.value,
+        dim=q.shape[3], channels=v.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
+    )  # fmt: skip
+    sums = partial.sum((0, 2), dtype=torch.float64)
+    return dq[..., :dim], gate.double()[:, None] * sums[:, :3], sums[:, 3].contiguous(), content_mean
+
+
+def backward_keys(
+    q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, grad: Tensor, content_mean: Tensor
+) -> Tensor:
+    """Gradient of k, shape (B, heads, N_k, d). Arguments as in :func:`backward_queries`, and its last result."""
+    dim, channels = q.shape[3], v.shape[3]
+    q, k, v, grad = (launch.aligned(t) for t in (q, k, v, grad))
+    (batch, heads, n_k, _), n_q = k.shape, q.shape[2]
+    size = launch.blocks("keys", q, dim, channels)
+    dk = launch.empty(*k.shape, like=k)
+    _keys[(batch * heads * triton.cdiv(n_k, size.keys),)](
+        q, k, v, normaliser, gate, grad, content_mean, dk,
+        *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(grad),
+        heads, n_q, n_k, batch * heads * n_q, dim**-0.5 * LOG2E.value,
+        dim=q.shape[3], channels=v.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
+    )  # fmt: skip
+    return dk[..., :dim]
+
+
+def backward_values(
+    q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, table: Tensor, grid: Grid, grad: Tensor
+) -> Tensor:
+    """Gradient of v, in its shape: summed over the heads that share it. Arguments as in :func:`backward_queries`."""
+    dim, (value_heads, n_k, channels) = q.shape[3], v.shape[1:]
+    q, k, grad = (launch.aligned(t) for t in (q, k, grad))
+    batch, heads, n_q, _ = q.shape
+    size = launch.blocks("values", q, dim, channels)
+    dv = launch.empty(batch, value_heads, n_k, grad.shape[3], like=v)
+    programs = batch * value_heads * triton.cdiv(n_k, size.keys) * triton.cdiv(channels, size.channels)
+    _values[(programs,)](
+        q, k, normaliser, gate, table, grad, dv, *launch.strides(q), *launch.strides(k), *launch.strides(grad),
+        heads, heads // value_heads, n_q, n_k, batch * heads * n_q, grid.x.length, dim**-0.5 * LOG2E.value,
+        dim=q.shape[3], channels=grad.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
+    )  # fmt: skip
+    return dv[..., :channels]

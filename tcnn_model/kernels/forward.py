@@ -1,0 +1,208 @@
+"""Forward kernels (Triton): the row statistic of content attention, then the mixed attention times the values."""
+
+# ruff: noqa: N803, SIM102 (Triton's compile-time constants are upper case; it decides on them in an if of their own)
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tcnn_model.kernels import launch
+from tcnn_model.kernels.grid import Grid
+from tcnn_model.kernels.tables import padding_statistics
+from tcnn_model.kernels.tiles import (
+    LOG2E,
+    OFFSET_X,
+    OFFSET_Y,
+    TABLE,
+    block,
+    dot,
+    key_pixels,
+    log2_of,
+    position_logits,
+    query_tables,
+)
+
+__all__ = ["content_normaliser", "mix"]
+
+
+@triton.jit
+def _lse(
+    q, k, normaliser, entropy,
+    q_b, q_h, q_n, k_b, k_h, k_n,
+    heads, n_q, n_k, rows,
+    scale: tl.constexpr, dim: tl.constexpr, UNIT: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    STATISTICS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    blocks_m = tl.cdiv(n_q, QUERIES)
+    bh = (tl.program_id(0) // blocks_m).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    start_m = (tl.program_id(0) % blocks_m) * QUERIES
+    d = tl.arange(0, DIM)
+    q_rows = block(q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES)
+    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+    k += (b * k_b + h * k_h) * UNIT
+    highest = tl.full((QUERIES,), -1e30, ACC)
+    total = tl.zeros((QUERIES,), ACC)
+    logits = tl.zeros((QUERIES,), ACC)  # sum of weight * (logit - highest)
+    for start in range(0, n_k, KEYS):
+        k_rows = block(k, start, n_k - 1, k_n * UNIT, KEYS)
+        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+        s = dot(q_tile, tl.trans(k_tile), tl.zeros((QUERIES, KEYS), ACC), PRECISION, INTERPRETED) * scale
+        s = tl.where((start + tl.arange(0, KEYS) < n_k)[None, :], s, -1e30)
+        new = tl.maximum(highest, tl.max(s, 1))
+        s -= new[:, None]
+        weight = tl.exp2(s)
+        rescale = tl.exp2(highest - new)
+        if STATISTICS:
+            logits = rescale * (logits + (highest - new) * total) + tl.sum(weight * s, 1)
+        total = rescale * total + tl.sum(weight, 1)
+        highest = new
+    m = start_m + tl.arange(0, QUERIES)
+    tl.store(normaliser + bh * n_q + m, highest, mask=m < n_q)
+    tl.store(normaliser + rows + bh * n_q + m, total, mask=m < n_q)
+    if STATISTICS:
+        tl.store(entropy + bh * n_q + m, (tl.log2(total) - logits / total) / LOG2E, mask=m < n_q)
+
+
+@triton.jit
+def _mix(
+    q, k, v, content, gate, table, out, entropy, distance, received, padding_entropy, padding_distance,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
+    heads, n_q, n_k, rows, width,
+    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr, UNIT: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
+    STATISTICS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    tiles_c, blocks_m = tl.cdiv(channels, CHANNELS), tl.cdiv(n_q, QUERIES)
+    tile = tl.program_id(0) % tiles_c
+    rest = tl.program_id(0) // tiles_c
+    start_m = (rest % blocks_m) * QUERIES
+    bh = (rest // blocks_m).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    m = start_m + tl.arange(0, QUERIES)
+    clamped = tl.minimum(m, n_q - 1)
+    d = tl.arange(0, DIM)
+    c = tile * CHANNELS + tl.arange(0, CHANNELS)
+    q_rows = block(q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES)
+    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+    k += (b * k_b + h * k_h) * UNIT
+    v += (b * v_b + h * v_h) * UNIT
+    table += h * TABLE * n_q
+    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(table, clamped, n_q)
+    g = tl.load(gate + h).to(tl.float64)  # 1 - g of a gate near one needs it
+    # A = 2^(s - highest) * share + 2^(position logit + log2 g): one product and one sum less for each weight.
+    normaliser += log2_of(g.to(ACC))
+    highest = tl.load(content + bh * n_q + clamped)
+    share = (1 - g).to(ACC) / tl.load(content + rows + bh * n_q + clamped)
+    if STATISTICS:
+        offset_y = tl.load(table + OFFSET_Y * n_q + clamped)
+        offset_x = tl.load(table + OFFSET_X * n_q + clamped)
+        bits = tl.zeros((QUERIES,), ACC)
+        far = tl.zeros((QUERIES,), ACC)
+    acc = tl.zeros((QUERIES, CHANNELS), ACC)
+    for start in range(0, n_k, KEYS):
+        n = start + tl.arange(0, KEYS)
+        k_rows = block(k, start, n_k - 1, k_n * UNIT, KEYS)
+        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+        v_rows = block(v, start, n_k - 1, v_n * UNIT, KEYS)
+        v_tile = tl.load(v_rows[:, None] + c[None, :], mask=(n < n_k)[:, None] & (c < channels)[None, :], other=0.0)
+        s = dot(q_tile, tl.trans(k_tile), tl.zeros((QUERIES, KEYS), ACC), PRECISION, INTERPRETED)
+        y, x = key_pixels(start, n_k - 1, width, KEYS, ACC)
+        ty = y[None, :] - ref_y[:, None]
+        tx = x[None, :] - ref_x[:, None]
+        p = position_logits(ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None])
+        a = tl.exp2(s * scale - highest[:, None]) * share[:, None] + tl.exp2(p)
+        acc = dot(a.to(v_tile.dtype), v_tile, acc, PRECISION, INTERPRETED)
+        if STATISTICS:
+            if tile == 0:
+                a = tl.where((n < n_k)[None, :] & (m < n_q)[:, None], a, 0.0)
+                bits -= tl.sum(a * tl.log2(tl.maximum(a, 1e-37)), 1)
+                dy = ty + offset_y[:, None]
+                dx = tx + offset_x[:, None]
+                far += tl.sum(a * tl.sqrt(dy * dy + dx * dx), 1)
+                tl.atomic_add(received + bh * n_k + n, tl.sum(a, 0), mask=n < n_k, sem="relaxed")
+    out_rows = (
+        out + (b * o_b + h * o_h) * UNIT + start_m.to(tl.int64) * (o_n * UNIT) + tl.arange(0, QUERIES) * (o_n * UNIT)
+    )
+    tl.store(
+        out_rows[:, None] + c[None, :], acc.to(v.dtype.element_ty), mask=(m < n_q)[:, None] & (c < channels)[None, :]
+    )
+    if STATISTICS:
+        if tile == 0:
+            bits = bits / LOG2E + tl.load(padding_entropy + h * n_q + clamped)
+            far += tl.load(padding_distance + h * n_q + clamped)
+            tl.store(entropy + bh * n_q + m, bits, mask=m < n_q)
+            tl.store(distance + bh * n_q + m, far, mask=m < n_q)
+
+
+def content_normaliser(q: Tensor, k: Tensor, *, statistics: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The normaliser of content attention, and its entropy.
+
+    Args:
+        q: shape (B, heads, N_q, d).
+        k: shape (B, heads, N_k, d).
+        statistics: also the entropy.
+
+    Returns:
+        normaliser, shape (2, B, heads, N_q): of each query the highest logit to base 2, and the sum over keys of
+        2^(logit - highest). Kept apart: one number would cost a rounding as large as the logit. With ``statistics``
+        also the entropy in nats, (B, heads, N_q).
+    """
+    batch, heads, n_q, dim = q.shape
+    q, k = launch.aligned(q), launch.aligned(k)
+    size = launch.blocks("lse", q, dim)
+    normaliser = launch.empty(2, batch, heads, n_q, like=q, dtype=launch.wide(q.dtype))
+    entropy = launch.empty(batch, heads, n_q, like=normaliser) if statistics else None
+    _lse[(batch * heads * triton.cdiv(n_q, size.queries),)](
+        q, k, normaliser, normaliser if entropy is None else entropy, *launch.strides(q), *launch.strides(k),
+        heads, n_q, k.shape[2], batch * heads * n_q, dim**-0.5 * LOG2E.value, dim=q.shape[3], STATISTICS=statistics,
+        **launch.numerics(q.dtype), **size.tile(dim, with_channels=False),
+    )  # fmt: skip
+    return normaliser, entropy
+
+
+def mix(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normaliser: Tensor,
+    gate: Tensor,
+    table: Tensor,
+    grid: Grid,
+    *,
+    statistics: bool = False,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    """Mixed attention times the values.
+
+    Args:
+        q: shape (B, heads, N_q, d).
+        k: shape (B, heads, N_k, d).
+        v: shape (B, 1, N_k, C), shared by the heads, or (B, heads, N_k, C).
+        normaliser: of :func:`content_normaliser`.
+        gate: shape (heads,).
+        table: of ``positional_table``.
+        grid: both axes.
+        statistics: also the statistics.
+
+    Returns:
+        out, shape (B, heads, N_q, C), in memory (B, N_q, heads, C); and, with ``statistics``, entropy and attention
+        distance, both (B, heads, N_q), and what each key receives, (B, heads, N_k).
+    """
+    (batch, heads, n_q, dim), (n_k, channels) = q.shape, v.shape[2:]
+    q, k, v = launch.aligned(q), launch.aligned(k), launch.aligned(v)
+    size = launch.blocks("mix", q, dim, channels)
+    out = launch.empty(batch, n_q, heads, v.shape[3], like=v).transpose(1, 2)
+    measured, padding = (normaliser,) * 3, (normaliser,) * 2  # not looked at without statistics
+    if statistics:
+        entropy, distance = (launch.empty(batch, heads, n_q, like=normaliser) for _ in range(2))
+        measured = (entropy, distance, normaliser.new_zeros(batch, heads, n_k))  # the last is added to
+        padding = padding_statistics(gate, table, grid)
+    _mix[(batch * heads * triton.cdiv(n_q, size.queries) * triton.cdiv(channels, size.channels),)](
+        q, k, v, normaliser, gate, table, out, *measured, *padding,
+        *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(out),
+        heads, n_q, n_k, batch * heads * n_q, grid.x.length, dim**-0.5 * LOG2E.value,
+        dim=q.shape[3], channels=v.shape[3], STATISTICS=statistics, **launch.numerics(q.dtype), **size.tile(dim),
+    )  # fmt: skip
+    return out[..., :channels], measured if statistics else None

@@ -1,0 +1,61 @@
+"""The two axes of a layer as plain integers, which is what a custom operator can take."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcnn_model.positional import Axis
+
+__all__ = ["Grid", "Line"]
+
+
+class Line(NamedTuple):
+    """One :class:`~tcnn_model.positional.Axis` in numbers; positions are in input pixels."""
+
+    length: int  # real pixels
+    stride: int
+    before: int  # padding pixels before the first real one
+    keys: int  # padding included
+    queries: int
+    first_query: int
+
+    @classmethod
+    def of(cls, axis: Axis) -> "Line":
+        """The numbers of ``axis``."""
+        return cls(axis.length, axis.stride, axis.before, axis.keys, axis.queries, axis.first_query)
+
+    def query_positions(self, device: torch.device) -> Tensor:
+        """Pixels of the queries, shape (queries,), float64."""
+        return torch.arange(self.queries, dtype=torch.float64, device=device) * self.stride + self.first_query
+
+    def key_positions(self, device: torch.device) -> Tensor:
+        """Pixels of the keys, padding included, shape (keys,), float64."""
+        return torch.arange(self.keys, dtype=torch.float64, device=device) - self.before
+
+
+class Grid(NamedTuple):
+    """Vertical and horizontal line. Queries and keys are row-major."""
+
+    y: Line
+    x: Line
+
+    @classmethod
+    def unpack(cls, y: list[int], x: list[int]) -> "Grid":
+        """Undo the operator's ``list(Line)``."""
+        return cls(Line(*y), Line(*x))
+
+    @property
+    def queries(self) -> int:
+        """N_q."""
+        return self.y.queries * self.x.queries
+
+    @property
+    def pixels(self) -> int:
+        """N_k: real keys."""
+        return self.y.length * self.x.length
+
+    @property
+    def extended(self) -> int:
+        """Keys, padding included."""
+        return self.y.keys * self.x.keys

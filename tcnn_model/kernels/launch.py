@@ -1,0 +1,158 @@
+"""What every launch of a kernel needs: memory for its results, and the sizes of its tiles."""
+
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Blocks",
+    "aligned",
+    "blocks",
+    "empty",
+    "numerics",
+    "padded_empty",
+    "power_of_two",
+    "strides",
+    "triton_dtype",
+    "unit",
+    "using_blocks",
+    "wide",
+]
+
+Pass = Literal["lse", "mix", "queries", "keys", "values"]
+
+
+class Blocks(NamedTuple):
+    """Tile of one program: ``queries`` x ``keys`` attention weights, ``channels`` of the values at a time."""
+
+    queries: int
+    keys: int
+    channels: int
+    warps: int = 4
+    stages: int = 2
+
+    def tile(self, dim: int, *, with_channels: bool = True) -> dict[str, Any]:
+        """Arguments of a kernel: its tile sizes, and how Triton is to run it."""
+        channels = {"CHANNELS": self.channels} if with_channels else {}
+        launched = {"num_warps": self.warps, "num_stages": self.stages}
+        return {"QUERIES": self.queries, "KEYS": self.keys, "DIM": power_of_two(dim), **channels, **launched}
+
+
+# Chosen by reasoning and by the compiler's report of registers (README, "Blocks"), to be tuned on a GPU. The keys are
+# bytes per element of q, k and v.
+_BLOCKS: dict[int, dict[Pass, Blocks]] = {
+    2: {
+        "lse": Blocks(128, 128, 0, warps=8, stages=3),
+        "mix": Blocks(128, 64, 256, warps=8, stages=3),
+        "queries": Blocks(128, 64, 64, warps=8, stages=3),
+        "keys": Blocks(64, 128, 64, warps=8, stages=3),
+        "values": Blocks(32, 128, 256, warps=8, stages=3),
+    },
+    4: {
+        "lse": Blocks(64, 32, 0, warps=4, stages=2),
+        "mix": Blocks(64, 32, 128, warps=8, stages=2),
+        "queries": Blocks(64, 64, 32, warps=8, stages=2),
+        "keys": Blocks(64, 64, 32, warps=8, stages=2),
+        "values": Blocks(32, 64, 128, warps=8, stages=2),
+    },
+    8: dict.fromkeys(("lse", "mix", "queries", "keys", "values"), Blocks(32, 32, 32, warps=4, stages=1)),
+}
+_ROOMY = 200_000  # bytes of shared memory that the sizes above may take: Hopper has 227 KB, Ampere 99 or 163
+_forced: list[Blocks] = []
+
+
+def blocks(which: Pass, like: Tensor, dim: int, channels: int = 0) -> Blocks:
+    """Tile sizes of one pass.
+
+    Args:
+        which: the pass.
+        like: gives dtype and device.
+        dim: channels d of q and k.
+        channels: channels C of v.
+    """
+    if _forced:
+        return _forced[-1]
+    chosen = _BLOCKS[like.dtype.itemsize][which]
+    if dim > 128:  # q, k and the sums over d grow with d, and share registers with the tile
+        chosen = chosen._replace(queries=min(chosen.queries, 64), keys=min(chosen.keys, 64), stages=2)
+    if like.is_cuda and torch.cuda.get_device_properties(like.device).shared_memory_per_block_optin < _ROOMY:
+        chosen = chosen._replace(channels=min(chosen.channels, 128), stages=min(chosen.stages, 2))
+    return chosen._replace(channels=min(chosen.channels, power_of_two(channels)))
+
+
+@contextmanager
+def using_blocks(forced: Blocks) -> Iterator[None]:
+    """For tests and tuning: every pass takes these tile sizes."""
+    _forced.append(forced)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def empty(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised memory on the device of ``like``. Tests replace this to see elements that no kernel wrote."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def padded_empty(*shape: int, like: Tensor) -> Tensor:
+    """As :func:`empty`, with rows that lie a multiple of 16 bytes apart."""
+    *outer, row = shape
+    return empty(*outer, row + -row % unit(like.dtype), like=like)[..., :row]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are kept in: float32, and float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name of float32 or float64."""
+    import triton.language as tl
+
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def numerics(dtype: torch.dtype) -> dict[str, Any]:
+    """How a kernel computes on tensors of ``dtype``: sums, float32 products (PyTorch's setting), units of strides."""
+    import triton
+
+    return {
+        "ACC": triton_dtype(wide(dtype)),
+        "UNIT": unit(dtype),
+        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        "INTERPRETED": triton.knobs.runtime.interpret,
+    }
+
+
+def power_of_two(size: int) -> int:
+    """The next power of two, at least 16, the smallest side of a product on tensor cores."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def unit(dtype: torch.dtype) -> int:
+    """Elements in 16 bytes, the widest load: kernels are given strides in these units, so the compiler knows of it."""
+    return 16 // dtype.itemsize
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """A tensor of 4 dimensions whose rows can be read 16 bytes at a time; copied, with zeros at the end, if need be.
+
+    ``d = C // heads`` is odd as often as not, and rows of odd length would be read one element at a time.
+    """
+    step = unit(tensor.dtype)
+    strides_fit = tensor.stride(3) == 1 and all(s % step == 0 for s in tensor.stride()[:3])
+    if strides_fit and tensor.shape[3] % step == 0 and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % step)).contiguous()
+
+
+def strides(tensor: Tensor) -> tuple[int, int, int]:
+    """Strides of image, head and row in units; no step between heads that share one."""
+    image, head, row = (s // unit(tensor.dtype) for s in tensor.stride()[:3])
+    return image, head if tensor.shape[1] > 1 else 0, row

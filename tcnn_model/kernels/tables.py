@@ -1,0 +1,190 @@
+"""What positional attention needs to know of each query, and what falls on the padding (Triton).
+
+Neither depends on the image. ``reference.py`` has the same functions in PyTorch.
+"""
+
+# ruff: noqa: N803 (Triton's compile-time constants are upper case)
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tcnn_model.kernels import launch
+from tcnn_model.kernels.grid import Grid
+from tcnn_model.kernels.tiles import (
+    CURVATURE,
+    ENTROPY,
+    LOG2E,
+    MEAN_X,
+    MEAN_Y,
+    NORMALISER,
+    OFFSET_X,
+    OFFSET_Y,
+    REFERENCE_X,
+    REFERENCE_Y,
+    SLOPE_X,
+    SLOPE_Y,
+    TABLE,
+    VARIANCE,
+    key_pixels,
+    log2_of,
+    position_logits,
+    query_tables,
+)
+
+__all__ = ["padding_statistics", "positional_table"]
+
+_QUERIES = 32  # per program
+_KEYS = 32  # at a time
+
+
+@triton.jit
+def _line(curvature, slope, query, before, keys, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """One axis, in float64: reference pixel, slope there, log2 normaliser, mean t, variance of t, entropy in bits."""
+    best = tl.full((QUERIES,), float("-inf"), tl.float64)
+    reference = tl.zeros((QUERIES,), tl.float64)
+    for start in range(0, keys, KEYS):
+        key = (tl.minimum(start + tl.arange(0, KEYS), keys - 1) - before).to(tl.float64)
+        delta = key[None, :] - query[:, None]
+        logit = delta * (curvature * delta + slope)
+        highest = tl.max(logit, 1)
+        where = tl.min(tl.where(logit == highest[:, None], key[None, :], float("inf")), 1)
+        reference = tl.where(highest > best, where, reference)
+        best = tl.maximum(best, highest)
+    slope_there = 2 * curvature * (reference - query) + slope
+    total = tl.zeros((QUERIES,), tl.float64)
+    first = tl.zeros((QUERIES,), tl.float64)
+    second = tl.zeros((QUERIES,), tl.float64)
+    logits = tl.zeros((QUERIES,), tl.float64)
+    for start in range(0, keys, KEYS):
+        n = start + tl.arange(0, KEYS)
+        t = (n - before).to(tl.float64)[None, :] - reference[:, None]
+        logit = tl.where((n < keys)[None, :], t * (curvature * t + slope_there[:, None]), -1e9)
+        weight = tl.exp2(logit)
+        total += tl.sum(weight, 1)
+        first += tl.sum(weight * t, 1)
+        second += tl.sum(weight * t * t, 1)
+        logits += tl.sum(weight * logit, 1)
+    normaliser = tl.log2(total)
+    mean = first / total
+    variance = second / total - mean * mean
+    return reference, slope_there, normaliser, mean, variance, normaliser - logits / total
+
+
+@triton.jit
+def _table(
+    position, table, n_q, queries_x,
+    stride_y, first_y, before_y, keys_y,
+    stride_x, first_x, before_x, keys_x,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    curvature = tl.load(position + 3 * h).to(tl.float64) * LOG2E
+    slope_y = tl.load(position + 3 * h + 1).to(tl.float64) * LOG2E
+    slope_x = tl.load(position + 3 * h + 2).to(tl.float64) * LOG2E
+    query_y = ((m // queries_x) * stride_y + first_y).to(tl.float64)
+    query_x = ((m % queries_x) * stride_x + first_x).to(tl.float64)
+    ref_y, at_y, norm_y, mean_y, variance_y, entropy_y = _line(
+        curvature, slope_y, query_y, before_y, keys_y, QUERIES, KEYS
+    )
+    ref_x, at_x, norm_x, mean_x, variance_x, entropy_x = _line(
+        curvature, slope_x, query_x, before_x, keys_x, QUERIES, KEYS
+    )
+    out = table + h * TABLE * n_q + m
+    valid = m < n_q
+    tl.store(out + REFERENCE_Y * n_q, ref_y, mask=valid)
+    tl.store(out + REFERENCE_X * n_q, ref_x, mask=valid)
+    tl.store(out + SLOPE_Y * n_q, at_y, mask=valid)
+    tl.store(out + SLOPE_X * n_q, at_x, mask=valid)
+    tl.store(out + CURVATURE * n_q, tl.zeros((QUERIES,), tl.float64) + curvature, mask=valid)
+    tl.store(out + NORMALISER * n_q, -norm_y - norm_x, mask=valid)
+    tl.store(out + MEAN_Y * n_q, mean_y, mask=valid)
+    tl.store(out + MEAN_X * n_q, mean_x, mask=valid)
+    tl.store(out + VARIANCE * n_q, variance_y + variance_x, mask=valid)
+    tl.store(out + OFFSET_Y * n_q, ref_y - query_y, mask=valid)
+    tl.store(out + OFFSET_X * n_q, ref_x - query_x, mask=valid)
+    tl.store(out + ENTROPY * n_q, entropy_y + entropy_x, mask=valid)
+
+
+@triton.jit
+def _padding(
+    table, gate, entropy, distance, n_q,
+    height, width, before_y, before_x, keys_x, extended,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    clamped = tl.minimum(m, n_q - 1)
+    table += h * TABLE * n_q
+    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(table, clamped, n_q)
+    offset_y = tl.load(table + OFFSET_Y * n_q + clamped)
+    offset_x = tl.load(table + OFFSET_X * n_q + clamped)
+    log_gate = log2_of(tl.load(gate + h).to(ACC))
+    bits = tl.zeros((QUERIES,), ACC)
+    far = tl.zeros((QUERIES,), ACC)
+    for start in range(0, extended, KEYS):
+        y, x = key_pixels(start, extended - 1, keys_x, KEYS, ACC)
+        y -= before_y
+        x -= before_x
+        outside = (y < 0) | (y >= height) | (x < 0) | (x >= width)
+        outside = outside & (start + tl.arange(0, KEYS) < extended)
+        ty = y[None, :] - ref_y[:, None]
+        tx = x[None, :] - ref_x[:, None]
+        logit = position_logits(ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None])
+        logit = tl.where(outside[None, :], logit + log_gate, -1e9)
+        logit = tl.maximum(logit, -1e9)
+        weight = tl.exp2(logit)
+        bits -= tl.sum(weight * logit, 1)
+        dy = ty + offset_y[:, None]
+        dx = tx + offset_x[:, None]
+        far += tl.sum(weight * tl.sqrt(dy * dy + dx * dx), 1)
+    tl.store(entropy + h * n_q + m, bits / LOG2E, mask=m < n_q)
+    tl.store(distance + h * n_q + m, far, mask=m < n_q)
+
+
+def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """Everything about positional attention that does not depend on the key, formed in float64.
+
+    Args:
+        position: the papers' v_pos, shape (heads, 3).
+        grid: both axes.
+        dtype: of the table.
+
+    Returns:
+        shape (heads, 12, N_q), rows as named in tiles.py.
+    """
+    table = launch.empty(len(position), TABLE.value, grid.queries, like=position, dtype=dtype)
+    programs = (triton.cdiv(grid.queries, _QUERIES), len(position))
+    y, x = grid
+    _table[programs](
+        position.contiguous(), table, grid.queries, x.queries,
+        y.stride, y.first_query, y.before, y.keys,
+        x.stride, x.first_query, x.before, x.keys,
+        QUERIES=_QUERIES, KEYS=_KEYS,
+    )  # fmt: skip
+    return table
+
+
+def padding_statistics(gate: Tensor, table: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """What the padding adds to the entropy (nats) and to the attention distance, the same for every image.
+
+    Args:
+        gate: shape (heads,).
+        table: of :func:`positional_table`.
+        grid: both axes.
+
+    Returns:
+        two tensors of shape (heads, N_q).
+    """
+    entropy, distance = (launch.empty(len(gate), grid.queries, like=table) for _ in range(2))
+    programs = (triton.cdiv(grid.queries, _QUERIES), len(gate))
+    y, x = grid
+    _padding[programs](
+        table, gate, entropy, distance, grid.queries,
+        y.length, x.length, y.before, x.before, x.keys, grid.extended if grid.extended > grid.pixels else 0,
+        QUERIES=_QUERIES, KEYS=_KEYS, ACC=launch.triton_dtype(table.dtype),
+    )  # fmt: skip
+    return entropy, distance

@@ -1,0 +1,73 @@
+"""Pieces of a tile that every kernel shares (Triton). Logarithms are to base 2 throughout: the hardware's own."""
+
+# ruff: noqa: N803 (Triton's compile-time constants are upper case)
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# Rows of the table that tables.py makes, (heads, TABLE, N_q): what positional attention needs to know of a query.
+REFERENCE_Y = tl.constexpr(0)  # the pixel that its positional attention is highest at
+REFERENCE_X = tl.constexpr(1)
+SLOPE_Y = tl.constexpr(2)  # logit of a key t pixels from the reference: t (curvature t + slope), along each axis
+SLOPE_X = tl.constexpr(3)
+CURVATURE = tl.constexpr(4)
+NORMALISER = tl.constexpr(5)  # -log2 of the sum over keys of both axes
+MEAN_Y = tl.constexpr(6)  # expected t_y and t_x, and the sum of their variances
+MEAN_X = tl.constexpr(7)
+VARIANCE = tl.constexpr(8)
+OFFSET_Y = tl.constexpr(9)  # reference - query
+OFFSET_X = tl.constexpr(10)
+ENTROPY = tl.constexpr(11)  # of the positional attention, bits
+TABLE = tl.constexpr(12)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """``acc + a @ b``. The interpreter keeps bfloat16 as integers and would multiply those, so it gets wider ones."""
+    if INTERPRETED:
+        a = a.to(acc.dtype)
+        b = b.to(acc.dtype)
+    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
+def block(base, start, last, stride, BLOCK: tl.constexpr):
+    """Pointers to ``BLOCK`` rows from ``start``; rows beyond ``last`` are read as ``last``, so that all is finite."""
+    rows = tl.minimum(start + tl.arange(0, BLOCK), last) - start
+    return base + tl.cast(start, tl.int64) * stride + rows * stride
+
+
+@triton.jit
+def log2_of(x):
+    """log2, with -inf at 0 (and no warning of the interpreter's)."""
+    return tl.where(x > 0, tl.log2(tl.where(x > 0, x, 1.0)), float("-inf"))
+
+
+@triton.jit
+def key_pixels(start, last, width, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """Pixels (y, x) of the row-major keys from ``start``. Division in float32 is exact below 2^22 keys."""
+    n = tl.minimum(start + tl.arange(0, BLOCK), last).to(tl.float32)
+    y = tl.floor((n + 0.5) * (1.0 / width))
+    return y.to(ACC), (n - y * width).to(ACC)
+
+
+@triton.jit
+def query_tables(table, m, n_q):
+    """Reference pixel, slopes, curvature and normaliser of the queries ``m``."""
+    return (
+        tl.load(table + REFERENCE_Y * n_q + m),
+        tl.load(table + REFERENCE_X * n_q + m),
+        tl.load(table + SLOPE_Y * n_q + m),
+        tl.load(table + SLOPE_X * n_q + m),
+        tl.load(table + CURVATURE * n_q),
+        tl.load(table + NORMALISER * n_q + m),
+    )
+
+
+@triton.jit
+def position_logits(ty, tx, slope_y, slope_x, curvature, normaliser):
+    """log2 P of keys ``t`` pixels from the reference: small where P matters, so float32 keeps P to a few ulp."""
+    return ty * (curvature * ty + slope_y) + (tx * (curvature * tx + slope_x) + normaliser)

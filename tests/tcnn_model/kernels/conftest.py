@@ -1,0 +1,40 @@
+"""Without a GPU the kernels run through Triton's interpreter, which must be chosen before Triton is imported."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> None:
+    """Fails rather than skips: tests that silently did not run would prove nothing."""
+    if not torch.cuda.is_available():
+        triton = pytest.importorskip("triton", reason="no Triton on this platform")
+        if not triton.knobs.runtime.interpret or type(triton.language.sum).__name__ == "JITFunction":
+            pytest.fail(
+                "Triton was imported before TRITON_INTERPRET=1 was set, see tests/tcnn_model/kernels/conftest.py"
+            )
+
+
+@pytest.fixture
+def small_blocks() -> Iterator[None]:
+    """Tiles so small that every loop over blocks runs more than once."""
+    from tcnn_model.kernels import launch
+
+    with launch.using_blocks(launch.Blocks(16, 16, 32)):
+        yield
+
+
+@pytest.fixture
+def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results start as NaN, so that an element that no kernel wrote is seen."""
+    from tcnn_model.kernels import launch
+
+    empty = launch.empty
+    monkeypatch.setattr(launch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
