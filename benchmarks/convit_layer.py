@@ -18,7 +18,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     """What to compare."""
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
-    timm_layer = GPSA(144, num_heads=9, device=arguments.device, dtype=dtype)
+    timm_layer = GPSA(144, num_heads=9).to(arguments.device, dtype)
     timm_layer.local_init()
     ours = copy.deepcopy(timm_layer)
     accelerate(ours)

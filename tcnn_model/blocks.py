@@ -135,10 +135,11 @@ def _(
 
 
 def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*inputs, output[1])
 
 
-def _differentiate(ctx, d_output: Tensor, d_lse: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+def _differentiate(ctx, d_output: Tensor, _: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
     return _backward(d_output, *ctx.saved_tensors)
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnn_model.attention import GatedAttention
+from tcnn_model.convolution import Convolution, describe
 from tcnn_model.functional import Backend, attend, check_backend
 from tcnn_model.positional import Axis, gaussian_position
 from tcnn_model.precision import widen
@@ -137,47 +138,53 @@ class GPSA(nn.Module):
     @classmethod
     def from_conv(
         cls,
-        conv: nn.Conv2d,
+        conv: nn.Module | Convolution,
         *,
         stride: int | tuple[int, int] | None = None,
         qk_dim: int | None = None,
         locality_strength: float | Sequence[float] = 1.0,
         gating: float | Sequence[float] = 1.0,
+        backend: Backend = "auto",
     ) -> Self:
         """The layer that stands for ``conv``: its weight and bias copied (Eq. 6), device, dtype and mode kept.
 
-        ``weight`` and ``bias`` require gradients as the convolution's do; what attention adds is trainable.
+        ``weight`` and ``bias`` require gradients as the convolution's do; what attention adds is trainable. Of a
+        weight-standardised layer it takes the standardised weight, which is not standardised again when it trains.
 
         Args:
-            conv: a plain ``nn.Conv2d`` with zero padding, the same on both sides.
+            conv: a convolution, or its :class:`~tcnn_model.convolution.Convolution`: ``nn.Conv2d``, or a subclass
+                whose forward is one convolution with zero or TensorFlow's "same" padding.
             stride: to use instead of the convolution's own.
-            qk_dim, locality_strength, gating: as for :class:`GPSA`.
+            qk_dim, locality_strength, gating, backend: as for :class:`GPSA`.
 
         Raises:
-            TypeError: ``conv`` is no plain ``nn.Conv2d`` (a subclass may compute something else).
-            ValueError: its padding is not zeros, or not the same on both sides; its weight is parametrized.
+            TypeError: ``conv`` is no ``nn.Conv2d``.
+            ValueError: its padding is not zeros; its weight is parametrized; it computes something else.
         """
-        padding = _symmetric_padding(conv)
+        own = conv if isinstance(conv, Convolution) else describe(conv)
         layer = cls(
-            conv.in_channels,
-            conv.out_channels,
-            _two(conv.kernel_size),
-            _two(conv.stride) if stride is None else stride,
-            padding,
-            _two(conv.dilation),
-            conv.groups,
-            conv.bias is not None,
+            own.weight.shape[1] * own.groups,
+            own.weight.shape[0],
+            own.kernel_size,
+            own.stride if stride is None else stride,
+            own.padding,
+            own.dilation,
+            own.groups,
+            own.bias is not None,
             qk_dim=qk_dim,
             locality_strength=locality_strength,
             gating=gating,
-            device=conv.weight.device,
-            dtype=conv.weight.dtype,
+            backend=backend,
+            device=own.weight.device,
+            dtype=own.weight.dtype,
         )
         with torch.no_grad():
-            for ours, theirs in ((layer.weight, conv.weight), (layer.bias, conv.bias)):
+            for ours, theirs, trainable in zip(
+                (layer.weight, layer.bias), (own.weight, own.bias), own.trainable, strict=True
+            ):
                 if ours is not None and theirs is not None:
-                    ours.copy_(theirs).requires_grad_(theirs.requires_grad)
-        return layer.train(conv.training)
+                    ours.copy_(theirs).requires_grad_(trainable)
+        return layer.train(own.training)
 
     @property
     def locality_strength(self) -> Tensor:
@@ -310,28 +317,3 @@ def _pair(name: str, value: int | tuple[int, int], *, minimum: int) -> tuple[int
     if min(pair) < minimum:
         raise ValueError(f"{name} must be at least {minimum}; got {value}")
     return int(pair[0]), int(pair[1])
-
-
-def _two(values: Sequence[int]) -> tuple[int, int]:
-    first, second = values
-    return int(first), int(second)
-
-
-def _symmetric_padding(conv: nn.Conv2d) -> tuple[int, int]:
-    """The zero padding of a plain convolution, or an error that says why GPSA cannot stand for it."""
-    if nn.utils.parametrize.is_parametrized(conv):
-        raise ValueError("its weight is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first")
-    if type(conv) is not nn.Conv2d:
-        raise TypeError(f"expected a plain torch.nn.Conv2d, got {type(conv).__name__}")
-    if conv.padding_mode != "zeros":
-        raise ValueError(f"expected padding_mode='zeros', got {conv.padding_mode!r}")
-    if "weight" not in conv._parameters:
-        raise ValueError("its weight is computed at each forward (weight or spectral norm): remove the norm first")
-    if conv.padding == "valid":
-        return 0, 0
-    if isinstance(conv.padding, str):  # "same"
-        total = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        if any(t % 2 for t in total):
-            raise ValueError(f"padding='same' with kernel_size={conv.kernel_size} pads one side more than the other")
-        return total[0] // 2, total[1] // 2
-    return _two(conv.padding)

@@ -4,14 +4,17 @@ Everything is planned and tried on a copy without storage first, so a model is c
 """
 
 import copy
+from dataclasses import replace
 from typing import Literal
 
 from torch import nn
 
+from tcnn_model.convolution import describe
+from tcnn_model.functional import Backend
 from tcnn_model.gpsa import GPSA, gpsa_layers
 from tcnn_model.selection import LayerFilter, select_layers
-from tcnn_model.tracing import Call, InputSize, find_input_size, meta_copy, trace
-from tcnn_model.unstride import is_strided, unstride
+from tcnn_model.tracing import FAILURES, Call, InputSize, find_input_size, meta_copy, trace
+from tcnn_model.unstride import check_phases, is_strided, unstride
 
 __all__ = ["reparameterize"]
 
@@ -24,6 +27,7 @@ def reparameterize(
     locality_strength: float = 1.0,
     gating: float = 1.0,
     qk_dim: int | None = None,
+    backend: Backend = "auto",
     input_size: InputSize | None = None,
     inplace: bool = False,
 ) -> nn.Module:
@@ -33,12 +37,20 @@ def reparameterize(
     The result then *starts near* the CNN's function, not at it. ``stride="keep", locality_strength=20, gating=20``
     gives the same function to float32 rounding.
 
-    The last stage is where the network works at its final resolution: its k x k convolutions there, and those of the
-    block that brings it there. With ``stride="unit"``, where a chosen convolution or its block carries the stride,
-    every operation that makes the same step in resolution (1 x 1 shortcut, average, max or blur pool) is set to
-    stride 1 too, and the grid doubles. Where the stride stands in a separate layer before the chosen ones (the pools
-    of VGG and DenseNet, the anti-aliased darknets), there is nothing to take out and both settings give the same. In a
-    network built with timm's ``output_stride`` several stages share the final resolution, and all are converted.
+    The last stage is where the network works at its final resolution: its k x k convolutions there, depthwise ones
+    included, and those of the block that brings it there; those inside attention layers are left out. In a network
+    built with timm's ``output_stride`` several stages share the final resolution, and all are converted.
+
+    With ``stride="unit"``, where a chosen convolution or its block carries the stride, every operation that makes the
+    same step in resolution (1 x 1 shortcut, parallel branch, average, max or blur pool) is set to stride 1 too, and
+    the grid doubles. Operations that would then fall short of their grid are extended at the border, as the 2 x 2
+    convolutions of ConvNeXt's downsampling: one pixel of zeros to the right and down, so that the windows overlap and
+    every second one is a window of the CNN. It is refused where operations would not fit together any more. Where the
+    stride stands in a separate layer before the chosen ones (the pools of VGG and DenseNet, the anti-aliased darknets),
+    there is nothing to take out and both settings give the same.
+
+    A weight-standardised convolution becomes a layer with the standardised weight, which is a new parameter; a
+    checkpoint of the CNN has to be loaded before the conversion. Plain convolutions keep their weight, and its name.
 
     Args:
         model: any module with a 2-D feature extractor. ``forward_features`` is looked at where there is one.
@@ -49,6 +61,7 @@ def reparameterize(
         locality_strength: initial alpha of every head, in 1 / pixel^2.
         gating: initial lambda of every head.
         qk_dim: channels of queries and keys per head, see :class:`~tcnn_model.GPSA`.
+        backend: how the layers compute attention, see :func:`~tcnn_model.gpsa`.
         input_size: (C, H, W) at which stages are told apart; timm's ``pretrained_cfg`` or 3 x 224 x 224 unless given.
         inplace: convert ``model`` itself rather than a copy.
 
@@ -58,8 +71,8 @@ def reparameterize(
 
     Raises:
         ValueError: no convolution to reparameterize; a name, glob or predicate that chooses none; a convolution that
-            is grouped, weight-standardised or otherwise not supported; a stride that cannot be taken out. The model
-            is then unchanged.
+            does something else as well, or whose weight is parametrized; a stride that cannot be taken out (the
+            error names ``stride="keep"``). The model is then unchanged.
     """
     if stride not in ("unit", "keep"):
         raise ValueError(f"expected stride='unit' or 'keep', got {stride!r}")
@@ -69,13 +82,15 @@ def reparameterize(
     chosen = _choose(rehearsal, calls, layers)
     steps = _strided_steps(calls, chosen) if stride == "unit" else {}
 
+    options = {"locality_strength": locality_strength, "gating": gating, "qk_dim": qk_dim, "backend": backend}
+
     def replacements(source: nn.Module) -> dict[str, nn.Module]:
         new = {name: unstride(call, source.get_submodule(name)) for name, call in steps.items() if name not in chosen}
         for name in chosen:
-            options = {"locality_strength": locality_strength, "gating": gating, "qk_dim": qk_dim}
-            new[name] = _convert(name, source.get_submodule(name), unit=name in steps, **options)
+            new[name] = _convert(name, source.get_submodule(name), steps.get(name), **options)
         return new
 
+    check_phases(steps.values())
     if inplace and "" in chosen:
         raise ValueError("the model is itself the convolution to replace, which cannot be done in place")
     rehearsal = _exchange(rehearsal, replacements(rehearsal))
@@ -96,7 +111,7 @@ def _choose(model: nn.Module, calls: list[Call], layers: LayerFilter | None) -> 
         if not chosen:
             raise ValueError(
                 f"no convolution to reparameterize: the last stage of {type(model).__name__} has no k x k convolution "
-                f"with k > 1; name earlier ones with layers=, of {len(spatial)} in the model"
+                f"with k > 1{_others(calls)}; name earlier ones with layers=, of {len(spatial)} in the model"
             )
     elif not spatial:
         raise ValueError(
@@ -114,9 +129,16 @@ def _choose(model: nn.Module, calls: list[Call], layers: LayerFilter | None) -> 
     return chosen
 
 
+def _others(calls: list[Call]) -> str:
+    """Layers that convolve at the final resolution and cannot be chosen (conditional convolutions), for an error."""
+    convolving = [c for c in calls if c.convolves and not isinstance(c.module, nn.Conv2d) and c.module._parameters]
+    found = [f"{c.name} ({type(c.module).__name__})" for c in convolving if c.outputs == calls[-1].outputs]
+    return f", and {_some(found)} are no nn.Conv2d with filters of their own" if found else ""
+
+
 def _last_stage(calls: list[Call]) -> list[str]:
     """K x k convolutions at the final resolution, and in the block that reduces to it (whose stride may be a pool)."""
-    every = [c for c in calls if isinstance(c.module, nn.Conv2d)]
+    every = [c for c in calls if isinstance(c.module, nn.Conv2d) and not c.in_attention]
     if tiny := [c.name for c in every if c.outputs == (1, 1) and max(_kernel(c)) > 1]:
         raise ValueError(f"the image is too small to tell stages apart: {tiny[0]} works on 1 x 1; pass input_size=")
     # Any other 1 x 1 map is a pooled vector (squeeze-and-excitation), not a resolution at which the network works.
@@ -139,7 +161,7 @@ def _last_stage(calls: list[Call]) -> list[str]:
 
 def _strided_steps(calls: list[Call], chosen: list[str]) -> dict[str, Call]:
     """The operations to set to stride 1: those that make the same step in resolution as a chosen layer's block."""
-    strided = [call for call in calls if is_strided(call)]
+    strided = [call for call in calls if is_strided(call) and (call.name in chosen or not call.in_attention)]
     blocks = set[str]().union(*map(_ancestors, chosen))
     whole_blocks = {(c.name, c.inputs, c.outputs) for c in calls}
     steps = {
@@ -150,19 +172,23 @@ def _strided_steps(calls: list[Call], chosen: list[str]) -> dict[str, Call]:
     return {c.name: c for c in strided if (c.inputs, c.outputs) in steps}
 
 
-def _convert(name: str, conv: nn.Module, *, unit: bool, **options: float | None) -> GPSA:
+def _convert(name: str, conv: nn.Module, step: Call | None, **options: float | str | None) -> GPSA:
+    """The GPSA layer for a convolution, at stride 1 if it makes a step in resolution that is taken out."""
     try:
-        if not isinstance(conv, nn.Conv2d):  # the rehearsal checked it; a model that changes under us is not ours
-            raise TypeError(f"expected torch.nn.Conv2d, got {type(conv).__name__}")
-        if conv.groups > 1:
-            raise ValueError(f"grouped convolution (groups={conv.groups}) is not supported yet")
         if conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks or conv._backward_pre_hooks:
             raise ValueError("it carries hooks, which would be lost: remove them first and attach them afterwards")
-        layer = GPSA.from_conv(conv, stride=1 if unit else None, **options)  # type: ignore[arg-type]
+        own = describe(conv)
+        if step is not None:
+            y, x = replace(own, stride=(1, 1)).axes(*step.inputs)
+            keeps_grid = (y.queries, x.queries) == step.inputs
+            own = replace(own, stride=(1, 1), padding=own.padding if keeps_grid else "same")
+        layer = GPSA.from_conv(own, **options)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise ValueError(f"cannot reparameterize {name!r}: {error}") from error
     # The very parameters of the convolution, which is dropped: ties, and an optimizer's state for them, stay.
-    layer.weight, layer.bias = conv._parameters["weight"], conv._parameters["bias"]  # type: ignore[assignment]
+    for key, applied in (("weight", own.weight), ("bias", own.bias)):
+        if applied is conv._parameters[key]:
+            setattr(layer, key, applied)
     return layer
 
 
@@ -182,11 +208,12 @@ def _check_grids(model: nn.Module, size: InputSize, steps: dict[str, Call]) -> d
     """Run the rehearsal again: un-striding must leave a network that runs, each changed step on its input's grid."""
     try:
         after = {call.name: call for call in trace(model, size)}
-    except RuntimeError as error:
+    except FAILURES as error:
         if not steps:
             raise
+        reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"after setting {sorted(steps)} to stride 1 the network no longer runs ({error}); use stride='keep'"
+            f"with {_some(sorted(steps))} at stride 1 the network no longer runs ({reason}); use stride='keep'"
         ) from error
     for name in steps:
         if after[name].outputs != after[name].inputs:
@@ -202,6 +229,11 @@ def _update_reductions(model: nn.Module, before: list[Call], after: dict[str, Ca
         module = entry.get("module", "")
         if module in grids and module in after:
             entry["reduction"] //= round(after[module].outputs[0] / grids[module])
+
+
+def _some(names: list[str]) -> str:
+    """The first few of many names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _kernel(call: Call) -> tuple[int, ...]:

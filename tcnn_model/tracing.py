@@ -1,15 +1,20 @@
 """Seeing at which resolution each module of a network works, by running it once with hooks."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["Call", "InputSize", "find_input_size", "meta_copy", "trace"]
+__all__ = ["FAILURES", "Call", "InputSize", "find_input_size", "meta_copy", "trace"]
 
 Grid = tuple[int, int]
 InputSize = tuple[int, int, int]
+
+# What a network raises on an image that it does not take, or whose resolution changed under it.
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -20,12 +25,16 @@ class Call:
         name: the module's name in the model.
         module: the module, on the meta device.
         inputs, outputs: (H, W) of the feature maps.
+        in_attention: whether it runs inside an attention layer: its resolution need not be that of the network.
+        convolves: whether it calls conv2d itself, with a k x k kernel, k > 1.
     """
 
     name: str
     module: nn.Module
     inputs: Grid
     outputs: Grid
+    in_attention: bool = False
+    convolves: bool = False
 
     @property
     def reduces(self) -> bool:
@@ -56,22 +65,54 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
     """
     calls: list[Call] = []
     names = {module: name for name, module in model.named_modules()}
+    operations = _Operations()
+
+    def enter(module: nn.Module, inputs: tuple[object, ...]) -> None:
+        operations.running.append(names[module])
 
     def observe(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        operations.running.pop()
         x = inputs[0] if inputs else None
         if isinstance(x, Tensor) and isinstance(output, Tensor) and x.ndim == output.ndim == 4:
             calls.append(Call(names[module], module, (x.shape[2], x.shape[3]), (output.shape[2], output.shape[3])))
 
-    handles = [module.register_forward_hook(observe) for module in names]
+    handles = [
+        handle for m in names for handle in (m.register_forward_pre_hook(enter), m.register_forward_hook(observe))
+    ]
     try:
         parameter = next(model.parameters(), torch.empty(0))
         images = torch.empty(2, *input_size, dtype=parameter.dtype, device="meta")
-        with torch.no_grad():
+        with torch.no_grad(), operations:
             getattr(model, "forward_features", model)(images)
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    attention = tuple(f"{name}." for name in operations.attention)
+    return [
+        replace(call, in_attention=call.name.startswith(attention), convolves=call.name in operations.convolving)
+        for call in calls
+    ]
+
+
+class _Operations(TorchFunctionMode):
+    """Notes the modules that themselves convolve, and those that run a softmax over the last axis: attention layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.attention: set[str] = set()
+        self.convolving: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        module = self.running[-1] if self.running else ""
+        if name == "conv2d" and max(args[1].shape[2:] if len(args) > 1 else kwargs["weight"].shape[2:]) > 1:
+            self.convolving.add(module)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        weights = name == "softmax" and args[0].ndim > 2 and dim in (-1, args[0].ndim - 1)  # no class scores
+        if module and (weights or name == "scaled_dot_product_attention"):
+            self.attention.add(module)
+        return func(*args, **kwargs)
 
 
 def find_input_size(model: nn.Module, given: InputSize | None = None) -> InputSize:
@@ -93,7 +134,7 @@ def find_input_size(model: nn.Module, given: InputSize | None = None) -> InputSi
     for candidate in candidates:
         try:
             trace(model, candidate)
-        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
+        except FAILURES as error:
             reason = error
         else:
             return candidate

@@ -106,7 +106,7 @@ def test_own_model_weights_and_images(tmp_path: Path) -> None:
         (["--data", ".", "--model", "resnet18", "--small"], "are for the digits"),
         (["--model", "nope"], "nope"),
         (["--limit", "3"], "gating_evolution.py:"),
-        (["--model", "resnext50_32x4d", "--limit", "120"], "grouped convolution"),
+        (["--model", "botnet26t_256", "--limit", "120"], "no convolution to reparameterize"),
         (["--epochs", "0"], "must be at least 1"),
         (["--resume", "--overwrite"], "not allowed with"),
     ],

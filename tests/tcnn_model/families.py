@@ -20,6 +20,7 @@ def _csp(name: str) -> dict[str, Any]:
 
 _BASIC = {"channels": (8, 16, 24, 32)}
 _BOTTLENECK = {"layers": (1, 1, 2, 3), "channels": (8, 16, 24, 32)}
+_GROUPED = {**_BOTTLENECK, "channels": (16, 32, 48, 64)}
 _V2 = {"layers": (1, 1, 2, 3), "channels": (32, 64, 96, 128)}
 _SMALLER: dict[str, dict[str, Any]] = {
     "resnet18": _BASIC,
@@ -33,11 +34,30 @@ _SMALLER: dict[str, dict[str, Any]] = {
     "darknet53": _csp("darknet53"),
     "cspresnet50": _csp("cspresnet50"),
     "dla34": {"channels": (8, 8, 16, 16, 24, 32)},
+    "resnext50_32x4d": _GROUPED,
+    "res2net50_26w_4s": _BOTTLENECK,
+    "skresnet50": {**_BOTTLENECK, "channels": (16, 16, 32, 48)},
+    "resnest50d": _BOTTLENECK,
+    "resnetv2_50x1_bit": {"channels": (128, 128, 256, 256)},
+    "nf_resnet50": {"depths": (1, 1, 2, 3), "channels": (32, 64, 96, 128)},
+    "tf_efficientnetv2_s": {"channel_multiplier": 0.125, "depth_multiplier": 0.2},
+    "convnext_tiny": {"depths": (1, 1, 2, 3), "dims": (8, 16, 24, 32)},
 }
+# These have no arguments for a narrower relative, and are small or the smallest of their kind.
+_FULL_SIZE = (
+    "regnetx_032",
+    "regnety_032",
+    "efficientnet_b0",
+    "mobilenetv3_large_100",
+    "repvgg_b0",
+    "hrnet_w18",
+    "xception41",
+    "ghostnet_100",
+)
 
 
 def build(name: str, **options: Any) -> nn.Module:
     """A small relative of a timm model, in eval mode, with 3 classes and random norms."""
     torch.manual_seed(0)
-    smaller = _SMALLER.get(name, _BOTTLENECK)
+    smaller = {} if name in _FULL_SIZE else _SMALLER.get(name, _BOTTLENECK)
     return randomise_norms(timm.create_model(name, **{"num_classes": 3, **smaller, **options})).eval()

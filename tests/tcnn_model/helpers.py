@@ -40,19 +40,32 @@ def disturb(layer: GPSA, seed: int = 0) -> GPSA:
 
 @torch.no_grad()
 def randomise_norms(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random norm weights, biases and running statistics.
+    """Random norm weights, biases and running statistics, and random scales where a model has others.
 
-    timm initialises the last norm of each residual branch with zeros, so a fresh model hides its converted layers.
+    timm initialises the last norm of each residual branch with zeros, so a fresh model hides its converted layers; so
+    do layer scales near zero and zero gains of normalisation-free networks.
     """
     generator = seeded(seed)
-    norms = [m for m in model.modules() if isinstance(m, nn.GroupNorm | nn.LayerNorm) or hasattr(m, "running_mean")]
-    assert norms
-    for norm in norms:
-        norm.weight.copy_(0.5 + torch.rand(norm.weight.shape, generator=generator))
-        norm.bias.copy_(0.2 * torch.randn(norm.bias.shape, generator=generator))
-        if hasattr(norm, "running_mean"):
-            norm.running_mean.copy_(0.2 * torch.randn(norm.running_mean.shape, generator=generator))
-            norm.running_var.copy_(0.5 + torch.rand(norm.running_var.shape, generator=generator))
+
+    def uniform(like: Tensor) -> Tensor:
+        return 0.5 + torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+
+    def normal(like: Tensor) -> Tensor:
+        return 0.2 * torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+
+    disturbed = 0
+    for module in model.modules():
+        norm = isinstance(module, nn.GroupNorm | nn.LayerNorm) or hasattr(module, "running_mean")
+        for name, parameter in module.named_parameters(recurse=False):
+            if norm and name == "bias":
+                parameter.copy_(normal(parameter))
+            elif norm or (name != "bias" and bool((parameter == parameter.flatten()[0]).all())):
+                parameter.copy_(uniform(parameter))
+                disturbed += 1
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in ("running_mean", "running_var"):
+                buffer.copy_(normal(buffer) if name == "running_mean" else uniform(buffer))
+    assert disturbed
     return model
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,15 @@ from torch import Tensor, nn
 import tcnn_model
 from tcnn_model import accelerate
 from tests.tcnn_model.helpers import random, relative_error, seeded, snapshot
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    """Before timm 1.0.21 ConViT's positions have the default dtype, whatever the model's."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(default)
 
 
 def _model(**options: Any) -> nn.Module:

@@ -26,6 +26,22 @@ FAMILIES = (
     "dla34",
     "resnetv2_50",
     "resnetv2_50d_gn",
+    "resnext50_32x4d",
+    "regnetx_032",
+    "regnety_032",
+    "efficientnet_b0",
+    "tf_efficientnetv2_s",
+    "mobilenetv3_large_100",
+    "convnext_tiny",
+    "resnetv2_50x1_bit",
+    "nf_resnet50",
+    "res2net50_26w_4s",
+    "skresnet50",
+    "resnest50d",
+    "repvgg_b0",
+    "hrnet_w18",
+    "xception41",
+    "ghostnet_100",
 )
 GRIDS = ((64, 64), (64, 96))
 
@@ -38,7 +54,7 @@ def test_keep_is_the_same_function(name: str) -> None:
     for grid in GRIDS:
         x = random(2, 3, *grid, dtype=torch.float32)
         assert relative_error(tcnn(x), cnn(x)) < 1e-4
-    assert_every_layer_counts(tcnn, x)
+    assert_every_layer_counts(tcnn, x[:1])
 
     cnn.double()
     tcnn = reparameterize(cnn, stride="keep", **SHARP)

@@ -26,11 +26,12 @@ def _refused(model: nn.Module, message: str, **arguments: Any) -> None:
     [
         ("vit_tiny_patch16_224", "no convolution to reparameterize: the last stage of VisionTransformer"),
         ("botnet26t_256", "no convolution to reparameterize: the last stage of ByobNet .* of 8 in the model"),
-        ("resnext50_32x4d", r"'layer4\.0\.conv2': grouped convolution \(groups=32\) is not supported yet"),
-        ("resnetv2_50x1_bit", r"'stages\.3\.blocks\.0\.conv2': expected a plain torch\.nn\.Conv2d, got StdConv2d"),
         ("hrnet_w18", "use stride='keep'"),
+        ("efficientformer_l1", "stages.3.downsample.conv at stride 1 the network no longer runs .*use stride='keep'"),
+        ("inception_v3", "at stride 1 the network no longer runs .*use stride='keep'"),
+        ("nasnetalarge", "from different first pixels, .*use stride='keep'"),
+        ("efficientnet_cc_b0_4e", r"no convolution to reparameterize: .*blocks\.5\.0\.conv_dw \(CondConv2d\)"),
         ("mixer_s16_224", "no convolution to reparameterize"),
-        ("resnest14d", r"'layer4\.0\.conv2\.conv': grouped convolution \(groups=2\) is not supported yet"),
     ],
 )
 def test_models_that_cannot_be_converted(name: str, message: str) -> None:

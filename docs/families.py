@@ -1,0 +1,233 @@
+"""Which of timm's convnets can be reparameterized, and how exactly: writes the table in ``families.md`` beside it.
+
+    python docs/families.py                          # every family, about ten minutes on one core
+    python docs/families.py --families vgg resnet    # some of them; --out says where to
+
+Of every family, a module of timm, its smallest member is taken, in full width and with random weights, norms, layer
+scales and gains. With ``stride="keep"`` and locality strength and gating at 20 it has to give what the CNN gives.
+Beside these stand members of large families that are built differently.
+"""
+
+import argparse
+import collections
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from tcnn_model import GPSA, gpsa_layers, reparameterize
+from tcnn_model.tracing import InputSize, find_input_size, meta_copy, trace
+
+PIXELS = 96  # image of the comparison, where the model takes it
+NO_CONVOLUTION = "no convolution to reparameterize"
+FURTHER = (
+    "resnext50_32x4d",
+    "regnetx_032",
+    "regnety_032",
+    "efficientnet_b0",
+    "tf_efficientnetv2_s",
+    "mobilenetv3_large_100",
+    "convnext_tiny",
+    "resnetv2_50x1_bit",
+    "nf_resnet50",
+    "resnetaa50",
+    "resnetblur50",
+    "res2net50_26w_4s",
+    "skresnet50",
+    "resnest50d",
+    "repvgg_b0",
+    "mobileone_s1",
+    "hrnet_w18",
+    "xception41",
+    "ghostnet_100",
+    "botnet26t_256",
+)
+HEADER = """# Convnets of timm
+
+Written by `python docs/families.py` with timm {version}: of every module of timm that holds models,
+its smallest member in full width, and members of large families that are built differently.
+
+- *layers*: the convolutions that `reparameterize` chooses by default, those of the last stage.
+- *heads*: in each of these layers.
+- *grid*: where the last of them works, for this image, at `stride="keep"` -> at `stride="unit"`; or "keep only"
+  and why the stride cannot be taken out.
+- *error*: at `stride="keep", locality_strength=20, gating=20`, the largest difference from the output of the
+  CNN in float32, relative to its largest output, with random weights, norms and layer scales.
+
+| family | model | image | layers | heads | grid | error |
+|---|---|---|---|---|---|---|"""
+
+
+class Row(NamedTuple):
+    """One line of the table, or (``reason``) why there is none."""
+
+    family: str
+    model: str
+    image: str = ""
+    layers: str = ""
+    heads: str = ""
+    grid: str = ""
+    error: str = ""
+    reason: str = ""
+
+
+def timm_families() -> list[str]:
+    """Modules of timm that hold models; models registered by others do not count."""
+    return [m for m in timm.list_modules() if hasattr(timm.models, m)]
+
+
+def smallest_member(family: str) -> str:
+    """The model of a family with the fewest parameters; timm's own test models do not count."""
+
+    def parameters(name: str) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in timm.create_model(name, num_classes=10).parameters())
+
+    return min((n for n in timm.list_models(module=family) if not n.startswith("test_")), key=parameters)
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, images: Tensor) -> nn.Module:
+    """Random norms, layer scales and gains, so that no converted layer is hidden behind a zero.
+
+    Running statistics are those of the activations that random images cause, disturbed, one norm after the other: with
+    statistics that have nothing to do with the activations these grow so much in deep networks that float32 does not
+    give the CNN's own function.
+    """
+    norms = [m for m in model.modules() if hasattr(m, "running_mean")]
+    for module in model.modules():
+        norm = module in norms or isinstance(module, nn.GroupNorm | nn.LayerNorm)
+        for name, p in module.named_parameters(recurse=False):
+            if norm and name == "bias":
+                p.normal_(std=0.2)
+            elif norm or (name != "bias" and bool((p == p.flatten()[0]).all())):
+                p.uniform_(0.5, 1.5)
+
+    def calibrate(norm: Any, inputs: tuple[Tensor, ...]) -> None:
+        variance, mean = torch.var_mean(inputs[0].transpose(0, 1).flatten(1), dim=1)
+        norm.running_mean.copy_(mean + 0.2 * variance.sqrt() * torch.randn_like(mean))
+        norm.running_var.copy_(variance * (0.5 + torch.rand_like(variance)))
+
+    handles = [module.register_forward_pre_hook(calibrate) for module in norms]
+    model.eval()(images)
+    for handle in handles:
+        handle.remove()
+    return model
+
+
+def image_size(model: nn.Module) -> InputSize:
+    """A small image that the model takes, or else the one it is made for."""
+    meta = meta_copy(model)
+    size = find_input_size(meta)
+    try:
+        return find_input_size(meta, (size[0], PIXELS, PIXELS))
+    except ValueError:
+        return size
+
+
+@torch.no_grad()
+def same_function_error(cnn: nn.Module, x: Tensor) -> float:
+    """Largest absolute difference over the largest absolute value expected."""
+    tcnn = reparameterize(cnn, stride="keep", locality_strength=20.0, gating=20.0)
+    expected = cnn(x)
+    return float((tcnn(x) - expected).abs().max() / expected.abs().max())
+
+
+def last_grid(tcnn: nn.Module, image: InputSize) -> str:
+    """Resolution at which the last GPSA layer works."""
+    grids = [call.outputs for call in trace(meta_copy(tcnn), image) if isinstance(call.module, GPSA)]
+    return "{} x {}".format(*grids[-1])
+
+
+def unit_grid(model: nn.Module, image: InputSize) -> str:
+    """The same at unit stride, or why there is none."""
+    try:
+        return last_grid(reparameterize(model), image)
+    except ValueError as error:
+        return "keep only: " + _brief(str(error))
+
+
+def describe(family: str, name: str) -> Row:
+    """One line of the table."""
+    torch.manual_seed(0)
+    model: Any = timm.create_model(name, num_classes=10)
+    try:
+        tcnn = reparameterize(meta_copy(model), stride="keep")
+    except ValueError as error:
+        return Row(family, name, reason=_brief(str(error)))
+    image = image_size(model)
+    model = randomise(model, torch.randn(4, *image))
+    meta = meta_copy(model)
+    grid = f"{last_grid(tcnn, image)} -> {unit_grid(meta, image)}"
+    layers = gpsa_layers(tcnn)
+    kinds = collections.Counter(_kind(layer) for layer in layers.values())
+    return Row(
+        family,
+        name,
+        "{} x {}".format(*image[1:]),
+        ", ".join(f"{count} of {kind}" for kind, count in kinds.items()),
+        ", ".join(map(str, sorted({layer.heads for layer in layers.values()}))),
+        grid,
+        f"{same_function_error(model, torch.randn(1, *image)):.0e}",
+    )
+
+
+def _kind(layer: GPSA) -> str:
+    kernel = "{} x {}".format(*layer.kernel_size)
+    depthwise = layer.groups == layer.in_channels
+    return kernel + (" depthwise" if depthwise else f" in {layer.groups} groups" if layer.groups > 1 else "")
+
+
+def _brief(message: str) -> str:
+    """An error message without the exception that it quotes, which can be long, and as one cell of a table."""
+    message = re.sub(r" \(\w+Error: .*\)", "", message, flags=re.DOTALL).replace("; use stride='keep'", "")
+    return message.replace("|", "\\|")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The document."""
+    shown = [row for row in rows if NO_CONVOLUTION not in row.reason]
+    without = [row for row in rows if NO_CONVOLUTION in row.reason]
+    lines = [
+        HEADER.format(version=timm.__version__),
+        *(
+            f"| {r.family} | {r.model} | {r.image} | {r.layers} | {r.heads} | {r.grid} | {r.error or r.reason} |"
+            for r in shown
+        ),
+        "",
+        f'These raise "{NO_CONVOLUTION}": their last stage has no k x k convolution outside of attention layers.',
+        ", ".join(f"{row.family} ({row.model})" for row in without) + ".",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Write the table of timm's convnets.")
+    parser.add_argument("--families", nargs="+", help="modules of timm, or names of models; default: all")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    options = parser.parse_args(arguments)
+    families = timm_families()
+    asked = options.families or [*families, *FURTHER]
+    if unknown := [name for name in asked if name not in families and not timm.is_model(name)]:
+        parser.error(f"neither a module of timm nor a model: {', '.join(unknown)}")
+    warnings.simplefilter("ignore")  # of timm's models about their own arguments
+    rows = {}
+    progress = tqdm(asked)
+    for name in progress:
+        progress.set_postfix_str(name)
+        family = next(f for f in families if name == f or name in timm.list_models(module=f))
+        model = smallest_member(name) if name in families else name
+        rows[family, model] = describe(family, model)
+    options.out.write_text(table([rows[key] for key in sorted(rows)]))
+
+
+if __name__ == "__main__":
+    main()
