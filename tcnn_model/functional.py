@@ -12,9 +12,9 @@ from tcnn_model.attention import GatedAttention, check_values, product
 from tcnn_model.blocks import mix_and_apply
 from tcnn_model.positional import Axis, apply_separable
 from tcnn_model.precision import at_least_float32, autocast_dtype, widen, without_autocast
-from tcnn_model.statistics import AttentionStatistics, attend_and_measure, measure
+from tcnn_model.statistics import AttentionStatistics, apply_and_measure, measure
 
-__all__ = ["Backend", "attend", "check_backend", "gpsa"]
+__all__ = ["Backend", "attend", "attend_and_measure", "check_backend", "gpsa"]
 
 Backend = Literal["auto", "dense", "blocks", "fused", "triton"]
 
@@ -98,34 +98,22 @@ def gpsa(
             backend that does not exist or cannot do this.
     """
     attention = GatedAttention(query, key, position, gate, y, x)
-    return attend(attention, values, backend=backend, statistics=statistics)
+    return (attend_and_measure if statistics else attend)(attention, values, backend=backend)
 
 
-@overload
-def attend(
-    attention: GatedAttention, values: Tensor, *, backend: Backend = ..., statistics: Literal[False] = ...
-) -> Tensor: ...
-
-
-@overload
-def attend(
-    attention: GatedAttention, values: Tensor, *, backend: Backend = ..., statistics: bool
-) -> Tensor | tuple[Tensor, AttentionStatistics]: ...
-
-
-def attend(
-    attention: GatedAttention, values: Tensor, *, backend: Backend = "auto", statistics: bool = False
-) -> Tensor | tuple[Tensor, AttentionStatistics]:
+def attend(attention: GatedAttention, values: Tensor, *, backend: Backend = "auto") -> Tensor:
     """As :func:`gpsa`, for an attention already described."""
-    check_values(attention, values)
-    if (dtype := autocast_dtype(values)) != values.dtype:
-        attention = replace(attention, query=attention.query.to(dtype), key=attention.key.to(dtype))
-        values = values.to(dtype)
-    with without_autocast(values):  # each backend widens what needs it
-        chosen = _choose(attention, values) if check_backend(backend) == "auto" else backend
-        _refuse(chosen, attention, values)
-        if not statistics:
-            return _APPLY[chosen](attention, values)
+    attention, values, chosen = _prepare(attention, values, backend)
+    with without_autocast(values):
+        return _APPLY[chosen](attention, values)
+
+
+def attend_and_measure(
+    attention: GatedAttention, values: Tensor, *, backend: Backend = "auto"
+) -> tuple[Tensor, AttentionStatistics]:
+    """As :func:`gpsa` with statistics, for an attention already described."""
+    attention, values, chosen = _prepare(attention, values, backend)
+    with without_autocast(values):
         if chosen == "triton":
             output, measured = _kernels(attention, values, statistics=True)
             assert measured is not None
@@ -133,7 +121,21 @@ def attend(
         differentiable = (values, attention.query, attention.key, attention.position, attention.gate)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable):
             return _APPLY[chosen](attention, values), measure(attention)
-        return attend_and_measure(attention, values)
+        return apply_and_measure(attention, values)
+
+
+def _prepare(attention: GatedAttention, values: Tensor, backend: Backend) -> tuple[GatedAttention, Tensor, Backend]:
+    """What autocast makes of the arguments, and the backend to use; raises if there is none that can."""
+    check_values(attention, values)
+    if (dtype := autocast_dtype(values)) != values.dtype:
+        attention = replace(attention, query=attention.query.to(dtype), key=attention.key.to(dtype))
+        values = values.to(dtype)
+    chosen = _choose(attention, values) if check_backend(backend) == "auto" else backend
+    if chosen == "fused" and (reason := _why_not_fused(attention, values)):
+        raise ValueError(f"backend='fused' {reason}; use 'blocks' or 'auto'")
+    if chosen == "triton" and not kernels.available(values.device):
+        raise ValueError(f"backend='triton' needs Triton and a CUDA device; the tensors are on {values.device}")
+    return attention, values, chosen
 
 
 def check_backend(backend: Backend) -> Backend:
@@ -149,14 +151,6 @@ def _choose(attention: GatedAttention, values: Tensor) -> Backend:
     if values.is_cuda and kernels.available(values.device) and values.dtype != torch.float64:
         return "triton"
     return "dense" if attention.key.shape[2] <= _DENSE_KEYS else "blocks"
-
-
-def _refuse(backend: Backend, attention: GatedAttention, values: Tensor) -> None:
-    """Raise if the chosen backend cannot do it."""
-    if backend == "fused" and (reason := _why_not_fused(attention, values)):
-        raise ValueError(f"backend='fused' {reason}; use 'blocks' or 'auto'")
-    if backend == "triton" and not kernels.available(values.device):
-        raise ValueError(f"backend='triton' needs Triton and a CUDA device; the tensors are on {values.device}")
 
 
 def _why_not_fused(attention: GatedAttention, values: Tensor) -> str | None:

@@ -9,7 +9,7 @@ from tcnn_model.attention import GatedAttention
 from tcnn_model.blocks import blocks_of_queries
 from tcnn_model.precision import at_least_float32, without_autocast
 
-__all__ = ["AttentionStatistics", "attend_and_measure", "measure"]
+__all__ = ["AttentionStatistics", "apply_and_measure", "measure"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def measure(attention: GatedAttention) -> AttentionStatistics:
     return _measure(attention, None)[1]
 
 
-def attend_and_measure(attention: GatedAttention, values: Tensor) -> tuple[Tensor, AttentionStatistics]:
+def apply_and_measure(attention: GatedAttention, values: Tensor) -> tuple[Tensor, AttentionStatistics]:
     """The attention times the values, and its statistics, in one pass without gradients.
 
     Args:
