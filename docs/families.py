@@ -86,8 +86,7 @@ def smallest_member(family: str) -> str:
     """The model of a family with the fewest parameters; timm's own test models do not count."""
 
     def parameters(name: str) -> int:
-        with torch.device("meta"):
-            return sum(p.numel() for p in timm.create_model(name, num_classes=10).parameters())
+        return sum(p.numel() for p in timm.create_model(name, num_classes=10, device="meta").parameters())
 
     return min((n for n in timm.list_models(module=family) if not n.startswith("test_")), key=parameters)
 

@@ -1,8 +1,10 @@
 """What several test files share: distances between tensors, disturbed layers, and models that hide nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +21,25 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     actual, expected = actual.detach().double(), expected.detach().double()
     assert bool(expected.isfinite().all())
     return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def on_meta(name: str, **options: Any) -> nn.Module:
+    """A timm model without storage; before timm 1.0.21 models can only be moved there."""
+    try:
+        return timm.create_model(name, device="meta", **options)
+    except TypeError:
+        return timm.create_model(name, **options).to("meta")
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Before timm 1.0.21 the positions of ConViT have it, whatever the model's dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -4,13 +4,12 @@ import re
 from collections.abc import Callable, Collection
 
 import pytest
-import timm
 import torch
 from torch import nn
 
 from tcnn_model import GPSA, gpsa_layers, reparameterize
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import SHARP, random, relative_error
+from tests.tcnn_model.helpers import SHARP, on_meta, random, relative_error
 
 BOTTLENECKS = [f"layer4.{i}.conv2" for i in range(3)]
 BOTTLENECKS_V2 = [f"stages.3.blocks.{i}.conv2" for i in range(3)]
@@ -50,7 +49,7 @@ LAST_STAGE = {
 
 @pytest.mark.parametrize("name", LAST_STAGE)
 def test_last_stage_of_timm_models_in_full_size(name: str) -> None:
-    tcnn = reparameterize(timm.create_model(name, device="meta"), inplace=True)
+    tcnn = reparameterize(on_meta(name), inplace=True)
     assert list(gpsa_layers(tcnn)) == LAST_STAGE[name]
 
 

@@ -9,7 +9,7 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from tcnn_model import gpsa_layers, reparameterize
-from tests.tcnn_model.helpers import CONVOLUTIONAL, random, randomise_norms, relative_error
+from tests.tcnn_model.helpers import CONVOLUTIONAL, on_meta, random, randomise_norms, relative_error
 
 NAMES = {
     *(f"t_resnetrs{depth}" for depth in (50, 101, 152, 200, 270, 350)),
@@ -25,9 +25,9 @@ def test_all_are_listed() -> None:
 
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_each_is_its_cnn_converted(name: str) -> None:
-    short = {"layers": (1, 1, 1, 2), "device": "meta"}
-    tcnn = timm.create_model(name, **short)
-    expected = reparameterize(timm.create_model(name.removeprefix("t_"), **short), inplace=True)
+    short = {"layers": (1, 1, 1, 2)}
+    tcnn = on_meta(name, **short)
+    expected = reparameterize(on_meta(name.removeprefix("t_"), **short), inplace=True)
     assert {k: v.shape for k, v in tcnn.state_dict().items()} == {k: v.shape for k, v in expected.state_dict().items()}
     assert all(layer.stride == (1, 1) for layer in gpsa_layers(tcnn).values())
 
@@ -114,7 +114,7 @@ def test_hub_id_of_a_tag() -> None:
 
 
 def test_configuration_of_a_model() -> None:
-    tcnn = timm.create_model("t_resnet50.a1_in1k", device="meta")
+    tcnn = on_meta("t_resnet50.a1_in1k")
     assert tcnn.pretrained_cfg["architecture"] == "t_resnet50"
     assert tcnn.pretrained_cfg["tag"] == "a1_in1k"
     assert tcnn.default_cfg is tcnn.pretrained_cfg
@@ -130,5 +130,5 @@ def test_as_a_feature_extractor() -> None:
 
 
 def test_only_the_last_stage_also_where_others_share_its_resolution() -> None:
-    model = timm.create_model("t_resnet50", device="meta", output_stride=8)
+    model = on_meta("t_resnet50", output_stride=8)
     assert list(gpsa_layers(model)) == [f"layer4.{block}.conv2" for block in range(3)]

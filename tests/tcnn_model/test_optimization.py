@@ -8,6 +8,7 @@ from torch import nn
 
 from tcnn_model import GPSA, gpsa_layers, parameter_groups
 from tcnn_model.optimization import set_drop_path
+from tests.tcnn_model.helpers import on_meta
 from tests.tcnn_model.training import tiny_cnn, tiny_tcnn
 
 
@@ -86,7 +87,7 @@ def _rates(model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("name", ["resnet18", "resnetv2_50", "convnext_atto"])
 def test_drop_path_rates_are_those_timm_would_give(name: str) -> None:
-    model = timm.create_model(name, device="meta")
+    model = on_meta(name)
     expected = _rates(timm.create_model(name, drop_path_rate=0.3))
     assert set_drop_path(model, 0.3) == len(expected) > 0
     assert _rates(model) == pytest.approx(expected, abs=1e-6)

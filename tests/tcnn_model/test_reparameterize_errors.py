@@ -10,7 +10,7 @@ from torch import nn
 
 from tcnn_model import gpsa_layers, reparameterize
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import snapshot
+from tests.tcnn_model.helpers import on_meta, snapshot
 
 
 def _refused(model: nn.Module, message: str, **arguments: Any) -> None:
@@ -35,11 +35,11 @@ def _refused(model: nn.Module, message: str, **arguments: Any) -> None:
     ],
 )
 def test_models_that_cannot_be_converted(name: str, message: str) -> None:
-    _refused(timm.create_model(name, device="meta", num_classes=3), message)
+    _refused(on_meta(name, num_classes=3), message)
 
 
 def test_what_cannot_be_unstrided_can_be_kept() -> None:
-    hrnet = timm.create_model("hrnet_w18", device="meta", num_classes=3)
+    hrnet = on_meta("hrnet_w18", num_classes=3)
     assert len(gpsa_layers(reparameterize(hrnet, stride="keep"))) > 10
 
 

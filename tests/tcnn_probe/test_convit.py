@@ -12,6 +12,7 @@ from timm.models.convit import GPSA
 from torch import Tensor, nn
 
 import tcnn_probe
+from tests.tcnn_model.helpers import default_dtype
 from tests.tcnn_probe.networks import inputs_of
 from tests.tcnn_probe.oracle import summarise
 
@@ -62,6 +63,8 @@ def brute_force(layer: GPSA, x: Tensor) -> dict[str, Tensor]:
     query, key = (x @ w.T for w in layer.qk.weight.chunk(2))
     query, key = (t.unflatten(-1, (9, 6)).transpose(1, 2) for t in (query, key))
     content = torch.softmax(query @ key.transpose(2, 3) / math.sqrt(6), -1)
+    with default_dtype(torch.float64):
+        layer.rel_indices = layer.get_rel_indices(x.shape[1])
     return summarise(layer.get_attention(x), content, positional, torch.sqrt(dy**2 + dx**2))
 
 
@@ -103,7 +106,9 @@ def test_alpha_and_center_rebuild_the_layers_own_positional_attention() -> None:
         alpha, y, x = (row[v].values[:, None, None] for v in ("locality_strength", "center_y", "center_x"))
         rebuilt = torch.softmax(torch.from_numpy(-alpha * ((dy - y) ** 2 + (dx - x) ** 2)), -1)
         layer = copy.deepcopy(model.get_submodule(name)).double()
-        own = layer.pos_proj(layer.get_rel_indices(25)).permute(0, 3, 1, 2).softmax(-1)[0]
+        with default_dtype(torch.float64):
+            indices = layer.get_rel_indices(25)
+        own = layer.pos_proj(indices).permute(0, 3, 1, 2).softmax(-1)[0]
         torch.testing.assert_close(rebuilt, own, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(row.attention_span, 1 / row.locality_strength)
 
@@ -119,7 +124,8 @@ def test_initial_heads_lie_on_a_kernel_column_by_column() -> None:
 
 def test_bfloat16_model() -> None:
     model, x = convit().bfloat16(), images().bfloat16()
-    ds, seen = record_epoch(model, x), inputs_of(model, LAYERS, x)
+    with default_dtype(torch.bfloat16):
+        ds, seen = record_epoch(model, x), inputs_of(model, LAYERS, x)
     for name in LAYERS:
         for variable, expected in brute_force(model.get_submodule(name), seen[name]).items():
             got = ds[variable].sel(layer=name, epoch=0)
