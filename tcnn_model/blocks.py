@@ -47,8 +47,8 @@ def mix_and_apply(
         gate: shape (heads,).
 
     Returns:
-        the output, (B, heads, N_query, C), in memory ordered (B, C, heads, N_query) as feature maps are; and the
-        log-sum-exp of the content logits, (B, heads, N_query), in float32 at least.
+        the output, (B, heads, N_query, C), in memory (B, N_query, heads, C), so that one matrix product can take it
+        from there; and the log-sum-exp of the content logits, (B, heads, N_query), in float32 at least.
     """
     output, lse = _empty_results(query, values)
     wide_query, wide_key, rows, cols = widen(query), widen(key), log_rows.exp(), log_cols.exp()
@@ -60,10 +60,8 @@ def mix_and_apply(
         if image == 0:  # the same for all images
             positional = _positional(rows, cols, heads, queries)
         mixed = content.lerp_(positional, gate[heads, None, None]).to(values.dtype)
-        if values.shape[1] == 1:
-            torch.mm(values[image, 0].T, mixed.flatten(0, 1).T, out=_columns(output, at))
-        else:
-            output[at] = mixed @ values[image, heads]
+        for of_head, head in enumerate(range(heads.start, heads.start + len(mixed))):
+            torch.mm(mixed[of_head], values[image, head % values.shape[1]], out=output[image, head, queries])
     return output, lse
 
 
@@ -87,8 +85,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the six arguments of :func:`mix_and_apply` from that of its output."""
     wide_query, wide_key, rows, cols = widen(query), widen(key), log_rows.exp(), log_cols.exp()
-    d_query, d_key, d_values = torch.empty_like(wide_query), torch.zeros_like(wide_key), torch.zeros_like(values)
-    d_output = d_output.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)  # as the output: usually no copy
+    d_query, d_key, d_values = torch.empty_like(wide_query), torch.zeros_like(wide_key), torch.zeros_like(widen(values))
     d_rows, d_cols, d_gate = torch.zeros_like(rows), torch.zeros_like(cols), torch.zeros_like(gate)
     for at in blocks_of_queries(query, key):
         image, heads, queries = at
@@ -96,14 +93,16 @@ def _backward(
         content = torch.baddbmm(-lse[at][..., None], q, k.transpose(1, 2)).exp_()
         if image == 0:
             positional = _positional(rows, cols, heads, queries)
-        mixed = torch.lerp(content, positional, share).to(values.dtype)
-        if values.shape[1] == 1:
-            upstream = _columns(d_output, at).T
-            d_values[image, 0] += mixed.flatten(0, 1).T @ upstream
-            d_mixed = widen((upstream @ values[image, 0].T).view_as(mixed))
-        else:
-            d_values[image, heads] += mixed.transpose(1, 2) @ d_output[at]
-            d_mixed = widen(d_output[at] @ values[image, heads].transpose(1, 2))
+        mixed = torch.lerp(content, positional, share)
+        narrow, d_mixed = mixed.to(values.dtype), torch.empty_like(mixed, dtype=values.dtype)
+        for of_head, head in enumerate(range(heads.start, heads.start + len(mixed))):
+            upstream, of_values = d_output[image, head, queries], head % values.shape[1]
+            torch.mm(upstream, values[image, of_values].T, out=d_mixed[of_head])
+            if d_values.dtype == values.dtype:
+                d_values[image, of_values].addmm_(narrow[of_head].T, upstream)
+            else:
+                d_values[image, of_values] += narrow[of_head].T @ upstream
+        d_mixed = widen(d_mixed)
 
         content_sums = torch.linalg.vecdot(content, d_mixed)[..., None]
         d_logits = content.mul_(d_mixed - content_sums).mul_(1 - share)
@@ -116,7 +115,7 @@ def _backward(
         index = torch.arange(query.shape[2], device=query.device)[queries]
         d_rows[heads].index_add_(1, index // cols.shape[1], along_y * share)
         d_cols[heads].index_add_(1, index % cols.shape[1], along_x * share)
-    return d_query.to(query.dtype), d_key.to(key.dtype), d_values, d_rows, d_cols, d_gate
+    return d_query.to(query.dtype), d_key.to(key.dtype), d_values.to(values.dtype), d_rows, d_cols, d_gate
 
 
 @_backward.register_fake
@@ -146,15 +145,6 @@ def _differentiate(ctx, d_output: Tensor, _: Tensor) -> tuple[Tensor, ...]:  # t
 mix_and_apply.register_autograd(_differentiate, setup_context=_remember)
 
 
-def _columns(output: Tensor, at: tuple[int, slice, slice]) -> Tensor:
-    """A block of (B, heads, N_query, C), stored as (B, C, heads, N_query), as a view of shape (C, heads * queries)."""
-    image, heads, queries = at
-    total = output.shape[2]
-    last = min(heads.stop, output.shape[1]) - 1
-    stored = output.permute(0, 3, 1, 2).view(output.shape[0], output.shape[3], -1)
-    return stored[image, :, heads.start * total + queries.start : last * total + min(queries.stop, total)]
-
-
 def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Tensor:
     """Rows (x) cols of a block of queries, (heads, queries, H * W)."""
     index = torch.arange(rows.shape[1] * cols.shape[1], device=rows.device)[queries]
@@ -164,5 +154,5 @@ def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Ten
 
 def _empty_results(query: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
-    output = values.new_empty(batch, values.shape[3], heads, queries).permute(0, 2, 3, 1)
+    output = values.new_empty(batch, queries, heads, values.shape[3]).transpose(1, 2)
     return output, widen(query.new_empty(0)).new_empty(batch, heads, queries)

@@ -168,10 +168,7 @@ def _dense(attention: GatedAttention, values: Tensor) -> Tensor:
     rows, cols = (factor.to(content.dtype) for factor in attention.factors_on_pixels())
     gate = attention.gate[:, None, None].to(content.dtype)
     mixed = torch.lerp(content, product(rows, cols), gate).to(values.dtype)
-    if values.shape[1] > 1:
-        return mixed @ values
-    gathered = values[:, 0].transpose(1, 2) @ mixed.flatten(1, 2).transpose(1, 2)  # (B, C, heads * N_query)
-    return gathered.unflatten(2, mixed.shape[1:3]).permute(0, 2, 3, 1)
+    return mixed @ values
 
 
 def _blocks(attention: GatedAttention, values: Tensor) -> Tensor:

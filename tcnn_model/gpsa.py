@@ -254,12 +254,13 @@ class GPSA(nn.Module):
         attention = self.gated_attention(x)
         values = _project(x, self.value).flatten(2).transpose(1, 2)  # (B, H * W, C_in), shared by the heads
         gathered = attend(attention, values[:, None], backend=self.backend)  # (B, heads, N_query, C_in)
-        return self._project_heads(gathered.unflatten(2, (attention.y.queries, attention.x.queries)))
+        output = self._project_heads(gathered.unflatten(2, (attention.y.queries, attention.x.queries)))
+        return output.contiguous(memory_format=_memory_format(x))  # as a convolution's
 
     def _project_heads(self, gathered: Tensor) -> Tensor:
         """W_out of all heads and the bias: (B, heads, H_out, W_out, C_in) -> (B, C_out, H_out, W_out)."""
-        if self.groups == 1 and gathered.permute(0, 2, 3, 1, 4).is_contiguous():  # as the kernels leave it
-            taps = self.weight.permute(0, 2, 3, 1).flatten(1)
+        if self.groups == 1:
+            taps = self.weight.permute(0, 2, 3, 1).flatten(1)  # (C_out, heads * C_in)
             return F.linear(gathered.permute(0, 2, 3, 1, 4).flatten(3), taps, self.bias).permute(0, 3, 1, 2)
         # With channels before heads this is the "soft" counterpart of F.unfold, and takes the convolution's weight.
         unfolded = gathered.permute(0, 4, 1, 2, 3).flatten(1, 2)
@@ -297,6 +298,12 @@ def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
             x = F.pad(x, (0, beyond) if dim == 3 else (0, 0, 0, beyond))
         x = x.narrow(dim, axis.first_query, extent)
     return x[:, :, :: y_axis.stride, :: x_axis.stride]
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    """Channels last if that is how ``x`` (B, C, H, W) is stored, and not first as well."""
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _inverse_softplus(y: Tensor) -> Tensor:
