@@ -7,6 +7,7 @@ from tcnn_model.finetune import EpochResult, finetune
 from tcnn_model.functional import gpsa
 from tcnn_model.gpsa import GPSA, gpsa_layers
 from tcnn_model.optimization import parameter_groups
+from tcnn_model.positional import Axis, gaussian_position
 from tcnn_model.reparameterize import reparameterize
 from tcnn_model.statistics import AttentionStatistics
 
@@ -14,10 +15,12 @@ __all__ = [
     "GPSA",
     "Acceleration",
     "AttentionStatistics",
+    "Axis",
     "EpochResult",
     "GatedAttention",
     "accelerate",
     "finetune",
+    "gaussian_position",
     "gpsa",
     "gpsa_layers",
     "parameter_groups",

@@ -24,13 +24,13 @@ class GatedAttention:
     Args:
         query: shape (B, heads, N_query, d), row-major over the y.queries x x.queries grid.
         key: shape (B, heads, H * W, d), row-major over the real pixels.
-        position: v_pos, the weights of r = (||delta||^2, delta_1, delta_2) in the positional logits, shape (heads, 3);
-            in float64 where the device has it.
+        position: v_pos, the weights of r = (||delta||^2, delta_1, delta_2) in the positional logits, shape (heads, 3).
         gate: sigma(lambda), the share of positional attention, shape (heads,).
         y: vertical axis.
         x: horizontal axis.
 
     Raises:
+        TypeError: what should be a floating tensor or an :class:`Axis` is none.
         ValueError: shapes that do not fit each other or the grid, an empty grid, or a mixture of devices or dtypes.
     """
 
@@ -44,12 +44,21 @@ class GatedAttention:
     def __post_init__(self) -> None:
         """Refuse what does not fit together."""
         q, k, y, x = self.query, self.key, self.y, self.x
+        for name, axis in (("y", y), ("x", x)):
+            if not isinstance(axis, Axis):
+                raise TypeError(f"expected {name} to be a tcnn_model.Axis, got {axis!r}")
+        for name, tensor in (("queries", q), ("keys", k), ("position", self.position), ("gate", self.gate)):
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                given = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)
+                raise TypeError(f"expected {name} to be a tensor of a floating dtype, got {given}")
         if min(y.length, x.length, y.queries, x.queries) < 1:
             raise ValueError(f"empty grid: {y.queries} x {x.queries} queries on {y.length} x {x.length} pixels")
         if q.ndim != 4 or q.shape[2] != y.queries * x.queries:
             expected = f"(B, heads, {y.queries} * {x.queries} = {y.queries * x.queries}, d)"
             raise ValueError(f"expected queries of shape {expected}, got {tuple(q.shape)}")
         batch, heads, _, dim = q.shape
+        if min(heads, dim) < 1:
+            raise ValueError(f"expected at least one head of at least one channel, got queries {tuple(q.shape)}")
         _check_shape("keys", k, (batch, heads, y.length * x.length, dim), grid=(y, x))
         _check_shape("position", self.position, (heads, 3))
         _check_shape("gate", self.gate, (heads,))
@@ -111,7 +120,8 @@ def check_values(attention: GatedAttention, values: Tensor) -> None:
     """Raise unless ``values`` are of shape (B, 1, H * W, C) or (B, heads, H * W, C), and like the queries."""
     (batch, heads), (y, x) = attention.query.shape[:2], (attention.y, attention.x)
     pixels = y.length * x.length
-    if values.ndim != 4 or tuple(values.shape[:3]) not in ((batch, heads, pixels), (batch, 1, pixels)):
+    of_heads = ((batch, heads, pixels), (batch, 1, pixels))
+    if values.ndim != 4 or tuple(values.shape[:3]) not in of_heads or values.shape[3] < 1:
         expected = f"({batch}, 1 or {heads}, {y.length} * {x.length} = {pixels}, C)"
         raise ValueError(f"expected values of shape {expected}, got {tuple(values.shape)}")
     check_alike(attention.query, values=values)
@@ -119,8 +129,6 @@ def check_values(attention: GatedAttention, values: Tensor) -> None:
 
 def check_alike(query: Tensor, **others: Tensor) -> None:
     """Raise unless the others have the queries' device and dtype."""
-    if not query.is_floating_point():
-        raise ValueError(f"expected queries of a floating dtype, got {query.dtype}")
     for name, tensor in others.items():
         if (tensor.device, tensor.dtype) != (query.device, query.dtype):
             raise ValueError(

@@ -1,8 +1,7 @@
 """Gated attention applied in memory linear in the number of tokens: one block of queries at a time.
 
 A block's attention is formed, mixed and multiplied by the values while it is in a core's cache, and formed again in
-the backward from the saved log-sum-exp of its rows (design of FlashAttention, without its kernel). The positional part
-comes as the logarithms of its two factors, whose product is taken within the block.
+the backward. The positional part comes as the logarithms of its two factors, whose product is taken within the block.
 """
 
 import math
@@ -35,7 +34,7 @@ def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, 
 @torch.library.custom_op("tcnn_model::mix_and_apply", mutates_args=())
 def mix_and_apply(
     query: Tensor, key: Tensor, values: Tensor, log_rows: Tensor, log_cols: Tensor, gate: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """``((1 - gate) softmax(q k^T) + gate (rows (x) cols)) v``, Eq. (7) applied.
 
     Args:
@@ -47,29 +46,24 @@ def mix_and_apply(
         gate: shape (heads,).
 
     Returns:
-        the output, (B, heads, N_query, C), in memory (B, N_query, heads, C), so that one matrix product can take it
-        from there; and the log-sum-exp of the content logits, (B, heads, N_query), in float32 at least.
+        shape (B, heads, N_query, C), in memory (B, N_query, heads, C), so that one matrix product can take it further.
     """
-    output, lse = _empty_results(query, values)
+    output = _empty_output(query, values)
     wide_query, wide_key, rows, cols = widen(query), widen(key), log_rows.exp(), log_cols.exp()
     for at in blocks_of_queries(query, key):
         image, heads, queries = at
-        logits = wide_query[at] @ wide_key[image, heads].transpose(1, 2)
-        content = torch.softmax(logits, -1)
-        lse[at] = logits.amax(-1) - content.amax(-1).log()
+        content = torch.softmax(wide_query[at] @ wide_key[image, heads].transpose(1, 2), -1)
         if image == 0:  # the same for all images
             positional = _positional(rows, cols, heads, queries)
         mixed = content.lerp_(positional, gate[heads, None, None]).to(values.dtype)
         for of_head, head in enumerate(range(heads.start, heads.start + len(mixed))):
             torch.mm(mixed[of_head], values[image, head % values.shape[1]], out=output[image, head, queries])
-    return output, lse
+    return output
 
 
 @mix_and_apply.register_fake
-def _(
-    query: Tensor, key: Tensor, values: Tensor, log_rows: Tensor, log_cols: Tensor, gate: Tensor
-) -> tuple[Tensor, Tensor]:
-    return _empty_results(query, values)
+def _(query: Tensor, key: Tensor, values: Tensor, log_rows: Tensor, log_cols: Tensor, gate: Tensor) -> Tensor:
+    return _empty_output(query, values)
 
 
 @torch.library.custom_op("tcnn_model::mix_and_apply_backward", mutates_args=())
@@ -81,7 +75,6 @@ def _backward(
     log_rows: Tensor,
     log_cols: Tensor,
     gate: Tensor,
-    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the six arguments of :func:`mix_and_apply` from that of its output."""
     wide_query, wide_key, rows, cols = widen(query), widen(key), log_rows.exp(), log_cols.exp()
@@ -90,7 +83,7 @@ def _backward(
     for at in blocks_of_queries(query, key):
         image, heads, queries = at
         q, k, share = wide_query[at], wide_key[image, heads], gate[heads, None, None]
-        content = torch.baddbmm(-lse[at][..., None], q, k.transpose(1, 2)).exp_()
+        content = torch.softmax(q @ k.transpose(1, 2), -1)
         if image == 0:
             positional = _positional(rows, cols, heads, queries)
         mixed = torch.lerp(content, positional, share)
@@ -127,22 +120,25 @@ def _(
     log_rows: Tensor,
     log_cols: Tensor,
     gate: Tensor,
-    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     empty = [torch.empty_like(x) for x in (query, key, values, log_rows, log_cols, gate)]
     return empty[0], empty[1], empty[2], empty[3], empty[4], empty[5]
 
 
 def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs, output[1])
+    ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx, d_output: Tensor, _: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+def _differentiate(ctx, d_output: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
     return _backward(d_output, *ctx.saved_tensors)
 
 
+def _refuse(ctx, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    raise RuntimeError("attention in blocks can be differentiated once; for second derivatives use backend='dense'")
+
+
 mix_and_apply.register_autograd(_differentiate, setup_context=_remember)
+_backward.register_autograd(_refuse)
 
 
 def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Tensor:
@@ -152,7 +148,6 @@ def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Ten
     return (at_row[..., :, None] * at_col[..., None, :]).flatten(2)
 
 
-def _empty_results(query: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_output(query: Tensor, values: Tensor) -> Tensor:
     batch, heads, queries, _ = query.shape
-    output = values.new_empty(batch, queries, heads, values.shape[3]).transpose(1, 2)
-    return output, widen(query.new_empty(0)).new_empty(batch, heads, queries)
+    return values.new_empty(batch, queries, heads, values.shape[3]).transpose(1, 2)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tcnn_model.attention import GatedAttention
 from tcnn_model.functional import attend
 from tcnn_model.positional import Axis
+from tcnn_model.precision import widest
 
 __all__ = ["Acceleration", "accelerate", "convit_attention"]
 
@@ -25,7 +26,7 @@ def accelerate(model: nn.Module) -> "Acceleration":
 
     Parameters, ``state_dict``, hooks and output (to rounding) stay. Only the layers' forward is exchanged, until
     ``remove()`` of the result or, in a ``with`` statement, its end. Attention dropout needs the matrix, so layers that
-    have it train as before.
+    have it train as before. A copy or a pickle made meanwhile stays accelerated.
 
     Args:
         model: a ConViT of timm, or any module that contains its layers.
@@ -86,8 +87,7 @@ def convit_attention(layer: convit.GPSA, qk: Tensor) -> GatedAttention:
     if side * side != qk.shape[1]:
         raise ValueError(f"ConViT's positional attention needs a square grid of tokens, got {qk.shape[1]} tokens")
     query, key = qk.unflatten(2, (2, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    wide = torch.float32 if qk.device.type == "mps" else torch.float64
-    position = layer.pos_proj.weight[:, [2, 1, 0]].to(wide)
+    position = widest(layer.pos_proj.weight)[:, [2, 1, 0]]
     if layer.pos_proj.bias is not None:  # the softmax takes it out again; its gradient is zero, not missing
         position = position + 0 * layer.pos_proj.bias[:, None]
     return GatedAttention(query, key, position, torch.sigmoid(layer.gating_param), Axis(side), Axis(side))

@@ -11,7 +11,7 @@ from tcnn_model import kernels
 from tcnn_model.attention import GatedAttention, check_values, product
 from tcnn_model.blocks import mix_and_apply
 from tcnn_model.positional import Axis, apply_separable
-from tcnn_model.precision import at_least_float32, autocast_dtype, widen, without_autocast
+from tcnn_model.precision import at_least_float32, autocast_dtype, widen, widest, without_autocast
 from tcnn_model.statistics import AttentionStatistics, apply_and_measure, measure
 
 __all__ = ["Backend", "attend", "attend_and_measure", "check_backend", "gpsa"]
@@ -75,11 +75,11 @@ def gpsa(
         key: shape (B, heads, N_key, d), row-major over the ``y.length`` x ``x.length`` pixels of the image.
         values: shape (B, 1, N_key, C), shared by the heads, or (B, heads, N_key, C), one for each.
         position: v_pos, shape (heads, 3): ``-alpha (1, -2 Delta_1, -2 Delta_2)`` for a Gaussian of strength alpha at
-            Delta (:func:`~tcnn_model.positional.gaussian_position`). Best in float64.
+            Delta (:func:`~tcnn_model.gaussian_position`). Best in float64.
         gate: sigma(lambda), share of positional attention, shape (heads,).
-        y: vertical axis: size, stride, padding.
-        x: horizontal axis.
-        backend: how. All give the same to rounding, with gradients to every tensor:
+        y: vertical :class:`~tcnn_model.Axis`: size, stride, padding.
+        x: horizontal one.
+        backend: how. All give the same to rounding, with gradients to every tensor ("dense" also second ones):
 
             - "dense": both attentions as matrices, mixed and applied once. Memory O(heads N^2).
             - "blocks": the same for one block of queries at a time, formed again in the backward. Memory O(heads N C).
@@ -126,16 +126,16 @@ def attend_and_measure(
 
 def _prepare(attention: GatedAttention, values: Tensor, backend: Backend) -> tuple[GatedAttention, Tensor, Backend]:
     """What autocast makes of the arguments, and the backend to use; raises if there is none that can."""
+    dtype = autocast_dtype(attention.query)
+    attention = replace(attention, query=attention.query.to(dtype), key=attention.key.to(dtype))
+    values = values.to(autocast_dtype(values))
     check_values(attention, values)
-    if (dtype := autocast_dtype(values)) != values.dtype:
-        attention = replace(attention, query=attention.query.to(dtype), key=attention.key.to(dtype))
-        values = values.to(dtype)
     chosen = _choose(attention, values) if check_backend(backend) == "auto" else backend
     if chosen == "fused" and (reason := _why_not_fused(attention, values)):
         raise ValueError(f"backend='fused' {reason}; use 'blocks' or 'auto'")
     if chosen == "triton" and not kernels.available(values.device):
         raise ValueError(f"backend='triton' needs Triton and a CUDA device; the tensors are on {values.device}")
-    return attention, values, chosen
+    return attention, values, chosen if len(values) else "dense"  # of no images, anything will do
 
 
 def check_backend(backend: Backend) -> Backend:
@@ -175,15 +175,16 @@ def _blocks(attention: GatedAttention, values: Tensor) -> Tensor:
     wide = at_least_float32(values.dtype)
     log_rows, log_cols = (factor.to(wide) for factor in attention.log_factors_on_pixels())
     scaled = attention.query * attention.scale
-    output, _ = mix_and_apply(scaled, attention.key, values, log_rows, log_cols, attention.gate.to(wide))
-    return output
+    return mix_and_apply(scaled, attention.key, values, log_rows, log_cols, attention.gate.to(wide))
 
 
 def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
     rows, cols = (factor.to(values.dtype) for factor in attention.factors_on_pixels())
     on_grid = values.unflatten(2, (attention.y.length, attention.x.length))
     positional = apply_separable(rows, cols, on_grid).flatten(2, 3)
-    content = F.scaled_dot_product_attention(attention.query, attention.key, values)
+    # Where channels are not the innermost, torch would fall back to an N x N matrix.
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (attention.query, attention.key, values))
+    content = F.scaled_dot_product_attention(q, k, v)
     return torch.lerp(content, positional, attention.gate[:, None, None].to(values.dtype))
 
 
@@ -194,7 +195,7 @@ def _triton(attention: GatedAttention, values: Tensor) -> Tensor:
 def _kernels(
     attention: GatedAttention, values: Tensor, *, statistics: bool
 ) -> tuple[Tensor, AttentionStatistics | None]:
-    query, key, position, gate = attention.query, attention.key, attention.position, widen(attention.gate)
+    query, key, position, gate = attention.query, attention.key, widest(attention.position), widen(attention.gate)
     return kernels.gated_attention(query, key, values, position, gate, attention.y, attention.x, statistics=statistics)
 
 

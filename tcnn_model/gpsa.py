@@ -12,7 +12,7 @@ from tcnn_model.attention import GatedAttention
 from tcnn_model.convolution import Convolution, describe
 from tcnn_model.functional import Backend, attend, check_backend
 from tcnn_model.positional import Axis, gaussian_position
-from tcnn_model.precision import widen
+from tcnn_model.precision import widen, widest
 
 __all__ = ["GPSA", "gpsa_layers"]
 
@@ -96,8 +96,8 @@ class GPSA(nn.Module):
             )
         self.heads = math.prod(self.kernel_size)
         self.qk_dim = max(1, in_channels // self.heads) if qk_dim is None else qk_dim
-        if self.qk_dim < 1:
-            raise ValueError(f"qk_dim must be at least 1; got {qk_dim}")
+        if not isinstance(self.qk_dim, int) or self.qk_dim < 1:
+            raise ValueError(f"qk_dim must be an integer of at least 1; got {qk_dim}")
         alpha = _per_head("locality_strength", locality_strength, self.heads)
         if not bool((alpha > 0).all()):
             raise ValueError(f"locality_strength must be positive; got {locality_strength}")
@@ -199,9 +199,8 @@ class GPSA(nn.Module):
     @property
     def position(self) -> Tensor:
         """The papers' v_pos = -alpha (1, -2 Delta_1, -2 Delta_2), shape (heads, 3), float64 where there is such."""
-        wide = torch.float32 if self.center.device.type == "mps" else torch.float64
-        alpha = F.softplus(self.raw_locality.to(wide), beta=_SOFTPLUS_BETA)
-        return gaussian_position(alpha, self.center.to(wide))
+        alpha = F.softplus(widest(self.raw_locality), beta=_SOFTPLUS_BETA)
+        return gaussian_position(alpha, widest(self.center))
 
     def axes(self, height: int, width: int) -> tuple[Axis, Axis]:
         """Query and key positions along y and x for an input of height x width pixels.
@@ -318,9 +317,9 @@ def _per_head(name: str, values: float | Sequence[float], heads: int) -> Tensor:
 
 
 def _pair(name: str, value: int | tuple[int, int], *, minimum: int) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2:
-        raise ValueError(f"{name} must be one integer or two; got {value}")
+    pair = tuple(value) if isinstance(value, Sequence) else (value, value)
+    if len(pair) != 2 or not all(isinstance(n, int) for n in pair):
+        raise ValueError(f"{name} must be one integer or two; got {value!r}")
     if min(pair) < minimum:
         raise ValueError(f"{name} must be at least {minimum}; got {value}")
     return int(pair[0]), int(pair[1])

@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tcnn_model.precision import widest
+
 __all__ = ["Axis", "apply_separable", "gaussian_position", "log_positional_factors"]
 
 
@@ -37,6 +39,19 @@ class Axis:
     stride: int = 1
     padding: int | Literal["same"] = 0
     extent: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what is no axis."""
+        numbers = (self.length, self.stride, self.extent, 0 if self.padding == "same" else self.padding)
+        if (
+            not all(isinstance(n, int | torch.SymInt) for n in numbers)
+            or min(numbers) < 0
+            or 0 in (self.stride, self.extent)
+        ):
+            raise ValueError(
+                "expected length and padding of at least 0 (or padding 'same'), stride and extent of at least 1, all "
+                f"integers; got {self}"
+            )
 
     @property
     def before(self) -> int:
@@ -93,15 +108,15 @@ def log_positional_factors(position: Tensor, y: Axis, x: Axis) -> tuple[Tensor, 
     """Logarithms of the two one-dimensional factors of ``softmax_j(v_pos . r_ij)``.
 
     Args:
-        position: v_pos, the weights of r = (||delta||^2, delta_1, delta_2), shape (heads, 3). In float64 where the
-            device has it: logits grow with the square of the distance, and their differences decide.
+        position: v_pos, the weights of r = (||delta||^2, delta_1, delta_2), shape (heads, 3).
         y, x: the two axes.
 
     Returns:
-        rows, shape (heads, y.queries, y.keys), and cols, shape (heads, x.queries, x.keys), with the dtype of
-        ``position``; their exponentials each sum to one over the keys.
+        rows, shape (heads, y.queries, y.keys), and cols, shape (heads, x.queries, x.keys), whose exponentials each
+        sum to one over the keys. In float64 where the device has it: logits grow with the square of the distance, and
+        it is their differences that decide.
     """
-    squared, along_y, along_x = position[:, :, None, None].unbind(1)
+    squared, along_y, along_x = widest(position)[:, :, None, None].unbind(1)
     return _factor(squared, along_y, y), _factor(squared, along_x, x)
 
 

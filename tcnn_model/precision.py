@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_float32", "autocast_dtype", "widen", "without_autocast"]
+__all__ = ["at_least_float32", "autocast_dtype", "widen", "widest", "without_autocast"]
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -16,6 +16,11 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def widen(x: Tensor) -> Tensor:
     """Half precision to float32: positions and gates are few, and softmaxes over far pixels need the range."""
     return x.to(at_least_float32(x.dtype))
+
+
+def widest(x: Tensor) -> Tensor:
+    """Float64 where the device has it, else float32."""
+    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

@@ -17,7 +17,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     images, labels = torch.randn(6, 3, 64, 96), torch.arange(6) % 3
     loader = DataLoader(TensorDataset(images, labels), batch_size=3)
     names = {"train_loader": loader, "val_loader": loader, "torch": torch}

@@ -10,7 +10,7 @@ from torch import Tensor
 from tcnn_model import AttentionStatistics, GatedAttention, blocks, gpsa
 from tcnn_model.functional import Backend
 from tcnn_model.positional import Axis, gaussian_position
-from tests.tcnn_model.helpers import random, relative_error
+from tests.tcnn_model.helpers import LargestTensor, random, relative_error
 
 GRIDS = {
     "one pixel": (Axis(1), Axis(1)),
@@ -232,7 +232,9 @@ def _bad(**changes: Any) -> dict[str, Any]:
         ({"values": torch.zeros(2, 1, 35, 4)}, "values like the queries, torch.float64 on cpu, got torch.float32"),
         ({"key": torch.zeros(2, 3, 35, 5, device="meta").double()}, "got torch.float64 on meta"),
         ({"gate": torch.zeros(3, device="meta")}, "gate on the device of the queries, cpu, got meta"),
-        ({"query": torch.zeros(2, 3, 45, 5).long()}, "floating dtype, got torch.int64"),
+        ({"query": torch.zeros(2, 0, 45, 5).double()}, r"at least one head of at least one channel, got .*2, 0, 45, 5"),
+        ({"query": torch.zeros(2, 3, 45, 0).double()}, r"at least one head of at least one channel, got .*2, 3, 45, 0"),
+        ({"values": torch.zeros(2, 1, 35, 0).double()}, r"35, C\), got \(2, 1, 35, 0\)"),
         ({"y": Axis(0)}, "empty grid: 0 x 9 queries on 0 x 7 pixels"),
         ({"y": Axis(2, 1, 0, 3)}, "empty grid: 0 x 9 queries on 2 x 7 pixels"),
         ({"backend": "fast"}, "backend to be one of auto, dense, blocks, fused, triton; got 'fast'"),
@@ -242,3 +244,62 @@ def _bad(**changes: Any) -> dict[str, Any]:
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gpsa(**_bad(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": torch.zeros(2, 3, 45, 5).long()}, "queries to be a tensor of a floating dtype, got torch.int64"),
+        ({"position": torch.zeros(3, 3).int()}, "position to be a tensor of a floating dtype, got torch.int32"),
+        ({"gate": 0.5}, "gate to be a tensor of a floating dtype, got 0.5"),
+        ({"y": 7}, r"y to be a tcnn_model\.Axis, got 7"),
+    ],
+)
+def test_what_is_no_tensor_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        gpsa(**_bad(**changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_position_in_half_precision_loses_nothing_more(dtype: torch.dtype) -> None:
+    arguments = _arguments("padding", "shared")
+    narrow = arguments["position"].to(dtype)
+    expected = gpsa(**arguments | {"position": narrow.double()})
+    assert torch.equal(gpsa(**arguments | {"position": narrow}), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_images(backend: Backend) -> None:
+    arguments = _arguments("padding", "per head", batch=0)
+    output, statistics = gpsa(**arguments, backend=backend, statistics=True)
+    assert output.shape == (0, 3, 45, 5)
+    assert statistics.received.shape == (0, 3, 35)
+
+
+def test_fused_holds_no_matrix_whatever_the_strides() -> None:
+    axis, tokens = Axis(23, 1, 1, 3), 23 * 23
+    memory = [random(2, 3, 5, tokens, seed=seed) for seed in range(3)]  # channels outside, as a convolution leaves them
+    position, gate = gaussian_position(torch.ones(3).double(), random(3, 2)), torch.full((3,), 0.5).double()
+    with LargestTensor() as largest:
+        gpsa(*(m.transpose(2, 3) for m in memory), position, gate, y=axis, x=axis, backend="fused")
+    assert largest.elements < 2 * 3 * tokens**2 / 20
+
+
+def test_second_derivatives() -> None:
+    arguments = _arguments("same padding", "shared", batch=1)
+    values = arguments["values"].requires_grad_()
+
+    def twice(backend: Backend) -> Tensor:
+        output = gpsa(**arguments, backend=backend).square().sum()
+        return torch.autograd.grad(output, values, create_graph=True)[0].square().sum()
+
+    assert float(torch.autograd.grad(twice("dense"), values)[0].abs().max()) > 0
+    with pytest.raises(RuntimeError, match="differentiated once; for second derivatives use backend='dense'"):
+        torch.autograd.grad(twice("blocks"), values)
+
+
+def test_autocast_takes_values_in_float32_with_queries_already_lowered() -> None:
+    arguments = _arguments("padding", "shared", torch.float32)
+    lowered = {name: arguments[name].bfloat16() for name in ("query", "key")}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(gpsa(**arguments | lowered), gpsa(**arguments))

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from timm.layers.padding import get_same_padding
@@ -72,3 +74,11 @@ def test_same_padding_is_tensorflows(kernel: int, stride: int, dilation: int) ->
         # queries sit at the centre of the kernel, so they are pixels of the image
         assert axis.first_query == (axis.extent - 1) // 2 - axis.before
         assert 0 <= axis.first_query <= axis.first_query + (axis.queries - 1) * stride < length
+
+
+@pytest.mark.parametrize(
+    "arguments", [(-1,), (5, 0), (5, 1, -1), (5, 1, 1, 0), (5, 1, "valid"), (5, 1.5), (5, 1, 0.5)], ids=str
+)
+def test_what_is_no_axis_is_refused(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"all integers; got Axis\(length={arguments[0]}"):
+        Axis(*arguments)

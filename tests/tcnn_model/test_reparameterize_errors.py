@@ -56,7 +56,7 @@ def test_what_cannot_be_unstrided_can_be_kept() -> None:
         ({"stride": "half"}, "expected stride='unit' or 'keep', got 'half'"),
         ({"locality_strength": 0.0}, "'layer4.0.conv1': locality_strength must be positive"),
         ({"gating": float("nan")}, "gating must be one finite number"),
-        ({"qk_dim": 0}, "qk_dim must be at least 1"),
+        ({"qk_dim": 0}, "qk_dim must be an integer of at least 1"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
