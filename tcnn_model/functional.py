@@ -18,9 +18,9 @@ __all__ = ["Backend", "attend", "attend_and_measure", "check_backend", "gpsa"]
 
 Backend = Literal["auto", "dense", "blocks", "fused", "triton"]
 
-# Up to so many keys "dense" is faster than "blocks", forward and backward, on a CPU; from 10 x 10 it is not, and takes
-# twice the memory (benchmarks/backends.py).
-_DENSE_KEYS = 64
+# Up to so many keys "dense" is faster than "blocks", forward and backward, on a CPU; at 14 x 14 they are as fast, and
+# "blocks" takes less memory (benchmarks/backends.py).
+_DENSE_KEYS = 128
 
 
 @overload
