@@ -239,3 +239,43 @@ def test_attention_with_a_softmax_module() -> None:
     calls = trace(meta := meta_copy(model), find_input_size(meta))
     assert [call.name for call in calls if call.in_attention] == ["1.reduce"]
     assert list(gpsa_layers(reparameterize(model))) == ["2.0", "2.1"]
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(3, 5, 2, 2),
+        nn.Conv2d(3, 5, (4, 3), 2, (0, 1)),
+        nn.Conv2d(3, 5, 3, 2),
+        nn.Conv2d(3, 5, 4, 2, 1, padding_mode="circular"),
+        StdConv2d(3, 5, 3, 2, padding=0),
+    ],
+)
+@torch.no_grad()
+def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
+    """So that a checkpoint of the CNN still fits."""
+    conv = copy.deepcopy(conv).double()
+    before = dict(vars(conv))
+    call = _call(conv, (12, 18))
+    unit = unstride(call, conv)
+    assert {name: id(p) for name, p in unit.named_parameters()} == {n: id(p) for n, p in conv.named_parameters()}
+    assert vars(conv) == before
+    check_phases([call])
+    x = random(1, 3, 12, 18)
+    assert unit(x).shape[-2:] == (12, 18)
+    assert relative_error(copy.deepcopy(unit)(x), unit(x)) == 0
+
+
+@torch.no_grad()
+def test_extended_shortcut_can_be_converted_later() -> None:
+    torch.manual_seed(0)
+    block = _Block()
+    block.shortcut, block.conv = nn.Conv2d(5, 7, 2, 2), nn.Conv2d(5, 7, 5, 2, 2)
+    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double()
+    once = reparameterize(model, layers="1.conv", **SHARP)
+    result = once.load_state_dict(model.state_dict(), strict=False)
+    assert result.unexpected_keys == []
+    assert all(key.startswith("1.conv.") for key in result.missing_keys)
+    twice = reparameterize(once, layers="1.shortcut", stride="keep", **SHARP)
+    x = random(1, 3, 26, 34)
+    assert relative_error(twice(x), once(x)) < 1e-8
