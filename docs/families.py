@@ -47,6 +47,7 @@ FURTHER = (
     "xception41",
     "ghostnet_100",
     "botnet26t_256",
+    "coatnet_nano_cc_224",
 )
 HEADER = """# Convnets of timm
 

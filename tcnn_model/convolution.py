@@ -5,7 +5,7 @@ retype their formulas, the forward is run and the arguments it hands to ``conv2d
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -70,11 +70,13 @@ def describe(module: nn.Module) -> Convolution:
 
     A subclass of ``nn.Conv2d`` is run in float64, on a copy, over small random images of every residue of its stride;
     what it gives there has to be what the description gives. (Values on the meta device cannot be compared.)
+    Where it computes its filters or its bias, what it computes them from is dropped, and they train if any of that did.
 
     Raises:
         TypeError: ``module`` is no ``nn.Conv2d``.
         ValueError: GPSA cannot stand for it: its padding is not zeros, its weight is parametrized or computed in a
-            hook, or its forward does anything else than one convolution with filters that do not depend on the image.
+            hook, or its forward does anything else than one convolution with filters that do not depend on the image;
+            it was given another forward; or trainable parameters of its own (as LoRA's) are applied to a frozen weight.
     """
     if nn.utils.parametrize.is_parametrized(module):
         raise ValueError("its weight is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first")
@@ -84,6 +86,8 @@ def describe(module: nn.Module) -> Convolution:
         raise ValueError(f"expected padding_mode='zeros', got {module.padding_mode!r}")
     if "weight" not in module._parameters:
         raise ValueError("its weight is computed at each forward (weight or spectral norm): remove the norm first")
+    if replaced := [name for name in ("forward", "_conv_forward") if name in vars(module)]:
+        raise ValueError(f"its {replaced[0]} was replaced by another, which would be lost: take that off first")
     if type(module) is nn.Conv2d:
         return _described(module, _bind(None, module.weight, module.bias, *_geometry(module)))
     return _observed(module)
@@ -186,15 +190,40 @@ def _described(module: nn.Conv2d, call: dict[str, Any]) -> Convolution:
 def _in_terms_of(module: nn.Conv2d, probe: nn.Module, own: Convolution) -> Convolution:
     """The description of a probe with the parameters of the module that it is a copy of, where they are applied."""
     original = {id(copied): module.get_parameter(name) for name, copied in probe.named_parameters()}
+    applied = {id(own.weight), id(own.bias)}
+    dropped = {name: p for name, p in probe.named_parameters() if id(p) not in applied}
+    trainable = _train_together(module, dropped)
 
     def tensor(found: Tensor | None) -> Tensor | None:
         return found if found is None else original.get(id(found), found.to(module.weight))
 
+    def trains(found: Tensor | None) -> bool:
+        return found is not None and (original[id(found)].requires_grad if id(found) in original else trainable)
+
     weight = tensor(own.weight)
     assert weight is not None
-    return Convolution(
-        weight, tensor(own.bias), own.stride, own.padding, own.dilation, own.groups, own.trainable, module.training
+    return replace(
+        own,
+        weight=weight,
+        bias=tensor(own.bias),
+        trainable=(trains(own.weight), trains(own.bias)),
+        training=module.training,
     )
+
+
+def _train_together(module: nn.Conv2d, dropped: dict[str, nn.Parameter]) -> bool:
+    """Whether the parameters that a module computes its filters from train: in GPSA they are one, the result.
+
+    A gain may be frozen; but where the weight is, and what is applied to it trains, the result could do neither.
+    """
+    base = [p.requires_grad for name, p in dropped.items() if name in ("weight", "bias")]
+    extra = [name for name, p in dropped.items() if name not in ("weight", "bias") and p.requires_grad]
+    if extra and not (base and all(base)):
+        raise ValueError(
+            f"{type(module).__name__} has further trainable parameters ({', '.join(extra)}), which would be lost in a "
+            f"weight that is frozen or not made from them: merge them into a plain nn.Conv2d, or freeze them, first"
+        )
+    return bool(extra) or any(base)
 
 
 def _zeros(padding: Any) -> Pair:

@@ -3,17 +3,18 @@
 Everything is planned and tried on a copy without storage first, so a model is converted whole or not at all.
 """
 
-import copy
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
 
 from torch import nn
 
 from tcnn_model.convolution import describe
+from tcnn_model.feature_info import updated_feature_info
 from tcnn_model.functional import Backend
 from tcnn_model.gpsa import GPSA, gpsa_layers
 from tcnn_model.selection import LayerFilter, select_layers
-from tcnn_model.tracing import FAILURES, Call, InputSize, find_input_size, meta_copy, trace
+from tcnn_model.tracing import FAILURES, Call, InputSize, copy_in_its_modes, find_input_size, meta_copy, trace
 from tcnn_model.unstride import check_phases, is_strided, unstride
 
 __all__ = ["reparameterize"]
@@ -41,13 +42,14 @@ def reparameterize(
     included, and those of the block that brings it there; those inside attention layers are left out. In a network
     built with timm's ``output_stride`` several stages share the final resolution, and all are converted.
 
-    With ``stride="unit"``, where a chosen convolution or its block carries the stride, every operation that makes the
-    same step in resolution (1 x 1 shortcut, parallel branch, average, max or blur pool) is set to stride 1 too, and
-    the grid doubles. Operations that would then fall short of their grid are extended at the border, as the 2 x 2
-    convolutions of ConvNeXt's downsampling: one pixel of zeros to the right and down, so that the windows overlap and
-    every second one is a window of the CNN. It is refused where operations would not fit together any more. Where the
-    stride stands in a separate layer before the chosen ones (the pools of VGG and DenseNet, the anti-aliased darknets),
-    there is nothing to take out and both settings give the same.
+    With ``stride="unit"``, where a chosen convolution carries the stride, or else its block does (a module around it
+    that makes the step in resolution, and may be the stage), every operation that makes the same step (1 x 1 shortcut,
+    parallel branch, average, max or blur pool) is set to stride 1 too, and the grid doubles. Operations that would then
+    fall short of their grid are extended at the border, as the 2 x 2 convolutions of ConvNeXt's downsampling: one pixel
+    of zeros to the right and down, so that the windows overlap and every second one is a window of the CNN. It is
+    refused where operations would not fit together any more. Where the stride stands in a separate layer before the
+    chosen ones and their blocks (the pools of VGG and DenseNet), there is nothing to take out and both settings give
+    the same.
 
     A weight-standardised convolution becomes a layer with the standardised weight, which is a new parameter; a
     checkpoint of the CNN has to be loaded before the conversion. Plain convolutions keep their weight, and its name.
@@ -70,10 +72,12 @@ def reparameterize(
         What attention adds (query, key, value, locality, centre, gating) requires gradients.
 
     Raises:
+        TypeError: ``model`` is no module, or ``layers`` none of the above.
         ValueError: no convolution to reparameterize; a name, glob or predicate that chooses none; a convolution that
-            does something else as well, or whose weight is parametrized; a stride that cannot be taken out (the
-            error names ``stride="keep"``). The model is then unchanged.
+            does something else as well, or whose weight is parametrized, pruned or partly frozen; a stride that cannot
+            be taken out (the error names ``stride="keep"``). The model is then unchanged.
     """
+    _check_types(model, layers)
     if stride not in ("unit", "keep"):
         raise ValueError(f"expected stride='unit' or 'keep', got {stride!r}")
     rehearsal = meta_copy(model)
@@ -94,11 +98,21 @@ def reparameterize(
     if inplace and "" in chosen:
         raise ValueError("the model is itself the convolution to replace, which cannot be done in place")
     rehearsal = _exchange(rehearsal, replacements(rehearsal))
-    after = _check_grids(rehearsal, size, steps)
-    result = model if inplace else copy.deepcopy(model)
+    feature_info = updated_feature_info(model, calls, _check_grids(rehearsal, size, steps))
+    result = model if inplace else copy_in_its_modes(model)
     result = _exchange(result, replacements(result))
-    _update_reductions(result, calls, after)
+    if feature_info is not None:
+        setattr(result, "feature_info", feature_info)  # noqa: B010 (which nn.Module's annotations do not know)
     return result
+
+
+def _check_types(model: object, layers: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__} {model!r}")
+    if layers is None or callable(layers) or isinstance(layers, str):
+        return
+    if not isinstance(layers, Collection) or not all(isinstance(name, str) for name in layers):
+        raise TypeError(f"expected layers to be None, a name, a collection of names or a predicate, got {layers!r}")
 
 
 def _choose(model: nn.Module, calls: list[Call], layers: LayerFilter | None) -> list[str]:
@@ -160,15 +174,22 @@ def _last_stage(calls: list[Call]) -> list[str]:
 
 
 def _strided_steps(calls: list[Call], chosen: list[str]) -> dict[str, Call]:
-    """The operations to set to stride 1: those that make the same step in resolution as a chosen layer's block."""
+    """The operations to set to stride 1: those that make the same step in resolution as a chosen layer's block.
+
+    The block of an operation is the smallest module around it with a k x k convolution in it: one that has only pools
+    and 1 x 1 convolutions is a part of what is around it.
+    """
     strided = [call for call in calls if is_strided(call) and (call.name in chosen or not call.in_attention)]
-    blocks = set[str]().union(*map(_ancestors, chosen))
-    whole_blocks = {(c.name, c.inputs, c.outputs) for c in calls}
-    steps = {
-        (c.inputs, c.outputs)
-        for c in strided
-        if c.name in chosen or (_parent(c.name) in blocks and (_parent(c.name), c.inputs, c.outputs) in whole_blocks)
-    }
+    around = set[str]().union(*map(_ancestors, chosen))
+    spatial = [c.name for c in calls if (c.convolves and c.module._parameters) or isinstance(c.module, GPSA)]
+    blocks = around.union(*map(_ancestors, spatial))
+    whole = {(c.name, c.inputs, c.outputs) for c in calls}
+
+    def belongs(call: Call) -> bool:
+        block = max(_ancestors(call.name) & blocks, key=len)
+        return block in around and (block, call.inputs, call.outputs) in whole
+
+    steps = {(c.inputs, c.outputs) for c in strided if c.name in chosen or belongs(c)}
     return {c.name: c for c in strided if (c.inputs, c.outputs) in steps}
 
 
@@ -204,10 +225,10 @@ def _exchange(model: nn.Module, new: dict[str, nn.Module]) -> nn.Module:
     return model
 
 
-def _check_grids(model: nn.Module, size: InputSize, steps: dict[str, Call]) -> dict[str, Call]:
+def _check_grids(model: nn.Module, size: InputSize, steps: dict[str, Call]) -> list[Call]:
     """Run the rehearsal again: un-striding must leave a network that runs, each changed step on its input's grid."""
     try:
-        after = {call.name: call for call in trace(model, size)}
+        calls = trace(model, size)
     except FAILURES as error:
         if not steps:
             raise
@@ -215,20 +236,11 @@ def _check_grids(model: nn.Module, size: InputSize, steps: dict[str, Call]) -> d
         raise ValueError(
             f"with {_some(sorted(steps))} at stride 1 the network no longer runs ({reason}); use stride='keep'"
         ) from error
+    after = {call.name: call for call in calls}
     for name in steps:
         if after[name].outputs != after[name].inputs:
             raise ValueError(f"{name} does not keep its grid at stride 1; use stride='keep'")
-    return after
-
-
-def _update_reductions(model: nn.Module, before: list[Call], after: dict[str, Call]) -> None:
-    """Keep timm's ``feature_info`` true: stages on a doubled grid reduce half as much."""
-    info = getattr(model, "feature_info", None)
-    grids = {call.name: call.outputs[0] for call in before}
-    for entry in getattr(info, "info", info) or []:
-        module = entry.get("module", "")
-        if module in grids and module in after:
-            entry["reduction"] //= round(after[module].outputs[0] / grids[module])
+    return calls
 
 
 def _some(names: list[str]) -> str:

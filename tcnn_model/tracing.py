@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["FAILURES", "Call", "InputSize", "find_input_size", "meta_copy", "trace"]
+__all__ = ["FAILURES", "Call", "InputSize", "copy_in_its_modes", "find_input_size", "meta_copy", "trace"]
 
 Grid = tuple[int, int]
 InputSize = tuple[int, int, int]
@@ -42,13 +42,42 @@ class Call:
         return self.outputs[0] < self.inputs[0] or self.outputs[1] < self.inputs[1]
 
 
+def copy_in_its_modes(model: nn.Module) -> nn.Module:
+    """A deep copy, every module in the mode of its original: a copy of a ``torch.fx.GraphModule`` would be training.
+
+    Raises:
+        ValueError: a tensor of the model is computed from others, and kept as an attribute, which cannot be copied.
+    """
+    try:
+        duplicate = copy.deepcopy(model)
+    except RuntimeError as error:
+        computed = [name for name, tensor in _plain_tensors(model).items() if not tensor.is_leaf]
+        if not computed:
+            raise
+        raise ValueError(
+            f"cannot copy {type(model).__name__}: {computed[0]} is computed from other tensors; if it is pruned or "
+            f"normed, call torch.nn.utils.prune.remove, remove_weight_norm or remove_spectral_norm first"
+        ) from error
+    modes = {name: module.training for name, module in model.named_modules()}
+    for name, module in duplicate.named_modules():
+        module.training = modes.get(name, module.training)
+    return duplicate
+
+
 def meta_copy(model: nn.Module) -> nn.Module:
     """A copy without storage or hooks, in eval mode: running it costs no memory and nobody notices."""
-    duplicate = copy.deepcopy(model).to("meta").eval()
+    duplicate = copy_in_its_modes(model).to("meta").eval()
     for module in duplicate.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
     return duplicate
+
+
+def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors, by their dotted names, that are neither parameters nor buffers, but attributes of a module."""
+    modules = model.named_modules()
+    attributes = ((f"{name}.{key}".strip("."), value) for name, m in modules for key, value in vars(m).items())
+    return {name: value for name, value in attributes if isinstance(value, Tensor)}
 
 
 def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
@@ -68,10 +97,12 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
     operations = _Operations()
 
     def enter(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        operations.running.append(names[module])
+        if not isinstance(module, nn.Softmax):  # a function of the layer that it is in, which is the one attending
+            operations.running.append(names[module])
 
     def observe(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        operations.running.pop()
+        if not isinstance(module, nn.Softmax):
+            operations.running.pop()
         x = inputs[0] if inputs else None
         if isinstance(x, Tensor) and isinstance(output, Tensor) and x.ndim == output.ndim == 4:
             calls.append(Call(names[module], module, (x.shape[2], x.shape[3]), (output.shape[2], output.shape[3])))
@@ -124,7 +155,7 @@ def find_input_size(model: nn.Module, given: InputSize | None = None) -> InputSi
 
     Raises:
         ValueError: the model does not run on it, nor (where none is given) with as many channels as its first
-            convolution takes or its pretrained_cfg says.
+            convolution takes or its pretrained_cfg says; or a tensor of its own does not move with the model.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, height, width = config.get("input_size") or (3, 224, 224)
@@ -138,6 +169,13 @@ def find_input_size(model: nn.Module, given: InputSize | None = None) -> InputSi
             reason = error
         else:
             return candidate
+    left = [name for name, tensor in _plain_tensors(model).items() if tensor.device.type != "meta"]
+    if left and "device" in str(reason):
+        raise ValueError(
+            f"could not run {type(model).__name__} without storage: {left[0]} is a tensor that is neither a parameter "
+            f"nor a buffer, and so stays behind when the model is moved; make it a buffer with register_buffer "
+            f"({type(reason).__name__}: {reason})"
+        ) from reason
     tried = " x ".join(map(str, candidates[0]))
     raise ValueError(
         f"could not run {type(model).__name__} on an image of {tried}: pass input_size=(C, H, W) of one that it takes "

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterable
 
 import torch
+from timm.layers import Conv2dSame
 from torch import Tensor, nn
 
 from tcnn_model.tracing import FAILURES, Call
@@ -26,14 +27,14 @@ def unstride(call: Call, module: nn.Module) -> nn.Module:
 
     Where it would fall short of the grid (2 x 2 convolutions and pools without padding, 3 x 3 without padding), its
     input is extended equally on both sides, an odd pixel to the right and down: for a pool the border is repeated, so
-    that at the border it sees real pixels only; for a convolution by zeros.
+    that at the border it sees real pixels only; for a convolution by what it pads with, as a rule zeros.
 
     Args:
         call: the operation's run, as traced on the meta device.
         module: the operation itself, which is not changed.
 
     Returns:
-        a new module that shares the parameters of ``module``.
+        a new module that has the parameters of ``module``, under their names.
 
     Raises:
         ValueError: at stride 1 it would not keep the grid.
@@ -43,13 +44,30 @@ def unstride(call: Call, module: nn.Module) -> nn.Module:
     _set_unit_stride(unit)
     if (rows, cols) == (0, 0):
         return unit
-    if min(rows, cols) >= 0 and isinstance(module, nn.Conv2d | nn.AvgPool2d | nn.MaxPool2d):
+    if min(rows, cols) >= 0 and isinstance(unit, nn.Conv2d):
+        return _padded_to_its_grid(unit)
+    if min(rows, cols) >= 0 and isinstance(unit, _POOLS):
         beyond = (cols // 2, cols - cols // 2, rows // 2, rows - rows // 2)
-        return nn.Sequential((nn.ReplicationPad2d if isinstance(module, _POOLS) else nn.ZeroPad2d)(beyond), unit)
+        return nn.Sequential(nn.ReplicationPad2d(beyond), unit)
     raise ValueError(
         f"{call.name} ({type(module).__name__}) reduces {call.inputs} to {call.outputs}, "
         f"and at stride 1 would not keep the grid; use stride='keep'"
     )
+
+
+def _padded_to_its_grid(conv: nn.Conv2d) -> nn.Conv2d:
+    """A convolution of stride 1, changed so that its padding keeps the grid; a wrapper would rename its parameters."""
+    rows, cols = (d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True))
+    conv._reversed_padding_repeated_twice = [cols // 2, cols - cols // 2, rows // 2, rows - rows // 2]
+    if rows % 2 == cols % 2 == 0:
+        conv.padding = (rows // 2, cols // 2)
+    elif type(conv) is not nn.Conv2d or conv.padding_mode != "zeros":
+        conv.padding = "same"
+    else:  # torch's own padding="same" warns about even kernels
+        same = Conv2dSame.__new__(Conv2dSame)
+        vars(same).update(vars(conv))
+        return same
+    return conv
 
 
 @torch.no_grad()

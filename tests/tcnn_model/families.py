@@ -32,6 +32,7 @@ _SMALLER: dict[str, dict[str, Any]] = {
     "vgg16_bn": {"mlp_ratio": 0.01},
     "densenet121": {"growth_rate": 8, "block_config": (1, 1, 2, 16)},
     "darknet53": _csp("darknet53"),
+    "darknetaa53": _csp("darknetaa53"),
     "cspresnet50": _csp("cspresnet50"),
     "dla34": {"channels": (8, 8, 16, 16, 24, 32)},
     "resnext50_32x4d": _GROUPED,

@@ -186,3 +186,49 @@ def test_seven_by_seven_depthwise_has_49_heads() -> None:
     layer = GPSA.from_conv(nn.Conv2d(5, 5, 7, padding=3, groups=5))
     assert layer.heads == 49
     assert tuple(layer.weight.shape) == (5, 1, 7, 7)
+
+
+@pytest.mark.parametrize("name", ["forward", "_conv_forward"])
+def test_forward_given_to_one_convolution(name: str) -> None:
+    """As those who make a generator's images tile do."""
+    conv = _convolution(nn.Conv2d, 3, 5, 3)
+    setattr(conv, name, lambda x, *_: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), conv.weight))
+    with pytest.raises(ValueError, match=f"its {name} was replaced by another, which would be lost"):
+        GPSA.from_conv(conv)
+    with pytest.raises(ValueError, match=f"cannot reparameterize '0': its {name} was replaced"):
+        reparameterize(nn.Sequential(conv), input_size=(3, 11, 13), inplace=True)
+
+
+class _LowRank(nn.Conv2d):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.down, self.up = nn.Parameter(torch.ones(2, 27)), nn.Parameter(torch.ones(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight + (self.up @ self.down).view_as(self.weight), self.bias)
+
+
+def test_trainable_update_of_a_frozen_weight_is_refused() -> None:
+    conv = _convolution(_LowRank, 3, 5, 3)
+    conv.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"_LowRank has further trainable parameters \(down, up\).* merge them"):
+        GPSA.from_conv(conv)
+    conv.weight.requires_grad_(True)
+    conv.bias.requires_grad_(False)  # type: ignore[union-attr]
+    layer = GPSA.from_conv(conv)
+    assert (layer.weight.requires_grad, layer.bias.requires_grad) == (True, False)
+    for parameter in conv.parameters():
+        parameter.requires_grad_(False)
+    assert not GPSA.from_conv(conv).weight.requires_grad
+
+
+class _Shifted(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, 2 * self.bias)  # type: ignore[operator]
+
+
+def test_computed_bias_trains_if_what_it_is_computed_from_does() -> None:
+    conv = _convolution(_Shifted, 3, 5, 3)
+    conv.weight.requires_grad_(False)
+    layer = GPSA.from_conv(conv)
+    assert (layer.weight.requires_grad, layer.bias.requires_grad) == (False, True)

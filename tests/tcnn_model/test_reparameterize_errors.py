@@ -1,5 +1,6 @@
 """Models and arguments that cannot be converted: a message that says why, and a model that is as it was."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from tcnn_model import gpsa_layers, reparameterize
 from tests.tcnn_model.families import build
@@ -28,6 +30,7 @@ def _refused(model: nn.Module, message: str, **arguments: Any) -> None:
         ("botnet26t_256", "no convolution to reparameterize: the last stage of ByobNet .* of 8 in the model"),
         ("hrnet_w18", "use stride='keep'"),
         ("efficientformer_l1", "stages.3.downsample.conv at stride 1 the network no longer runs .*use stride='keep'"),
+        ("coatnet_nano_cc_224", r"stages\.3\.blocks\.0\.down\.pool, .*at stride 1 the network no longer runs"),
         ("inception_v3", "at stride 1 the network no longer runs .*use stride='keep'"),
         ("nasnetalarge", "from different first pixels, .*use stride='keep'"),
         ("efficientnet_cc_b0_4e", r"no convolution to reparameterize: .*blocks\.5\.0\.conv_dw \(CondConv2d\)"),
@@ -127,3 +130,47 @@ def test_exception_of_the_model_is_quoted() -> None:
             raise ValueError("only on Sundays")
 
     _refused(Broken(), "only on Sundays")
+
+
+class _Normalising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cnn = build("resnet18")
+        self.mean = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cnn(x - self.mean)
+
+
+def test_tensor_that_does_not_move_with_the_model() -> None:
+    model = _Normalising()
+    _refused(model, "mean is a tensor that is neither a parameter nor a buffer.*register_buffer")
+    mean = model.mean
+    del model.mean
+    model.register_buffer("mean", mean)
+    assert len(gpsa_layers(reparameterize(model))) == 4
+
+
+def test_tensor_that_nothing_fails_for() -> None:
+    cnn = build("resnet18")
+    cnn.note = torch.zeros(3)
+    _refused(cnn, "could not run ResNet on an image of 5 x 64 x 64: pass input_size", input_size=(5, 64, 64))
+
+
+def test_pruned_model() -> None:
+    cnn = build("resnet18")
+    prune.random_unstructured(cnn.get_submodule("layer1.0.conv1"), "weight", amount=0.5)
+    with pytest.raises(ValueError, match=r"cannot copy ResNet: layer1\.0\.conv1\.weight is .*prune\.remove"):
+        reparameterize(cnn)
+    prune.remove(cnn.get_submodule("layer1.0.conv1"), "weight")
+    assert len(gpsa_layers(reparameterize(cnn))) == 4
+
+
+def test_types() -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got str 'resnet18'"):
+        reparameterize("resnet18")  # type: ignore[arg-type]
+    cnn: Any = build("resnet18")
+    for layers in (3, [3], b"layer4"):
+        message = f"expected layers to be None, a name, a collection of names or a predicate, got {layers!r}"
+        with pytest.raises(TypeError, match=re.escape(message)):
+            reparameterize(cnn, layers=layers)  # type: ignore[arg-type]

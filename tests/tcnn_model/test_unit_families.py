@@ -58,6 +58,7 @@ BY_HAND = {
     "resnetaa50": Unstrided(("layer4.0.downsample.0",), {"layer4.0.aa": _Average}),
     "resnetblur50": Unstrided(("layer4.0.downsample.0",), {"layer4.0.aa": _Blur}),
     "darknet53": Unstrided(("stages.4.conv_down.conv",)),
+    "darknetaa53": Unstrided((), {"stages.4.conv_down.0": _Average}),
     "cspresnet50": Unstrided(("stages.3.conv_down.conv",)),
     "dla34": Unstrided(("level5.tree1.conv1",), {"level5.downsample": _Maximum}),
     "resnetv2_50": Unstrided((f"{_V2}.conv2", f"{_V2}.downsample.conv")),

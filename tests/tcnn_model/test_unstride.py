@@ -184,3 +184,98 @@ def test_stride_of_a_converted_layer_is_taken_out_with_its_partners() -> None:
     block.conv.stride = block.shortcut.stride = (1, 1)
     x = random(1, 3, 26, 34)
     assert relative_error(twice(x), model(x)) < 1e-8
+
+
+class _Nested(nn.Module):
+    """A block whose pools stand in modules of their own, as CoAtNet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.short = nn.Sequential(nn.AvgPool2d(2)), nn.Sequential(nn.Sequential(nn.AvgPool2d(2)))
+        self.conv = nn.Conv2d(5, 5, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.down(x)) + self.short(x)
+
+
+@torch.no_grad()
+def test_nested_pools_of_a_block() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), _Nested()).double()
+    x = random(1, 3, 26, 34)
+    unit = reparameterize(model, **SHARP)
+    assert list(gpsa_layers(unit)) == ["1.conv"]
+    assert unit(x).shape[-2:] == (13, 17)
+    middle = model[0](x)
+    average = nn.AvgPool2d(2, 1)(nn.ReplicationPad2d((0, 1, 0, 1))(middle))
+    assert relative_error(unit(x), model[1].conv(average) + average) < 1e-8
+
+
+def test_nested_pools_before_a_block() -> None:
+    """They are none of its own, as VGG's and DenseNet's are not."""
+    pools = nn.Sequential(nn.Sequential(nn.AvgPool2d(2)))
+    model = nn.Sequential(nn.Conv2d(3, 5, 5, 2, 2), pools, nn.Sequential(nn.Conv2d(5, 7, 3, padding=1)))
+    unit = reparameterize(nn.Sequential(model, nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    assert list(gpsa_layers(unit)) == ["0.2.0"]
+    assert unit.get_submodule("0.1.0.0").stride == 2
+
+
+class _Module(_Attention):
+    """The same with its softmax as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax = nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.reduce(x).flatten(2)
+        weights = self.softmax(x.flatten(2).transpose(1, 2) @ keys)
+        return x + (keys @ weights.transpose(1, 2)).unflatten(2, x.shape[2:])
+
+
+def test_attention_with_a_softmax_module() -> None:
+    last = nn.Sequential(nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.Conv2d(7, 7, 3, padding=1))
+    model = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2, padding=1), _Module(), last)
+    calls = trace(meta := meta_copy(model), find_input_size(meta))
+    assert [call.name for call in calls if call.in_attention] == ["1.reduce"]
+    assert list(gpsa_layers(reparameterize(model))) == ["2.0", "2.1"]
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(3, 5, 2, 2),
+        nn.Conv2d(3, 5, (4, 3), 2, (0, 1)),
+        nn.Conv2d(3, 5, 3, 2),
+        nn.Conv2d(3, 5, 4, 2, 1, padding_mode="circular"),
+        StdConv2d(3, 5, 3, 2, padding=0),
+    ],
+)
+@torch.no_grad()
+def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
+    """So that a checkpoint of the CNN still fits."""
+    conv = copy.deepcopy(conv).double()
+    before = dict(vars(conv))
+    call = _call(conv, (12, 18))
+    unit = unstride(call, conv)
+    assert {name: id(p) for name, p in unit.named_parameters()} == {n: id(p) for n, p in conv.named_parameters()}
+    assert vars(conv) == before
+    check_phases([call])
+    x = random(1, 3, 12, 18)
+    assert unit(x).shape[-2:] == (12, 18)
+    assert relative_error(copy.deepcopy(unit)(x), unit(x)) == 0
+
+
+@torch.no_grad()
+def test_extended_shortcut_can_be_converted_later() -> None:
+    torch.manual_seed(0)
+    block = _Block()
+    block.shortcut, block.conv = nn.Conv2d(5, 7, 2, 2), nn.Conv2d(5, 7, 5, 2, 2)
+    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double()
+    once = reparameterize(model, layers="1.conv", **SHARP)
+    result = once.load_state_dict(model.state_dict(), strict=False)
+    assert result.unexpected_keys == []
+    assert all(key.startswith("1.conv.") for key in result.missing_keys)
+    twice = reparameterize(once, layers="1.shortcut", stride="keep", **SHARP)
+    x = random(1, 3, 26, 34)
+    assert relative_error(twice(x), once(x)) < 1e-8
