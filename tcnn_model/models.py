@@ -1,8 +1,8 @@
 """The papers' Transformed CNNs in timm's registry: ``timm.create_model("t_resnetrs50", num_classes=10)``.
 
 ``pretrained=True`` loads the CNN's own weights through timm, then converts. Keyword arguments of
-:func:`~tcnn_model.reparameterize` (``stride``, ``locality_strength``, ``gating``, ``qk_dim``) are accepted beside
-those of the CNN.
+:func:`~tcnn_model.reparameterize` (``stride``, ``locality_strength``, ``gating``, ``qk_dim``, ``backend``) are
+accepted beside those of the CNN.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _BASES = (*_RS, *_D, "resnet50")  # Table 3
 
 __all__ = [f"t_{base}" for base in _BASES]  # pyright: ignore
 
-_CONVERSION_ARGUMENTS = ("stride", "locality_strength", "gating", "qk_dim")
+_CONVERSION_ARGUMENTS = ("stride", "locality_strength", "gating", "qk_dim", "backend")
 
 
 def _tagged(base: str, tag: str) -> str:

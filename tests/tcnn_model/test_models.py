@@ -54,7 +54,9 @@ def test_parameters_as_published(name: str, millions: float, layers: int) -> Non
 def test_arguments_of_both() -> None:
     arguments = {"num_classes": 3, "in_chans": 1, **SMALL}
     cnn = randomise_norms(timm.create_model("resnet50", **arguments)).eval()
-    tcnn = timm.create_model("t_resnet50", stride="keep", qk_dim=5, **CONVOLUTIONAL, **arguments).eval()
+    options = {"stride": "keep", "qk_dim": 5, "backend": "dense"}
+    tcnn = timm.create_model("t_resnet50", **options, **CONVOLUTIONAL, **arguments).eval()
+    assert {layer.backend for layer in gpsa_layers(tcnn).values()} == {"dense"}
     assert tcnn.load_state_dict(cnn.state_dict(), strict=False).unexpected_keys == []
     assert {layer.qk_dim for layer in gpsa_layers(tcnn).values()} == {5}
     x = random(2, 1, 64, 96, dtype=torch.float32)
