@@ -298,6 +298,13 @@ def test_second_derivatives() -> None:
         torch.autograd.grad(twice("blocks"), values)
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    arguments = _arguments("padding", "shared")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = gpsa(**arguments)
+    assert torch.equal(output, gpsa(**arguments))
+
+
 def test_autocast_takes_values_in_float32_with_queries_already_lowered() -> None:
     arguments = _arguments("padding", "shared", torch.float32)
     lowered = {name: arguments[name].bfloat16() for name in ("query", "key")}

@@ -153,3 +153,10 @@ def test_backend_is_kept_and_checked() -> None:
         ValueError, match="expected backend to be one of auto, dense, blocks, fused, triton; got 'fast'"
     ):
         GPSA(3, 5, 3, backend="fast")
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_output_is_stored_as_the_input_is(memory_format: torch.memory_format, groups: int) -> None:
+    x = random(2, 3, 5, 7, dtype=torch.float32).to(memory_format=memory_format)
+    assert GPSA(3, 6, 3, padding=1, groups=groups)(x).is_contiguous(memory_format=memory_format)

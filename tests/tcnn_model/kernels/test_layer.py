@@ -67,3 +67,8 @@ def test_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = GPSA(2, 3, 3, padding=1, backend="triton")
     with pytest.raises(ValueError, match="backend='triton' needs Triton and a CUDA device; the tensors are on cpu"):
         layer(torch.zeros(1, 2, 5, 7))
+
+
+def test_no_images() -> None:
+    layer = GPSA(3, 5, 3, padding=1, backend="triton").to(DEVICE)
+    assert layer(torch.zeros(0, 3, 5, 7, device=DEVICE)).shape == (0, 5, 5, 7)
