@@ -57,7 +57,7 @@ def mix_and_apply(
             positional = _positional(rows, cols, heads, queries)
         mixed = content.lerp_(positional, gate[heads, None, None]).to(values.dtype)
         for of_head, head in enumerate(range(heads.start, heads.start + len(mixed))):
-            torch.mm(mixed[of_head], values[image, head % values.shape[1]], out=output[image, head, queries])
+            _product(mixed[of_head], values[image, head % values.shape[1]], out=output[image, head, queries])
     return output
 
 
@@ -90,11 +90,12 @@ def _backward(
         narrow, d_mixed = mixed.to(values.dtype), torch.empty_like(mixed, dtype=values.dtype)
         for of_head, head in enumerate(range(heads.start, heads.start + len(mixed))):
             upstream, of_values = d_output[image, head, queries], head % values.shape[1]
-            torch.mm(upstream, values[image, of_values].T, out=d_mixed[of_head])
             if d_values.dtype == values.dtype:
                 d_values[image, of_values].addmm_(narrow[of_head].T, upstream)
             else:
+                upstream = upstream.contiguous()
                 d_values[image, of_values] += narrow[of_head].T @ upstream
+            _product(upstream, values[image, of_values].T, out=d_mixed[of_head])
         d_mixed = widen(d_mixed)
 
         content_sums = torch.linalg.vecdot(content, d_mixed)[..., None]
@@ -139,6 +140,14 @@ def _refuse(ctx, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-u
 
 mix_and_apply.register_autograd(_differentiate, setup_context=_remember)
 _backward.register_autograd(_refuse)
+
+
+def _product(left: Tensor, right: Tensor, *, out: Tensor) -> None:
+    """Write ``left @ right`` to ``out``, whose rows may lie apart: torch 2.8 errs there for half-precision vectors."""
+    if out.dtype in (torch.float16, torch.bfloat16):
+        out.copy_(left @ right)
+    else:
+        torch.mm(left, right, out=out)
 
 
 def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Tensor:

@@ -42,16 +42,13 @@ class Axis:
 
     def __post_init__(self) -> None:
         """Refuse what is no axis."""
-        numbers = (self.length, self.stride, self.extent, 0 if self.padding == "same" else self.padding)
-        if (
-            not all(isinstance(n, int | torch.SymInt) for n in numbers)
-            or min(numbers) < 0
-            or 0 in (self.stride, self.extent)
-        ):
-            raise ValueError(
-                "expected length and padding of at least 0 (or padding 'same'), stride and extent of at least 1, all "
-                f"integers; got {self}"
-            )
+        padding = 0 if self.padding == "same" else self.padding
+        for number, least in ((self.length, 0), (padding, 0), (self.stride, 1), (self.extent, 1)):
+            if not isinstance(number, (int, torch.SymInt)) or number < least:
+                raise ValueError(
+                    "expected length and padding of at least 0 (or padding 'same'), stride and extent of at least 1, "
+                    f"all integers; got {self}"
+                )
 
     @property
     def before(self) -> int:

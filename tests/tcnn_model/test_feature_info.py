@@ -62,7 +62,6 @@ def test_property_is_left_alone(inplace: bool) -> None:
         ("convnext_atto", {}),
         ("convnext_atto", {"feature_cls": "getter"}),
         ("convnext_atto", {"feature_cls": "hook"}),
-        ("efficientvit_b0", {}),
         ("edgenext_xx_small", {}),
         ("fastvit_t8", {}),
         ("efficientnet_b0", {}),
