@@ -9,6 +9,7 @@ objects appear whole, which zarr's ``LocalStore`` gives since 3.1.3 (temporary n
 import json
 import os
 import shutil
+import time
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -134,7 +135,9 @@ class EpochStore:
             self._create(LocalStore(partial), variables, attrs)
             os.replace(partial, target)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            for pause in (0, 0.01, 0.1):  # zarr writes several objects at once: some may land after one has failed
+                time.sleep(pause)
+                shutil.rmtree(partial, ignore_errors=True)
             raise
 
     def _check(self, target: Path) -> None:

@@ -1,5 +1,6 @@
 """A run that fails at any write leaves the epochs before it, and can be continued. Kills proper are in test_kill.py."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +85,28 @@ def test_crash_at_every_write_of_the_creation(tmp_path: Path) -> None:
         assert_epochs(epoch_store(path).dataset(), [])
         assert [p.name for p in path.parent.iterdir()] == ["run.zarr"]
     assert number == len(asked) > 5
+
+
+def test_write_that_lands_after_the_creation_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """zarr writes several objects at once, each in a thread."""
+    late: list[threading.Timer] = []
+
+    async def fail(self: LocalStore, key: str, value: Any) -> None:
+        def land() -> None:
+            (self.root / "gate").mkdir(parents=True, exist_ok=True)
+            (self.root / "gate" / "zarr.json").write_text("{}")
+
+        late.append(threading.Timer(0.005, land))
+        late[-1].start()
+        raise Crash
+
+    monkeypatch.setattr(LocalStore, "set", fail)
+    with pytest.raises(Crash):
+        epoch_store(tmp_path / "run.zarr")
+    for timer in late:
+        timer.join()
+    assert late
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["same recorder", "new recorder"])
