@@ -86,7 +86,8 @@ def gpsa(
             - "fused": torch's fused attention for the content part and the factors of the positional part for the
               other; for values of one head each and as wide as the queries. Memory O(heads N d).
             - "triton": CUDA kernels that form attention in registers (tcnn_model/kernels).
-            - "auto": the fastest of those that can, by measurement.
+            - "auto": the fastest of those that can, as measured on a CPU; on CUDA (not measured yet) "fused" where it
+              can, else the kernels.
         statistics: whether to return :class:`~tcnn_model.AttentionStatistics` as well, without gradients. Where no
             gradient is needed they come from the pass that computes the output.
 
@@ -94,6 +95,7 @@ def gpsa(
         shape (B, heads, N_query, C), with the dtype of the values; or that and the statistics.
 
     Raises:
+        TypeError: what should be a floating tensor or an Axis is none.
         ValueError: shapes that do not fit each other or the grid, an empty grid, a mixture of devices or dtypes, a
             backend that does not exist or cannot do this.
     """

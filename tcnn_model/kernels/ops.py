@@ -280,3 +280,12 @@ def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 _differentiable: tuple[Callable[..., Any], ...] = (_forward, _forward_with_statistics)
 for _operator in _differentiable:
     _operator.register_autograd(_gradients, setup_context=_save)  # type: ignore[attr-defined]
+
+
+def _refuse(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    raise RuntimeError("the kernels can be differentiated once; for second derivatives use backend='dense'")
+
+
+_backward: tuple[Callable[..., Any], ...] = (_backward_queries, _backward_keys, _backward_values)
+for _operator in _backward:
+    _operator.register_autograd(_refuse)  # type: ignore[attr-defined]
