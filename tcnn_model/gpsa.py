@@ -251,13 +251,16 @@ class GPSA(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C_in, H, W) -> (B, C_out, H_out, W_out), Eq. (5)."""
         attention = self.gated_attention(x)
-        values = _project(x, self.value).flatten(2).transpose(1, 2)  # (B, H * W, C_in), shared by the heads
-        gathered = attend(attention, values[:, None], backend=self.backend)  # (B, heads, N_query, C_in)
-        output = self._project_heads(gathered.unflatten(2, (attention.y.queries, attention.x.queries)))
+        output = self.combine(attend(attention, self.values(x), backend=self.backend), attention)
         return output.contiguous(memory_format=_memory_format(x))  # as a convolution's
 
-    def _project_heads(self, gathered: Tensor) -> Tensor:
-        """W_out of all heads and the bias: (B, heads, H_out, W_out, C_in) -> (B, C_out, H_out, W_out)."""
+    def values(self, x: Tensor) -> Tensor:
+        """X W_val, shared by the heads: (B, C_in, H, W) -> (B, 1, H * W, C_in)."""
+        return _project(x, self.value).flatten(2).transpose(1, 2)[:, None]
+
+    def combine(self, gathered: Tensor, attention: GatedAttention) -> Tensor:
+        """W_out of all heads and the bias: (B, heads, N_query, C_in) -> (B, C_out, H_out, W_out)."""
+        gathered = gathered.unflatten(2, (attention.y.queries, attention.x.queries))
         if self.groups == 1:
             taps = self.weight.permute(0, 2, 3, 1).flatten(1)  # (C_out, heads * C_in)
             return F.linear(gathered.permute(0, 2, 3, 1, 4).flatten(3), taps, self.bias).permute(0, 3, 1, 2)

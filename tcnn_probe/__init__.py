@@ -1,5 +1,26 @@
 """See, while a vision model trains, which of its heads convolve and which attend to content."""
 
+from tcnn_probe.collector import ReconstructionError
+from tcnn_probe.probes import DEFAULT, PROBES, ForwardCall, Probe, register
 from tcnn_probe.recorder import Recorder, record
+from tcnn_probe.schema import Variable
+from tcnn_probe.seeing.attention import AttentionCall
+from tcnn_probe.store import StoreError, compact, migrate
+from tcnn_probe.store import open_recording as open  # noqa: A004
 
-__all__ = ["Recorder", "record"]
+__all__ = [
+    "DEFAULT",
+    "PROBES",
+    "AttentionCall",
+    "ForwardCall",
+    "Probe",
+    "ReconstructionError",
+    "Recorder",
+    "StoreError",
+    "Variable",
+    "compact",
+    "migrate",
+    "open",
+    "record",
+    "register",
+]

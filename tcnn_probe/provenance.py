@@ -6,22 +6,30 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch import nn
 
+from tcnn_probe.names import unwrap
+
 __all__ = ["provenance"]
 
 
 def provenance(model: nn.Module) -> dict[str, str]:
     """Attributes of a new recording: when, by which versions, of which model."""
-    config = getattr(model, "pretrained_cfg", None) or {}
+    inner = unwrap(model)
+    config = getattr(inner, "pretrained_cfg", None) or {}
     attrs = {
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "creation_library": "tcnn_probe",
         "creation_library_version": _version("tcnn-probe"),
         "python_version": platform.python_version(),
         **{f"{package}_version": _version(package) for package in ("torch", "timm", "xarray", "zarr")},
-        "model_class": type(model).__name__,
+        "model_class": _class(inner).__name__,
     }
     architecture = config.get("architecture")
     return attrs | ({"model_architecture": architecture} if architecture else {})
+
+
+def _class(model: nn.Module) -> type:
+    """The user's own, of which torch's fully_shard makes a subclass."""
+    return next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed"))
 
 
 def _version(package: str) -> str:

@@ -1,10 +1,12 @@
-"""The variables of a recording: their dimensions, units and meanings."""
+"""The shape of a recording: groups of labelled arrays, all of which grow along the marks."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["COORDINATES", "SCHEMA_VERSION", "VARIABLES", "Variable"]
+__all__ = ["COORDINATES", "COUNTS", "SCHEMA_VERSION", "Group", "Variable"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -12,16 +14,19 @@ class Variable:
     """A recorded variable.
 
     Args:
-        dims: names of its dimensions, "epoch" first.
-        units: "1", "nat", "pixel" (input pixels of the layer) or powers of these.
+        dims: names of its dimensions after that of the marks (which is called "epoch" unless the user names another):
+            ("layer", "head") for a number of each head, () for one of the whole model.
+        units: "1", "nat", "pixel", "cell" (of the layer's token grid) or powers of these.
         long_name: short label, for plots.
         description: what it is, with its source.
+        dtype: as stored, "float64" or, for maps, "float16".
     """
 
     dims: tuple[str, ...]
     units: str
     long_name: str
     description: str
+    dtype: str = "float64"
 
     @property
     def attrs(self) -> dict[str, str]:
@@ -29,67 +34,51 @@ class Variable:
         return {"units": self.units, "long_name": self.long_name, "description": self.description}
 
 
-_HEAD = ("epoch", "layer", "head")
-_LAYER = ("epoch", "layer")
-_MEAN = "Mean over the images and queries seen since the previous mark."
+@dataclass(frozen=True)
+class Group:
+    """Variables that share their layers and sizes; the root group, "", holds the numbers of attention heads.
 
-VARIABLES: dict[str, Variable] = {
-    "gate": Variable(_HEAD, "1", "gate", "sigma(lambda), share of positional attention (T-CNN Eq. 7), as marked."),
-    "locality_strength": Variable(
-        _HEAD,
-        "pixel-2",
-        "locality strength",
-        "alpha of the positional attention (T-CNN Eq. 4), as marked.",
-    ),
-    "attention_span": Variable(_HEAD, "pixel2", "attention span", "1 / alpha (T-CNN Fig. 4B), as marked."),
-    "center_y": Variable(
-        _HEAD,
-        "pixel",
-        "centre of attention, y",
-        "Delta_y, relative to the query (T-CNN Eq. 4), as marked.",
-    ),
-    "center_x": Variable(
-        _HEAD,
-        "pixel",
-        "centre of attention, x",
-        "Delta_x, relative to the query (T-CNN Eq. 4), as marked.",
-    ),
-    "entropy": Variable(
-        _HEAD,
-        "nat",
-        "attention entropy",
-        f"-sum_j A_ij log A_ij over real and padding pixels (A in T-CNN Eq. 7). {_MEAN}",
-    ),
-    "content_entropy": Variable(
-        _HEAD, "nat", "entropy of content attention", f"Entropy of softmax(q k / sqrt(d)) over real pixels. {_MEAN}"
-    ),
-    "positional_entropy": Variable(
-        _HEAD,
-        "nat",
-        "entropy of positional attention",
-        f"Entropy of softmax(-alpha ||delta - Delta||^2) over real and padding pixels. {_MEAN}",
-    ),
-    "attention_distance": Variable(
-        _HEAD,
-        "pixel",
-        "attention distance",
-        f"sum_j A_ij ||delta_ij|| over real and padding pixels (ConViT's non-locality). {_MEAN}",
-    ),
-    "images": Variable(_LAYER, "1", "images", "Images that the layer saw since the previous mark."),
+    Args:
+        variables: by name.
+        layers: the layer table, in the order of the "layer" dimension: for each module's name what is known of it, in
+            plain JSON ("kind", "heads", ...).
+        sizes: length of each further dimension of the variables, such as {"head": 6}.
+        maps: whether the variables are maps, much larger than numbers: one shard for each mark.
+        coords: labels along some of these dimensions; the others count from 0.
+    """
+
+    variables: Mapping[str, Variable]
+    layers: Mapping[str, Mapping[str, Any]]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    maps: bool = False
+    coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def shape(self, variable: str) -> tuple[int, ...]:
+        """Lengths of a variable's dimensions, without that of the marks."""
+        lengths = {"layer": len(self.layers), **self.sizes}
+        return tuple(lengths[dim] for dim in self.variables[variable].dims)
+
+
+COUNTS: dict[str, Variable] = {
+    "images": Variable(("layer",), "1", "images", "Images that the layer saw since the previous mark."),
     "nonfinite_images": Variable(
-        _LAYER,
+        ("layer",),
         "1",
-        "images with non-finite input",
-        "Of these, how many reached the layer with a NaN or infinity; its means are then NaN.",
+        "images with non-finite measurements",
+        "Of these, how many gave a NaN or infinity; the layer's means are then NaN.",
     ),
 }
 
 COORDINATES: dict[str, dict[str, str]] = {
-    "epoch": {"long_name": "epoch", "description": "As given to mark()."},
     "layer": {"long_name": "layer", "description": "Name of the module in the model."},
     "head": {
         "long_name": "head",
         "description": "Index of the head; for a reparameterized convolution its kernel tap, row-major. "
         "NaN beyond a layer's own number of heads.",
     },
+    "channel": {"long_name": "channel", "description": "Index of the channel. NaN beyond a layer's own."},
+    "image": {"long_name": "image", "description": "Which image of the epoch, counted from 0 as they pass."},
+    "window": {"long_name": "window", "description": "Index of the window of the image, in the layer's own order."},
+    "y": {"long_name": "row", "description": "Row of the grid of keys."},
+    "x": {"long_name": "column", "description": "Column of the grid of keys."},
 }

@@ -1,9 +1,6 @@
-"""What can be recorded of which kind of layer: one file a kind, each ending in a :class:`Probe`."""
+"""What can be recorded: one file a kind, each ending in a :class:`Probe`."""
 
-from tcnn_probe.probes.convit import CONVIT
-from tcnn_probe.probes.gpsa import GPSA
-from tcnn_probe.probes.probe import Probe
+from tcnn_probe.probes.probe import ForwardCall, Probe
+from tcnn_probe.probes.registry import DEFAULT, PROBES, find_probes, register
 
-__all__ = ["PROBES", "Probe"]
-
-PROBES: tuple[Probe, ...] = (GPSA, CONVIT)
+__all__ = ["DEFAULT", "PROBES", "ForwardCall", "Probe", "find_probes", "register"]

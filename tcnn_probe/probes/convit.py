@@ -5,15 +5,25 @@ That is ``-alpha ||delta - Delta||^2`` up to a constant, with ``alpha = -w_2`` a
 (ConViT, Eqs. 5-7).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor
 
+from tcnn_model import GatedAttention
 from tcnn_model.convit import convit_attention
-from tcnn_probe.probes.probe import Probe
+from tcnn_model.statistics import apply_and_measure
+from tcnn_probe.probes.gated import VARIABLES, maps_of
+from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.statistics import gated_attention_statistics
 
 __all__ = ["CONVIT"]
+
+
+def _facts(layer: ConViTLayer) -> dict[str, Any]:
+    return {"heads": layer.num_heads}
 
 
 def _state(layer: ConViTLayer) -> dict[str, Tensor]:
@@ -28,9 +38,36 @@ def _state(layer: ConViTLayer) -> dict[str, Tensor]:
     }
 
 
-def _measure(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
+def _attention(layer: ConViTLayer, x: Tensor) -> GatedAttention:
     # Not layer.qk(x): hooks that others have on it would run twice.
-    return gated_attention_statistics(convit_attention(layer, layer.qk.forward(x)))
+    return convit_attention(layer, layer.qk.forward(x))
 
 
-CONVIT = Probe("convit-gpsa", ConViTLayer, lambda layer: layer.num_heads, _state, _measure)
+def _measure(call: ForwardCall) -> dict[str, Tensor]:
+    return gated_attention_statistics(_attention(call.module, call.inputs[0]))
+
+
+def _maps(call: ForwardCall, which: Sequence[int]) -> dict[str, Tensor]:
+    return maps_of(_attention(call.module, call.inputs[0]), which)
+
+
+def _rebuild(call: ForwardCall) -> Tensor | None:
+    layer, x = call.module, call.inputs[0][:1]
+    if layer.training and (layer.attn_drop.p > 0 or layer.proj_drop.p > 0):
+        return None
+    values = layer.v.forward(x).unflatten(2, (layer.num_heads, -1)).transpose(1, 2)
+    gathered, _ = apply_and_measure(_attention(layer, x), values)
+    return layer.proj.forward(gathered.transpose(1, 2).flatten(2))
+
+
+CONVIT = Probe(
+    "convit-gpsa",
+    VARIABLES,
+    ConViTLayer,
+    group="",
+    facts=_facts,
+    state=_state,
+    measure=_measure,
+    maps=_maps,
+    rebuild=_rebuild,
+)

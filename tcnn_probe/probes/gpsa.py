@@ -1,12 +1,21 @@
 """Our own GPSA layers."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
 from tcnn_model import GPSA as GPSALayer
-from tcnn_probe.probes.probe import Probe
+from tcnn_model.statistics import apply_and_measure
+from tcnn_probe.probes.gated import VARIABLES, maps_of
+from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.statistics import gated_attention_statistics
 
 __all__ = ["GPSA"]
+
+
+def _facts(layer: GPSALayer) -> dict[str, Any]:
+    return {"heads": layer.heads}
 
 
 def _state(layer: GPSALayer) -> dict[str, Tensor]:
@@ -20,8 +29,29 @@ def _state(layer: GPSALayer) -> dict[str, Tensor]:
     }
 
 
-def _measure(layer: GPSALayer, x: Tensor) -> dict[str, Tensor]:
-    return gated_attention_statistics(layer.gated_attention(x))
+def _measure(call: ForwardCall) -> dict[str, Tensor]:
+    return gated_attention_statistics(call.module.gated_attention(call.inputs[0]))
 
 
-GPSA = Probe("gpsa", GPSALayer, lambda layer: layer.heads, _state, _measure)
+def _maps(call: ForwardCall, which: Sequence[int]) -> dict[str, Tensor]:
+    return maps_of(call.module.gated_attention(call.inputs[0]), which)
+
+
+def _rebuild(call: ForwardCall) -> Tensor:
+    layer, x = call.module, call.inputs[0][:1]
+    attention = layer.gated_attention(x)
+    gathered, _ = apply_and_measure(attention, layer.values(x))
+    return layer.combine(gathered, attention)
+
+
+GPSA = Probe(
+    "gpsa",
+    VARIABLES,
+    GPSALayer,
+    group="",
+    facts=_facts,
+    state=_state,
+    measure=_measure,
+    maps=_maps,
+    rebuild=_rebuild,
+)

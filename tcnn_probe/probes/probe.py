@@ -1,29 +1,124 @@
-"""The contract between the recorder and a kind of layer."""
+"""The contract between the recorder and what it can measure."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Probe"]
+from tcnn_probe.schema import COORDINATES, COUNTS, Variable
+from tcnn_probe.seeing.attention import AttentionCall
+
+__all__ = ["ForwardCall", "Probe"]
+
+
+@dataclass(frozen=True)
+class ForwardCall:
+    """One call of a module in a forward.
+
+    Args:
+        module, name: which.
+        inputs: what it was called with, by position and then by keyword.
+        output: what it returned.
+        parts: the last call in it of each submodule named in :attr:`Probe.parts`, if it ran. Its tensors are the
+            model's own, as they are when the module returns: what works in place on them has changed them.
+    """
+
+    module: Any
+    name: str
+    inputs: Sequence[Any]
+    output: Any
+    parts: Mapping[str, "ForwardCall"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """How to record one kind of layer. Its variables are described in :mod:`tcnn_probe.schema`.
+    """What to measure of one kind of layer, and how. Give any of the functions; each says what it hooks.
+
+    Measurements of a forward have one value (or array of values) for each image; the recorder keeps their mean over
+    images. Functions run without gradients and must not change the layer. ``{variable: tensor}`` may leave a variable
+    out, which is then NaN for that layer.
 
     Args:
         kind: short name, kept in the dataset's layer table.
-        module_type: the layers it is for.
-        heads: number of heads of a layer.
-        state: what is read off the layer's parameters when an epoch is marked: variable -> shape (heads,).
-        measure: what is measured in each forward: (layer, input) -> variable -> shape (B, heads), one value for each
-            image and head. Runs without gradients, under the autocast that the layer ran in; must not change the layer.
+        variables: name -> :class:`Variable`, whose ``dims`` are "layer" and then those of the tensors.
+        module_type: the modules it is for: a class, several, or a predicate on a module. Not for ``attention``.
+        group: where its variables go: "" is the root, with the numbers of attention heads; None a group of its own,
+            named after the kind.
+        facts: module -> what else the layer table says of it, in plain JSON; known before any forward.
+        state: module -> {variable: (*dims)}, read off the parameters when an epoch is marked.
+        measure: :class:`ForwardCall` -> {variable: (B, *dims)}, after each forward of the layer, under the autocast
+            that the layer ran in.
+        attention: :class:`AttentionCall` -> {variable: (B, *dims)}, for each softmax attention in the model, in
+            whatever module it is.
+        maps: the same call, and which of its images were chosen -> {variable: (images, [windows,] heads, height,
+            width)}; the variables have the dims ("layer", "image", ["window",] "head", "y", "x").
+        gradients: module -> {variable: pairs of a parameter and a function of its gradient, to (*dims)}; the recorded
+            value is the square root of the mean, over backward passes, of the sum of these.
+        rebuild: :class:`ForwardCall` -> the output, of the first image, rebuilt from what is measured; compared once
+            with the true one. None if they cannot be compared, as under dropout.
+        parts: names of submodules whose inputs or outputs ``measure`` needs.
+        coords: labels along dimensions of its own, such as {"branch": ["attention", "mlp"]}; those of the first so
+            many that the layers have.
+        missing: module -> {variable: why} for modules that one would expect it to be for, and it is not.
+
+    Raises:
+        ValueError, TypeError: what could not be recorded, or not be told apart from what else is.
     """
 
     kind: str
-    module_type: type[nn.Module]
-    heads: Callable[[Any], int]
-    state: Callable[[Any], Mapping[str, Tensor]]
-    measure: Callable[[Any, Tensor], Mapping[str, Tensor]]
+    variables: Mapping[str, Variable]
+    module_type: type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None = None
+    group: str | None = None
+    facts: Callable[[Any], Mapping[str, Any]] | None = None
+    state: Callable[[Any], Mapping[str, Tensor]] | None = None
+    measure: Callable[[ForwardCall], Mapping[str, Tensor]] | None = None
+    attention: Callable[[AttentionCall], Mapping[str, Tensor]] | None = None
+    maps: Callable[[Any, Sequence[int]], Mapping[str, Tensor]] | None = None
+    gradients: Callable[[Any], Mapping[str, Iterable[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]] | None = None
+    rebuild: Callable[[ForwardCall], Tensor | None] | None = None
+    parts: Sequence[str] = ()
+    coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    missing: Callable[[Any], Mapping[str, str]] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what would fail, or be lost, when the first epoch is marked."""
+        which = f"the probe {self.kind!r}"
+        if not any((self.state, self.measure, self.attention, self.gradients)):
+            raise ValueError(f"{which} measures nothing: give it state, measure, attention or gradients")
+        if not (self.module_type is None or isinstance(self.module_type, tuple) or callable(self.module_type)):
+            raise TypeError(
+                f"expected {which} to have a class or a predicate for module_type, got {self.module_type!r}"
+            )
+        if self.place.split("/")[0] in ("heads", "maps"):
+            raise ValueError(f"{which} would be recorded under {self.place!r}, as others are: give it another name")
+        for name, about in self.variables.items():
+            if name in COORDINATES or name in COUNTS:
+                raise ValueError(f"{name!r} of {which} is recorded for every layer: give the variable another name")
+            if not isinstance(about.dims, tuple) or about.dims[:1] != ("layer",):
+                raise ValueError(
+                    f"expected {name!r} of {which} to have the dimensions ('layer', ...), got {about.dims!r}"
+                )
+
+    @property
+    def place(self) -> str:
+        """Path of its group."""
+        return self.kind if self.group is None else self.group
+
+    @property
+    def runs(self) -> bool:
+        """Whether it measures forwards."""
+        return self.measure is not None or self.attention is not None
+
+    @property
+    def of_images(self) -> frozenset[str]:
+        """Names of its maps."""
+        return frozenset(name for name, about in self.variables.items() if "image" in about.dims)
+
+    def applies_to(self, module: nn.Module) -> bool:
+        """Whether it is for this module."""
+        if self.module_type is None:
+            return False
+        if isinstance(self.module_type, (type, tuple)):
+            return isinstance(module, self.module_type)
+        return self.module_type(module)

@@ -54,7 +54,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception] | tuple[type[Exception]
     "float epoch": ({"epoch": 4.0}, TypeError, "an integer for epoch, got 4.0"),
     "numpy float epoch": ({"epoch": np.float64(4)}, TypeError, "an integer for epoch"),
     "string epoch": ({"epoch": "4"}, TypeError, "an integer for epoch"),
-    "no epoch": ({"epoch": None}, TypeError, "expected an integer for epoch, got None"),
+    "none epoch": ({"epoch": None}, TypeError, "expected an integer for epoch, got None"),
+    "no epoch": ({"top1": 0.5}, TypeError, r"needs the epoch: mark\(epoch=\.\.\., top1=\.\.\.\)"),
     "epoch beyond int64": ({"epoch": 2**70, "fresh": 1.0}, (ValueError, OverflowError), "fits in 64 bits"),
     "list": ({"epoch": 4, "top1": [0.5]}, TypeError, r"number for 'top1', got \[0.5\]"),
     "word": ({"epoch": 4, "top1": "good"}, TypeError, "number for 'top1', got 'good'"),
@@ -65,7 +66,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception] | tuple[type[Exception]
     "failing": ({"epoch": 4, "top1": NotANumber()}, TypeError, "number for 'top1'"),
     "second scalar": ({"epoch": 4, "fresh": 1.0, "top1": "good"}, TypeError, "number for 'top1'"),
     "variable": ({"epoch": 4, "gate": 1.0}, ValueError, "'gate' is the name of a recorded variable"),
-    "coordinate": ({"epoch": 4, "layer": 1.0}, ValueError, "'layer' is the name of a recorded variable"),
+    "coordinate": ({"epoch": 4, "layer": 1.0}, ValueError, "'layer' is the name of a coordinate"),
     "slash": ({"epoch": 4, "val/top1": 1.0}, ValueError, "'val/top1'"),
     "empty name": ({"epoch": 4, "": 1.0}, ValueError, "''"),
     "dots": ({"epoch": 4, "..": 1.0}, ValueError, "'..'"),
@@ -104,13 +105,13 @@ def test_nothing_recorded(session: Session) -> None:
         session.mark(epoch=0)
     session.model.train()
     session.forward()
-    with pytest.raises(RuntimeError, match=r"2 layer calls in training mode.*model\.eval\(\)"):
+    with pytest.raises(RuntimeError, match=r"1 forwards in training mode.*model\.eval\(\)"):
         session.mark(epoch=0)
     assert session.files() == files
     session.model.eval()
     session.forward()
     session.mark(epoch=0)
-    with pytest.raises(RuntimeError, match=r"since the previous mark \(0 layer calls in training mode\)"):
+    with pytest.raises(RuntimeError, match=r"since the previous mark \(0 forwards in training mode\)"):
         session.mark(epoch=1)
 
 

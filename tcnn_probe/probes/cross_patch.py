@@ -1,0 +1,61 @@
+"""How sparse the layers are in which the patches of ResMLP and MLP-Mixer talk (Touvron's thesis, Fig. 4.3)."""
+
+from collections.abc import Iterable
+
+import torch
+from timm.models.mlp_mixer import MixerBlock, ResBlock
+from torch import Tensor, nn
+
+from tcnn_model.precision import at_least_float32
+from tcnn_probe.probes.probe import Probe
+from tcnn_probe.schema import Variable
+
+__all__ = ["CROSS_PATCH"]
+
+_SMALL = 0.05
+
+
+def _state(block: ResBlock | MixerBlock) -> dict[str, Tensor]:
+    tokens = [block.linear_tokens] if isinstance(block, ResBlock) else _linears(block.mlp_tokens)
+    channels = block.mlp_channels
+    shares = {
+        "cross_patch_sparsity": _share_of_small(tokens),
+        "fc1_sparsity": _share_of_small([channels.fc1]),
+        "fc2_sparsity": _share_of_small([channels.fc2]),
+    }
+    return {name: share for name, share in shares.items() if share is not None}
+
+
+def _linears(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if isinstance(part, nn.Linear)]
+
+
+def _share_of_small(layers: Iterable[nn.Module]) -> Tensor | None:
+    """Of all weights of these layers, those below 5 % of the largest one of their layer; None without weights."""
+    sizes = [
+        part.weight.to(at_least_float32(part.weight.dtype)).abs() for part in layers if isinstance(part, nn.Linear)
+    ]
+    small = [(size < _SMALL * size.amax()).flatten() for size in sizes]
+    return torch.cat(small).double().mean() if small else None
+
+
+def _about(which: str) -> Variable:
+    return Variable(
+        ("layer",),
+        "1",
+        f"share of small weights, {which}",
+        f"Share of the weights of {which} that are smaller than 5 % of the largest, in absolute value (Touvron's "
+        "thesis, Fig. 4.3), as marked.",
+    )
+
+
+CROSS_PATCH = Probe(
+    "cross-patch",
+    {
+        "cross_patch_sparsity": _about("the layer between patches (MLP-Mixer: of both, each by its own largest)"),
+        "fc1_sparsity": _about("the first layer of the MLP on channels"),
+        "fc2_sparsity": _about("the second layer of the MLP on channels"),
+    },
+    (ResBlock, MixerBlock),
+    state=_state,
+)

@@ -1,0 +1,200 @@
+"""How strongly each attention head is being trained: the norm of the gradient of the parameters that are its own.
+
+How queries, keys and values of the heads lie in one matrix differs between layers that look alike (LeViT interleaves
+them head by head; Nest interleaves the heads in each channel). So a layer is read by its class, whose source was read;
+one that is not known here is left out, and named in ``recorder.missing``.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tcnn_model import GPSA
+from tcnn_model.precision import at_least_float32
+from tcnn_probe.probes.probe import Probe
+from tcnn_probe.probes.variables import HEAD
+from tcnn_probe.schema import Variable
+from tcnn_probe.seeing import known
+
+__all__ = ["GRADIENT"]
+
+Squares = Callable[[Tensor], Tensor]
+Own = Iterator[tuple[nn.Parameter, Squares]]
+
+
+class _UnknownLayoutError(Exception):
+    """Why the parameters of a layer cannot be given to its heads."""
+
+
+def _by_rows(gradient: Tensor, kinds: int, heads: int) -> Tensor:
+    """Sum of squares for each head: shape (kinds * heads * d, ...) -> (heads,)."""
+    return _squared(gradient.reshape(kinds, heads, -1), (0, 2))
+
+
+def _by_columns(gradient: Tensor, heads: int) -> Tensor:
+    """Shape (out, heads * d) -> (heads,)."""
+    return _squared(gradient.reshape(len(gradient), heads, -1), (0, 2))
+
+
+def _by_taps(gradient: Tensor) -> Tensor:
+    """Shape (C_out, C_in, k_h, k_w) -> (k_h * k_w,)."""
+    return _squared(gradient.flatten(2), (0, 1))
+
+
+def _squared(gradient: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return torch.linalg.vector_norm(gradient, dim=dims, dtype=at_least_float32(gradient.dtype)).square()
+
+
+_LAYERS = ("q", "k", "v", "q_proj", "k_proj", "v_proj")
+_KINDS: Mapping[str, int] = {**dict.fromkeys(_LAYERS, 1), "qk": 2, "kv": 2, "qkv": 3}
+_LINEAR = frozenset(
+    f"timm.{name}"
+    for name in (
+        "layers.attention.Attention",
+        "layers.attention.AttentionRope",
+        "layers.attention_pool.AttentionPoolLatent",
+        "models.beit.Attention",
+        "models.cait.ClassAttn",
+        "models.cait.TalkingHeadAttn",
+        "models.convit.GPSA",
+        "models.convit.MHSA",
+        "models.davit.WindowAttention",
+        "models.eva.EvaAttention",
+        "models.fastvit.Attention",
+        "models.metaformer.Attention",
+        "models.mvitv2.MultiScaleAttention",
+        "models.pvt_v2.Attention",
+        "models.swin_transformer.WindowAttention",
+        "models.swin_transformer_v2.WindowAttention",
+        "models.tnt.Attention",
+        "models.twins.GlobalSubSampleAttn",
+        "models.twins.LocallyGroupedAttn",
+        "models.vision_transformer.Attention",
+        "models.vision_transformer_relpos.RelPosAttention",
+        "models.vision_transformer_sam.Attention",
+        "models.volo.Attention",
+        "models.volo.ClassAttention",
+    )
+)
+"""Rows of qkv are (3, heads, d), of kv (2, heads, d), and so on; columns of proj are (heads, d)."""
+
+
+def _of_linear(layer: Any) -> Own:
+    heads = layer.num_heads
+    out = layer.proj
+    if not isinstance(out, (nn.Linear, nn.Identity)):
+        raise _UnknownLayoutError(f"its output projection is {type(out).__name__}, no nn.Linear")
+    for name, kinds in _KINDS.items():
+        part = getattr(layer, name, None)
+        if part is None or isinstance(part, nn.Identity):
+            continue
+        if not isinstance(part, nn.Linear):
+            raise _UnknownLayoutError(f"{name} is {type(part).__name__}, no nn.Linear")
+        rows = part.out_features
+        # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
+        if rows % (kinds * heads) or (kinds == 3 and isinstance(out, nn.Linear) and rows != 3 * out.in_features):
+            raise _UnknownLayoutError(f"{rows} rows of {name} are not {kinds} x {heads} heads of one size")
+        for parameter in (part.weight, part.bias):
+            yield from _own(parameter, partial(_by_rows, kinds=kinds, heads=heads))
+    for name in ("q_bias", "k_bias", "v_bias"):
+        if isinstance(bias := getattr(layer, name, None), nn.Parameter):
+            yield from _own(bias, partial(_by_rows, kinds=1, heads=heads))
+    if isinstance(out, nn.Linear):
+        yield from _columns(out, heads)
+    if known.lookup({"timm.models.convit.GPSA": True}, layer):
+        for parameter in (layer.pos_proj.weight, layer.pos_proj.bias, layer.gating_param):
+            yield from _own(parameter, partial(_by_rows, kinds=1, heads=heads))
+
+
+def _of_multihead(layer: nn.MultiheadAttention) -> Own:
+    heads = layer.num_heads
+    for parameter, kinds in (
+        (layer.in_proj_weight, 3),
+        (layer.in_proj_bias, 3),
+        (layer.q_proj_weight, 1),
+        (layer.k_proj_weight, 1),
+        (layer.v_proj_weight, 1),
+        (layer.bias_k, 1),
+        (layer.bias_v, 1),
+    ):
+        yield from _own(parameter, partial(_by_rows, kinds=kinds, heads=heads))
+    yield from _columns(layer.out_proj, heads)
+
+
+def _of_gpsa(layer: GPSA) -> Own:
+    for parameter in (layer.query, layer.key, layer.raw_locality, layer.center, layer.gating):
+        yield from _own(parameter, partial(_by_rows, kinds=1, heads=layer.heads))
+    yield from _own(layer.weight, _by_taps)
+
+
+def _columns(layer: nn.Linear, heads: int) -> Own:
+    if layer.in_features % heads:
+        raise _UnknownLayoutError(
+            f"{layer.in_features} columns of the output projection do not divide into {heads} heads"
+        )
+    yield from _own(layer.weight, partial(_by_columns, heads=heads))
+
+
+def _own(parameter: Any, squares: Squares) -> Own:
+    if parameter is None:
+        return
+    if not isinstance(parameter, nn.Parameter):
+        raise _UnknownLayoutError("a weight is computed from other parameters")
+    yield parameter, squares
+
+
+_READERS: Mapping[str, Callable[[Any], Own]] = {
+    **dict.fromkeys(_LINEAR, _of_linear),
+    "torch.nn.modules.activation.MultiheadAttention": _of_multihead,
+    "tcnn_model.gpsa.GPSA": _of_gpsa,
+}
+
+
+def _read(layer: nn.Module) -> list[tuple[nn.Parameter, Squares]] | str:
+    """The parameters that belong to one head each, or why this is not known."""
+    reader = known.lookup_unchanged(_READERS, layer)
+    if reader is None:
+        return f"how the heads of {type(layer).__name__} share its parameters is not known"
+    try:
+        return list(reader(layer))
+    except _UnknownLayoutError as reason:
+        return str(reason)
+
+
+def _missing(layer: nn.Module) -> dict[str, str]:
+    looks_like_attention = re.search("Attn|Attention|MHSA|XCA", type(layer).__name__) and any(
+        isinstance(getattr(layer, name, None), int) for name in ("num_heads", "heads")
+    )
+    reason = _read(layer)
+    return {"gradient_norm": reason} if looks_like_attention and isinstance(reason, str) else {}
+
+
+def _gradients(layer: nn.Module) -> dict[str, list[tuple[nn.Parameter, Squares]]]:
+    own = _read(layer)
+    assert not isinstance(own, str)
+    return {"gradient_norm": own}
+
+
+GRADIENT = Probe(
+    "gradient",
+    {
+        "gradient_norm": Variable(
+            HEAD,
+            "1",
+            "gradient norm of the head",
+            "Euclidean norm of the gradient of the parameters that are the head's own: weights and biases of its "
+            "queries, keys and values, its columns of the output projection; of GPSA its tap of the weight in place of "
+            "these columns, its locality strength (before the softplus), centre and gate; of ConViT its position "
+            "weights and gate. Root mean square over the backward passes since the previous mark, of the gradient that "
+            "each added, of each process by itself, as large as a loss scaler makes it.",
+        )
+    },
+    lambda module: not isinstance(_read(module), str),
+    facts=lambda layer: {"heads": getattr(layer, "num_heads", None) or layer.heads},
+    gradients=_gradients,
+    missing=_missing,
+)

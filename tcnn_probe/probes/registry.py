@@ -1,0 +1,71 @@
+"""The probes by their names, and which of them :func:`tcnn_probe.record` uses if nobody says."""
+
+import difflib
+from collections.abc import Iterable
+
+from tcnn_probe.probes.class_attention import CLASS_ATTENTION
+from tcnn_probe.probes.convit import CONVIT
+from tcnn_probe.probes.convolution import CONVOLUTION
+from tcnn_probe.probes.cross_patch import CROSS_PATCH
+from tcnn_probe.probes.gpsa import GPSA
+from tcnn_probe.probes.gradient import GRADIENT
+from tcnn_probe.probes.layer_scale import LAYER_SCALE
+from tcnn_probe.probes.probe import Probe
+from tcnn_probe.probes.softmax import SOFTMAX
+from tcnn_probe.schema import Variable
+
+__all__ = ["DEFAULT", "PROBES", "find_probes", "register"]
+
+DEFAULT: tuple[str, ...] = ("gpsa", "convit-gpsa", "softmax", "class-attention")
+PROBES: dict[str, Probe] = {
+    probe.kind: probe
+    for probe in (GPSA, CONVIT, SOFTMAX, CLASS_ATTENTION, LAYER_SCALE, CROSS_PATCH, CONVOLUTION, GRADIENT)
+}
+
+
+def register(probe: Probe) -> Probe:
+    """Make a probe known by its kind, so that ``record(model, probes=[..., kind])`` finds it.
+
+    Raises:
+        ValueError: another probe has this kind.
+    """
+    if PROBES.get(probe.kind, probe) is not probe:
+        raise ValueError(f"there is a probe of the kind {probe.kind!r} already: give yours another name")
+    PROBES[probe.kind] = probe
+    return probe
+
+
+def find_probes(wanted: Iterable[str | Probe] | str | Probe | None) -> list[Probe]:
+    """Probes by kind, or as they are; None for the default ones.
+
+    Raises:
+        ValueError: an unknown kind, two probes of one kind, or none at all.
+        TypeError: something else than a name or a probe.
+    """
+    if wanted is None:
+        wanted = DEFAULT
+    elif isinstance(wanted, (str, Probe)):
+        wanted = [wanted]
+    probes: list[Probe] = []
+    for one in wanted:
+        if isinstance(one, str) and one not in PROBES:
+            close = difflib.get_close_matches(one, PROBES, n=1) or list(PROBES)
+            raise ValueError(f"no probe {one!r}; did you mean {' or '.join(map(repr, close))}?")
+        if not isinstance(one, (str, Probe)):
+            raise TypeError(f"expected a tcnn_probe.Probe or the name of one, got {one!r}")
+        probe = PROBES[one] if isinstance(one, str) else one
+        if probe not in probes:
+            probes.append(probe)
+    kinds = [probe.kind for probe in probes]
+    if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
+        raise ValueError(f"two probes of one kind: {', '.join(sorted(twice))}")
+    seen: dict[tuple[str, str], Variable] = {}
+    for probe in probes:
+        for name, about in probe.variables.items():
+            if seen.setdefault((probe.place, name), about).dims != about.dims:
+                raise ValueError(
+                    f"two probes have {name!r} in one group, along other dimensions: give one another group"
+                )
+    if not probes:
+        raise ValueError("probes is empty: name at least one, or pass None for the default ones")
+    return probes

@@ -1,0 +1,44 @@
+"""Softmax attention of any model, fused or not, in whatever module it is."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tcnn_probe.probes.probe import Probe
+from tcnn_probe.probes.variables import DISTANCE, ENTROPY, HEAD, MAPS, MEAN
+from tcnn_probe.schema import Variable
+from tcnn_probe.seeing.attention import AttentionCall
+from tcnn_probe.statistics import attention_received, attention_statistics
+
+__all__ = ["SOFTMAX"]
+
+
+def _maps(call: AttentionCall, which: Sequence[int]) -> dict[str, Tensor]:
+    keys, queries = call.layout.keys, call.layout.queries
+    if keys is None:
+        return {}
+    received = attention_received(call, which)[..., keys.prefix :]
+    maps = {"attention_received": received.unflatten(-1, (keys.height, keys.width))}
+    if queries is not None:
+        at = queries.prefix + queries.height // 2 * queries.width + queries.width // 2
+        maps["center_attention"] = call.maps_of_query(at, which)
+    return maps
+
+
+SOFTMAX = Probe(
+    "softmax",
+    {
+        "entropy": ENTROPY,
+        "attention_distance": DISTANCE,
+        "prefix_attention": Variable(
+            HEAD,
+            "1",
+            "attention to class and register tokens",
+            f"What queries on the grid spend on the class and register tokens before it. {MEAN}",
+        ),
+        **MAPS,
+    },
+    group="",
+    attention=attention_statistics,
+    maps=_maps,
+)

@@ -1,0 +1,37 @@
+"""Variables that several kinds of attention share, so that their heads can be compared in one dataset."""
+
+from tcnn_probe.schema import Variable
+
+__all__ = ["DISTANCE", "ENTROPY", "HEAD", "MAPS", "MAP_DIMS", "MEAN"]
+
+HEAD = ("layer", "head")
+MAP_DIMS = ("layer", "image", "window", "head", "y", "x")
+MEAN = "Mean over the images and queries seen since the previous mark."
+
+ENTROPY = Variable(
+    HEAD, "nat", "attention entropy", f"-sum_j A_ij log A_ij over all keys, padding and class tokens included. {MEAN}"
+)
+DISTANCE = Variable(
+    HEAD,
+    "pixel",
+    "attention distance",
+    "sum_j A_ij ||delta_ij|| (ConViT's non-locality), in pixels of the finer of the grids of queries and keys. GPSA: "
+    "over real and padding pixels. Softmax attention: between tokens of the grid, each at the centre of its cell "
+    f"(at its first pixel where keys or queries are strided), rows renormalised over these. {MEAN}",
+)
+MAPS = {
+    "attention_received": Variable(
+        MAP_DIMS,
+        "1",
+        "attention received",
+        "Mean over the queries of A_ij: how much each key on the grid is looked at.",
+        dtype="float16",
+    ),
+    "center_attention": Variable(
+        MAP_DIMS,
+        "1",
+        "attention of the central query",
+        "A_ij over the keys on the grid, of the query at row h // 2 and column w // 2 of its grid of h x w.",
+        dtype="float16",
+    ),
+}

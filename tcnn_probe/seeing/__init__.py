@@ -1,0 +1,1 @@
+"""Seeing what runs inside somebody else's model, without touching it."""

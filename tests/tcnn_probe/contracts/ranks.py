@@ -1,0 +1,209 @@
+"""What each of the processes of test_distributed.py does; one function a scenario."""
+
+import re
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import clean, entropies, images, recorded, vit
+from tests.tcnn_probe.networks import Chain
+
+COUNTS = 3, 2  # images of rank 0 and of rank 1
+
+
+def mine(x: Tensor, rank: int) -> Tensor:
+    return x.split(COUNTS)[rank]
+
+
+def raises(action: Any, what: str) -> None:
+    """On this rank, with these words."""
+    with pytest.raises(Exception, match=re.escape(what)):
+        action()
+
+
+def wrapped(kind: str, model: nn.Module) -> nn.Module:
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (2,))
+    if kind == "fully_shard":
+        for block in model.children() if isinstance(model, Chain) else model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def values(rank: int, folder: Path) -> None:
+    """Sums over the ranks' images are those of one process; layers have the model's own names."""
+    x, other = images(5), images(5, seed=1)
+    expected = [entropies(vit(), given) for given in (x, other)]
+    for kind in ("ddp", "fully_shard", "fsdp"):
+        model = wrapped(kind, vit()).eval()
+        with tcnn_probe.record(model, folder / f"{kind}.zarr") as recorder:
+            for epoch, given in enumerate((x, other)):
+                with torch.no_grad():
+                    model(mine(given, rank))
+                recorder.mark(epoch=epoch, top1=0.5)
+            assert recorder.layers == ("blocks.0.attn", "blocks.1.attn"), (kind, recorder.layers)
+            assert recorder.epochs == (0, 1)
+            if rank == 0:
+                assert recorder.dataset.images.values.tolist() == [[5, 5]] * 2, kind
+                for mark in range(2):
+                    torch.testing.assert_close(recorded(recorder, mark), expected[mark], rtol=1e-5, atol=1e-6)
+            else:
+                raises(lambda recorder=recorder: recorder.dataset, "rank 0 has the recording")
+        assert clean()
+
+
+def resume(rank: int, folder: Path) -> None:
+    """With two ranks, whatever the model was wrapped in before."""
+    x = images(5)
+    if rank == 0:
+        model = vit()
+        with tcnn_probe.record(model, folder / "run.zarr", distributed=False) as recorder:
+            model(x)
+            recorder.mark(epoch=0)
+    dist.barrier()
+    for epoch, kind in enumerate(("ddp", "fully_shard"), 1):
+        model = wrapped(kind, vit()).eval()
+        with tcnn_probe.record(model, folder / "run.zarr") as recorder:
+            assert recorder.epochs == tuple(range(epoch)), recorder.epochs
+            recorder.mark(epoch=0, if_marked="skip")
+            model(mine(x, rank))
+            recorder.mark(epoch=epoch)
+            if rank == 0:
+                torch.testing.assert_close(recorded(recorder, epoch), recorded(recorder, 0), rtol=1e-5, atol=1e-6)
+                assert recorder.dataset.images.values.tolist() == [[5, 5]] * (epoch + 1)
+    if rank == 0:
+        with tcnn_probe.record(vit(), folder / "run.zarr", distributed=False) as recorder:
+            assert recorder.epochs == (0, 1, 2)
+
+
+def parameters(rank: int, folder: Path) -> None:
+    """Read off sharded parameters by all ranks together."""
+    x = torch.randn(5, 2, 7, 11, generator=torch.Generator().manual_seed(0))
+    alone = Chain()
+    with tcnn_probe.record(alone, distributed=False) as recorder:
+        alone(x)
+        recorder.mark(epoch=0)
+    expected = recorder.dataset
+    for kind in ("ddp", "fully_shard", "fsdp"):
+        model = wrapped(kind, Chain()).eval()
+        with tcnn_probe.record(model) as recorder:
+            with torch.no_grad():
+                model(mine(x, rank))
+            recorder.mark(epoch=0)
+            if rank == 0:
+                for name in expected.data_vars:
+                    given, wanted = (torch.as_tensor(ds[name].values) for ds in (recorder.dataset, expected))
+                    torch.testing.assert_close(
+                        given, wanted, rtol=1e-5, atol=1e-6, equal_nan=True, msg=f"{kind}: {name}"
+                    )
+
+
+def training(rank: int, folder: Path) -> None:
+    """when="train": what DDP and fully_shard train is recorded, with the gradients as they would be."""
+    x = images(5)
+    for kind in ("ddp", "fully_shard"):
+        model = wrapped(kind, vit()).train()
+        with tcnn_probe.record(model, when="train") as recorder:
+            for _ in range(2):
+                model(mine(x, rank)).sum().backward()
+            recorder.mark(epoch=0)
+            if rank == 0:
+                assert recorder.dataset.images.values.tolist() == [[10, 10]], kind
+
+
+def errors(rank: int, folder: Path) -> None:
+    """An error on one rank is raised on all, and nobody waits for ever."""
+    x = mine(images(5), rank)
+    (folder / "notes").mkdir(exist_ok=True)
+    (folder / "notes" / "mine.txt").write_text("mine")
+    raises(lambda: tcnn_probe.record(vit(), folder / "notes"), "mine.txt")
+
+    chain = folder / "chain.zarr"
+    if rank == 0:
+        model = Chain()
+        with tcnn_probe.record(model, chain, distributed=False) as recorder:
+            model(torch.randn(2, 2, 5, 7))
+            recorder.mark(epoch=0)
+    dist.barrier()
+    raises(lambda: tcnn_probe.record(vit(), chain), "another model")
+
+    model = vit()
+    with tcnn_probe.record(model, folder / "run.zarr") as recorder:
+        raises(lambda: recorder.mark(epoch=0), "nothing to mark")
+        model(x)
+        raises(lambda: recorder.mark(epoch=0, top1=None if rank else 0.5), "expected a number for 'top1'")
+        raises(lambda: recorder.mark(epoch=0, entropy=1.0), "is the name of a recorded variable")
+        raises(lambda: recorder.mark(epoch=rank), "epoch 0 on rank 0, 1 on rank 1")
+        recorder.mark(epoch=0)
+        model(x)
+        raises(lambda: recorder.mark(epoch=0), "already marked")
+        put, recorder._store.append = recorder._store.append, full if rank == 0 else recorder._store.append
+        raises(lambda: recorder.mark(epoch=1), "No space left")
+        recorder._store.append = put
+        recorder.mark(epoch=1)
+        assert recorder.epochs == (0, 1)
+        model(x)
+        model.register_forward_hook(lambda *_: 1 / 0)
+    assert clean()
+
+
+def full(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def uneven(rank: int, folder: Path) -> None:
+    """A rank without images; and one that records by itself."""
+    model, x = vit(), images()
+    expected = entropies(model, x)
+    for idle in range(2):
+        with tcnn_probe.record(model) as recorder:
+            if rank != idle:
+                model(x)
+            recorder.mark(epoch=0)
+            if rank == 0:
+                assert recorder.dataset.images.values.tolist() == [[3, 3]], idle
+                torch.testing.assert_close(recorded(recorder), expected, rtol=1e-5, atol=1e-6)
+    if rank == 1:
+        with tcnn_probe.record(model, folder / "alone.zarr", distributed=False) as recorder:
+            model(x)
+            recorder.mark(epoch=0)
+            assert recorder.dataset.images.values.tolist() == [[3, 3]]
+
+
+SCENARIOS = [values, resume, parameters, training, errors, uneven]
+
+
+def main(scenario: str, rank: int, folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )
+    try:
+        for each in SCENARIOS:
+            if scenario in ("all", each.__name__):
+                place = folder / each.__name__
+                place.mkdir(exist_ok=True)
+                each(rank, place)
+                dist.barrier()
+                if rank == 0:
+                    print("passed", each.__name__, flush=True)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

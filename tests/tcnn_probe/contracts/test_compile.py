@@ -1,0 +1,159 @@
+"""torch.compile: attach first, compile then; recorded forwards run uncompiled, all others as if nobody were there."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import Trace, entropies, images, recorded, vit
+
+ROOT = Path(__file__).parents[3]
+
+# torch._dynamo hides this warning of its own, which a filter that raises undoes.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counting:
+    """A backend that compiles nothing, counts graphs and their runs."""
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+def compiled_part() -> nn.Module:
+    model = vit()
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    return model
+
+
+def compiled_in_place() -> nn.Module:
+    model = vit()
+    model.blocks[0].attn.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: torch.compile(vit(), backend="eager"), compiled_part, compiled_in_place])
+def test_a_compiled_model_is_refused(make: Any) -> None:
+    model = make()
+    before = Trace(model)
+    with pytest.raises(TypeError, match=r"compiled.*record the original model, or attach before torch\.compile"):
+        tcnn_probe.record(model)
+    assert before == Trace(model)
+
+
+def through(model: nn.Module, way: str, backend: Any, **options: Any) -> nn.Module:
+    if way == "in place":
+        model.compile(backend=backend, **options)
+        return model
+    if way == "part":
+        model.blocks.compile(backend=backend, **options)
+        return model
+    return torch.compile(model, backend=backend, **options)
+
+
+OLD = torch.__version__ < (2, 9)  # compiles a forward no more once it was recorded through the compiled wrapper
+
+
+@pytest.mark.parametrize(
+    ("way", "first"), [("wrapped", "eval"), ("wrapped", "train"), ("in place", "eval"), ("part", "train")]
+)
+def test_compiled_after_attaching(way: str, first: str) -> None:
+    original, x = vit(), images()
+    expected, logits = entropies(original, x), original(x)
+    backend = Counting()
+    with tcnn_probe.record(original) as recorder:
+        model = through(original, way, backend)
+        for epoch in range(2):
+            if first == "train" or epoch:
+                model.train()
+                for _ in range(2):
+                    model(x).sum().backward()
+            model.eval()
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), logits)
+            recorder.mark(epoch=epoch)
+            torch.testing.assert_close(recorded(recorder), expected, rtol=1e-5, atol=1e-6)
+    assert recorder.dataset.images.values.tolist() == [[3, 3], [3, 3]]
+    assert backend.runs > 0 or OLD
+
+
+def test_training_forwards_stay_compiled_in_one_graph() -> None:
+    original, x = vit(), images()
+    alone = Counting()
+    torch.compile(vit().train(), backend=alone)(x)
+    assert alone.graphs == 1
+    torch._dynamo.reset()
+    backend = Counting()
+    with tcnn_probe.record(original) as recorder:
+        model = torch.compile(original, backend=backend)
+        model.train()
+        for _ in range(3):
+            model(x)
+        assert (backend.graphs, backend.runs) == (1, 3)
+        model.eval()
+        model(x)
+        recorder.mark(epoch=0)
+        assert backend.runs == 3  # the recorded forward was not compiled
+        model.train()
+        model(x)
+        assert (backend.graphs, backend.runs) == (1, 3 if OLD else 4)
+    model(x)
+    assert backend.runs == (3 if OLD else 5)
+
+
+def test_fullgraph_of_the_forward() -> None:
+    model, x = vit(), images()
+    expected = entropies(model, x)
+    backend = Counting()
+    with tcnn_probe.record(model) as recorder:
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        model.train()
+        compiled(x)
+        compiled(x)
+        assert (backend.graphs, backend.runs) == (1, 2)
+        model.eval()
+        model(x)  # the original: it shares the weights
+        recorder.mark(epoch=0)
+        with torch.compiler.set_stance("force_eager"):
+            compiled(x)
+        recorder.mark(epoch=1)
+    assert backend.runs == 2
+    for mark in range(2):
+        torch.testing.assert_close(recorded(recorder, mark), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_more_than_needed_where_nothing_is_compiled() -> None:
+    """In a process of its own, as this one has compiled things. A dispatch mode would slow down every operation."""
+    code = """
+import torch, tcnn_probe
+from tests.tcnn_probe.contracts.helpers import images, vit
+model, modes = vit(), []
+model.blocks[0].register_forward_hook(lambda *_: modes.append(torch._C._len_torch_dispatch_stack()))
+with tcnn_probe.record(model):
+    model(images())
+print(*modes)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout == "0\n", done.stderr

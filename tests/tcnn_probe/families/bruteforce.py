@@ -1,0 +1,175 @@
+"""What should be recorded, by brute force: every N x N attention of a copy in float64, and loops over its entries.
+
+Nothing of tcnn_probe is used. The copy runs without fused attention, and torch's softmax is replaced by one that keeps
+what it returns; so is scaled_dot_product_attention, by the textbook formula.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Place = tuple[float, float] | None  # of a token, in cells; None for class and register tokens
+
+
+@dataclass
+class Whole:
+    """An attention of the copy: ``weights`` as the model made them, (..., N_query, N_key) in float64."""
+
+    layer: str
+    module: nn.Module
+    weights: Tensor
+
+
+def grid(
+    height: int, width: int, *, prefix: int = 0, spacing: Sequence[float] = (1, 1), origin: Sequence[float] = (0, 0)
+) -> list[Place]:
+    """Places of tokens: ``prefix`` of them nowhere, then rows of columns."""
+    cells = [(origin[0] + spacing[0] * y, origin[1] + spacing[1] * x) for y in range(height) for x in range(width)]
+    return [None] * prefix + cells
+
+
+def pooled(height: int, width: int, factor: int) -> list[Place]:
+    """Of cells of ``factor`` x ``factor`` tokens of another grid, each at its centre."""
+    return grid(height, width, spacing=(factor, factor), origin=((factor - 1) / 2, (factor - 1) / 2))
+
+
+@contextmanager
+def textbook(seen: Callable[[Tensor], None]) -> Iterator[None]:
+    """Attention by its formula, each one handed on."""
+
+    def softmax(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        weights = original(x, dim)
+        if x.ndim > 2 and dim in (-1, x.ndim - 1):
+            seen(weights)
+        return weights
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        logits = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            rows, columns = logits.shape[-2:]
+            logits = logits.masked_fill(torch.arange(columns) > torch.arange(rows)[:, None], -torch.inf)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            logits = logits.masked_fill(~attn_mask, -torch.inf)
+        elif attn_mask is not None:
+            logits = logits + attn_mask
+        weights = torch.nan_to_num(original(logits, -1))  # a row that sees nothing is zero
+        seen(weights)
+        return weights @ v
+
+    original = torch.softmax
+    with ExitStack() as stack:
+        for owner in (torch, F, Tensor):
+            stack.enter_context(mock.patch.object(owner, "softmax", softmax))
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attend))
+        yield
+
+
+def attention_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Whole]:
+    """Every attention of one forward, in order; a layer's second one is called "name#1"."""
+    twin = copy.deepcopy(model).double()
+    running: list[str] = []
+    found: list[Whole] = []
+    modules = dict(twin.named_modules())
+    for name, module in modules.items():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+        if not isinstance(module, (nn.Softmax, nn.Dropout)):
+            module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+            module.register_forward_hook(lambda *_: running.pop() and None)
+
+    def seen(weights: Tensor) -> None:
+        name = running[-1]
+        before = sum(one.layer.split("#")[0] == name for one in found)
+        found.append(Whole(f"{name}#{before}" if before else name, modules[name], weights.detach()))
+
+    # With gradients: torch's multi-head attention then does not leave for its one-piece kernel.
+    with torch.enable_grad(), textbook(seen):
+        twin(*(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs), **kwargs)
+    return found
+
+
+def entropy(weights: np.ndarray) -> np.ndarray:
+    """Of the last axis: -sum p log p, with 0 log 0 = 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(weights > 0, weights * np.log(weights), 0.0)
+    return -terms.sum(-1)
+
+
+def distance(weights: np.ndarray, queries: Sequence[Place], keys: Sequence[Place]) -> np.ndarray:
+    """(..., N_query, N_key) -> (...): entry by entry, over tokens that have a place, rows renormalised."""
+    total, rows = np.zeros(weights.shape[:-2]), 0
+    for i, here in enumerate(queries):
+        if here is None:
+            continue
+        moved, mass = np.zeros_like(total), np.zeros_like(total)
+        for j, there in enumerate(keys):
+            if there is not None:
+                moved += weights[..., i, j] * np.hypot(here[0] - there[0], here[1] - there[1])
+                mass += weights[..., i, j]
+        total += moved / mass
+        rows += 1
+    return total / rows
+
+
+@dataclass
+class Layout:
+    """Where the tokens of an attention lie, said by hand.
+
+    Args:
+        queries, keys: None where they lie on no grid.
+        class_query: whether query 0 is a class token or the only latent.
+        arrange: from the weights as the model made them, and the number of images, to (B, windows, heads, N_query,
+            N_key); None for (B * windows, heads, N_query, N_key).
+    """
+
+    queries: Sequence[Place] | None
+    keys: Sequence[Place] | None
+    class_query: bool = False
+    arrange: Callable[[Tensor, int], Tensor] | None = None
+
+    @property
+    def prefix(self) -> int:
+        """Class and register tokens among the keys."""
+        return 0 if self.keys is None else sum(place is None for place in self.keys)
+
+    def weights(self, whole: Whole, images: int) -> np.ndarray:
+        """(B, windows, heads, N_query, N_key)."""
+        if self.arrange is not None:
+            return self.arrange(whole.weights, images).numpy()
+        return whole.weights.unflatten(0, (images, -1)).numpy()
+
+    def expected(self, whole: Whole, images: int) -> dict[str, np.ndarray]:
+        """Means over images, windows and queries of what should be recorded, for each head."""
+        weights = self.weights(whole, images)
+        values = {"entropy": entropy(weights).mean((0, 1, 3))}
+        if self.queries is not None and self.keys is not None:
+            assert weights.shape[-2:] == (len(self.queries), len(self.keys)), (whole.layer, weights.shape)
+            values["attention_distance"] = distance(weights, self.queries, self.keys).mean((0, 1))
+            if self.prefix:
+                patches = [place is not None for place in self.queries]
+                spent = weights[..., patches, : self.prefix].sum(-1)
+                values["prefix_attention"] = spent.mean((0, 1, 3))
+        if self.class_query:
+            values["class_entropy"] = entropy(weights[..., 0, :]).mean((0, 1))
+            if self.prefix:
+                values["class_prefix_attention"] = weights[..., 0, : self.prefix].sum(-1).mean((0, 1))
+        return values

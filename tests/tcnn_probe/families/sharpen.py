@@ -1,0 +1,31 @@
+"""Weights under which attention is far from uniform, and differs between heads."""
+
+import re
+
+import torch
+from torch import nn
+
+_QUERIES_AND_KEYS = re.compile(
+    r"(^|\.)(q|k|kv|qk|qkv|qkvs|q_proj|k_proj|query|key|to_q|to_k|in_proj_weight|in_proj|attn\.attn|pwise)(\.|$)"
+)
+
+
+def sharpen(model: nn.Module, gain: float = 1.7, seed: int = 0, *, only: bool = False) -> nn.Module:
+    """Random weights of the size 1 / sqrt(inputs), those of queries and keys ``gain`` times as large; in eval mode.
+
+    With ``only``, the others stay as they were made.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "logit_scale" in name or (only and not _QUERIES_AND_KEYS.search(name)):
+                continue
+            if parameter.ndim < 2:
+                one = 1.0 if name.endswith("weight") or "gamma" in name else 0.0
+                parameter.copy_(one * (gain if re.search("[qk]_norm", name) else 1) + 0.2 * noise)
+            else:
+                size = gain if _QUERIES_AND_KEYS.search(name) else 1.0
+                inputs = 1 if name.endswith("latent") else parameter[0].numel()
+                parameter.copy_(noise * size / inputs**0.5)
+    return model.eval()

@@ -1,0 +1,241 @@
+"""Gradients of the parameters that belong to one head, counted row by row and column by column."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+from timm.models.volo import VOLO
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_model import GPSA
+from tests.tcnn_probe.networks import Chain
+from tests.tcnn_probe.probes.helpers import VIT, images, scattered, small, step
+
+
+def squares(gradients: list[np.ndarray]) -> float:
+    return float(sum((gradient.astype(np.float64) ** 2).sum() for gradient in gradients))
+
+
+def grad(parameter: nn.Parameter) -> np.ndarray:
+    return parameter.grad.double().numpy()
+
+
+def of_linear(layer: Any, head: int) -> float:
+    """Rows of queries, keys and values and columns of the projection, one head's: (3, heads, d) and (heads, d)."""
+    size, grads = layer.proj.in_features // layer.num_heads, []
+    for name in ("qkv", "q", "k", "v", "qk"):
+        for parameter in getattr(getattr(layer, name, None), "_parameters", {}).values():
+            if parameter is not None:
+                starts = range(head * size, len(parameter), size * layer.num_heads)
+                grads += [grad(parameter)[start : start + size] for start in starts]
+    grads.append(grad(layer.proj.weight)[:, head * size : (head + 1) * size])
+    biases = [getattr(layer, name, None) for name in ("q_bias", "v_bias")]
+    grads += [grad(bias)[head * size : (head + 1) * size] for bias in biases if bias is not None]
+    if hasattr(layer, "pos_proj"):
+        grads += [grad(layer.pos_proj.weight)[head], grad(layer.pos_proj.bias)[head]]
+        grads.append(grad(layer.gating_param)[head])
+    return squares(grads)
+
+
+def of_multihead(layer: nn.MultiheadAttention, head: int) -> float:
+    size, grads = layer.embed_dim // layer.num_heads, []
+    rows = slice(head * size, (head + 1) * size)
+    if layer.in_proj_weight is not None:
+        grads += [part[rows].numpy() for part in layer.in_proj_weight.grad.chunk(3)]
+    else:
+        grads += [getattr(layer, f"{x}_proj_weight").grad[rows].numpy() for x in "qkv"]
+    grads += [part[rows].numpy() for part in layer.in_proj_bias.grad.chunk(3)]
+    grads += [bias.grad[0, 0, rows].numpy() for bias in (layer.bias_k, layer.bias_v) if bias is not None]
+    return squares([*grads, layer.out_proj.weight.grad[:, rows].numpy()])
+
+
+def of_gpsa(layer: GPSA, head: int) -> float:
+    rows, (_, width) = slice(head * layer.qk_dim, (head + 1) * layer.qk_dim), layer.kernel_size
+    grads = [layer.query.grad[rows], layer.key.grad[rows], layer.weight.grad[:, :, head // width, head % width]]
+    return squares(
+        [x.numpy() for x in (*grads, *(p.grad[head] for p in (layer.raw_locality, layer.center, layer.gating)))]
+    )
+
+
+def compare(model: nn.Module, batch: Tensor, oracle: Callable[..., float], *, rtol: float = 1e-5) -> None:
+    """Three backward passes in two epochs; the norms are the root mean square of those of each epoch."""
+    weights, truth = (1.0, -3.0), {}
+    with tcnn_probe.record(model, probes="gradient") as recorder:
+        layers = recorder.layers
+        heads = {name: getattr(model.get_submodule(name), "num_heads", None) for name in layers}
+        heads = {name: count or model.get_submodule(name).heads for name, count in heads.items()}
+        for epoch, times in enumerate([weights, (2.0,)]):
+            for factor in times:
+                model.zero_grad()
+                step(model, batch, factor)
+                for name, count in heads.items():
+                    one = [oracle(model.get_submodule(name), head) for head in range(count)]
+                    truth.setdefault((epoch, name), []).append(one)
+            recorder.mark(epoch=epoch)
+    ds = recorder.tree["gradient"].to_dataset().load()
+    assert list(ds["layer"].values) == list(layers)
+    assert ds.gradient_norm.dims == ("epoch", "layer", "head")
+    for (epoch, name), rows in truth.items():
+        expected = np.sqrt(np.mean(rows, 0))
+        found = ds.gradient_norm.sel(epoch=epoch, layer=name).values
+        assert len(set(np.round(expected / expected.max(), 6))) == len(expected)  # no head like another
+        np.testing.assert_allclose(found[: len(expected)], expected, rtol=rtol)
+        assert np.isnan(found[len(expected) :]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "about"),
+    [
+        ("vit_tiny_patch16_224", {}),
+        ("cait_xxs24_224", {}),
+        ("beitv2_base_patch16_224", {}),
+        ("convit_tiny", {"img_size": (32, 32), "local_up_to_layer": 1}),
+    ],
+)
+def test_timm_models(name: str, about: dict[str, Any]) -> None:
+    model = small(name, **VIT | about)
+    layers = {
+        name for name, module in model.named_modules() if hasattr(module, "num_heads") and hasattr(module, "proj")
+    }
+    compare(model, images(3, *(VIT | about)["img_size"]), of_linear)
+    with tcnn_probe.record(model, probes="gradient") as recorder:
+        assert set(recorder.layers) == layers
+        assert recorder.missing == {}
+
+
+class Multihead(nn.Module):
+    def __init__(self, **about: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attn = nn.MultiheadAttention(15, 5, batch_first=True, **about)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_()
+        self.other = nn.Linear(15, about.get("kdim", 15))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attn(x, self.other(x), self.other(x))[0]
+
+
+@pytest.mark.parametrize("about", [{}, {"add_bias_kv": True}, {"kdim": 7, "vdim": 7}])
+def test_torch_multihead_attention(about: dict[str, Any]) -> None:
+    compare(Multihead(**about), torch.randn(2, 11, 15, generator=torch.Generator().manual_seed(0)), of_multihead)
+
+
+def test_gpsa() -> None:
+    """9 and 25 heads."""
+    compare(Chain(), torch.randn(2, 2, 7, 11, generator=torch.Generator().manual_seed(0)), of_gpsa)
+
+
+class Silence:
+    """In every attention one head alone is heard: the parameters of the others get no gradient, however they lie."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive = 0
+        for place, name in ((F, "scaled_dot_product_attention"), (Tensor, "softmax")):
+            monkeypatch.setattr(place, name, self.silenced(getattr(place, name)))
+
+    def silenced(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: self.of(function(*args, **kwargs))
+
+    def of(self, output: Tensor) -> Tensor:
+        mask = torch.zeros(output.shape[-3], 1, 1)
+        mask[self.alive % len(mask)] = 1
+        return output * mask
+
+
+def multiscale() -> nn.Module:
+    about = {"residual_pooling": False}  # which hears the queries of silent heads
+    cfg = MultiScaleVitCfg(depths=(1, 1), embed_dim=(9, 18), num_heads=(3, 6), stride_q=((1, 1), (2, 2)), **about)
+    return MultiScaleVit(cfg, img_size=(64, 64), num_classes=3)  # square only
+
+
+def volo() -> nn.Module:
+    about = {"downsamples": (True, False), "outlook_attention": (True, False), "num_classes": 3}
+    return VOLO([1, 1], 64, embed_dims=[12, 15], num_heads=[3, 5], stem_hidden_dim=4, **about)
+
+
+LAYOUTS = {
+    "swin_tiny_patch4_window7_224": ({"embed_dim": 12, "depths": (1, 1), "num_heads": (3, 6)}, (224, 224)),
+    "swinv2_tiny_window8_256": ({"embed_dim": 12, "depths": (1, 1), "num_heads": (3, 6)}, (256, 256)),
+    "pvt_v2_b0": ({"depths": (1,) * 4, "embed_dims": (6, 10, 12, 20), "num_heads": (1, 2, 3, 5)}, (64, 96)),
+    "twins_svt_small": ({"embed_dims": (6, 9, 15, 21), "num_heads": (3,) * 4, "depths": (2, 1, 1, 2)}, (224, 224)),
+    "mvitv2": (multiscale, (64, 64)),
+    "volo": (volo, (64, 64)),
+    "vit_relpos_small_patch16_224": (VIT, (32, 48)),
+    "eva02_tiny_patch14_224": (VIT | {"img_size": (28, 42), "embed_dim": 24}, (28, 42)),
+    "vit_base_patch16_siglip_224": (VIT, (32, 48)),
+    "samvit_base_patch16": (VIT | {"window_size": 2, "global_attn_indexes": (1,)}, (32, 48)),
+    "fastvit_sa12": ({"layers": (1,) * 4, "embed_dims": (8, 16, 32, 96)}, (64, 96)),
+    "davit_tiny": ({"embed_dims": (6, 12), "num_heads": (3, 3), "depths": (1, 1)}, (64, 96)),
+    "tnt_s_legacy_patch16_224": (
+        {"img_size": 32, "embed_dim": 18, "num_heads_inner": 2, "num_heads_outer": 3, "depth": 1},
+        (32, 32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_heads_are_told_apart_by_what_they_compute(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    about, size = LAYOUTS[name]
+    torch.manual_seed(0)
+    model = scattered(about()).eval() if callable(about) else small(name, **{"num_classes": 3} | about)
+    silence = Silence(monkeypatch)
+    with tcnn_probe.record(model, probes="gradient") as recorder:
+        heads = {name: model.get_submodule(name).num_heads for name in recorder.layers}
+        for silence.alive in range(max(heads.values())):
+            step(model, images(1, *size))
+            recorder.mark(epoch=silence.alive)
+    norms = recorder.tree["gradient"].to_dataset().gradient_norm.load()
+    assert max(heads.values()) > 1
+    for layer, count in heads.items():
+        for epoch in range(len(norms)):
+            heard = np.flatnonzero(norms.sel(layer=layer, epoch=epoch).values[:count])
+            assert list(heard) == [epoch % count], (layer, epoch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """Of half precision gradients as they are, the norm in float32."""
+    model = small("vit_tiny_patch16_224", **VIT).to(dtype)
+    with tcnn_probe.record(model, probes="gradient") as recorder:
+        step(model, images(2).to(dtype))
+        recorder.mark(epoch=0)
+    norms = recorder.tree["gradient"].to_dataset().gradient_norm[0]
+    for name in recorder.layers:
+        layer = model.get_submodule(name)
+        truth = [of_linear(layer, head) ** 0.5 for head in range(3)]
+        np.testing.assert_allclose(norms.sel(layer=name), truth, rtol=1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def test_accumulated_passes_are_counted_each() -> None:
+    """Two backward passes before an optimizer's step are two: the second adds to .grad, and is measured by itself."""
+    model, batch = small("vit_tiny_patch16_224", **VIT), images(2)
+    norms = []
+    for times in ([1.0], [1.0, 1.0, 1.0]):
+        with tcnn_probe.record(model, probes="gradient") as recorder:
+            for factor in times:
+                step(model, batch, factor)
+            recorder.mark(epoch=0)
+        norms.append(recorder.tree["gradient"].to_dataset().gradient_norm.values)
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-6)
+
+
+def test_passes_that_overflowed_do_not_count() -> None:
+    """As those in which a gradient scaler finds infinities, and which it does not step after."""
+    model, x = Chain().train(), torch.randn(3, 2, 5, 11)
+    found = []
+    for overflow in (False, True):
+        with tcnn_probe.record(model, probes="gradient") as recorder:
+            model(x).square().sum().backward()
+            if overflow:
+                (model(x).square().sum() * float("inf")).backward()
+            recorder.mark(epoch=0)
+        found.append(recorder.tree["gradient"].dataset.gradient_norm)
+        model.zero_grad()
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)

@@ -1,0 +1,296 @@
+"""LayerScale's weights and the share of residual branches, against each block written out in float64."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from timm.models.focalnet import FocalNet
+from timm.models.maxxvit import PartitionAttentionCl
+from timm.models.mlp_mixer import MixerBlock, MlpMixer, ResBlock
+from torch import Tensor, nn
+
+import tcnn_probe
+from tests.tcnn_probe.probes.helpers import VIT, images, inputs_in_float64, recorded, scattered, small
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""What each branch adds, and what it is added to."""
+
+
+def vit(block: Any, x: Tensor, **rest: Any) -> Pairs:
+    first = block.ls1(block.attn(block.norm1(x)))
+    then = x + first
+    return [(first, x), (block.ls2(block.mlp(block.norm2(then))), then)]
+
+
+def gammas(block: Any, x: Tensor, **positions: Any) -> Pairs:
+    first, one = block.attn(block.norm1(x), **positions), torch.ones(1, dtype=x.dtype)
+    first = first * (one if block.gamma_1 is None else block.gamma_1)
+    then = x + first
+    second = block.mlp(block.norm2(then))
+    return [(first, x), (second * (one if block.gamma_2 is None else block.gamma_2), then)]
+
+
+def cait(block: Any, x: Tensor, x_cls: Tensor | None = None) -> Pairs:
+    main = x if x_cls is None else x_cls
+    first = block.gamma_1 * block.attn(block.norm1(x if x_cls is None else torch.cat((x_cls, x), 1)))
+    return [(first, main), (block.gamma_2 * block.mlp(block.norm2(main + first)), main + first)]
+
+
+def resmlp(block: Any, x: Tensor) -> Pairs:
+    mixed = torch.einsum("mn,bnc->bmc", block.linear_tokens.weight, block.norm1(x))
+    first = block.ls1 * (mixed + block.linear_tokens.bias[:, None])
+    return [(first, x), (block.ls2 * block.mlp_channels(block.norm2(x + first)), x + first)]
+
+
+def mixer(block: Any, x: Tensor) -> Pairs:
+    first = block.mlp_tokens(block.norm1(x).mT).mT
+    return [(first, x), (block.mlp_channels(block.norm2(x + first)), x + first)]
+
+
+def xcit(block: Any, x: Tensor, height: int, width: int) -> Pairs:
+    first = block.gamma1 * block.attn(block.norm1(x))
+    then = x + first
+    local = block.gamma3 * block.local_mp(block.norm3(then), height, width)
+    last = then + local
+    return [(first, x), (block.gamma2 * block.mlp(block.norm2(last)), last), (local, then)]
+
+
+def convnext(block: Any, x: Tensor) -> Pairs:
+    y = block.conv_dw(x)
+    y = block.mlp(block.norm(y)) if block.use_conv_mlp else block.mlp(block.norm(y.movedim(1, -1))).movedim(-1, 1)
+    return [(y * (1 if block.gamma is None else block.gamma[:, None, None]), block.shortcut(x))]
+
+
+def focalnet(block: Any, x: Tensor) -> Pairs:
+    first = block.ls1(block.norm1_post(block.modulation(block.norm1(x))))
+    return [(first, x), (block.ls2(block.norm2_post(block.mlp(block.norm2(x + first)))), x + first)]
+
+
+def metaformer(block: Any, x: Tensor) -> Pairs:
+    norm1, norm2 = getattr(block, "norm1", nn.Identity()), getattr(block, "norm2", nn.Identity())
+    first = block.ls1(block.token_mixer(norm1(x)))
+    return [(first, x), (block.ls2(block.mlp(norm2(x + first))), x + first)]
+
+
+def expected(model: nn.Module, batch: Tensor, oracle: Callable[..., Pairs], *classes: str) -> dict[str, np.ndarray]:
+    """For each block the mean over images of each branch's ratio, pixel by pixel in float64."""
+    found = inputs_in_float64(model, batch, lambda module: type(module).__name__ in classes)
+    ratios = {}
+    with torch.no_grad():
+        for name, (block, args, kwargs) in found.items():
+            rows = [
+                [(one.square().sum() / x.square().sum()).sqrt().item() for one, x in zip(added, main, strict=True)]
+                for added, main in oracle(block, *args, **kwargs)
+            ]
+            ratios[name] = np.array(rows).mean(1)
+    return ratios
+
+
+BLOCKS = {
+    "vit": ("vit_tiny_patch16_224", VIT | {"init_values": 0.3}, vit, ["Block"]),
+    "vit without": ("vit_tiny_patch16_224", VIT, vit, ["Block"]),
+    "dinov2": ("vit_small_patch14_reg4_dinov2", VIT | {"img_size": (28, 42)}, vit, ["Block"]),
+    "relpos": ("vit_relpos_small_patch16_224", VIT | {"init_values": 0.3}, vit, ["RelPosBlock"]),
+    "beit": ("beit_base_patch16_224", VIT | {"init_values": 0.3}, gammas, ["Block"]),
+    "eva": ("eva02_tiny_patch14_224", VIT | {"img_size": (28, 42), "embed_dim": 24}, gammas, ["EvaBlock"]),
+    "cait": ("cait_xxs24_224", VIT, cait, ["LayerScaleBlock", "LayerScaleBlockClassAttn"]),
+    "xcit": ("xcit_nano_12_p16_224", VIT, xcit, ["XCABlock"]),
+    "convnext": ("convnext_tiny", {"depths": (1, 1, 2, 1), "dims": (5, 7, 11, 13)}, convnext, ["ConvNeXtBlock"]),
+    "convnext, 1 x 1": ("convnext_atto", {"depths": (1, 1, 1, 1), "dims": (5, 7, 11, 13)}, convnext, ["ConvNeXtBlock"]),
+}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
+    name, about, oracle, classes = BLOCKS[family]
+    model = small(name, **about)
+    batch = images(3, *about.get("img_size", (64, 96)))
+    ds = recorded(model, "layer-scale", batch[:1], batch[1:])
+    truth = expected(model, batch, oracle, *classes)
+    assert list(ds["layer"].values) == list(truth)
+    np.testing.assert_array_equal(ds.images, 3)
+    for layer, ratios in truth.items():
+        # float32 models: branches carry a relative error of some 1e-6, norms average it
+        np.testing.assert_allclose(ds.residual_ratio.sel(layer=layer)[: len(ratios)], ratios, rtol=1e-4)
+        assert np.isnan(ds.residual_ratio.sel(layer=layer)[len(ratios) :]).all()
+
+
+@pytest.mark.parametrize(("block", "oracle"), [(ResBlock, resmlp), (MixerBlock, mixer)])
+def test_mlp_models(block: type, oracle: Callable[..., Pairs]) -> None:
+    torch.manual_seed(0)
+    about = {"mlp_ratio": 4, "norm_layer": timm.models.mlp_mixer.Affine} if block is ResBlock else {}
+    model = MlpMixer(3, img_size=(32, 48), num_blocks=2, embed_dim=7, block_layer=block, **about)
+    scattered(model.eval())
+    batch = images(3)
+    ds = recorded(model, "layer-scale", batch)
+    truth = expected(model, batch, oracle, block.__name__)
+    np.testing.assert_allclose(ds.residual_ratio, list(truth.values()), rtol=1e-4)
+    if block is ResBlock:
+        np.testing.assert_allclose(ds.scale.sel(layer="blocks.1")[0], model.blocks[1].ls1.detach().double(), rtol=0)
+    else:
+        assert "scale" not in ds
+
+
+def test_windows_and_convolutional_blocks() -> None:
+    """FocalNet (channels first), GCViT (windows inside the block), EfficientFormer (two kinds of blocks)."""
+    torch.manual_seed(0)
+    focal = FocalNet(depths=(1, 1), embed_dim=6, layerscale_value=0.2, focal_levels=(2, 2), focal_windows=(3, 3))
+    former = timm.models.efficientformer.EfficientFormer((1, 1, 1, 1), embed_dims=(4, 6, 10, 14), num_vit=1)
+    for model, oracle, classes in (
+        (focal, focalnet, ["FocalNetBlock"]),
+        (former, metaformer, ["MetaBlock1d", "MetaBlock2d"]),
+    ):
+        scattered(model.eval())
+        batch = images(2, 224, 224) if model is former else images(2, 64, 96)
+        truth = expected(model, batch, oracle, *classes)
+        ds = recorded(model, "layer-scale", batch)
+        assert list(ds["layer"].values) == list(truth)
+        np.testing.assert_allclose(ds.residual_ratio, list(truth.values()), rtol=1e-4)
+
+
+class Grid(nn.Module):
+    """One block of MaxViT on windows of 3 x 5 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        cfg = timm.models.maxxvit.MaxxVitTransformerCfg(
+            dim_head=4, window_size=(3, 5), grid_size=(3, 5), init_values=0.3
+        )
+        self.block = PartitionAttentionCl(8, "grid", cfg)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+def test_block_on_windows() -> None:
+    torch.manual_seed(0)
+    model = scattered(Grid().eval())
+    x = torch.randn(2, 6, 10, 8)
+    ds = recorded(model, "layer-scale", x)
+    wide = Grid().eval().double()
+    wide.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        block, main = wide.block, x.double()
+        first = block.ls1(block._partition_attn(block.norm1(main)))
+        then = main + first
+        second = block.ls2(block.mlp(block.norm2(then)))
+    truth = [(a.flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)).mean() for a, b in ((first, main), (second, then))]
+    np.testing.assert_allclose(ds.residual_ratio.sel(layer="block"), truth, rtol=1e-4)
+
+
+def test_scale_is_read_when_marked_and_is_1_without() -> None:
+    model, batch = small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3}), images(1)
+    model.blocks[0].ls2 = nn.Identity()
+    with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
+        for epoch in range(2):
+            model(batch)
+            model.blocks[0].ls1.gamma.mul_(2)
+            recorder.mark(epoch=epoch)
+    ds = recorder.tree["layer-scale"].to_dataset().load()
+    final = model.blocks[0].ls1.gamma.detach().double()
+    np.testing.assert_allclose(ds.scale.sel(epoch=1, layer="blocks.0")[0], final, rtol=0)
+    np.testing.assert_allclose(ds.scale.sel(epoch=0, layer="blocks.0")[0], final / 2, rtol=0)
+    np.testing.assert_array_equal(ds.scale.sel(layer="blocks.0")[:, 1], 1)
+    np.testing.assert_allclose(ds.scale.sel(epoch=1, layer="blocks.1")[1], model.blocks[1].ls2.gamma.detach(), rtol=0)
+
+
+def test_channels_beyond_a_stage_are_nan() -> None:
+    model = small("convnext_tiny", depths=(1, 1, 1, 1), dims=(5, 7, 11, 13))
+    ds = recorded(model, "layer-scale", images(1, 64, 96))
+    assert ds.scale.dims == ("layer", "branch", "channel")
+    assert ds.scale.shape == (4, 1, 13)
+    assert [int(np.isfinite(row).sum()) for row in ds.scale.values] == [5, 7, 11, 13]
+    assert "channel" in ds.coords
+
+
+def test_layer_scale_in_place() -> None:
+    model = small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3})
+    batch = images(3)
+    before = recorded(model, "layer-scale", batch)
+    for block in model.blocks:
+        block.ls1.inplace = block.ls2.inplace = True
+    np.testing.assert_array_equal(recorded(model, "layer-scale", batch).residual_ratio, before.residual_ratio)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
+    """The model's own rounding, of 2^-9 and 2^-12 an operation, is all the error: norms are taken in float32."""
+    model = small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3}).to(dtype)
+    with torch.no_grad():
+        model.pos_embed.mul_(80000)  # a norm beyond the range of float16
+    batch = images(3).to(dtype)
+    truth = expected(model, batch, vit, "Block")
+    np.testing.assert_allclose(recorded(model, "layer-scale", batch).residual_ratio, list(truth.values()), rtol=rtol)
+
+
+def test_training_is_measured_before_stochastic_depth() -> None:
+    """CaiT calls one DropPath twice; what the second branch is added to depends on what the first one dropped."""
+    model = small("cait_xxs24_224", **VIT | {"drop_path_rate": 0.5, "depth": 1}).train()
+    block, seen = model.blocks[0], {}
+    for name in ("norm1", "norm2", "attn", "mlp"):
+        getattr(block, name).register_forward_hook(lambda m, x, y, name=name: seen.update({name: (x[0], y)}))
+    torch.manual_seed(3)
+    ds = recorded(model, "layer-scale", images(11), when="train")
+    first = block.gamma_1 * seen["attn"][1]
+    dropped = (seen["norm2"][0] == seen["norm1"][0]).flatten(1).all(1)
+    assert 0 < dropped.sum() < 11
+    pairs = (first, seen["norm1"][0]), (block.gamma_2 * seen["mlp"][1], seen["norm2"][0])
+    truth = [(a.flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)).mean().item() for a, b in pairs]
+    np.testing.assert_allclose(ds.residual_ratio.sel(layer="blocks.0"), truth, rtol=1e-5)
+
+
+def test_block_with_another_forward_is_left_alone() -> None:
+    class Other(timm.models.vision_transformer.Block):
+        def forward(self, x: Tensor, **rest: Any) -> Tensor:
+            return super().forward(2 * x)
+
+    model = small("vit_tiny_patch16_224", **VIT | {"block_fn": Other})
+    with pytest.raises(ValueError, match=r"VisionTransformer has no layer for the probes \['layer-scale'\]"):
+        tcnn_probe.record(model, probes="layer-scale")
+    assert not model._forward_hooks
+
+
+def test_block_that_is_not_what_it_is_taken_for() -> None:
+    model = small("vit_tiny_patch16_224", **VIT)
+    model.blocks[1].drop_path2.register_forward_hook(lambda m, x, y: 3 * y)
+    with (
+        tcnn_probe.record(model, probes="layer-scale"),
+        pytest.raises(tcnn_probe.ReconstructionError, match=r"blocks\.1"),
+        torch.no_grad(),
+    ):
+        model(images(1))
+
+
+def test_attributes_layers_and_resuming(tmp_path: Path) -> None:
+    model, batch = small("cait_xxs24_224", **VIT), images(2)
+    for epoch in range(2):
+        with tcnn_probe.record(model, tmp_path / "run.zarr", probes="layer-scale", layers="blocks.1") as recorder:
+            with torch.no_grad():
+                model(batch)
+            recorder.mark(epoch=epoch)
+    ds = tcnn_probe.open(tmp_path / "run.zarr")["layer-scale"].to_dataset()
+    assert list(ds["layer"].values) == ["blocks.1"]
+    assert list(ds["epoch"].values) == [0, 1]
+    np.testing.assert_array_equal(ds.residual_ratio[0], ds.residual_ratio[1])
+    assert ds.residual_ratio.dims == ("epoch", "layer", "branch")
+    assert ds.residual_ratio.attrs["units"] == "1"
+    assert "Fig. 3.6" in ds.residual_ratio.attrs["description"]
+    assert "lambda" in ds.scale.attrs["description"]
+
+
+def test_branches_are_labelled() -> None:
+    """With as many labels as the layers have branches."""
+    for name, labels in (
+        ("vit_tiny_patch16_224", ["mixer", "mlp"]),
+        ("xcit_nano_12_p16_224", ["mixer", "mlp", "local"]),
+    ):
+        with tcnn_probe.record(small(name, **VIT), probes="layer-scale") as recorder:
+            with torch.no_grad():
+                recorder._model(images(1))
+            recorder.mark(epoch=0)
+        assert recorder._groups["layer-scale"].coords == {"branch": labels}
+        assert "mixer (attention" in recorder.tree["layer-scale"].to_dataset().residual_ratio.attrs["description"]
