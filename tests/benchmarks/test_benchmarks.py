@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = {
     "backends": ["--batch", "1"],
     "convit_layer": ["--sides", "3", "5"],
+    "recording": ["--models", "vit_tiny_patch16_224", "t_resnet50", "--size", "64", "--batch", "2"],
     "resolution": ["--sides", "3", "5"],
     "tcnn_layer": ["--sides", "3", "--batch", "1", "--channels", "9"],
     "whole_model": ["--size", "64", "--batch", "1"],
@@ -31,7 +32,7 @@ def test_every_contestant_takes_a_step(name: str, monkeypatch: pytest.MonkeyPatc
     arguments = benchmark.parser().parse_args(SMALL[name])
     contests = benchmark.contests(arguments)
     assert contests
-    for contestants in list(contests.values())[:2]:
+    for contestants in list(contests.values())[:3]:
         assert len(contestants) > 1
         for prepare in contestants.values():
             prepare()()
@@ -46,6 +47,13 @@ def test_table_of_ratios_and_memory() -> None:
     assert [row[1] for row in rows] == ["timm", "tcnn_model.accelerate"]
     assert rows[0][2] == "1"
     assert float(rows[1][2]) > 0
+
+
+def test_marking_is_timed_in_memory_and_on_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module("recording").marking(20)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[-2:]] == ["in memory", "on disk"]
+    assert all("at 20 epochs" in line for line in lines[-2:])
 
 
 def test_memory_is_the_peak_of_a_step() -> None:

@@ -1,0 +1,154 @@
+"""(e) What recording costs: a recorded forward beside the plain one, and beside other ways to look at attention.
+
+    python benchmarks/recording.py             DeiT-S and T-ResNet50, batch 8 at 224; about 6 minutes on one core
+
+"idle" is a training step while a recorder that waits for validation is attached. Last, what mark() costs as the epochs
+grow in number.
+"""
+
+import argparse
+import copy
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import timm
+import torch
+from timm.layers import set_fused_attn
+from timm.utils import AttentionExtract
+from torch import nn
+from tqdm.auto import tqdm
+
+import contest
+import tcnn_model  # noqa: F401  (registers t_resnet50 with timm)
+import tcnn_probe
+
+
+def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
+    """What to compare."""
+    torch.manual_seed(0)
+    x = torch.randn(arguments.batch, 3, 224, 224, device=arguments.device, dtype=getattr(torch, arguments.dtype))
+    if arguments.size:
+        x = x[..., : arguments.size, : arguments.size]
+    every = {}
+    for name in arguments.models:
+        model = _model(name, arguments).to(x)
+        ways: dict[str, Callable[[], contest.Step]] = {
+            "forward": lambda model=model: _forward(model, x),
+            "recorded": lambda model=model: _recorded(model, x),
+            "a hook that does nothing": lambda model=model: _hooked(model, x, _nothing),
+        }
+        if "vit" in name or "deit" in name:
+            ways["every softmax kept"] = lambda name=name: _kept(_model(name, arguments, fused=False).to(x), x)
+            ways["timm's AttentionExtract"] = lambda name=name: _extracted(_model(name, arguments, fused=False), x)
+        every[f"{name}, forward"] = ways
+        every[f"{name}, training"] = {
+            "step": lambda model=model: _training(copy.deepcopy(model), x, record=False),
+            "step, recorder idle": lambda model=model: _training(copy.deepcopy(model), x, record=True),
+        }
+    return every
+
+
+def _model(name: str, arguments: argparse.Namespace, *, fused: bool = True) -> nn.Module:
+    options = {"img_size": arguments.size} if arguments.size and "resnet" not in name else {}
+    set_fused_attn(fused)
+    try:
+        return timm.create_model(name, **options).eval()
+    finally:
+        set_fused_attn(True)
+
+
+def _forward(model: nn.Module, x: torch.Tensor) -> contest.Step:
+    @torch.inference_mode()
+    def step() -> None:
+        model(x)
+
+    return step
+
+
+def _recorded(model: nn.Module, x: torch.Tensor) -> contest.Step:
+    model = copy.deepcopy(model)
+    tcnn_probe.record(model)
+    return _forward(model, x)
+
+
+def _hooked(model: nn.Module, x: torch.Tensor, hook: Callable[..., None]) -> contest.Step:
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        module.register_forward_hook(hook)
+    return _forward(model, x)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _kept(model: nn.Module, x: torch.Tensor) -> contest.Step:
+    """As nnsight and others do: the attention of every layer, whole, until the forward has ended."""
+    kept: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith("attn_drop"):
+            module.register_forward_hook(lambda module, args, output: kept.append(output))
+
+    @torch.inference_mode()
+    def step() -> None:
+        model(x)
+        for attention in kept:
+            torch.special.entr(attention).sum(-1).mean((0, 2))
+        kept.clear()
+
+    return step
+
+
+def _extracted(model: nn.Module, x: torch.Tensor) -> contest.Step:
+    extractor = AttentionExtract(model.to(x), method="fx")
+
+    @torch.inference_mode()
+    def step() -> None:
+        for attention in extractor(x).values():
+            torch.special.entr(attention).sum(-1).mean((0, 2))
+
+    return step
+
+
+def _training(model: nn.Module, x: torch.Tensor, *, record: bool) -> contest.Step:
+    model.train()
+    if record:
+        tcnn_probe.record(model)
+    return contest.training_step(model, x)
+
+
+def marking(epochs: int) -> None:
+    """Print what mark() costs: 12 layers of 6 heads, among the first and the last hundred epochs."""
+    model = timm.create_model("vit_tiny_patch16_224", img_size=16, num_heads=6, embed_dim=6).eval()
+    print("\nmark(), 12 layers of 6 heads, in milliseconds: median of the first and of the last tenth of the epochs")
+    with tempfile.TemporaryDirectory() as folder:
+        for where, store in (("in memory", None), ("on disk", Path(folder) / "run.zarr")):
+            with tcnn_probe.record(model, store) as recorder, torch.inference_mode():
+                milliseconds = []
+                for epoch in tqdm(range(epochs), disable=None, leave=False):
+                    model(torch.randn(1, 3, 16, 16))
+                    start = time.perf_counter()
+                    recorder.mark(epoch=epoch, top1=0.5)
+                    milliseconds.append(1e3 * (time.perf_counter() - start))
+            tenth = max(1, epochs // 10)
+            first, last = (statistics.median(some) for some in (milliseconds[:tenth], milliseconds[-tenth:]))
+            print(f"{where}: {first:.1f} and {last:.1f}, ratio {last / first:.2f}, at {epochs} epochs")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = contest.options(__doc__)
+    parser.add_argument("--models", nargs="+", default=["deit_small_patch16_224", "t_resnet50"])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--size", type=int, help="of the images, if not 224")
+    parser.add_argument("--epochs", type=int, default=1000, help="to mark")
+    return parser
+
+
+if __name__ == "__main__":
+    contest.main(parser(), contests)
+    if not parser().parse_args().child:
+        marking(parser().parse_args().epochs)
