@@ -14,6 +14,9 @@ _DATASET_PREFIXES = ("torch/", "hfds/", "hfids/", "wds/", "tfds/")
 
 __all__ = ["Loaders", "digits_loaders", "image_loaders"]
 
+RAND_AUGMENT = "rand-m9-mstd0.5-mmax9-inc1"
+"""DeiT's, but for magnitudes above 9: at 10, images would be posterized to no bits, which Pillow refuses since 13."""
+
 Loaders = tuple[DataLoader[Any], DataLoader[Any]]
 
 
@@ -43,7 +46,7 @@ def image_loaders(model: nn.Module, data: str, *, size: int, batch_size: int, wo
     if not is_folder and not data.startswith(_DATASET_PREFIXES):
         raise FileNotFoundError(f"--data: {data!r} is neither a folder nor a timm dataset name such as 'torch/cifar10'")
     name, root = ("", data) if is_folder else (data, None)
-    augmentation = {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"}
+    augmentation = {"auto_augment": RAND_AUGMENT, "re_prob": 0.25, "re_mode": "pixel"}
     loaders = []
     for split, training in (("train", True), ("validation", False)):
         dataset = timm.data.create_dataset(name, root=root, split=split, is_training=training)
