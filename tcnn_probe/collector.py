@@ -179,7 +179,8 @@ class Collector:
         number = self._asked[module] = self._asked.get(module, -1) + 1
         layer = f"{name}#{number}" if number else name
         self._scene.spread = self._spread.get(module)
-        call = arrange(seen, layer, module, inputs, self._scene)
+        with named(layer):
+            call = arrange(seen, layer, module, inputs, self._scene)
         if isinstance(call, str):
             self.unsupported[layer] = call
             return

@@ -1,5 +1,6 @@
 """Arrays that grow by a row with each mark, as the writer holds them: the objects that a row adds."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from tcnn_probe.store.objects import Objects
 __all__ = ["Column", "Maps", "Numbers", "column"]
 
 
-class Column:
+class Column(ABC):
     """An array over the marks.
 
     Args:
@@ -63,8 +64,9 @@ class Column:
         """Some of the objects given out may not have been written."""
         self._own_length = None
 
+    @abstractmethod
     def _row(self, marks: int, value: Any) -> dict[str, bytes]:
-        raise NotImplementedError
+        """The objects that hold one more row."""
 
     def _key(self, index: int) -> str:
         return chunk_key(self.path, self.document, (index, *(0 for _ in self.document["shape"][1:])))
