@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-import zarr
 from torch import nn
 
 import tcnn_probe
@@ -130,23 +129,6 @@ def test_url_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert names(tmp_path) == []
 
 
-def a_file(path: Path) -> None:
-    path.write_text("precious")
-
-
-def other_content(path: Path) -> None:
-    path.mkdir()
-    (path / "notes.txt").write_text("precious")
-
-
-def other_zarr(path: Path) -> None:
-    xr.Dataset({"gate": ("epoch", np.arange(3.0))}).to_zarr(path, zarr_format=3, consolidated=False)
-
-
-def older_zarr(path: Path) -> None:
-    zarr.open_group(path, mode="w", zarr_format=2).create_array("gate", shape=(3,), dtype="float64")
-
-
 def other_schema(path: Path) -> None:
     record_epochs(Chain(), path, range(1))
     root = json.loads((path / "zarr.json").read_text())
@@ -179,10 +161,6 @@ def other_model(path: Path) -> None:
 
 
 REFUSED: dict[Callable[[Path], None], str] = {
-    a_file: r"run.zarr holds something else than a recording \(a file\): choose another path",
-    other_content: r"run.zarr holds something else than a recording \(\['notes.txt'\]\)",
-    other_zarr: "run.zarr holds something else than a recording",
-    older_zarr: "run.zarr holds something else than a recording",
     other_schema: "run.zarr has schema version 99, expected 2: it needs a newer tcnn_probe",
     other_names: r"a recording of other layers \('close' there, absent in this model\)",
     only_one_layer: r"\('near': absent there, {'kind': 'gpsa', 'heads': 9} here\)",
