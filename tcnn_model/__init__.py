@@ -1,6 +1,8 @@
 """Transformed CNNs: convolutions reparameterized as gated positional self-attention, and their fine-tuning."""
 
 from tcnn_model import models as _models  # noqa: F401 (registers t_resnet* with timm)
+from tcnn_model import patchconvnet as _patchconvnet  # noqa: F401 (registers patchconvnet_* with timm)
+from tcnn_model.aggregation import AttentionPool2d
 from tcnn_model.attention import GatedAttention
 from tcnn_model.convit import Acceleration, accelerate
 from tcnn_model.finetune import EpochResult, finetune
@@ -14,6 +16,7 @@ from tcnn_model.statistics import AttentionStatistics
 __all__ = [
     "GPSA",
     "Acceleration",
+    "AttentionPool2d",
     "AttentionStatistics",
     "Axis",
     "EpochResult",
