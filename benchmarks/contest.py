@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 Step = Callable[[], object]
 Contest = Mapping[str, Callable[[], Step]]  # contestants by name, the peer first; each call prepares one
 
-__all__ = ["Contest", "Step", "main", "options", "training_step"]
+__all__ = ["Contest", "Step", "compare", "main", "memory", "options", "print_table", "training_step"]
 
 
 def options(description: str) -> argparse.ArgumentParser:
@@ -34,12 +34,17 @@ def options(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(parser: argparse.ArgumentParser, contests: Callable[[argparse.Namespace], Mapping[str, Contest]]) -> None:
+def main(
+    parser: argparse.ArgumentParser,
+    contests: Callable[[argparse.Namespace], Mapping[str, Contest]],
+    report: Callable[[argparse.Namespace, Mapping[str, Contest]], None] | None = None,
+) -> None:
     """Run the contests that the options ask for and print a table.
 
     Args:
         parser: from :func:`options`, with options of its own where there are such.
         contests: what to compare, by name, given the options.
+        report: what to do with them; :func:`compare` unless given.
     """
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -48,22 +53,39 @@ def main(parser: argparse.ArgumentParser, contests: Callable[[argparse.Namespace
         contest, contestant = arguments.child
         print(_peak_memory(every[contest][contestant](), arguments.device))
         return
+    (report or compare)(arguments, every)
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {arguments.threads} thread(s)"
+    rounds = "" if report else f"; median of {arguments.rounds} rounds"
+    print(f"\n{device}, {arguments.dtype}, torch {torch.__version__}{rounds}")
+
+
+def compare(arguments: argparse.Namespace, every: Mapping[str, Contest]) -> None:
+    """A table of times, as ratios, and peak memory."""
     rows = []
     turns = tqdm(total=sum(len(c) for c in every.values()) * (arguments.rounds + 1), disable=None, leave=False)
     for name, contest in every.items():
         seconds = _take_turns(contest, arguments.rounds, arguments.device, turns)
-        memory = {contestant: _memory_in_child(name, contestant) for contestant in contest}
+        peaks = {contestant: _memory_in_child(name, contestant) for contestant in contest}
         peer = next(iter(contest))
         for contestant in contest:
             ratios = [p / s for p, s in zip(seconds[peer], seconds[contestant], strict=True)]
             speed = "1" if contestant == peer else _figure(statistics.median(ratios))
             spread = "" if contestant == peer else f"{_figure(min(ratios))} - {_figure(max(ratios))}"
-            less = _figure(memory[peer] / max(memory[contestant], 1))
-            rows.append((name, contestant, speed, spread, f"{memory[contestant] / 2**20:.0f}", less))
+            less = _figure(peaks[peer] / max(peaks[contestant], 1))
+            rows.append((name, contestant, speed, spread, f"{peaks[contestant] / 2**20:.0f}", less))
     turns.close()
-    _print_table(("", "", "times as fast", "least - most", "peak memory, MiB", "times less memory"), rows)
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {arguments.threads} thread(s)"
-    print(f"\n{device}, {arguments.dtype}, torch {torch.__version__}; median of {arguments.rounds} rounds")
+    print_table(("", "", "times as fast", "least - most", "peak memory, MiB", "times less memory"), rows)
+
+
+def memory(every: Mapping[str, Contest]) -> dict[str, dict[str, int]]:
+    """Bytes that one step adds at its peak, by contest and contestant, each in a process of its own."""
+    with tqdm(total=sum(map(len, every.values())), disable=None, leave=False) as bar:
+        found: dict[str, dict[str, int]] = {name: {} for name in every}
+        for name, contest in every.items():
+            for contestant in contest:
+                found[name][contestant] = _memory_in_child(name, contestant)
+                bar.update()
+    return found
 
 
 def training_step(forward: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> Step:
@@ -131,7 +153,8 @@ def _figure(x: float) -> str:
     return f"{x:.0f}" if x >= 10 else f"{x:.2g}" if x < 1 else f"{x:.1f}"
 
 
-def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """As Markdown."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, tuple("-" * width for width in widths), *rows]
     for line in lines:

@@ -4,6 +4,7 @@ from tcnn_model import models as _models  # noqa: F401 (registers t_resnet* with
 from tcnn_model import patchconvnet as _patchconvnet  # noqa: F401 (registers patchconvnet_* with timm)
 from tcnn_model.aggregation import AttentionPool2d
 from tcnn_model.attention import GatedAttention
+from tcnn_model.attention_pool import add_attention_pool, specialize
 from tcnn_model.convit import Acceleration, accelerate
 from tcnn_model.finetune import EpochResult, finetune
 from tcnn_model.functional import gpsa
@@ -22,10 +23,12 @@ __all__ = [
     "EpochResult",
     "GatedAttention",
     "accelerate",
+    "add_attention_pool",
     "finetune",
     "gaussian_position",
     "gpsa",
     "gpsa_layers",
     "parameter_groups",
     "reparameterize",
+    "specialize",
 ]

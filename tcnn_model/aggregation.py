@@ -47,6 +47,16 @@ class PatchAttention(nn.Module):
         self.proj = nn.Linear(dim, dim, **make)
         self.proj_drop = nn.Dropout(proj_drop)
 
+    @classmethod
+    def of(cls, attention: nn.Module, tokens: int) -> "PatchAttention":
+        """With the very layers of a ``cait.ClassAttn``."""
+        theirs: Any = attention
+        ours = cls(theirs.q.in_features, theirs.num_heads, tokens=tokens, device="meta")
+        for name, layer in theirs.named_children():
+            setattr(ours, name, layer)
+        ours.fused_attn = theirs.fused_attn
+        return ours.train(theirs.training)
+
     def forward(self, x: Tensor) -> Tensor:
         """Tokens and patches, shape (B, K + N, d), to what each token gathers, shape (B, K, d)."""
         tokens, patches = x[:, : self.tokens], x[:, self.tokens :]
@@ -122,13 +132,30 @@ class AttentionPool2d(nn.Module):
         """New tokens, not trained yet, for so many classes; the block stays as it is.
 
         Raises:
-            ValueError: there is a single token, of no class.
+            ValueError: there is a single token, of no class; or no classes.
         """
         if not self.per_class:
             raise ValueError("a single token serves any number of classes")
+        if num_classes < 1:
+            raise ValueError(f"expected at least one class, got {num_classes}")
+        tokens = self.cls_token.new_empty(1, num_classes, self.channels)
+        self.cls_token = nn.Parameter(nn.init.trunc_normal_(tokens, std=0.02), self.cls_token.requires_grad)
         self.num_classes = self.block.attn.tokens = num_classes
-        self.cls_token = nn.Parameter(self.cls_token.new_empty(1, num_classes, self.channels))
-        nn.init.trunc_normal_(self.cls_token, std=0.02)
+
+    def specialize(self, num_classes: int) -> None:
+        """The single token copied for each class, with the block's own weights: see :func:`tcnn_model.specialize`.
+
+        Raises:
+            ValueError: there is a token for each class already; or no classes.
+        """
+        if self.per_class:
+            raise ValueError(f"there is a token for each of {self.num_classes} classes already")
+        if num_classes < 1:
+            raise ValueError(f"expected at least one class, got {num_classes}")
+        self.block.attn = PatchAttention.of(self.block.attn, num_classes)
+        tokens = self.cls_token.detach().repeat(1, num_classes, 1)
+        self.cls_token = nn.Parameter(tokens, self.cls_token.requires_grad)
+        self.num_classes = num_classes
 
     def reset_parameters(self) -> None:
         """Tokens and weights from a normal distribution of standard deviation 0.02, cut at 2; biases 0."""
@@ -140,7 +167,7 @@ class AttentionPool2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """A feature map, shape (B, d, H, W), to its pooled features: (B, d), or (B, K, d) with a token a class."""
-        tokens = self.block(x.flatten(2).transpose(1, 2), self.cls_token.expand(len(x), -1, -1))
+        tokens = self.block(x.flatten(2).transpose(1, 2), self.cls_token.expand(x.shape[0], -1, -1))
         tokens = self.norm(tokens)
         return tokens if self.per_class else tokens[:, 0]
 
@@ -151,9 +178,29 @@ class ClassScores(nn.Linear):
     The published form is K layers ``Linear(d, 1)``; these are their rows.
     """
 
-    def __init__(self, in_features: int, num_classes: int, **kwargs: Any) -> None:
-        super().__init__(in_features, num_classes, **kwargs)
+    @classmethod
+    def of(cls, classifier: nn.Module) -> "ClassScores":
+        """With the rows of a classifier, a Linear or a 1 x 1 convolution; a Linear's very parameters.
+
+        Raises:
+            ValueError: any other layer, or one whose weight is computed from other parameters.
+        """
+        pointwise = isinstance(classifier, nn.Conv2d) and (*classifier.kernel_size, classifier.groups) == (1, 1, 1)
+        if not (isinstance(classifier, nn.Linear) or pointwise) or "weight" not in classifier._parameters:
+            raise ValueError(f"expected a classifier that is a Linear or a 1 x 1 convolution, got {classifier}")
+        theirs: Any = classifier
+        weight, bias = theirs.weight, theirs.bias
+        scores = cls(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        scores.weight = weight if weight.ndim == 2 else nn.Parameter(weight.detach().flatten(1), weight.requires_grad)
+        scores.bias = bias
+        return scores.train(classifier.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens, shape (B, K, d), to scores, shape (B, K)."""
-        return (x * self.weight).sum(-1) + self.bias
+        """Tokens to scores, shape (B, K).
+
+        Args:
+            x: shape (B, K, d); or (B K, d) or (B K, d, 1, 1), the tokens of an image one after the other.
+        """
+        tokens = x.reshape(-1, self.out_features, self.in_features)
+        scores = torch.einsum("bkd,kd->bk", tokens, self.weight)
+        return scores if self.bias is None else scores + self.bias

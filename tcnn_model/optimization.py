@@ -1,4 +1,4 @@
-"""Parameter groups and stochastic depth for fine-tuning a T-CNN."""
+"""Parameter groups and stochastic depth for fine-tuning."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from timm.layers import DropPath
 from timm.optim import param_groups_weight_decay
 from torch import nn
 
+from tcnn_model.aggregation import AttentionPool2d
 from tcnn_model.gpsa import gpsa_layers
 
 __all__ = ["parameter_groups", "set_drop_path"]
@@ -17,8 +18,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Optimizer groups of a T-CNN (paper, Sec. 3): the gates learn at their own, much larger rate.
 
-    Weight decay is left out for gates, locality strengths, centres of attention, norms and biases, and for what the
-    model's own ``no_weight_decay()`` names.
+    Weight decay is left out for gates, locality strengths, centres of attention, the tokens of attention pools, norms
+    and biases, and for what the model's own ``no_weight_decay()`` names.
 
     Args:
         model: any module; one without GPSA layers gets no group of gates.
@@ -33,6 +34,8 @@ def parameter_groups(
     layers = gpsa_layers(model)
     gates = [layer.gating for layer in layers.values() if layer.gating.requires_grad]
     undecayed = {f"{name}.{p}" if name else p for name in layers for p in ("gating", "raw_locality", "center")}
+    pools = (name for name, module in model.named_modules() if isinstance(module, AttentionPool2d))
+    undecayed |= {f"{name}.cls_token" if name else "cls_token" for name in pools}
     undecayed |= set(getattr(model, "no_weight_decay", set)())
     groups = [{"name": "gates", "params": gates, "weight_decay": 0.0, "lr": gating_lr}]
     gate_ids = {id(gate) for gate in gates}

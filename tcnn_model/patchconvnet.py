@@ -89,7 +89,7 @@ class PatchConvNet(nn.Module):
             raise ValueError(f"tokens for each class need classes and a pool, got {num_classes=}, {global_pool=}")
         if num_classes and not global_pool:
             raise ValueError(f"a feature map, unpooled, has no classifier: expected num_classes=0, got {num_classes}")
-        self.num_classes, self.per_class, self.global_pool = num_classes, per_class, global_pool
+        self.num_classes, self.global_pool = num_classes, global_pool
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.grad_checkpointing = False
         widths = [in_chans, embed_dim // 8, embed_dim // 4, embed_dim // 2, embed_dim]
@@ -104,6 +104,11 @@ class PatchConvNet(nn.Module):
             self.pool = AttentionPool2d(embed_dim, classes, mlp_ratio=mlp_ratio, init_values=init_values)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = self._new_head()
+
+    @property
+    def per_class(self) -> bool:
+        """Whether each class has a token of its own."""
+        return isinstance(self.pool, AttentionPool2d) and self.pool.per_class
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -141,11 +146,11 @@ class PatchConvNet(nn.Module):
                 f"cannot have {num_classes} classes with global_pool={pooling!r}, from {self.global_pool!r}"
             )
         if not pooling:
-            self.pool, self.per_class = nn.Identity(), False
+            self.pool = nn.Identity()
         elif self.per_class and num_classes:
             self.pool.reset_tokens(num_classes)
         self.global_pool, self.num_classes = pooling, num_classes
-        self.head = self._new_head().to(next(self.stem.parameters()))
+        self.head = self._new_head().to(next(self.stem.parameters())).train(self.training)
 
     def _new_head(self) -> nn.Module:
         if not self.num_classes:
@@ -231,8 +236,9 @@ _PUBLISHED = (  # names in the original implementation, and ours
 def checkpoint_filter_fn(state: Mapping[str, Tensor], model: PatchConvNet) -> dict[str, Tensor]:
     """Weights under our names, from those of the original implementation (facebookresearch/deit) or from ours.
 
-    Its K classifiers ``head.k`` become the rows of one. Weights of a single token are fit to one token a class, where
-    the model has these: see :func:`tcnn_model.specialize`.
+    Its K classifiers ``head.k`` become the rows of one. Where the model has a token for each class, weights of a single
+    token give as many copies of it (see :func:`tcnn_model.specialize`), and tokens of other classes are left out, as
+    timm leaves out the classifier.
     """
     state = state.get("model", state)  # type: ignore[assignment]
     renamed: dict[str, Tensor] = {}
@@ -244,8 +250,10 @@ def checkpoint_filter_fn(state: Mapping[str, Tensor], model: PatchConvNet) -> di
     for part in ("weight", "bias") if scores else ():
         rows = [renamed.pop(f"head.{k}.{part}") for k in range(len(scores) // 2)]
         renamed[f"head.{part}"] = torch.cat(rows)
-    if model.per_class and renamed["pool.cls_token"].shape[1] == 1:
-        renamed["pool.cls_token"] = renamed["pool.cls_token"].repeat(1, len(renamed["head.weight"]), 1)
+    tokens = renamed.get("pool.cls_token")
+    if model.per_class and tokens is not None and tokens.shape[1] != model.num_classes:
+        copies, own = tokens[:, :1].expand(-1, model.num_classes, -1), model.pool.cls_token.detach()
+        renamed["pool.cls_token"] = copies if tokens.shape[1] == 1 else own
     return renamed
 
 
@@ -282,7 +290,7 @@ def _entrypoint(size: str, kind: str) -> Callable[..., nn.Module]:
             create.__name__,
             pretrained,
             pretrained_filter_fn=checkpoint_filter_fn,
-            feature_cfg={"out_indices": -1, "feature_cls": "getter"},
+            feature_cfg={"out_indices": 1, "feature_cls": "getter"},
             **{**shape, **kwargs},
         )
 

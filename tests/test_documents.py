@@ -11,6 +11,8 @@ import torch
 import xarray as xr
 from torch.utils.data import DataLoader, TensorDataset
 
+from tcnn_model.patchconvnet import PatchConvNet
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -40,6 +42,20 @@ def test_examples_of_the_documents_run(name: str, tmp_path: Path, monkeypatch: p
         exec(block, names)
         plt.close("all")
     assert xr.open_zarr("vit.zarr").top1.values.tolist() == [0.5, 0.5, 0.5, 0.6, 0.6]
+
+
+def test_examples_of_aggregation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = '"patchconvnet_s60", embed_dim=16, depth=2'
+    names: dict[str, object] = {}
+    blocks = [block.replace('"patchconvnet_s60"', small) for block in python_blocks(ROOT / "docs" / "aggregation.md")]
+    assert len(blocks) == 4
+    torch.save(timm.create_model("patchconvnet_s60", embed_dim=16, depth=2).state_dict(), "s60.pth")
+    for block in blocks:
+        exec(block, names)
+    special = names["special"]
+    assert isinstance(special, PatchConvNet)
+    assert special.per_class
 
 
 @pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name)

@@ -16,6 +16,7 @@ SMALL = {
     "convit_layer": ["--sides", "3", "5"],
     "recording": ["--models", "vit_tiny_patch16_224", "t_resnet50", "--size", "64", "--batch", "2"],
     "resolution": ["--sides", "3", "5"],
+    "resolution_memory": ["--sizes", "48", "64", "--training"],
     "tcnn_layer": ["--sides", "3", "--batch", "1", "--channels", "9"],
     "whole_model": ["--size", "64", "--batch", "1"],
 }
@@ -47,6 +48,34 @@ def test_table_of_ratios_and_memory() -> None:
     assert [row[1] for row in rows] == ["timm", "tcnn_model.accelerate"]
     assert rows[0][2] == "1"
     assert float(rows[1][2]) > 0
+
+
+def test_memory_against_resolution(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Tables and figure of a report, with memory that grows like the area but for one that grows like its square."""
+    benchmark = importlib.import_module("resolution_memory")
+    arguments = benchmark.parser().parse_args(["--sizes", "10", "20", "30", "--figure", str(tmp_path / "figure.png")])
+    every = benchmark.contests(arguments)
+
+    def pretend(every: contest.Mapping[str, contest.Contest]) -> dict[str, dict[str, int]]:
+        return {
+            size: {label: 2**20 * (int(size) ** 4 if "not" in label else 3 * int(size) ** 2) for label in contestants}
+            for size, contestants in every.items()
+        }
+
+    monkeypatch.setattr(contest, "memory", pretend)
+    benchmark.report(arguments, every)
+    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in capsys.readouterr().out.splitlines()[3:8]}
+    assert [cell.strip() for cell in rows["ResNet-50"]] == ["300", "1200", "2700", "1.00", "1.00 - 1.00", "1.0000"]
+    assert [cell.strip() for cell in rows["ViT-S, not fused"]][3:5] == ["2.00", "2.00 - 2.00"]
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_memory_of_each_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_memory_in_child", lambda name, contestant: f"{contestant} of {name}")
+    found = contest.memory({"a": {"x": None, "y": None}, "b": {"x": None}})
+    assert found == {"a": {"x": "x of a", "y": "y of a"}, "b": {"x": "x of b"}}
 
 
 def test_marking_is_timed_in_memory_and_on_disk(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,17 @@
-"""A tiny T-CNN and tiny random data to train it on."""
+"""A tiny T-CNN, one that pools by attention, and tiny random data to train them on."""
+
+from typing import Any
 
 import torch
 from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tcnn_model import reparameterize
+from tcnn_model import add_attention_pool, reparameterize
 from tests.tcnn_model.helpers import random, randomise_norms, seeded
 
 CLASSES = 3
+POOL_SIZE = (1, 64, 96)  # of images to find the pool of these with
 
 
 def tiny_cnn() -> nn.Module:
@@ -19,6 +22,17 @@ def tiny_cnn() -> nn.Module:
 
 def tiny_tcnn() -> nn.Module:
     return reparameterize(tiny_cnn(), input_size=(1, 64, 64))
+
+
+@torch.no_grad()
+def pooled_cnn(model: nn.Module | None = None, **options: Any) -> Any:
+    """A tiny ResNet that pools by attention, whose pool counts."""
+    pooled: Any = add_attention_pool(model or tiny_cnn().eval(), input_size=POOL_SIZE, **options)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in pooled.named_parameters():
+        if "attention" in name:
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return pooled
 
 
 def batches(images: int = 11, batch_size: int = 4, *, shuffle: bool = True, seed: int = 0) -> DataLoader:

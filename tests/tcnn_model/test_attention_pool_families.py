@@ -1,0 +1,153 @@
+"""Attention pooling on timm convnets of different make: a step, save and load, export, and timm's methods."""
+
+from io import BytesIO
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from tcnn_model import AttentionPool2d, add_attention_pool
+from tests.tcnn_model.families import build
+
+K = 3
+TINY: dict[str, dict[str, Any]] = {
+    "efficientnet_b0": {},
+    "mobilenetv3_small_050": {},
+    "ghostnet_050": {},
+    "regnety_002": {},
+    "vgg16_bn": {"mlp_ratio": 0.01},
+    "inception_next_atto": {"depths": (1, 1, 1, 1)},
+    "convnextv2_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
+    "t_resnet50": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)},
+    "hrnet_w18_small": {},
+}
+SMALL = (
+    "resnet18",
+    "resnetrs50",
+    "resnext50_32x4d",
+    "convnext_tiny",
+    "densenet121",
+    "nf_resnet50",
+    "resnetv2_50",
+    "dla34",
+    "darknet53",
+)
+HEADS = {  # what has to take a pooled vector, or one for each class
+    "a Linear": "resnet18",
+    "a 1 x 1 convolution": "dla34",
+    "norm, Linear": "convnext_tiny",
+    "1 x 1 convolution, activation, Linear": "mobilenetv3_small_050",
+    "a hidden Linear": "hidden",
+}
+
+
+def small(name: str) -> Any:
+    """A narrow relative with 3 classes, in eval mode."""
+    if name == "hidden":
+        return timm.create_model("convnext_atto", head_hidden_size=24, num_classes=K, **TINY["convnextv2_atto"]).eval()
+    if name in TINY:
+        torch.manual_seed(0)
+        return timm.create_model(name, num_classes=K, **TINY[name]).eval()
+    return build(name)
+
+
+def _images(name: str) -> torch.Tensor:
+    return torch.randn(2, 3, *((64, 96) if name in ("dla34", "hrnet_w18_small") else (80, 112)))
+
+
+@torch.no_grad()
+def _disturbed(model: Any) -> Any:
+    for name, parameter in model.named_parameters():
+        if "attention" in name:
+            parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def _trains(model: Any, x: torch.Tensor) -> None:
+    """A step moves the pool, the classifier and the first convolution, and lowers the loss of the same batch."""
+    labels = torch.arange(len(x)) % K
+    model.train()
+    watched = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: parameter.detach().clone() for name, parameter in watched.items()}
+    torch.optim.SGD(watched.values(), 1e-2).zero_grad()
+    nn.functional.cross_entropy(model(x), labels).backward()
+    still = [name for name, p in watched.items() if p.grad is None]
+    assert still == []
+    torch.optim.SGD(watched.values(), 1e-2).step()
+    moved = {name for name, parameter in watched.items() if not torch.equal(parameter, before[name])}
+    assert any(name.endswith("attention.cls_token") for name in moved)
+    assert next(iter(watched)) in moved
+    model.eval()
+
+
+@pytest.mark.parametrize("per_class", [False, True])
+@pytest.mark.parametrize("name", [*SMALL, *TINY, "hidden"])
+def test_family(name: str, per_class: bool) -> None:
+    model = _disturbed(add_attention_pool(small(name), per_class=per_class)).eval()
+    x = _images(name)
+    _trains(model, x)
+    with torch.no_grad():
+        scores = model(x)
+        features = model.forward_features(x)
+        pooled = model.forward_head(features, pre_logits=True)
+        assert scores.shape == (2, K)
+        assert pooled.shape == ((2, K, model.head_hidden_size) if per_class else (2, model.head_hidden_size))
+        assert torch.allclose(model.forward_head(features), scores, atol=1e-5)
+        other = _disturbed(add_attention_pool(small(name), per_class=per_class)).eval()
+        assert not torch.allclose(other(x), scores, atol=1e-3)
+        file = BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        other.load_state_dict(torch.load(file))
+        assert torch.equal(other(x), scores)
+        other.reset_classifier(5)
+        assert other.eval()(x).shape == (2, 5)
+        assert len(other.get_classifier().weight) == 5
+        other.reset_classifier(0)
+        tokens = (2, 5) if per_class else (2,)
+        assert other(x).shape == (*tokens, model.head_hidden_size)
+        other.reset_classifier(4, "avg")
+        assert other.eval()(x).shape == (2, 4)
+        assert not any(isinstance(module, AttentionPool2d) for module in other.modules())
+
+
+@pytest.mark.parametrize("name", ["patchconvnet_s20", *SMALL, *TINY])
+def test_export(name: str) -> None:
+    """Per class for every second one, so that both kinds meet all kinds of heads."""
+    per_class = [*SMALL, *TINY, name].index(name) % 2 == 0
+    if name == "patchconvnet_s20":
+        model: Any = timm.create_model(name, embed_dim=16, depth=1, num_classes=K).eval()
+    else:
+        model = _disturbed(add_attention_pool(small(name), per_class=per_class)).eval()
+    x = _images(name)
+    program = torch.export.export(model, (x,))
+    assert torch.allclose(program.module()(x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", HEADS.values(), ids=HEADS)
+@torch.no_grad()
+def test_any_head_takes_each_token_by_itself(name: str) -> None:
+    """Per class: what the same head, with a single token in its place, gives for that class."""
+    cnn = small(name)
+    model, x = _disturbed(add_attention_pool(cnn, per_class=True)).double(), _images(name).double()
+    cnn.double()
+    pool = next(module for module in model.modules() if hasattr(module, "replaced"))
+    tokens = pool.attention(model.forward_features(x))
+    assert tokens.shape[:2] == (2, K)
+    features, scores = model.forward_head(model.forward_features(x), pre_logits=True), model(x)
+    for k in range(K):
+        fixed = _Fixed(tokens[:, k], pool.flatten)
+        cnn.set_submodule(model._pooled_at, fixed)
+        assert torch.allclose(cnn(x)[:, k], scores[:, k], rtol=1e-9)
+        assert torch.allclose(cnn.forward_head(x, pre_logits=True), features[:, k], rtol=1e-9)
+
+
+class _Fixed(nn.Module):
+    def __init__(self, y: torch.Tensor, flatten: bool) -> None:
+        super().__init__()
+        self.y = y if flatten else y[:, :, None, None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.y
