@@ -1,15 +1,20 @@
 """From what was found of each layer to the groups of a recording and their values."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from tcnn_probe.classes import Classes
 from tcnn_probe.probes import Probe
 from tcnn_probe.schema import COUNTS, Group, Variable
 from tcnn_probe.tally import Found, Tally
 
-__all__ = ["LayerValues", "assemble", "groups_of", "layer_values", "map_values"]
+__all__ = ["MAPS_OF_CLASSES", "LayerValues", "assemble", "continued", "groups_of", "layer_values", "map_values"]
+
+MAPS_OF_CLASSES = "maps/classes/"
+"""Where the groups of these are."""
 
 
 class LayerValues:
@@ -75,27 +80,48 @@ def layer_values(tallies: Iterable[Tally], found: Mapping[tuple[str, str], Found
     return list(layers.values())
 
 
-def map_values(tallies: Iterable[Tally], images: Sequence[int]) -> list[LayerValues]:
-    """The maps of chosen images; layers whose maps have one shape share a group."""
+def map_values(tallies: Iterable[Tally], images: Sequence[int], classes: Classes) -> list[LayerValues]:
+    """The maps of chosen images, and numbers beside them; layers whose maps have one shape share a group."""
     layers: dict[tuple[str, str], LayerValues] = {}
     for tally in tallies:
         for image, maps in tally.maps.items():
-            for name, value in maps.items():
-                array = value.cpu().numpy()
-                windows, heads, height, width = array.shape
-                one_window = windows == 1
-                place = "maps/" + "x".join(map(str, [heads, *([] if one_window else [windows]), height, width]))
-                entry = layers.setdefault((place, tally.name), LayerValues(place, tally.name))
-                about = tally.probe.variables[name]
-                dims = tuple(dim for dim in about.dims if not (one_window and dim == "window"))
-                about = Variable(dims, about.units, about.long_name, about.description, about.dtype)
-                if name not in entry.values:
-                    shape = (len(images), *(array[0] if one_window else array).shape)
-                    empty = np.full(shape, np.nan, dtype=about.dtype)
-                    entry.add(tally.probe, {name: about}, {name: empty})
-                    entry.coords["image"], entry.maps = list(images), True
-                entry.values[name][images.index(image)] = array[0] if one_window else array
+            found = {name: _of_image(tally.probe.variables[name], value.cpu().numpy()) for name, value in maps.items()}
+            for names in (maps.keys() - tally.probe.of_classes, maps.keys() & tally.probe.of_classes):
+                place = _place_of_maps([found[name] for name in names])
+                for name in sorted(names):
+                    about, array = found[name]
+                    entry = layers.setdefault((place, tally.name), LayerValues(place, tally.name))
+                    if name not in entry.values:
+                        entry.add(tally.probe, {name: about}, {name: _empty((len(images), *array.shape), about)})
+                        entry.coords["image"], entry.maps = list(images), True
+                    if "class" in about.dims:
+                        entry.table["classes"] = classes.plain
+                        entry.coords |= {"class": classes.chosen} if classes.chosen else {}
+                    entry.values[name][images.index(image)] = array
     return list(layers.values())
+
+
+def _of_image(about: Variable, array: np.ndarray) -> tuple[Variable, np.ndarray]:
+    """What a probe has of one image, without the axis of a single window."""
+    dims = about.dims
+    if "window" in dims[2:3] and len(array) == 1:
+        dims, array = (*dims[:2], *dims[3:]), array[0]
+    elif "window" not in dims and array.ndim == len(dims) - 1 and len(array) == 1:
+        array = array[0]
+    return replace(about, dims=dims), array
+
+
+def _place_of_maps(found: Iterable[tuple[Variable, np.ndarray]]) -> str:
+    """Path of the group for maps of this shape."""
+    sizes: dict[str, int] = {}
+    for about, array in found:
+        sizes |= zip(about.dims[2:], array.shape, strict=False)
+    shape = "x".join(str(sizes[dim]) for dim in ("head", "window", "y", "x") if dim in sizes)
+    return MAPS_OF_CLASSES + shape if "class" in sizes else f"maps/{shape}"
+
+
+def _empty(shape: tuple[int, ...], about: Variable) -> np.ndarray:
+    return np.full(shape, np.nan if np.dtype(about.dtype).kind == "f" else -1, dtype=about.dtype)
 
 
 def groups_of(layers: Iterable[LayerValues], order: Mapping[str, int]) -> dict[str, Group]:
@@ -120,10 +146,21 @@ def groups_of(layers: Iterable[LayerValues], order: Mapping[str, int]) -> dict[s
     return groups
 
 
+def continued(there: Mapping[str, Group], here: Mapping[str, Group]) -> dict[str, Group]:
+    """Groups to be recorded, in a store that an older version began: maps as wide as there, without those not there."""
+    groups = dict(here)
+    for path, group in here.items():
+        if group.maps and path in there:
+            stored = there[path].variables
+            kept = {n: replace(about, dtype=stored[n].dtype) for n, about in group.variables.items() if n in stored}
+            groups[path] = replace(group, variables=kept)
+    return groups
+
+
 def assemble(layers: Collection[LayerValues], groups: Mapping[str, Group]) -> dict[str, dict[str, np.ndarray]]:
-    """Values of every variable of every group; NaN where a layer has none."""
+    """Values of every variable of every group; NaN, or -1 of integers, where a layer has none."""
     arrays = {
-        place: {name: np.full(group.shape(name), np.nan, dtype=group.variables[name].dtype) for name in group.variables}
+        place: {name: _empty(group.shape(name), about) for name, about in group.variables.items()}
         for place, group in groups.items()
     }
     rows = {place: {layer: row for row, layer in enumerate(group.layers)} for place, group in groups.items()}

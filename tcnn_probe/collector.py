@@ -1,6 +1,5 @@
 """Follows the forwards of a model and keeps what the probes find in them."""
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,13 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model.precision import without_autocast
-from tcnn_probe.names import layer_names
+from tcnn_probe.classes import Classes
+from tcnn_probe.names import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, Probe
+from tcnn_probe.reasons import Reasons
 from tcnn_probe.seeing import known
 from tcnn_probe.seeing.arrange import arrange, discrepancy
 from tcnn_probe.seeing.attention import AttentionCall
 from tcnn_probe.seeing.forwards import Forwards
 from tcnn_probe.seeing.interception import SeenAttention, SeenOperand, SeenProduct
+from tcnn_probe.seeing.pools import class_counts
+from tcnn_probe.seeing.prefix import prefix_of
 from tcnn_probe.seeing.scene import Scene
 from tcnn_probe.tally import Tally, checked, named
 
@@ -34,7 +37,8 @@ class _Pending:
 
     tally: Tally
     measured: Mapping[str, Tensor]
-    chosen: Sequence[int] = ()
+    chosen: Sequence[int] = ()  # numbers of images, of which there are maps
+    rows: Sequence[int] = ()  # and which of the forward's images these are
     maps: Mapping[str, Tensor] | None = None
     softmax: SeenOperand | None = None  # of a softmax of which it is not known yet whether it weighs values
     heads: bool = False  # whether it has an axis of heads
@@ -57,6 +61,7 @@ class Collector:
         when: which forwards, by ``model.training``.
         every: take one forward in so many.
         images: numbers of the images, in each epoch, of which maps are kept.
+        classes: of which maps are kept, where there is a token for each.
         max_images: measure no more than so many in each epoch.
         prefix_tokens: class and register tokens before the grid, if the model does not say.
     """
@@ -70,32 +75,34 @@ class Collector:
         when: When = "eval",
         every: int = 1,
         images: Collection[int] = (),
+        classes: Classes,
         max_images: int | None = None,
         prefix_tokens: int | None = None,
     ) -> None:
         self._model, self._wanted, self._when, self._every = model, wanted, when, every
-        self._chosen, self._max_images, self._prefix = frozenset(images), max_images, prefix_tokens
+        self._chosen, self._classes, self._max_images = frozenset(images), classes, max_images
         self._attention_probes = [probe for probe in probes if probe.attention is not None]
         self._names = layer_names(model)
         self.order = {name: place for place, name in enumerate(self._names.values())}
         self.tallies: dict[tuple[str, str], Tally] = {}
         self._of_module: dict[nn.Module, list[Tally]] = {}
-        self.unsupported: dict[str, str] = {}
-        self.missing: dict[str, dict[str, str]] = {}
+        self._reasons = Reasons(self._names)
+        self.unsupported, self.missing = self._reasons.unsupported, self._reasons.missing
         for module, name in self._names.items():
             if self.wants_layer(name):
                 for probe in _without_rivals([probe for probe in probes if probe.applies_to(module)]):
                     tally = self._tally(name, module, probe)
                     self._of_module.setdefault(module, []).append(tally)
-                self._expect(module, name, probes)
+                for probe in probes:
+                    for variable, reason in (probe.missing(module) if probe.missing else {}).items():
+                        self._reasons.lacks(name, [variable], reason)
         self._parts = {part: parent for parent, part in self._wanted_parts()}
         self.training_forwards = 0
         self._entered: dict[nn.Module, int] = {}
-        self._scene = Scene(*self._prefix_tokens())
+        self._scene, self._whole = Scene(prefix_of(self._names, prefix_tokens)), False
         spread = {m: known.lookup(known.SPREAD, m) for m in self._names}
         self._spread = {part: how for m, how in spread.items() if how is not None for part in m.modules()}
         self._checked: set[str] = set()
-        self._explained: set[nn.Module] = set()
         self._begin()
         self._forwards = Forwards(model, self)
         try:
@@ -119,6 +126,13 @@ class Collector:
     def missed_attention(self) -> bool:
         """Whether attention is to be measured, and no forward that could show any has begun since the last mark."""
         return bool(self._attention_probes) and not self._entered
+
+    @property
+    def class_counts(self) -> dict[str, int]:
+        """How many classes each pool has that has a token for each of them, if it or what is in it is wanted."""
+        wanted = [name for name in self._names.values() if self.wants_layer(name)]
+        counts = class_counts(self._names)
+        return {pool: n for pool, n in counts.items() if any(f"{name}.".startswith(f"{pool}.") for name in wanted)}
 
     def remove(self) -> None:
         """Detach."""
@@ -166,13 +180,15 @@ class Collector:
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> None:
         """See :class:`tcnn_probe.seeing.forwards.Listener`."""
         self._begin()
+        self._whole = unwrap(entry) is unwrap(self._model)
         self._scene.enter(inputs, whole_model=entry is self._model)
 
-    def asked(self, module: nn.Module, inputs: Sequence[Any], seen: SeenAttention | SeenProduct) -> None:
+    def asked(self, running: Sequence[tuple[nn.Module, Sequence[Any]]], seen: SeenAttention | SeenProduct) -> None:
         """See :class:`tcnn_probe.seeing.forwards.Listener`."""
         if isinstance(seen, SeenProduct):
             self._confirm(seen)
             return
+        module = running[-1][0]
         name = self._names[module]
         if not self._attention_probes or not self.wants_layer(name) or self._is_measured_whole(module):
             return
@@ -180,7 +196,7 @@ class Collector:
         layer = f"{name}#{number}" if number else name
         self._scene.spread = self._spread.get(module)
         with named(layer):
-            call = arrange(seen, layer, module, inputs, self._scene)
+            call = arrange(seen, layer, running, self._scene)
         if isinstance(call, str):
             self.unsupported[layer] = call
             return
@@ -197,7 +213,7 @@ class Collector:
                     self._keep(tally, measured, call, None if softmax is None else SeenOperand.of(softmax))
                     self.unsupported.pop(layer, None)
         if call.layout.reason and any("attention_distance" in probe.variables for probe in self._attention_probes):
-            self.missing.setdefault("attention_distance", {})[layer] = call.layout.reason
+            self._reasons.lacks(layer, ["attention_distance"], call.layout.reason)
 
     def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> bool:
         """See :class:`tcnn_probe.seeing.forwards.Listener`."""
@@ -226,7 +242,7 @@ class Collector:
             for _, sub in self._parts_of(tally):
                 self._calls.pop(sub, None)
 
-    def ends(self, *, whole: bool) -> None:
+    def ends(self, *, whole: bool, output: Any = None) -> None:
         """See :class:`tcnn_probe.seeing.forwards.Listener`."""
         pending, checks, ran = self._pending, self._checks, self._ran
         self._begin()
@@ -244,10 +260,9 @@ class Collector:
             one.tally.add(one.measured, left)
             self.unsupported.pop(one.tally.name, None)  # as it was called in forwards before this one
             if one.maps is not None:
-                one.tally.add_maps(one.chosen, one.maps)
-        if self._attention_probes and not ran <= self._explained:
-            self._explain(ran - self._explained)
-            self._explained |= ran
+                self._keep_maps(one, output)
+        if self._attention_probes:
+            self._reasons.explain(ran, {layer for layer, _ in self.tallies}, self.wants_layer)
 
     # Helpers.
 
@@ -265,11 +280,6 @@ class Collector:
             self.order.setdefault(layer, self.order[self._names[module]])
         return self.tallies[key]
 
-    def _expect(self, module: nn.Module, name: str, probes: Sequence[Probe]) -> None:
-        for probe in probes:
-            for variable, reason in (probe.missing(module) if probe.missing else {}).items():
-                self.missing.setdefault(variable, {})[name] = reason
-
     def _forget(self, tally: Tally) -> None:
         self.tallies.pop((tally.name, tally.probe.kind), None)
 
@@ -284,13 +294,26 @@ class Collector:
         one = _Pending(tally, measured, softmax=softmax, heads=heads)
         if self._chosen and tally.probe.maps is not None:
             before = tally.images + sum(len(_any(p.measured)) for p in self._pending if p.tally is tally)
-            here = [i for i in range(len(_any(measured))) if before + i in self._chosen]
+            count = len(_any(measured)) if self._max_images is None else self._max_images - before
+            here = [i for i in range(min(count, len(_any(measured)))) if before + i in self._chosen]
             if here:
-                one.chosen, one.maps = [before + i for i in here], tally.probe.maps(call, here)
+                one.chosen, one.rows, one.maps = [before + i for i in here], here, tally.probe.maps(call, here)
+                for name in tally.probe.of_classes & one.maps.keys():
+                    self._classes.check({tally.name: one.maps[name].shape[1]})
                 if isinstance(call, AttentionCall) and call.layout.reason:
-                    for name in tally.probe.of_images - one.maps.keys():
-                        self.missing.setdefault(name, {})[tally.name] = call.layout.reason
+                    lacking = tally.probe.of_images - one.maps.keys()
+                    lacking -= tally.probe.of_classes if one.maps else set()  # which are made of these
+                    self._reasons.lacks(tally.name, lacking, call.layout.reason)
         self._pending.append(one)
+
+    def _keep_maps(self, one: _Pending, output: Any) -> None:
+        """Of the classes to keep, now that the model's output is known."""
+        assert one.maps is not None
+        output = output if self._whole else None
+        maps, why = self._classes.of(one.maps, output, one.rows, len(_any(one.measured)))
+        one.tally.add_maps(one.chosen, maps)
+        if why:
+            self._reasons.lacks(one.tally.name, one.tally.probe.of_classes, why)
 
     def _confirm(self, seen: SeenProduct) -> None:
         """A softmax is attention once its result, mixed among heads perhaps, multiplies values."""
@@ -312,13 +335,6 @@ class Collector:
     def _is_measured_whole(self, module: nn.Module) -> bool:
         return any(t.probe.place == "" and t.probe.measure is not None for t in self._of_module.get(module, ()))
 
-    def _prefix_tokens(self) -> tuple[int | None, bool]:
-        """How many, and whether the first of them is a class token, as far as the user or the model says."""
-        model = next((m for m in self._names if hasattr(m, "num_prefix_tokens")), None)
-        count = getattr(model, "num_prefix_tokens", None) if self._prefix is None else self._prefix
-        has_class_token = getattr(model, "has_class_token", getattr(model, "cls_token", True) is not None)
-        return count if isinstance(count, int) else None, bool(has_class_token)
-
     def _wanted_parts(self) -> Iterator[tuple[nn.Module, nn.Module]]:
         for tallies in self._of_module.values():
             for tally in tallies:
@@ -331,28 +347,11 @@ class Collector:
             if isinstance(part := getattr(tally.module, name, None), nn.Module):
                 yield name, part
 
-    def _explain(self, ran: Collection[nn.Module]) -> None:
-        """Why layers that look like attention were not recorded."""
-        recorded = {name.split("#")[0] for name, _ in self.tallies}
-        for module in sorted(ran, key=lambda module: self.order[self._names[module]]):
-            name = self._names[module]
-            if name in self.unsupported or name in recorded or not self.wants_layer(name):
-                continue
-            if reason := known.lookup(known.NO_ATTENTION_MATRIX, module):
-                self.unsupported[name] = reason
-            elif re.search("Attn|Attention", type(module).__name__) and not _near(name, {*recorded, *self.unsupported}):
-                self.unsupported[name] = "no softmax between tokens was seen while it ran"
-
 
 def _without_rivals(probes: list[Probe]) -> list[Probe]:
     """Of those that measure heads of a layer, the first."""
     heads = [probe for probe in probes if probe.place == "" and probe.measure is not None]
     return [probe for probe in probes if probe not in heads[1:]]
-
-
-def _near(name: str, others: Collection[str]) -> bool:
-    """Whether one of the others is inside this layer."""
-    return any(other.startswith(f"{name}.") or other.split("#")[0] == name for other in others)
 
 
 def _any(measured: Mapping[str, Tensor]) -> Tensor:

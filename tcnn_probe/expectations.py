@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from tcnn_model.selection import select_layers
+from tcnn_probe.assemble import MAPS_OF_CLASSES
+from tcnn_probe.classes import Classes
 from tcnn_probe.collector import Collector
 from tcnn_probe.names import layer_names, unwrap
 from tcnn_probe.options import Options
@@ -24,6 +26,7 @@ def check_probes(probes: Iterable[Probe], collector: Collector, model: nn.Module
     probes = list(probes)
     if options.image_numbers() and not any(probe.maps for probe in probes):
         raise ValueError(f"images= keeps maps, and none of the probes {[probe.kind for probe in probes]} has any")
+    _check_classes(probes, collector, options)
     if not collector.tallies and not collector.sees_forwards:
         kinds = [probe.kind for probe in probes]
         where = "" if options.layers is None else " among those asked for"
@@ -31,7 +34,19 @@ def check_probes(probes: Iterable[Probe], collector: Collector, model: nn.Module
         raise ValueError(f"{type(unwrap(model)).__name__} has no layer{where} for the probes {kinds}{why}")
 
 
-def check_same_recording(store: EpochStore, collector: Collector, model: nn.Module) -> None:
+def _check_classes(probes: Iterable[Probe], collector: Collector, options: Options) -> None:
+    """Classes that were named are classes of a pool, and maps of them are kept."""
+    classes, counts = Classes.asked(options.classes), collector.class_counts
+    if not classes.chosen:
+        return
+    if not (counts and any(probe.of_classes for probe in probes)):
+        raise ValueError(f"classes={options.classes} chooses maps, and no layer or probe has one for each class")
+    if not options.image_numbers():
+        raise ValueError(f"classes={options.classes} chooses maps, and there are none without images=")
+    classes.check(counts)
+
+
+def check_same_recording(store: EpochStore, collector: Collector, model: nn.Module, options: Options) -> None:
     """Refuse a store of another model or other layers, as far as these are known before a forward.
 
     Raises:
@@ -45,6 +60,7 @@ def check_same_recording(store: EpochStore, collector: Collector, model: nn.Modu
         then, now = attrs.get(name), about.get(name)
         if now is not None and then is not None and then != now:
             raise StoreError(f"the store is a recording of another model (of {what} {then!r}, not {now!r})")
+    _check_same_classes(groups, options)
     modules = set(layer_names(model).values())
     for layer in (layer for group in groups.values() for layer in group.layers):
         if layer.split("#")[0] not in modules:
@@ -55,6 +71,14 @@ def check_same_recording(store: EpochStore, collector: Collector, model: nn.Modu
         there = {key: table[tally.name].get(key) for key in here} if tally.name in table else "absent"
         if there != here:
             raise StoreError(f"the store is a recording of other layers ({tally.name!r}: {there} there, {here} here)")
+
+
+def _check_same_classes(groups: Mapping[str, Group], options: Options) -> None:
+    here = Classes.asked(options.classes).plain
+    for path, group in groups.items():
+        for layer, table in group.layers.items() if path.startswith(MAPS_OF_CLASSES) else ():
+            if options.image_numbers() and (there := table.get("classes")) != here:
+                raise StoreError(f"the store has maps of {layer!r} with classes={there}, got classes={options.classes}")
 
 
 def check_found(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tcnn_model.selection import LayerFilter, select_layers
+from tcnn_probe.classes import Classes
 from tcnn_probe.collector import When
 from tcnn_probe.names import layer_names
 from tcnn_probe.schema import COORDINATES
@@ -26,6 +27,7 @@ class Options:
     when: When = "eval"
     every: int = 1
     images: int | Collection[int] | None = None
+    classes: int | Collection[int] | None = 3
     max_images: int | None = None
     along: str = "epoch"
     prefix_tokens: int | None = None
@@ -46,6 +48,7 @@ class Options:
         if not isinstance(along, str) or not along.isidentifier() or along in (*COORDINATES, "if_marked", "wait"):
             raise ValueError(f"expected the name of a coordinate, such as 'epoch' or 'step', for along; got {along!r}")
         self.image_numbers()
+        Classes.asked(self.classes)
 
     def image_numbers(self) -> tuple[int, ...]:
         """The numbers of the images of which maps are kept, ascending."""

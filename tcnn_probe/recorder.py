@@ -12,7 +12,8 @@ import xarray as xr
 from torch import nn
 
 from tcnn_model.selection import LayerFilter
-from tcnn_probe.assemble import LayerValues, assemble, groups_of, layer_values, map_values
+from tcnn_probe.assemble import LayerValues, assemble, continued, groups_of, layer_values, map_values
+from tcnn_probe.classes import Classes
 from tcnn_probe.collector import Collector, When
 from tcnn_probe.distributed import Ranks, whole_parameters
 from tcnn_probe.expectations import check_found, check_probes, check_same_recording
@@ -39,6 +40,7 @@ def record(
     when: When = "eval",
     every: int = 1,
     images: int | Collection[int] | None = None,
+    classes: int | Collection[int] | None = 3,
     max_images: int | None = None,
     along: str = "epoch",
     prefix_tokens: int | None = None,
@@ -71,6 +73,8 @@ def record(
         every: measure one forward in so many.
         images: of which images maps are kept: the first so many of each epoch, or their numbers in the order in which
             they are measured. None for no maps.
+        classes: of which classes maps are kept, by pools with a token for each (:class:`tcnn_model.AttentionPool2d`):
+            the first so many by the model's own output, of each image, or those whose indices you give. None for none.
         max_images: measure no more than so many images in each epoch.
         along: name of what is marked: "epoch", "step", or any coordinate that only grows.
         prefix_tokens: class and register tokens before the patches, where the model does not say (timm's do).
@@ -86,6 +90,7 @@ def record(
         when=when,
         every=every,
         images=images,
+        classes=classes,
         max_images=max_images,
         along=along,
         prefix_tokens=prefix_tokens,
@@ -126,12 +131,13 @@ class Recorder:
             when=options.when,
             every=options.every,
             images=options.image_numbers(),
+            classes=Classes.asked(options.classes),
             max_images=options.max_images,
             prefix_tokens=options.prefix_tokens,
         )
         try:
             check_probes(chosen_probes, self._collector, model, options)
-            self._ranks.writer(lambda: check_same_recording(self._store, self._collector, model))
+            self._ranks.writer(lambda: check_same_recording(self._store, self._collector, model, options))
         except BaseException:
             self.remove()
             raise
@@ -275,7 +281,9 @@ class Recorder:
 
     def _entries(self, found: Mapping[tuple[str, str], Found]) -> list[LayerValues]:
         tallies = [self._collector.tallies[key] for key in found]
-        return layer_values(tallies, found) + map_values(tallies, self._options.image_numbers())
+        return layer_values(tallies, found) + map_values(
+            tallies, self._options.image_numbers(), Classes.asked(self._options.classes)
+        )
 
     def _write(self, number: int | float, entries: list[LayerValues], scalars: dict[str, float], wait: bool) -> None:
         if self._groups is None:
@@ -283,6 +291,7 @@ class Recorder:
             if self._store.groups is None:
                 self._store.create(groups, provenance(self._model) | self._reasons())
             else:
+                groups = continued(self._store.groups, groups)
                 self._store.check(groups)
             self._groups = groups
         known = [entry for entry in entries if entry.layer in getattr(self._groups.get(entry.place), "layers", ())]

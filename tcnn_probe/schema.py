@@ -19,7 +19,7 @@ class Variable:
         units: "1", "nat", "pixel", "cell" (of the layer's token grid) or powers of these.
         long_name: short label, for plots.
         description: what it is, with its source.
-        dtype: as stored, "float64" or, for maps, "float16".
+        dtype: as stored, "float64" or, for maps, "float16" or "float32"; integers are -1 where there is no value.
     """
 
     dims: tuple[str, ...]
@@ -78,6 +78,10 @@ COORDINATES: dict[str, dict[str, str]] = {
     },
     "channel": {"long_name": "channel", "description": "Index of the channel. NaN beyond a layer's own."},
     "image": {"long_name": "image", "description": "Which image of the epoch, counted from 0 as they pass."},
+    "class": {
+        "long_name": "class",
+        "description": "Index of the class if classes= names some; else its rank by the model's output, 0 the best.",
+    },
     "window": {"long_name": "window", "description": "Index of the window of the image, in the layer's own order."},
     "y": {"long_name": "row", "description": "Row of the grid of keys."},
     "x": {"long_name": "column", "description": "Column of the grid of keys."},

@@ -112,7 +112,12 @@ class Tally:
     def add_maps(self, which: Sequence[int], maps: Mapping[str, Tensor]) -> None:
         """Of images, by their number in the epoch."""
         for place, image in enumerate(which):
-            self.maps[image] = {name: values[place].half() for name, values in maps.items()}
+            self.maps[image] = {name: self._narrow(name, values[place]) for name, values in maps.items()}
+
+    def _narrow(self, variable: str, value: Tensor) -> Tensor:
+        """A copy, as narrow as it is stored."""
+        dtype = getattr(torch, self.probe.variables[variable].dtype)
+        return value.to(_sum_dtype(value) if dtype == torch.float64 else dtype, copy=True)
 
     def follow_gradients(self) -> None:
         """Hook the parameters whose gradients the probe wants; those that are frozen once they no longer are."""

@@ -52,7 +52,8 @@ class Probe:
         attention: :class:`AttentionCall` -> {variable: (B, *dims)}, for each softmax attention in the model, in
             whatever module it is.
         maps: the same call, and which of its images were chosen -> {variable: (images, [windows,] heads, height,
-            width)}; the variables have the dims ("layer", "image", ["window",] "head", "y", "x").
+            width)}; the variables have the dims ("layer", "image", ["window",] "head", "y", "x"). Beside these maps
+            there may be numbers of each head, without "y" and "x".
         gradients: module -> {variable: pairs of a parameter and a function of its gradient, to (*dims)}; the recorded
             value is the square root of the mean, over backward passes, of the sum of these.
         rebuild: :class:`ForwardCall` -> the output, of the first image, rebuilt from what is measured; compared once
@@ -114,6 +115,11 @@ class Probe:
     def of_images(self) -> frozenset[str]:
         """Names of its maps."""
         return frozenset(name for name, about in self.variables.items() if "image" in about.dims)
+
+    @property
+    def of_classes(self) -> frozenset[str]:
+        """Names of those of its maps of which some classes are kept."""
+        return frozenset(name for name in self.of_images if "class" in self.variables[name].dims)
 
     def applies_to(self, module: nn.Module) -> bool:
         """Whether it is for this module."""

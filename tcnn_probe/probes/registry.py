@@ -3,7 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
-from tcnn_probe.probes.class_attention import CLASS_ATTENTION
+from tcnn_probe.probes.attention_by_class import ATTENTION_BY_CLASS
+from tcnn_probe.probes.class_attention import CLASS_ATTENTION, DISTILLATION_ATTENTION
 from tcnn_probe.probes.convit import CONVIT
 from tcnn_probe.probes.convolution import CONVOLUTION
 from tcnn_probe.probes.cross_patch import CROSS_PATCH
@@ -16,11 +17,9 @@ from tcnn_probe.schema import Variable
 
 __all__ = ["DEFAULT", "PROBES", "find_probes", "register"]
 
-DEFAULT: tuple[str, ...] = ("gpsa", "convit-gpsa", "softmax", "class-attention")
-PROBES: dict[str, Probe] = {
-    probe.kind: probe
-    for probe in (GPSA, CONVIT, SOFTMAX, CLASS_ATTENTION, LAYER_SCALE, CROSS_PATCH, CONVOLUTION, GRADIENT)
-}
+_HEADS = (GPSA, CONVIT, SOFTMAX, CLASS_ATTENTION, DISTILLATION_ATTENTION, ATTENTION_BY_CLASS)
+DEFAULT: tuple[str, ...] = tuple(probe.kind for probe in _HEADS)
+PROBES: dict[str, Probe] = {probe.kind: probe for probe in (*_HEADS, LAYER_SCALE, CROSS_PATCH, CONVOLUTION, GRADIENT)}
 
 
 def register(probe: Probe) -> Probe:

@@ -10,6 +10,7 @@ from tcnn_probe.seeing import known
 from tcnn_probe.seeing.attention import AttentionCall, GivenLogits, Logits, ProductLogits
 from tcnn_probe.seeing.interception import SeenAttention
 from tcnn_probe.seeing.layout import Layout
+from tcnn_probe.seeing.pools import pool_layout
 from tcnn_probe.seeing.scene import Scene
 from tcnn_probe.seeing.tokens import find_layout, token_counts
 
@@ -21,32 +22,30 @@ _TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}  # their fused kernels r
 
 
 def arrange(
-    seen: SeenAttention,
-    name: str,
-    module: nn.Module,
-    inputs: Sequence[Any],
-    scene: Scene,
+    seen: SeenAttention, name: str, running: Sequence[tuple[nn.Module, Sequence[Any]]], scene: Scene
 ) -> AttentionCall | str:
     """The call as probes see it, or the reason why this is no attention between tokens.
 
     Args:
         seen: attention as it was asked for.
-        name, module: that asked for it.
-        inputs: of the module.
+        name: of the module that asked for it, which is the last of those
+        running: with their inputs, the outermost first.
         scene: what is known of the images.
     """
+    module, inputs = running[-1]
     if reason := known.lookup(known.NO_ATTENTION_MATRIX, module):
         return reason
     logits = _logits(seen, module)
     rows, heads, queries, keys = logits.shape
-    if queries == keys and _between_channels(keys, heads, inputs):
+    pooled = pool_layout(queries, keys, running, scene)
+    if pooled is None and queries == keys and _between_channels(keys, heads, inputs):
         return "attention between channels, not between tokens"
     images = scene.images if scene.images and rows % scene.images == 0 else rows
     windows = rows // images
-    layout = Layout(None, None, seen.not_on_grid)
-    if not seen.not_on_grid:
+    layout = pooled or Layout(None, None, seen.not_on_grid)
+    if pooled is None and not seen.not_on_grid:
         layout = find_layout(queries, keys, windows, module, inputs, scene)
-    return AttentionCall(module, images, windows, logits, layout, name, scene.class_token)
+    return AttentionCall(module, images, windows, logits, layout, name, scene.class_token, scene.distillation_token)
 
 
 @torch.no_grad()

@@ -140,6 +140,7 @@ class AttentionCall:
         layout: where queries and keys lie.
         name: of the layer.
         class_token: whether the first token before the grid, if there is any, is a class token, and no register.
+        distillation_token: whether the second one, if there is one, is a distillation token.
     """
 
     BLOCK: ClassVar[int] = 1 << 18
@@ -152,6 +153,7 @@ class AttentionCall:
     layout: Layout
     name: str = ""
     class_token: bool = True
+    distillation_token: bool = False
 
     @property
     def block(self) -> int:
@@ -175,11 +177,29 @@ class AttentionCall:
 
     @property
     def class_query(self) -> int | None:
-        """Index of the class token (or single latent) among the queries, None if there is none."""
+        """Index of the class token among the queries, None if there is none, or one for each class.
+
+        Also of a single latent, and of the first of several if the layer hands on that one alone.
+        """
+        if self.layout.asking == "classes":
+            return None
         alone = self.queries == 1 and self.keys > 1 and self.windows == 1
+        if self.layout.asking == "latents":
+            return 0 if alone or getattr(self.module, "pool", None) == "token" else None
         queries = self.layout.queries
         leads = queries.prefix > 0 if queries is not None else self.queries <= self.layout.prefix
         return 0 if alone or (leads and self.class_token) else None
+
+    @property
+    def distillation_query(self) -> int | None:
+        """Index of the distillation token among the queries, None if there is none."""
+        queries = self.layout.queries
+        there = queries is not None and queries.prefix > 1 and self.distillation_token
+        return 1 if there and self.class_query == 0 else None
+
+    def own_key(self, query: int) -> int | None:
+        """Index among the keys of a class or distillation token that is a query, None if it is not one of them."""
+        return query if self.layout.asking == "tokens" and query < self.layout.prefix else None
 
     def weights(self, queries: slice, image: int | None = None) -> Tensor:
         """Attention of some queries, of one image or all: (B or 1, windows, heads, queries, N_key), float32 or more.

@@ -41,8 +41,8 @@ class Listener(Protocol):
         """A forward begins."""
         ...
 
-    def asked(self, module: nn.Module, inputs: Sequence[Any], seen: SeenAttention | SeenProduct) -> None:
-        """A module has asked torch for attention or a matrix product."""
+    def asked(self, running: Sequence[tuple[nn.Module, Sequence[Any]]], seen: SeenAttention | SeenProduct) -> None:
+        """A module has asked torch for attention or a matrix product: the last of those running, with their inputs."""
         ...
 
     def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> bool:
@@ -53,8 +53,8 @@ class Listener(Protocol):
         """What it returned."""
         ...
 
-    def ends(self, *, whole: bool) -> None:
-        """The forward has ended: whole, or by an exception."""
+    def ends(self, *, whole: bool, output: Any = None) -> None:
+        """The forward has ended: whole, with the output of its entry, or by an exception."""
         ...
 
 
@@ -154,7 +154,7 @@ class Forwards:
                 whole = not failed
             finally:
                 self._forget()
-                self._listener.ends(whole=whole)
+                self._listener.ends(whole=whole, output=output)
 
     def _abandon(self) -> None:
         if self._followed is not None:
@@ -251,7 +251,7 @@ class _Followed(_Forward):
             place -= 1
         if self._running[place][0] in self._names:
             with self.unseen():
-                self._listener.asked(*self._running[place], seen)
+                self._listener.asked(self._running[: place + 1], seen)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Where tokens lie: a grid with class and register tokens before it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,11 +45,14 @@ class Layout:
     Args:
         queries, keys: None where they lie on no known grid.
         reason: why, in words; empty if both are known.
+        asking: what the queries are: tokens of the image (with its class and register tokens, or the class token
+            alone), latents that are learnt, or class tokens, one for each class.
     """
 
     queries: Tokens | None
     keys: Tokens | None
     reason: str = ""
+    asking: Literal["tokens", "latents", "classes"] = "tokens"
 
     @property
     def prefix(self) -> int:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tcnn_probe.seeing.prefix import Prefix
+
 __all__ = ["Scene"]
 
 
@@ -15,15 +17,16 @@ class Scene:
         images: how many are passing, if known.
         size: their height and width, if known.
         prefix: class and register tokens, if the model or the user says how many.
-        class_token: whether the first of them is a class token.
+        class_token, distillation_token: whether the first of them is a class token, and the second the other.
         spread: if the running layer's tokens are known to be spread evenly over the image: whether even those of each
             of several windows are. None if that is not known.
     """
 
-    def __init__(self, prefix: int | None = None, class_token: bool = True) -> None:
+    def __init__(self, prefix: Prefix) -> None:
         self.images: int | None = None
         self.size: tuple[int, int] | None = None
-        self.prefix, self.class_token = prefix, class_token
+        self.prefix = prefix.count
+        self.class_token, self.distillation_token = prefix.class_token, prefix.distillation_token
         self.spread: bool | None = None
         self._channels = 0
         self._maps: dict[tuple[int, int], None] = {}

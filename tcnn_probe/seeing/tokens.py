@@ -40,7 +40,7 @@ def find_layout(
     key_tokens = _find(keys, hints, prefix)
     class_tokens = max(key_tokens.prefix if key_tokens else 0, scene.prefix or 0, 1)
     if reason := known.lookup(known.LATENT_QUERIES, module):
-        return Layout(None, key_tokens, reason)
+        return Layout(None, key_tokens, reason, "latents")
     if queries != keys and queries <= class_tokens:
         return Layout(None, key_tokens, "the queries are class tokens or latents, which lie on no grid")
     if key_tokens is None:

@@ -4,7 +4,7 @@ Documents are made by zarr, in memory, and kept as the plain JSON they are.
 
 - Numbers: float64, chunks of 16 to 64 marks and all layers and heads, at most 256 kB unless 16 marks are more. The
   chunk that grows is written anew at every mark: with 256 marks in it, a mark cost twice as much.
-- Maps: float16, one shard a mark, and in it one inner chunk for each layer and head. A shard is written once.
+- Maps: float16 or float32, one shard a mark, in it one inner chunk for each layer and head. A shard is written once.
 - Compacted maps: shards of 100 marks of one layer, and in it inner chunks of 25 marks of one head. Their keys are
   written with another separator ("c.0.1" instead of "c/0/1"), so that both forms can be there until the root says which
   one holds.

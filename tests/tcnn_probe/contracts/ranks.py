@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tcnn_probe
+from tests.tcnn_probe.class_attention.models import classes_of, network, pictures, truth
 from tests.tcnn_probe.contracts.helpers import clean, entropies, images, recorded, vit
 from tests.tcnn_probe.networks import Chain
 
@@ -111,6 +113,26 @@ def parameters(rank: int, folder: Path) -> None:
                     )
 
 
+def classes(rank: int, folder: Path) -> None:
+    """Maps of the best classes are of rank 0's images, whatever the model is wrapped in; entropies of all images."""
+    x = pictures(5)
+    maps, scores = truth(network(), x)
+    for kind in ("ddp", "fully_shard", "fsdp"):
+        model = wrapped(kind, network()).eval()
+        with tcnn_probe.record(model, images=4) as recorder:
+            with torch.no_grad():
+                model(mine(x, rank))
+            recorder.mark(epoch=0)
+            if rank == 0:
+                ds = classes_of(recorder.tree).isel(epoch=0)
+                assert ds.class_index.isel(**{"class": 0}).values.tolist() == [*scores[:3].argmax(1), -1], kind
+                best = torch.tensor(maps[range(3), scores[:3].argmax(1)]).float()
+                found = torch.tensor(ds.attention_by_class[:3, 0].values).flatten(1)
+                torch.testing.assert_close(found, best, rtol=0, atol=1e-5)
+                entropy = -(maps * np.log(maps)).sum(-1).mean()
+                assert abs(float(recorder.dataset.class_entropy.squeeze()) - entropy) < 1e-4, kind
+
+
 def training(rank: int, folder: Path) -> None:
     """when="train": what DDP and fully_shard train is recorded, with the gradients as they would be."""
     x = images(5)
@@ -183,7 +205,7 @@ def uneven(rank: int, folder: Path) -> None:
             assert recorder.dataset.images.values.tolist() == [[3, 3]]
 
 
-SCENARIOS = [values, resume, parameters, training, errors, uneven]
+SCENARIOS = [values, resume, parameters, classes, training, errors, uneven]
 
 
 def main(scenario: str, rank: int, folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-SCENARIOS = ["values", "resume", "parameters", "training", "errors", "uneven"]
+SCENARIOS = ["values", "resume", "parameters", "classes", "training", "errors", "uneven"]
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
