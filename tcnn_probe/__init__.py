@@ -1,6 +1,7 @@
 """See, while a vision model trains, which of its heads convolve and which attend to content."""
 
 from tcnn_probe.collector import ReconstructionError
+from tcnn_probe.explaining import bootstrap_interval, faithfulness, saliency
 from tcnn_probe.probes import DEFAULT, PROBES, ForwardCall, Probe, register
 from tcnn_probe.recorder import Recorder, record
 from tcnn_probe.schema import Variable
@@ -18,9 +19,12 @@ __all__ = [
     "Recorder",
     "StoreError",
     "Variable",
+    "bootstrap_interval",
     "compact",
+    "faithfulness",
     "migrate",
     "open",
     "record",
     "register",
+    "saliency",
 ]

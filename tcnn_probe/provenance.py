@@ -11,8 +11,8 @@ from tcnn_probe.names import unwrap
 __all__ = ["provenance"]
 
 
-def provenance(model: nn.Module) -> dict[str, str]:
-    """Attributes of a new recording: when, by which versions, of which model."""
+def provenance(model: nn.Module, *packages: str) -> dict[str, str]:
+    """Attributes of what was found in a model: when, by which versions (of further packages too), of which model."""
     inner = unwrap(model)
     config = getattr(inner, "pretrained_cfg", None) or {}
     attrs = {
@@ -20,7 +20,7 @@ def provenance(model: nn.Module) -> dict[str, str]:
         "creation_library": "tcnn_probe",
         "creation_library_version": _version("tcnn-probe"),
         "python_version": platform.python_version(),
-        **{f"{package}_version": _version(package) for package in ("torch", "timm", "xarray", "zarr")},
+        **{f"{package}_version": _version(package) for package in ("torch", "timm", "xarray", "zarr", *packages)},
         "model_class": _class(inner).__name__,
     }
     architecture = config.get("architecture")

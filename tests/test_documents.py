@@ -30,18 +30,19 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert xr.open_zarr("vit.zarr").sizes == {"epoch": 1, "layer": 12, "head": 6}
 
 
-@pytest.mark.parametrize("name", ["recording.md"])
-def test_examples_of_the_documents_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "least"), [("recording.md", 8), ("saliency.md", 4)])
+def test_examples_of_the_documents_run(name: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     blocks = python_blocks(ROOT / "docs" / name)
-    assert len(blocks) >= 8
+    assert len(blocks) >= least
     for block in blocks:
         plt.figure()
         exec(block, names)
         plt.close("all")
-    assert xr.open_zarr("vit.zarr").top1.values.tolist() == [0.5, 0.5, 0.5, 0.6, 0.6]
+    if name == "recording.md":
+        assert xr.open_zarr("vit.zarr").top1.values.tolist() == [0.5, 0.5, 0.5, 0.6, 0.6]
 
 
 def test_examples_of_aggregation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Protocol
 
@@ -27,7 +28,19 @@ from torch.utils._python_dispatch import (
 from tcnn_probe.seeing.interception import Interception, SeenAttention, SeenProduct
 from tcnn_probe.seeing.transforms import is_transformed, unseen
 
-__all__ = ["Forwards", "Listener"]
+__all__ = ["Forwards", "Listener", "aside"]
+
+_ASIDE = ContextVar("tcnn_probe_aside", default=False)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Forwards inside are none of the user's: only those attached inside see them."""
+    token = _ASIDE.set(True)
+    try:
+        yield
+    finally:
+        _ASIDE.reset(token)
 
 
 class Listener(Protocol):
@@ -72,7 +85,7 @@ class Forwards:
         self._outermost: dict[int, _Forward] = {}  # by thread
         self._followed: _Followed | None = None  # one of these
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._attached = True
+        self._attached, self._aside = True, _ASIDE.get()
         self._lock = threading.Lock()
         try:
             for entry, hook in {entry: _Hook if whole else _PartHook for entry, whole in _entries(model)}.items():
@@ -108,6 +121,8 @@ class Forwards:
     def begin(self, entry: nn.Module, inputs: Sequence[Any], caller: FrameType | None) -> None:
         """A call of the model, or of one of its children."""
         if not self._attached or entry not in self._names:  # a copy, such as a moving average of the weights
+            return
+        if _ASIDE.get() and not self._aside:
             return
         thread = threading.get_ident()
         outermost = self._outermost.get(thread)

@@ -1,0 +1,61 @@
+"""Whether saliency lies on the object, of which a mask is known."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["energy_inside", "pointing_game"]
+
+
+def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
+    """Share of the positive saliency that lies inside the mask: sum_M max(s, 0) / sum max(s, 0).
+
+    A map without positive saliency says as little as a constant one, and has what a constant one has: the mask's share
+    of the image. (Wang et al. 2020, Score-CAM, §4.3, the energy-based pointing game.)
+
+    Args:
+        maps: shape (B, H, W).
+        masks: shape (B, H, W), bool, True on the object.
+
+    Returns:
+        shape (B,), 0 to 1, float64; NaN for a map with a NaN and for an empty mask.
+    """
+    positive = maps.double().clamp_min(0).flatten(1)
+    inside = masks.flatten(1)
+    total = positive.sum(1)
+    share = torch.where(total == 0, inside.double().mean(1), (positive * inside).sum(1) / total)
+    return share.masked_fill(~inside.any(1), torch.nan)
+
+
+def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor:
+    """Whether the most salient pixel lies on the object: 1 or 0, and the share that does of several maxima.
+
+    So a constant map has the mask's share of the image, which is what pointing at random gives. (Zhang et al. 2018,
+    Top-down Neural Attention by Excitation Backprop, §4.1, where the tolerance is 15 pixels.)
+
+    Args:
+        maps: shape (B, H, W).
+        masks: shape (B, H, W), bool, True on the object.
+        tolerance: a maximum that is no further than so many pixels from the object is on it.
+
+    Returns:
+        shape (B,), 0 to 1, float64; NaN for a map with a NaN and for an empty mask.
+
+    Raises:
+        ValueError: a negative tolerance.
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"expected a tolerance of at least 0 pixels, got {tolerance!r}")
+    near = masks if tolerance == 0 else torch.stack([_within(mask, tolerance) for mask in masks])
+    flat = maps.flatten(1)
+    best = flat == flat.amax(1, keepdim=True)
+    hits = (best & near.flatten(1)).sum(1).double() / best.sum(1)  # with a NaN there is no maximum: 0 / 0
+    return hits.masked_fill(~masks.flatten(1).any(1), torch.nan)
+
+
+def _within(mask: Tensor, distance: float) -> Tensor:
+    """Pixels no further than that from the mask, (H, W)."""
+    from scipy.ndimage import distance_transform_edt
+
+    if not mask.any():
+        return mask
+    return torch.from_numpy(distance_transform_edt(~mask.cpu().numpy()) <= distance).to(mask.device)

@@ -1,0 +1,121 @@
+"""Energy inside a mask, the pointing game, rank correlation and bootstrap intervals, entry by entry."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import tcnn_probe
+from tcnn_probe.explaining import energy_inside, pointing_game, rank_correlation
+
+GENERATOR = torch.Generator().manual_seed(7)
+MAPS = torch.randn(5, 7, 11, generator=GENERATOR)
+MASKS = torch.rand(5, 7, 11, generator=GENERATOR) < 0.3
+PIXELS = [(y, x) for y in range(7) for x in range(11)]
+
+
+def test_energy() -> None:
+    by_hand = []
+    for one, mask in zip(MAPS.tolist(), MASKS.tolist(), strict=True):
+        inside = sum(max(one[y][x], 0) for y, x in PIXELS if mask[y][x])
+        by_hand.append(inside / sum(max(one[y][x], 0) for y, x in PIXELS))
+    np.testing.assert_allclose(energy_inside(MAPS, MASKS), by_hand, rtol=1e-12)
+
+
+@pytest.mark.parametrize("tolerance", [0, 1, 1.5, 4])
+def test_pointing(tolerance: float) -> None:
+    by_hand = []
+    for one, mask in zip(MAPS.tolist(), MASKS.tolist(), strict=True):
+        y, x = max(PIXELS, key=lambda at: one[at[0]][at[1]])
+        near = [math.hypot(j - y, i - x) for j, i in PIXELS if mask[j][i]]
+        by_hand.append(float(min(near) <= tolerance))
+    assert pointing_game(MAPS, MASKS, tolerance).tolist() == by_hand
+    assert sum(by_hand) == {0: 1, 1: 4, 1.5: 5, 4: 5}[tolerance]
+
+
+def test_pointing_with_several_maxima() -> None:
+    maps = torch.zeros(1, 7, 11)
+    mask = torch.zeros(1, 7, 11, dtype=torch.bool)
+    mask[0, 2] = True
+    maps[0, 2, 4] = maps[0, 2, 9] = maps[0, 6, 1] = 3
+    assert pointing_game(maps, mask).tolist() == [pytest.approx(2 / 3)]
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0, -1.0])
+def test_constant_map_has_the_masks_share(value: float) -> None:
+    constant = torch.full((5, 7, 11), value)
+    share = MASKS.flatten(1).double().mean(1)
+    torch.testing.assert_close(energy_inside(constant, MASKS), share)
+    torch.testing.assert_close(pointing_game(constant, MASKS), share)
+    assert rank_correlation(constant, MAPS).isnan().all()
+
+
+def test_nan_maps_and_empty_masks() -> None:
+    maps, masks = MAPS.clone(), MASKS.clone()
+    maps[1, 3, 4] = torch.nan
+    masks[2] = False
+    expected = [False, True, True, False, False]
+    assert energy_inside(maps, masks).isnan().tolist() == expected
+    for tolerance in (0, 2):
+        assert pointing_game(maps, masks, tolerance).isnan().tolist() == expected
+    assert rank_correlation(maps, MAPS.flip(1)).isnan().tolist() == [False, True, False, False, False]
+
+
+def test_negative_tolerance() -> None:
+    with pytest.raises(ValueError, match="at least 0 pixels, got -1"):
+        pointing_game(MAPS, MASKS, -1)
+
+
+def ranks(values: list[float]) -> list[float]:
+    """1 + how many are smaller + half of how many others are equal."""
+    return [1 + sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2 for a in values]
+
+
+def test_rank_correlation() -> None:
+    others = (MAPS.flip(2) + MAPS).round()  # with many ties
+    by_hand = []
+    for one, other in zip(MAPS.flatten(1).tolist(), others.flatten(1).tolist(), strict=True):
+        a, b = np.array(ranks(one)), np.array(ranks(other))
+        a, b = a - a.mean(), b - b.mean()
+        by_hand.append((a * b).sum() / math.sqrt((a * a).sum() * (b * b).sum()))
+    found = rank_correlation(MAPS, others)
+    np.testing.assert_allclose(found, by_hand, rtol=1e-12)
+    assert not np.allclose(found, 1)
+    np.testing.assert_allclose(rank_correlation(MAPS, MAPS.exp() * 5), 1)
+    np.testing.assert_allclose(rank_correlation(MAPS, -MAPS), -1)
+
+
+def test_bootstrap_interval() -> None:
+    random = np.random.default_rng(0)
+    values = xr.DataArray(
+        random.normal(3, 2, (2, 3, 97)), {"method": ["a", "b"]}, ("method", "epoch", "image"), attrs={"units": "1"}
+    )
+    values[1, 2, 5:] = np.nan
+    values[1, 1, 1:] = np.nan
+    found = tcnn_probe.bootstrap_interval(values, confidence=0.9, seed=4)
+    assert found.dims == ("method", "epoch", "bound")
+    assert found.bound.values.tolist() == ["low", "high"]
+    assert found.attrs == {"units": "1"}
+    row = values.values[0, 1]
+    means = np.sort([random.choice(row, 97).mean() for _ in range(20_000)])
+    np.testing.assert_allclose(found[0, 1], means[[1000, 19_000]], atol=0.03)
+    few = np.sort([random.choice(values.values[1, 2, :5], 5).mean() for _ in range(20_000)])
+    np.testing.assert_allclose(found[1, 2], few[[1000, 19_000]], atol=0.15)
+    assert np.isnan(found[1, 1]).all()
+    assert found.identical(tcnn_probe.bootstrap_interval(values, confidence=0.9, seed=4))
+    turned = tcnn_probe.bootstrap_interval(values.transpose("image", ...), "image", confidence=0.9, seed=4)
+    assert found.identical(turned)
+    assert not np.isnan(found.sel({"method": "a"})).any()
+    constant = tcnn_probe.bootstrap_interval(xr.DataArray(np.ones(5), dims="image"))
+    assert constant.values.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"dim": "epoch"}, r"one of \('image',\), got 'epoch'"), ({"confidence": 95}, "between 0 and 1, got 95")],
+)
+def test_bootstrap_errors(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tcnn_probe.bootstrap_interval(xr.DataArray(np.ones(5), dims="image"), **options)  # type: ignore[arg-type]
