@@ -31,11 +31,11 @@ import timm
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
-from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 
 import tcnn_probe
 from common.data import Loaders, digits_loaders, image_loaders
+from common.models import small_resnet
 from common.output import OutputError, RunOutput
 from tcnn_model import EpochResult, finetune, reparameterize
 
@@ -96,15 +96,6 @@ def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
     keep_classes = {} if args.num_classes is None else {"num_classes": args.num_classes}
     cnn = timm.create_model(args.model, **weights, **keep_classes)
     return cnn, image_loaders(cnn, args.data, size=args.img_size, batch_size=args.batch_size, workers=args.workers)
-
-
-def small_resnet() -> nn.Module:
-    """A ResNet for 64 x 64 scenes: 0.1 M parameters, four 3 x 3 convolutions in its last stage."""
-    model = ResNet(
-        BasicBlock, (1, 1, 1, 2), channels=(8, 16, 32, 32), in_chans=1, num_classes=10, stem_type="deep", stem_width=4
-    )
-    model.maxpool = nn.Identity()  # the last stage, un-strided, then works on 8 x 8 pixels
-    return model
 
 
 def draw(dataset: xr.Dataset, training: Run) -> Figure:

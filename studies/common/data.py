@@ -1,18 +1,19 @@
 """Loaders for the studies: cluttered digits unless the user has data of their own."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from common.digits import cluttered_digits
+from common.digits import ClutteredDigits, cluttered_digits
 
 _DATASET_PREFIXES = ("torch/", "hfds/", "hfids/", "wds/", "tfds/")
 
-__all__ = ["Loaders", "digits_loaders", "image_loaders"]
+__all__ = ["Loaders", "Probed", "digits_loaders", "image_loaders", "probed_images"]
 
 RAND_AUGMENT = "rand-m9-mstd0.5-mmax9-inc1"
 """DeiT's, but for magnitudes above 9: at 10, images would be posterized to no bits, which Pillow refuses since 13."""
@@ -65,3 +66,41 @@ def image_loaders(model: nn.Module, data: str, *, size: int, batch_size: int, wo
             )
         )
     return loaders[0], loaders[1]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Some images of a validation set, to look at closely.
+
+    Args:
+        images: shape (B, C, H, W), as the model takes them.
+        labels: shape (B,).
+        numbers: which of the set.
+        classes: names by label.
+        masks: where the objects are, shape (B, H, W), bool, if that is known.
+    """
+
+    images: Tensor
+    labels: Tensor
+    numbers: list[int]
+    classes: list[str]
+    masks: Tensor | None = None
+
+
+def probed_images(dataset: Any, count: int) -> Probed:
+    """So many images of a validation set, spread evenly over it, since folders are sorted by class."""
+    count = min(count, len(dataset))
+    numbers = [round((i + 0.5) * len(dataset) / count - 0.5) for i in range(count)]
+    masks = None
+    if isinstance(dataset, ClutteredDigits):
+        scenes = [dataset.scene(number) for number in numbers]
+        images, masks = (torch.stack([scene[part] for scene in scenes]) for part in (0, 2))
+        labels = dataset.labels[numbers]
+        names = [str(digit) for digit in range(10)]
+    else:
+        pairs = [dataset[number] for number in numbers]
+        images, labels = torch.stack([image for image, _ in pairs]), torch.tensor([int(label) for _, label in pairs])
+        known = getattr(getattr(dataset, "reader", None), "class_to_idx", {})
+        by_index = {index: name for name, index in known.items()}
+        names = [by_index.get(label, str(label)) for label in range(int(labels.max()) + 1)]
+    return Probed(images, labels, numbers, names, masks)

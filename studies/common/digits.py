@@ -5,6 +5,8 @@ somewhere, among fragments of other digits of the same split, and noise. The spl
 digit nor a fragment of it is seen both in training and in validation.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
@@ -12,7 +14,21 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["ClutteredDigits", "cluttered_digits"]
+__all__ = ["ClutteredDigits", "Scene", "cluttered_digits"]
+
+
+class Scene(NamedTuple):
+    """What :meth:`ClutteredDigits.scene` gives.
+
+    Args:
+        image: shape (1, size, size), with zero mean and unit variance roughly.
+        box: of the digit, (top, left, bottom, right) in pixels, the last two exclusive.
+        mask: the digit's strokes, shape (size, size), bool.
+    """
+
+    image: Tensor
+    box: tuple[int, int, int, int]
+    mask: Tensor
 
 
 class ClutteredDigits(Dataset[tuple[Tensor, int]]):
@@ -46,14 +62,10 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, _ = self.scene(index)
-        return image, int(self.labels[index])
+        return self.scene(index).image, int(self.labels[index])
 
-    def scene(self, index: int) -> tuple[Tensor, tuple[int, int, int, int]]:
-        """A scene, shape (1, size, size), with zero mean and unit variance roughly, and its digit's box.
-
-        The box is (top, left, bottom, right) in pixels, the last two exclusive.
-        """
+    def scene(self, index: int) -> Scene:
+        """The scene around a digit."""
         generator = torch.Generator().manual_seed(index) if self.fixed else None
 
         def draw(high: int, count: int = 1) -> list[int]:
@@ -75,7 +87,9 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
         canvas[box[0] : box[2], box[1] : box[3]] = torch.maximum(
             self.digits[index], canvas[box[0] : box[2], box[1] : box[3]] * 0.2
         )
-        return (canvas[None] - 0.2) / 0.3, box
+        mask = torch.zeros(self.size, self.size, dtype=torch.bool)
+        mask[box[0] : box[2], box[1] : box[3]] = self.digits[index] > 0.5
+        return Scene((canvas[None] - 0.2) / 0.3, box, mask)
 
 
 def cluttered_digits(

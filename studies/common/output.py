@@ -29,13 +29,13 @@ class RunOutput:
     def __init__(
         self, folder: str | Path, study: str, options: dict[str, Any], *, resume: bool = False, overwrite: bool = False
     ) -> None:
-        self.folder = Path(folder)
+        self.folder, self.study = Path(folder), study
         self.store = self.folder / f"{study}.zarr"
         self.figure = self.folder / f"{study}.png"
         self.checkpoints = self.folder / f"{study}_checkpoints"
         options = json.loads(json.dumps(options))
         kept = self.checkpoints / "options.json"
-        existing = [path for path in (self.store, self.figure, self.checkpoints) if path.exists()]
+        existing = sorted(path for path in self.folder.glob(f"{study}[._]*") if path.exists())
         if overwrite:
             for path in existing:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -49,3 +49,7 @@ class RunOutput:
                 raise OutputError(f"--resume: the run in {self.folder} had other options ({'; '.join(differing)})")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(options, indent=1))
+
+    def beside(self, ending: str) -> Path:
+        """A further file or folder of the run: its study's name with an ending."""
+        return self.folder / f"{self.study}{ending}"

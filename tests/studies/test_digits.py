@@ -18,11 +18,13 @@ def test_the_digit_is_in_its_box_and_brighter_than_the_clutter_there() -> None:
     digits, labels = torch.zeros(3, 8, 8), torch.arange(3)
     digits[1, 2:6, 2:6] = 1
     scenes = ClutteredDigits(digits, labels, size=37, digit_size=16, fragments=0)
-    image, (top, left, bottom, right) = scenes.scene(1)
+    image, (top, left, bottom, right), mask = scenes.scene(1)
     assert image.shape == (1, 37, 37)
     assert (bottom - top, right - left) == (16, 16)
     bright = (image[0] > (0.9 - 0.2) / 0.3).nonzero()
     assert len(bright) > 20
+    assert mask.shape == (37, 37)
+    assert torch.equal(mask, image[0] > (0.5 - 0.2) / 0.3)
     assert (bright.min(0).values >= torch.tensor([top, left])).all()
     assert (bright.max(0).values < torch.tensor([bottom, right])).all()
 

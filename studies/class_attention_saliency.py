@@ -1,0 +1,402 @@
+"""What a convnet looks at, by construction and by gradients (PatchConvNet paper, Figs. 1 and 2), and which is right.
+
+    python studies/class_attention_saliency.py
+
+A small ResNet with average pooling and a small PatchConvNet learn real handwritten digits in cluttered scenes. The
+ResNet goes on with a learned pooling in place of its average (``tcnn_model.add_attention_pool``) and, as the control,
+as it is; the PatchConvNet goes on with one token for each class (``tcnn_model.specialize``). Every few epochs saliency
+by each method is held against where the digit is, and against what the model does when pixels are taken away.
+
+Takes about 4 minutes, on one CPU core. Writes into results/:
+class_attention_saliency_maps.png       images, and maps of the models side by side (Fig. 1 of the paper)
+class_attention_saliency_classes.png    maps of the three likeliest classes of each image (Fig. 2)
+class_attention_saliency.png            faithfulness by epoch and method, with 95 % bootstrap intervals over images
+class_attention_saliency.zarr           the numbers behind it, a group a model: xarray.open_datatree
+class_attention_saliency_*.zarr         what tcnn_probe recorded of each model's pooling, at every epoch
+
+What one should see: the ResNet is as accurate with the learned pooling as without. Its class attention, on 8 x 8
+coarse pixels, hardly points at the digit; that of the PatchConvNet, on 16 x 16, does, far above chance and with no
+gradient, more often than Grad-CAM and less often than the gradients of single pixels: the table and the last lines give
+the numbers, with intervals. After so short a specialisation the tokens of the classes look at almost the same places.
+The script ends by checking that the models learned, and that the class attention of the PatchConvNet points at the
+digit more often than chance.
+
+On a model and images of one's own, trained (the maps alone, in a minute or so) or, with --epochs, to be fine-tuned, a
+convnet with attention in place of its pooling:
+
+    python studies/class_attention_saliency.py --model resnet50 --pretrained --data path/to/imagenet --epochs 10
+    python studies/class_attention_saliency.py --model deit_small_patch16_224 --pretrained --data path/to/imagenet
+"""
+
+import argparse
+import copy
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn.functional as F
+import xarray as xr
+from torch import Tensor, nn
+
+import tcnn_probe
+from common.data import Loaders, Probed, digits_loaders, image_loaders, probed_images
+from common.models import small_patchconvnet, small_resnet
+from common.output import OutputError, RunOutput
+from common.saliency_figures import draw_by_class, draw_faithfulness, draw_maps
+from tcnn_model import AttentionPool2d, EpochResult, add_attention_pool, finetune, specialize
+
+METHODS = ("class_attention", "rollout", "gradcam", "integrated_gradients", "input_x_gradient", "occlusion")
+Models = Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model and how it is trained; ``make`` gives it, from the models trained before."""
+
+    name: str
+    make: Callable[[Models], nn.Module]
+    epochs: int
+    lr: float = 0.0
+    probed: bool = True
+
+    @property
+    def slug(self) -> str:
+        """For file names."""
+        return self.name.lower().replace(",", "").replace(" ", "_").replace("/", "_")
+
+
+def chance(model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
+    """A map that says nothing: the same everywhere, with which every measure comes out as chance has it."""
+    return torch.zeros(len(images), *images.shape[2:])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 1 if not."""
+    args = parse(arguments)
+    options = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "overwrite", "device", "workers")}
+    try:
+        runs, loaders = plan(args)
+        probed = probed_images(loaders[1].dataset, args.images)
+        output = RunOutput(args.out, "class_attention_saliency", options, resume=args.resume, overwrite=args.overwrite)
+    except (OutputError, ValueError, RuntimeError, OSError) as error:
+        print(f"class_attention_saliency.py: {error}", file=sys.stderr)
+        return 2
+    models: dict[str, nn.Module] = {}
+    found: dict[str, xr.Dataset] = {}
+    for number, run in enumerate(runs, 1):
+        torch.manual_seed(args.seed)
+        models[run.name] = run.make(models).to(args.device)
+        scores = follow(run, models[run.name], f"{number}/{len(runs)} {run.name}", loaders, probed, output, args)
+        if scores is not None:
+            found[run.name] = scores
+    tree = xr.DataTree.from_dict(found)
+    tree.to_zarr(output.store, mode="w", consolidated=False)
+
+    shown = min(args.show, len(probed.images))
+    draw_faithfulness(tree).savefig(output.figure, dpi=200)
+    draw_maps(tree, probed, shown).savefig(output.beside("_maps.png"), dpi=200)
+    written = [output.store, output.figure, output.beside("_maps.png")]
+    for run in runs:
+        if run.name in found and any(getattr(m, "per_class", False) for m in models[run.name].modules()):
+            written.append(output.beside("_classes.png"))
+            recording = tcnn_probe.open(output.beside(f"_{run.slug}.zarr"))
+            draw_by_class(recording, tree[run.name].dataset, probed, shown).savefig(written[-1], dpi=200)
+    print(report(tree))
+    print("wrote " + ", ".join(map(str, written)))
+    return check(tree)
+
+
+def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
+    """What to train, in this order, and on which images."""
+    if args.data == "digits":
+        torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
+        loaders = digits_loaders(
+            size=64, batch_size=args.batch_size, seed=args.seed, limit=args.limit, clutter=args.clutter
+        )
+        scale = args.epochs / 14
+        first, on, last = (max(2, round(n * scale)) for n in (15, 7, 4))
+        return [
+            Run("ResNet", lambda _: small_resnet(), first, 1e-2, probed=False),
+            Run("ResNet, average pooling", lambda models: copy.deepcopy(models["ResNet"]), on, 3e-3),
+            Run(
+                "ResNet, attention pooling",
+                lambda m: add_attention_pool(m["ResNet"], init_values=0.1, input_size=(1, 64, 64)),
+                on,
+                3e-3,
+            ),
+            Run("PatchConvNet", lambda _: small_patchconvnet(), args.epochs, 2e-3),
+            Run("PatchConvNet, by class", lambda models: specialize(models["PatchConvNet"]), last, 2e-3),
+        ], loaders
+    file = args.pretrained if isinstance(args.pretrained, str) else None
+    classes = {} if args.num_classes is None else {"num_classes": args.num_classes}
+    overlay = {"file": file} if file else None
+    model = timm.create_model(args.model, pretrained=bool(args.pretrained), pretrained_cfg_overlay=overlay, **classes)
+    size = args.img_size or timm.data.resolve_model_data_config(model)["input_size"][-1]
+    loaders = image_loaders(model, args.data, size=size, batch_size=args.batch_size, workers=args.workers)
+    runs = [Run(args.model, lambda _: copy.deepcopy(model), args.epochs, args.lr)]
+    if args.epochs:
+        pool = next((module for module in model.modules() if isinstance(module, AttentionPool2d)), None)
+        if pool is None:
+            try:
+                pooled = add_attention_pool(model)
+            except ValueError:
+                return runs, loaders  # a transformer: its own class token will do
+            runs.append(Run(f"{args.model}, attention pooling", lambda _: pooled, args.epochs, args.lr))
+        elif not pool.per_class:
+            runs.append(Run(f"{args.model}, by class", lambda m: specialize(m[args.model]), args.epochs, args.lr))
+    return runs, loaders
+
+
+def follow(
+    run: Run,
+    model: nn.Module,
+    title: str,
+    loaders: Loaders,
+    probed: Probed,
+    output: RunOutput,
+    args: argparse.Namespace,
+) -> xr.Dataset | None:
+    """Train a model; record its pooling at each epoch and score every method at some: (epoch, method, image)."""
+    results = epochs_of(run, model, title, loaders, probed, output, args)
+    if not run.probed:
+        for _ in results:
+            pass
+        return None
+    methods = usable_methods(model, probed.images[:1])
+    numbers = (probed.numbers if run.epochs else list(range(len(probed.numbers))))[: args.show]
+    recording = nullcontext()
+    if "class_attention" in methods:
+        recording = tcnn_probe.record(model, output.beside(f"_{run.slug}.zarr"), images=numbers)
+    parts = []
+    with recording as recorder:
+        for result in results:
+            if recorder is not None:
+                recorder.mark(if_marked="skip", **asdict(result))
+            if result.epoch % args.every == 0 or result.epoch == run.epochs:
+                part = output.checkpoints / f"{run.slug}-{result.epoch:04d}.zarr"
+                if not part.exists():
+                    write_whole(score(model, methods, probed, result, args), part)
+                parts.append(xr.open_zarr(part, consolidated=False).load())
+    return xr.concat(parts, "epoch", data_vars="all", combine_attrs="override")
+
+
+def epochs_of(
+    run: Run,
+    model: nn.Module,
+    title: str,
+    loaders: Loaders,
+    probed: Probed,
+    output: RunOutput,
+    args: argparse.Namespace,
+) -> Iterator[EpochResult]:
+    """Train it; without epochs, look at the chosen images as it is."""
+    if run.epochs:
+        yield from finetune(
+            model,
+            *loaders,
+            epochs=run.epochs,
+            lr=run.lr,
+            warmup_epochs=min(5, max(1, run.epochs // 5), run.epochs - 1),
+            checkpoint=output.checkpoints / f"{run.slug}.pt",
+            device=args.device,
+            amp=args.amp,
+            seed=args.seed,
+            name=title,
+        )
+        return
+    logits = logits_of(model.eval(), probed, args)
+    right = float((logits.argmax(1) == probed.labels).float().mean())
+    yield EpochResult(0, math.nan, math.nan, float(F.cross_entropy(logits, probed.labels)), right, math.nan)
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, probed: Probed, args: argparse.Namespace) -> Tensor:
+    """The model's scores of the chosen images, shape (B, K)."""
+    return torch.cat([model(x.to(args.device)).float().cpu() for x in probed.images.split(args.batch_size)])
+
+
+def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
+    """Those that this model has what they need for; attention that does not lead to a class token, say, has no map."""
+    usable = []
+    for method in METHODS:
+        try:
+            tcnn_probe.saliency(model, image, method=method, progress=False)
+            usable.append(method)
+        except ValueError as error:
+            print(f"{type(model).__name__}: without {method} ({error})")
+    return usable
+
+
+def score(
+    model: nn.Module, methods: list[str], probed: Probed, result: EpochResult, args: argparse.Namespace
+) -> xr.Dataset:
+    """Every measure of every method, the maps, and the probabilities of all classes, of this epoch."""
+    side = max(2, probed.images.shape[-1] // 4)
+    options = {"integrated_gradients": {"n_steps": args.steps}, "occlusion": {"window": side, "stride": side // 2}}
+    options = {name: of_method for name, of_method in options.items() if name in methods}
+    maps = tcnn_probe.saliency(
+        model, probed.images, probed.labels, method=methods, batch_size=args.batch_size, **options
+    )
+    given = {name: maps[name] for name in methods} | {"chance": chance}
+    metrics = [
+        "deletion_auc",
+        "insertion_auc",
+        *(["pointing_game", "energy_inside"] if probed.masks is not None else []),
+    ]
+    scores = tcnn_probe.faithfulness(
+        model,
+        probed.images,
+        given,
+        probed.labels,
+        masks=probed.masks,
+        metrics=metrics,
+        steps=args.steps,
+        tolerance=args.tolerance,
+        batch_size=args.batch_size,
+    )
+    scores["saliency"] = maps.to_dataarray("method").reindex(method=scores["method"]).astype("float32")
+    unrecorded = copy.deepcopy(model).eval()
+    scores["probability"] = (("image", "class"), logits_of(unrecorded, probed, args).softmax(1).numpy())
+    scores["top1"] = result.top1
+    return scores.expand_dims(epoch=[result.epoch])
+
+
+def write_whole(dataset: xr.Dataset, path: Path) -> None:
+    """Written under another name first, so that what has the name is complete."""
+    partial = path.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    dataset.to_zarr(partial, consolidated=False)
+    os.replace(partial, path)
+
+
+def report(tree: xr.DataTree) -> str:
+    """Accuracy and every measure at the end, by model and method, with 95 % intervals over images."""
+    lines = []
+    for name, node in tree.children.items():
+        last = node.dataset.isel(epoch=-1)
+        measures = [m for m in ("pointing_game", "energy_inside", "deletion_auc", "insertion_auc") if m in last]
+        lines.append(f"\n{name}: accuracy {float(last.top1):.3f} after epoch {int(last.epoch)}")
+        lines.append(f"{'':22}" + "".join(f"{m:>26}" for m in measures))
+        for method in last["method"].values:
+            cells = []
+            for measure in measures:
+                values = last[measure].sel({"method": method})
+                low, high = tcnn_probe.bootstrap_interval(values).values
+                cells.append(f"{float(values.mean()):.2f} [{low:.2f}, {high:.2f}]")
+            lines.append(f"{method:22}" + "".join(f"{cell:>26}" for cell in cells))
+    count = next(iter(tree.children.values())).sizes["image"]
+    lines.append(f"\nmeans over {count} validation images, 95 % bootstrap intervals over them; one seed of training")
+    lines += [
+        line for name, node in tree.children.items() if (line := beside_gradcam(name, node.dataset.isel(epoch=-1)))
+    ]
+    return "\n".join(lines)
+
+
+def beside_gradcam(name: str, last: xr.Dataset) -> str:
+    """Class attention's pointing game beside Grad-CAM's, image by image; empty where one of them is not there."""
+    if "pointing_game" not in last or not {"class_attention", "gradcam"} <= set(last["method"].values):
+        return ""
+    ours, theirs = (last.pointing_game.sel({"method": method}) for method in ("class_attention", "gradcam"))
+    low, high = tcnn_probe.bootstrap_interval(ours - theirs).values
+    verdict = "ahead" if low > 0 else "behind" if high < 0 else "not distinguishable"
+    return (
+        f"pointing game, {name}: class attention {float(ours.mean()):.2f}, Grad-CAM {float(theirs.mean()):.2f}, "
+        f"difference {float((ours - theirs).mean()):+.2f} [{low:+.2f}, {high:+.2f}]: class attention is {verdict}"
+    )
+
+
+def check(tree: xr.DataTree) -> int:
+    """Whether the models learned, and class attention beats chance: where the digit is, or when pixels are removed."""
+    seen = True
+    for name, node in tree.children.items():
+        last = node.dataset.isel(epoch=-1)
+        accuracy, classes = float(last.top1), last.sizes["class"]
+        if not accuracy > 2 / classes:
+            print(f"check: {name} did NOT learn: accuracy {accuracy:.3f}, expected more than {2 / classes:.3f}")
+            seen = False
+        if "class_attention" not in last["method"] or not (name == "PatchConvNet" or len(tree.children) == 1):
+            continue
+        measure = "pointing_game" if "pointing_game" in last else "insertion_auc"
+        values = last[measure].sel({"method": "class_attention"}) - last[measure].sel({"method": "chance"})
+        low, high = tcnn_probe.bootstrap_interval(values).values
+        verdict = "above" if low > 0 else "NOT above"
+        print(f"check: {measure} of {name}'s class attention {verdict} chance, by {low:.2f} to {high:.2f}")
+        seen = seen and low > 0
+    return 0 if seen else 1
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; the digits and the user's own images have different defaults."""
+    description, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=description, epilog=rest, formatter_class=argparse.RawTextHelpFormatter
+    )
+
+    add = parser.add_argument_group("model and data").add_argument
+    add("--model", help="timm name of a model (default: small ones, for the digits)")
+    add(
+        "--pretrained",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="FILE",
+        help="timm's weights, or those in FILE",
+    )
+    add("--data", default="digits", help="folder with train/ and val/, or a timm dataset name (default: digits)")
+    add("--num-classes", type=int, help="classes in --data (default: the model's own)")
+    add("--img-size", type=int, help="height and width of the images of --data (default: the model's own)")
+    add("--limit", type=int, help="use only so many digits")
+    add("--clutter", type=int, help="fragments of other digits in each scene (default: 6)")
+
+    add = parser.add_argument_group("training").add_argument
+    epochs = "of the PatchConvNet, others in proportion (default: 14); of fine-tuning on --data (default: 0)"
+    add("--epochs", type=int, help=epochs)
+    add("--batch-size", type=int, help="images per step (default: 32)")
+    add("--lr", type=float, default=1e-4, help="of fine-tuning on --data (default: 1e-4)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: cuda if there is one)")
+    add("--amp", action="store_true", help="train in bfloat16 autocast")
+    add("--workers", type=int, default=4, help="processes that load --data (default: 4)")
+    add("--seed", type=int, default=0, help="(default: 0)")
+    add("--small", action="store_true", help="a quick look: 900 digits without clutter, fewer epochs, about a minute")
+
+    add = parser.add_argument_group("saliency").add_argument
+    add("--images", type=int, help="validation images to explain, spread evenly (default: 48; 32 of --data)")
+    add("--show", type=int, default=5, help="of these, how many are drawn and recorded (default: 5)")
+    add("--every", type=int, help="epochs from one look to the next; the first and the last are looked at (default: 5)")
+    add("--steps", type=int, default=12, help="of deletion and insertion, and of integrated gradients (default: 12)")
+    add("--tolerance", type=float, default=4.0, help="of the pointing game, in pixels (default: 4)")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--out", default="results", help="folder (default: results)")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--resume", action="store_true", help="continue the run in --out")
+    either.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
+    args = parser.parse_args(arguments)
+
+    digits = args.data == "digits"
+    if digits == bool(args.model) or (digits and args.pretrained):
+        parser.error("--data and --model belong together, and --pretrained goes with them; without, it is the digits")
+    if not digits and (args.small or args.limit or args.clutter is not None):
+        parser.error("--small, --limit and --clutter are for the digits, not for --data")
+    defaults = {"batch_size": 32, "epochs": 14, "clutter": 6, "images": 48, "every": 5}
+    if args.small:
+        defaults |= {"epochs": 8, "limit": 900, "clutter": 0, "images": 16, "every": 8, "batch_size": 16}
+    if not digits:
+        defaults = {"batch_size": 32, "epochs": 0, "images": 32, "every": 5}
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.epochs < (1 if digits else 0) or min(args.images, args.show, args.every, args.steps) < 1:
+        parser.error("--epochs, --images, --show, --every and --steps must be at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Figures of saliency: maps beside images, maps of classes, and faithfulness by epoch."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+import tcnn_probe
+from common.data import Probed
+
+__all__ = ["draw_by_class", "draw_faithfulness", "draw_maps"]
+
+COLORS = {  # Okabe and Ito's, which the colour-blind can tell apart
+    "class_attention": "#D55E00",
+    "rollout": "#CC79A7",
+    "gradcam": "#0072B2",
+    "integrated_gradients": "#009E73",
+    "input_x_gradient": "#56B4E9",
+    "occlusion": "#E69F00",
+    "chance": "0.5",
+}
+MEASURES = {
+    "pointing_game": "pointing game\n(hits; higher is better)",
+    "energy_inside": "energy inside\n(share; higher is better)",
+    "insertion_auc": "insertion AUC\n(higher is better)",
+    "deletion_auc": "deletion AUC\n(lower is better)",
+}
+
+
+def in_words(method: str) -> str:
+    """A method's name, for readers."""
+    return {"gradcam": "Grad-CAM", "input_x_gradient": "input x gradient"}.get(method, method.replace("_", " "))
+
+
+def draw_faithfulness(tree: xr.DataTree) -> Figure:
+    """A column a model, a row a measure; over epochs, means over images with 95 % bootstrap intervals."""
+    runs = list(tree.children.items())
+    measures = [name for name in MEASURES if name in runs[0][1]]
+    figure = Figure(figsize=(3.1 * len(runs) + 0.6, 2.1 * len(measures) + 0.9), layout="constrained")
+    axes = figure.subplots(len(measures), len(runs), squeeze=False, sharey="row", sharex="col")
+    for column, (name, node) in enumerate(runs):
+        scores = node.dataset
+        for row, measure in enumerate(measures):
+            panel = axes[row, column]
+            panel.spines[["top", "right"]].set_visible(False)
+            for place, method in enumerate(scores["method"].values):
+                _line(panel, scores[measure].sel({"method": method}), method, place - len(scores["method"]) / 2)
+            if column == 0:
+                panel.set_ylabel(MEASURES[measure])
+        axes[0, column].set_title(f"{name}\naccuracy {float(scores.top1[-1]):.3f}", fontsize=10)
+        axes[-1, column].set_xlabel("epoch")
+        axes[-1, column].set_xticks(scores.epoch.values)
+    shown = [m for m in COLORS if any(m in node.dataset["method"] for _, node in runs)]
+    handles = [Line2D([], [], color=COLORS[m], ls="--" if m == "chance" else "-", lw=2) for m in shown]
+    figure.legend(handles, [in_words(m) for m in shown], loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
+    epochs = values.epoch.values
+    mean = values.mean("image").values
+    if method == "chance":
+        panel.plot(epochs, mean, color=COLORS[method], ls="--", marker="_", lw=1)
+        return
+    interval = tcnn_probe.bootstrap_interval(values).transpose(..., "epoch").values
+    aside = 0.06 * place * max(1, (epochs[-1] - epochs[0]) / 4)  # else the bars would hide each other
+    panel.errorbar(
+        epochs + aside,
+        mean,
+        np.abs(interval - mean),
+        color=COLORS.get(method, "k"),
+        marker="o",
+        ms=3,
+        lw=1.8 if method == "class_attention" else 1,
+        elinewidth=0.8,
+    )
+
+
+def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
+    """Images, and what the trained models look at: class attention where there is any, beside Grad-CAM (Fig. 1)."""
+    columns = list(_columns(tree))
+    figure = Figure(figsize=(1.75 * (1 + len(columns)), 1.75 * count + 0.9), layout="constrained")
+    axes = figure.subplots(count, 1 + len(columns), squeeze=False)
+    for row in range(count):
+        _image(axes[row, 0], probed, row)
+        axes[row, 0].set_ylabel(
+            f"{_short(probed.classes[int(probed.labels[row])])}", rotation=0, ha="right", va="center"
+        )
+        for column, (title, maps) in enumerate(columns, 1):
+            _map(axes[row, column], maps.isel(image=row).values, probed, row)
+            if row == 0:
+                axes[0, column].set_title(title, fontsize=9)
+    axes[0, 0].set_title("image", fontsize=9)
+    figure.supxlabel(_legend(probed), fontsize=9)
+    return figure
+
+
+def _columns(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
+    for name, node in tree.children.items():
+        last = node.dataset.saliency.isel(epoch=-1)
+        methods = [m for m in last["method"].values if m != "chance"]
+        if len(tree.children) > 1:
+            methods = [m for m in ("gradcam", "class_attention") if m in methods] or methods[:1]
+        for method in methods:
+            yield "\n".join([*name.split(", "), in_words(method)]), last.sel({"method": method})
+
+
+def draw_by_class(recording: xr.DataTree, scores: xr.Dataset, probed: Probed, count: int) -> Figure:
+    """Images, and the attention of their three likeliest classes' own tokens (Fig. 2)."""
+    nodes = [node.dataset for node in recording.subtree if "attention_by_class" in node.dataset]
+    last = nodes[0].isel(epoch=-1, layer=0).load()
+    ranks = last.sizes["class"]
+    figure = Figure(figsize=(1.75 * (1 + ranks) + 0.4, 1.95 * count + 0.6), layout="constrained")
+    axes = figure.subplots(count, 1 + ranks, squeeze=False)
+    for row in range(count):
+        _image(axes[row, 0], probed, row)
+        axes[row, 0].set_title(f"truth: {_short(probed.classes[int(probed.labels[row])])}", fontsize=9)
+        for rank in range(ranks):
+            which = int(last.class_index[row, rank])
+            share = float(scores.probability.isel(epoch=-1, image=row)[which])
+            name = probed.classes[which] if which < len(probed.classes) else str(which)
+            _map(axes[row, 1 + rank], last.attention_by_class[row, rank].values, probed, row)
+            axes[row, 1 + rank].set_title(f"{_short(name)} ({100 * share:.1f} %)", fontsize=9)
+    figure.supxlabel(_legend(probed), fontsize=9)
+    return figure
+
+
+def _image(panel: Axes, probed: Probed, index: int) -> None:
+    pixels = probed.images[index].permute(1, 2, 0).numpy()
+    low, high = pixels.min(), pixels.max()
+    panel.imshow((pixels - low) / max(high - low, 1e-12), cmap="gray", vmin=0, vmax=1)
+    panel.set(xticks=[], yticks=[])
+
+
+def _map(panel: Axes, values: np.ndarray, probed: Probed, index: int) -> None:
+    """A map over the whole image, from its least to its largest value, with the object's outline."""
+    height, width = probed.images.shape[2:]
+    panel.imshow(values, cmap="cividis", extent=(0, width, height, 0), interpolation="nearest")
+    if probed.masks is not None:
+        outline = probed.masks[index].float().numpy()
+        panel.contour(outline, [0.5], colors="w", linewidths=0.8, extent=(0, width, 0, height))
+    panel.set(xticks=[], yticks=[], xlim=(0, width), ylim=(height, 0))
+
+
+def _legend(probed: Probed) -> str:
+    outline = "; white: outline of the object" if probed.masks is not None else ""
+    return f"each map from its least (dark blue) to its largest value (yellow){outline}"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 18 else f"{name[:17]}…"

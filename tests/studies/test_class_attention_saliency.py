@@ -1,0 +1,170 @@
+"""The study of class attention end to end on a handful of digits, and on images of one's own."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import xarray as xr
+from PIL import Image
+
+import class_attention_saliency as study
+import tcnn_probe
+from common.data import digits_loaders, probed_images
+
+TINY = ["--limit", "80", "--batch-size", "16", "--epochs", "2", "--images", "3", "--show", "2", "--every", "1"]
+TINY += ["--steps", "4", "--clutter", "0", "--device", "cpu"]
+RUNS = ["ResNet, average pooling", "ResNet, attention pooling", "PatchConvNet", "PatchConvNet, by class"]
+GRADIENTS = ["gradcam", "integrated_gradients", "input_x_gradient", "occlusion"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("study")
+    assert study.main([*TINY, "--out", str(out)]) in (0, 1)
+    return out
+
+
+def scores(out: Path) -> xr.DataTree:
+    with xr.open_datatree(out / "class_attention_saliency.zarr", engine="zarr", consolidated=False) as tree:
+        return tree.load()
+
+
+def test_scores_of_every_model_and_method(finished: Path) -> None:
+    tree = scores(finished)
+    assert set(tree.children) == set(RUNS)
+    for name in RUNS:
+        ds = tree[name].dataset
+        attends = [] if "average" in name else ["class_attention"]
+        assert ds["method"].values.tolist() == [*attends, *GRADIENTS, "chance"]
+        assert ds.epoch.values.tolist() == [0, 1, 2]
+        assert dict(ds.saliency.sizes) == {"epoch": 3, "method": len(ds["method"]), "image": 3, "y": 64, "x": 64}
+        for measure in ("pointing_game", "energy_inside", "deletion_auc", "insertion_auc"):
+            assert np.isfinite(ds[measure].values).all(), (name, measure)
+        np.testing.assert_allclose(ds.probability.sum("class"), 1, rtol=1e-5)
+
+
+def test_chance_is_the_share_of_the_image(finished: Path) -> None:
+    probed = probed_images(digits_loaders(size=64, batch_size=16, seed=0, limit=80, clutter=0)[1].dataset, 3)
+    expected = probed.masks.double().mean((1, 2)).numpy()
+    found = scores(finished)["PatchConvNet"].dataset.energy_inside.sel({"method": "chance"})
+    np.testing.assert_allclose(found.isel(epoch=0), expected)
+
+
+def test_maps_of_classes_are_recorded_at_every_epoch(finished: Path) -> None:
+    tree = tcnn_probe.open(finished / "class_attention_saliency_patchconvnet_by_class.zarr")
+    maps = tree["maps/classes/16x16"].dataset.load()
+    assert dict(maps.attention_by_class.sizes) == {"epoch": 3, "layer": 1, "image": 2, "class": 3, "y": 16, "x": 16}
+    np.testing.assert_allclose(maps.attention_by_class.sum(["y", "x"]), 1, rtol=1e-5)
+    probability = scores(finished)["PatchConvNet, by class"].dataset.probability
+    for epoch in (0, 1, 2):
+        for row in (0, 1):
+            best = probability.isel(epoch=epoch, image=row).argsort().values[::-1][:3]
+            assert maps.class_index.isel(epoch=epoch, layer=0, image=row).values.tolist() == best.tolist()
+
+
+@pytest.mark.parametrize("ending", [".png", "_maps.png", "_classes.png"])
+def test_figures(finished: Path, ending: str) -> None:
+    with Image.open(finished / f"class_attention_saliency{ending}") as figure:
+        assert min(figure.size) > 600
+
+
+def test_an_existing_run_is_not_mixed_with_another(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.main([*TINY, "--out", str(finished)]) == 2
+    assert "pass --resume, --overwrite or another --out" in capsys.readouterr().err
+
+
+def test_a_killed_run_resumes_to_the_same_end(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = study.write_whole, []
+
+    def dies_at_the_fifth(dataset: xr.Dataset, path: Path) -> None:
+        written.append(path)
+        if len(written) == 5:
+            raise KeyboardInterrupt
+        write(dataset, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "write_whole", dies_at_the_fifth)
+        with pytest.raises(KeyboardInterrupt):
+            study.main([*TINY, "--out", str(tmp_path)])
+    study.main([*TINY, "--resume", "--out", str(tmp_path)])
+    expected, found = scores(finished), scores(tmp_path)
+    for name in RUNS:
+        xr.testing.assert_allclose(found[name].dataset, expected[name].dataset, rtol=1e-3, atol=1e-4)
+
+
+def test_the_check_can_fail(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = scores(finished)
+    good = tree.map_over_datasets(lambda ds: ds.assign(top1=ds.top1 * 0 + 0.9) if "top1" in ds else ds)
+    hits = tree["PatchConvNet"].dataset.pointing_game.copy()
+    hits.loc[{"method": "class_attention"}], hits.loc[{"method": "chance"}] = 1.0, 0.2
+    good["PatchConvNet"] = xr.DataTree(good["PatchConvNet"].to_dataset().assign(pointing_game=hits))
+    assert study.check(good) == 0
+    hits.loc[{"method": "class_attention"}] = 0.2
+    good["PatchConvNet"] = xr.DataTree(good["PatchConvNet"].to_dataset().assign(pointing_game=hits))
+    assert study.check(good) == 1
+    assert "NOT above chance" in capsys.readouterr().out
+    tree["PatchConvNet"] = xr.DataTree(tree["PatchConvNet"].to_dataset().assign(top1=hits.epoch * 0 + 0.1))
+    assert study.check(tree) == 1
+    assert "PatchConvNet did NOT learn" in capsys.readouterr().out
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            (tmp_path / "images" / split / label).mkdir(parents=True)
+            for n in range(4):
+                pixels = rng.integers(0, 255, (71, 83, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{n}.png")
+    return tmp_path / "images"
+
+
+FEW = ["--num-classes", "2", "--workers", "0", "--device", "cpu", "--images", "2", "--steps", "3", "--batch-size", "4"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # timm leaves image files open
+def test_a_trained_transformer_as_it_is(tmp_path: Path, images: Path) -> None:
+    torch.save(timm.create_model("test_vit", num_classes=2).state_dict(), tmp_path / "vit.pth")
+    options = ["--model", "test_vit", "--pretrained", str(tmp_path / "vit.pth"), "--data", str(images), *FEW]
+    study.main([*options, "--out", str(tmp_path / "out")])
+    ds = scores(tmp_path / "out")["test_vit"].dataset
+    methods = ["class_attention", "rollout", "integrated_gradients", "input_x_gradient", "occlusion", "chance"]
+    assert ds["method"].values.tolist() == methods  # no feature map, so no Grad-CAM
+    assert "pointing_game" not in ds
+    assert dict(ds.sizes)["y"] == 160
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_convnet_gets_an_attention_pool(tmp_path: Path, images: Path) -> None:
+    options = ["--model", "test_resnet", "--data", str(images), "--img-size", "64", "--epochs", "1", *FEW]
+    study.main([*options, "--out", str(tmp_path / "out")])
+    tree = scores(tmp_path / "out")
+    assert set(tree.children) == {"test_resnet", "test_resnet, attention pooling"}
+    assert "class_attention" in tree["test_resnet, attention pooling"].dataset["method"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "."], "--data and --model belong together"),
+        (["--pretrained"], "--data and --model belong together"),
+        (["--model", "resnet18"], "--data and --model belong together"),
+        (["--data", "no/where", "--model", "test_resnet"], "'no/where' is neither a folder nor a timm dataset name"),
+        (["--data", ".", "--model", "test_resnet", "--small"], "are for the digits"),
+        (["--epochs", "0"], "must be at least 1"),
+        (["--resume", "--overwrite"], "not allowed with"),
+    ],
+)
+def test_wrong_options_say_so_and_write_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    try:
+        code = study.main([*options, "--out", str(tmp_path / "out")])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
