@@ -7,14 +7,14 @@ ResNet goes on with a learned pooling in place of its average (``tcnn_model.add_
 as it is; the PatchConvNet goes on with one token for each class (``tcnn_model.specialize``). Every few epochs saliency
 by each method is held against where the digit is, and against what the model does when pixels are taken away.
 
-Takes about 4 minutes, on one CPU core. Writes into results/:
+Takes about 3 minutes, on one CPU core. Writes into results/:
 class_attention_saliency_maps.png       images, and maps of the models side by side (Fig. 1 of the paper)
 class_attention_saliency_classes.png    maps of the three likeliest classes of each image (Fig. 2)
 class_attention_saliency.png            faithfulness by epoch and method, with 95 % bootstrap intervals over images
 class_attention_saliency.zarr           the numbers behind it, a group a model: xarray.open_datatree
 class_attention_saliency_*.zarr         what tcnn_probe recorded of each model's pooling, at every epoch
 
-What one should see: the ResNet is as accurate with the learned pooling as without. Its class attention, on 8 x 8
+What one should see: the ResNet is as accurate with the learned pooling as without. Its class attention, on 4 x 4
 coarse pixels, hardly points at the digit; that of the PatchConvNet, on 16 x 16, does, far above chance and with no
 gradient, more often than Grad-CAM and less often than the gradients of single pixels: the table and the last lines give
 the numbers, with intervals. After so short a specialisation the tokens of the classes look at almost the same places.
@@ -30,51 +30,21 @@ convnet with attention in place of its pooling:
 
 import argparse
 import copy
-import math
-import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import timm
 import torch
-import torch.nn.functional as F
 import xarray as xr
-from torch import Tensor, nn
+from torch import nn
 
 import tcnn_probe
-from common.data import Loaders, Probed, digits_loaders, image_loaders, probed_images
+from common.data import Loaders, digits_loaders, image_loaders, probed_images
+from common.following import Follower, Run
 from common.models import small_patchconvnet, small_resnet
+from common.options import add_data, add_machine, add_output, fill_in, study_parser
 from common.output import OutputError, RunOutput
 from common.saliency_figures import draw_by_class, draw_faithfulness, draw_maps
-from tcnn_model import AttentionPool2d, EpochResult, add_attention_pool, finetune, specialize
-
-METHODS = ("class_attention", "rollout", "gradcam", "integrated_gradients", "input_x_gradient", "occlusion")
-Models = Mapping[str, nn.Module]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A model and how it is trained; ``make`` gives it, from the models trained before."""
-
-    name: str
-    make: Callable[[Models], nn.Module]
-    epochs: int
-    lr: float = 0.0
-    probed: bool = True
-
-    @property
-    def slug(self) -> str:
-        """For file names."""
-        return self.name.lower().replace(",", "").replace(" ", "_").replace("/", "_")
-
-
-def chance(model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
-    """A map that says nothing: the same everywhere, with which every measure comes out as chance has it."""
-    return torch.zeros(len(images), *images.shape[2:])
+from tcnn_model import AttentionPool2d, add_attention_pool, specialize
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,12 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (OutputError, ValueError, RuntimeError, OSError) as error:
         print(f"class_attention_saliency.py: {error}", file=sys.stderr)
         return 2
+    follower = Follower(loaders, probed, output, args)
     models: dict[str, nn.Module] = {}
     found: dict[str, xr.Dataset] = {}
     for number, run in enumerate(runs, 1):
         torch.manual_seed(args.seed)
         models[run.name] = run.make(models).to(args.device)
-        scores = follow(run, models[run.name], f"{number}/{len(runs)} {run.name}", loaders, probed, output, args)
+        scores = follower.follow(run, models[run.name], f"{number}/{len(runs)} {run.name}")
         if scores is not None:
             found[run.name] = scores
     tree = xr.DataTree.from_dict(found)
@@ -154,128 +125,6 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
     return runs, loaders
 
 
-def follow(
-    run: Run,
-    model: nn.Module,
-    title: str,
-    loaders: Loaders,
-    probed: Probed,
-    output: RunOutput,
-    args: argparse.Namespace,
-) -> xr.Dataset | None:
-    """Train a model; record its pooling at each epoch and score every method at some: (epoch, method, image)."""
-    results = epochs_of(run, model, title, loaders, probed, output, args)
-    if not run.probed:
-        for _ in results:
-            pass
-        return None
-    methods = usable_methods(model, probed.images[:1])
-    numbers = (probed.numbers if run.epochs else list(range(len(probed.numbers))))[: args.show]
-    recording = nullcontext()
-    if "class_attention" in methods:
-        recording = tcnn_probe.record(model, output.beside(f"_{run.slug}.zarr"), images=numbers)
-    parts = []
-    with recording as recorder:
-        for result in results:
-            if recorder is not None:
-                recorder.mark(if_marked="skip", **asdict(result))
-            if result.epoch % args.every == 0 or result.epoch == run.epochs:
-                part = output.checkpoints / f"{run.slug}-{result.epoch:04d}.zarr"
-                if not part.exists():
-                    write_whole(score(model, methods, probed, result, args), part)
-                parts.append(xr.open_zarr(part, consolidated=False).load())
-    return xr.concat(parts, "epoch", data_vars="all", combine_attrs="override")
-
-
-def epochs_of(
-    run: Run,
-    model: nn.Module,
-    title: str,
-    loaders: Loaders,
-    probed: Probed,
-    output: RunOutput,
-    args: argparse.Namespace,
-) -> Iterator[EpochResult]:
-    """Train it; without epochs, look at the chosen images as it is."""
-    if run.epochs:
-        yield from finetune(
-            model,
-            *loaders,
-            epochs=run.epochs,
-            lr=run.lr,
-            warmup_epochs=min(5, max(1, run.epochs // 5), run.epochs - 1),
-            checkpoint=output.checkpoints / f"{run.slug}.pt",
-            device=args.device,
-            amp=args.amp,
-            seed=args.seed,
-            name=title,
-        )
-        return
-    logits = logits_of(model.eval(), probed, args)
-    right = float((logits.argmax(1) == probed.labels).float().mean())
-    yield EpochResult(0, math.nan, math.nan, float(F.cross_entropy(logits, probed.labels)), right, math.nan)
-
-
-@torch.no_grad()
-def logits_of(model: nn.Module, probed: Probed, args: argparse.Namespace) -> Tensor:
-    """The model's scores of the chosen images, shape (B, K)."""
-    return torch.cat([model(x.to(args.device)).float().cpu() for x in probed.images.split(args.batch_size)])
-
-
-def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
-    """Those that this model has what they need for; attention that does not lead to a class token, say, has no map."""
-    usable = []
-    for method in METHODS:
-        try:
-            tcnn_probe.saliency(model, image, method=method, progress=False)
-            usable.append(method)
-        except ValueError as error:
-            print(f"{type(model).__name__}: without {method} ({error})")
-    return usable
-
-
-def score(
-    model: nn.Module, methods: list[str], probed: Probed, result: EpochResult, args: argparse.Namespace
-) -> xr.Dataset:
-    """Every measure of every method, the maps, and the probabilities of all classes, of this epoch."""
-    side = max(2, probed.images.shape[-1] // 4)
-    options = {"integrated_gradients": {"n_steps": args.steps}, "occlusion": {"window": side, "stride": side // 2}}
-    options = {name: of_method for name, of_method in options.items() if name in methods}
-    maps = tcnn_probe.saliency(
-        model, probed.images, probed.labels, method=methods, batch_size=args.batch_size, **options
-    )
-    given = {name: maps[name] for name in methods} | {"chance": chance}
-    metrics = [
-        "deletion_auc",
-        "insertion_auc",
-        *(["pointing_game", "energy_inside"] if probed.masks is not None else []),
-    ]
-    scores = tcnn_probe.faithfulness(
-        model,
-        probed.images,
-        given,
-        probed.labels,
-        masks=probed.masks,
-        metrics=metrics,
-        steps=args.steps,
-        tolerance=args.tolerance,
-        batch_size=args.batch_size,
-    )
-    scores["saliency"] = maps.to_dataarray("method").reindex(method=scores["method"]).astype("float32")
-    unrecorded = copy.deepcopy(model).eval()
-    scores["probability"] = (("image", "class"), logits_of(unrecorded, probed, args).softmax(1).numpy())
-    scores["top1"] = result.top1
-    return scores.expand_dims(epoch=[result.epoch])
-
-
-def write_whole(dataset: xr.Dataset, path: Path) -> None:
-    """Written under another name first, so that what has the name is complete."""
-    partial = path.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    dataset.to_zarr(partial, consolidated=False)
-    os.replace(partial, path)
-
-
 def report(tree: xr.DataTree) -> str:
     """Accuracy and every measure at the end, by model and method, with 95 % intervals over images."""
     lines = []
@@ -334,38 +183,20 @@ def check(tree: xr.DataTree) -> int:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
-    description, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=description, epilog=rest, formatter_class=argparse.RawTextHelpFormatter
+    parser = study_parser(__doc__)
+    add_data(
+        parser,
+        model="timm name of a model (default: small ones, for the digits)",
+        pretrained="timm's weights, or those in FILE",
+        img_size="height and width of the images of --data (default: the model's own)",
     )
-
-    add = parser.add_argument_group("model and data").add_argument
-    add("--model", help="timm name of a model (default: small ones, for the digits)")
-    add(
-        "--pretrained",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="FILE",
-        help="timm's weights, or those in FILE",
-    )
-    add("--data", default="digits", help="folder with train/ and val/, or a timm dataset name (default: digits)")
-    add("--num-classes", type=int, help="classes in --data (default: the model's own)")
-    add("--img-size", type=int, help="height and width of the images of --data (default: the model's own)")
-    add("--limit", type=int, help="use only so many digits")
-    add("--clutter", type=int, help="fragments of other digits in each scene (default: 6)")
-
-    add = parser.add_argument_group("training").add_argument
+    training = parser.add_argument_group("training")
+    add = training.add_argument
     epochs = "of the PatchConvNet, others in proportion (default: 14); of fine-tuning on --data (default: 0)"
     add("--epochs", type=int, help=epochs)
     add("--batch-size", type=int, help="images per step (default: 32)")
     add("--lr", type=float, default=1e-4, help="of fine-tuning on --data (default: 1e-4)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: cuda if there is one)")
-    add("--amp", action="store_true", help="train in bfloat16 autocast")
-    add("--workers", type=int, default=4, help="processes that load --data (default: 4)")
-    add("--seed", type=int, default=0, help="(default: 0)")
-    add("--small", action="store_true", help="a quick look: 900 digits without clutter, fewer epochs, about a minute")
-
+    add_machine(training, small="900 digits without clutter, fewer epochs, about a minute")
     add = parser.add_argument_group("saliency").add_argument
     add("--images", type=int, help="validation images to explain, spread evenly (default: 48; 32 of --data)")
     add("--show", type=int, default=5, help="of these, how many are drawn and recorded (default: 5)")
@@ -373,11 +204,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=12, help="of deletion and insertion, and of integrated gradients (default: 12)")
     add("--tolerance", type=float, default=4.0, help="of the pointing game, in pixels (default: 4)")
 
-    add = parser.add_argument_group("output").add_argument
-    add("--out", default="results", help="folder (default: results)")
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--resume", action="store_true", help="continue the run in --out")
-    either.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
+    add_output(parser)
     args = parser.parse_args(arguments)
 
     digits = args.data == "digits"
@@ -390,9 +217,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         defaults |= {"epochs": 8, "limit": 900, "clutter": 0, "images": 16, "every": 8, "batch_size": 16}
     if not digits:
         defaults = {"batch_size": 32, "epochs": 0, "images": 32, "every": 5}
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    fill_in(args, defaults)
     if args.epochs < (1 if digits else 0) or min(args.images, args.show, args.every, args.steps) < 1:
         parser.error("--epochs, --images, --show, --every and --steps must be at least 1")
     return args

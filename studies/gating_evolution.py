@@ -36,6 +36,7 @@ from torch import nn
 import tcnn_probe
 from common.data import Loaders, digits_loaders, image_loaders
 from common.models import small_resnet
+from common.options import add_data, add_machine, add_output, fill_in, study_parser
 from common.output import OutputError, RunOutput
 from tcnn_model import EpochResult, finetune, reparameterize
 
@@ -89,7 +90,7 @@ def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
         loaders = digits_loaders(
             size=args.img_size, batch_size=args.batch_size, seed=args.seed, limit=args.limit, clutter=args.clutter
         )
-        if args.model == "small":
+        if args.model is None:
             torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
             return small_resnet(), loaders
         return timm.create_model(args.model, in_chans=1, num_classes=10, **weights), loaders
@@ -186,28 +187,15 @@ def check(dataset: xr.Dataset, classes: int) -> int:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
-    description, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=description, epilog=rest, formatter_class=argparse.RawTextHelpFormatter
+    parser = study_parser(__doc__)
+    add_data(
+        parser,
+        model="timm name of a CNN (default: a small ResNet built from timm)",
+        pretrained="start from timm's weights, or from those in FILE, instead of training the CNN",
+        img_size="height and width of the images (default: 64; 224 for --data)",
     )
-
-    add = parser.add_argument_group("model and data").add_argument
-    add("--model", default="small", help="timm name of a CNN (default: a small ResNet built from timm)")
-    add(
-        "--pretrained",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="FILE",
-        help="start from timm's weights, or from those in FILE, instead of training the CNN",
-    )
-    add("--data", default="digits", help="folder with train/ and val/, or a timm dataset name (default: digits)")
-    add("--num-classes", type=int, help="classes in --data (default: the model's own)")
-    add("--img-size", type=int, help="height and width of the images (default: 64; 224 for --data)")
-    add("--limit", type=int, help="use only so many digits")
-    add("--clutter", type=int, help="fragments of other digits in each scene (default: 6)")
-
-    add = parser.add_argument_group("training").add_argument
+    training = parser.add_argument_group("training")
+    add = training.add_argument
     add("--epochs", type=int, help="of fine-tuning (default: 6; 50 for --data)")
     add("--cnn-epochs", type=int, help="of the CNN before, unless --pretrained (default: 15; --epochs for --data)")
     add("--batch-size", type=int, help="images per step (default: 32; 256 for --data; the paper's is 1024)")
@@ -215,21 +203,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--cnn-lr", type=float, default=1e-2, help="of training the CNN (default: 1e-2)")
     add("--gating-lr", type=float, default=0.1, help="of the gates (default: 0.1, the paper's)")
     add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: cuda if there is one)")
-    add("--amp", action="store_true", help="train in bfloat16 autocast")
-    add("--workers", type=int, default=4, help="processes that load --data (default: 4)")
-    add("--seed", type=int, default=0, help="(default: 0)")
-    add("--small", action="store_true", help="a quick look: 600 digits without clutter, 4 epochs, half a minute")
-
-    add = parser.add_argument_group("output").add_argument
-    add("--out", default="results", help="folder (default: results)")
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--resume", action="store_true", help="continue the run in --out")
-    either.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
+    add_machine(training, small="600 digits without clutter, 4 epochs, half a minute")
+    add_output(parser)
     args = parser.parse_args(arguments)
 
     digits = args.data == "digits"
-    if args.model == "small" and (args.pretrained or not digits):
+    if args.model is None and (args.pretrained or not digits):
         parser.error("--pretrained and --data need --model, the name of a timm CNN such as resnet50")
     if not digits and (args.small or args.limit):
         parser.error("--small and --limit are for the digits, not for --data")
@@ -238,9 +217,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         defaults |= {"epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 600, "clutter": 0}
     if not digits:
         defaults = {"img_size": 224, "epochs": 50, "batch_size": 256, "lr": 1e-4}
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    fill_in(args, defaults)
     if args.cnn_epochs is None:
         args.cnn_epochs = args.epochs
     if min(args.epochs, args.cnn_epochs) < 1:

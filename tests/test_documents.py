@@ -20,7 +20,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks(ROOT / "README.md")
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     images, labels = torch.randn(6, 3, 64, 96), torch.arange(6) % 3
     loader = DataLoader(TensorDataset(images, labels), batch_size=3)
     names = {"train_loader": loader, "val_loader": loader, "torch": torch}

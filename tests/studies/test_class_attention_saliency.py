@@ -11,6 +11,7 @@ from PIL import Image
 
 import class_attention_saliency as study
 import tcnn_probe
+from common import following
 from common.data import digits_loaders, probed_images
 
 TINY = ["--limit", "80", "--batch-size", "16", "--epochs", "2", "--images", "3", "--show", "2", "--every", "1"]
@@ -76,7 +77,7 @@ def test_an_existing_run_is_not_mixed_with_another(finished: Path, capsys: pytes
 
 
 def test_a_killed_run_resumes_to_the_same_end(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, written = study.write_whole, []
+    write, written = following.write_whole, []
 
     def dies_at_the_fifth(dataset: xr.Dataset, path: Path) -> None:
         written.append(path)
@@ -85,7 +86,7 @@ def test_a_killed_run_resumes_to_the_same_end(finished: Path, tmp_path: Path, mo
         write(dataset, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(study, "write_whole", dies_at_the_fifth)
+        patch.setattr(following, "write_whole", dies_at_the_fifth)
         with pytest.raises(KeyboardInterrupt):
             study.main([*TINY, "--out", str(tmp_path)])
     study.main([*TINY, "--resume", "--out", str(tmp_path)])
@@ -110,25 +111,13 @@ def test_the_check_can_fail(finished: Path, capsys: pytest.CaptureFixture[str]) 
     assert "PatchConvNet did NOT learn" in capsys.readouterr().out
 
 
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for label in ("cat", "dog"):
-            (tmp_path / "images" / split / label).mkdir(parents=True)
-            for n in range(4):
-                pixels = rng.integers(0, 255, (71, 83, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{n}.png")
-    return tmp_path / "images"
-
-
 FEW = ["--num-classes", "2", "--workers", "0", "--device", "cpu", "--images", "2", "--steps", "3", "--batch-size", "4"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # timm leaves image files open
-def test_a_trained_transformer_as_it_is(tmp_path: Path, images: Path) -> None:
+def test_a_trained_transformer_as_it_is(tmp_path: Path, image_folder: Path) -> None:
     torch.save(timm.create_model("test_vit", num_classes=2).state_dict(), tmp_path / "vit.pth")
-    options = ["--model", "test_vit", "--pretrained", str(tmp_path / "vit.pth"), "--data", str(images), *FEW]
+    options = ["--model", "test_vit", "--pretrained", str(tmp_path / "vit.pth"), "--data", str(image_folder), *FEW]
     study.main([*options, "--out", str(tmp_path / "out")])
     ds = scores(tmp_path / "out")["test_vit"].dataset
     methods = ["class_attention", "rollout", "integrated_gradients", "input_x_gradient", "occlusion", "chance"]
@@ -138,8 +127,8 @@ def test_a_trained_transformer_as_it_is(tmp_path: Path, images: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_convnet_gets_an_attention_pool(tmp_path: Path, images: Path) -> None:
-    options = ["--model", "test_resnet", "--data", str(images), "--img-size", "64", "--epochs", "1", *FEW]
+def test_a_convnet_gets_an_attention_pool(tmp_path: Path, image_folder: Path) -> None:
+    options = ["--model", "test_resnet", "--data", str(image_folder), "--img-size", "64", "--epochs", "1", *FEW]
     study.main([*options, "--out", str(tmp_path / "out")])
     tree = scores(tmp_path / "out")
     assert set(tree.children) == {"test_resnet", "test_resnet, attention pooling"}

@@ -79,18 +79,11 @@ def test_the_check_can_fail(finished: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # timm leaves image files to the collector
-def test_own_model_weights_and_images(tmp_path: Path) -> None:
+def test_own_model_weights_and_images(tmp_path: Path, image_folder: Path) -> None:
     weights = timm.create_model("resnet18").state_dict()
     torch.save(weights, tmp_path / "resnet18.pth")
-    rng = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for label in ("cat", "dog"):
-            (tmp_path / "images" / split / label).mkdir(parents=True)
-            for n in range(4):
-                pixels = rng.integers(0, 255, (71, 83, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{n}.png")
     options = ["--model", "resnet18", "--pretrained", str(tmp_path / "resnet18.pth"), "--num-classes", "2"]
-    options += ["--data", str(tmp_path / "images"), "--img-size", "64", "--workers", "0", "--device", "cpu"]
+    options += ["--data", str(image_folder), "--img-size", "64", "--workers", "0", "--device", "cpu"]
     gating_evolution.main([*options, "--epochs", "1", "--batch-size", "4", "--out", str(tmp_path / "out")])
     ds = recording(tmp_path / "out")
     assert ds.layer.values.tolist() == [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]

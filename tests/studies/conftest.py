@@ -1,0 +1,20 @@
+"""Images of one's own, as the studies take them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Path:
+    """Two classes of four noise images each, no two sides alike, in train/ and val/."""
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            (tmp_path / "images" / split / label).mkdir(parents=True)
+            for n in range(4):
+                pixels = rng.integers(0, 255, (71, 83, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{n}.png")
+    return tmp_path / "images"
