@@ -12,7 +12,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-OWN = {"models"}  # our t_resnet*, which timm lists under the name of their module
+OWN = {"models", "patchconvnet"}  # ours, which timm lists under the names of their modules
 
 
 def _rows(text: str) -> dict[str, list[str]]:
