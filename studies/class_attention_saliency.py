@@ -15,11 +15,12 @@ class_attention_saliency.zarr           the numbers behind it, a group a model: 
 class_attention_saliency_*.zarr         what tcnn_probe recorded of each model's pooling, at every epoch
 
 What one should see: the ResNet is as accurate with the learned pooling as without. Its class attention, on 4 x 4
-coarse pixels, hardly points at the digit; that of the PatchConvNet, on 16 x 16, does, far above chance and with no
-gradient, more often than Grad-CAM and less often than the gradients of single pixels: the table and the last lines give
-the numbers, with intervals. After so short a specialisation the tokens of the classes look at almost the same places.
-The script ends by checking that the models learned, and that the class attention of the PatchConvNet points at the
-digit more often than chance.
+coarse pixels, hardly finds the digit; that of the PatchConvNet, on 16 x 16, comes within 4 pixels (one patch) of it far
+more often than chance, with no gradient, but seldom lies on the very strokes, and the gradients of single pixels beat
+it. The table gives the numbers and the last lines hold class attention against Grad-CAM, image by image, with
+intervals. After so short a specialisation the tokens of the classes look at almost the same places. The script ends by
+checking that the models learned, and that the PatchConvNet's class attention comes near the digit more often than
+chance. Occlusion here is coarse (windows of a quarter of the image), and integrated gradients take 12 steps.
 
 On a model and images of one's own, trained (the maps alone, in a minute or so) or, with --epochs, to be fine-tuned, a
 convnet with attention in place of its pooling:
@@ -31,6 +32,7 @@ convnet with attention in place of its pooling:
 import argparse
 import copy
 import sys
+from pathlib import Path
 
 import timm
 import torch
@@ -38,7 +40,7 @@ import xarray as xr
 from torch import nn
 
 import tcnn_probe
-from common.data import Loaders, digits_loaders, image_loaders, probed_images
+from common.data import Loaders, Probed, digits_loaders, image_loaders, probed_images
 from common.following import Follower, Run
 from common.models import small_patchconvnet, small_resnet
 from common.options import add_data, add_machine, add_output, fill_in, study_parser
@@ -54,9 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         runs, loaders = plan(args)
         probed = probed_images(loaders[1].dataset, args.images)
+        check_classes(runs[0].make({}), probed)
         output = RunOutput(args.out, "class_attention_saliency", options, resume=args.resume, overwrite=args.overwrite)
     except (OutputError, ValueError, RuntimeError, OSError) as error:
-        print(f"class_attention_saliency.py: {error}", file=sys.stderr)
+        print(f"class_attention_saliency.py: {error or type(error).__name__}", file=sys.stderr)
         return 2
     follower = Follower(loaders, probed, output, args)
     models: dict[str, nn.Module] = {}
@@ -79,9 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
             written.append(output.beside("_classes.png"))
             recording = tcnn_probe.open(output.beside(f"_{run.slug}.zarr"))
             draw_by_class(recording, tree[run.name].dataset, probed, shown).savefig(written[-1], dpi=200)
-    print(report(tree))
+    print(report(tree, args.tolerance))
     print("wrote " + ", ".join(map(str, written)))
-    return check(tree)
+    return check(tree, trained=args.epochs > 0)
 
 
 def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
@@ -106,6 +109,8 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
             Run("PatchConvNet, by class", lambda models: specialize(models["PatchConvNet"]), last, 2e-3),
         ], loaders
     file = args.pretrained if isinstance(args.pretrained, str) else None
+    if file and not Path(file).is_file():
+        raise FileNotFoundError(f"--pretrained: no file {file!r}")
     classes = {} if args.num_classes is None else {"num_classes": args.num_classes}
     overlay = {"file": file} if file else None
     model = timm.create_model(args.model, pretrained=bool(args.pretrained), pretrained_cfg_overlay=overlay, **classes)
@@ -125,50 +130,69 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
     return runs, loaders
 
 
-def report(tree: xr.DataTree) -> str:
+def check_classes(model: nn.Module, probed: Probed) -> None:
+    """Refuse images of more classes than the model has, and say so if there are fewer."""
+    classes, folders = getattr(model, "num_classes", len(probed.classes)), len(probed.classes)
+    if folders > classes:
+        raise ValueError(f"the images have {folders} classes and the model {classes}: pass --num-classes {folders}")
+    if folders < classes:
+        print(f"the images are taken for the first {folders} of the model's {classes} classes; if not, --num-classes")
+
+
+def report(tree: xr.DataTree, tolerance: float) -> str:
     """Accuracy and every measure at the end, by model and method, with 95 % intervals over images."""
+    columns = {
+        "pointing_game": f"pointing ({tolerance:g} px)",
+        "pointing_game_exact": "pointing (0 px)",
+        "energy_inside": "energy inside",
+        "deletion_auc": "deletion AUC",
+        "insertion_auc": "insertion AUC",
+    }
     lines = []
     for name, node in tree.children.items():
         last = node.dataset.isel(epoch=-1)
-        measures = [m for m in ("pointing_game", "energy_inside", "deletion_auc", "insertion_auc") if m in last]
+        measures = [measure for measure in columns if measure in last]
         lines.append(f"\n{name}: accuracy {float(last.top1):.3f} after epoch {int(last.epoch)}")
-        lines.append(f"{'':22}" + "".join(f"{m:>26}" for m in measures))
+        lines.append(f"{'':21}" + "".join(f"{columns[measure]:>20}" for measure in measures))
         for method in last["method"].values:
             cells = []
             for measure in measures:
                 values = last[measure].sel({"method": method})
                 low, high = tcnn_probe.bootstrap_interval(values).values
                 cells.append(f"{float(values.mean()):.2f} [{low:.2f}, {high:.2f}]")
-            lines.append(f"{method:22}" + "".join(f"{cell:>26}" for cell in cells))
+            lines.append(f"{method:21}" + "".join(f"{cell:>20}" for cell in cells))
     count = next(iter(tree.children.values())).sizes["image"]
-    lines.append(f"\nmeans over {count} validation images, 95 % bootstrap intervals over them; one seed of training")
-    lines += [
-        line for name, node in tree.children.items() if (line := beside_gradcam(name, node.dataset.isel(epoch=-1)))
-    ]
+    lines.append(f"\nmeans over {count} validation images, 95 % bootstrap intervals over them; one seed")
+    if any("pointing_game" in node for node in tree.children.values()):
+        lines.append(f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of it")
+    for name, node in tree.children.items():
+        last = node.dataset.isel(epoch=-1)
+        if "pointing_game" in last and {"class_attention", "gradcam"} <= set(last["method"].values):
+            for measure in ("pointing_game", "pointing_game_exact"):
+                lines += [f"{columns[measure]}, {name}: {beside_gradcam(last[measure])}"]
     return "\n".join(lines)
 
 
-def beside_gradcam(name: str, last: xr.Dataset) -> str:
-    """Class attention's pointing game beside Grad-CAM's, image by image; empty where one of them is not there."""
-    if "pointing_game" not in last or not {"class_attention", "gradcam"} <= set(last["method"].values):
-        return ""
-    ours, theirs = (last.pointing_game.sel({"method": method}) for method in ("class_attention", "gradcam"))
+def beside_gradcam(hits: xr.DataArray) -> str:
+    """Class attention's hits beside Grad-CAM's, image by image."""
+    ours, theirs = (hits.sel({"method": method}) for method in ("class_attention", "gradcam"))
     low, high = tcnn_probe.bootstrap_interval(ours - theirs).values
-    verdict = "ahead" if low > 0 else "behind" if high < 0 else "not distinguishable"
+    verdict = "is ahead" if low > 0 else "is behind" if high < 0 else "and Grad-CAM are not distinguishable"
     return (
-        f"pointing game, {name}: class attention {float(ours.mean()):.2f}, Grad-CAM {float(theirs.mean()):.2f}, "
-        f"difference {float((ours - theirs).mean()):+.2f} [{low:+.2f}, {high:+.2f}]: class attention is {verdict}"
+        f"class attention {float(ours.mean()):.2f}, Grad-CAM {float(theirs.mean()):.2f}, "
+        f"difference {float((ours - theirs).mean()):+.2f} [{low:+.2f}, {high:+.2f}]: class attention {verdict}"
     )
 
 
-def check(tree: xr.DataTree) -> int:
+def check(tree: xr.DataTree, *, trained: bool = True) -> int:
     """Whether the models learned, and class attention beats chance: where the digit is, or when pixels are removed."""
     seen = True
     for name, node in tree.children.items():
         last = node.dataset.isel(epoch=-1)
         accuracy, classes = float(last.top1), last.sizes["class"]
-        if not accuracy > 2 / classes:
-            print(f"check: {name} did NOT learn: accuracy {accuracy:.3f}, expected more than {2 / classes:.3f}")
+        least = min(2 / classes, (1 + 1 / classes) / 2)
+        if trained and not accuracy > least:
+            print(f"check: {name} did NOT learn: accuracy {accuracy:.3f}, expected more than {least:.3f}")
             seen = False
         if "class_attention" not in last["method"] or not (name == "PatchConvNet" or len(tree.children) == 1):
             continue

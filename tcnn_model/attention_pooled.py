@@ -49,6 +49,7 @@ class GlobalAttentionPool(nn.Module):
 class AttentionPooled(nn.Module):
     """The methods of a timm model that know of its :class:`GlobalAttentionPool`; the rest is the model's own class."""
 
+    num_classes: int
     _base: type[nn.Module]
     _pooled_at: str  # the pool's name, of each model
 
@@ -74,11 +75,13 @@ class AttentionPooled(nn.Module):
         keep = global_pool in (None, ours.pool_type)
         wanted = getattr(replaced, "pool_type", "avg") if keep else global_pool
         base: Any = super()
+        classes = self.num_classes
         self.set_submodule(name, replaced.train(ours.training))
         try:
             base.reset_classifier(num_classes, wanted, **options)
         except BaseException:
             self.set_submodule(name, ours)
+            self.num_classes = classes
             raise
         if not keep:
             del self._pooled_at

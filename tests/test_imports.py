@@ -89,8 +89,11 @@ def test_the_walk_finds_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("package", "blocked"),
     [
-        ("tcnn_model", ("zarr", "xarray", "captum", "triton", "matplotlib", "sklearn", "tcnn_probe", "studies")),
-        ("tcnn_probe", ("captum", "triton", "matplotlib", "sklearn", "studies")),
+        (
+            "tcnn_model",
+            ("zarr", "xarray", "captum", "scipy", "triton", "matplotlib", "sklearn", "tcnn_probe", "studies"),
+        ),
+        ("tcnn_probe", ("captum", "scipy", "triton", "matplotlib", "sklearn", "studies")),
     ],
 )
 def test_imports_without_optional_dependencies(package: str, blocked: tuple[str, ...]) -> None:

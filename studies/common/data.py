@@ -102,5 +102,6 @@ def probed_images(dataset: Any, count: int) -> Probed:
         images, labels = torch.stack([image for image, _ in pairs]), torch.tensor([int(label) for _, label in pairs])
         known = getattr(getattr(dataset, "reader", None), "class_to_idx", {})
         by_index = {index: name for name, index in known.items()}
-        names = [by_index.get(label, str(label)) for label in range(int(labels.max()) + 1)]
+        count = len(by_index) or int(labels.max()) + 1
+        names = [by_index.get(label, str(label)) for label in range(count)]
     return Probed(images, labels, numbers, names, masks)

@@ -111,11 +111,12 @@ class Follower:
         options = {name: of_method for name, of_method in options.items() if name in methods}
         batch = {"batch_size": self.args.batch_size}
         maps = tcnn_probe.saliency(model, images, labels, method=methods, **batch, **options)
+        scored = {name: maps[name] for name in methods} | {"chance": chance}
         measures = [*MEASURES, *(OF_MASKS if masks is not None else ())]
         scores = tcnn_probe.faithfulness(
             model,
             images,
-            {name: maps[name] for name in methods} | {"chance": chance},
+            scored,
             labels,
             masks=masks,
             metrics=[*measures, "rank_correlation"],
@@ -123,6 +124,11 @@ class Follower:
             tolerance=self.args.tolerance,
             **batch,
         )
+        if masks is not None:
+            exact = tcnn_probe.faithfulness(
+                model, images, scored, labels, masks=masks, metrics="pointing_game", **batch
+            )
+            scores["pointing_game_exact"] = exact.pointing_game  # without tolerance
         scores["saliency"] = maps.to_dataarray("method").reindex(method=scores["method"]).astype("float32")
         unrecorded = copy.deepcopy(model).eval()
         scores["probability"] = (("image", "class"), self.logits(unrecorded).softmax(1).numpy())

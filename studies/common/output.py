@@ -35,7 +35,10 @@ class RunOutput:
         self.checkpoints = self.folder / f"{study}_checkpoints"
         options = json.loads(json.dumps(options))
         kept = self.checkpoints / "options.json"
-        existing = sorted(path for path in self.folder.glob(f"{study}[._]*") if path.exists())
+        self._list = self.checkpoints / "files.json"
+        self._further: list[str] = json.loads(self._list.read_text()) if self._list.exists() else []
+        paths = (self.store, self.figure, *(self.folder / name for name in self._further), self.checkpoints)
+        existing = [path for path in paths if path.exists()]
         if overwrite:
             for path in existing:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -47,9 +50,14 @@ class RunOutput:
             differing = [f"{k} was {before.get(k)}, is {v}" for k, v in options.items() if before.get(k) != v]
             if differing:
                 raise OutputError(f"--resume: the run in {self.folder} had other options ({'; '.join(differing)})")
+        self._further = self._further if resume else []
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(options, indent=1))
 
     def beside(self, ending: str) -> Path:
-        """A further file or folder of the run: its study's name with an ending."""
-        return self.folder / f"{self.study}{ending}"
+        """A further file or folder of the run: its study's name with an ending. Noted, so that it can be deleted."""
+        path = self.folder / f"{self.study}{ending}"
+        if path.name not in self._further:
+            self._further.append(path.name)
+            self._list.write_text(json.dumps(self._further))
+        return path

@@ -1,5 +1,6 @@
 """Figures of saliency: maps beside images, maps of classes, and faithfulness by epoch."""
 
+import json
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,7 +24,8 @@ COLORS = {  # Okabe and Ito's, which the colour-blind can tell apart
     "chance": "0.5",
 }
 MEASURES = {
-    "pointing_game": "pointing game\n(hits; higher is better)",
+    "pointing_game": "pointing game\n(hits within {} pixels;\nhigher is better)",
+    "pointing_game_exact": "pointing game\n(hits; higher is better)",
     "energy_inside": "energy inside\n(share; higher is better)",
     "insertion_auc": "insertion AUC\n(higher is better)",
     "deletion_auc": "deletion AUC\n(lower is better)",
@@ -39,7 +41,8 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
     """A column a model, a row a measure; over epochs, means over images with 95 % bootstrap intervals."""
     runs = list(tree.children.items())
     measures = [name for name in MEASURES if name in runs[0][1]]
-    figure = Figure(figsize=(3.1 * len(runs) + 0.6, 2.1 * len(measures) + 0.9), layout="constrained")
+    size = max(6.4, 3.1 * len(runs) + 0.6), 2.1 * len(measures) + 1.1
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(measures), len(runs), squeeze=False, sharey="row", sharex="col")
     for column, (name, node) in enumerate(runs):
         scores = node.dataset
@@ -47,15 +50,19 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
             panel = axes[row, column]
             panel.spines[["top", "right"]].set_visible(False)
             for place, method in enumerate(scores["method"].values):
-                _line(panel, scores[measure].sel({"method": method}), method, place - len(scores["method"]) / 2)
+                middle = (len(scores["method"]) - 2) / 2  # chance, the last, has no bars
+                _line(panel, scores[measure].sel({"method": method}), method, place - middle)
             if column == 0:
-                panel.set_ylabel(MEASURES[measure])
+                tolerance = json.loads(scores[measure].attrs.get("options", "{}")).get("tolerance", 0)
+                panel.set_ylabel(MEASURES[measure].format(f"{tolerance:g}"))
         axes[0, column].set_title(f"{name}\naccuracy {float(scores.top1[-1]):.3f}", fontsize=10)
         axes[-1, column].set_xlabel("epoch")
         axes[-1, column].set_xticks(scores.epoch.values)
     shown = [m for m in COLORS if any(m in node.dataset["method"] for _, node in runs)]
     handles = [Line2D([], [], color=COLORS[m], ls="--" if m == "chance" else "-", lw=2) for m in shown]
-    figure.legend(handles, [in_words(m) for m in shown], loc="outside lower center", ncols=4, frameon=False)
+    title = f"means over {runs[0][1].sizes['image']} images; bars: 95 % bootstrap intervals"
+    labels = [in_words(method) for method in shown]
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, title=title)
     return figure
 
 
@@ -63,7 +70,10 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
     epochs = values.epoch.values
     mean = values.mean("image").values
     if method == "chance":
-        panel.plot(epochs, mean, color=COLORS[method], ls="--", marker="_", lw=1)
+        if len(epochs) > 1:
+            panel.plot(epochs, mean, color=COLORS[method], ls="--", lw=1)
+        else:
+            panel.axhline(mean.item(), color=COLORS[method], ls="--", lw=1)
         return
     interval = tcnn_probe.bootstrap_interval(values).transpose(..., "epoch").values
     aside = 0.06 * place * max(1, (epochs[-1] - epochs[0]) / 4)  # else the bars would hide each other
@@ -86,9 +96,7 @@ def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
     axes = figure.subplots(count, 1 + len(columns), squeeze=False)
     for row in range(count):
         _image(axes[row, 0], probed, row)
-        axes[row, 0].set_ylabel(
-            f"{_short(probed.classes[int(probed.labels[row])])}", rotation=0, ha="right", va="center"
-        )
+        axes[row, 0].set_ylabel(f"truth: {_short(probed.classes[int(probed.labels[row])])}")
         for column, (title, maps) in enumerate(columns, 1):
             _map(axes[row, column], maps.isel(image=row).values, probed, row)
             if row == 0:

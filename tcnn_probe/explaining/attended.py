@@ -102,7 +102,13 @@ def class_attention(
     found: dict[str, _Seen] = {}
 
     def look(call: AttentionCall) -> None:
-        if call.windows == 1 and call.images == len(images) and (seen := _of_class_tokens(call, target)) is not None:
+        if call.windows > 1:
+            return
+        has_token = call.class_query is not None or isinstance(call.module, PatchAttention)
+        if call.images != len(images) and has_token:
+            counts = f"for {call.images} images, where {len(images)} were given: its maps are not those of the images"
+            found[call.name] = _Seen(False, None, f"it attends {counts}")
+        elif call.images == len(images) and (seen := _of_class_tokens(call, target)) is not None:
             found[call.name] = seen
 
     with seeing(model, look) as recorder:
@@ -111,7 +117,7 @@ def class_attention(
     name = _choose(found, layer)
     maps = found[name].maps
     if maps is None:
-        raise ValueError(f"the patches of {name!r} lie on no known grid: {found[name].reason}")
+        raise ValueError(f"{name!r} has no map: {found[name].reason}")
     return to_pixels(maps, (images.shape[2], images.shape[3]), interpolation), name
 
 
@@ -122,7 +128,7 @@ def _of_class_tokens(call: AttentionCall, target: Tensor) -> _Seen | None:
         return None
     alone = per_class or call.layout.queries is None
     if keys is None:
-        return _Seen(alone, None, call.layout.reason)
+        return _Seen(alone, None, f"its patches lie on no known grid: {call.layout.reason}")
     if per_class:
         weights = torch.cat([call.weights(slice(at, at + 1), image) for image, at in enumerate(target.tolist())])
     else:

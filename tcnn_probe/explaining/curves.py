@@ -45,7 +45,7 @@ def deletion_curve(
         images: shape (B, C, H, W).
         maps: saliency, shape (B, H, W).
         target: class of each image, shape (B,).
-        steps: S; at step i, round(i H W / S) pixels are replaced.
+        steps: S; at step i, round(i H W / S) pixels are replaced; no more steps than pixels.
         baseline: what replaces them: a number, 0 being the grey of images normalised by their mean; or an image.
         batch_size: images in the model at a time.
         seed: of the order of pixels of equal saliency.
@@ -114,6 +114,7 @@ def _curve(
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"expected a positive number of steps, got {steps!r}")
     order, pixels = pixel_order(maps, seed), maps[0].numel()
+    steps = min(steps, pixels)
     counts = [round(step * pixels / steps) for step in range(steps + 1)]
     curve = torch.empty(len(images), steps + 1, dtype=torch.float64)
     for which, some in batches(model, images, batch_size):

@@ -39,7 +39,7 @@ def captum(part: str) -> Any:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, and outside of the caller's inference mode; every flag is put back.
+    """The model in eval mode, and outside of the caller's inference mode; every flag and gradient is put back.
 
     What runs inside is not recorded by a recorder that is attached to the model.
 
@@ -49,13 +49,18 @@ def untouched(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         model.eval()
+        for parameter, _ in gradients:
+            parameter.grad = None  # a method of the user's may go backward
         with aside(), torch.inference_mode(False):
             yield
     finally:
         for module, training in modes:
             module.training = training
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def as_images(images: Any) -> Tensor:
@@ -65,9 +70,13 @@ def as_images(images: Any) -> Tensor:
         TypeError, ValueError: they are none.
     """
     if not isinstance(images, Tensor):
-        images = torch.from_numpy(np.array(images))  # a copy: torch takes no array that is read-only or mirrored
+        array = np.array(images)  # a copy: torch takes no array that is read-only or mirrored
+        if array.dtype.kind not in "fiub":
+            raise TypeError(f"expected images, a tensor or an array (B, C, H, W), got {type(images).__name__}")
+        images = torch.from_numpy(array)
     if images.ndim != 4 or images.numel() == 0:
-        raise ValueError(f"expected images of shape (B, C, H, W), B > 0, got shape {tuple(images.shape)}")
+        hint = "; of one image: images[None]" if images.ndim == 3 else ""
+        raise ValueError(f"expected images of shape (B, C, H, W), B > 0, got shape {tuple(images.shape)}{hint}")
     if not images.is_floating_point():
         raise TypeError(f"expected images as the model takes them, floating point and normalised, got {images.dtype}")
     return images
@@ -128,7 +137,10 @@ def find_targets(
     """
     if target is None:
         return torch.cat([class_scores(model, some).argmax(1).cpu() for _, some in batches(model, images, batch_size)])
-    given = torch.as_tensor(target).cpu()
+    try:
+        given = torch.as_tensor(target).cpu()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"expected class indices for target, got {target!r}") from error
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise TypeError(f"expected class indices for target, got {given.dtype}")
     if given.ndim and given.shape != images.shape[:1]:

@@ -18,7 +18,11 @@ def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
 
     Returns:
         shape (B,), 0 to 1, float64; NaN for a map with a NaN and for an empty mask.
+
+    Raises:
+        ValueError: masks that are not bool, or of another shape.
     """
+    _check(maps, masks)
     positive = maps.double().clamp_min(0).flatten(1)
     inside = masks.flatten(1)
     total = positive.sum(1)
@@ -41,8 +45,9 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
         shape (B,), 0 to 1, float64; NaN for a map with a NaN and for an empty mask.
 
     Raises:
-        ValueError: a negative tolerance.
+        ValueError: a negative tolerance; masks that are not bool, or of another shape.
     """
+    _check(maps, masks)
     if not tolerance >= 0:
         raise ValueError(f"expected a tolerance of at least 0 pixels, got {tolerance!r}")
     near = masks if tolerance == 0 else torch.stack([_within(mask, tolerance) for mask in masks])
@@ -59,3 +64,10 @@ def _within(mask: Tensor, distance: float) -> Tensor:
     if not mask.any():
         return mask
     return torch.from_numpy(distance_transform_edt(~mask.cpu().numpy()) <= distance).to(mask.device)
+
+
+def _check(maps: Tensor, masks: Tensor) -> None:
+    if masks.dtype != torch.bool or masks.shape != maps.shape:
+        raise ValueError(
+            f"expected masks of the maps' shape {tuple(maps.shape)}, bool; got {tuple(masks.shape)}, {masks.dtype}"
+        )

@@ -133,14 +133,20 @@ def sensitivity(
 
     Returns:
         shape (B,), from 0; the norm is not divided by where the map is zero.
+
+    Raises:
+        ValueError: a radius or a number of samples that is not positive.
     """
     metric = captum("metrics").sensitivity_max
+    if not radius > 0:
+        raise ValueError(f"expected a positive radius, got {radius!r}")
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"expected a positive number of samples, got {samples!r}")
     noise = torch.rand(samples, *images.shape[1:], generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
     def maps_of(given: Tensor | tuple[Tensor, ...], target: Tensor) -> tuple[Tensor]:
-        return (explain(given[0] if isinstance(given, tuple) else given, target).contiguous(),)
+        shaken = given[0] if isinstance(given, tuple) else given
+        return (explain(shaken.clone(), target).contiguous(),)  # a method of the user's may change its images
 
     found = []
     for which, some in batches(model, images, batch_size):

@@ -55,7 +55,12 @@ def integrated_gradients(
 
     Returns:
         shape (B, H, W), and "".
+
+    Raises:
+        ValueError: no steps.
     """
+    if not isinstance(n_steps, int) or n_steps < 1:
+        raise ValueError(f"expected a positive number of steps, got n_steps={n_steps!r}")
     method = captum("attr").IntegratedGradients(model)
     with torch.enable_grad():
         attributions = method.attribute(
@@ -122,7 +127,8 @@ def occlusion(
             perturbations_per_eval=max(1, batch_size // len(images)),
         )
     )
-    return _signed(attributions[:, 0], absolute), ""  # the same for all channels
+    maps = attributions[:, 0].to(images.dtype)  # the same for all channels, and float32 whatever the images are
+    return _signed(maps, absolute), ""
 
 
 def _signed(maps: Tensor, absolute: bool) -> Tensor:

@@ -28,8 +28,8 @@ def arrange(
 
     Args:
         seen: attention as it was asked for.
-        name: of the module that asked for it, which is the last of those
-        running: with their inputs, the outermost first.
+        name: of the layer, as it is recorded.
+        running: the modules that are running, with their inputs, the outermost first; the last one asked for it.
         scene: what is known of the images.
     """
     module, inputs = running[-1]

@@ -41,7 +41,7 @@ def test_scores_of_every_model_and_method(finished: Path) -> None:
         assert ds["method"].values.tolist() == [*attends, *GRADIENTS, "chance"]
         assert ds.epoch.values.tolist() == [0, 1, 2]
         assert dict(ds.saliency.sizes) == {"epoch": 3, "method": len(ds["method"]), "image": 3, "y": 64, "x": 64}
-        for measure in ("pointing_game", "energy_inside", "deletion_auc", "insertion_auc"):
+        for measure in ("pointing_game", "pointing_game_exact", "energy_inside", "deletion_auc", "insertion_auc"):
             assert np.isfinite(ds[measure].values).all(), (name, measure)
         np.testing.assert_allclose(ds.probability.sum("class"), 1, rtol=1e-5)
 
@@ -115,7 +115,7 @@ FEW = ["--num-classes", "2", "--workers", "0", "--device", "cpu", "--images", "2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # timm leaves image files open
-def test_a_trained_transformer_as_it_is(tmp_path: Path, image_folder: Path) -> None:
+def test_a_trained_transformer_as_it_is(tmp_path: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(timm.create_model("test_vit", num_classes=2).state_dict(), tmp_path / "vit.pth")
     options = ["--model", "test_vit", "--pretrained", str(tmp_path / "vit.pth"), "--data", str(image_folder), *FEW]
     study.main([*options, "--out", str(tmp_path / "out")])
@@ -124,6 +124,8 @@ def test_a_trained_transformer_as_it_is(tmp_path: Path, image_folder: Path) -> N
     assert ds["method"].values.tolist() == methods  # no feature map, so no Grad-CAM
     assert "pointing_game" not in ds
     assert dict(ds.sizes)["y"] == 160
+    printed = capsys.readouterr().out
+    assert "did NOT learn" not in printed  # nothing was trained
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -133,6 +135,22 @@ def test_a_convnet_gets_an_attention_pool(tmp_path: Path, image_folder: Path) ->
     tree = scores(tmp_path / "out")
     assert set(tree.children) == {"test_resnet", "test_resnet, attention pooling"}
     assert "class_attention" in tree["test_resnet, attention pooling"].dataset["method"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_more_classes_than_the_model_has(
+    tmp_path: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", "test_resnet", "--data", str(image_folder), *FEW, "--num-classes", "1"]
+    assert study.main([*options, "--out", str(tmp_path / "out")]) == 2
+    assert "the images have 2 classes and the model 1: pass --num-classes 2" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_weights_it_says_which(tmp_path: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "test_resnet", "--pretrained", "no.pth", "--data", str(image_folder), *FEW]
+    assert study.main([*options, "--out", str(tmp_path / "out")]) == 2
+    assert "no file 'no.pth'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,8 @@ def test_reset_to_another_pool_gives_timms_model_back(per_class: bool) -> None:
 def test_failed_reset_keeps_the_pool() -> None:
     pooled = pooled_cnn()
     with pytest.raises(AssertionError, match="Invalid pool type"):
-        pooled.reset_classifier(CLASSES, "median")
+        pooled.reset_classifier(CLASSES + 2, "median")
+    assert pooled.num_classes == CLASSES
     assert isinstance(pooled.global_pool.attention, AttentionPool2d)
     assert pooled(_images()).shape == (2, CLASSES)
 

@@ -139,7 +139,7 @@ class Ring(nn.Module):
 
 
 def test_patches_without_a_grid() -> None:
-    with pytest.raises(ValueError, match=r"the patches of 'attention' lie on no known grid: .*the queries are class"):
+    with pytest.raises(ValueError, match=r"'attention' has no map: its patches lie on no known grid: .*class"):
         tcnn_probe.saliency(Ring(), torch.randn(2, 3, 6, 14))
 
 

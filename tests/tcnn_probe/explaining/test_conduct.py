@@ -114,6 +114,19 @@ def test_nothing_is_left_by_faithfulness() -> None:
     before.check(model, x)
 
 
+def test_a_method_of_ones_own_that_goes_backward() -> None:
+    model, x = busy("gradcam")
+    before = Everything(model, x)
+
+    def backward(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        model(x.requires_grad_()).gather(1, target[:, None]).sum().backward()
+        assert x.grad is not None
+        return x.grad.sum(1)
+
+    tcnn_probe.saliency(model, x, method=backward)
+    before.check(model, x)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("method", METHODS)
 def test_whatever_mode_the_caller_is_in(method: str, mode: Any) -> None:

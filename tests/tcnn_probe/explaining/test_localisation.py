@@ -63,6 +63,13 @@ def test_nan_maps_and_empty_masks() -> None:
     assert rank_correlation(maps, MAPS.flip(1)).isnan().tolist() == [False, True, False, False, False]
 
 
+@pytest.mark.parametrize("masks", [MASKS.float(), MASKS[:1], MASKS.byte()])
+def test_masks_that_are_none(masks: torch.Tensor) -> None:
+    for measure in (energy_inside, pointing_game):
+        with pytest.raises(ValueError, match="expected masks of the maps' shape"):
+            measure(MAPS, masks)
+
+
 def test_negative_tolerance() -> None:
     with pytest.raises(ValueError, match="at least 0 pixels, got -1"):
         pointing_game(MAPS, MASKS, -1)

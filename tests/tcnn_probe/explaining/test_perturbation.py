@@ -91,3 +91,16 @@ def test_no_samples() -> None:
         infidelity(Linear(), IMAGES, IMAGES[:, 0], TARGETS, samples=0)
     with pytest.raises(ValueError, match="positive number of samples, got 0"):
         sensitivity(Linear(), IMAGES, lambda x, target: x[:, 0], TARGETS, samples=0)
+    with pytest.raises(ValueError, match="positive radius, got -1"):
+        sensitivity(Linear(), IMAGES, lambda x, target: x[:, 0], TARGETS, radius=-1)
+
+
+def test_a_method_that_changes_its_images_in_place() -> None:
+    def clean(x: Tensor, target: Tensor) -> Tensor:
+        return (x * 0.5)[:, 0]
+
+    def careless(x: Tensor, target: Tensor) -> Tensor:
+        return x.mul_(0.5)[:, 0]
+
+    found, expected = (sensitivity(Linear(), IMAGES, explain, TARGETS, samples=3) for explain in (careless, clean))
+    torch.testing.assert_close(found, expected)
