@@ -102,13 +102,12 @@ def class_attention(
     found: dict[str, _Seen] = {}
 
     def look(call: AttentionCall) -> None:
-        if call.windows > 1:
-            return
-        has_token = call.class_query is not None or isinstance(call.module, PatchAttention)
-        if call.images != len(images) and has_token:
-            counts = f"for {call.images} images, where {len(images)} were given: its maps are not those of the images"
-            found[call.name] = _Seen(False, None, f"it attends {counts}")
-        elif call.images == len(images) and (seen := _of_class_tokens(call, target)) is not None:
+        rows = call.images * call.windows  # windows of an image, or more images than were given
+        has_token = call.queries == 1 or call.class_query is not None or isinstance(call.module, PatchAttention)
+        if rows != len(images) and has_token:
+            counts = f"{rows} times, where {len(images)} images were given"
+            found[call.name] = _Seen(False, None, f"it attends {counts}: its maps are not those of the images")
+        elif rows == len(images) and (seen := _of_class_tokens(call, target)) is not None:
             found[call.name] = seen
 
     with seeing(model, look) as recorder:
@@ -145,4 +144,5 @@ def _choose(found: dict[str, _Seen], layer: str | None) -> str:
         return layer
     if not found:
         raise ValueError(f"no class token attends in this model, so that there is no class attention; {ELSE}")
+    found = {name: seen for name, seen in found.items() if seen.maps is not None} or found
     return next((name for name, seen in found.items() if seen.alone), list(found)[-1])

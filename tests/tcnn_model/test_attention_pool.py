@@ -305,3 +305,13 @@ def test_specialized_as_made_per_class() -> None:
     assert special(x).shape == (2, 4)
     assert specialize(pooled, inplace=True) is pooled
     assert pooled.global_pool.attention.per_class
+
+
+def test_specialized_tokens_are_trained_apart() -> None:
+    special: Any = specialize(pooled_cnn())
+    token = special.global_pool.attention.cls_token
+    before = token.detach().clone()
+    special(_images())[:, 1].sum().backward()
+    torch.optim.SGD([token], 0.1).step()
+    moved = (token != before).any(2)
+    assert moved.tolist() == [[False, True, False]]

@@ -51,6 +51,26 @@ def test_integrated_gradients_are_complete() -> None:
     np.testing.assert_allclose(maps.sum(("y", "x")), difference, rtol=2e-3)
 
 
+GAUSS_LEGENDRE = {  # points from 0 to 1, and weights
+    2: ((0.5 - 3**0.5 / 6, 0.5 + 3**0.5 / 6), (1 / 2, 1 / 2)),
+    3: ((0.5 - 15**0.5 / 10, 0.5, 0.5 + 15**0.5 / 10), (5 / 18, 4 / 9, 5 / 18)),
+}
+
+
+@pytest.mark.parametrize("steps", GAUSS_LEGENDRE)
+def test_integrated_gradients_are_the_sum_over_few_points(steps: int) -> None:
+    """Of sum w tanh(x) + b, with its gradient by hand."""
+    linear, x = Linear(), images()
+    total = np.zeros(x.shape)
+    for point, weight in zip(*GAUSS_LEGENDRE[steps], strict=True):
+        at = 0.3 + point * (x.numpy() - 0.3)
+        total += weight * linear.weight[1].detach().numpy() * (1 - np.tanh(at) ** 2)
+    by_hand = ((x.numpy() - 0.3) * total).sum(1)
+    model = nn.Sequential(nn.Tanh(), linear)
+    maps = tcnn_probe.saliency(model, x, 1, "integrated_gradients", n_steps=steps, baseline=0.3)
+    np.testing.assert_allclose(maps, by_hand, atol=1e-6)  # captum's weights are float32
+
+
 def windows(side: int, window: int, stride: int) -> list[range]:
     """Along one side, the last ones cut off by the border."""
     starts = range(0, side - window + stride, stride)
@@ -79,6 +99,15 @@ def test_default_window_is_an_eighth_in_steps_of_half() -> None:
     default = tcnn_probe.saliency(tall, x, 0, "occlusion")
     stated = tcnn_probe.saliency(tall, x, 0, "occlusion", window=(4, 1), stride=(2, 1))
     np.testing.assert_array_equal(default, stated)
+
+
+@pytest.mark.parametrize(("batch_size", "largest"), [(1, 1), (2, 2), (3, 3), (8, 6), (10, 9)])
+def test_occlusion_covers_as_many_at_a_time_as_fit(batch_size: int, largest: int) -> None:
+    """Of 3 images."""
+    model, seen = Linear(), []
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    tcnn_probe.saliency(model, images(), 0, "occlusion", batch_size=batch_size)
+    assert max(seen) == largest
 
 
 def grad_cam(model: nn.Module, layer: nn.Module, x: Tensor, target: list[int]) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Class attention as saliency: equal to brute force in float64, whichever the model."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,10 @@ def test_layer_itself_in_place_of_its_name() -> None:
     assert tcnn_probe.saliency(model, images, layer=second).attrs["layer"] == "blocks_token_only.1.attn"
 
 
+SWIN = "swin_tiny_patch4_window7_224"
+WINDOWS = {"img_size": SIZE, "embed_dim": 8, "depths": (2,), "num_heads": (2,), "window_size": (2, 5)}
+
+
 def make(name: str, **options: Any) -> nn.Module:
     return timm.create_model(name, num_classes=3, **options)
 
@@ -114,6 +119,7 @@ def make(name: str, **options: Any) -> nn.Module:
     [
         (lambda: make("resnet18"), None, "no class token attends in this model.*'gradcam'.*need no class token"),
         (lambda: transformer(DEIT, class_token=False, global_pool="avg"), None, "no class token attends"),
+        (lambda: make(SWIN, **WINDOWS), None, "no class token attends"),
         (lambda: transformer(DEIT), "blocks.7.attn", r"one of \['blocks.0.attn', 'blocks.1.attn'\], got 'blocks.7"),
         (lambda: transformer(CAIT), "blocks.0.attn", r"one of \['blocks_token_only.0.attn', .*got 'blocks.0.attn'"),
         (lambda: transformer(DEIT), nn.ReLU(), "no layer this ReLU"),
@@ -122,6 +128,30 @@ def make(name: str, **options: Any) -> nn.Module:
 def test_no_class_attention(model: Any, layer: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tcnn_probe.saliency(model(), torch.randn(2, 3, *SIZE), layer=layer)
+
+
+class Crops(nn.Module):
+    """Scores of the images and of what else is made of them, in one batch."""
+
+    def __init__(self, more: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.more = more
+        self.model = patchconvnet()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(torch.cat([x, self.more(x)]))[: len(x)]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (lambda x: x.flip(-1), "attends 4 times, where 2 images were given"),
+        (lambda x: x[:1].flip(-1), "attends 3 times, where 2 images were given"),
+    ],
+)
+def test_other_images_than_those_given(more: Callable[[Tensor], Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tcnn_probe.saliency(Crops(more).eval(), torch.randn(2, 3, *CONVOLVED))
 
 
 class Ring(nn.Module):
