@@ -47,7 +47,9 @@ class Block(nn.Module):
 
 
 class PatchConvNet(nn.Module):
-    """See the module. Takes images of any height and width; a patch is 16 x 16 pixels.
+    """See the module. Takes images of any height and width; there is a patch for every 16 x 16 pixels.
+
+    Patch (i, j) is centred at pixel (16 i, 16 j), as its strided convolutions are, not in the middle of these.
 
     Args:
         embed_dim, depth: d and N, the two parameters of the family.

@@ -76,6 +76,16 @@ def test_images_of_any_size(kind: str, size: tuple[int, int]) -> None:
     assert torch.equal(model(x), model.get_classifier()(pooled))
 
 
+def test_a_patch_is_centred_at_its_cells_first_pixel() -> None:
+    """Its four convolutions of 3 x 3, stride 2 and padding 1 see 15 pixels to either side of pixel 16 i."""
+    model = _small(depth=0).double()
+    image = torch.randn(1, 3, 80, 112, dtype=torch.float64, requires_grad=True)
+    gradient = torch.autograd.grad(model.stem(image)[0, :, 2, 3].sum(), image)[0].abs().sum((0, 1))
+    rows, columns = (gradient.sum(dim).nonzero()[:, 0].tolist() for dim in (1, 0))
+    assert (rows[0], rows[-1]) == (16 * 2 - 15, 16 * 2 + 15)
+    assert (columns[0], columns[-1]) == (16 * 3 - 15, 16 * 3 + 15)
+
+
 @torch.no_grad()
 def test_transposed_image_of_a_transposed_network() -> None:
     model, x = _small(), torch.randn(2, 3, 48, 80)
