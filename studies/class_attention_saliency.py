@@ -113,6 +113,7 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
         raise FileNotFoundError(f"--pretrained: no file {file!r}")
     classes = {} if args.num_classes is None else {"num_classes": args.num_classes}
     overlay = {"file": file} if file else None
+    torch.manual_seed(args.seed)  # of new classifiers and pools
     model = timm.create_model(args.model, pretrained=bool(args.pretrained), pretrained_cfg_overlay=overlay, **classes)
     size = args.img_size or timm.data.resolve_model_data_config(model)["input_size"][-1]
     loaders = image_loaders(model, args.data, size=size, batch_size=args.batch_size, workers=args.workers)

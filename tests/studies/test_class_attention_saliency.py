@@ -13,6 +13,7 @@ import class_attention_saliency as study
 import tcnn_probe
 from common import following
 from common.data import digits_loaders, probed_images
+from tests.studies.conftest import Refusal
 
 TINY = ["--limit", "80", "--batch-size", "16", "--epochs", "2", "--images", "3", "--show", "2", "--every", "1"]
 TINY += ["--steps", "4", "--clutter", "0", "--device", "cpu"]
@@ -138,19 +139,22 @@ def test_a_convnet_gets_an_attention_pool(tmp_path: Path, image_folder: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_more_classes_than_the_model_has(
-    tmp_path: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_classes_than_the_model_has(refusal: Refusal, image_folder: Path) -> None:
     options = ["--model", "test_resnet", "--data", str(image_folder), *FEW, "--num-classes", "1"]
-    assert study.main([*options, "--out", str(tmp_path / "out")]) == 2
-    assert "the images have 2 classes and the model 1: pass --num-classes 2" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert "the images have 2 classes and the model 1: pass --num-classes 2" in refusal(study, options)
 
 
-def test_without_weights_it_says_which(tmp_path: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_weights_it_says_which(refusal: Refusal, image_folder: Path) -> None:
     options = ["--model", "test_resnet", "--pretrained", "no.pth", "--data", str(image_folder), *FEW]
-    assert study.main([*options, "--out", str(tmp_path / "out")]) == 2
-    assert "no file 'no.pth'" in capsys.readouterr().err
+    assert "no file 'no.pth'" in refusal(study, options)
+
+
+def test_new_classifiers_and_pools_are_those_of_the_seed(image_folder: Path) -> None:
+    options = ["--model", "test_resnet", "--data", str(image_folder), "--epochs", "1", *FEW]
+    first, second = (study.plan(study.parse([*options, "--seed", "7"]))[0] for _ in range(2))
+    assert len(first) == 2
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one.make({}).state_dict(), other.make({}).state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -165,13 +169,5 @@ def test_without_weights_it_says_which(tmp_path: Path, image_folder: Path, capsy
         (["--resume", "--overwrite"], "not allowed with"),
     ],
 )
-def test_wrong_options_say_so_and_write_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    try:
-        code = study.main([*options, "--out", str(tmp_path / "out")])
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+def test_wrong_options_say_so_and_write_nothing(refusal: Refusal, options: list[str], message: str) -> None:
+    assert message in refusal(study, options)

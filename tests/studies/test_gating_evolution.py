@@ -10,6 +10,7 @@ import xarray as xr
 from PIL import Image
 
 import gating_evolution
+from tests.studies.conftest import Refusal
 
 TINY = ["--limit", "120", "--batch-size", "16", "--epochs", "2", "--cnn-epochs", "1", "--seed", "3", "--device", "cpu"]
 
@@ -104,13 +105,5 @@ def test_own_model_weights_and_images(tmp_path: Path, image_folder: Path) -> Non
         (["--resume", "--overwrite"], "not allowed with"),
     ],
 )
-def test_wrong_options_say_so_and_write_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    try:
-        code = gating_evolution.main([*options, "--out", str(tmp_path / "out")])
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+def test_wrong_options_say_so_and_write_nothing(refusal: Refusal, options: list[str], message: str) -> None:
+    assert message in refusal(gating_evolution, options)
