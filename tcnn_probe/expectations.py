@@ -6,7 +6,6 @@ from torch import nn
 
 from tcnn_model.selection import select_layers
 from tcnn_probe.assemble import MAPS_OF_CLASSES
-from tcnn_probe.classes import Classes
 from tcnn_probe.collector import Collector
 from tcnn_probe.names import layer_names, unwrap
 from tcnn_probe.options import Options
@@ -36,7 +35,7 @@ def check_probes(probes: Iterable[Probe], collector: Collector, model: nn.Module
 
 def _check_classes(probes: Iterable[Probe], collector: Collector, options: Options) -> None:
     """Classes that were named are classes of a pool, and maps of them are kept."""
-    classes, counts = Classes.asked(options.classes), collector.class_counts
+    classes, counts = options.wanted_classes(), collector.class_counts
     if not classes.chosen:
         return
     if not (counts and any(probe.of_classes for probe in probes)):
@@ -74,7 +73,7 @@ def check_same_recording(store: EpochStore, collector: Collector, model: nn.Modu
 
 
 def _check_same_classes(groups: Mapping[str, Group], options: Options) -> None:
-    here = Classes.asked(options.classes).plain
+    here = options.wanted_classes().plain
     for path, group in groups.items():
         for layer, table in group.layers.items() if path.startswith(MAPS_OF_CLASSES) else ():
             if options.image_numbers() and (there := table.get("classes")) != here:

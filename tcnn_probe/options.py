@@ -48,7 +48,11 @@ class Options:
         if not isinstance(along, str) or not along.isidentifier() or along in (*COORDINATES, "if_marked", "wait"):
             raise ValueError(f"expected the name of a coordinate, such as 'epoch' or 'step', for along; got {along!r}")
         self.image_numbers()
-        Classes.asked(self.classes)
+        self.wanted_classes()
+
+    def wanted_classes(self) -> Classes:
+        """Of which classes maps are kept, where there is a token for each."""
+        return Classes.asked(self.classes)
 
     def image_numbers(self) -> tuple[int, ...]:
         """The numbers of the images of which maps are kept, ascending."""

@@ -13,7 +13,6 @@ from torch import nn
 
 from tcnn_model.selection import LayerFilter
 from tcnn_probe.assemble import LayerValues, assemble, continued, groups_of, layer_values, map_values
-from tcnn_probe.classes import Classes
 from tcnn_probe.collector import Collector, When
 from tcnn_probe.distributed import Ranks, whole_parameters
 from tcnn_probe.expectations import check_found, check_probes, check_same_recording
@@ -131,7 +130,7 @@ class Recorder:
             when=options.when,
             every=options.every,
             images=options.image_numbers(),
-            classes=Classes.asked(options.classes),
+            classes=options.wanted_classes(),
             max_images=options.max_images,
             prefix_tokens=options.prefix_tokens,
         )
@@ -282,7 +281,7 @@ class Recorder:
     def _entries(self, found: Mapping[tuple[str, str], Found]) -> list[LayerValues]:
         tallies = [self._collector.tallies[key] for key in found]
         return layer_values(tallies, found) + map_values(
-            tallies, self._options.image_numbers(), Classes.asked(self._options.classes)
+            tallies, self._options.image_numbers(), self._options.wanted_classes()
         )
 
     def _write(self, number: int | float, entries: list[LayerValues], scalars: dict[str, float], wait: bool) -> None:
