@@ -1,7 +1,8 @@
 """See, while a vision model trains, which of its heads convolve and which attend to content."""
 
 from tcnn_probe.collector import ReconstructionError
-from tcnn_probe.explaining import bootstrap_interval, faithfulness, saliency
+from tcnn_probe.explaining import faithfulness, saliency
+from tcnn_probe.intervals import bootstrap_interval
 from tcnn_probe.probes import DEFAULT, PROBES, ForwardCall, Probe, register
 from tcnn_probe.recorder import Recorder, record
 from tcnn_probe.schema import Variable

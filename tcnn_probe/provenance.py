@@ -8,23 +8,27 @@ from torch import nn
 
 from tcnn_probe.names import unwrap
 
-__all__ = ["provenance"]
+__all__ = ["provenance", "versions"]
 
 
 def provenance(model: nn.Module, *packages: str) -> dict[str, str]:
     """Attributes of what was found in a model: when, by which versions (of further packages too), of which model."""
     inner = unwrap(model)
     config = getattr(inner, "pretrained_cfg", None) or {}
-    attrs = {
+    attrs = versions(*packages) | {"model_class": _class(inner).__name__}
+    architecture = config.get("architecture")
+    return attrs | ({"model_architecture": architecture} if architecture else {})
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Attributes of what was made: when, and by which versions (of further packages too)."""
+    return {
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "creation_library": "tcnn_probe",
         "creation_library_version": _version("tcnn-probe"),
         "python_version": platform.python_version(),
         **{f"{package}_version": _version(package) for package in ("torch", "timm", "xarray", "zarr", *packages)},
-        "model_class": _class(inner).__name__,
     }
-    architecture = config.get("architecture")
-    return attrs | ({"model_architecture": architecture} if architecture else {})
 
 
 def _class(model: nn.Module) -> type:

@@ -5,7 +5,7 @@ consist of, with plain tensors.
 """
 
 from tcnn_probe.explaining.activation_maps import gradcam
-from tcnn_probe.explaining.agreement import bootstrap_interval, rank_correlation
+from tcnn_probe.explaining.agreement import rank_correlation
 from tcnn_probe.explaining.attended import class_attention
 from tcnn_probe.explaining.curves import area_under, deletion_curve, insertion_curve
 from tcnn_probe.explaining.flow import rollout
@@ -21,7 +21,6 @@ __all__ = [
     "METHODS",
     "METRICS",
     "area_under",
-    "bootstrap_interval",
     "class_attention",
     "deletion_curve",
     "energy_inside",

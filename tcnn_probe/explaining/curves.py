@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.explaining.given import as_baseline, batches, class_scores
+from tcnn_probe.explaining.given import as_baseline
+from tcnn_probe.running import batches, class_scores
 
 __all__ = ["area_under", "deletion_curve", "insertion_curve", "pixel_order"]
 

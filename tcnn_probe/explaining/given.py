@@ -1,28 +1,16 @@
-"""What is explained: images and classes, checked, and a model that is afterwards as it was."""
+"""What is explained, and by what: classes, layers and baselines, checked."""
 
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tcnn_probe.names import layer_names
-from tcnn_probe.seeing.forwards import aside
+from tcnn_probe.running import batches, class_scores
 
-__all__ = [
-    "as_baseline",
-    "as_images",
-    "batches",
-    "captum",
-    "check_batch_size",
-    "class_scores",
-    "find_layer",
-    "find_targets",
-    "untouched",
-]
+__all__ = ["as_baseline", "captum", "find_layer", "find_targets"]
 
 
 def captum(part: str) -> Any:
@@ -35,51 +23,6 @@ def captum(part: str) -> Any:
         return importlib.import_module(f"captum.{part}")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"this needs captum: pip install captum ({error})", name="captum") from error
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, and outside of the caller's inference mode; every flag and gradient is put back.
-
-    What runs inside is not recorded by a recorder that is attached to the model.
-
-    Raises:
-        TypeError: it is no module.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        model.eval()
-        for parameter, _ in gradients:
-            parameter.grad = None  # a method of the user's may go backward
-        with aside(), torch.inference_mode(False):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-def as_images(images: Any) -> Tensor:
-    """Images as a tensor, shape (B, C, H, W), floating point; not copied if they are one.
-
-    Raises:
-        TypeError, ValueError: they are none.
-    """
-    if not isinstance(images, Tensor):
-        array = np.array(images)  # a copy: torch takes no array that is read-only or mirrored
-        if array.dtype.kind not in "fiub":
-            raise TypeError(f"expected images, a tensor or an array (B, C, H, W), got {type(images).__name__}")
-        images = torch.from_numpy(array)
-    if images.ndim != 4 or images.numel() == 0:
-        hint = "; of one image: images[None]" if images.ndim == 3 else ""
-        raise ValueError(f"expected images of shape (B, C, H, W), B > 0, got shape {tuple(images.shape)}{hint}")
-    if not images.is_floating_point():
-        raise TypeError(f"expected images as the model takes them, floating point and normalised, got {images.dtype}")
-    return images
 
 
 def as_baseline(baseline: Any, images: Tensor) -> float | Tensor:
@@ -96,34 +39,6 @@ def as_baseline(baseline: Any, images: Tensor) -> float | Tensor:
     except RuntimeError as error:
         shapes = f"{tuple(images.shape[1:])}, got shape {tuple(image.shape)}"
         raise ValueError(f"expected a number, or a baseline image that broadcasts to {shapes}") from error
-
-
-def check_batch_size(batch_size: int) -> None:
-    """Refuse what is no positive integer."""
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ValueError(f"expected a positive integer for batch_size, got {batch_size!r}")
-
-
-def batches(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Copies of the images, some at a time, in the model's dtype and on its device; and which they are."""
-    tensors = (x for group in (model.parameters(), model.buffers()) for x in group if x.is_floating_point())
-    like = next(tensors, images)
-    for start in range(0, len(images), batch_size):
-        which = slice(start, min(start + batch_size, len(images)))
-        yield which, images[which].detach().to(like.device, like.dtype, copy=True)
-
-
-def class_scores(model: nn.Module, images: Tensor) -> Tensor:
-    """What the model gives, shape (B, K).
-
-    Raises:
-        TypeError: it is something else.
-    """
-    scores = model(images)
-    if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
-        got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise TypeError(f"expected the model to give a score for each class, shape ({len(images)}, K), got {got}")
-    return scores
 
 
 @torch.no_grad()

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 import xarray as xr
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
-from tcnn_probe.explaining.given import as_images, batches, check_batch_size, find_targets, untouched
+from tcnn_probe.explaining.given import find_targets
 from tcnn_probe.explaining.methods import Explainer, OwnMethod, find_explainers, name_of
 from tcnn_probe.provenance import provenance
+from tcnn_probe.running import as_images, batches, check_batch_size, progress_bar, untouched
 
-__all__ = ["compute_maps", "progress_bar", "saliency"]
+__all__ = ["compute_maps", "saliency"]
 
 
 def saliency(
@@ -107,12 +107,6 @@ def compute_maps(
         maps.append(found.to(torch.promote_types(found.dtype, torch.float32)).cpu())
         done(len(some))
     return torch.cat(maps), layer
-
-
-def progress_bar(total: int, what: str, progress: bool | None) -> Any:
-    """For so many images: at once, never, or (None) after three seconds, on a terminal."""
-    hidden = None if progress is None else not progress
-    return tqdm(total=total, desc=what, unit="image", leave=False, disable=hidden, delay=3 if progress is None else 0)
 
 
 def _check_options(layer: Any, options: dict[str, Any]) -> None:

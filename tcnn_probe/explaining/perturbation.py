@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.explaining.given import as_baseline, batches, captum
+from tcnn_probe.explaining.given import as_baseline, captum
+from tcnn_probe.running import batches
 
 __all__ = ["infidelity", "sensitivity"]
 

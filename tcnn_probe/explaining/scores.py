@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from tcnn_probe.explaining.agreement import rank_correlation
 from tcnn_probe.explaining.candidates import Candidate, as_masks, find_candidates, targets_of
 from tcnn_probe.explaining.curves import area_under, deletion_curve, insertion_curve
-from tcnn_probe.explaining.given import as_images, captum, check_batch_size, find_targets, untouched
-from tcnn_probe.explaining.labelled import compute_maps, progress_bar
+from tcnn_probe.explaining.given import captum, find_targets
+from tcnn_probe.explaining.labelled import compute_maps
 from tcnn_probe.explaining.localisation import energy_inside, pointing_game
 from tcnn_probe.explaining.metrics import METRICS
 from tcnn_probe.explaining.perturbation import infidelity, sensitivity
 from tcnn_probe.provenance import provenance
+from tcnn_probe.running import as_images, check_batch_size, progress_bar, untouched
 
 __all__ = ["faithfulness"]
 

@@ -1,13 +1,11 @@
-"""Energy inside a mask, the pointing game, rank correlation and bootstrap intervals, entry by entry."""
+"""Energy inside a mask, the pointing game, rank correlation, entry by entry."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 
-import tcnn_probe
 from tcnn_probe.explaining import energy_inside, pointing_game, rank_correlation
 
 GENERATOR = torch.Generator().manual_seed(7)
@@ -92,37 +90,3 @@ def test_rank_correlation() -> None:
     assert not np.allclose(found, 1)
     np.testing.assert_allclose(rank_correlation(MAPS, MAPS.exp() * 5), 1)
     np.testing.assert_allclose(rank_correlation(MAPS, -MAPS), -1)
-
-
-def test_bootstrap_interval() -> None:
-    random = np.random.default_rng(0)
-    values = xr.DataArray(
-        random.normal(3, 2, (2, 3, 97)), {"method": ["a", "b"]}, ("method", "epoch", "image"), attrs={"units": "1"}
-    )
-    values[1, 2, 5:] = np.nan
-    values[1, 1, 1:] = np.nan
-    found = tcnn_probe.bootstrap_interval(values, confidence=0.9, seed=4)
-    assert found.dims == ("method", "epoch", "bound")
-    assert found.bound.values.tolist() == ["low", "high"]
-    assert found.attrs == {"units": "1"}
-    row = values.values[0, 1]
-    means = np.sort([random.choice(row, 97).mean() for _ in range(20_000)])
-    np.testing.assert_allclose(found[0, 1], means[[1000, 19_000]], atol=0.03)
-    few = np.sort([random.choice(values.values[1, 2, :5], 5).mean() for _ in range(20_000)])
-    np.testing.assert_allclose(found[1, 2], few[[1000, 19_000]], atol=0.15)
-    assert np.isnan(found[1, 1]).all()
-    assert found.identical(tcnn_probe.bootstrap_interval(values, confidence=0.9, seed=4))
-    turned = tcnn_probe.bootstrap_interval(values.transpose("image", ...), "image", confidence=0.9, seed=4)
-    assert found.identical(turned)
-    assert not np.isnan(found.sel({"method": "a"})).any()
-    constant = tcnn_probe.bootstrap_interval(xr.DataArray(np.ones(5), dims="image"))
-    assert constant.values.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"dim": "epoch"}, r"one of \('image',\), got 'epoch'"), ({"confidence": 95}, "between 0 and 1, got 95")],
-)
-def test_bootstrap_errors(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tcnn_probe.bootstrap_interval(xr.DataArray(np.ones(5), dims="image"), **options)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""How sure a mean over images is, or over images and whatever else was drawn."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import xarray as xr
+
+__all__ = ["bootstrap_interval", "resampled_means", "tails"]
+
+
+def bootstrap_interval(
+    values: xr.DataArray,
+    dim: str | Sequence[str] = "image",
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> xr.DataArray:
+    """Percentile bootstrap interval for the mean along a dimension, or along several that cross.
+
+    Of several, such as ("seed", "image") where each seed saw the same images, each is resampled by itself and a value
+    counts as often as all its labels are drawn (Owen 2007, The Pigeonhole Bootstrap), so the interval is wide if any
+    of them matters. Of very few labels, as three seeds are, it can say little: it knows those three only.
+
+    Args:
+        values: for example ``tcnn_probe.faithfulness(...).pointing_game``; NaNs are left out.
+        dim: what is resampled.
+        confidence: of the interval.
+        resamples: how often.
+        seed: the same one gives the same interval.
+
+    Returns:
+        ``values`` without ``dim`` and with a dimension "bound": "low" and "high". NaN for fewer than two values.
+
+    Raises:
+        ValueError: no such dimension, or a confidence that is none.
+    """
+    dims = [dim] if isinstance(dim, str) else list(dim)
+    for name in dims:
+        if name not in values.dims:
+            raise ValueError(f"expected a dimension to resample, one of {values.dims}, got {name!r}")
+    if not dims:
+        raise ValueError("expected a dimension to resample, got none")
+    quantiles = tails(confidence)
+
+    def interval(row: np.ndarray) -> np.ndarray:
+        if np.count_nonzero(~np.isnan(row)) < 2:
+            return np.full(2, np.nan)
+        return np.nanquantile(resampled_means(row, resamples, seed), quantiles)
+
+    found = xr.apply_ufunc(
+        interval, values.astype(float), input_core_dims=[dims], output_core_dims=[["bound"]], vectorize=True,
+        keep_attrs=True,
+    )  # fmt: skip
+    return found.assign_coords(bound=["low", "high"])
+
+
+def tails(confidence: float) -> list[float]:
+    """The quantiles that an interval lies between.
+
+    Raises:
+        ValueError: a confidence that is none.
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"expected a confidence between 0 and 1, got {confidence!r}")
+    tail = (1 - confidence) / 2
+    return [tail, 1 - tail]
+
+
+def resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """Means of ``values`` with each axis resampled by itself, shape (resamples,), NaNs left out.
+
+    Args:
+        values: any number of axes.
+        resamples: how often.
+        seed: the same one draws the same.
+    """
+    there = ~np.isnan(values)
+    for axis in range(values.ndim):  # what has no value at all is not drawn
+        others = tuple(other for other in range(values.ndim) if other != axis)
+        some = np.flatnonzero(there.any(others))
+        values, there = values.take(some, axis), there.take(some, axis)
+    rng = np.random.default_rng(seed)
+    total, count = np.where(there, values, 0.0)[None], there.astype(float)[None]
+    for size in values.shape[::-1]:
+        drawn = rng.multinomial(size, np.full(size, 1 / size), resamples).astype(float)  # (resamples, size)
+        total, count = (_weighted(x, drawn) for x in (total, count))
+    with np.errstate(invalid="ignore"):
+        return total / count
+
+
+def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Sum over the last axis: (1 or R, ..., N) and (R, N) -> (R, ...)."""
+    if len(values) == 1:
+        return np.moveaxis(values[0] @ weights.T, -1, 0)
+    return np.einsum("r...n,rn->r...", values, weights)
