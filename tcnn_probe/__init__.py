@@ -2,6 +2,7 @@
 
 from tcnn_probe.collector import ReconstructionError
 from tcnn_probe.explaining import faithfulness, saliency
+from tcnn_probe.heads import head_types
 from tcnn_probe.intervals import bootstrap_interval
 from tcnn_probe.probes import DEFAULT, PROBES, ForwardCall, Probe, register
 from tcnn_probe.recorder import Recorder, record
@@ -23,6 +24,7 @@ __all__ = [
     "bootstrap_interval",
     "compact",
     "faithfulness",
+    "head_types",
     "migrate",
     "open",
     "record",

@@ -8,6 +8,7 @@ import numpy as np
 
 from tcnn_probe.classes import Classes
 from tcnn_probe.probes import Probe
+from tcnn_probe.probes.variables import EVEN
 from tcnn_probe.schema import COUNTS, Group, Variable
 from tcnn_probe.tally import Found, Tally
 
@@ -147,12 +148,18 @@ def groups_of(layers: Iterable[LayerValues], order: Mapping[str, int]) -> dict[s
 
 
 def continued(there: Mapping[str, Group], here: Mapping[str, Group]) -> dict[str, Group]:
-    """Groups to be recorded, in a store that an older version began: maps as wide as there, without those not there."""
+    """Groups to be recorded, in a store that an older version began: maps as wide as there, without what is not there.
+
+    Of numbers only those that older versions did not have may be left out.
+    """
     groups = dict(here)
     for path, group in here.items():
-        if group.maps and path in there:
+        if path in there:
             stored = there[path].variables
-            kept = {n: replace(about, dtype=stored[n].dtype) for n, about in group.variables.items() if n in stored}
+            optional = group.variables if group.maps else EVEN
+            kept = {n: about for n, about in group.variables.items() if n in stored or n not in optional}
+            if group.maps:
+                kept = {name: replace(about, dtype=stored[name].dtype) for name, about in kept.items()}
             groups[path] = replace(group, variables=kept)
     return groups
 

@@ -212,8 +212,10 @@ class Collector:
                     softmax = seen.output if seen.logits is not None else None
                     self._keep(tally, measured, call, None if softmax is None else SeenOperand.of(softmax))
                     self.unsupported.pop(layer, None)
-        if call.layout.reason and any("attention_distance" in probe.variables for probe in self._attention_probes):
-            self._reasons.lacks(layer, ["attention_distance"], call.layout.reason)
+        if call.layout.reason:
+            known = {name for probe in self._attention_probes for name in probe.variables}
+            distances = [name for name in ("attention_distance", "uniform_distance") if name in known]
+            self._reasons.lacks(layer, distances, call.layout.reason)
 
     def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> bool:
         """See :class:`tcnn_probe.seeing.forwards.Listener`."""

@@ -15,9 +15,8 @@ from torch import Tensor
 from tcnn_model import GatedAttention
 from tcnn_model.convit import convit_attention
 from tcnn_model.statistics import apply_and_measure
-from tcnn_probe.probes.gated import VARIABLES, maps_of
+from tcnn_probe.probes.gated import VARIABLES, maps_of, numbers_of
 from tcnn_probe.probes.probe import ForwardCall, Probe
-from tcnn_probe.statistics import gated_attention_statistics
 
 __all__ = ["CONVIT"]
 
@@ -44,7 +43,7 @@ def _attention(layer: ConViTLayer, x: Tensor) -> GatedAttention:
 
 
 def _measure(call: ForwardCall) -> dict[str, Tensor]:
-    return gated_attention_statistics(_attention(call.module, call.inputs[0]))
+    return numbers_of(_attention(call.module, call.inputs[0]))
 
 
 def _maps(call: ForwardCall, which: Sequence[int]) -> dict[str, Tensor]:

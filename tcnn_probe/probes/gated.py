@@ -7,10 +7,12 @@ from torch import Tensor
 
 from tcnn_model import GatedAttention
 from tcnn_model.statistics import measure
-from tcnn_probe.probes.variables import DISTANCE, ENTROPY, HEAD, MAPS, MEAN
+from tcnn_probe.even import even_gated_attention
+from tcnn_probe.probes.variables import DISTANCE, ENTROPY, EVEN, HEAD, MAPS, MEAN
 from tcnn_probe.schema import Variable
+from tcnn_probe.statistics import gated_attention_statistics
 
-__all__ = ["VARIABLES", "maps_of"]
+__all__ = ["VARIABLES", "maps_of", "numbers_of"]
 
 VARIABLES: Mapping[str, Variable] = {
     "gate": Variable(HEAD, "1", "gate", "sigma(lambda), share of positional attention (T-CNN Eq. 7), as marked."),
@@ -35,8 +37,14 @@ VARIABLES: Mapping[str, Variable] = {
         f"Entropy of softmax(-alpha ||delta - Delta||^2) over real and padding pixels. {MEAN}",
     ),
     "attention_distance": DISTANCE,
+    **EVEN,
     **MAPS,
 }
+
+
+def numbers_of(attention: GatedAttention) -> dict[str, Tensor]:
+    """Of every image: (B, heads) each, (B,) of even attention."""
+    return {**gated_attention_statistics(attention), **even_gated_attention(attention)}
 
 
 def maps_of(attention: GatedAttention, which: Sequence[int]) -> dict[str, Tensor]:

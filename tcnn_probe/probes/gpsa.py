@@ -7,9 +7,8 @@ from torch import Tensor
 
 from tcnn_model import GPSA as GPSALayer
 from tcnn_model.statistics import apply_and_measure
-from tcnn_probe.probes.gated import VARIABLES, maps_of
+from tcnn_probe.probes.gated import VARIABLES, maps_of, numbers_of
 from tcnn_probe.probes.probe import ForwardCall, Probe
-from tcnn_probe.statistics import gated_attention_statistics
 
 __all__ = ["GPSA"]
 
@@ -30,7 +29,7 @@ def _state(layer: GPSALayer) -> dict[str, Tensor]:
 
 
 def _measure(call: ForwardCall) -> dict[str, Tensor]:
-    return gated_attention_statistics(call.module.gated_attention(call.inputs[0]))
+    return numbers_of(call.module.gated_attention(call.inputs[0]))
 
 
 def _maps(call: ForwardCall, which: Sequence[int]) -> dict[str, Tensor]:

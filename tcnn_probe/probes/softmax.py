@@ -4,13 +4,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tcnn_probe.even import even_softmax_attention
 from tcnn_probe.probes.probe import Probe
-from tcnn_probe.probes.variables import DISTANCE, ENTROPY, HEAD, MAPS, MEAN
+from tcnn_probe.probes.variables import DISTANCE, ENTROPY, EVEN, HEAD, MAPS, MEAN
 from tcnn_probe.schema import Variable
 from tcnn_probe.seeing.attention import AttentionCall
 from tcnn_probe.statistics import attention_received, attention_statistics
 
 __all__ = ["SOFTMAX"]
+
+
+def _numbers(call: AttentionCall) -> dict[str, Tensor]:
+    return {**attention_statistics(call), **even_softmax_attention(call)}
 
 
 def _maps(call: AttentionCall, which: Sequence[int]) -> dict[str, Tensor]:
@@ -36,9 +41,10 @@ SOFTMAX = Probe(
             "attention to class and register tokens",
             f"What queries on the grid spend on the class and register tokens before it. {MEAN}",
         ),
+        **EVEN,
         **MAPS,
     },
     group="",
-    attention=attention_statistics,
+    attention=_numbers,
     maps=_maps,
 )

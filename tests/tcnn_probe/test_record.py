@@ -135,8 +135,9 @@ def test_every_variable_says_what_it_is() -> None:
         recorder.mark(epoch=0)
     ds = recorder.dataset
     units = {"gate": "1", "locality_strength": "pixel-2", "attention_span": "pixel2", "center_y": "pixel"}
-    units |= {"center_x": "pixel", "attention_distance": "pixel", "images": "1", "nonfinite_images": "1"}
-    units |= dict.fromkeys(("entropy", "content_entropy", "positional_entropy"), "nat")
+    units |= {"center_x": "pixel", "attention_distance": "pixel", "uniform_distance": "pixel"}
+    units |= {"images": "1", "nonfinite_images": "1"}
+    units |= dict.fromkeys(("entropy", "content_entropy", "positional_entropy", "uniform_entropy"), "nat")
     assert {name: array.units for name, array in ds.data_vars.items()} == units
     assert {name for name, about in VARIABLES.items() if "image" not in about.dims} == set(units) - {
         "images",
@@ -146,7 +147,8 @@ def test_every_variable_says_what_it_is() -> None:
         assert len(array.description) > 15
         assert array.long_name
     for name, array in ds.data_vars.items():
-        assert array.dims == (("epoch", "layer") if name.endswith("images") else ("epoch", "layer", "head"))
+        of_layers = name.endswith("images") or name.startswith("uniform")
+        assert array.dims == (("epoch", "layer") if of_layers else ("epoch", "layer", "head"))
 
 
 def test_scalars_say_where_they_come_from() -> None:

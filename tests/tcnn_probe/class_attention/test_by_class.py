@@ -94,7 +94,7 @@ def test_numbers_of_a_layer_with_a_token_a_class() -> None:
     np.testing.assert_allclose([ds.entropy, ds.class_entropy], expected, atol=1e-4)
     assert not {"attention_distance", "prefix_attention", "class_prefix_attention"} & {n for n in ds if ds[n].notnull()}
     assert set(tree["maps/1x3x5"].data_vars) == {"attention_received"}
-    assert missing.keys() == {"attention_distance", "center_attention"}
+    assert missing.keys() == {"attention_distance", "uniform_distance", "center_attention"}
     assert "one for each class" in missing["attention_distance"][LAYER]
 
 
