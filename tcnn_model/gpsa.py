@@ -14,7 +14,7 @@ from tcnn_model.functional import Backend, attend, check_backend
 from tcnn_model.positional import Axis, gaussian_position
 from tcnn_model.precision import widen, widest
 
-__all__ = ["GPSA", "gpsa_layers"]
+__all__ = ["GPSA", "gpsa_layers", "inverse_softplus"]
 
 _SOFTPLUS_BETA = 5.0  # footnote 1 of the paper, whose printed e^{-beta a} is decreasing: a misprint for e^{+beta a}
 
@@ -127,7 +127,7 @@ class GPSA(nn.Module):
         nn.init.trunc_normal_(self.query, std=0.02)
         nn.init.trunc_normal_(self.key, std=0.02)
         nn.init.eye_(self.value)
-        self.raw_locality.copy_(_inverse_softplus(alpha))
+        self.raw_locality.copy_(inverse_softplus(alpha))
         taps = [(r, c) for r in range(self.kernel_size[0]) for c in range(self.kernel_size[1])]
         dy, dx = self.dilation
         # With "same" padding queries sit at the centre of the kernel, whatever the size of the image.
@@ -308,7 +308,8 @@ def _memory_format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def _inverse_softplus(y: Tensor) -> Tensor:
+def inverse_softplus(y: Tensor) -> Tensor:
+    """``raw_locality`` of a locality strength ``y`` > 0, of the same shape."""
     return y + torch.log(-torch.expm1(-_SOFTPLUS_BETA * y)) / _SOFTPLUS_BETA
 
 

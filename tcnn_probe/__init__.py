@@ -4,6 +4,7 @@ from tcnn_probe.collector import ReconstructionError
 from tcnn_probe.explaining import faithfulness, saliency
 from tcnn_probe.heads import head_types
 from tcnn_probe.intervals import bootstrap_interval
+from tcnn_probe.intervening.ablation import Ablation, ablate
 from tcnn_probe.probes import DEFAULT, PROBES, ForwardCall, Probe, register
 from tcnn_probe.recorder import Recorder, record
 from tcnn_probe.schema import Variable
@@ -14,6 +15,7 @@ from tcnn_probe.store import open_recording as open  # noqa: A004
 __all__ = [
     "DEFAULT",
     "PROBES",
+    "Ablation",
     "AttentionCall",
     "ForwardCall",
     "Probe",
@@ -21,6 +23,7 @@ __all__ = [
     "Recorder",
     "StoreError",
     "Variable",
+    "ablate",
     "bootstrap_interval",
     "compact",
     "faithfulness",

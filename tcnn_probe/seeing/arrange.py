@@ -14,7 +14,7 @@ from tcnn_probe.seeing.pools import pool_layout
 from tcnn_probe.seeing.scene import Scene
 from tcnn_probe.seeing.tokens import find_layout, token_counts
 
-__all__ = ["arrange", "discrepancy"]
+__all__ = ["arrange", "between_channels", "discrepancy", "head_count", "heads_axis"]
 
 _QUERIES_TO_CHECK = 64
 _HEAD_COUNTS = ("num_heads", "n_heads", "nhead", "heads", "n_head", "num_attention_heads")
@@ -38,7 +38,7 @@ def arrange(
     logits = _logits(seen, module)
     rows, heads, queries, keys = logits.shape
     pooled = pool_layout(queries, keys, running, scene)
-    if pooled is None and queries == keys and _between_channels(keys, heads, inputs):
+    if pooled is None and queries == keys and between_channels(keys, heads, inputs):
         return "attention between channels, not between tokens"
     images = scene.images if scene.images and rows % scene.images == 0 else rows
     windows = rows // images
@@ -99,12 +99,19 @@ def _alike(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def _rows(x: Tensor, module: nn.Module, heads: int | None) -> Tensor:
-    """(..., N, d) as (rows, heads, N, d); a view where strides allow."""
-    axis: int | str | None = heads if heads is not None else known.lookup(known.HEADS, module)
-    sizes = (getattr(module, name, 0) for name in _HEAD_COUNTS)
-    count = next((n for n in sizes if isinstance(n, int) and n), 0)
-    leading = x.shape[:-2]
+def heads_axis(leading: Sequence[int], module: nn.Module, given: int | None = None) -> tuple[int | str, int]:
+    """Which axis of (..., N_query, N_key) is the heads', and how many there are.
+
+    Args:
+        leading: the sizes before N_query, one at least.
+        module: that asked for this attention.
+        given: the axis, if the call says so.
+
+    Returns:
+        the axis, or "merged" into the first one, or "one" head; and the number of heads.
+    """
+    axis: int | str | None = given if given is not None else known.lookup(known.HEADS, module)
+    count = head_count(module) or 0
     if axis is None:
         if count and count in leading[1:]:
             axis = len(leading) - 1 - leading[::-1].index(count)  # windows of the same number come before the heads
@@ -112,6 +119,18 @@ def _rows(x: Tensor, module: nn.Module, heads: int | None) -> Tensor:
             axis = 1
         else:
             axis = "merged" if count and leading[0] % count == 0 else "one"
+    return axis, 1 if axis == "one" else count if axis == "merged" else leading[int(axis)]
+
+
+def head_count(module: nn.Module) -> int | None:
+    """How many heads a module says it has."""
+    sizes = (getattr(module, name, 0) for name in _HEAD_COUNTS)
+    return next((n for n in sizes if isinstance(n, int) and n), None)
+
+
+def _rows(x: Tensor, module: nn.Module, heads: int | None) -> Tensor:
+    """(..., N, d) as (rows, heads, N, d); a view where strides allow."""
+    axis, count = heads_axis(x.shape[:-2], module, heads)
     if axis == "one":
         return x.flatten(0, -3).unsqueeze(1)
     if axis == "merged":
@@ -120,7 +139,7 @@ def _rows(x: Tensor, module: nn.Module, heads: int | None) -> Tensor:
     return x.flatten(0, -4) if x.ndim > 4 else x
 
 
-def _between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
+def between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
     """Whether keys can only be the channels of each head."""
     channels = {given.shape[-1] if given.ndim == 3 else given.shape[1] for given in inputs if _is_features(given)}
     return keys * heads in channels and keys not in token_counts(inputs)

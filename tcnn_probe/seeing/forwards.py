@@ -28,15 +28,15 @@ from torch.utils._python_dispatch import (
 from tcnn_probe.seeing.interception import Interception, SeenAttention, SeenProduct
 from tcnn_probe.seeing.transforms import is_transformed, unseen
 
-__all__ = ["Forwards", "Listener", "aside"]
+__all__ = ["Forwards", "Listener", "Uncompiled", "aside", "call_of_a_module", "something_is_compiled", "take_off"]
 
-_ASIDE = ContextVar("tcnn_probe_aside", default=False)
+_ASIDE = ContextVar("tcnn_probe_aside", default=0)
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Forwards inside are none of the user's: only those attached inside see them."""
-    token = _ASIDE.set(True)
+    """What runs inside is none of the user's: only those attached inside see it."""
+    token = _ASIDE.set(_ASIDE.get() + 1)
     try:
         yield
     finally:
@@ -122,7 +122,7 @@ class Forwards:
         """A call of the model, or of one of its children."""
         if not self._attached or entry not in self._names:  # a copy, such as a moving average of the weights
             return
-        if _ASIDE.get() and not self._aside:
+        if _ASIDE.get() > self._aside:
             return
         thread = threading.get_ident()
         outermost = self._outermost.get(thread)
@@ -215,7 +215,7 @@ class _Followed(_Forward):
         super().__init__(entry, caller)
         self._names, self._listener = names, listener
         self._running: list[tuple[nn.Module, Sequence[Any]]] = [(entry, inputs)]
-        self._quiet = False
+        self._quiet, self._aside = False, _ASIDE.get()
         self._modes: list[TorchFunctionMode | TorchDispatchMode] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -225,8 +225,8 @@ class _Followed(_Forward):
             global_hooks.register_module_forward_hook(self._returned, with_kwargs=True, always_call=True)
         )
         modes: list[TorchFunctionMode | TorchDispatchMode] = [Interception(self._asked)]
-        if _something_is_compiled():
-            modes.append(_Uncompiled())
+        if something_is_compiled():
+            modes.append(Uncompiled())
         for mode in modes:
             mode.__enter__()
             self._modes.append(mode)
@@ -237,7 +237,7 @@ class _Followed(_Forward):
             global_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch forgets
         self._handles = []
         while self._modes:
-            _take_off(self._modes.pop())
+            take_off(self._modes.pop())
 
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._mine(module):
@@ -259,7 +259,9 @@ class _Followed(_Forward):
                     self._listener.ran(module, inputs, output)
 
     def _asked(self, seen: SeenAttention | SeenProduct) -> None:
-        if self._quiet or not self.is_running(sys._getframe()):  # interrupted: what runs now is something else
+        if self._quiet or _ASIDE.get() > self._aside:
+            return
+        if not self.is_running(sys._getframe()):  # interrupted: what runs now is something else
             return
         place = len(self._running) - 1
         while place > 0 and isinstance(self._running[place][0], (nn.Softmax, nn.Dropout)):
@@ -280,7 +282,7 @@ class _Followed(_Forward):
 
     def _mine(self, module: nn.Module) -> bool:
         """Whether it is a module of the model, or one with weights of its own that runs in the middle of it."""
-        if self._quiet or self.thread != threading.get_ident():
+        if self._quiet or self.thread != threading.get_ident() or _ASIDE.get() > self._aside:
             return False
         return module in self._names or next(module.parameters(), None) is not None
 
@@ -301,7 +303,7 @@ class _Hook:
                 for number in [number for number, hook in hooks.items() if hook is self]:
                     del hooks[number]
         elif self._action == "begin":
-            self._forwards.begin(module, [*args, *rest[0].values()], _call_of_a_module(sys._getframe()))
+            self._forwards.begin(module, [*args, *rest[0].values()], call_of_a_module(sys._getframe()))
         else:
             kwargs, output = rest
             self._forwards.end(module, [*args, *kwargs.values()], output)
@@ -321,21 +323,21 @@ class _PartHook(_Hook):
             self._act(module, args, *rest)
 
 
-def _call_of_a_module(frame: FrameType | None) -> FrameType | None:
+def call_of_a_module(frame: FrameType | None) -> FrameType | None:
     """The innermost frame in which torch calls a module."""
     while frame is not None and frame.f_code.co_filename != global_hooks.__file__:
         frame = frame.f_back
     return frame
 
 
-class _Uncompiled(TorchDispatchMode):
+class Uncompiled(TorchDispatchMode):
     """Changes nothing; but while any such mode is on, torch.compile leaves Python code as it is, for us to see."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-def _something_is_compiled() -> bool:
+def something_is_compiled() -> bool:
     """Whether torch.compile was called, or has compiled anything, in this process."""
     frames, backends = sys.modules.get("torch._dynamo.utils"), sys.modules.get("torch._dynamo.eval_frame")
     ran = frames is not None and frames.counters["frames"]["total"] > 0
@@ -343,7 +345,7 @@ def _something_is_compiled() -> bool:
     return ran or any(backend is not None for backend in getattr(backends, "cached_backends", {}).values())
 
 
-def _take_off(mode: TorchFunctionMode | TorchDispatchMode) -> None:
+def take_off(mode: TorchFunctionMode | TorchDispatchMode) -> None:
     """Leave a mode that others may have been entered after and not left."""
     above: list[Any] = []
     if isinstance(mode, TorchDispatchMode):

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tcnn_model.precision import autocast_dtype
 from tcnn_probe.seeing.transforms import is_transformed, unseen
 
-__all__ = ["Interception", "SeenAttention", "SeenOperand", "SeenProduct"]
+__all__ = ["Interception", "SeenAttention", "SeenOperand", "SeenProduct", "describe"]
 
 _CAUSAL = "causal: the tokens are a sequence"
 
@@ -104,6 +104,14 @@ class Interception(TorchFunctionMode):
         with unseen():
             if (seen := describe(output, *args, **kwargs)) is not None:
                 self._seen(seen)
+
+
+def describe(
+    func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> SeenAttention | SeenProduct | None:
+    """What a call of a torch function was: attention, a matrix product, or neither."""
+    known = _DESCRIBE.get(func)
+    return known(output, *args, **kwargs) if known is not None else None
 
 
 def _fused(
