@@ -1,5 +1,6 @@
 """See, while a vision model trains, which of its heads convolve and which attend to content."""
 
+from tcnn_probe import plot
 from tcnn_probe.collector import ReconstructionError
 from tcnn_probe.explaining import faithfulness, saliency
 from tcnn_probe.heads import head_types
@@ -49,6 +50,7 @@ __all__ = [
     "migrate",
     "open",
     "pgd",
+    "plot",
     "record",
     "register",
     "robustness",

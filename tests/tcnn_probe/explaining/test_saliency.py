@@ -195,8 +195,10 @@ def test_errors(model: nn.Module, method: object, options: dict, error: type[Exc
 
 def test_names_are_functions_whatever_is_imported_first() -> None:
     """A module imported later would take the place of a function of its name in the package."""
-    for package in (tcnn_probe, tcnn_probe.explaining):
-        assert not {module.name for module in pkgutil.iter_modules(package.__path__)} & set(package.__all__)
+    for package in (tcnn_probe, tcnn_probe.explaining, tcnn_probe.intervening, tcnn_probe.perturbing, tcnn_probe.plot):
+        modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+        public = {name for name in getattr(package, "__all__", ()) if not inspect.ismodule(getattr(package, name))}
+        assert not modules & public
     for module in pkgutil.iter_modules(tcnn_probe.explaining.__path__):
         importlib.import_module(f"tcnn_probe.explaining.{module.name}")
     assert all(inspect.isfunction(getattr(tcnn_probe, name)) for name in ("saliency", "faithfulness"))

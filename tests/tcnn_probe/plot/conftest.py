@@ -1,0 +1,18 @@
+"""Plots without a screen, and none left open."""
+
+from collections.abc import Iterator
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_screen() -> Iterator[None]:
+    before = mpl.get_backend()
+    plt.switch_backend("Agg")
+    settings = dict(mpl.rcParams)
+    yield
+    assert dict(mpl.rcParams) == settings  # no plot changes the user's settings
+    plt.close("all")
+    plt.switch_backend(before)

@@ -1,0 +1,133 @@
+"""Evolution by head: which lines are drawn, in which colours, and what their axes say."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from matplotlib.colors import to_rgba
+from torch import nn
+
+import tcnn_model
+import tcnn_probe
+
+GATE = {"long_name": "gate", "units": "1"}
+
+
+def recorded(marks: int = 5, layers: int = 3, heads: int = 7, **attrs: str) -> xr.DataArray:
+    values = np.random.default_rng(0).random((marks, layers, heads))
+    coords = {"epoch": np.arange(marks) * 2, "layer": [f"stage.{n}.conv" for n in range(layers)], "head": range(heads)}
+    return xr.DataArray(values, coords, ("epoch", "layer", "head"), "gate", GATE | attrs)
+
+
+def drawn(ax: plt.Axes) -> list[tuple[list[float], list[float], float, tuple[float, ...]]]:
+    return [
+        (line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_linewidth(), to_rgba(line.get_color()))
+        for line in ax.lines
+    ]
+
+
+@pytest.mark.parametrize("dims", [("epoch", "layer", "head"), ("head", "epoch", "layer")])
+def test_a_thin_line_a_head_and_a_thick_one_a_layer(dims: tuple[str, ...]) -> None:
+    values = recorded()
+    ax = tcnn_probe.plot.evolution(values.transpose(*dims), colors=["r", "g", "b", "k"])
+    lines = drawn(ax)
+    assert len(lines) == 3 * (7 + 1)
+    for layer, color in enumerate("rgb"):
+        own = [line for line in lines if line[3] == to_rgba(color)]
+        assert all(line[0] == [0, 2, 4, 6, 8] for line in own)
+        thick = max(own, key=lambda line: line[2])
+        np.testing.assert_allclose(thick[1], [sum(epoch[layer]) / 7 for epoch in values.values.tolist()])
+        thin = sorted(line[1] for line in own if line is not thick)
+        np.testing.assert_array_equal(thin, sorted(values.values[:, layer].T.tolist()))
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("epoch", "gate")
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(values.layer.values)
+
+
+def test_without_heads_or_layers() -> None:
+    values = recorded()
+    of_layers = tcnn_probe.plot.evolution(values.mean("head"), plt.figure().subplots())
+    assert len(of_layers.lines) == 3
+    of_heads = tcnn_probe.plot.evolution(values.isel(layer=1), plt.figure().subplots())
+    assert len(of_heads.lines) == 8
+    assert of_heads.get_legend() is None
+    scalar = values.mean(["layer", "head"]).rename(epoch="step")
+    ax = tcnn_probe.plot.evolution(scalar, plt.figure().subplots(), ls="--")
+    assert [(line.get_ydata().tolist(), line.get_linestyle()) for line in ax.lines] == [(scalar.values.tolist(), "--")]
+    assert ax.get_xlabel() == "step"
+
+
+def test_default_colours_differ_by_layer_and_two_calls_share_axes() -> None:
+    ax = plt.figure().subplots()
+    values = recorded()
+    assert tcnn_probe.plot.evolution(values, ax, legend=False) is ax
+    tcnn_probe.plot.evolution(values, ax, ls=":")
+    colors = [line[3] for line in drawn(ax)]
+    assert len(set(colors)) == 3
+    assert colors[:24] == colors[24:]
+
+
+@pytest.mark.parametrize(
+    ("units", "label"),
+    [("1", "span"), ("nat", "span (nat)"), ("pixel2", "span (pixel$^{2}$)"), ("pixel-2", "span (pixel$^{-2}$)")],
+)
+def test_units(units: str, label: str) -> None:
+    ax = tcnn_probe.plot.evolution(recorded(long_name="span", units=units))
+    assert ax.get_ylabel() == label
+    ax.figure.canvas.draw()  # matplotlib can set it
+
+
+def test_heads_and_layers_without_values_are_left_out() -> None:
+    values = recorded()
+    values[:, 1], values[:, 2, 5:] = np.nan, np.nan
+    ax = tcnn_probe.plot.evolution(values, colors=["r", "g", "b"])
+    lines = drawn(ax)
+    assert len(lines) == 8 + 6
+    assert to_rgba("g") not in [line[3] for line in lines]
+    np.testing.assert_allclose(lines[-1][1], values.values[:, 2, :5].mean(1))
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["stage.0.conv", "stage.2.conv"]
+
+
+def test_the_share_of_a_type_of_heads() -> None:
+    values = recorded()
+    ax = tcnn_probe.plot.evolution((xr.where(values > 0.5, "content", "mixed") == "content").mean("head"))
+    assert [line.get_ydata().tolist() for line in ax.lines] == (values.values > 0.5).mean(2).T.tolist()
+
+
+def test_one_mark_is_a_point() -> None:
+    ax = tcnn_probe.plot.evolution(recorded(marks=1))
+    assert {line.get_marker() for line in ax.lines} == {"o"}
+
+
+def test_two_lines_on_ones_own_store(tmp_path: pytest.TempPathFactory) -> None:
+    model = nn.Sequential(tcnn_model.GPSA(2, 3, (3, 5), padding=(1, 2))).eval()
+    with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder, torch.no_grad():
+        for epoch in (1, 4):
+            model(torch.randn(2, 2, 5, 7))
+            recorder.mark(epoch=epoch)
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    ax = tcnn_probe.plot.evolution(ds.attention_span)
+    assert len(ax.lines) == 15 + 1
+    assert ax.get_ylabel() == "attention span (pixel$^{2}$)"
+
+
+def test_what_it_refuses() -> None:
+    values = recorded()
+    evolution = tcnn_probe.plot.evolution
+    with pytest.raises(TypeError, match=r"DataArray, for example dataset\['gate'\]; got Dataset"):
+        evolution(values.to_dataset())
+    with pytest.raises(TypeError, match=r"expected values as an xarray.DataArray; got ndarray"):
+        evolution(values.values)
+    types = xr.where(values > 0.5, "content", "convolutional")
+    for words in (types, types.astype(object)):
+        with pytest.raises(TypeError, match=r"expected values that are numbers, got .*\(types == 'content'\)"):
+            evolution(words)
+    with pytest.raises(ValueError, match=r"that of the marks, got \('layer', 'head'\)"):
+        evolution(values[0])
+    with pytest.raises(ValueError, match=r"that of the marks, got \('image', 'epoch', 'layer', 'head'\)"):
+        evolution(values.expand_dims(image=2))
+    with pytest.raises(ValueError, match=r"a colour for each of the 3 layers, got 2"):
+        evolution(values, colors=["r", "g"])
+    with pytest.raises(ValueError, match=r"gate are all NaN"):
+        evolution(values * np.nan)
+    assert plt.get_fignums() == []  # and leaves no empty figure
