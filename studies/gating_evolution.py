@@ -24,121 +24,68 @@ On one's own images, here as the papers did on ImageNet with a GPU:
 import argparse
 import copy
 import sys
-from dataclasses import asdict
 
 import matplotlib as mpl
-import timm
-import torch
 import xarray as xr
 from matplotlib.figure import Figure
-from torch import nn
 
 import tcnn_probe
-from common.data import Loaders, digits_loaders, image_loaders
-from common.models import small_resnet
-from common.options import add_data, add_machine, add_output, fill_in, study_parser
-from common.output import OutputError, RunOutput
-from tcnn_model import EpochResult, finetune, reparameterize
+from common.options import add_output, study_parser
+from common.training import add_training, begin, settle
+from tcnn_model import EpochResult
+from tcnn_probe.plot.palette import RED, in_order
 
 Run = list[EpochResult]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 1 if not."""
-    args = parse(arguments)
-    options = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "overwrite", "device", "workers")}
-    torch.manual_seed(args.seed)
-    try:
-        cnn, loaders = model_and_data(args)
-        reparameterize(cnn.to(args.device))  # refuses now, not after the training, and before anything is written
-        output = RunOutput(args.out, "gating_evolution", options, resume=args.resume, overwrite=args.overwrite)
-    except (OutputError, ValueError, RuntimeError, OSError) as error:
-        print(f"gating_evolution.py: {error}", file=sys.stderr)
-        return 2
-    settings = {"device": args.device, "amp": args.amp, "seed": args.seed}
-    training: Run = []
-    if not args.pretrained:
-        path = output.checkpoints / "cnn.pt"
-        recipe = {"epochs": args.cnn_epochs, "lr": args.cnn_lr, "warmup_epochs": args.cnn_warmup}
-        training = list(finetune(cnn, *loaders, checkpoint=path, name="1/3 training the CNN", **recipe, **settings))
-    settings |= {"epochs": args.epochs, "lr": args.lr, "gating_lr": args.gating_lr, "warmup_epochs": args.warmup}
-    settings["drop_path_rate"] = args.drop_path
-    control_model = copy.deepcopy(cnn)
-    path = output.checkpoints / "control.pt"
-    control = list(finetune(control_model, *loaders, checkpoint=path, name="2/3 the CNN goes on (control)", **settings))
-
-    torch.manual_seed(args.seed)  # of the new queries and keys
-    tcnn = reparameterize(cnn)
-    path = output.checkpoints / "tcnn.pt"
-    with tcnn_probe.record(tcnn, output.store) as recorder:
-        for result in finetune(tcnn, *loaders, checkpoint=path, name="3/3 the T-CNN", **settings):
-            recorder.mark(if_marked="skip", control_top1=control[result.epoch].top1, **asdict(result))
-        dataset = recorder.dataset.load()
+    study = begin("gating_evolution", parse(arguments), stages=3)
+    training = study.train_cnn()
+    control = list(study.fine_tune(copy.deepcopy(study.cnn), "control", "the CNN goes on (control)"))
+    output = study.output
+    _, dataset = study.tcnn(output.store, scalars=lambda result: {"control_top1": control[result.epoch].top1})
 
     draw(dataset, training).savefig(output.figure, dpi=200)
     print(head_table(dataset))
     print(accuracy_report(dataset))
     print(f"wrote {output.store} and {output.figure}")
-    return check(dataset, cnn.num_classes)
+    return check(dataset, study.cnn.num_classes)
 
 
-def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
-    """The CNN, and training and validation batches for it."""
-    file = args.pretrained if isinstance(args.pretrained, str) else None
-    weights = {"pretrained": bool(args.pretrained), "pretrained_cfg_overlay": {"file": file} if file else None}
-    if args.data == "digits":
-        loaders = digits_loaders(
-            size=args.img_size, batch_size=args.batch_size, seed=args.seed, limit=args.limit, clutter=args.clutter
-        )
-        if args.model is None:
-            torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
-            return small_resnet(), loaders
-        return timm.create_model(args.model, in_chans=1, num_classes=10, **weights), loaders
-    keep_classes = {} if args.num_classes is None else {"num_classes": args.num_classes}
-    cnn = timm.create_model(args.model, **weights, **keep_classes)
-    return cnn, image_loaders(cnn, args.data, size=args.img_size, batch_size=args.batch_size, workers=args.workers)
-
-
+@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 def draw(dataset: xr.Dataset, training: Run) -> Figure:
     """Fig. 4 of the paper, with a panel for the entropies."""
-    mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     axes = figure.subplot_mosaic("AB;CD", sharex=False)
-    colors = mpl.colormaps["viridis"].resampled(len(dataset.layer) + 1)
+    colors = in_order(len(dataset.layer))
 
     a = axes["A"]
     if training:
         before = [r.epoch - training[-1].epoch for r in training]
         a.plot(before, [r.top1 for r in training], color="0.6", label="CNN, training")
     a.plot(dataset.epoch, dataset.control_top1, color="0.25", ls="--", label="CNN, fine-tuned (control)")
-    a.plot(dataset.epoch, dataset.top1, color="crimson", lw=2, label="T-CNN, fine-tuned")
+    a.plot(dataset.epoch, dataset.top1, color=RED, lw=2, label="T-CNN, fine-tuned")
     a.axvline(0, color="0.8", lw=1, zorder=0)
     a.text(0, 0.03, " reparameterized", transform=a.get_xaxis_transform(), color="0.4")
     a.set(ylabel="validation accuracy", title="accuracy", xlabel="epoch after reparameterization")
     a.legend(frameon=False)
 
-    heads_and_mean(axes["B"], dataset.attention_span, colors)
+    one, other = ({"colors": colors, "legend": False, "ls": ls} for ls in ("-", "--"))
+    tcnn_probe.plot.evolution(dataset.attention_span, axes["B"], **one)
     axes["B"].set(ylabel=r"attention span $1/\alpha$ (pixel$^2$)", title="size of the receptive field")
-    heads_and_mean(axes["C"], dataset.gate, colors)
+    tcnn_probe.plot.evolution(dataset.gate, axes["C"], **one)
     axes["C"].set(ylabel=r"gate $\sigma(\lambda)$", title="attention paid to position", ylim=(0, 1))
-    heads_and_mean(axes["D"], dataset.content_entropy, colors)
-    heads_and_mean(axes["D"], dataset.positional_entropy, colors, ls="--")
+    tcnn_probe.plot.evolution(dataset.content_entropy, axes["D"], **one)
+    tcnn_probe.plot.evolution(dataset.positional_entropy, axes["D"], **other)
     axes["D"].set(ylabel="entropy (nat)", title="entropy: content (solid) and position (dashed)", ylim=(0, None))
     for panel in "BCD":
         axes[panel].set_xlabel("epoch after reparameterization")
-    handles = [mpl.lines.Line2D([], [], color=colors(i), lw=2.5) for i in range(len(dataset.layer))]
+    handles = [mpl.lines.Line2D([], [], color=color, lw=2.5) for color in colors]
     figure.legend(handles, dataset.layer.values.tolist(), loc="outside lower center", ncols=4, frameon=False)
     for name, panel in axes.items():
         panel.set_title(name, loc="left", fontweight="bold")
     return figure
-
-
-def heads_and_mean(axes: mpl.axes.Axes, values: xr.DataArray, colors: mpl.colors.Colormap, ls: str = "-") -> None:
-    """One thin line a head, one thick line a layer."""
-    for i, layer in enumerate(values.layer.values):
-        heads = values.sel(layer=layer)
-        axes.plot(values.epoch, heads.values, color=colors(i), lw=0.6, alpha=0.5, ls=ls)
-        axes.plot(values.epoch, heads.mean("head"), color=colors(i), lw=2.5, ls=ls)
 
 
 def head_table(dataset: xr.Dataset) -> str:
@@ -188,41 +135,10 @@ def check(dataset: xr.Dataset, classes: int) -> int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    add_data(
-        parser,
-        model="timm name of a CNN (default: a small ResNet built from timm)",
-        pretrained="start from timm's weights, or from those in FILE, instead of training the CNN",
-        img_size="height and width of the images (default: 64; 224 for --data)",
-    )
-    training = parser.add_argument_group("training")
-    add = training.add_argument
-    add("--epochs", type=int, help="of fine-tuning (default: 6; 50 for --data)")
-    add("--cnn-epochs", type=int, help="of the CNN before, unless --pretrained (default: 15; --epochs for --data)")
-    add("--batch-size", type=int, help="images per step (default: 32; 256 for --data; the paper's is 1024)")
-    add("--lr", type=float, help="of fine-tuning (default: 1e-3; for --data 1e-4, the paper's)")
-    add("--cnn-lr", type=float, default=1e-2, help="of training the CNN (default: 1e-2)")
-    add("--gating-lr", type=float, default=0.1, help="of the gates (default: 0.1, the paper's)")
-    add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
-    add_machine(training, small="600 digits without clutter, 4 epochs, half a minute")
+    add_training(parser, small="600 digits without clutter, 4 epochs, half a minute")
     add_output(parser)
     args = parser.parse_args(arguments)
-
-    digits = args.data == "digits"
-    if args.model is None and (args.pretrained or not digits):
-        parser.error("--pretrained and --data need --model, the name of a timm CNN such as resnet50")
-    if not digits and (args.small or args.limit):
-        parser.error("--small and --limit are for the digits, not for --data")
-    defaults = {"img_size": 64, "epochs": 6, "cnn_epochs": 15, "batch_size": 32, "lr": 1e-3, "clutter": 6}
-    if args.small:
-        defaults |= {"epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 600, "clutter": 0}
-    if not digits:
-        defaults = {"img_size": 224, "epochs": 50, "batch_size": 256, "lr": 1e-4}
-    fill_in(args, defaults)
-    if args.cnn_epochs is None:
-        args.cnn_epochs = args.epochs
-    if min(args.epochs, args.cnn_epochs) < 1:
-        parser.error("--epochs and --cnn-epochs must be at least 1")
-    args.warmup, args.cnn_warmup = (min(5, max(1, n // 5), n - 1) for n in (args.epochs, args.cnn_epochs))
+    settle(parser, args)
     return args
 
 

@@ -1,5 +1,6 @@
 """Loaders for the studies: cluttered digits unless the user has data of their own."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,13 @@ from typing import Any
 import timm
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
-from common.digits import ClutteredDigits, cluttered_digits
+from common.digits import MEAN, STD, ClutteredDigits, cluttered_digits
 
 _DATASET_PREFIXES = ("torch/", "hfds/", "hfids/", "wds/", "tfds/")
 
-__all__ = ["Loaders", "Probed", "digits_loaders", "image_loaders", "probed_images"]
+__all__ = ["Loaders", "PixelBatches", "Probed", "digits_loaders", "image_loaders", "probed_images"]
 
 RAND_AUGMENT = "rand-m9-mstd0.5-mmax9-inc1"
 """DeiT's, but for magnitudes above 9: at 10, images would be posterized to no bits, which Pillow refuses since 13."""
@@ -89,8 +90,7 @@ class Probed:
 
 def probed_images(dataset: Any, count: int) -> Probed:
     """So many images of a validation set, spread evenly over it, since folders are sorted by class."""
-    count = min(count, len(dataset))
-    numbers = [round((i + 0.5) * len(dataset) / count - 0.5) for i in range(count)]
+    numbers = spread(dataset, count)
     masks = None
     if isinstance(dataset, ClutteredDigits):
         scenes = [dataset.scene(number) for number in numbers]
@@ -105,3 +105,41 @@ def probed_images(dataset: Any, count: int) -> Probed:
         count = len(by_index) or int(labels.max()) + 1
         names = [by_index.get(label, str(label)) for label in range(count)]
     return Probed(images, labels, numbers, names, masks)
+
+
+class PixelBatches:
+    """Batches of images in [0, 1], as they were before normalisation, and labels; each pass gives the same.
+
+    Args:
+        model: whose normalisation the images have, unless they are digits.
+        loader: of the validation set.
+        count: only so many of it, spread evenly; None for all.
+
+    Attributes:
+        normalization: (mean, std), each one number a channel: what the model wants done to these pixels.
+    """
+
+    def __init__(self, model: nn.Module, loader: DataLoader[Any], count: int | None) -> None:
+        dataset = loader.dataset
+        self.count = len(dataset) if count is None else min(count, len(dataset))
+        some = Subset(dataset, spread(dataset, self.count))
+        self._loader = DataLoader(some, loader.batch_size, num_workers=loader.num_workers)
+        if isinstance(dataset, ClutteredDigits):
+            self.normalization: tuple[tuple[float, ...], tuple[float, ...]] = (MEAN,), (STD,)
+        else:
+            config = timm.data.resolve_model_data_config(model)
+            self.normalization = config["mean"], config["std"]
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        mean, std = (torch.tensor(of_channels)[:, None, None] for of_channels in self.normalization)
+        for images, labels in self._loader:
+            yield (images * std + mean).clamp_(0, 1), labels
+
+
+def spread(dataset: Any, count: int) -> list[int]:
+    """The numbers of so many images, spread evenly over a dataset, since folders are sorted by class."""
+    count = min(count, len(dataset))
+    return [round((i + 0.5) * len(dataset) / count - 0.5) for i in range(count)]

@@ -14,7 +14,10 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["ClutteredDigits", "Scene", "cluttered_digits"]
+__all__ = ["MEAN", "STD", "ClutteredDigits", "Scene", "cluttered_digits"]
+
+MEAN, STD = 0.2, 0.3
+"""Subtracted from pixels in [0, 1], and divided by."""
 
 
 class Scene(NamedTuple):
@@ -89,7 +92,7 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
         )
         mask = torch.zeros(self.size, self.size, dtype=torch.bool)
         mask[box[0] : box[2], box[1] : box[3]] = self.digits[index] > 0.5
-        return Scene((canvas[None] - 0.2) / 0.3, box, mask)
+        return Scene((canvas[None] - MEAN) / STD, box, mask)
 
 
 def cluttered_digits(

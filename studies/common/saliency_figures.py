@@ -11,16 +11,18 @@ from matplotlib.lines import Line2D
 
 import tcnn_probe
 from common.data import Probed
+from tcnn_probe.plot.palette import OKABE_ITO
+from tcnn_probe.plot.pictures import draw_image
 
 __all__ = ["draw_by_class", "draw_faithfulness", "draw_maps"]
 
-COLORS = {  # Okabe and Ito's, which the colour-blind can tell apart
-    "class_attention": "#D55E00",
-    "rollout": "#CC79A7",
-    "gradcam": "#0072B2",
-    "integrated_gradients": "#009E73",
-    "input_x_gradient": "#56B4E9",
-    "occlusion": "#E69F00",
+COLORS = {
+    "class_attention": OKABE_ITO["vermillion"],
+    "rollout": OKABE_ITO["purple"],
+    "gradcam": OKABE_ITO["blue"],
+    "integrated_gradients": OKABE_ITO["green"],
+    "input_x_gradient": OKABE_ITO["sky blue"],
+    "occlusion": OKABE_ITO["orange"],
     "chance": "0.5",
 }
 MEASURES = {
@@ -95,10 +97,10 @@ def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
     figure = Figure(figsize=(1.75 * (1 + len(columns)), 1.75 * count + 0.9), layout="constrained")
     axes = figure.subplots(count, 1 + len(columns), squeeze=False)
     for row in range(count):
-        _image(axes[row, 0], probed, row)
+        draw_image(axes[row, 0], probed.images[row].numpy())
         axes[row, 0].set_ylabel(f"truth: {_short(probed.classes[int(probed.labels[row])])}")
         for column, (title, maps) in enumerate(columns, 1):
-            _map(axes[row, column], maps.isel(image=row).values, probed, row)
+            _map(axes[row, column], maps.isel(image=row), probed, row)
             if row == 0:
                 axes[0, column].set_title(title, fontsize=9)
     axes[0, 0].set_title("image", fontsize=9)
@@ -124,33 +126,23 @@ def draw_by_class(recording: xr.DataTree, scores: xr.Dataset, probed: Probed, co
     figure = Figure(figsize=(1.75 * (1 + ranks) + 0.4, 1.95 * count + 0.6), layout="constrained")
     axes = figure.subplots(count, 1 + ranks, squeeze=False)
     for row in range(count):
-        _image(axes[row, 0], probed, row)
+        draw_image(axes[row, 0], probed.images[row].numpy())
         axes[row, 0].set_title(f"truth: {_short(probed.classes[int(probed.labels[row])])}", fontsize=9)
         for rank in range(ranks):
             which = int(last.class_index[row, rank])
             share = float(scores.probability.isel(epoch=-1, image=row)[which])
             name = probed.classes[which] if which < len(probed.classes) else str(which)
-            _map(axes[row, 1 + rank], last.attention_by_class[row, rank].values, probed, row)
+            _map(axes[row, 1 + rank], last.attention_by_class[row, rank], probed, row)
             axes[row, 1 + rank].set_title(f"{_short(name)} ({100 * share:.1f} %)", fontsize=9)
     figure.supxlabel(_legend(probed), fontsize=9)
     return figure
 
 
-def _image(panel: Axes, probed: Probed, index: int) -> None:
-    pixels = probed.images[index].permute(1, 2, 0).numpy()
-    low, high = pixels.min(), pixels.max()
-    panel.imshow((pixels - low) / max(high - low, 1e-12), cmap="gray", vmin=0, vmax=1)
-    panel.set(xticks=[], yticks=[])
-
-
-def _map(panel: Axes, values: np.ndarray, probed: Probed, index: int) -> None:
-    """A map over the whole image, from its least to its largest value, with the object's outline."""
-    height, width = probed.images.shape[2:]
-    panel.imshow(values, cmap="cividis", extent=(0, width, height, 0), interpolation="nearest")
-    if probed.masks is not None:
-        outline = probed.masks[index].float().numpy()
-        panel.contour(outline, [0.5], colors="w", linewidths=0.8, extent=(0, width, 0, height))
-    panel.set(xticks=[], yticks=[], xlim=(0, width), ylim=(height, 0))
+def _map(panel: Axes, values: xr.DataArray, probed: Probed, index: int) -> None:
+    """A map over the whole image, which it hides, with the object's outline."""
+    one = slice(index, index + 1)
+    masks = None if probed.masks is None else probed.masks[one]
+    tcnn_probe.plot.saliency_overlay(values, probed.images[one], panel, masks=masks, alpha=1)
 
 
 def _legend(probed: Probed) -> str:

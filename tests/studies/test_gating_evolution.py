@@ -10,16 +10,18 @@ import xarray as xr
 from PIL import Image
 
 import gating_evolution
-from tests.studies.conftest import Refusal
+import tcnn_probe
+from tests.studies.conftest import Refusal, SmallRun
 
 TINY = ["--limit", "120", "--batch-size", "16", "--epochs", "2", "--cnn-epochs", "1", "--seed", "3", "--device", "cpu"]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("study")
-    assert gating_evolution.main([*TINY, "--out", str(out)]) in (0, 1)
-    return out
+SMALL = ["--small", "--device", "cpu"]
+
+
+@pytest.fixture
+def finished(small_run: SmallRun) -> Path:
+    return small_run("gating_evolution").out
 
 
 def recording(out: Path) -> xr.Dataset:
@@ -28,28 +30,32 @@ def recording(out: Path) -> xr.Dataset:
 
 def test_writes_figure_and_recording(finished: Path) -> None:
     ds = recording(finished)
-    assert ds.epoch.values.tolist() == [0, 1, 2]
-    assert dict(ds.sizes) == {"epoch": 3, "layer": 4, "head": 9}
-    assert (ds.images == 30).all()  # a quarter of 120: the whole validation set, once an epoch
+    assert ds.epoch.values.tolist() == [0, 1, 2, 3, 4]
+    assert dict(ds.sizes) == {"epoch": 5, "layer": 4, "head": 9}
+    assert (ds.images == 150).all()  # a quarter of 600: the whole validation set, once an epoch
     for name in ("top1", "control_top1", "train_top1", "val_loss"):
         assert np.isfinite(ds[name].values[1:]).all(), name
     torch.testing.assert_close(torch.tensor(ds.gate.values[0]), torch.full((4, 9), 1.0).sigmoid().double())
-    assert not np.allclose(ds.gate.values[2], ds.gate.values[0], atol=0.01)
+    assert not np.allclose(ds.gate.values[4], ds.gate.values[0], atol=0.01)
     with Image.open(finished / "gating_evolution.png") as figure:
         assert min(figure.size) > 1000
 
 
 def test_an_existing_run_is_not_mixed_with_another(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = recording(finished)
-    assert gating_evolution.main([*TINY, "--out", str(finished)]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        gating_evolution.main([*SMALL, "--out", str(finished)])
     assert "pass --resume, --overwrite or another --out" in capsys.readouterr().err
-    assert gating_evolution.main([*TINY, "--lr", "0.01", "--resume", "--out", str(finished)]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        gating_evolution.main([*SMALL, "--lr", "0.01", "--resume", "--out", str(finished)])
     assert "lr was 0.001, is 0.01" in capsys.readouterr().err
     xr.testing.assert_identical(recording(finished), before)
 
 
-def test_a_killed_run_resumes_to_the_same_end(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mark = gating_evolution.tcnn_probe.Recorder.mark
+def test_a_killed_run_resumes_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert gating_evolution.main([*TINY, "--out", str(whole)]) in (0, 1)
+    mark = tcnn_probe.Recorder.mark
 
     def dies_at_two(self: object, **kwargs: object) -> None:
         if kwargs["epoch"] == 2:
@@ -57,12 +63,12 @@ def test_a_killed_run_resumes_to_the_same_end(finished: Path, tmp_path: Path, mo
         mark(self, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gating_evolution.tcnn_probe.Recorder, "mark", dies_at_two)
+        patch.setattr(tcnn_probe.Recorder, "mark", dies_at_two)
         with pytest.raises(KeyboardInterrupt):
-            gating_evolution.main([*TINY, "--out", str(tmp_path)])
-    assert recording(tmp_path).epoch.values.tolist() == [0, 1]
-    gating_evolution.main([*TINY, "--resume", "--out", str(tmp_path)])
-    xr.testing.assert_allclose(recording(tmp_path), recording(finished), rtol=1e-6)
+            gating_evolution.main([*TINY, "--out", str(killed)])
+    assert recording(killed).epoch.values.tolist() == [0, 1]
+    gating_evolution.main([*TINY, "--resume", "--out", str(killed)])
+    xr.testing.assert_allclose(recording(killed), recording(whole), rtol=1e-6)
 
 
 def test_the_check_can_fail(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

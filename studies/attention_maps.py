@@ -1,0 +1,236 @@
+"""Where the heads of GPSA layers look, from one query pixel (T-CNN paper, Figs. 5 and 8).
+
+    python studies/attention_maps.py
+
+A small ResNet learns real handwritten digits in cluttered scenes; its last stage is reparameterized as gated positional
+self-attention (GPSA) and fine-tuned. The weights of every epoch are kept, so that the maps of any of them, for any
+query pixel and any images, can be drawn again in seconds, without training:
+
+    python studies/attention_maps.py --resume --epoch 0 6 --query 20,40
+    python studies/attention_maps.py --resume --image my_digit.png another.jpg
+
+Takes about a minute, on one CPU core. Writes into results/:
+attention_maps.png              for each epoch and image that was asked for: the image with its query pixel boxed, and a
+                                row of maps a layer, one a head (nine of a 3 x 3 convolution), sigma(lambda) in red
+attention_maps.zarr             what is drawn: maps (epoch, image, layer, head, y, x), the share of attention that falls
+                                on zero padding, gates, and where the query lies in each layer
+attention_maps_recording.zarr   what tcnn_probe recorded of every epoch
+attention_maps_checkpoints/     weights of every epoch, tcnn-0000.pt and so on, each as large as the model
+
+What one should see: at epoch 0 each head looks most at the pixel of its own kernel tap, next to the query. At the end
+the heads of the first layer still do, with gates near 1, in both images alike. The lower a gate is, the more of the
+rest of the image is seen beside the tap, and differently in the two images: it follows what is there, faintly after so
+short a training. The script ends by checking both: that every head peaks at its tap at epoch 0, and that at the end the
+maps of heads with lower gates differ more between the images. Keys on zero padding are cut off from the maps, and what
+falls on them is counted (``outside``): with it a map sums to one.
+
+On one's own model and images, as the papers did on ImageNet:
+
+    python studies/attention_maps.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
+        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import xarray as xr
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor, nn
+
+import tcnn_probe
+from common.data import probed_images
+from common.gpsa_maps import maps_of, open_images
+from common.options import add_output, study_parser
+from common.training import Training, add_training, begin, settle
+from tcnn_model import EpochResult, reparameterize
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 1 if not."""
+    args = parse(arguments)
+    study = begin("attention_maps", args, stages=2, later=("epoch", "query", "image", "images"))
+    images, names = wanted_images(args, study)
+    if not weights(study, args.epochs).exists():
+        study.train_cnn()
+        store = study.output.beside("_recording.zarr")
+        study.tcnn(store, after=lambda model, result: keep_weights(study, model, result))
+    model = reparameterize(study.cnn).to(args.device)
+    maps = []
+    for epoch in sorted({0, *args.epoch, args.epochs}):  # the first and the last for the check
+        model.load_state_dict(torch.load(weights(study, epoch), map_location=args.device, weights_only=True))
+        maps.append(maps_of(model, images, args.query).expand_dims(epoch=[epoch]))
+    found = describe(xr.concat(maps, "epoch"), args.query, names)
+    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    draw(found, images, args.query, args.epoch).savefig(study.output.figure, dpi=150)
+    print(head_table(found))
+    print(f"wrote {study.output.store} and {study.output.figure}")
+    return check(found, own_images=bool(args.image))
+
+
+def weights(study: Training, epoch: int) -> Path:
+    """Where those of an epoch are kept."""
+    return study.output.checkpoints / f"tcnn-{epoch:04d}.pt"
+
+
+def keep_weights(study: Training, model: nn.Module, result: EpochResult) -> None:
+    """Write them, whole or not at all; of a resumed run those of earlier epochs are there."""
+    path = weights(study, result.epoch)
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        torch.save(model.state_dict(), partial)
+        os.replace(partial, path)
+
+
+def wanted_images(args: argparse.Namespace, study: Training) -> tuple[Tensor, list[str]]:
+    """What the heads look at, and what it is called: files of the user's, or images of the validation set."""
+    dataset = study.loaders[1].dataset
+    if args.image:
+        return open_images(args.image, dataset, args.img_size), [Path(file).name for file in args.image]
+    probed = probed_images(dataset, args.images)
+    return probed.images, [
+        f"validation image {number}, class {probed.classes[int(label)]}"
+        for number, label in zip(probed.numbers, probed.labels, strict=True)
+    ]
+
+
+def describe(found: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.Dataset:
+    """With units, and what each is."""
+    about = {
+        "attention": ("1", "A_ij of the query over the real keys (T-CNN Eq. 7)"),
+        "outside": ("1", "what falls on zero padding; with it a map sums to one"),
+        "peak_y": ("pixel", "the key, padding included, that is looked at most, relative to the query"),
+        "peak_x": ("pixel", "the key, padding included, that is looked at most, relative to the query"),
+        "gate": ("1", "sigma(lambda), share of positional attention"),
+        "center_y": ("pixel", "Delta_y of the positional attention, relative to the query"),
+        "center_x": ("pixel", "Delta_x of the positional attention, relative to the query"),
+        "query_y": ("pixel", "where the query lies in the layer's map"),
+        "query_x": ("pixel", "where the query lies in the layer's map"),
+    }
+    for name, (units, description) in about.items():
+        found[name].attrs = {"units": units, "description": description}
+    found = found.assign_coords(name=("image", np.array(names, dtype=object)))
+    return found.assign_attrs(query_y=query[0], query_x=query[1], query="of the images, in pixels")
+
+
+def draw(found: xr.Dataset, images: Tensor, query: tuple[int, int], epochs: list[int]) -> Figure:
+    """A grid of maps for each epoch and image."""
+    blocks = [(epoch, image) for epoch in epochs for image in range(len(images))]
+    rows, columns = found.sizes["layer"], found.sizes["head"]
+    figure = Figure(figsize=(1.1 * columns + 3.2, (1.3 * max(rows, 2) + 0.8) * len(blocks)), layout="constrained")
+    parts = np.atleast_1d(figure.subfigures(len(blocks)))
+    for part, (epoch, image) in zip(parts, blocks, strict=True):
+        one = found.sel(epoch=epoch).isel(image=image)
+        title = f"epoch {epoch}, {one.name.item()}"
+        maps = one.set_coords(["query_y", "query_x"]).attention
+        tcnn_probe.plot.attention_grid(maps, image=images[image], query=query, gate=one.gate, title=title, figure=part)
+    return figure
+
+
+def content_dependence(found: xr.Dataset) -> xr.DataArray:
+    """By how much the last epoch's maps differ between two images: total variation, mean over pairs; (layer, head)."""
+    last = found.attention.isel(epoch=-1)
+    count = last.sizes["image"]
+    pairs = [(i, j) for i in range(count) for j in range(i)]
+    differences = [abs(last.isel(image=i) - last.isel(image=j)).sum(["y", "x"]) / 2 for i, j in pairs]
+    return sum(differences) / len(pairs)
+
+
+def head_table(found: xr.Dataset) -> str:
+    """Every head's gate at the end and, with several images, how far its maps differ between them."""
+    last = found.isel(epoch=-1)
+    parts = {"gate": last.gate}
+    if found.sizes["image"] > 1:
+        parts["differs"] = content_dependence(found)
+    width = max(len(str(name)) for name in last.layer.values)
+    lines = [f"\nafter epoch {int(last.epoch)}: gates, and by how much maps differ between images (0 to 1)"]
+    for layer in last.layer.values:
+        for name, values in parts.items():
+            heads = " ".join(f"{value:4.2f}" for value in values.sel(layer=layer).values if value == value)
+            lines.append(f"{layer:<{width}}  {name:8} {heads}")
+    return "\n".join(lines)
+
+
+def check(found: xr.Dataset, *, own_images: bool = False) -> int:
+    """Whether heads start at their taps, and end the more different between images the lower their gates are.
+
+    Images of one's own may be alike: of them the latter is only said.
+    """
+    start = found.isel(epoch=0)
+    far = np.fmax(abs(start.peak_y - start.center_y), abs(start.peak_x - start.center_x))
+    count = int((far > 0.5).any("image").sum())
+    heads = int(start.gate.notnull().sum())
+    verdict = "every head looks most at its tap" if count == 0 else f"{count} of {heads} heads do NOT look at their tap"
+    print(f"check: at epoch 0 {verdict}")
+    if found.sizes["image"] < 2:
+        print("check: with one image, whether heads follow content is not seen")
+        return 0 if count == 0 else 1
+    gate, differs = (part.values.ravel() for part in (found.gate.isel(epoch=-1), content_dependence(found)))
+    there = np.isfinite(gate)
+    order = gate[there].argsort()
+    low, high = (differs[there][half].mean() for half in np.array_split(order, 2))
+    more = low > 1.5 * high  # where gates have not moved apart, halves of the heads are much alike
+    verdict = "differ more" if more else "do NOT differ more"
+    print(
+        f"check: maps of the half of the heads with lower gates {verdict} between images: "
+        f"by {low:.3f} on average, those of the other half by {high:.3f}"
+    )
+    return 0 if count == 0 and (more or own_images) else 1
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; the digits and the user's own images have different defaults."""
+    parser = study_parser(__doc__)
+    add_training(parser, small="400 digits without clutter, 4 epochs, 20 seconds")
+    add = parser.add_argument_group("maps; these may change with --resume").add_argument
+    add("--epoch", type=int, nargs="+", metavar="N", help="which to draw, 0 is before fine-tuning (default: the last)")
+    add(
+        "--query",
+        type=pixel,
+        metavar="Y,X",
+        help="the pixel of the images whose attention is drawn (default: the middle)",
+    )
+    add(
+        "--image",
+        type=image_file,
+        nargs="+",
+        metavar="FILE",
+        help="images of one's own (default: some of the validation set)",
+    )
+    add("--images", type=int, default=2, help="how many of the validation set (default: 2)")
+    add_output(parser)
+    args = parser.parse_args(arguments)
+    settle(parser, args, small={"limit": 400, "cnn_epochs": 2})
+    if args.images < 1:
+        parser.error("--images must be at least 1")
+    args.epoch = [args.epochs] if args.epoch is None else args.epoch
+    if wrong := [epoch for epoch in args.epoch if not 0 <= epoch <= args.epochs]:
+        parser.error(f"--epoch: expected 0 to {args.epochs}, the epochs of fine-tuning, got {wrong[0]}")
+    args.query = (args.img_size // 2,) * 2 if args.query is None else args.query
+    if not all(0 <= at < args.img_size for at in args.query):
+        parser.error(f"--query: expected a pixel inside {args.img_size} x {args.img_size}, got {args.query}")
+    return args
+
+
+def pixel(text: str) -> tuple[int, int]:
+    """Y,X."""
+    y, x = text.split(",")
+    return int(y), int(x)
+
+
+def image_file(name: str) -> str:
+    """A file that can be opened as an image."""
+    try:
+        with Image.open(name) as image:
+            image.verify()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"no image: {error}") from None
+    return name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Heads taken away, by type, at random and one by one; and what a model then gets right, by condition."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import xarray as xr
+from torch import Tensor, nn
+
+import tcnn_probe
+from common.data import PixelBatches
+
+__all__ = ["CLEAN", "NOTHING", "Sets", "conditions", "random_heads", "single_heads", "type_sets"]
+
+Sets = Mapping[str, xr.DataArray | None]
+"""Boolean arrays (layer, head) by name; None takes nothing away."""
+
+NOTHING, CLEAN = "nothing", "clean"
+_ALONE = ("contrast",)  # a corruption shown by itself as well: the paper's guess is of faint images
+
+
+def type_sets(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
+    """No heads; and all heads of each type, "convolutional" and "content", that there are.
+
+    Args:
+        types: of one model's heads, (layer, head).
+    """
+    kinds = [kind for kind in ("convolutional", "content") if bool((types == kind).any())]
+    return {NOTHING: None} | {kind: types == kind for kind in kinds}
+
+
+def random_heads(
+    types: xr.DataArray, kinds: Sequence[str], draws: int, rng: np.random.Generator
+) -> dict[str, xr.DataArray | None]:
+    """For each type so many sets of as many heads as it has, drawn from all heads of the model alike."""
+    there = np.flatnonzero(types.values.ravel() != "")
+    sets = {}
+    for kind in kinds:
+        count = int((types == kind).sum())
+        for draw in range(draws if count else 0):
+            chosen = np.zeros(types.size, bool)
+            chosen[rng.choice(there, count, replace=False)] = True
+            sets[f"random for {kind}#{draw}"] = types.copy(data=chosen.reshape(types.shape))
+    return sets
+
+
+def single_heads(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
+    """Each head by itself, as "layer:head"."""
+    sets = {}
+    for (row, column), kind in np.ndenumerate(types.values):
+        if kind != "":
+            chosen = np.zeros(types.shape, bool)
+            chosen[row, column] = True
+            name = f"{types.layer.values[row]}:{types['head'].values[column]}"
+            sets[name] = types.copy(data=chosen)
+    return sets
+
+
+def conditions(
+    *,
+    model: nn.Module,
+    sets: Sets,
+    batches: PixelBatches,
+    reference: Sequence[Tensor] | None,
+    severities: Sequence[int],
+    epsilon: float,
+    seed: int,
+    device: str,
+    part: Path,
+) -> xr.Dataset:
+    """What the model gets right without each set of heads.
+
+    Args:
+        model: in eval mode.
+        sets: names with "#" are draws of one thing.
+        batches: the images.
+        reference: batches of images over which heads are averaged, as the model takes them; None: they are zeroed.
+        severities: of the corruptions.
+        epsilon: of PGD.
+        seed: of corruptions and PGD.
+        device: where the model is.
+        part: a finished part of the study, read if it is there and else written.
+
+    Returns:
+        ``right`` (ablation, draw, condition, image): 1 and 0, or the share of corruptions and severities.
+    """
+    if not part.exists():
+        results = tcnn_probe.robustness(
+            {name: without(model, heads, reference) for name, heads in sets.items()},
+            batches,
+            severities=severities,
+            attacks=("pgd",),
+            seeds=(seed,),
+            normalization=batches.normalization,
+            epsilon=epsilon,
+            step=epsilon / 2,
+            device=device,
+        )
+        partial = part.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        by_condition(results).to_zarr(partial, consolidated=False)
+        os.replace(partial, part)
+    return xr.open_zarr(part, consolidated=False).load()
+
+
+def without(
+    model: nn.Module, heads: xr.DataArray | None, reference: Sequence[Tensor] | None
+) -> Callable[[Tensor], Tensor]:
+    """The model without some of its heads, as a function of images."""
+    if heads is None:
+        return model
+    mode = "zero" if reference is None else "mean"
+    ablation = tcnn_probe.ablate(model, heads, mode, images=reference)
+
+    def classify(images: Tensor) -> Tensor:
+        with ablation:
+            return model(images)
+
+    return classify
+
+
+def by_condition(results: xr.Dataset) -> xr.Dataset:
+    """From answers to every corruption to means by condition; of what is not drawn all draws are the same."""
+    corrupted = results.correct.astype(float).mean(["severity", "seed"])
+    groups = list(dict.fromkeys(results.group.values.tolist()))
+    parts = {CLEAN: results.clean_correct.astype(float)}
+    parts |= {group: corrupted.sel(corruption=(results.group == group).values).mean("corruption") for group in groups}
+    parts |= {name: corrupted.sel(corruption=name, drop=True) for name in _ALONE}
+    parts["PGD"] = results.adversarial_correct.astype(float).mean("seed").sel(attack="pgd", drop=True)
+    names = xr.DataArray(list(parts), dims="condition", name="condition")
+    right = xr.concat([row.reset_coords(drop=True) for row in parts.values()], names)
+    draws: dict[str, list[str]] = {}
+    for name in right.model.values.tolist():
+        draws.setdefault(name.partition("#")[0], []).append(name)
+    most = max(map(len, draws.values()))
+    rows = [right.sel(model=(names * most)[:most]).rename(model="draw") for names in draws.values()]
+    labels = xr.DataArray(np.array(list(draws), object), dims="ablation", name="ablation")
+    means = xr.concat([row.assign_coords(draw=range(most)) for row in rows], labels)
+    means["condition"] = means.condition.astype(object)
+    means.attrs = {"units": "1", "long_name": "right answers"}
+    return xr.Dataset({"right": means.transpose("ablation", "draw", "condition", "image")})

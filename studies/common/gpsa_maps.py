@@ -1,0 +1,104 @@
+"""Where every head of a Transformed CNN looks from one pixel of the input, and images of the user's to look at."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from PIL import Image
+from torch import Tensor, nn
+
+from common.digits import MEAN, STD, ClutteredDigits
+from tcnn_model import GPSA, gpsa_layers
+
+__all__ = ["maps_of", "open_images"]
+
+
+def maps_of(model: nn.Module, images: Tensor, query: tuple[int, int]) -> xr.Dataset:
+    """Attention of every head of every GPSA layer, from the query of its grid that has the input pixel.
+
+    Pixel y of H lies in row ``y * rows // H`` of a layer's queries. Keys on zero padding are cut off from the maps;
+    where layers differ in heads or in size, NaN fills up.
+
+    Args:
+        model: in eval mode afterwards as before.
+        images: shape (B, C, H, W), as the model takes them.
+        query: (y, x), a pixel of the images.
+
+    Returns:
+        ``attention`` (image, layer, head, y, x); ``outside`` (image, layer, head), what falls on padding; ``peak_y``
+        and ``peak_x``, the key, padding included, that is looked at most, relative to the query; of the layers
+        ``gate``, ``center_y``, ``center_x`` (layer, head) and ``query_y``, ``query_x`` (layer), a pixel of the map.
+    """
+    layers = gpsa_layers(model)
+    inputs = _inputs_of(model, layers, images)
+    found = [_of_layer(layer, inputs[name], query, images.shape[2:]) for name, layer in layers.items()]
+    together = xr.concat(found, xr.Variable("layer", np.array(list(layers), dtype=object)), join="outer")
+    return together.transpose("image", "layer", "head", "y", "x")
+
+
+@torch.no_grad()
+def _inputs_of(model: nn.Module, layers: dict[str, GPSA], images: Tensor) -> dict[str, Tensor]:
+    seen: dict[str, Tensor] = {}
+    modes = {module: module.training for module in model.modules()}
+
+    def keep(name: str) -> Any:
+        def hook(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+            seen[name] = given[0]
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(keep(name)) for name, layer in layers.items()]
+    try:
+        model.eval()(images.to(next(model.parameters()).device))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+    return seen
+
+
+@torch.no_grad()
+def _of_layer(layer: GPSA, x: Tensor, query: tuple[int, int], size: Sequence[int]) -> xr.Dataset:
+    rows, columns = layer.axes(x.shape[2], x.shape[3])
+    row, column = (at * axis.queries // end for at, axis, end in zip(query, (rows, columns), size, strict=True))
+    at = [axis.first_query + n * axis.stride for n, axis in ((row, rows), (column, columns))]  # in pixels of the keys
+    whole = layer.attention(x)[:, :, row * columns.queries + column].cpu().double()  # (B, heads, keys)
+    peak = whole.argmax(-1)
+    maps = whole.unflatten(-1, (rows.keys, columns.keys))
+    maps = maps.narrow(2, rows.before, rows.length).narrow(3, columns.before, columns.length)
+    heads, of_head = ("image", "head"), ("head",)
+    center = layer.center.detach().cpu().double()
+    return xr.Dataset(
+        {
+            "attention": ((*heads, "y", "x"), maps.numpy()),
+            "outside": (heads, 1 - maps.sum((2, 3)).numpy()),
+            "peak_y": (heads, (peak // columns.keys - rows.before - at[0]).double().numpy()),
+            "peak_x": (heads, (peak % columns.keys - columns.before - at[1]).double().numpy()),
+            "gate": (of_head, layer.gate.detach().cpu().double().numpy()),
+            "center_y": (of_head, center[:, 0].numpy()),
+            "center_x": (of_head, center[:, 1].numpy()),
+            "query_y": at[0],
+            "query_x": at[1],
+        },
+        {"image": range(len(x)), "head": range(layer.heads), "y": range(rows.length), "x": range(columns.length)},
+    )
+
+
+def open_images(files: Sequence[str], dataset: Any, size: int) -> Tensor:
+    """Files as images of the validation set: (B, C, H, W), prepared as that prepares its own.
+
+    Raises:
+        OSError: a file that is missing, or no image.
+    """
+    opened = []
+    for file in files:
+        with Image.open(Path(file)) as image:
+            opened.append(image.convert("L" if isinstance(dataset, ClutteredDigits) else "RGB"))
+    if not isinstance(dataset, ClutteredDigits):
+        return torch.stack([dataset.transform(image) for image in opened])
+    pixels = [np.asarray(image.resize((size, size), Image.Resampling.BILINEAR), dtype=np.float32) for image in opened]
+    return (torch.from_numpy(np.stack(pixels))[:, None] / 255 - MEAN) / STD

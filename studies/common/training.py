@@ -1,0 +1,200 @@
+"""What the studies of Transformed CNNs share: a CNN is trained, goes on as it is, and goes on with attention."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import xarray as xr
+from torch import nn
+
+import tcnn_probe
+from common.data import Loaders, digits_loaders, image_loaders
+from common.models import small_resnet
+from common.options import add_data, add_machine, fill_in
+from common.output import OutputError, RunOutput
+from tcnn_model import EpochResult, finetune, reparameterize
+
+__all__ = ["Training", "add_training", "begin", "settle"]
+
+
+def add_training(parser: argparse.ArgumentParser, *, small: str) -> Any:
+    """Model, data and training on the command line; gives the group of the training."""
+    add_data(
+        parser,
+        model="timm name of a CNN (default: a small ResNet built from timm)",
+        pretrained="start from timm's weights, or from those in FILE, instead of training the CNN",
+        img_size="height and width of the images (default: 64; 224 for --data)",
+    )
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add("--epochs", type=int, help="of fine-tuning (default: 6; 50 for --data)")
+    add("--cnn-epochs", type=int, help="of the CNN before, unless --pretrained (default: 15; --epochs for --data)")
+    add("--batch-size", type=int, help="images per step (default: 32; 256 for --data; the paper's is 1024)")
+    add("--lr", type=float, help="of fine-tuning (default: 1e-3; for --data 1e-4, the paper's)")
+    add("--cnn-lr", type=float, default=1e-2, help="of training the CNN (default: 1e-2)")
+    add("--gating-lr", type=float, default=0.1, help="of the gates (default: 0.1, the paper's)")
+    add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
+    add_machine(group, small=small)
+    return group
+
+
+def settle(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    *,
+    digits: Mapping[str, Any] | None = None,
+    small: Mapping[str, Any] | None = None,
+    images: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse what does not go together, and fill in what the user left open.
+
+    Args:
+        parser, args: of the study.
+        digits, small, images: the study's further defaults for the digits, for ``--small`` and for ``--data``.
+    """
+    on_digits = args.data == "digits"
+    if args.model is None and (args.pretrained or not on_digits):
+        parser.error("--pretrained and --data need --model, the name of a timm CNN such as resnet50")
+    if not on_digits and (args.small or args.limit):
+        parser.error("--small and --limit are for the digits, not for --data")
+    defaults = {"img_size": 64, "epochs": 6, "cnn_epochs": 15, "batch_size": 32, "lr": 1e-3, "clutter": 6}
+    defaults |= digits or {}
+    if args.small:
+        defaults |= {"epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 600, "clutter": 0, **(small or {})}
+    if not on_digits:
+        defaults = {"img_size": 224, "epochs": 50, "batch_size": 256, "lr": 1e-4, **(images or {})}
+    fill_in(args, defaults)
+    if args.cnn_epochs is None:
+        args.cnn_epochs = args.epochs
+    if min(args.epochs, args.cnn_epochs) < 1:
+        parser.error("--epochs and --cnn-epochs must be at least 1")
+
+
+def begin(study: str, args: argparse.Namespace, *, stages: int, later: tuple[str, ...] = ()) -> "Training":
+    """Model, data and output folder; what cannot be is refused now, before anything is trained or written.
+
+    Args:
+        study: its name.
+        args: its command line, settled.
+        stages: how many trainings there will be, for the progress bars.
+        later: options that leave the training as it is, and so may change when a run is resumed.
+
+    Raises:
+        SystemExit: with 2, and the reason on stderr.
+    """
+    free = ("out", "resume", "overwrite", "device", "workers", *later)
+    options = {name: value for name, value in vars(args).items() if name not in free}
+    torch.manual_seed(args.seed)
+    try:
+        cnn, loaders = model_and_data(args)
+        reparameterize(cnn.to(args.device))
+        output = RunOutput(args.out, study, options, resume=args.resume, overwrite=args.overwrite)
+    except (OutputError, ValueError, RuntimeError, OSError) as error:
+        print(f"{study}.py: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return Training(args, cnn, loaders, output, stages)
+
+
+def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
+    """The CNN, and training and validation batches for it."""
+    file = args.pretrained if isinstance(args.pretrained, str) else None
+    weights = {"pretrained": bool(args.pretrained), "pretrained_cfg_overlay": {"file": file} if file else None}
+    if args.data == "digits":
+        loaders = digits_loaders(
+            size=args.img_size, batch_size=args.batch_size, seed=args.seed, limit=args.limit, clutter=args.clutter
+        )
+        if args.model is None:
+            torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
+            return small_resnet(), loaders
+        return timm.create_model(args.model, in_chans=1, num_classes=10, **weights), loaders
+    keep_classes = {} if args.num_classes is None else {"num_classes": args.num_classes}
+    cnn = timm.create_model(args.model, **weights, **keep_classes)
+    return cnn, image_loaders(cnn, args.data, size=args.img_size, batch_size=args.batch_size, workers=args.workers)
+
+
+@dataclass
+class Training:
+    """A study's trainings, each continued where a killed run left it.
+
+    Args:
+        args: the study's command line.
+        cnn: untrained or with the user's weights.
+        loaders: training and validation batches.
+        output: where checkpoints go.
+        stages: how many trainings there will be.
+    """
+
+    args: argparse.Namespace
+    cnn: nn.Module
+    loaders: Loaders
+    output: RunOutput
+    stages: int
+    _stage: int = 0
+
+    def train_cnn(self) -> list[EpochResult]:
+        """Train the CNN; if it came with weights, it is taken as it is and nothing is returned."""
+        if self.args.pretrained:
+            self._stage += 1
+            return []
+        recipe = {"epochs": self.args.cnn_epochs, "lr": self.args.cnn_lr, "seed": self.args.seed}
+        return list(self._train(self.cnn, "cnn", "training the CNN", **recipe))
+
+    def fine_tune(self, model: nn.Module, file: str, title: str, *, seed: int | None = None) -> Iterator[EpochResult]:
+        """Fine-tune a model, the CNN or what was made of it, with the recipe that all have.
+
+        Args:
+            model: trained in place.
+            file: name of its checkpoint.
+            title: of the progress bar.
+            seed: ``--seed`` unless given.
+        """
+        recipe = {"epochs": self.args.epochs, "lr": self.args.lr, "gating_lr": self.args.gating_lr}
+        recipe |= {"drop_path_rate": self.args.drop_path, "seed": self.args.seed if seed is None else seed}
+        return self._train(model, file, title, **recipe)
+
+    def tcnn(
+        self,
+        store: Path,
+        *,
+        file: str = "tcnn",
+        title: str = "the T-CNN",
+        seed: int | None = None,
+        probes: Any = None,
+        scalars: Callable[[EpochResult], Mapping[str, float]] = lambda result: {},
+        after: Callable[[nn.Module, EpochResult], None] = lambda model, result: None,
+    ) -> tuple[nn.Module, xr.Dataset]:
+        """The CNN reparameterized and fine-tuned, every head recorded.
+
+        Args:
+            store: of the recording.
+            file, title, seed: as for :meth:`fine_tune`; the seed is also that of the new queries and keys.
+            probes: what else to record of heads, as :func:`tcnn_probe.record` takes it.
+            scalars: what to record of an epoch beside its accuracies and losses.
+            after: called after each epoch.
+        """
+        torch.manual_seed(self.args.seed if seed is None else seed)
+        model = reparameterize(self.cnn)
+        with tcnn_probe.record(model, store, probes=probes) as recorder:
+            for result in self.fine_tune(model, file, title, seed=seed):
+                recorder.mark(if_marked="skip", **scalars(result), **asdict(result))
+                after(model, result)
+            return model, recorder.dataset.load()
+
+    def _train(self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any) -> Iterator[EpochResult]:
+        self._stage += 1
+        return finetune(
+            model,
+            *self.loaders,
+            epochs=epochs,
+            warmup_epochs=min(5, max(1, epochs // 5), epochs - 1),
+            checkpoint=self.output.checkpoints / f"{file}.pt",
+            name=f"{self._stage}/{self.stages} {title}",
+            device=self.args.device,
+            amp=self.args.amp,
+            **recipe,
+        )

@@ -1,0 +1,98 @@
+"""Which heads are taken away, and what answers come to by condition."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+from common.ablations import by_condition, random_heads, single_heads, type_sets, without
+from tcnn_model import GPSA
+
+TYPES = xr.DataArray(
+    [["content", "convolutional", ""], ["mixed", "content", "content"]],
+    {"layer": ["a", "b"], "head": [0, 1, 2]},
+    ("layer", "head"),
+)
+
+
+def chosen(heads: xr.DataArray | None) -> list[tuple[str, int]]:
+    if heads is None:
+        return []
+    return [(layer, head) for layer in "ab" for head in range(3) if bool(heads.sel(layer=layer, head=head))]
+
+
+def test_types() -> None:
+    sets = type_sets(TYPES)
+    assert list(sets) == ["nothing", "convolutional", "content"]
+    assert chosen(sets["nothing"]) == []
+    assert chosen(sets["convolutional"]) == [("a", 1)]
+    assert chosen(sets["content"]) == [("a", 0), ("b", 1), ("b", 2)]
+    assert list(type_sets(TYPES.where(TYPES != "content", "mixed"))) == ["nothing", "convolutional"]
+
+
+def test_random_heads_are_as_many_and_any() -> None:
+    seen: set[tuple[str, int]] = set()
+    sets = random_heads(TYPES, ("convolutional", "content"), 40, np.random.default_rng(0))
+    assert len(sets) == 80
+    for name, heads in sets.items():
+        kind = name.partition("#")[0].removeprefix("random for ")
+        assert len(chosen(heads)) == {"convolutional": 1, "content": 3}[kind]
+        seen |= set(chosen(heads))
+    assert seen == {("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)}  # never the one that is not there
+    without_any = random_heads(TYPES.where(TYPES != "content", "mixed"), ("content",), 3, np.random.default_rng(0))
+    assert without_any == {}
+
+
+def test_single_heads() -> None:
+    sets: Mapping[str, xr.DataArray | None] = single_heads(TYPES)
+    assert list(sets) == ["a:0", "a:1", "b:0", "b:1", "b:2"]
+    assert [chosen(heads) for heads in sets.values()] == [[(n[0], int(n[2]))] for n in sets]
+
+
+def test_without_takes_heads_away_for_the_call_alone() -> None:
+    model = torch.nn.Sequential(GPSA(3, 5, 3, padding=1, bias=False)).eval()
+    heads = xr.DataArray(np.ones((1, 9), bool), {"layer": ["0"], "head": range(9)}, ("layer", "head"))
+    images = torch.randn(2, 3, 7, 11)
+    with torch.no_grad():
+        assert not without(model, None, None)(images).eq(0).any()
+        assert without(model, heads, None)(images).eq(0).all()
+        averaged = without(model, heads, [images[:1], images[1:]])(torch.randn(3, 3, 7, 11))
+        torch.testing.assert_close(averaged, model(images).mean(0).expand(3, -1, -1, -1))
+        assert not model(images).eq(0).any()
+
+
+def test_conditions_against_a_loop() -> None:
+    random = np.random.default_rng(1)
+    models = ["nothing", "random for x#0", "random for x#1", "x"]
+    corruptions = {"shot_noise": "noise", "contrast": "digital", "fog": "weather", "pixelate": "digital"}
+    sizes = {"model": 4, "corruption": 4, "severity": 2, "seed": 1, "image": 7}
+    results = xr.Dataset(
+        {
+            "correct": (tuple(sizes), random.random(tuple(sizes.values())) < 0.5),
+            "clean_correct": (("model", "image"), random.random((4, 7)) < 0.5),
+            "adversarial_correct": (("model", "attack", "seed", "image"), random.random((4, 1, 1, 7)) < 0.5),
+        },
+        {
+            "model": models,
+            "corruption": list(corruptions),
+            "group": ("corruption", list(corruptions.values())),
+            "attack": ["pgd"],
+        },
+    )
+    right = by_condition(results).right
+    assert right.dims == ("ablation", "draw", "condition", "image")
+    assert right.draw.values.tolist() == [0, 1]
+    assert right.ablation.values.tolist() == ["nothing", "random for x", "x"]
+    assert right.condition.values.tolist() == ["clean", "noise", "digital", "weather", "contrast", "PGD"]
+    raw = results.correct.values.astype(float)[:, :, :, 0]
+    for row, members in ((0, [0, 0]), (1, [1, 2]), (2, [3, 3])):
+        for draw, m in enumerate(members):
+            for image in range(7):
+                digital = np.mean([raw[m, c, s, image] for c in (1, 3) for s in (0, 1)])
+                contrast = np.mean([raw[m, 1, s, image] for s in (0, 1)])
+                clean = float(results.clean_correct.values[m, image])
+                pgd = float(results.adversarial_correct.values[m, 0, 0, image])
+                found = right[row, draw, :, image].sel(condition=["digital", "contrast", "clean", "PGD"])
+                assert found.values == pytest.approx([digital, contrast, clean, pgd])

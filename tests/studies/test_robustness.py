@@ -1,0 +1,109 @@
+"""What the study says of made results: no more than their intervals support."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import robustness as study
+from tests.studies.conftest import Refusal
+
+MODELS = [study.CNN, study.CONTROL, study.TCNN]
+GROUPS = {"fog": "weather", "snow": "weather", "contrast": "digital"}
+
+
+def made(chances: list[float], *, harder: float = 0.4) -> xr.Dataset:
+    """300 images: so often right when clean, less by ``harder`` at severity 5 and in blurred weather."""
+    random = np.random.default_rng(0)
+    by_severity = np.array([0.0, harder])[:, None, None]
+    draw = random.random((3, 3, 2, 1, 300))
+    right = draw < np.array(chances)[:, None, None, None, None] - by_severity
+    clean = random.random((3, 300)) < np.array(chances)[:, None]
+    attacked = random.random((3, 2, 1, 300)) < np.array(chances)[:, None, None, None] - 0.2
+    return xr.Dataset(
+        {
+            "correct": (("model", "corruption", "severity", "seed", "image"), right),
+            "clean_correct": (("model", "image"), clean),
+            "adversarial_correct": (("model", "attack", "seed", "image"), attacked),
+            "accuracy": (("model", "corruption", "severity", "seed"), right.mean(-1)),
+            "clean_accuracy": (("model",), clean.mean(-1)),
+            "adversarial_accuracy": (("model", "attack", "seed"), attacked.mean(-1)),
+        },
+        {
+            "model": MODELS,
+            "corruption": list(GROUPS),
+            "group": ("corruption", list(GROUPS.values())),
+            "severity": [1, 5],
+            "attack": ["fgsm", "pgd"],
+        },
+    )
+
+
+def test_verdicts_are_those_of_the_intervals() -> None:
+    said = study.verdicts(made([0.6, 0.8, 0.8]), 10).splitlines()
+    control = said.index(f"T-CNN against {study.CONTROL!r}, difference in accuracy with 95 % interval over images:")
+    against_cnn = [line for line in said[:control] if line.startswith("  ")]
+    against_control = [line for line in said[control + 1 :] if line.startswith("  ")]
+    names = ["clean", "weather", "digital", "fgsm", "pgd"]
+    assert [line.split()[0] for line in against_cnn] == names
+    assert all(line.endswith("T-CNN ahead") for line in against_cnn)
+    assert [line.split()[0] for line in against_control] == names
+    assert all(line.endswith("not distinguishable") for line in against_control)
+    behind = study.verdicts(made([0.8, 0.8, 0.6]), 10)
+    assert behind.count("T-CNN behind") == 10
+    assert "another training may differ" in behind
+    assert "chance" not in behind
+    assert study.verdicts(made([0.8, 0.8, 0.6]), 3).count("(both near chance)") == 0
+    assert study.verdicts(made([0.4, 0.4, 0.3]), 4).count("(both near chance)") == 8  # all but clean images
+
+
+def test_table_has_the_means() -> None:
+    results = made([0.6, 0.7, 0.8])
+    lines = study.table(results).splitlines()
+    assert lines[2].split() == ["clean", "weather", "digital", "fgsm", "pgd"]
+    row = next(line for line in lines if line.startswith(study.TCNN)).removeprefix(study.TCNN).split()
+    weather = results.correct.values[2, :2].mean()
+    expected = [results.clean_correct.values[2].mean(), weather, results.correct.values[2, 2].mean()]
+    assert [float(cell) for cell in row[:3]] == pytest.approx(expected, abs=6e-4)
+
+
+def test_the_check_can_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.check(made([0.6, 0.8, 0.8]), 10) == 0
+    assert study.check(made([0.6, 0.8, 0.8], harder=-0.1), 10) == 1
+    assert "does NOT grow" in capsys.readouterr().out
+    assert study.check(made([0.6, 0.8, 0.8]), 2) == 1
+    assert "did NOT learn" in capsys.readouterr().out
+    one = made([0.6, 0.8, 0.8]).isel(severity=[1])
+    assert study.check(one, 10) == 0  # against clean images
+
+
+def test_figure_shows_all_models_and_attacks() -> None:
+    figure = study.draw(made([0.6, 0.7, 0.8]), 10)
+    assert [axes.get_title("left")[0] for axes in figure.axes] == ["A", "B", "C", "D"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*MODELS, "chance"]
+    ticks = [[label.get_text() for label in axes.get_xticklabels()] for axes in figure.axes]
+    assert ticks == [
+        ["clean", "weather", "digital"],
+        ["fgsm", "pgd"],
+        ["clean", "weather", "digital"],
+        ["clean", "1", "5"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--severities", "6"], "invalid choice"),
+        (["--epsilon", "0"], "--epsilon positive"),
+        (["--images", "1"], "--images must be at least 2"),
+        (["--data", "."], "need --model"),
+    ],
+)
+def test_wrong_options_say_so_and_write_nothing(refusal: Refusal, options: list[str], message: str) -> None:
+    assert message in refusal(study, options)
+
+
+def test_further_test_sets_must_be_there(refusal: Refusal, tmp_path: Path) -> None:
+    assert "expected NAME=FOLDER with a folder" in refusal(study, ["--variant", "imagenet-a"])
+    assert "goes with --data" in refusal(study, ["--variant", f"imagenet-a={tmp_path}"])
