@@ -20,7 +20,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks(ROOT / "README.md")
-    assert len(blocks) == 7
+    assert len(blocks) == 9
     images, labels = torch.randn(6, 3, 64, 96), torch.arange(6) % 3
     loader = DataLoader(TensorDataset(images, labels), batch_size=3)
     names = {"train_loader": loader, "val_loader": loader, "torch": torch}
@@ -30,7 +30,18 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert xr.open_zarr("vit.zarr").sizes == {"epoch": 1, "layer": 12, "head": 6}
 
 
-@pytest.mark.parametrize(("name", "least"), [("recording.md", 8), ("saliency.md", 4)])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("ablation.md", 5),
+        ("corruptions.md", 4),
+        ("heads.md", 5),
+        ("plots.md", 5),
+        ("recording.md", 8),
+        ("robustness.md", 5),
+        ("saliency.md", 4),
+    ],
+)
 def test_examples_of_the_documents_run(name: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
@@ -59,7 +70,9 @@ def test_examples_of_aggregation_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert special.per_class
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("studies/*.md")], ids=lambda path: path.name
+)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", re.sub("`[^`]*`", "", path.read_text())):
         assert (path.parent / target).exists(), target
@@ -73,6 +86,12 @@ def test_commands_of_the_readme_exist() -> None:
     readme = (ROOT / "README.md").read_text()
     assert 'pip install -e ".[test]" && pytest' in readme
     assert (ROOT / "studies" / "gating_evolution.py").exists()
+
+
+def test_every_study_has_its_row() -> None:
+    rows = (ROOT / "studies" / "README.md").read_text()
+    missing = [path.name for path in (ROOT / "studies").glob("*.py") if f"`python studies/{path.name}`" not in rows]
+    assert missing == []
 
 
 def test_registry_names_in_the_readme() -> None:

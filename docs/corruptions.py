@@ -1,0 +1,100 @@
+"""Draws every corruption at every severity, ``corruptions.png`` beside it, and prints the table of ``corruptions.md``.
+
+python docs/corruptions.py                  # a few seconds; --size for other images, --out says where to
+python docs/corruptions.py --milliseconds   # how long each takes instead
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from tcnn_probe import CORRUPTIONS, corrupt
+
+GAP, LEFT, TOP = 3, 22, 52  # pixels of the figure
+SEVERITIES = (1, 2, 3, 4, 5)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=80, help="pixels along each side of the image")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--milliseconds", action="store_true")
+    given = parser.parse_args(arguments)
+    if given.milliseconds:
+        print_milliseconds(photograph(given.size))
+    else:
+        draw(photograph(given.size)).save(given.out, optimize=True)
+        print(table())
+
+
+def table() -> str:
+    """Of the names, parameters and scaling, as markdown."""
+    lines = ["| group | corruption | what it does | parameters at severities 1 to 5 | random | below 224 pixels |"]
+    lines.append("|---|---|---|---|---|---|")
+    for each in CORRUPTIONS.values():
+        parameters = "; ".join(f"{name} {_values(values)}" for name, values in each.parameters.items())
+        cells = each.group, f"`{each.name}`", each.description, parameters, each.random, each.scaling
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def _values(values: tuple[float, ...]) -> str:
+    return f"{values[0]:g}" if len(set(values)) == 1 else ", ".join(f"{value:g}" for value in values)
+
+
+def photograph(size: int) -> NDArray[Any]:
+    """Scikit-learn's sample image china.jpg, its middle, (size, size, 3)."""
+    from sklearn.datasets import load_sample_image
+
+    middle = Image.fromarray(load_sample_image("china.jpg")).crop((130, 0, 557, 427))
+    return np.asarray(middle.resize((size, size), Image.Resampling.LANCZOS))
+
+
+def draw(image: NDArray[Any]) -> Image.Image:
+    """A column for each corruption, a row for each severity; pixel by pixel."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    size, step = len(image), len(image) + GAP
+    width, height = LEFT + step * len(CORRUPTIONS), TOP + step * len(SEVERITIES)
+    figure = Figure(figsize=(width / 100, height / 100), dpi=100, facecolor="white")
+    groups: dict[str, list[int]] = {}
+    for column, each in enumerate(CORRUPTIONS.values()):
+        left = LEFT + column * step
+        groups.setdefault(each.group, []).append(left)
+        name = each.name.replace("_", "\n")
+        figure.text((left + size / 2) / width, 1 - 33 / height, name, ha="center", va="center", fontsize=7.5)
+        for row, severity in enumerate(SEVERITIES):
+            below = height - TOP - row * step - size
+            figure.figimage(corrupt(image, each.name, severity), left, below, origin="upper")
+    for name, lefts in groups.items():
+        middle = (lefts[0] + lefts[-1] + size) / 2 / width
+        figure.text(middle, 1 - 9 / height, name, ha="center", va="center", fontsize=10, weight="bold")
+    for row, severity in enumerate(SEVERITIES):
+        level = 1 - (TOP + row * step + size / 2) / height
+        figure.text(LEFT / 2 / width, level, str(severity), ha="center", va="center", fontsize=10)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+    return Image.fromarray(np.ascontiguousarray(pixels)).quantize(160, dither=Image.Dither.NONE)
+
+
+def print_milliseconds(image: NDArray[Any]) -> None:
+    """Of each corruption, the mean over the severities."""
+    for name in CORRUPTIONS:
+        corrupt(image, name, 1)  # what is made once
+        start = time.perf_counter()
+        for severity in SEVERITIES:
+            corrupt(image, name, severity)
+        print(f"{name:18} {(time.perf_counter() - start) / len(SEVERITIES) * 1e3:6.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
