@@ -22,8 +22,8 @@ from tcnn_model import EpochResult, finetune, reparameterize
 __all__ = ["Training", "add_training", "begin", "settle"]
 
 
-def add_training(parser: argparse.ArgumentParser, *, small: str) -> Any:
-    """Model, data and training on the command line; gives the group of the training."""
+def add_training(parser: argparse.ArgumentParser, *, small: str) -> None:
+    """Model, data and training on the command line."""
     add_data(
         parser,
         model="timm name of a CNN (default: a small ResNet built from timm)",
@@ -40,7 +40,6 @@ def add_training(parser: argparse.ArgumentParser, *, small: str) -> Any:
     add("--gating-lr", type=float, default=0.1, help="of the gates (default: 0.1, the paper's)")
     add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
     add_machine(group, small=small)
-    return group
 
 
 def settle(
@@ -49,13 +48,12 @@ def settle(
     *,
     digits: Mapping[str, Any] | None = None,
     small: Mapping[str, Any] | None = None,
-    images: Mapping[str, Any] | None = None,
 ) -> None:
     """Refuse what does not go together, and fill in what the user left open.
 
     Args:
         parser, args: of the study.
-        digits, small, images: the study's further defaults for the digits, for ``--small`` and for ``--data``.
+        digits, small: the study's further defaults for the digits, and for ``--small``.
     """
     on_digits = args.data == "digits"
     if args.model is None and (args.pretrained or not on_digits):
@@ -67,7 +65,7 @@ def settle(
     if args.small:
         defaults |= {"epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 600, "clutter": 0, **(small or {})}
     if not on_digits:
-        defaults = {"img_size": 224, "epochs": 50, "batch_size": 256, "lr": 1e-4, **(images or {})}
+        defaults = {"img_size": 224, "epochs": 50, "batch_size": 256, "lr": 1e-4}
     fill_in(args, defaults)
     if args.cnn_epochs is None:
         args.cnn_epochs = args.epochs

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.perturbing.comparison import improvement, share_right
+from tcnn_probe.perturbing.comparison import check_results, improvement, share_right
 from tcnn_probe.plot.fitting import legend_above, mark_above, name_ticks
 from tcnn_probe.plot.palette import OKABE_ITO
 
@@ -13,13 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["robustness"]
-
-_BY = {
-    "group": ("correct", "corruption"),
-    "corruption": ("correct", "corruption"),
-    "severity": ("correct", "severity"),
-    "attack": ("adversarial_correct", "attack"),
-}
 
 
 def robustness(
@@ -62,16 +55,17 @@ def robustness(
         ValueError: variables, dimensions or coordinates that are missing, an unknown ``by``, or a baseline that is
             none of the models, or the only one.
     """
-    ds = _checked(ds, by)
+    check_results(ds)
     clean = [None] if "clean_correct" in ds else []
+    perturbed = share_right(ds, by)
+    if by is None or not perturbed.size:
+        raise ValueError(f"nothing to draw by {by!r}: {dict(perturbed.sizes)}")
     models = [str(name) for name in ds["model"].values]
     if baseline is None:
-        right = _categories([share_right(ds, which) for which in (*clean, by)], by)
+        right = _categories([*(share_right(ds, which) for which in clean), perturbed], by)
         heights, errors = right.mean("image"), right.std("image", ddof=1) / np.sqrt(right.sizes["image"])
         low, high, label = heights - errors, heights + errors, "accuracy\n(bars: standard error over images)"
     else:
-        if baseline not in models or len(models) < 2:
-            raise ValueError(f"expected a baseline among two models or more, got {baseline!r} of {models}")
         found = [improvement(ds, baseline, which, confidence=confidence) for which in (*clean, by)]
         heights = 100 * _categories([each.improvement for each in found], by)
         bounds = 100 * _categories([each.interval for each in found], by)
@@ -91,25 +85,6 @@ def _categories(parts: list[xr.DataArray], by: str) -> xr.DataArray:
     others = others.rename({by: "category"}).reset_coords(drop=True)
     others = others.assign_coords(category=[str(label) for label in others["category"].values])
     return xr.concat([*named, others], "category", coords="minimal", compat="override", join="exact")
-
-
-def _checked(ds: xr.Dataset, by: str) -> xr.Dataset:
-    if not isinstance(ds, xr.Dataset):
-        raise TypeError(f"expected what tcnn_probe.robustness gives, an xarray.Dataset; got {type(ds).__name__}")
-    if by not in _BY:
-        raise ValueError(f"expected by to be one of {tuple(_BY)}, got {by!r}")
-    variable, dim = _BY[by]
-    if variable not in ds:
-        raise ValueError(f"expected the variable {variable!r}, got {tuple(ds.data_vars)}: needed to draw by {by!r}")
-    dims = ds[variable].dims
-    for needed in ("model", "image", dim):
-        if needed not in dims:
-            raise ValueError(f"expected {variable!r} with the dimension {needed!r}, got {dims}")
-        if not ds.sizes[needed]:
-            raise ValueError(f"nothing to draw: {variable!r} has no {needed}")
-    if by == "group" and "group" not in ds[variable].coords:
-        raise ValueError("expected the coordinate 'group' along corruption, to draw by 'group'")
-    return ds
 
 
 def _bars(

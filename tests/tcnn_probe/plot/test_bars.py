@@ -245,24 +245,32 @@ def test_what_robustness_measures_can_be_drawn() -> None:
     assert len(heights(beside)["mine"]) == 2
 
 
+def test_a_selected_corruption_is_drawn() -> None:
+    ds = measured().isel(corruption=1)
+    bars = heights(tcnn_probe.plot.robustness(ds, by="corruption"))
+    np.testing.assert_allclose(bars["T-CNN"][1], ds.correct[2].mean())
+
+
 def test_what_it_refuses() -> None:
     ds, bars = measured(), tcnn_probe.plot.robustness
     with pytest.raises(TypeError, match=r"an xarray.Dataset; got DataArray"):
         bars(ds.correct)
     with pytest.raises(ValueError, match=r"expected by to be one of .*'severity'.* got 'seed'"):
         bars(ds, by="seed")
-    with pytest.raises(ValueError, match=r"expected the variable 'correct', got .*'clean_correct'"):
+    with pytest.raises(ValueError, match=r"nothing to draw by None"):
+        bars(ds, by=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"robustness with 'correct', got .*'clean_correct'"):
         bars(ds.drop_vars("correct"))
-    with pytest.raises(ValueError, match=r"expected the variable 'adversarial_correct'"):
+    with pytest.raises(ValueError, match=r"robustness with 'adversarial_correct'"):
         bars(measured(plain=True), by="attack")
     with pytest.raises(ValueError, match=r"'correct' with the dimension 'image'"):
         bars(ds.mean("image"))
-    with pytest.raises(ValueError, match=r"the coordinate 'group' along corruption"):
+    with pytest.raises(ValueError, match=r"'correct' with the coordinate 'group'"):
         bars(ds.drop_vars("group"))
-    with pytest.raises(ValueError, match=r"'correct' has no corruption"):
-        bars(ds.isel(corruption=slice(0)))
-    with pytest.raises(ValueError, match=r"among two models or more, got 'cnn' of .*'CNN'"):
+    with pytest.raises(ValueError, match=r"nothing to draw by 'corruption'"):
+        bars(ds.isel(corruption=slice(0)), by="corruption")
+    with pytest.raises(ValueError, match=r"one of the models .*'CNN'.*, got 'cnn'"):
         bars(ds, baseline="cnn")
-    with pytest.raises(ValueError, match=r"got 'CNN' of \['CNN'\]"):
+    with pytest.raises(ValueError, match=r"another model beside the baseline, got \['CNN'\]"):
         bars(ds.sel(model=["CNN"]), baseline="CNN")
     assert plt.get_fignums() == []
