@@ -12,8 +12,8 @@ from torch import Tensor
 
 import contest
 from tcnn_model import gpsa
-from tcnn_model.functional import Backend
-from tcnn_model.positional import Axis, gaussian_position
+from tcnn_model.gpsa.functional import Backend
+from tcnn_model.gpsa.positional import Axis, gaussian_position
 
 _HEADS = 9
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tcnn_model import GPSA, gpsa_layers, reparameterize
-from tcnn_model.tracing import InputSize, find_input_size, meta_copy, trace
+from tcnn_model.conversion.tracing import InputSize, find_input_size, meta_copy, trace
 
 PIXELS = 96  # image of the comparison, where the model takes it
 NO_CONVOLUTION = "no convolution to reparameterize"

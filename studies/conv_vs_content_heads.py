@@ -50,7 +50,7 @@ from common.comparing import DRAWN, beyond_these_trainings, beyond_zero, by_side
 from common.data import PixelBatches
 from common.options import add_output, fill_in, study_parser
 from common.training import Training, add_training, begin, settle
-from tcnn_probe.plot.palette import BLUE, RED
+from tcnn_probe.plot.style import BLUE, RED
 
 PAIR = ("convolutional", "content")
 SETS = [NOTHING, *PAIR, *(f"random for {kind}" for kind in PAIR)]

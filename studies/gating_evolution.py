@@ -33,7 +33,7 @@ import tcnn_probe
 from common.options import add_output, study_parser
 from common.training import add_training, begin, settle
 from tcnn_model import EpochResult
-from tcnn_probe.plot.palette import RED, in_order
+from tcnn_probe.plot.style import RED, in_order
 
 Run = list[EpochResult]
 

@@ -1,12 +1,12 @@
 """See, while a vision model trains, which of its heads convolve and which attend to content."""
 
 from tcnn_probe import plot
-from tcnn_probe.collector import ReconstructionError
-from tcnn_probe.explaining import faithfulness, saliency
+from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attribution import faithfulness, saliency
+from tcnn_probe.bootstrap import bootstrap_interval
 from tcnn_probe.heads import head_types
-from tcnn_probe.intervals import bootstrap_interval
-from tcnn_probe.intervening.ablation import Ablation, ablate
-from tcnn_probe.perturbing import (
+from tcnn_probe.interventions.ablation import Ablation, ablate
+from tcnn_probe.perturbations import (
     CORRUPTIONS,
     Variant,
     corrupt,
@@ -18,11 +18,11 @@ from tcnn_probe.perturbing import (
     robustness,
 )
 from tcnn_probe.probes import DEFAULT, PROBES, ForwardCall, Probe, register
-from tcnn_probe.recorder import Recorder, record
+from tcnn_probe.recording.collector import ReconstructionError
+from tcnn_probe.recording.recorder import Recorder, record
 from tcnn_probe.schema import Variable
-from tcnn_probe.seeing.attention import AttentionCall
-from tcnn_probe.store import StoreError, compact, migrate
-from tcnn_probe.store import open_recording as open  # noqa: A004
+from tcnn_probe.storage import StoreError, compact, migrate
+from tcnn_probe.storage import open_recording as open  # noqa: A004
 
 __all__ = [
     "CORRUPTIONS",

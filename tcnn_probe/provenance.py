@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch import nn
 
-from tcnn_probe.names import unwrap
+from tcnn_probe.models import unwrap
 
 __all__ = ["provenance", "versions"]
 

@@ -11,7 +11,7 @@ import torch
 import xarray as xr
 from torch.utils.data import DataLoader, TensorDataset
 
-from tcnn_model.patchconvnet import PatchConvNet
+from tcnn_model.models.patchconvnet import PatchConvNet
 
 ROOT = Path(__file__).parent.parent
 

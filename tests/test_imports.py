@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The fine-tuning loop, and what the root of tcnn_model re-exports of it.
 LOOP = {
+    "tcnn_model.training",
     "tcnn_model.finetune",
-    "tcnn_model.optimization",
     "tcnn_model.EpochResult",
     "tcnn_model.parameter_groups",
 }
@@ -68,13 +68,13 @@ def test_only_studies_and_their_tests_import_studies() -> None:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("import tcnn_model.finetune", True),
+        ("import tcnn_model.training.finetune", True),
         ("from tcnn_model import finetune", True),
         ("from tcnn_model import GPSA, parameter_groups", True),
-        ("from tcnn_model.optimization import set_drop_path", True),
+        ("from tcnn_model.training.optimization import set_drop_path", True),
         ("from ..tcnn_model.finetune import evaluate", True),
-        ("def f():\n    import tcnn_model.finetune as loop", True),
-        ("import importlib\nimportlib.import_module('tcnn_model.finetune')", True),
+        ("def f():\n    import tcnn_model.training.finetune as loop", True),
+        ("import importlib\nimportlib.import_module('tcnn_model.training.finetune')", True),
         ("from tcnn_model import GPSA", False),
         ("import tcnn_model", False),
     ],

@@ -3,7 +3,7 @@
 from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 
-from tcnn_model.patchconvnet import PatchConvNet
+from tcnn_model.models.patchconvnet import PatchConvNet
 
 __all__ = ["small_patchconvnet", "small_resnet"]
 

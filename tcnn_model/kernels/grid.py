@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tcnn_model.positional import Axis
+from tcnn_model.gpsa.positional import Axis
 
 __all__ = ["Grid", "Line"]
 
 
 class Line(NamedTuple):
-    """One :class:`~tcnn_model.positional.Axis` in numbers; positions are in input pixels."""
+    """One :class:`~tcnn_model.gpsa.positional.Axis` in numbers; positions are in input pixels."""
 
     length: int  # real pixels
     stride: int

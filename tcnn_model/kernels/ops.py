@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tcnn_model.gpsa.positional import Axis
+from tcnn_model.gpsa.statistics import AttentionStatistics
 from tcnn_model.kernels import launch
 from tcnn_model.kernels.grid import Grid, Line
-from tcnn_model.positional import Axis
-from tcnn_model.statistics import AttentionStatistics
 
 __all__ = ["available", "gated_attention"]
 

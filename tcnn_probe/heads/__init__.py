@@ -3,7 +3,7 @@
 :func:`tcnn_probe.head_types` labels a recording; the functions here are what it consists of, with plain arrays.
 """
 
-from tcnn_probe.heads.labelled import head_types
+from tcnn_probe.heads.classify import head_types
 from tcnn_probe.heads.mixture import Mixture, fit_mixture
 from tcnn_probe.heads.thresholds import GATED, PLAIN, Thresholds, gated_types, plain_types
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tcnn_probe.plot.palette import RED
+from tcnn_probe.plot.style import RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.statistics import attention_statistics
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.variables import CLASS_ENTROPY
 from tcnn_probe.schema import Variable
-from tcnn_probe.seeing.attention import AttentionCall
-from tcnn_probe.statistics import attention_statistics
 
 __all__ = ["ATTENTION_BY_CLASS"]
 

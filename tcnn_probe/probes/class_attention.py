@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.variables import CLASS_ENTROPY, HEAD, IMAGE_MEAN, MAP_DIMS
 from tcnn_probe.schema import Variable
-from tcnn_probe.seeing.attention import AttentionCall
 
 __all__ = ["CLASS_ATTENTION", "DISTILLATION_ATTENTION"]
 

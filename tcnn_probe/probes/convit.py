@@ -13,8 +13,8 @@ from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor
 
 from tcnn_model import GatedAttention
-from tcnn_model.convit import convit_attention
-from tcnn_model.statistics import apply_and_measure
+from tcnn_model.gpsa.convit import convit_attention
+from tcnn_model.gpsa.statistics import apply_and_measure
 from tcnn_probe.probes.gated import VARIABLES, maps_of, numbers_of
 from tcnn_probe.probes.probe import ForwardCall, Probe
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tcnn_model.precision import at_least_float32
+from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.schema import Variable
 

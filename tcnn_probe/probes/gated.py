@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from tcnn_model import GatedAttention
-from tcnn_model.statistics import measure
-from tcnn_probe.even import even_gated_attention
+from tcnn_model.gpsa.statistics import measure
+from tcnn_probe.attention.statistics import gated_attention_statistics
+from tcnn_probe.attention.uniform import even_gated_attention
 from tcnn_probe.probes.variables import DISTANCE, ENTROPY, EVEN, HEAD, MAPS, MEAN
 from tcnn_probe.schema import Variable
-from tcnn_probe.statistics import gated_attention_statistics
 
 __all__ = ["VARIABLES", "maps_of", "numbers_of"]
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tcnn_model import GPSA as GPSALayer
-from tcnn_model.statistics import apply_and_measure
+from tcnn_model.gpsa.statistics import apply_and_measure
 from tcnn_probe.probes.gated import VARIABLES, maps_of, numbers_of
 from tcnn_probe.probes.probe import ForwardCall, Probe
 

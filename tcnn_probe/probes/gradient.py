@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model import GPSA
-from tcnn_model.precision import at_least_float32
+from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.attention import known_layers as known
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.variables import HEAD
 from tcnn_probe.schema import Variable
-from tcnn_probe.seeing import known
 
 __all__ = ["GRADIENT"]
 
@@ -150,7 +150,7 @@ def _own(parameter: Any, squares: Squares) -> Own:
 _READERS: Mapping[str, Callable[[Any], Own]] = {
     **dict.fromkeys(_LINEAR, _of_linear),
     "torch.nn.modules.activation.MultiheadAttention": _of_multihead,
-    "tcnn_model.gpsa.GPSA": _of_gpsa,
+    "tcnn_model.gpsa.layer.GPSA": _of_gpsa,
 }
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tcnn_model.precision import at_least_float32
+from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.attention.known_layers import lookup_unchanged
 from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.schema import Variable
-from tcnn_probe.seeing.known import lookup_unchanged
 
 __all__ = ["LAYER_SCALE"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.schema import COORDINATES, COUNTS, Variable
-from tcnn_probe.seeing.attention import AttentionCall
 
 __all__ = ["ForwardCall", "Probe"]
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tcnn_probe.even import even_softmax_attention
+from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.statistics import attention_received, attention_statistics
+from tcnn_probe.attention.uniform import even_softmax_attention
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.variables import DISTANCE, ENTROPY, EVEN, HEAD, MAPS, MEAN
 from tcnn_probe.schema import Variable
-from tcnn_probe.seeing.attention import AttentionCall
-from tcnn_probe.statistics import attention_received, attention_statistics
 
 __all__ = ["SOFTMAX"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcnn_model.positional import Axis
+from tcnn_model.gpsa.positional import Axis
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAMES = ("q", "k", "v", "position", "gate")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tcnn_model.gpsa.positional import Axis
 from tcnn_model.kernels import gated_attention
-from tcnn_model.positional import Axis
 from tests.tcnn_model.kernels.dense import (
     NAMES,
     Case,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model import GPSA, AttentionStatistics, gpsa, kernels
-from tcnn_model.positional import Axis, gaussian_position
+from tcnn_model.gpsa.positional import Axis, gaussian_position
 from tests.tcnn_model.cases import CASES
 from tests.tcnn_model.helpers import disturb, random, relative_error
 from tests.tcnn_model.kernels.dense import DEVICE

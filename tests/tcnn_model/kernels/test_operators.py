@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tcnn_model.gpsa.positional import Axis
 from tcnn_model.kernels import available, gated_attention
 from tcnn_model.kernels.grid import Line
-from tcnn_model.positional import Axis
 from tests.tcnn_model.kernels.dense import DEVICE, NAMES, Case, apply, doubled, error, gradients
 
 CASE = Case(Axis(3, 1, 1, 3), Axis(5, 2, 1, 3), heads=2, dim=3, channels=5, batch=2)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tcnn_model.gpsa.positional import Axis
 from tcnn_model.kernels import reference
 from tcnn_model.kernels.grid import Grid, Line
-from tcnn_model.positional import Axis
 from tests.tcnn_model.kernels.dense import DEVICE, Case, apply, error, gradients, measure
 
 CASES = [

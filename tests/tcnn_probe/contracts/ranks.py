@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tcnn_probe
-from tests.tcnn_probe.class_attention.models import classes_of, network, pictures, truth
 from tests.tcnn_probe.contracts.helpers import clean, entropies, images, recorded, vit
 from tests.tcnn_probe.networks import Chain
+from tests.tcnn_probe.probes.class_attention_models import classes_of, network, pictures, truth
 
 COUNTS = 3, 2  # images of rank 0 and of rank 1
 

@@ -12,7 +12,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
-from tcnn_probe.store.objects import Objects
+from tcnn_probe.storage.objects import Objects
 from tests.tcnn_probe.contracts.helpers import Trace, clean, entropies, global_state, images, recorded, vit
 
 ERRORS = [ValueError, KeyboardInterrupt]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tcnn_probe
-from tcnn_probe.tally import Found
+from tcnn_probe.recording.accumulator import Found
 from tests.tcnn_probe.probes.helpers import VIT, images, small, step
 
 

@@ -1,0 +1,1 @@
+"""From convolutions to GPSA layers that compute the same function."""

@@ -1,0 +1,162 @@
+"""Gated attention applied in memory linear in the number of tokens: one block of queries at a time.
+
+A block's attention is formed, mixed and multiplied by the values while it is in a core's cache, and formed again in
+the backward. The positional part comes as the logarithms of its two factors, whose product is taken within the block.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tcnn_model.gpsa.precision import widen
+
+__all__ = ["blocks_of_queries", "mix_and_apply"]
+
+# Attention weights held at a time. On a CPU what stays in a core's cache; elsewhere fewer and larger operations pay.
+_BLOCK_ELEMENTS_CPU = 2**19
+_BLOCK_ELEMENTS = 2**26
+
+
+def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, slice]]:
+    """Image, heads and queries of one block after another, each with a bounded number of attention weights."""
+    batch, heads, queries, _ = query.shape
+    rows = max(1, (_BLOCK_ELEMENTS_CPU if query.device.type == "cpu" else _BLOCK_ELEMENTS) // key.shape[2])
+    heads_together = min(heads, max(1, rows // queries))
+    block = math.ceil(queries / math.ceil(queries / min(rows, queries)))
+    for head in range(0, heads, heads_together):
+        for start in range(0, queries, block):
+            for image in range(batch):
+                yield image, slice(head, head + heads_together), slice(start, start + block)
+
+
+@torch.library.custom_op("tcnn_model::mix_and_apply", mutates_args=())
+def mix_and_apply(
+    query: Tensor, key: Tensor, values: Tensor, log_rows: Tensor, log_cols: Tensor, gate: Tensor
+) -> Tensor:
+    """``((1 - gate) softmax(q k^T) + gate (rows (x) cols)) v``, Eq. (7) applied.
+
+    Args:
+        query: scaled already, shape (B, heads, N_query, d).
+        key: shape (B, heads, H * W, d).
+        values: shape (B, 1, H * W, C), shared by the heads, or (B, heads, H * W, C).
+        log_rows: shape (heads, queries_y, H), in float32 at least, like ``log_cols`` and ``gate``.
+        log_cols: shape (heads, queries_x, W).
+        gate: shape (heads,).
+
+    Returns:
+        shape (B, heads, N_query, C), in memory (B, N_query, heads, C), so that one matrix product can take it further.
+    """
+    output = _empty_output(query, values)
+    wide_query, wide_key, rows, cols = widen(query), widen(key), log_rows.exp(), log_cols.exp()
+    for at in blocks_of_queries(query, key):
+        image, heads, queries = at
+        content = torch.softmax(wide_query[at] @ wide_key[image, heads].transpose(1, 2), -1)
+        if image == 0:  # the same for all images
+            positional = _positional(rows, cols, heads, queries)
+        mixed = content.lerp_(positional, gate[heads, None, None]).to(values.dtype)
+        for of_head, head in enumerate(range(heads.start, heads.start + len(mixed))):
+            _product(mixed[of_head], values[image, head % values.shape[1]], out=output[image, head, queries])
+    return output
+
+
+@mix_and_apply.register_fake
+def _(query: Tensor, key: Tensor, values: Tensor, log_rows: Tensor, log_cols: Tensor, gate: Tensor) -> Tensor:
+    return _empty_output(query, values)
+
+
+@torch.library.custom_op("tcnn_model::mix_and_apply_backward", mutates_args=())
+def _backward(
+    d_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    log_rows: Tensor,
+    log_cols: Tensor,
+    gate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the six arguments of :func:`mix_and_apply` from that of its output."""
+    wide_query, wide_key, rows, cols = widen(query), widen(key), log_rows.exp(), log_cols.exp()
+    d_query, d_key, d_values = torch.empty_like(wide_query), torch.zeros_like(wide_key), torch.zeros_like(widen(values))
+    d_rows, d_cols, d_gate = torch.zeros_like(rows), torch.zeros_like(cols), torch.zeros_like(gate)
+    for at in blocks_of_queries(query, key):
+        image, heads, queries = at
+        q, k, share = wide_query[at], wide_key[image, heads], gate[heads, None, None]
+        content = torch.softmax(q @ k.transpose(1, 2), -1)
+        if image == 0:
+            positional = _positional(rows, cols, heads, queries)
+        mixed = torch.lerp(content, positional, share)
+        narrow, d_mixed = mixed.to(values.dtype), torch.empty_like(mixed, dtype=values.dtype)
+        for of_head, head in enumerate(range(heads.start, heads.start + len(mixed))):
+            upstream, of_values = d_output[image, head, queries], head % values.shape[1]
+            if d_values.dtype == values.dtype:
+                d_values[image, of_values].addmm_(narrow[of_head].T, upstream)
+            else:
+                upstream = upstream.contiguous()
+                d_values[image, of_values] += narrow[of_head].T @ upstream
+            _product(upstream, values[image, of_values].T, out=d_mixed[of_head])
+        d_mixed = widen(d_mixed)
+
+        content_sums = torch.linalg.vecdot(content, d_mixed)[..., None]
+        d_logits = content.mul_(d_mixed - content_sums).mul_(1 - share)
+        d_query[at] = d_logits @ k
+        d_key[image, heads] += d_logits.transpose(1, 2) @ q
+
+        on_grid = d_mixed.mul_(positional).unflatten(2, (rows.shape[2], cols.shape[2]))
+        along_y, along_x = on_grid.sum(3), on_grid.sum(2)  # (heads, queries, H) and (heads, queries, W)
+        d_gate[heads] += (along_x.sum(2) - content_sums[..., 0]).sum(1)
+        index = torch.arange(query.shape[2], device=query.device)[queries]
+        d_rows[heads].index_add_(1, index // cols.shape[1], along_y * share)
+        d_cols[heads].index_add_(1, index % cols.shape[1], along_x * share)
+    return d_query.to(query.dtype), d_key.to(key.dtype), d_values.to(values.dtype), d_rows, d_cols, d_gate
+
+
+@_backward.register_fake
+def _(
+    d_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    log_rows: Tensor,
+    log_cols: Tensor,
+    gate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    empty = [torch.empty_like(x) for x in (query, key, values, log_rows, log_cols, gate)]
+    return empty[0], empty[1], empty[2], empty[3], empty[4], empty[5]
+
+
+def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, d_output: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    return _backward(d_output, *ctx.saved_tensors)
+
+
+def _refuse(ctx, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    raise RuntimeError("attention in blocks can be differentiated once; for second derivatives use backend='dense'")
+
+
+mix_and_apply.register_autograd(_differentiate, setup_context=_remember)
+_backward.register_autograd(_refuse)
+
+
+def _product(left: Tensor, right: Tensor, *, out: Tensor) -> None:
+    """Write ``left @ right`` to ``out``, whose rows may lie apart: torch 2.8 errs there for half-precision vectors."""
+    if out.dtype in (torch.float16, torch.bfloat16):
+        out.copy_(left @ right)
+    else:
+        torch.mm(left, right, out=out)
+
+
+def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Tensor:
+    """Rows (x) cols of a block of queries, (heads, queries, H * W)."""
+    index = torch.arange(rows.shape[1] * cols.shape[1], device=rows.device)[queries]
+    at_row, at_col = rows[heads][:, index // cols.shape[1]], cols[heads][:, index % cols.shape[1]]
+    return (at_row[..., :, None] * at_col[..., None, :]).flatten(2)
+
+
+def _empty_output(query: Tensor, values: Tensor) -> Tensor:
+    batch, heads, queries, _ = query.shape
+    return values.new_empty(batch, queries, heads, values.shape[3]).transpose(1, 2)

@@ -1,0 +1,204 @@
+"""Gated positional self-attention applied to values (T-CNN paper, Eqs. 5 and 7): one core for every kind of layer."""
+
+from dataclasses import replace
+from typing import Literal, get_args, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tcnn_model import kernels
+from tcnn_model.gpsa.attention import GatedAttention, check_values, product
+from tcnn_model.gpsa.blocks import mix_and_apply
+from tcnn_model.gpsa.positional import Axis, apply_separable
+from tcnn_model.gpsa.precision import at_least_float32, autocast_dtype, widen, widest, without_autocast
+from tcnn_model.gpsa.statistics import AttentionStatistics, apply_and_measure, measure
+
+__all__ = ["Backend", "attend", "attend_and_measure", "check_backend", "gpsa"]
+
+Backend = Literal["auto", "dense", "blocks", "fused", "triton"]
+
+# Up to so many keys "dense" is faster than "blocks", forward and backward, on a CPU; at 14 x 14 they are as fast, and
+# "blocks" takes less memory (benchmarks/backends.py).
+_DENSE_KEYS = 128
+
+
+@overload
+def gpsa(
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    position: Tensor,
+    gate: Tensor,
+    *,
+    y: Axis,
+    x: Axis,
+    backend: Backend = ...,
+    statistics: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def gpsa(
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    position: Tensor,
+    gate: Tensor,
+    *,
+    y: Axis,
+    x: Axis,
+    backend: Backend = ...,
+    statistics: Literal[True],
+) -> tuple[Tensor, AttentionStatistics]: ...
+
+
+def gpsa(
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    position: Tensor,
+    gate: Tensor,
+    *,
+    y: Axis,
+    x: Axis,
+    backend: Backend = "auto",
+    statistics: bool = False,
+) -> Tensor | tuple[Tensor, AttentionStatistics]:
+    """Gated positional self-attention: ``A_h v`` with A_h of Eq. (7).
+
+    ``A_h = (1 - gate_h) softmax(q_h k_h^T / sqrt(d)) + gate_h softmax(position_h . r)``, where r is
+    ``(||delta||^2, delta_1, delta_2)`` of the offset delta from query to key in pixels. Values on padding are zero.
+
+    Args:
+        query: shape (B, heads, N_query, d), row-major over the ``y.queries`` x ``x.queries`` grid.
+        key: shape (B, heads, N_key, d), row-major over the ``y.length`` x ``x.length`` pixels of the image.
+        values: shape (B, 1, N_key, C), shared by the heads, or (B, heads, N_key, C), one for each.
+        position: v_pos, shape (heads, 3): ``-alpha (1, -2 Delta_1, -2 Delta_2)`` for a Gaussian of strength alpha at
+            Delta (:func:`~tcnn_model.gaussian_position`). Best in float64.
+        gate: sigma(lambda), share of positional attention, shape (heads,).
+        y: vertical :class:`~tcnn_model.Axis`: size, stride, padding.
+        x: horizontal one.
+        backend: how. All give the same to rounding, with gradients to every tensor ("dense" also second ones):
+
+            - "dense": both attentions as matrices, mixed and applied once. Memory O(heads N^2).
+            - "blocks": the same for one block of queries at a time, formed again in the backward. Memory O(heads N C).
+            - "fused": torch's fused attention for the content part and the factors of the positional part for the
+              other; for values of one head each and as wide as the queries. Memory O(heads N d).
+            - "triton": CUDA kernels that form attention in registers (tcnn_model/kernels).
+            - "auto": the fastest of those that can, as measured on a CPU; on CUDA (not measured yet) "fused" where it
+              can, else the kernels.
+        statistics: whether to return :class:`~tcnn_model.AttentionStatistics` as well, without gradients. Where no
+            gradient is needed they come from the pass that computes the output.
+
+    Returns:
+        shape (B, heads, N_query, C), with the dtype of the values; or that and the statistics.
+
+    Raises:
+        TypeError: what should be a floating tensor or an Axis is none.
+        ValueError: shapes that do not fit each other or the grid, an empty grid, a mixture of devices or dtypes, a
+            backend that does not exist or cannot do this.
+    """
+    attention = GatedAttention(query, key, position, gate, y, x)
+    return (attend_and_measure if statistics else attend)(attention, values, backend=backend)
+
+
+def attend(attention: GatedAttention, values: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """As :func:`gpsa`, for an attention already described."""
+    attention, values, chosen = _prepare(attention, values, backend)
+    with without_autocast(values):
+        return _APPLY[chosen](attention, values)
+
+
+def attend_and_measure(
+    attention: GatedAttention, values: Tensor, *, backend: Backend = "auto"
+) -> tuple[Tensor, AttentionStatistics]:
+    """As :func:`gpsa` with statistics, for an attention already described."""
+    attention, values, chosen = _prepare(attention, values, backend)
+    with without_autocast(values):
+        if chosen == "triton":
+            output, measured = _kernels(attention, values, statistics=True)
+            assert measured is not None
+            return output, measured
+        differentiable = (values, attention.query, attention.key, attention.position, attention.gate)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable):
+            return _APPLY[chosen](attention, values), measure(attention)
+        return apply_and_measure(attention, values)
+
+
+def _prepare(attention: GatedAttention, values: Tensor, backend: Backend) -> tuple[GatedAttention, Tensor, Backend]:
+    """What autocast makes of the arguments, and the backend to use; raises if there is none that can."""
+    dtype = autocast_dtype(attention.query)
+    attention = replace(attention, query=attention.query.to(dtype), key=attention.key.to(dtype))
+    values = values.to(autocast_dtype(values))
+    check_values(attention, values)
+    chosen = _choose(attention, values) if check_backend(backend) == "auto" else backend
+    if chosen == "fused" and (reason := _why_not_fused(attention, values)):
+        raise ValueError(f"backend='fused' {reason}; use 'blocks' or 'auto'")
+    if chosen == "triton" and not kernels.available(values.device):
+        raise ValueError(f"backend='triton' needs Triton and a CUDA device; the tensors are on {values.device}")
+    return attention, values, chosen if len(values) else "dense"  # of no images, anything will do
+
+
+def check_backend(backend: Backend) -> Backend:
+    """The backend, if there is one of that name."""
+    if backend not in get_args(Backend):
+        raise ValueError(f"expected backend to be one of {', '.join(get_args(Backend))}; got {backend!r}")
+    return backend
+
+
+def _choose(attention: GatedAttention, values: Tensor) -> Backend:
+    if _why_not_fused(attention, values) is None:
+        return "fused"
+    if values.is_cuda and kernels.available(values.device) and values.dtype != torch.float64:
+        return "triton"
+    return "dense" if attention.key.shape[2] <= _DENSE_KEYS else "blocks"
+
+
+def _why_not_fused(attention: GatedAttention, values: Tensor) -> str | None:
+    query = attention.query
+    if values.shape[1] != query.shape[1] or values.shape[3] != query.shape[3]:
+        expected, given = (query.shape[1], query.shape[3]), (values.shape[1], values.shape[3])
+        return f"needs values for each head, as wide as the queries, (heads, d) = {expected}; got {given}"
+    if query.dtype == torch.float64 and query.device.type != "cpu":
+        return "has no kernel for float64 but on the CPU"
+    return None
+
+
+def _dense(attention: GatedAttention, values: Tensor) -> Tensor:
+    content = attention.content()  # (B, heads, N_query, H * W)
+    rows, cols = (factor.to(content.dtype) for factor in attention.factors_on_pixels())
+    gate = attention.gate[:, None, None].to(content.dtype)
+    mixed = torch.lerp(content, product(rows, cols), gate).to(values.dtype)
+    return mixed @ values
+
+
+def _blocks(attention: GatedAttention, values: Tensor) -> Tensor:
+    wide = at_least_float32(values.dtype)
+    log_rows, log_cols = (factor.to(wide) for factor in attention.log_factors_on_pixels())
+    scaled = attention.query * attention.scale
+    return mix_and_apply(scaled, attention.key, values, log_rows, log_cols, attention.gate.to(wide))
+
+
+def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
+    rows, cols = (factor.to(values.dtype) for factor in attention.factors_on_pixels())
+    on_grid = values.unflatten(2, (attention.y.length, attention.x.length))
+    positional = apply_separable(rows, cols, on_grid).flatten(2, 3)
+    # Where channels are not the innermost, torch would fall back to an N x N matrix.
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (attention.query, attention.key, values))
+    content = F.scaled_dot_product_attention(q, k, v)
+    return torch.lerp(content, positional, attention.gate[:, None, None].to(values.dtype))
+
+
+def _triton(attention: GatedAttention, values: Tensor) -> Tensor:
+    return _kernels(attention, values, statistics=False)[0]
+
+
+def _kernels(
+    attention: GatedAttention, values: Tensor, *, statistics: bool
+) -> tuple[Tensor, AttentionStatistics | None]:
+    query, key, position, gate = attention.query, attention.key, widest(attention.position), widen(attention.gate)
+    return kernels.gated_attention(query, key, values, position, gate, attention.y, attention.x, statistics=statistics)
+
+
+_APPLY = {"dense": _dense, "blocks": _blocks, "fused": _fused, "triton": _triton}

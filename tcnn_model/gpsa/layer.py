@@ -1,0 +1,329 @@
+"""Gated positional self-attention that stands for a convolution (T-CNN paper, Eqs. 4-7)."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tcnn_model.conversion.convolution import Convolution, describe
+from tcnn_model.gpsa.attention import GatedAttention
+from tcnn_model.gpsa.functional import Backend, attend, check_backend
+from tcnn_model.gpsa.positional import Axis, gaussian_position
+from tcnn_model.gpsa.precision import widen, widest
+
+__all__ = ["GPSA", "gpsa_layers", "inverse_softplus"]
+
+_SOFTPLUS_BETA = 5.0  # footnote 1 of the paper, whose printed e^{-beta a} is decreasing: a misprint for e^{+beta a}
+
+
+class GPSA(nn.Module):
+    """Gated positional self-attention with the shapes of the ``nn.Conv2d`` it stands for.
+
+    A ``k_h x k_w`` convolution becomes ``k_h * k_w`` heads, one per kernel tap in row-major order. With
+    ``g_h = sigma(lambda_h)``, base pixel ``b = stride * (y, x)`` of a query and offset ``delta`` of a key from it::
+
+        A_h    = (1 - g_h) softmax(q k^T / sqrt(d)) + g_h softmax(-alpha_h ||delta - Delta_h||^2)     (Eq. 7)
+        output = sum_h A_h X W_val W_out^h + bias                                                   (Eq. 5)
+
+    It starts from W_val = I, W_out^h = tap h of ``weight`` (Eq. 6) and Delta_h = the offset of tap h (Eq. 4). It
+    equals the convolution in the limit of large alpha and lambda (``locality_strength=20, gating=20`` is exact to
+    float32 rounding); the papers start fine-tuning at 1 and 1, "on the verge of locality", where it does not.
+
+    Positional attention looks at the real pixels and the zero padding; content attention at real pixels only. A
+    query that itself falls on padding (only kernels larger than ``padding + 1`` on one side have such) has zero
+    features and attends to content uniformly.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in ``nn.Conv2d``.
+            With groups, W_out^h is block-diagonal. ``padding="same"`` goes with any stride, as in TensorFlow.
+        qk_dim: channels d of queries and keys per head; ``max(1, in_channels // heads)`` unless given.
+        locality_strength: initial alpha > 0, in 1 / pixel^2: one number, or one per head.
+        gating: initial lambda, one number, or one per head.
+        backend: how attention is computed, see :func:`~tcnn_model.gpsa`; kept as an attribute that may be changed.
+
+    Attributes:
+        weight, bias: the convolution's own, (C_out, C_in / groups, k_h, k_w) and (C_out,): W_out of all heads. So a
+            checkpoint of the CNN fills them under their old names.
+        query, key: W_qry and W_key, shape (heads * d, C_in), head-major.
+        value: W_val, shape (C_in, C_in), shared by the heads.
+        center: Delta as (dy, dx) in input pixels, shape (heads, 2).
+        gating: lambda, shape (heads,).
+        raw_locality: alpha before the softplus, shape (heads,).
+
+    Shape:
+        (B, C_in, H, W) -> (B, C_out, H_out, W_out), any H and W at least as large as the kernel after padding.
+
+    Raises:
+        ValueError: an argument out of range, or at the forward an input that is not (B, C_in, H, W) or is smaller
+            than the kernel.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | Literal["same"] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        qk_dim: int | None = None,
+        locality_strength: float | Sequence[float] = 1.0,
+        gating: float | Sequence[float] = 1.0,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size = _pair("kernel_size", kernel_size, minimum=1)
+        self.stride = _pair("stride", stride, minimum=1)
+        self.padding: tuple[int, int] | Literal["same"] = (
+            padding if isinstance(padding, str) else _pair("padding", padding, minimum=0)
+        )
+        if isinstance(padding, str) and padding != "same":
+            raise ValueError(f"padding must be one integer, two, or 'same'; got {padding!r}")
+        self.dilation = _pair("dilation", dilation, minimum=1)
+        if groups < 1 or in_channels % groups or out_channels % groups:
+            raise ValueError(
+                f"groups must divide in_channels and out_channels; got groups={groups}, "
+                f"in_channels={in_channels}, out_channels={out_channels}"
+            )
+        self.heads = math.prod(self.kernel_size)
+        self.qk_dim = max(1, in_channels // self.heads) if qk_dim is None else qk_dim
+        if not isinstance(self.qk_dim, int) or self.qk_dim < 1:
+            raise ValueError(f"qk_dim must be an integer of at least 1; got {qk_dim}")
+        alpha = _per_head("locality_strength", locality_strength, self.heads)
+        if not bool((alpha > 0).all()):
+            raise ValueError(f"locality_strength must be positive; got {locality_strength}")
+        gates = _per_head("gating", gating, self.heads)
+        self.backend: Backend = check_backend(backend)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        self.weight = parameter(out_channels, in_channels // groups, *self.kernel_size)
+        self.bias = parameter(out_channels) if bias else None
+        self.query = parameter(self.heads * self.qk_dim, in_channels)
+        self.key = parameter(self.heads * self.qk_dim, in_channels)
+        self.value = parameter(in_channels, in_channels)
+        self.raw_locality = parameter(self.heads)
+        self.center = parameter(self.heads, 2)
+        self.gating = parameter(self.heads)
+        self._initialise(alpha, gates)
+
+    @torch.no_grad()
+    def _initialise(self, alpha: Tensor, gates: Tensor) -> None:
+        # As nn.Conv2d does for its own weight and bias.
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(math.prod(self.weight.shape[1:]))
+            nn.init.uniform_(self.bias, -bound, bound)
+        nn.init.trunc_normal_(self.query, std=0.02)
+        nn.init.trunc_normal_(self.key, std=0.02)
+        nn.init.eye_(self.value)
+        self.raw_locality.copy_(inverse_softplus(alpha))
+        taps = [(r, c) for r in range(self.kernel_size[0]) for c in range(self.kernel_size[1])]
+        dy, dx = self.dilation
+        # With "same" padding queries sit at the centre of the kernel, whatever the size of the image.
+        py, px = ((e - 1) // 2 for e in self._extents()) if isinstance(self.padding, str) else self.padding
+        self.center.copy_(torch.tensor([(r * dy - py, c * dx - px) for r, c in taps]))
+        self.gating.copy_(gates)
+
+    @classmethod
+    def from_conv(
+        cls,
+        conv: nn.Module | Convolution,
+        *,
+        stride: int | tuple[int, int] | None = None,
+        qk_dim: int | None = None,
+        locality_strength: float | Sequence[float] = 1.0,
+        gating: float | Sequence[float] = 1.0,
+        backend: Backend = "auto",
+    ) -> Self:
+        """The layer that stands for ``conv``: its weight and bias copied (Eq. 6), device, dtype and mode kept.
+
+        ``weight`` and ``bias`` require gradients as the convolution's do; what attention adds is trainable. Of a
+        weight-standardised layer it takes the standardised weight, which is not standardised again when it trains.
+
+        Args:
+            conv: a convolution, or its :class:`~tcnn_model.conversion.convolution.Convolution`:
+                ``nn.Conv2d``, or a subclass whose forward is one convolution with zero or TensorFlow's "same" padding.
+            stride: to use instead of the convolution's own.
+            qk_dim, locality_strength, gating, backend: as for :class:`GPSA`.
+
+        Raises:
+            TypeError: ``conv`` is no ``nn.Conv2d``.
+            ValueError: its padding is not zeros; its weight is parametrized; it computes something else.
+        """
+        own = conv if isinstance(conv, Convolution) else describe(conv)
+        layer = cls(
+            own.weight.shape[1] * own.groups,
+            own.weight.shape[0],
+            own.kernel_size,
+            own.stride if stride is None else stride,
+            own.padding,
+            own.dilation,
+            own.groups,
+            own.bias is not None,
+            qk_dim=qk_dim,
+            locality_strength=locality_strength,
+            gating=gating,
+            backend=backend,
+            device=own.weight.device,
+            dtype=own.weight.dtype,
+        )
+        with torch.no_grad():
+            for ours, theirs, trainable in zip(
+                (layer.weight, layer.bias), (own.weight, own.bias), own.trainable, strict=True
+            ):
+                if ours is not None and theirs is not None:
+                    ours.copy_(theirs).requires_grad_(trainable)
+        return layer.train(own.training)
+
+    @property
+    def locality_strength(self) -> Tensor:
+        """Alpha = softplus(raw_locality), in 1 / pixel^2, shape (heads,), at least float32."""
+        return F.softplus(widen(self.raw_locality), beta=_SOFTPLUS_BETA)
+
+    @property
+    def gate(self) -> Tensor:
+        """sigma(lambda), the share of positional attention, shape (heads,), at least float32."""
+        return torch.sigmoid(widen(self.gating))
+
+    @property
+    def position(self) -> Tensor:
+        """The papers' v_pos = -alpha (1, -2 Delta_1, -2 Delta_2), shape (heads, 3), float64 where there is such."""
+        alpha = F.softplus(widest(self.raw_locality), beta=_SOFTPLUS_BETA)
+        return gaussian_position(alpha, widest(self.center))
+
+    def axes(self, height: int, width: int) -> tuple[Axis, Axis]:
+        """Query and key positions along y and x for an input of height x width pixels.
+
+        Raises:
+            ValueError: the padded input is smaller than the kernel.
+        """
+        extents, padding = self._extents(), self.padding
+        py, px = (padding, padding) if isinstance(padding, str) else padding
+        y, x = Axis(height, self.stride[0], py, extents[0]), Axis(width, self.stride[1], px, extents[1])
+        if y.queries < 1 or x.queries < 1 or height < 1 or width < 1:
+            raise ValueError(
+                f"feature map smaller than the kernel: expected at least {extents[0]} x {extents[1]} pixels after "
+                f"padding {self.padding!r}, got a feature map of {height} x {width}"
+            )
+        return y, x
+
+    def _extents(self) -> list[int]:
+        """Pixels spanned by the kernel along y and x."""
+        return [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+
+    def gated_attention(self, x: Tensor) -> GatedAttention:
+        """What attends to what for input ``x`` (B, C_in, H, W), in parts: see :class:`GatedAttention`."""
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
+            raise ValueError(f"expected an input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}")
+        axis_y, axis_x = self.axes(x.shape[2], x.shape[3])
+        return GatedAttention(
+            query=self._split_heads(_project(_at_queries(x, axis_y, axis_x), self.query)),
+            key=self._split_heads(_project(x, self.key)),
+            position=self.position,
+            gate=self.gate,
+            y=axis_y,
+            x=axis_x,
+        )
+
+    def attention(self, x: Tensor) -> Tensor:
+        """The dense attention A of Eq. (7), for pictures and tests.
+
+        Args:
+            x: shape (B, C_in, H, W).
+
+        Returns:
+            shape (B, heads, N_query, N_key): queries row-major over the output grid, keys row-major over the input
+            grid extended by the padding, (H + 2 p_y) x (W + 2 p_x). Rows sum to one.
+        """
+        return self.gated_attention(x).dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C_in, H, W) -> (B, C_out, H_out, W_out), Eq. (5)."""
+        attention = self.gated_attention(x)
+        output = self.combine(attend(attention, self.values(x), backend=self.backend), attention)
+        return output.contiguous(memory_format=_memory_format(x))  # as a convolution's
+
+    def values(self, x: Tensor) -> Tensor:
+        """X W_val, shared by the heads: (B, C_in, H, W) -> (B, 1, H * W, C_in)."""
+        return _project(x, self.value).flatten(2).transpose(1, 2)[:, None]
+
+    def combine(self, gathered: Tensor, attention: GatedAttention) -> Tensor:
+        """W_out of all heads and the bias: (B, heads, N_query, C_in) -> (B, C_out, H_out, W_out)."""
+        gathered = gathered.unflatten(2, (attention.y.queries, attention.x.queries))
+        if self.groups == 1:
+            taps = self.weight.permute(0, 2, 3, 1).flatten(1)  # (C_out, heads * C_in)
+            return F.linear(gathered.permute(0, 2, 3, 1, 4).flatten(3), taps, self.bias).permute(0, 3, 1, 2)
+        # With channels before heads this is the "soft" counterpart of F.unfold, and takes the convolution's weight.
+        unfolded = gathered.permute(0, 4, 1, 2, 3).flatten(1, 2)
+        return F.conv2d(unfolded, self.weight.flatten(1)[:, :, None, None], self.bias, groups=self.groups)
+
+    def _split_heads(self, features: Tensor) -> Tensor:
+        """(B, heads * d, H, W) -> (B, heads, H * W, d)."""
+        return features.flatten(2).unflatten(1, (self.heads, self.qk_dim)).transpose(2, 3)
+
+    def extra_repr(self) -> str:
+        """The arguments, as ``print(model)`` shows them."""
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding!r}, dilation={self.dilation}, groups={self.groups}, "
+            f"bias={self.bias is not None}, heads={self.heads}, qk_dim={self.qk_dim}"
+        )
+
+
+def gpsa_layers(model: nn.Module) -> dict[str, GPSA]:
+    """The :class:`GPSA` layers of a model by their module names, in the model's order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, GPSA)}
+
+
+def _project(x: Tensor, weight: Tensor) -> Tensor:
+    """Apply a matrix (C_out, C_in) to the channels of (B, C_in, H, W)."""
+    return F.conv2d(x, weight[:, :, None, None])
+
+
+def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
+    """The pixels of (B, C, H, W) that ask: every stride-th one, zeros where a query falls on padding."""
+    for dim, axis in ((2, y_axis), (3, x_axis)):
+        extent = (axis.queries - 1) * axis.stride + 1
+        beyond = axis.first_query + extent - axis.length
+        if beyond > 0:
+            x = F.pad(x, (0, beyond) if dim == 3 else (0, 0, 0, beyond))
+        x = x.narrow(dim, axis.first_query, extent)
+    return x[:, :, :: y_axis.stride, :: x_axis.stride]
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    """Channels last if that is how ``x`` (B, C, H, W) is stored, and not first as well."""
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def inverse_softplus(y: Tensor) -> Tensor:
+    """``raw_locality`` of a locality strength ``y`` > 0, of the same shape."""
+    return y + torch.log(-torch.expm1(-_SOFTPLUS_BETA * y)) / _SOFTPLUS_BETA
+
+
+def _per_head(name: str, values: float | Sequence[float], heads: int) -> Tensor:
+    tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    if tensor.shape not in ((), (heads,)) or not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} must be one finite number or one for each of the {heads} heads; got {values}")
+    return tensor.expand(heads).clone()
+
+
+def _pair(name: str, value: int | tuple[int, int], *, minimum: int) -> tuple[int, int]:
+    pair = tuple(value) if isinstance(value, Sequence) else (value, value)
+    if len(pair) != 2 or not all(isinstance(n, int) for n in pair):
+        raise ValueError(f"{name} must be one integer or two; got {value!r}")
+    if min(pair) < minimum:
+        raise ValueError(f"{name} must be at least {minimum}; got {value}")
+    return int(pair[0]), int(pair[1])

@@ -1,0 +1,1 @@
+"""Model families of the papers, in timm's registry."""

@@ -1,0 +1,307 @@
+"""PatchConvNet in timm's registry: a convnet of one resolution, with attention-based pooling (PatchConvNet paper, §3).
+
+``timm.create_model("patchconvnet_s60")``, likewise ``s20``, ``s36``, ``s120``, ``b36`` to ``b120``, ``l60`` and
+``l120``; with ``_multi``, one token for each class. ``norm_layer="batchnorm2d"`` gives the trunk of Table B.3.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import DropPath, LayerNorm2d, LayerScale2d, SqueezeExcite, get_norm_layer, trunc_normal_
+from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from tcnn_model.pooling.attention_pool import AttentionPool2d, ClassScores
+
+_WIDTHS = {"s": 384, "b": 768, "l": 1024}
+_SIZES = ("s20", "s36", "s60", "s120", "b36", "b60", "b120", "l60", "l120")
+
+__all__ = ["PatchConvNet", *(f"patchconvnet_{size}{kind}" for size in _SIZES for kind in ("", "_multi"))]  # pyright: ignore
+
+
+class Block(nn.Module):
+    """Norm, 1 x 1, GELU, depthwise 3 x 3, GELU, squeeze and excite, 1 x 1, LayerScale; residual."""
+
+    def __init__(self, dim: int, norm_layer: Callable[[int], nn.Module], drop_path: float, init_values: float) -> None:
+        super().__init__()
+        self.norm = norm_layer(dim)
+        self.conv1 = nn.Conv2d(dim, dim, 1)
+        self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+        self.se = SqueezeExcite(dim, rd_channels=dim // 4)
+        self.conv3 = nn.Conv2d(dim, dim, 1)
+        self.act = nn.GELU()
+        self.ls = LayerScale2d(dim, init_values)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, d, H, W) to the same."""
+        y = self.act(self.conv1(self.norm(x)))
+        y = self.se(self.act(self.conv2(y)))
+        return x + self.drop_path(self.ls(self.conv3(y)))
+
+
+class PatchConvNet(nn.Module):
+    """See the module. Takes images of any height and width; there is a patch for every 16 x 16 pixels.
+
+    Patch (i, j) is centred at pixel (16 i, 16 j), as its strided convolutions are, not in the middle of these.
+
+    Args:
+        embed_dim, depth: d and N, the two parameters of the family.
+        num_classes: of the classifier; 0 for none.
+        per_class: one token for each class.
+        in_chans: channels of the images.
+        norm_layer: of the trunk, a layer or timm's name of one.
+        drop_path_rate: stochastic depth, the same in every block.
+        drop_rate: dropout before the classifier.
+        init_values: of every LayerScale.
+        mlp_ratio: of the pooling's FFN.
+        global_pool: "attn", or "" for the feature map as it is.
+
+    Raises:
+        ValueError: an unknown ``global_pool``, a width that is no multiple of 8, or tokens for no classes.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int = 384,
+        depth: int = 60,
+        num_classes: int = 1000,
+        *,
+        per_class: bool = False,
+        in_chans: int = 3,
+        norm_layer: str | Callable[[int], nn.Module] = "layernorm2d",
+        drop_path_rate: float = 0.0,
+        drop_rate: float = 0.0,
+        init_values: float = 1e-4,
+        mlp_ratio: float = 3.0,
+        global_pool: str = "attn",
+    ) -> None:
+        super().__init__()
+        if embed_dim % 8:
+            raise ValueError(f"expected a width that is a multiple of 8, got embed_dim={embed_dim}")
+        if global_pool not in ("attn", ""):
+            raise ValueError(f"expected global_pool='attn' or '', got {global_pool!r}")
+        if per_class and not (num_classes and global_pool):
+            raise ValueError(f"tokens for each class need classes and a pool, got {num_classes=}, {global_pool=}")
+        if num_classes and not global_pool:
+            raise ValueError(f"a feature map, unpooled, has no classifier: expected num_classes=0, got {num_classes}")
+        self.num_classes, self.global_pool = num_classes, global_pool
+        self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
+        self.grad_checkpointing = False
+        widths = [in_chans, embed_dim // 8, embed_dim // 4, embed_dim // 2, embed_dim]
+        convolutions = [nn.Conv2d(i, o, 3, 2, 1, bias=False) for i, o in pairwise(widths)]
+        self.stem = nn.Sequential(*(layer for conv in convolutions for layer in (conv, nn.GELU())))[:-1]
+        norm = partial(LayerNorm2d, eps=1e-6) if norm_layer == "layernorm2d" else get_norm_layer(norm_layer)
+        self.blocks = nn.Sequential(*(Block(embed_dim, norm, drop_path_rate, init_values) for _ in range(depth)))
+        self.feature_info = [{"num_chs": embed_dim, "reduction": 16, "module": f"blocks.{i}"} for i in range(depth)]
+        self.pool: Any = nn.Identity()
+        if global_pool:
+            classes = num_classes if per_class else None
+            self.pool = AttentionPool2d(embed_dim, classes, mlp_ratio=mlp_ratio, init_values=init_values)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = self._new_head()
+
+    @property
+    def per_class(self) -> bool:
+        """Whether each class has a token of its own."""
+        return isinstance(self.pool, AttentionPool2d) and self.pool.per_class
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters without weight decay: the tokens."""
+        return {"pool.cls_token"}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Layers for timm's layer-wise learning rates."""
+        return {"stem": r"^stem", "blocks": r"^blocks" if coarse else [(r"^blocks\.(\d+)", None), (r"^pool", (99999,))]}
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep no activations inside of blocks: they are computed again in the backward."""
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        """The linear layer, or :class:`~tcnn_model.pooling.attention_pool.ClassScores`."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new classifier, not trained yet; per class, new tokens too, the rest of the pooling as it is.
+
+        Args:
+            num_classes: 0 for none: features are then (B, d), or (B, K, d) of the tokens as they are.
+            global_pool: "" to take the pooling away as well; None or "attn" to keep it.
+
+        Raises:
+            ValueError: an unknown ``global_pool``, or classes without pooling.
+        """
+        pooling = self.global_pool if global_pool is None else global_pool
+        if pooling not in (self.global_pool, "") or (num_classes and not pooling):
+            raise ValueError(
+                f"cannot have {num_classes} classes with global_pool={pooling!r}, from {self.global_pool!r}"
+            )
+        if not pooling:
+            self.pool = nn.Identity()
+        elif self.per_class and num_classes:
+            self.pool.reset_tokens(num_classes)
+        self.global_pool, self.num_classes = pooling, num_classes
+        self.head = self._new_head().to(next(self.stem.parameters())).train(self.training)
+
+    def _new_head(self) -> nn.Module:
+        if not self.num_classes:
+            return nn.Identity()
+        head = (ClassScores if self.per_class else nn.Linear)(self.embed_dim, self.num_classes)
+        trunc_normal_(head.weight, std=0.02)
+        nn.init.zeros_(head.bias)
+        return head
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """timm's: what chosen blocks give, (B, d, H / 16, W / 16) each, and the features.
+
+        Args:
+            x: images, shape (B, C, H, W).
+            indices: of blocks; the last so many; None for all.
+            norm: without effect, as nothing normalises the trunk's output.
+            stop_early: run no blocks after the last one asked for.
+            output_fmt: "NCHW".
+            intermediates_only: leave the features out.
+        """
+        if output_fmt != "NCHW":
+            raise ValueError(f"expected output_fmt='NCHW', got {output_fmt!r}")
+        wanted, last = feature_take_indices(len(self.blocks), indices)
+        x, intermediates = self.stem(x), []
+        for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = checkpoint_seq([block], x) if self._checkpoints else block(x)
+            if index in wanted:
+                intermediates.append(x)
+        return intermediates if intermediates_only else (x, intermediates)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """timm's: drop blocks after the last one asked for and, if ``prune_head``, pooling and classifier."""
+        wanted, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_head:
+            self.reset_classifier(0, "")
+        return wanted
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images, shape (B, C, H, W), to patches, shape (B, d, H / 16, W / 16), rounded up."""
+        x = self.stem(x)
+        return checkpoint_seq(self.blocks, x) if self._checkpoints else self.blocks(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Patches to class scores, shape (B, K); pooled features, (B, d) or (B, K, d), if ``pre_logits``."""
+        x = self.head_drop(self.pool(x))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images, shape (B, C, H, W), to class scores, shape (B, K)."""
+        return self.forward_head(self.forward_features(x))
+
+    @property
+    def _checkpoints(self) -> bool:
+        return self.grad_checkpointing and self.training
+
+
+_PUBLISHED = (  # names in the original implementation, and ours
+    (r"^patch_embed\.proj\.(\d+)\.0\.", r"stem.\1."),
+    (r"^blocks\.(\d+)\.norm1\.", r"blocks.\1.norm."),
+    (r"^blocks\.(\d+)\.attn\.qkv_pos\.0\.", r"blocks.\1.conv1."),
+    (r"^blocks\.(\d+)\.attn\.qkv_pos\.2\.", r"blocks.\1.conv2."),
+    (r"^blocks\.(\d+)\.attn\.qkv_pos\.4\.conv_reduce\.", r"blocks.\1.se.fc1."),
+    (r"^blocks\.(\d+)\.attn\.qkv_pos\.4\.conv_expand\.", r"blocks.\1.se.fc2."),
+    (r"^blocks\.(\d+)\.attn\.qkv_pos\.5\.", r"blocks.\1.conv3."),
+    (r"^blocks\.(\d+)\.gamma_1$", r"blocks.\1.ls.gamma"),
+    (r"^blocks_token_only\.0\.", "pool.block."),
+    (r"^cls_token$", "pool.cls_token"),
+    (r"^norm\.", "pool.norm."),
+)
+
+
+def checkpoint_filter_fn(state: Mapping[str, Tensor], model: PatchConvNet) -> dict[str, Tensor]:
+    """Weights under our names, from those of the original implementation (facebookresearch/deit) or from ours.
+
+    Its K classifiers ``head.k`` become the rows of one. Where the model has a token for each class, weights of a single
+    token give as many copies of it (see :func:`tcnn_model.specialize`), and tokens of other classes are left out, as
+    timm leaves out the classifier.
+    """
+    state = state.get("model", state)  # type: ignore[assignment]
+    renamed: dict[str, Tensor] = {}
+    for name, value in state.items():
+        for pattern, ours in _PUBLISHED:
+            name = re.sub(pattern, ours, name)
+        renamed[name] = value
+    scores = [name for name in renamed if re.match(r"head\.\d+\.", name)]
+    for part in ("weight", "bias") if scores else ():
+        rows = [renamed.pop(f"head.{k}.{part}") for k in range(len(scores) // 2)]
+        renamed[f"head.{part}"] = torch.cat(rows)
+    tokens = renamed.get("pool.cls_token")
+    if model.per_class and tokens is not None and tokens.shape[1] != model.num_classes:
+        copies, own = tokens[:, :1].expand(-1, model.num_classes, -1), model.pool.cls_token.detach()
+        renamed["pool.cls_token"] = copies if tokens.shape[1] == 1 else own
+    return renamed
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": (14, 14),
+        "crop_pct": 1.0,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "stem.0",
+        "classifier": "head",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {f"patchconvnet_{size}{kind}": _cfg() for size in _SIZES for kind in ("", "_multi")}
+)
+
+
+def _entrypoint(size: str, kind: str) -> Callable[..., nn.Module]:
+    depth = int(size[1:])
+
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        shape: dict[str, Any] = {"embed_dim": _WIDTHS[size[0]], "depth": depth, "per_class": bool(kind)}
+        shape |= {"init_values": 1e-4 if size in ("s20", "s36", "s60") else 1e-6}
+        return build_model_with_cfg(
+            PatchConvNet,
+            create.__name__,
+            pretrained,
+            pretrained_filter_fn=checkpoint_filter_fn,
+            feature_cfg={"out_indices": 1, "feature_cls": "getter"},
+            **{**shape, **kwargs},
+        )
+
+    create.__name__ = create.__qualname__ = f"patchconvnet_{size}{kind}"
+    tokens = "one token a class" if kind else "one token"
+    create.__doc__ = f"PatchConvNet of width {_WIDTHS[size[0]]} and {depth} blocks, pooled by {tokens}."
+    return create
+
+
+for _size in _SIZES:
+    for _kind in ("", "_multi"):
+        globals()[f"patchconvnet_{_size}{_kind}"] = register_model(_entrypoint(_size, _kind))

@@ -1,0 +1,1 @@
+"""Attention in place of a convnet's average pooling."""

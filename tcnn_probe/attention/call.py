@@ -1,0 +1,234 @@
+"""A call of softmax attention as probes see it: logits of some queries at a time, never the whole N x N matrix."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.attention.layout import Layout
+
+__all__ = ["AttentionCall", "GivenLogits", "Logits", "ProductLogits"]
+
+_ALL = slice(None)
+_FEW = 32
+
+
+class Logits(ABC):
+    """Where the logits of a call come from; a row is an image or a window of one."""
+
+    masked: bool
+    """Whether logits may be minus infinity."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int, int]:
+        """(rows, heads, N_query, N_key)."""
+
+    @property
+    @abstractmethod
+    def source(self) -> Tensor:
+        """What they are made of, for its device and dtype."""
+
+    @abstractmethod
+    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+        """A part of them, float32 or float64 and contiguous, the caller's own to overwrite; into ``out`` if given."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Float32, or float64 where the model is."""
+        return at_least_float32(self.source.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """The layer's own."""
+        return self.source.device
+
+    def new_empty(self, *shape: int) -> Tensor:
+        """Room for statistics."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+class ProductLogits(Logits):
+    """scale * q k^T + mask.
+
+    Args:
+        query: shape (rows, heads, N_query, d).
+        key: shape (rows, heads, N_key, d).
+        scale: of the products.
+        mask: to be added, or True where a query may see a key; broadcasts to (rows, heads, N_query, N_key).
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> None:
+        self._query, self._key, self._scale = query, key, scale
+        self._mask = None if mask is None else mask.expand(self.shape)
+        self.masked = mask is not None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """See :class:`Logits`."""
+        rows, heads, queries, _ = self._query.shape
+        return rows, heads, queries, self._key.shape[2]
+
+    @property
+    def source(self) -> Tensor:
+        """See :class:`Logits`."""
+        return self._query
+
+    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+        """See :class:`Logits`."""
+        query, key = self._query[rows, :, queries].to(self.dtype), self._key[rows, :, keys].to(self.dtype)
+        logits = query.new_empty(*query.shape[:3], key.shape[2]) if out is None else out
+        few = query.shape[0] <= _FEW
+        for one, q, k in zip(logits, query, key, strict=True) if few else _merged(logits, query, key):
+            torch.baddbmm(one, q, k.transpose(1, 2), beta=0, alpha=self._scale, out=one)
+        if self._mask is None:
+            return logits
+        mask = self._mask[rows, :, queries, keys]
+        return logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
+
+
+def _merged(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows and heads as one dimension, which copies queries and keys: cheap if there are many rows, as windows are."""
+    yield tuple(x.flatten(0, 1) for x in tensors)
+
+
+class GivenLogits(Logits):
+    """What a softmax was given, shape (rows, heads, N_query, N_key)."""
+
+    masked = True  # perhaps: nobody says
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """See :class:`Logits`."""
+        rows, heads, queries, keys = self._logits.shape
+        return rows, heads, queries, keys
+
+    @property
+    def source(self) -> Tensor:
+        """See :class:`Logits`."""
+        return self._logits
+
+    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+        """See :class:`Logits`."""
+        some = self._logits[rows, :, queries, keys]
+        return (
+            torch.empty(some.shape, dtype=self.dtype, device=some.device).copy_(some)
+            if out is None
+            else out.copy_(some)
+        )
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of softmax attention in a forward; A is its attention, rows of which sum to one.
+
+    Talking heads (CaiT) mix the heads after the softmax: A is the softmax's, before that.
+
+    Args:
+        module: that called it.
+        images: B.
+        windows: into which each image is divided, 1 for global attention; row b * windows + w of ``logits`` is window
+            w of image b.
+        logits: gives the logits of some rows and queries.
+        layout: where queries and keys lie.
+        name: of the layer.
+        class_token: whether the first token before the grid, if there is any, is a class token, and no register.
+        distillation_token: whether the second one, if there is one, is a distillation token.
+    """
+
+    BLOCK: ClassVar[int] = 1 << 18
+    """Logits at a time on a CPU: 1 MiB in float32, which stays in a core's cache."""
+
+    module: nn.Module
+    images: int
+    windows: int
+    logits: Logits
+    layout: Layout
+    name: str = ""
+    class_token: bool = True
+    distillation_token: bool = False
+
+    @property
+    def block(self) -> int:
+        """Logits at a time; 64 MiB of them on a GPU, where every block, small or large, is a dozen kernel launches."""
+        return self.BLOCK << (0 if self.logits.device.type == "cpu" else 6)
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return self.logits.shape[1]
+
+    @property
+    def queries(self) -> int:
+        """N_query, of each window."""
+        return self.logits.shape[2]
+
+    @property
+    def keys(self) -> int:
+        """N_key, of each window."""
+        return self.logits.shape[3]
+
+    @property
+    def class_query(self) -> int | None:
+        """Index of the class token among the queries, None if there is none, or one for each class.
+
+        Also of a single latent, and of the first of several if the layer hands on that one alone.
+        """
+        if self.layout.asking == "classes":
+            return None
+        alone = self.queries == 1 and self.keys > 1 and self.windows == 1
+        if self.layout.asking == "latents":
+            return 0 if alone or getattr(self.module, "pool", None) == "token" else None
+        queries = self.layout.queries
+        leads = queries.prefix > 0 if queries is not None else self.queries <= self.layout.prefix
+        return 0 if alone or (leads and self.class_token) else None
+
+    @property
+    def distillation_query(self) -> int | None:
+        """Index of the distillation token among the queries, None if there is none."""
+        queries = self.layout.queries
+        there = queries is not None and queries.prefix > 1 and self.distillation_token
+        return 1 if there and self.class_query == 0 else None
+
+    def own_key(self, query: int) -> int | None:
+        """Index among the keys of a class or distillation token that is a query, None if it is not one of them."""
+        return query if self.layout.asking == "tokens" and query < self.layout.prefix else None
+
+    def weights(self, queries: slice, image: int | None = None) -> Tensor:
+        """Attention of some queries, of one image or all: (B or 1, windows, heads, queries, N_key), float32 or more.
+
+        0 for queries that may see no key at all, as torch's own attention has it.
+        """
+        rows = slice(None) if image is None else slice(image * self.windows, (image + 1) * self.windows)
+        logits = self.logits(rows, queries)
+        weights = torch.softmax(logits, -1)
+        if self.logits.masked:
+            weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0)
+        return weights.unflatten(0, (-1, self.windows))
+
+    def maps_of_query(self, query: int, images: Sequence[int]) -> Tensor:
+        """Attention of one query over the keys on the grid: shape (images, windows, heads, height, width)."""
+        keys = self.layout.keys
+        assert keys is not None
+        rows = [self.weights(slice(query, query + 1), image)[0, :, :, 0, keys.prefix :] for image in images]
+        return torch.stack(rows).unflatten(-1, (keys.height, keys.width))
+
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Rows and queries that belong together: a block, or the logits of one query where these are more."""
+        rows, heads, queries, keys = self.logits.shape
+        many = max(1, self.block // (heads * keys))  # queries of one row at a time, or rows with all their queries
+        at_once = max(1, many // queries)
+        for row in range(0, rows, at_once):
+            for query in range(0, queries, many):
+                yield slice(row, min(row + at_once, rows)), slice(query, min(query + many, queries))
+
+    def by_image(self, of_rows: Tensor) -> Tensor:
+        """(rows, ...) as (images, windows, ...)."""
+        return of_rows.unflatten(0, (self.images, self.windows))

@@ -1,0 +1,149 @@
+"""From attention as it was asked for to (rows, heads, N_query, N_key), and whether the reconstruction is right."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tcnn_probe.attention import known_layers as known
+from tcnn_probe.attention.call import AttentionCall, GivenLogits, Logits, ProductLogits
+from tcnn_probe.attention.feature_maps import Scene
+from tcnn_probe.attention.layout import Layout
+from tcnn_probe.attention.pools import pool_layout
+from tcnn_probe.attention.token_grid import find_layout, token_counts
+from tcnn_probe.hooks.interception import SeenAttention
+
+__all__ = ["arrange", "between_channels", "discrepancy", "head_count", "heads_axis"]
+
+_QUERIES_TO_CHECK = 64
+_HEAD_COUNTS = ("num_heads", "n_heads", "nhead", "heads", "n_head", "num_attention_heads")
+_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}  # their fused kernels round the attention too
+
+
+def arrange(
+    seen: SeenAttention, name: str, running: Sequence[tuple[nn.Module, Sequence[Any]]], scene: Scene
+) -> AttentionCall | str:
+    """The call as probes see it, or the reason why this is no attention between tokens.
+
+    Args:
+        seen: attention as it was asked for.
+        name: of the layer, as it is recorded.
+        running: the modules that are running, with their inputs, the outermost first; the last one asked for it.
+        scene: what is known of the images.
+    """
+    module, inputs = running[-1]
+    if reason := known.lookup(known.NO_ATTENTION_MATRIX, module):
+        return reason
+    logits = _logits(seen, module)
+    rows, heads, queries, keys = logits.shape
+    pooled = pool_layout(queries, keys, running, scene)
+    if pooled is None and queries == keys and between_channels(keys, heads, inputs):
+        return "attention between channels, not between tokens"
+    images = scene.images if scene.images and rows % scene.images == 0 else rows
+    windows = rows // images
+    layout = pooled or Layout(None, None, seen.not_on_grid)
+    if pooled is None and not seen.not_on_grid:
+        layout = find_layout(queries, keys, windows, module, inputs, scene)
+    return AttentionCall(module, images, windows, logits, layout, name, scene.class_token, scene.distillation_token)
+
+
+@torch.no_grad()
+def discrepancy(seen: SeenAttention, module: nn.Module) -> tuple[Tensor, float] | None:
+    """How far attention rebuilt here is from what torch gave the model, on the first row; and what may be expected.
+
+    Returns:
+        the largest difference as a share of the largest value of torch's output, () in float32, and the tolerance;
+        None where there is nothing to compare with (dropout).
+    """
+    if seen.output is None:
+        return None
+    logits = _logits(seen, module)
+    queries = slice(0, logits.shape[2] if seen.finish else _QUERIES_TO_CHECK)
+    first = slice(0, 1)
+    rebuilt = torch.softmax(logits(first, queries), -1)
+    if seen.logits is not None:
+        expected = _rows(seen.output, module, None)[first, :, queries]
+    else:
+        values = _rows(_alike(seen)[2], module, seen.heads)[first].to(rebuilt.dtype)
+        rebuilt = torch.nan_to_num(rebuilt) @ values
+        if seen.finish is not None:
+            rebuilt = seen.finish(rebuilt)
+            expected = seen.output[:, :1] if seen.output.ndim == 3 else seen.output
+        else:
+            output = seen.output if seen.output.ndim > 2 else seen.output[None]
+            expected = _rows(output, module, seen.heads)[first, :, queries]
+    broken = ~expected.isfinite()  # by what the model was given
+    off, size = ((x.masked_fill(broken, 0)).abs().amax().float() for x in (rebuilt - expected, expected))
+    return off / size.clamp_min(torch.finfo(torch.float32).tiny), _TOLERANCE.get(seen.output.dtype, 5e-3)
+
+
+def _logits(seen: SeenAttention, module: nn.Module) -> Logits:
+    if seen.logits is not None:
+        return GivenLogits(_rows(seen.logits, module, seen.heads))
+    query, key, _ = _alike(seen)
+    mask = seen.mask
+    if mask is not None:
+        mask = _rows(mask.expand(*query.shape[:-1], key.shape[-2]), module, seen.heads)
+    return ProductLogits(_rows(query, module, seen.heads), _rows(key, module, seen.heads), seen.scale, mask)
+
+
+def _alike(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with the leading dimensions that all of them broadcast to, one at least."""
+    given = [seen.query, seen.key, seen.value]
+    shapes = [(1,), *(x.shape[:-2] for x in given if x is not None)]
+    if seen.mask is not None:
+        shapes.append(seen.mask.shape[:-2])
+    leading = torch.broadcast_shapes(*shapes)
+    query, key, value = (x.expand(*leading, *x.shape[-2:]) for x in given if x is not None)
+    return query, key, value
+
+
+def heads_axis(leading: Sequence[int], module: nn.Module, given: int | None = None) -> tuple[int | str, int]:
+    """Which axis of (..., N_query, N_key) is the heads', and how many there are.
+
+    Args:
+        leading: the sizes before N_query, one at least.
+        module: that asked for this attention.
+        given: the axis, if the call says so.
+
+    Returns:
+        the axis, or "merged" into the first one, or "one" head; and the number of heads.
+    """
+    axis: int | str | None = given if given is not None else known.lookup(known.HEADS, module)
+    count = head_count(module) or 0
+    if axis is None:
+        if count and count in leading[1:]:
+            axis = len(leading) - 1 - leading[::-1].index(count)  # windows of the same number come before the heads
+        elif len(leading) > 1:
+            axis = 1
+        else:
+            axis = "merged" if count and leading[0] % count == 0 else "one"
+    return axis, 1 if axis == "one" else count if axis == "merged" else leading[int(axis)]
+
+
+def head_count(module: nn.Module) -> int | None:
+    """How many heads a module says it has."""
+    sizes = (getattr(module, name, 0) for name in _HEAD_COUNTS)
+    return next((n for n in sizes if isinstance(n, int) and n), None)
+
+
+def _rows(x: Tensor, module: nn.Module, heads: int | None) -> Tensor:
+    """(..., N, d) as (rows, heads, N, d); a view where strides allow."""
+    axis, count = heads_axis(x.shape[:-2], module, heads)
+    if axis == "one":
+        return x.flatten(0, -3).unsqueeze(1)
+    if axis == "merged":
+        x, axis = x.unflatten(0, (-1, count)), 1
+    x = x.movedim(int(axis), -3)
+    return x.flatten(0, -4) if x.ndim > 4 else x
+
+
+def between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
+    """Whether keys can only be the channels of each head."""
+    channels = {given.shape[-1] if given.ndim == 3 else given.shape[1] for given in inputs if _is_features(given)}
+    return keys * heads in channels and keys not in token_counts(inputs)
+
+
+def _is_features(given: Any) -> bool:
+    return isinstance(given, Tensor) and given.ndim in (3, 4)

@@ -1,0 +1,127 @@
+"""Class attention as a map: the weights themselves, of the class token over the patches."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tcnn_model.pooling.attention_pool import PatchAttention
+from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.stream import attention_stream
+from tcnn_probe.attribution.given import find_layer
+
+__all__ = ["ELSE", "class_attention", "interpolation_mode", "to_pixels"]
+
+ELSE = "'gradcam', 'integrated_gradients', 'input_x_gradient' and 'occlusion' need no class token"
+
+
+def to_pixels(maps: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
+    """Maps of patches, shape (B, h, w), at the resolution of the images: (B, H, W), float32 at least.
+
+    Raises:
+        ValueError: an unknown interpolation.
+    """
+    maps = maps.to(torch.promote_types(maps.dtype, torch.float32))[:, None]
+    return F.interpolate(maps, size, mode=interpolation_mode(interpolation))[:, 0]
+
+
+def interpolation_mode(interpolation: str) -> str:
+    """What torch calls it.
+
+    Raises:
+        ValueError: an unknown interpolation.
+    """
+    modes = {"bilinear": "bilinear", "nearest": "nearest-exact"}
+    if interpolation not in modes:
+        raise ValueError(f"expected interpolation='bilinear' or 'nearest', got {interpolation!r}")
+    return modes[interpolation]
+
+
+@dataclass
+class _Seen:
+    """A layer with class tokens."""
+
+    alone: bool  # they are its only queries
+    maps: Tensor | None  # (B, h, w)
+    reason: str  # why there are none
+
+
+@torch.no_grad()
+def class_attention(
+    model: nn.Module,
+    images: Tensor,
+    target: Tensor,
+    *,
+    layer: str | nn.Module | None = None,
+    interpolation: str = "bilinear",
+) -> tuple[Tensor, str]:
+    """Attention of the class token to the patches, mean over heads, with no post-processing but the interpolation.
+
+    Where each class has a token of its own (:class:`tcnn_model.AttentionPool2d`, ``per_class``), the map is that of the
+    target's; otherwise it does not depend on the target. Weights are those of the softmax: CaiT's talking heads, which
+    mix the heads of its trunk afterwards, are not in its class attention. (PatchConvNet paper, §4; thesis, 3.7.2.5.)
+
+    Args:
+        model: with class attention, or an attention pool, or class tokens.
+        images: shape (B, C, H, W).
+        target: of each image, shape (B,).
+        layer: which attention, or its name; None for the first layer in which class tokens alone ask (CaiT's first
+            block of class attention, an attention pool), else the last one with a class token.
+        interpolation: from patches to pixels, "bilinear" or "nearest".
+
+    Returns:
+        shape (B, H, W): the weight of the patch at each pixel, so that it is the patches' weights that sum to 1, less
+        what class and register tokens get; and the layer's name.
+
+    Raises:
+        ValueError: no class token, an unknown layer, or one whose patches lie on no known grid.
+    """
+    layer = find_layer(model, layer)[0] if isinstance(layer, nn.Module) else layer
+    found: dict[str, _Seen] = {}
+
+    def look(call: AttentionCall) -> None:
+        rows = call.images * call.windows  # windows of an image, or more images than were given
+        has_token = call.queries == 1 or call.class_query is not None or isinstance(call.module, PatchAttention)
+        if rows != len(images) and has_token:
+            counts = f"{rows} times, where {len(images)} images were given"
+            found[call.name] = _Seen(False, None, f"it attends {counts}: its maps are not those of the images")
+        elif rows == len(images) and (seen := _of_class_tokens(call, target)) is not None:
+            found[call.name] = seen
+
+    with attention_stream(model, look) as stream:
+        model(images)
+    found = {name: seen for name, seen in found.items() if name in stream.layers}
+    name = _choose(found, layer)
+    maps = found[name].maps
+    if maps is None:
+        raise ValueError(f"{name!r} has no map: {found[name].reason}")
+    return to_pixels(maps, (images.shape[2], images.shape[3]), interpolation), name
+
+
+def _of_class_tokens(call: AttentionCall, target: Tensor) -> _Seen | None:
+    query, keys = call.class_query, call.layout.keys
+    per_class = isinstance(call.module, PatchAttention)
+    if query is None and not per_class:
+        return None
+    alone = per_class or call.layout.queries is None
+    if keys is None:
+        return _Seen(alone, None, f"its patches lie on no known grid: {call.layout.reason}")
+    if per_class:
+        weights = torch.cat([call.weights(slice(at, at + 1), image) for image, at in enumerate(target.tolist())])
+    else:
+        assert query is not None
+        weights = call.weights(slice(query, query + 1))
+    of_patches = weights[:, 0, :, 0, keys.prefix :].mean(1)  # (B, windows, heads, queries, keys) before
+    return _Seen(alone, of_patches.unflatten(-1, (keys.height, keys.width)), "")
+
+
+def _choose(found: dict[str, _Seen], layer: str | None) -> str:
+    if layer is not None:
+        if layer not in found:
+            raise ValueError(f"expected a layer with class tokens: one of {list(found)}, got {layer!r}")
+        return layer
+    if not found:
+        raise ValueError(f"no class token attends in this model, so that there is no class attention; {ELSE}")
+    found = {name: seen for name, seen in found.items() if seen.maps is not None} or found
+    return next((name for name, seen in found.items() if seen.alone), list(found)[-1])

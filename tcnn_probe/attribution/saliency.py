@@ -1,0 +1,116 @@
+"""``saliency()``: maps of chosen images by chosen methods, labelled."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import xarray as xr
+from torch import Tensor, nn
+
+from tcnn_probe.attribution.given import find_targets
+from tcnn_probe.attribution.methods import Explainer, OwnMethod, find_explainers, name_of
+from tcnn_probe.models import as_images, batches, check_batch_size, progress_bar, untouched
+from tcnn_probe.provenance import provenance
+
+__all__ = ["compute_maps", "saliency"]
+
+
+def saliency(
+    model: nn.Module,
+    images: Any,
+    target: int | Sequence[int] | Tensor | None = None,
+    method: str | OwnMethod | Sequence[str | OwnMethod] = "class_attention",
+    *,
+    layer: str | nn.Module | None = None,
+    batch_size: int = 32,
+    progress: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Which pixels a model's score for a class depends on, by one method or several, at the images' resolution.
+
+    ::
+
+        maps = tcnn_probe.saliency(model, images, method=["class_attention", "gradcam"], gradcam={"layer": "blocks"})
+        maps.gradcam.sel(image=0).plot(yincrease=False)
+
+    ====================== =====================================================================================
+    method                 options
+    ====================== =====================================================================================
+    "class_attention"      ``layer``, ``interpolation`` ("bilinear" or "nearest")
+    "rollout"              ``interpolation``
+    "gradcam"              ``layer``, ``interpolation``, ``relu_attributions=True``
+    "integrated_gradients" ``baseline=0.0``, ``n_steps=32``, ``absolute=False``
+    "input_x_gradient"     ``absolute=False``
+    "occlusion"            ``window`` (an eighth of the image), ``stride`` (half a window), ``baseline=0.0``,
+                           ``absolute=False``
+    ====================== =====================================================================================
+
+    The functions of these names in :mod:`tcnn_probe.attribution` say what each is, and give plain tensors. The last
+    four are captum's. The model runs in eval mode and is afterwards as it was: flags, gradients, hooks.
+
+    Args:
+        model: gives a score for each class, shape (B, K).
+        images: as the model takes them, shape (B, C, H, W), a tensor or an array, on any device.
+        target: the class to explain: one for all, or one an image; None for the model's own prediction.
+        method: a name, or a function of yours ``(model, images, target) -> maps`` with tensors (B, C, H, W), (B,) and
+            (B, H, W); or several of these.
+        layer: which layer's attention or feature map, where it is not the method's own choice.
+        batch_size: images in the model at a time.
+        progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
+        **options: of the method; of several, ``name={...}`` for each.
+
+    Returns:
+        an ``xarray.DataArray``, dims (image, y, x) with the coordinate ``target``, its ``attrs`` saying what it is
+        (method, layer, units, definition, source, options) and by which versions it was made; of several methods an
+        ``xarray.Dataset`` of these, by name. Float64 of a float64 model, else float32.
+
+    Raises:
+        ValueError: images, targets, a method or an option that cannot be; or a model without what the method needs.
+        TypeError: no module, no floating-point images, an option that the method does not have, or a model that does
+            not give scores.
+        ModuleNotFoundError: captum is needed, and not installed.
+    """
+    alone = isinstance(method, str) or callable(method)
+    if alone:
+        given = {**options, "layer": layer} if layer is not None else options
+        explainers = find_explainers(method, {name_of(method): given} if given else {})
+    else:
+        _check_options(layer, options)
+        explainers = find_explainers(method, options)
+    images = as_images(images)
+    check_batch_size(batch_size)
+    with untouched(model):
+        targets = find_targets(model, images, target, batch_size)
+        with progress_bar(len(images) * len(explainers), "saliency", progress) as bar:
+            found = [compute_maps(one, model, images, targets, batch_size, bar.update) for one in explainers]
+    labelled = {}
+    for one, (maps, of_layer) in zip(explainers, found, strict=True):
+        attrs = {"long_name": "saliency", "method": one.name, "layer": of_layer, **one.about}
+        attrs |= provenance(model, *one.packages)
+        coords = {"image": range(len(images)), "target": ("image", targets.numpy())}
+        labelled[one.name] = xr.DataArray(maps.numpy(), coords, ("image", "y", "x"), one.name, attrs)
+    return labelled[explainers[0].name].rename("saliency") if alone else xr.Dataset(labelled)
+
+
+def compute_maps(
+    explainer: Explainer,
+    model: nn.Module,
+    images: Tensor,
+    targets: Tensor,
+    batch_size: int,
+    done: Callable[[int], Any] = lambda count: None,
+) -> tuple[Tensor, str]:
+    """Maps of all images by one method, (B, H, W) on the CPU, and the layer's name; the model is in eval mode."""
+    maps, layer = [], ""
+    for which, some in batches(model, images, batch_size):
+        found, layer = explainer(model, some, targets[which].to(some.device), batch_size)
+        maps.append(found.to(torch.promote_types(found.dtype, torch.float32)).cpu())
+        done(len(some))
+    return torch.cat(maps), layer
+
+
+def _check_options(layer: Any, options: dict[str, Any]) -> None:
+    if layer is not None:
+        raise ValueError("with several methods, name each one's layer: gradcam={'layer': ...}")
+    if wrong := next((name for name, value in options.items() if not isinstance(value, dict)), None):
+        raise TypeError(f"with several methods, expected the options of each as a dict, got {wrong}={options[wrong]!r}")

@@ -1,0 +1,255 @@
+"""Seeing every attention that torch is asked for while a layer runs, fused or not.
+
+A :class:`torch.overrides.TorchFunctionMode` is shown each call of a torch function with its true arguments: scale, mask
+and bias as they are, queries and keys after rotary embedding and normalisation. What the model gets is torch's own
+result, untouched.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tcnn_model.gpsa.precision import autocast_dtype
+from tcnn_probe.hooks.modes import is_transformed, unseen
+
+__all__ = ["Interception", "SeenAttention", "SeenOperand", "SeenProduct", "describe"]
+
+_CAUSAL = "causal: the tokens are a sequence"
+
+
+@dataclass(frozen=True)
+class SeenAttention:
+    """Attention as it was asked for.
+
+    Args:
+        logits: what a softmax was given, shape (..., N_query, N_key); or None, and instead
+        query, key, value: shapes (..., N_query, d), (..., N_key, d) and (..., N_key, d_value), with
+        scale: of the products and
+        mask: to be added, or True where a query may see a key.
+        output: of torch: the attention itself if ``logits`` is given, else what ``finish`` makes of the attention
+            times the values; None if dropout took part in it.
+        finish: from (..., N_query, d_value) to the output.
+        heads: if the call says so: their axis in (..., N_query, N_key).
+        not_on_grid: why queries or keys are surely no image's, if the call says so.
+    """
+
+    logits: Tensor | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    scale: float = 1.0
+    mask: Tensor | None = None
+    output: Tensor | None = None
+    finish: Callable[[Tensor], Tensor] | None = None
+    heads: int | None = None
+    not_on_grid: str = ""
+
+
+@dataclass(frozen=True)
+class SeenOperand:
+    """A tensor, by its shape and where it is stored: it is not kept."""
+
+    shape: torch.Size
+    place: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "SeenOperand":
+        """The operand that a tensor is."""
+        return cls(tensor.shape, tensor.data_ptr())
+
+    def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
+        """Whether an operand is this softmax or, if it has heads, may be made of it by dropout or by mixing them."""
+        same = self.shape[-2:] == operand.shape[-2:] and self.shape.numel() == operand.shape.numel()
+        return same and (heads or self.place == operand.place)
+
+
+@dataclass(frozen=True)
+class SeenProduct:
+    """A matrix product, by the operands that could be attention in it."""
+
+    operands: Sequence[SeenOperand]
+
+
+class Interception(TorchFunctionMode):
+    """While entered, hands on every attention and matrix product.
+
+    Args:
+        seen: called after each, without gradients, autocast or any function mode.
+    """
+
+    def __init__(self, seen: Callable[[SeenAttention | SeenProduct], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See :class:`torch.overrides.TorchFunctionMode`."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if (describe := _DESCRIBE.get(func)) is not None:
+            self._hand_on(describe, output, args, kwargs)
+        return output
+
+    @torch.compiler.disable
+    def _hand_on(self, describe: "_Describe", output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch._C.DisableTorchFunction():
+            if is_transformed(args):
+                return
+        with unseen():
+            if (seen := describe(output, *args, **kwargs)) is not None:
+                self._seen(seen)
+
+
+def describe(
+    func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> SeenAttention | SeenProduct | None:
+    """What a call of a torch function was: attention, a matrix product, or neither."""
+    known = _DESCRIBE.get(func)
+    return known(output, *args, **kwargs) if known is not None else None
+
+
+def _fused(
+    output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> SeenAttention:
+    dtype = autocast_dtype(query)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    return SeenAttention(
+        query=query,
+        key=key,
+        value=value,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        mask=attn_mask,
+        output=output if dropout_p == 0 else None,
+        not_on_grid=_CAUSAL if is_causal else "",
+    )
+
+
+def _softmax(output: Tensor, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> SeenAttention | None:  # noqa: A002
+    if input.ndim < 3 or dim not in (-1, input.ndim - 1) or not input.is_floating_point():
+        return None
+    return SeenAttention(logits=input, output=output)
+
+
+def _multihead(
+    output: tuple[Tensor, Tensor | None],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> SeenAttention:
+    """What torch's multi-head attention makes of its arguments before it attends; tokens come first, (N, B, d)."""
+    alone = query.ndim == 2
+    if alone:
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+    if use_separate_proj_weight or in_proj_weight is None:
+        weights = [q_proj_weight, k_proj_weight, v_proj_weight]
+    else:
+        weights = list(in_proj_weight.chunk(3))
+    biases = [None] * 3 if in_proj_bias is None else list(in_proj_bias.chunk(3))
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))  # type: ignore[arg-type]
+    extra = 0
+    if bias_k is not None and bias_v is not None:
+        k, v = (torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in ((k, bias_k), (v, bias_v)))
+        extra += 1
+    q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # (B, heads, N, d)
+    if static_k is not None:
+        k = static_k.unflatten(0, (-1, num_heads))
+    if static_v is not None:
+        v = static_v.unflatten(0, (-1, num_heads))
+    if add_zero_attn:
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        extra += 1
+    if attn_mask is None and is_causal:
+        attn_mask = torch.ones(q.shape[2], key.shape[0], dtype=torch.bool, device=q.device).triu(1)
+
+    def finish(attended: Tensor) -> Tensor:
+        merged = attended.permute(2, 0, 1, 3).flatten(2).to(out_proj_weight.dtype)
+        projected = F.linear(merged, out_proj_weight, out_proj_bias)
+        return projected.squeeze(1) if alone else projected
+
+    masks = []
+    if attn_mask is not None:
+        attn_mask = F.pad(attn_mask, (0, extra))
+        masks.append(attn_mask.unflatten(0, (-1, num_heads)) if attn_mask.ndim == 3 else attn_mask)
+    if key_padding_mask is not None:
+        masks.append(F.pad(key_padding_mask.reshape(-1, key_padding_mask.shape[-1]), (0, extra))[:, None, None, :])
+    return SeenAttention(
+        query=q,
+        key=k,
+        value=v,
+        scale=q.shape[-1] ** -0.5,
+        mask=sum((_additive(mask, q.dtype) for mask in masks[1:]), _additive(masks[0], q.dtype)) if masks else None,
+        output=output[0] if dropout_p == 0 or not training else None,
+        finish=finish,
+        heads=1,
+        not_on_grid=_CAUSAL if is_causal else "keys of the layer's own follow the tokens" if extra else "",
+    )
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """To be added, of one in which True hides a key."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)
+
+
+def _product(output: Tensor, first: Tensor, *others: Any, **kwargs: Any) -> SeenProduct:
+    second = others[0] if others else kwargs.get("other", kwargs.get("mat2"))
+    operands = [SeenOperand.of(first)]  # attention times values
+    if isinstance(second, Tensor) and second.ndim > 1:
+        operands.append(SeenOperand.of(second.mT))  # values times attention, both transposed
+    return SeenProduct(operands)
+
+
+def _einsum(output: Tensor, equation: Any, *operands: Any, **kwargs: Any) -> SeenProduct:
+    flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    return SeenProduct([SeenOperand.of(x) for x in flat if isinstance(x, Tensor)])
+
+
+_Describe = Callable[..., SeenAttention | SeenProduct | None]
+_DESCRIBE: dict[Any, _Describe] = {
+    F.scaled_dot_product_attention: _fused,
+    F.multi_head_attention_forward: _multihead,
+    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _product),
+    torch.einsum: _einsum,
+}

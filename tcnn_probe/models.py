@@ -1,0 +1,122 @@
+"""Somebody else's model: the names of its layers, running it on images that were checked, and leaving it as it was."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from tcnn_probe.hooks.forwards import aside
+
+__all__ = [
+    "as_images",
+    "batches",
+    "check_batch_size",
+    "class_scores",
+    "layer_names",
+    "progress_bar",
+    "untouched",
+    "unwrap",
+]
+
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside wrappers such as DistributedDataParallel."""
+    while isinstance(inner := getattr(model, "module", None), nn.Module) and len(list(model.children())) == 1:
+        if not type(model).__module__.startswith("torch."):
+            break
+        model = inner
+    return model
+
+
+def layer_names(model: nn.Module) -> dict[nn.Module, str]:
+    """The name of each module, in the model's order: without ``module.`` and other wrappers' parts; once if shared."""
+    inner = unwrap(model)
+    names = {}
+    for name, module in inner.named_modules():
+        names[module] = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return {module: names.get(module, "") for module in (*names, *model.modules())}
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, and outside of the caller's inference mode; every flag and gradient is put back.
+
+    What runs inside is not recorded by a recorder that is attached to the model.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        model.eval()
+        for parameter, _ in gradients:
+            parameter.grad = None  # a method of the user's may go backward
+        with aside(), torch.inference_mode(False):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def as_images(images: Any, expected: str = "as the model takes them, floating point and normalised") -> Tensor:
+    """Images as a tensor, shape (B, C, H, W), floating point; not copied if they are one.
+
+    Raises:
+        TypeError, ValueError: they are none.
+    """
+    if not isinstance(images, Tensor):
+        array = np.array(images)  # a copy: torch takes no array that is read-only or mirrored
+        if array.dtype.kind not in "fiub":
+            raise TypeError(f"expected images, a tensor or an array (B, C, H, W), got {type(images).__name__}")
+        images = torch.from_numpy(array)
+    if images.ndim != 4 or images.numel() == 0:
+        hint = "; of one image: images[None]" if images.ndim == 3 else ""
+        raise ValueError(f"expected images of shape (B, C, H, W), B > 0, got shape {tuple(images.shape)}{hint}")
+    if not images.is_floating_point():
+        raise TypeError(f"expected images {expected}, got {images.dtype}")
+    return images
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Refuse what is no positive integer."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ValueError(f"expected a positive integer for batch_size, got {batch_size!r}")
+
+
+def batches(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Copies of the images, some at a time, in the model's dtype and on its device; and which they are."""
+    tensors = (x for group in (model.parameters(), model.buffers()) for x in group if x.is_floating_point())
+    like = next(tensors, images)
+    for start in range(0, len(images), batch_size):
+        which = slice(start, min(start + batch_size, len(images)))
+        yield which, images[which].detach().to(like.device, like.dtype, copy=True)
+
+
+def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
+    """What the model gives, shape (B, K).
+
+    Raises:
+        TypeError: it is something else.
+    """
+    scores = model(images)
+    if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
+        got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise TypeError(f"expected the model to give a score for each class, shape ({len(images)}, K), got {got}")
+    return scores
+
+
+def progress_bar(total: int | None, what: str, progress: bool | None, unit: str = "image") -> Any:
+    """For so many images, if that is known: at once, never, or (None) after three seconds, on a terminal."""
+    hidden = None if progress is None else not progress
+    return tqdm(total=total, desc=what, unit=unit, leave=False, disable=hidden, delay=3 if progress is None else 0)

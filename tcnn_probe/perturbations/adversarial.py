@@ -1,0 +1,177 @@
+"""Adversarial images: small steps of all pixels in the direction that raises the model's loss."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tcnn_probe.perturbations.given import (
+    Classifier,
+    Model,
+    Normalization,
+    as_classifier,
+    as_labels,
+    as_pixels,
+    check_classes,
+    quiet,
+)
+
+__all__ = ["Ascent", "fgsm", "fgsm_ascent", "pgd"]
+
+
+def fgsm(
+    model: Model,
+    images: Any,
+    labels: Any,
+    *,
+    epsilon: float = 1 / 255,
+    normalization: Normalization | None = None,
+) -> Tensor:
+    """One step of length ε along the sign of the loss's gradient, x + ε sign ∇ₓL(x, y), cut off at 0 and 1.
+
+    (Goodfellow et al. 2015, Explaining and harnessing adversarial examples, §4.) See :func:`pgd`, of which this is one
+    step of length ε without a random start.
+    """
+    return _attack(fgsm_ascent(epsilon), model, images, labels, normalization)
+
+
+def pgd(
+    model: Model,
+    images: Any,
+    labels: Any,
+    *,
+    epsilon: float = 1 / 255,
+    step: float = 0.5 / 255,
+    steps: int = 5,
+    random_start: bool = True,
+    seed: int = 0,
+    first: int = 0,
+    normalization: Normalization | None = None,
+) -> Tensor:
+    """Projected gradient ascent on the cross-entropy of the true classes, within ε of each pixel and in [0, 1].
+
+    (Madry et al. 2018, Towards deep learning models resistant to adversarial attacks, §2.1, in the L∞ norm.)
+    Untargeted. No pixel moves by more than ε: x ± ε is rounded towards x. A pixel whose gradient is 0 or NaN stays
+    where it is.
+
+    ::
+
+        worse = tcnn_probe.pgd(model, images, labels)
+        accuracy = (model(normalize(worse)).argmax(1) == labels).float().mean()
+
+    Args:
+        model: a module, which runs in eval mode and is afterwards as it was; or a function, which is called as it is.
+            From normalised images to scores, shape (B, K).
+        images: in pixel space, shape (B, C, H, W), in [0, 1]: as they are before normalisation.
+        labels: their classes, shape (B,).
+        epsilon: how far each pixel may move; of a range of 1, at most 1 (which is as far as there is).
+        step: length of a step, at most 1.
+        steps: how many.
+        random_start: from a uniformly random point within ε of the image (cut off at 0 and 1), not from the image.
+        seed: of that point; image i of the batch has that of (seed, first + i), whatever the batch is.
+        first: number of the batch's first image.
+        normalization: (mean, std), applied before the model, each a number or one for each channel; None for that of
+            timm's ``pretrained_cfg``; ((0,), (1,)) for none.
+
+    Returns:
+        images, shape (B, C, H, W), in pixel space, on the device of those given; float32, float64 of float64 images.
+
+    Raises:
+        ValueError: images outside of [0, 1] or labels that the model does not have, an option that cannot be, or a
+            model that does not say how its images are normalised.
+        TypeError: no images or labels, or a model that gives no scores or none that can be differentiated.
+    """
+    return _attack(Ascent(epsilon, step, steps, random_start), model, images, labels, normalization, seed, first)
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """Steps up the loss, see :func:`pgd`; called with what has been checked, and within ``quiet``."""
+
+    epsilon: float
+    step: float
+    steps: int
+    random_start: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        for name, length in (("epsilon", self.epsilon), ("step", self.step)):
+            number = isinstance(length, (int, float)) and not isinstance(length, bool) and math.isfinite(length)
+            if not number or length <= 0:
+                raise ValueError(f"expected a positive number for {name}, of a range of 1, got {length!r}")
+            if length > 1:
+                hint = f"; did you mean {length:g} / 255?" if length <= 255 else ""
+                raise ValueError(f"expected {name} of pixels in [0, 1], 1 at most, got {length!r}{hint}")
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
+            raise ValueError(f"expected a positive integer for steps, got {self.steps!r}")
+
+    @torch.enable_grad()
+    def __call__(self, classifier: Classifier, images: Tensor, labels: Tensor, seed: int = 0, first: int = 0) -> Tensor:
+        """Adversarial images, shape (B, C, H, W)."""
+        origin = classifier.place(images)
+        low, high = _box(origin, self.epsilon)
+        found = origin
+        if self.random_start:
+            start = _random_start(origin.shape, self.epsilon, seed, first).to(origin)
+            found = (origin + start).clamp(low, high)
+        for _ in range(self.steps):
+            direction = _gradient(classifier, found, labels).sign()  # 0 of NaN
+            found = (found + self.step * direction).clamp(low, high)
+        return found.to(images.device)
+
+
+def fgsm_ascent(epsilon: float) -> Ascent:
+    """The fast gradient sign method."""
+    return Ascent(epsilon, step=epsilon, steps=1, random_start=False)
+
+
+def _attack(
+    ascent: Ascent,
+    model: Model,
+    images: Any,
+    labels: Any,
+    normalization: Normalization | None,
+    seed: int = 0,
+    first: int = 0,
+) -> Tensor:
+    for name, number in (("seed", seed), ("first", first)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise ValueError(f"expected an integer from 0 for {name}, got {number!r}")
+    images = as_pixels(images)
+    labels = as_labels(labels, len(images))
+    classifier = as_classifier(model, normalization, images.shape[1])
+    with quiet(model):
+        return ascent(classifier, images, labels, seed, first)
+
+
+def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
+    """Of the cross-entropy, with respect to the images; parameters' own gradients are not touched."""
+    images = images.detach().requires_grad_()
+    scores = classifier(images)
+    check_classes(labels, scores.shape[1])
+    scale = 1024.0 if scores.dtype == torch.float16 else 1.0  # its sign is wanted, and small halves would be zero
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    loss = scale * F.cross_entropy(wide, labels.to(scores.device, copy=True), reduction="sum")
+    gradient = torch.autograd.grad(loss, images, allow_unused=True)[0] if loss.requires_grad else None
+    if gradient is None:
+        raise TypeError("expected scores that can be differentiated by the images; the model detaches them")
+    return gradient
+
+
+def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Lowest and highest value of each pixel, in [0, 1] and, rounding included, no further off than epsilon."""
+    exact = images.double()
+    low, high = (exact - epsilon).to(images), (exact + epsilon).to(images)
+    low = torch.where(exact - low.double() > epsilon, low.nextafter(images), low)
+    high = torch.where(high.double() - exact > epsilon, high.nextafter(images), high)
+    return low.clamp(min=0), high.clamp(max=1)
+
+
+def _random_start(shape: torch.Size, epsilon: float, seed: int, first: int) -> Tensor:
+    """Uniform in [-epsilon, epsilon), float64; each image from its own generator."""
+    generators = [np.random.default_rng((seed, first + i)) for i in range(shape[0])]
+    return torch.from_numpy(np.stack([g.uniform(-epsilon, epsilon, tuple(shape[1:])) for g in generators]))

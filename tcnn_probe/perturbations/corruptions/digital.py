@@ -1,0 +1,93 @@
+"""Digital: contrast, elastic distortion, pixelation, JPEG.
+
+``noise.py`` says what the functions have in common.
+"""
+
+import io
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.random import RandomState
+from numpy.typing import NDArray
+from PIL import Image
+
+from tcnn_probe.perturbations.corruptions.resampling import reference_shape
+
+__all__ = ["contrast", "elastic_transform", "jpeg_compression", "pixelate"]
+
+
+def contrast(image: NDArray[Any], random: RandomState, scale: float, *, kept: float) -> NDArray[Any]:
+    """Draws every value towards its channel's mean, to this share of its distance. Nothing is random."""
+    mean = image.mean(axis=(0, 1), keepdims=True)
+    return mean + (image - mean) * kept
+
+
+def elastic_transform(
+    image: NDArray[Any], random: RandomState, scale: float, *, amplitude: float, deviation: float, corners: float
+) -> NDArray[Any]:
+    """A random affine map, then displacement by two smooth random fields; linear interpolation, mirrored borders.
+
+    Args:
+        image: shape (H, W, C).
+        random: gives how three points of the image move, and the two fields.
+        scale: length of a published pixel. White noise averaged over larger pixels is weaker by as much, so that the
+            amplitude is multiplied by the square.
+        amplitude: what uniform noise from -1 to 1 is multiplied by once it is smoothed, in published pixels.
+        deviation: of the Gaussian that smooths it, in published pixels.
+        corners: how far the three points may move along each axis, in published pixels.
+    """
+    from scipy.ndimage import map_coordinates
+
+    height, width, _ = image.shape
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    back = _back_from_affine(image.shape, random, scale, corners * scale)
+    warped = [map_coordinates(part, _at(back, x, y), order=1, mode="mirror") for part in np.moveaxis(image, -1, 0)]
+    smooth_y, smooth_x = (_smoothing(size, deviation * scale) for size in (height, width))
+    right, down = (
+        amplitude * scale**2 * (smooth_y @ random.uniform(-1, 1, size=(height, width)) @ smooth_x.T) for _ in range(2)
+    )
+    moved = [map_coordinates(part, (y + down, x + right), order=1, mode="reflect") for part in warped]
+    return np.stack(moved, -1)
+
+
+def _back_from_affine(shape: tuple[int, ...], random: RandomState, scale: float, reach: float) -> NDArray[Any]:
+    """The inverse of the map that moves three of the corners of a square within ± reach; (2, 3), takes (x, y, 1)."""
+    middle = np.array([shape[1] // 2, shape[0] // 2], dtype=float)
+    half = min(reference_shape(shape, scale)) // 3 * scale
+    before = middle + half * np.array([[1, 1], [1, -1], [-1, -1]])
+    after = before + random.uniform(-reach, reach, size=before.shape)
+    return np.linalg.solve(np.column_stack([after, np.ones(3)]), before).T
+
+
+def _at(back: NDArray[Any], x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Where, as (y, x), the pixels (x, y) come from."""
+    from_x, from_y = (row[0] * x + row[1] * y + row[2] for row in back)
+    return from_y, from_x
+
+
+@lru_cache(maxsize=32)
+def _smoothing(size: int, deviation: float) -> NDArray[Any]:
+    """The Gaussian filter along an axis as a matrix, (size, size): it may be wider than the image by far."""
+    from scipy.ndimage import gaussian_filter1d
+
+    return gaussian_filter1d(np.eye(size), deviation, axis=0, mode="reflect", truncate=3.0)
+
+
+def pixelate(image: NDArray[Any], random: RandomState, scale: float, *, kept: float) -> NDArray[Any]:
+    """Shrinks the image to this share of its sides, and enlarges it again by boxes. Nothing is random."""
+    height, width, _ = image.shape
+    small = max(1, int(width * kept)), max(1, int(height * kept))
+    parts = []
+    for part in np.moveaxis(image, -1, 0):
+        boxes = Image.fromarray(part.astype(np.float32)).resize(small, Image.Resampling.BOX)
+        parts.append(np.asarray(boxes.resize((width, height), Image.Resampling.BOX)))
+    return np.stack(parts, -1).astype(image.dtype)
+
+
+def jpeg_compression(image: NDArray[Any], random: RandomState, scale: float, *, quality: int) -> NDArray[Any]:
+    """Rounds the image to 8 bits and compresses it by Pillow's JPEG. Nothing is random."""
+    pixels = np.rint(image * 255).astype(np.uint8)
+    with io.BytesIO() as file:
+        Image.fromarray(pixels[..., 0] if image.shape[2] == 1 else pixels).save(file, "JPEG", quality=quality)
+        return np.asarray(Image.open(file), dtype=image.dtype).reshape(image.shape) / 255

@@ -1,0 +1,170 @@
+"""Where the heads of each layer look, from one query pixel (T-CNN paper, Fig. 5)."""
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from tcnn_probe.plot.fitting import caption_lines
+from tcnn_probe.plot.given import as_array, as_image, select_others, wrapped
+from tcnn_probe.plot.pictures import draw_box, draw_image, draw_map
+from tcnn_probe.plot.style import MAPS, RED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+__all__ = ["attention_grid"]
+
+_PANEL, _LINE = 1.15, 0.16  # inches
+
+
+def attention_grid(
+    maps: xr.DataArray,
+    *,
+    image: Any = None,
+    query: tuple[int, int] | None = None,
+    gate: xr.DataArray | None = None,
+    cmap: str = MAPS,
+    title: str | None = None,
+    figure: "Figure | SubFigure | None" = None,
+) -> "Figure | SubFigure":
+    """Draw attention maps, a row a layer and a column a head, with sigma(lambda) in red (T-CNN paper, Fig. 5).
+
+    ::
+
+        maps = tcnn_probe.open("run.zarr")["maps/9x8x8"].dataset.sel(epoch=5, image=0)
+        gate = xr.open_zarr("run.zarr").gate.sel(epoch=5)
+        tcnn_probe.plot.attention_grid(maps.center_attention, query=(4, 4), gate=gate).savefig("maps.png")
+
+    Each map has a scale of its own, from 0 to its largest value. A layer of a smaller grid, filled up with NaN, is
+    drawn without these; so are heads that a layer lacks.
+
+    Args:
+        maps: dims (layer, head, y, x), or without layer; others of length 1 only.
+        image: drawn at the left, shape (C, H, W), 1 or 3 channels of any range.
+        query: (y, x) of the pixel whose attention this is; boxed. With an image a pixel of that, and in the maps the
+            box is the cell that has it, pixel y of H lying in row ``y * h // H``; else a pixel of the maps of
+            each layer. Where maps have the coordinates ``query_y`` and ``query_x`` of each layer, boxes in maps are
+            there: a layer with a stride has queries at some of its pixels only.
+        gate: sigma(lambda) of each head, dims (layer, head), or without layer.
+        cmap: matplotlib's name of a colour map.
+        title: of the figure.
+        figure: where to draw, for example one of ``figure.subfigures(3)``; None: a new one of fitting size.
+
+    Returns:
+        a figure, which ``savefig`` writes and a notebook shows.
+
+    Raises:
+        TypeError: maps or gates that are no DataArray; a figure that is none.
+        ValueError: dimensions that are missing or too many; a query outside or not of two integers; gates that lack
+            a layer or head of the maps; an image of another shape.
+    """
+    from matplotlib.figure import Figure, SubFigure
+
+    if figure is not None and not isinstance(figure, Figure | SubFigure):
+        raise TypeError(f"expected figure to be matplotlib's Figure or SubFigure, got {type(figure).__name__}")
+    maps = select_others(as_array(maps, "maps"), "maps", ("head", "y", "x"), ("layer",))
+    maps = maps.expand_dims("layer") if "layer" not in maps.dims else maps
+    maps = maps.transpose("layer", "head", "y", "x")
+    grids = [_without_padding(layer) for layer in maps.values]
+    gates = np.full(maps.shape[:2], np.nan) if gate is None else _gates_of(gate, maps)
+    picture = None if image is None else as_image(image)
+    sizes = [grid.shape[1:] for grid in grids] if picture is None else [picture.shape[1:]]
+    query = None if query is None else _checked_query(query, sizes)
+    rows, columns = maps.shape[:2]
+    beside = 0 if picture is None else 1 + min(rows, 2)  # the image's width, in panels
+    if figure is None:
+        inches = _PANEL * (columns + beside) + 0.7, (_PANEL + 0.25) * max(rows, beside / 1.5) + 0.8
+        figure = Figure(figsize=inches, layout="constrained")
+        figure.set_figheight(inches[1] + _LINE * _caption(figure, gate).count("\n"))
+    places = figure.add_gridspec(rows, beside + columns)
+    for row, layer in enumerate(grids):
+        cell = query and _cell(query, layer.shape[1:] if picture is None else sizes[0], layer.shape[1:])
+        if {"query_y", "query_x"} <= set(maps.coords):
+            cell = int(maps.query_y[row]), int(maps.query_x[row])
+        panels = [figure.add_subplot(places[row, beside + column]) for column in range(columns)]
+        _heads(panels, layer, gates[row], cell, cmap)
+        if "layer" in maps.coords:
+            panels[0].set_ylabel(wrapped(maps.layer.values[row]), fontsize=8)
+    for panel, head in zip(panels, maps["head"].values, strict=True):
+        panel.set_xlabel(f"head {head}", fontsize=8)
+    if picture is not None:
+        _picture(figure.add_subplot(places[:, :beside]), picture, query, grids[0].shape[1:])
+    figure.supxlabel(_caption(figure, gate), fontsize=8)
+    if title:
+        figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _caption(figure: "Figure | SubFigure", gate: Any) -> str:
+    red = [] if gate is None else ["red: gate $\\sigma(\\lambda)$, the share of positional attention"]
+    return caption_lines(figure, ["each map from 0 (dark) to its largest value (light)", *red], 8)
+
+
+def _heads(panels: "list[Axes]", maps: np.ndarray, gates: np.ndarray, cell: tuple[int, int] | None, cmap: str) -> None:
+    """The heads of a layer."""
+    height, width = maps.shape[1:]
+    for head, panel in enumerate(panels):
+        if np.isnan(maps[head]).all():
+            panel.set(xticks=[], yticks=[], frame_on=False)
+            continue
+        draw_map(panel, maps[head], height, width, cmap=cmap, vmin=0)
+        if cell is not None:
+            draw_box(panel, *cell, 1, 1)
+        if np.isfinite(gates[head]):
+            panel.set_title(f"{gates[head]:.2f}", color=RED, fontsize=8, pad=3)
+
+
+def _picture(axes: "Axes", image: Any, query: tuple[int, int] | None, grid: tuple[int, ...]) -> None:
+    """The image, and in it the first layer's cell that has the query."""
+    draw_image(axes, image)
+    axes.set_xlabel("image", fontsize=8)
+    if query is not None:
+        across = image.shape[1] / grid[0], image.shape[2] / grid[1]
+        row, column = _cell(query, image.shape[1:], grid)
+        draw_box(axes, row * across[0], column * across[1], *across)
+
+
+def _cell(query: tuple[int, int], size: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
+    """Of a grid over an image of this size, the cell that has the pixel."""
+    return query[0] * grid[0] // size[0], query[1] * grid[1] // size[1]
+
+
+def _checked_query(query: Any, sizes: list[tuple[int, ...]]) -> tuple[int, int]:
+    """As integers, inside each of the sizes (H, W)."""
+    height, width = (min(lengths) for lengths in zip(*sizes, strict=True))
+    try:
+        y, x = (operator.index(at) for at in query)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected a query (y, x), two integers, got {query!r}") from None
+    if not (0 <= y < height and 0 <= x < width):
+        raise ValueError(f"expected a query (y, x) inside {height} x {width} pixels, got {query!r}")
+    return y, x
+
+
+def _without_padding(maps: np.ndarray) -> np.ndarray:
+    """(head, y, x) without rows and columns at the end that are NaN in every head."""
+    there = ~np.isnan(maps).all(0)
+    if not there.any():
+        raise ValueError("a layer's maps are all NaN: leave it out, with .sel(layer=[...])")
+    return maps[:, : np.flatnonzero(there.any(1))[-1] + 1, : np.flatnonzero(there.any(0))[-1] + 1]
+
+
+def _gates_of(gate: xr.DataArray, maps: xr.DataArray) -> np.ndarray:
+    """Of the layers and heads of the maps, shape (layer, head)."""
+    gate = select_others(as_array(gate, "gates"), "gates", ("head",), ("layer",))
+    dims = [dim for dim in ("layer", "head") if dim in gate.dims]
+    if dims == ["head"] and maps.sizes["layer"] != 1:
+        raise ValueError(f"expected gates with the dimensions ('layer', 'head'), as the maps have, got {gate.dims}")
+    for dim in dims:
+        if dim in gate.coords and dim in maps.coords:
+            there = gate[dim].values.tolist()
+            lacking = [label for label in maps[dim].values.tolist() if label not in there]
+            if lacking:
+                raise ValueError(f"the gates lack {dim} {lacking[0]!r} of the maps; they have {there}")
+            gate = gate.sel({dim: maps[dim].values})
+        elif gate.sizes[dim] != maps.sizes[dim]:
+            raise ValueError(f"expected gates of {maps.sizes[dim]} {dim}s, as the maps have, got {gate.sizes[dim]}")
+    return gate.transpose(*dims).values.reshape(maps.sizes["layer"], maps.sizes["head"])

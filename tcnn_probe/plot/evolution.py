@@ -1,0 +1,110 @@
+"""How heads change while a model trains (T-CNN paper, Fig. 4)."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from tcnn_probe.plot.given import as_array, axis_label
+from tcnn_probe.plot.style import in_order
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["evolution"]
+
+
+def evolution(
+    values: xr.DataArray,
+    ax: "Axes | None" = None,
+    *,
+    colors: Sequence[Any] | None = None,
+    ls: str = "-",
+    legend: bool = True,
+) -> "Axes":
+    """Draw one thin line a head and a thick one for their mean, a colour a layer (T-CNN paper, Fig. 4).
+
+    ::
+
+        ds = xr.open_zarr("run.zarr")
+        tcnn_probe.plot.evolution(ds.gate)
+
+    Heads and layers that have no values (all NaN) are left out, from the legend too. A recording of one mark is drawn
+    as points.
+
+    Args:
+        values: a recorded variable: dims layer and head, either or none of them, and that of the marks, whatever it is
+            called ("epoch" unless you named another).
+        ax: where to draw; None: on new axes.
+        colors: one a layer, as matplotlib takes them; None: viridis, from the first layer to the last.
+        ls: line style.
+        legend: name the layers.
+
+    Returns:
+        the axes, labelled with the variable's name and unit.
+
+    Raises:
+        TypeError: no DataArray, or none of numbers.
+        ValueError: no dimension of marks, or several; too few colours; values that are all NaN.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    values = as_array(values, "values")
+    if values.dtype.kind not in "biuf":
+        raise TypeError(
+            f"expected values that are numbers, got {values.dtype}; types of heads are drawn as the share of one, "
+            "(types == 'content').mean('head')"
+        )
+    marks = [dim for dim in values.dims if dim not in ("layer", "head")]
+    if len(marks) != 1:
+        raise ValueError(
+            f"expected values with one dimension beside layer and head, that of the marks, got {values.dims}"
+        )
+    by_layer = values.expand_dims("layer") if "layer" not in values.dims else values
+    layers = by_layer.sizes["layer"]
+    colors = in_order(layers) if colors is None else list(colors)
+    if len(colors) < layers:
+        raise ValueError(f"expected a colour for each of the {layers} layers, got {len(colors)}")
+    shown = [place for place in range(layers) if bool(by_layer[{"layer": place}].notnull().any())]
+    if not shown:
+        raise ValueError(f"nothing to draw: {values.name or 'the values'} are all NaN")
+    axes = _axes(ax)
+    for place in shown:
+        _layer(axes, by_layer.isel(layer=place), str(marks[0]), colors[place], ls, values)
+    along = values[marks[0]]
+    axes.set(xlabel=axis_label(along), ylabel=axis_label(values))
+    if along.dtype.kind in "iu" and isinstance(locator := axes.xaxis.get_major_locator(), MaxNLocator):
+        locator.set_params(integer=True)
+    if legend and "layer" in values.dims:
+        _name_layers(axes, [values.layer.values[place] for place in shown], [colors[place] for place in shown])
+    return axes
+
+
+def _layer(axes: "Axes", values: xr.DataArray, marks: str, color: Any, ls: str, given: xr.DataArray) -> None:
+    """Its heads' lines, and their mean's."""
+    x = given[marks].values
+    marker = "o" if len(x) == 1 else None
+    if "head" in values.dims:
+        heads = values.transpose(marks, "head").values
+        heads = heads[:, ~np.isnan(heads).all(0)]
+        axes.plot(x, heads, color=color, lw=0.6, alpha=0.5, ls=ls, marker=marker, ms=3)
+        values = values.mean("head")
+    axes.plot(x, values.values, color=color, lw=2.5, ls=ls, marker=marker)
+
+
+def _name_layers(axes: "Axes", names: list[Any], colors: list[Any]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=color, lw=2.5) for color in colors]
+    axes.legend(
+        handles, [str(name) for name in names], frameon=False, fontsize="small", ncols=1 + (len(names) - 1) // 8
+    )
+
+
+def _axes(ax: "Axes | None") -> "Axes":
+    if ax is not None:
+        return ax
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(layout="constrained")[1]

@@ -1,0 +1,1 @@
+"""Recording what probes measure, forward by forward, until an epoch is marked."""

@@ -1,1 +1,0 @@
-"""Seeing what runs inside somebody else's model, without touching it."""

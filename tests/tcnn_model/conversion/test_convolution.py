@@ -1,0 +1,234 @@
+"""Subclasses of ``nn.Conv2d``: the convolution that each one computes, or the reason why it computes none."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
+from torch import Tensor, nn
+
+from tcnn_model import GPSA, reparameterize
+from tcnn_model.conversion.convolution import describe
+from tests.tcnn_model.helpers import CONVOLUTIONAL, SHARP, random, relative_error
+
+GRIDS = ((5, 7), (8, 11), (12, 6))
+
+
+class _Plain(nn.Conv2d):
+    pass
+
+
+def _convolution(kind: type[nn.Conv2d], *arguments: Any, **options: Any) -> nn.Conv2d:
+    torch.manual_seed(0)
+    conv = kind(*arguments, **options)
+    for parameter in conv.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return conv
+
+
+CONVOLUTIONS = {
+    "subclass": (_Plain, 3, 5, 3, 2, 1),
+    "standardised": (StdConv2d, 3, 5, 3),
+    "standardised, grouped": (StdConv2d, 6, 9, 3, 2, 1, 1, 3),
+    "scaled": (ScaledStdConv2d, 3, 5, 3, 2),
+    "same": (Conv2dSame, 3, 5, 3, 2),
+    "same, 1 x 4, stride 3 x 2": (Conv2dSame, 3, 5, (1, 4), (3, 2)),
+    "same, dilated depthwise": (Conv2dSame, 6, 6, 3, 2, 0, 2, 6),
+    "same, stride 1": (Conv2dSame, 3, 5, 5),
+    "same, even": (Conv2dSame, 3, 5, 2, 1),
+    "standardised, same": (StdConv2dSame, 3, 5, 3, 2),
+    "standardised, padded": (StdConv2dSame, 3, 5, 3, 1),
+    "scaled, same": (ScaledStdConv2dSame, 3, 5, 5, 2),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@torch.no_grad()
+def test_layer_is_the_convolution(name: str) -> None:
+    kind, *arguments = CONVOLUTIONS[name]
+    conv = _convolution(kind, *arguments)
+    layer = GPSA.from_conv(conv, **CONVOLUTIONAL)
+    for grid in GRIDS:
+        x = random(2, conv.in_channels, *grid, dtype=torch.float32)
+        assert relative_error(layer(x), conv(x)) < 1e-4
+    conv.double()
+    layer = GPSA.from_conv(conv, **SHARP)
+    for grid in GRIDS:
+        x = random(2, conv.in_channels, *grid)
+        assert relative_error(layer(x), conv(x)) < 1e-8
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_only_the_module_is_read(name: str) -> None:
+    kind, *arguments = CONVOLUTIONS[name]
+    conv = _convolution(kind, *arguments)
+    before, state, rng = copy.deepcopy(vars(conv)), copy.deepcopy(conv.state_dict()), torch.get_rng_state()
+    describe(conv)
+    assert repr(vars(conv)) == repr(before)
+    assert conv.training
+    assert all(torch.equal(value, state[key]) for key, value in conv.state_dict().items())
+    assert all(p.dtype == torch.float32 and p.grad is None for p in conv.parameters())
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_applied_parameters_stay_and_computed_ones_are_new() -> None:
+    plain = nn.Sequential(_convolution(Conv2dSame, 3, 5, 3, 2))
+    kept = reparameterize(plain, layers="0", stride="keep", inplace=True, input_size=(3, 11, 13))[0]
+    assert isinstance(kept, GPSA)
+    conv = _convolution(ScaledStdConv2d, 3, 5, 3)
+    conv.gain.requires_grad_(False)  # type: ignore[union-attr]
+    model = nn.Sequential(conv)
+    folded: Any = reparameterize(model, layers="0", stride="keep", inplace=True, input_size=(3, 11, 13))[0]
+    assert folded.weight is not conv.weight
+    assert folded.weight.requires_grad
+    assert folded.weight.is_leaf
+    assert folded.bias is conv.bias
+    assert relative_error(folded.weight, conv.weight) > 0.1
+    assert not hasattr(folded, "gain")
+
+
+def test_plain_weight_of_a_subclass_is_shared() -> None:
+    conv = _convolution(Conv2dSame, 3, 5, 3, 2)
+    weight, bias = conv.weight, conv.bias
+    layer: Any = reparameterize(nn.Sequential(conv), layers="0", stride="keep", inplace=True, input_size=(3, 11, 13))[0]
+    assert layer.weight is weight
+    assert layer.bias is bias
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_geometry_is_known_without_values(name: str) -> None:
+    kind, *arguments = CONVOLUTIONS[name]
+    conv = _convolution(kind, *arguments)
+    with torch.device("meta"):  # as where a model is built without values: what is not on it stays off it
+        real, meta = describe(conv), describe(copy.deepcopy(conv).to("meta"))
+    assert real.weight.device.type == "cpu"
+    for field in ("stride", "padding", "dilation", "groups", "kernel_size"):
+        assert getattr(real, field) == getattr(meta, field)
+    assert meta.weight.shape == real.weight.shape
+
+
+def test_trainability_and_mode_carry_over() -> None:
+    conv = _convolution(StdConv2d, 3, 5, 3).eval().half()
+    conv.weight.requires_grad_(False)
+    layer = GPSA.from_conv(conv)
+    assert not layer.training
+    assert not layer.weight.requires_grad
+    assert layer.weight.dtype == torch.float16
+
+
+class _Rectified(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class _Twice(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x)
+
+
+class _Scaled(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * x.abs().mean())
+
+
+class _Conditional(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight * x.mean(), self.bias)
+
+
+class _Reflected(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (1, 1, 1, 1), mode="reflect"))
+
+
+class _Routed(nn.Conv2d):
+    def forward(self, x: Tensor, routes: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * routes)
+
+
+class _Unfolded(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.flatten(1) @ F.unfold(x, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (_Rectified, "_Rectified computes something else than one convolution"),
+        (_Twice, "_Twice makes 2 calls of conv2d in its forward; expected one"),
+        (_Scaled, "_Scaled computes something else than one convolution"),
+        (_Conditional, "_Conditional computes something else than one convolution"),
+        (_Reflected, "_Reflected computes something else than one convolution with zero or 'same' padding"),
+        (_Routed, "_Routed does not run on an image alone"),
+        (_Unfolded, "_Unfolded makes 0 calls of conv2d"),
+    ],
+)
+def test_other_computations_are_refused(kind: type[nn.Conv2d], message: str) -> None:
+    conv = _convolution(kind, 3, 5, 3)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GPSA.from_conv(conv)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_refusal_by_value_leaves_the_model(inplace: bool) -> None:
+    """The rehearsal has no values, so a layer that only values give away is found on the model itself."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), _convolution(_Rectified, 3, 5, 3, padding=1))
+    modules = list(model)
+    with pytest.raises(ValueError, match="cannot reparameterize '1': _Rectified computes something else"):
+        reparameterize(model, inplace=inplace)
+    assert list(model) == modules
+
+
+def test_seven_by_seven_depthwise_has_49_heads() -> None:
+    layer = GPSA.from_conv(nn.Conv2d(5, 5, 7, padding=3, groups=5))
+    assert layer.heads == 49
+    assert tuple(layer.weight.shape) == (5, 1, 7, 7)
+
+
+@pytest.mark.parametrize("name", ["forward", "_conv_forward"])
+def test_forward_given_to_one_convolution(name: str) -> None:
+    """As those who make a generator's images tile do."""
+    conv = _convolution(nn.Conv2d, 3, 5, 3)
+    setattr(conv, name, lambda x, *_: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), conv.weight))
+    with pytest.raises(ValueError, match=f"its {name} was replaced by another, which would be lost"):
+        GPSA.from_conv(conv)
+    with pytest.raises(ValueError, match=f"cannot reparameterize '0': its {name} was replaced"):
+        reparameterize(nn.Sequential(conv), input_size=(3, 11, 13), inplace=True)
+
+
+class _LowRank(nn.Conv2d):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.down, self.up = nn.Parameter(torch.ones(2, 27)), nn.Parameter(torch.ones(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight + (self.up @ self.down).view_as(self.weight), self.bias)
+
+
+def test_trainable_update_of_a_frozen_weight_is_refused() -> None:
+    conv = _convolution(_LowRank, 3, 5, 3)
+    conv.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"_LowRank has further trainable parameters \(down, up\).* merge them"):
+        GPSA.from_conv(conv)
+    conv.weight.requires_grad_(True)
+    conv.bias.requires_grad_(False)  # type: ignore[union-attr]
+    layer = GPSA.from_conv(conv)
+    assert (layer.weight.requires_grad, layer.bias.requires_grad) == (True, False)
+    for parameter in conv.parameters():
+        parameter.requires_grad_(False)
+    assert not GPSA.from_conv(conv).weight.requires_grad
+
+
+class _Shifted(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, 2 * self.bias)  # type: ignore[operator]
+
+
+def test_computed_bias_trains_if_what_it_is_computed_from_does() -> None:
+    conv = _convolution(_Shifted, 3, 5, 3)
+    conv.weight.requires_grad_(False)
+    layer = GPSA.from_conv(conv)
+    assert (layer.weight.requires_grad, layer.bias.requires_grad) == (False, True)

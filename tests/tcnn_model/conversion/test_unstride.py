@@ -1,0 +1,281 @@
+"""Operations at stride 1: on their input's grid, with the strided output in them, and refused where that cannot be."""
+
+import copy
+
+import pytest
+import torch
+from timm.layers import AvgPool2dSame, BlurPool2d, Conv2dSame, StdConv2d
+from timm.layers.pool2d_same import MaxPool2dSame
+from torch import Tensor, nn
+
+from tcnn_model import gpsa_layers, reparameterize
+from tcnn_model.conversion.tracing import Call, find_input_size, meta_copy, trace
+from tcnn_model.conversion.unstride import check_phases, unstride
+from tests.tcnn_model.helpers import SHARP, random, relative_error
+
+
+def _call(module: nn.Module, grid: tuple[int, int], name: str = "operation") -> Call:
+    meta = copy.deepcopy(module).to("meta")
+    outputs = meta(torch.empty(1, getattr(module, "in_channels", 1), *grid, device="meta", dtype=torch.float64))
+    return Call(name, meta, grid, (outputs.shape[2], outputs.shape[3]))
+
+
+# The operation, its stride, and the first pixel of its output in an even and in an odd image.
+OPERATIONS: dict[str, tuple[nn.Module, int, int, int]] = {
+    "1 x 1": (nn.Conv2d(3, 5, 1, 2), 2, 0, 0),
+    "3 x 3": (nn.Conv2d(3, 5, 3, 2, 1), 2, 0, 0),
+    "3 x 3 standardised": (StdConv2d(3, 5, 3, 2), 2, 0, 0),
+    "3 x 3 without padding": (nn.Conv2d(3, 5, 3, 2), 2, 1, 1),
+    "2 x 2 windows": (nn.Conv2d(3, 5, 2, 2), 2, 0, 0),
+    "3 x 3 windows": (nn.Conv2d(3, 5, 3, 3), 3, 1, 1),
+    "7 x 7 depthwise, dilated": (nn.Conv2d(5, 5, 7, 2, 6, 2, 5), 2, 0, 0),
+    "3 x 3 same": (Conv2dSame(3, 5, 3, 2), 2, 1, 0),
+    "1 x 1 same": (Conv2dSame(3, 5, 1, 2), 2, 0, 0),
+    "average of 2 x 2": (nn.AvgPool2d(2, 2), 2, 0, 0),
+    "average of 2 x 2 with an incomplete last one": (
+        nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False),
+        2,
+        0,
+        0,
+    ),
+    "average of 3 x 3": (nn.AvgPool2d(3, 2, 1), 2, 0, 0),
+    "average of 3 x 3 without the padding": (nn.AvgPool2d(3, 2, 1, count_include_pad=False), 2, 0, 0),
+    "average of 3 x 3 same": (AvgPool2dSame(3, 2), 2, 1, 0),
+    "maximum of 3 x 3": (nn.MaxPool2d(3, 2, 1), 2, 0, 0),
+    "maximum of 3 x 3 without padding": (nn.MaxPool2d(3, 2), 2, 1, 1),
+    "maximum of 3 x 3 with an incomplete last one": (nn.MaxPool2d(3, 2, ceil_mode=True), 2, 1, 1),
+    "maximum of 2 x 2 same": (MaxPool2dSame(2, 2), 2, 0, 0),
+    "maximum of 3 x 3 same": (MaxPool2dSame(3, 2), 2, 1, 0),
+    "blur": (BlurPool2d(stride=2), 2, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@torch.no_grad()
+def test_strided_output_is_part_of_the_other(name: str) -> None:
+    module, stride, even, odd = OPERATIONS[name]
+    module = copy.deepcopy(module).double()
+    for grid, phase in (((12, 18), even), ((15, 9), odd)):
+        call = _call(module, grid)
+        x = random(1, getattr(module, "in_channels", 1), *grid)
+        strided, unit = module(x), unstride(call, module)(x)
+        assert unit.shape[-2:] == grid
+        part = unit[:, :, phase::stride, phase::stride][:, :, : strided.shape[2], : strided.shape[3]]
+        assert relative_error(part, strided) < 1e-12
+        check_phases([call])
+    assert module.stride in (stride, (stride, stride))  # as it was
+
+
+def test_partners_that_start_at_the_same_pixel() -> None:
+    same = [
+        _call(OPERATIONS[name][0].double(), (12, 18), name) for name in ("3 x 3", "1 x 1", "blur", "average of 2 x 2")
+    ]
+    check_phases(same)
+    check_phases(
+        [_call(OPERATIONS[name][0].double(), (15, 9), name) for name in ("3 x 3 same", "maximum of 3 x 3 same")]
+    )
+
+
+@pytest.mark.parametrize("grid", [(12, 18), (15, 9)])
+def test_partners_that_start_at_different_pixels(grid: tuple[int, int]) -> None:
+    """Also where the trial image does not show it: in an odd one both would start at the first pixel."""
+    calls = [_call(OPERATIONS[name][0].double(), grid, name) for name in ("3 x 3 same", "1 x 1 same")]
+    message = "3 x 3 same and 1 x 1 same reduce .* from different first pixels, .*; use stride='keep'"
+    with pytest.raises(ValueError, match=message):
+        check_phases(calls)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.AvgPool2d(3, 2, ceil_mode=True),  # in an even image the last window is an average of fewer pixels
+        nn.AvgPool2d(2, 2, ceil_mode=True, divisor_override=4),  # in an odd one, of fewer pixels divided by four
+    ],
+)
+def test_output_that_is_lost(pool: nn.Module) -> None:
+    with pytest.raises(
+        ValueError, match=r"\(AvgPool2d\): its output at stride 1 does not contain .* use stride='keep'"
+    ):
+        check_phases([_call(pool, (12, 18))])
+
+
+@pytest.mark.parametrize("module", [nn.Conv2d(3, 5, 3, 2, 2), nn.AvgPool2d(2, 2, 1)])
+def test_grid_that_would_grow(module: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"at stride 1 would not keep the grid; use stride='keep'"):
+        unstride(_call(module.double(), (12, 18)), module)
+
+
+class _Block(nn.Module):
+    """A "same" convolution and a shortcut, which start at different pixels of an even image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.shortcut = Conv2dSame(5, 7, 3, 2), Conv2dSame(5, 7, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) + self.shortcut(x)
+
+
+@torch.no_grad()
+def test_model_whose_branches_would_not_fit() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), _Block()).double()
+    with pytest.raises(ValueError, match=r"1\.conv and 1\.shortcut reduce .* from different first pixels"):
+        reparameterize(model)
+    same = reparameterize(model, stride="keep", **SHARP)
+    assert list(gpsa_layers(same)) == ["1.conv"]
+    x = random(1, 3, 26, 34)
+    assert relative_error(same(x), model(x)) < 1e-8
+
+
+class _Attention(nn.Module):
+    """Attention to a reduced map, with the resolution of the stage that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce = nn.Conv2d(5, 5, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.reduce(x).flatten(2)
+        weights = (x.flatten(2).transpose(1, 2) @ keys).softmax(dim=-1)
+        return x + (keys @ weights.transpose(1, 2)).unflatten(2, x.shape[2:])
+
+
+def test_convolutions_of_attention_layers_are_left_alone() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 5, 3, stride=2, padding=1),
+        _Attention(),
+        nn.Sequential(nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.Conv2d(7, 7, 3, padding=1)),
+    )
+    calls = trace(meta := meta_copy(model), find_input_size(meta))
+    assert [call.name for call in calls if call.in_attention] == ["1.reduce"]
+    unit = reparameterize(model)
+    assert list(gpsa_layers(unit)) == ["2.0", "2.1"]
+    assert unit.get_submodule("1.reduce").stride == (2, 2)
+    assert list(gpsa_layers(reparameterize(model, layers="1.reduce", stride="keep"))) == ["1.reduce"]
+
+
+class _Half(nn.Module):
+    """Takes more than an image of one channel, which nobody can guess."""
+
+    stride = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x[:, 3], x[:, 1]], dim=1)[:, :, :: self.stride, :: self.stride]
+
+
+def test_operation_that_cannot_be_tried() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 5, 5, padding=2), nn.Sequential(_Half(), nn.Conv2d(2, 3, 3, padding=1)))
+    with pytest.raises(ValueError, match=r"1\.0 \(_Half\) cannot be tried by itself .*; use stride='keep'"):
+        reparameterize(model)
+    assert list(gpsa_layers(reparameterize(model, stride="keep"))) == ["1.1"]
+
+
+@torch.no_grad()
+def test_stride_of_a_converted_layer_is_taken_out_with_its_partners() -> None:
+    """A branch converted before, at its stride, goes with a branch that is converted now."""
+    torch.manual_seed(0)
+    block = _Block()
+    block.shortcut = nn.Conv2d(5, 7, 3, 2, 1)
+    block.conv = nn.Conv2d(5, 7, 5, 2, 2)
+    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double()
+    once = reparameterize(model, layers="1.conv", stride="keep", **SHARP)
+    twice = reparameterize(once, layers="1.shortcut", **SHARP)
+    block.conv.stride = block.shortcut.stride = (1, 1)
+    x = random(1, 3, 26, 34)
+    assert relative_error(twice(x), model(x)) < 1e-8
+
+
+class _Nested(nn.Module):
+    """A block whose pools stand in modules of their own, as CoAtNet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.short = nn.Sequential(nn.AvgPool2d(2)), nn.Sequential(nn.Sequential(nn.AvgPool2d(2)))
+        self.conv = nn.Conv2d(5, 5, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.down(x)) + self.short(x)
+
+
+@torch.no_grad()
+def test_nested_pools_of_a_block() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), _Nested()).double()
+    x = random(1, 3, 26, 34)
+    unit = reparameterize(model, **SHARP)
+    assert list(gpsa_layers(unit)) == ["1.conv"]
+    assert unit(x).shape[-2:] == (13, 17)
+    middle = model[0](x)
+    average = nn.AvgPool2d(2, 1)(nn.ReplicationPad2d((0, 1, 0, 1))(middle))
+    assert relative_error(unit(x), model[1].conv(average) + average) < 1e-8
+
+
+def test_nested_pools_before_a_block() -> None:
+    """They are none of its own, as VGG's and DenseNet's are not."""
+    pools = nn.Sequential(nn.Sequential(nn.AvgPool2d(2)))
+    model = nn.Sequential(nn.Conv2d(3, 5, 5, 2, 2), pools, nn.Sequential(nn.Conv2d(5, 7, 3, padding=1)))
+    unit = reparameterize(nn.Sequential(model, nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    assert list(gpsa_layers(unit)) == ["0.2.0"]
+    assert unit.get_submodule("0.1.0.0").stride == 2
+
+
+class _Module(_Attention):
+    """The same with its softmax as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax = nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.reduce(x).flatten(2)
+        weights = self.softmax(x.flatten(2).transpose(1, 2) @ keys)
+        return x + (keys @ weights.transpose(1, 2)).unflatten(2, x.shape[2:])
+
+
+def test_attention_with_a_softmax_module() -> None:
+    last = nn.Sequential(nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.Conv2d(7, 7, 3, padding=1))
+    model = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2, padding=1), _Module(), last)
+    calls = trace(meta := meta_copy(model), find_input_size(meta))
+    assert [call.name for call in calls if call.in_attention] == ["1.reduce"]
+    assert list(gpsa_layers(reparameterize(model))) == ["2.0", "2.1"]
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(3, 5, 2, 2),
+        nn.Conv2d(3, 5, (4, 3), 2, (0, 1)),
+        nn.Conv2d(3, 5, 3, 2),
+        nn.Conv2d(3, 5, 4, 2, 1, padding_mode="circular"),
+        StdConv2d(3, 5, 3, 2, padding=0),
+    ],
+)
+@torch.no_grad()
+def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
+    """So that a checkpoint of the CNN still fits."""
+    conv = copy.deepcopy(conv).double()
+    before = dict(vars(conv))
+    call = _call(conv, (12, 18))
+    unit = unstride(call, conv)
+    assert {name: id(p) for name, p in unit.named_parameters()} == {n: id(p) for n, p in conv.named_parameters()}
+    assert vars(conv) == before
+    check_phases([call])
+    x = random(1, 3, 12, 18)
+    assert unit(x).shape[-2:] == (12, 18)
+    assert relative_error(copy.deepcopy(unit)(x), unit(x)) == 0
+
+
+@torch.no_grad()
+def test_extended_shortcut_can_be_converted_later() -> None:
+    torch.manual_seed(0)
+    block = _Block()
+    block.shortcut, block.conv = nn.Conv2d(5, 7, 2, 2), nn.Conv2d(5, 7, 5, 2, 2)
+    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double()
+    once = reparameterize(model, layers="1.conv", **SHARP)
+    result = once.load_state_dict(model.state_dict(), strict=False)
+    assert result.unexpected_keys == []
+    assert all(key.startswith("1.conv.") for key in result.missing_keys)
+    twice = reparameterize(once, layers="1.shortcut", stride="keep", **SHARP)
+    x = random(1, 3, 26, 34)
+    assert relative_error(twice(x), once(x)) < 1e-8

@@ -1,0 +1,123 @@
+"""The layer against the equations of the paper, written out slowly in tcnn_model.gpsa.reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tcnn_model import GPSA
+from tcnn_model.gpsa.functional import Backend
+from tcnn_model.gpsa.reference import gpsa_attention_reference, gpsa_reference
+from tests.tcnn_model.cases import Case, every_case
+from tests.tcnn_model.helpers import disturb, random, relative_error
+
+
+def _reference_arguments(layer: GPSA) -> dict[str, Any]:
+    return {
+        "query": layer.query,
+        "key": layer.key,
+        "locality_strength": layer.locality_strength,
+        "center": layer.center,
+        "gating": layer.gating,
+        "stride": layer.stride,
+        "padding": layer.padding,
+        "dilation": layer.dilation,
+    }
+
+
+def _reference_output(layer: GPSA, x: Tensor) -> Tensor:
+    rest = {"weight": layer.weight, "bias": layer.bias, "value": layer.value, "groups": layer.groups}
+    return gpsa_reference(x, **rest, **_reference_arguments(layer))
+
+
+@every_case
+@pytest.mark.parametrize("disturbed", [False, True], ids=["initial", "disturbed"])
+@pytest.mark.parametrize("backend", ["auto", "blocks"])
+def test_output_and_attention_are_those_of_the_paper(case: Case, disturbed: bool, backend: Backend) -> None:
+    layer = case.gpsa(locality_strength=1.0, gating=1.0, backend=backend)
+    if disturbed:
+        disturb(layer)
+    x = random(2, layer.in_channels, *case.grid)
+    output = layer(x)
+    assert relative_error(output.flatten(2), _reference_output(layer, x)) < 1e-12
+    attention = gpsa_attention_reference(x, kernel_size=layer.kernel_size, **_reference_arguments(layer))
+    assert relative_error(layer.attention(x), attention) < 1e-13
+
+
+@every_case
+@pytest.mark.parametrize("backend", ["auto", "blocks"])
+def test_gradients_are_those_of_the_paper(case: Case, backend: Backend) -> None:
+    layer = disturb(case.gpsa(backend=backend))
+    x = random(2, layer.in_channels, *case.grid).requires_grad_()
+    output = layer(x)
+    upstream = random(*output.shape, seed=1)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    ours = torch.autograd.grad(output, list(leaves.values()), upstream)
+    theirs = torch.autograd.grad(_reference_output(layer, x), list(leaves.values()), upstream.flatten(2))
+    for name, actual, expected in zip(leaves, ours, theirs, strict=True):
+        assert float(expected.abs().max()) > 0, f"{name} gets no gradient in the reference"
+        assert relative_error(actual, expected) < 1e-11, name
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("backend", ["auto", "dense", "blocks"])
+def test_gradients_are_the_numerical_ones(groups: int, backend: Backend) -> None:
+    torch.manual_seed(0)
+    geometry = {"stride": (1, 2), "padding": (1, 0), "groups": groups}
+    layer = GPSA(2, 2, (1, 2), **geometry, qk_dim=3, backend=backend, dtype=torch.float64)
+    disturb(layer)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+
+    def forward(x: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    x = random(1, 2, 2, 5).requires_grad_()
+    assert torch.autograd.gradcheck(forward, (x, *parameters))
+
+
+def test_rows_of_attention_sum_to_one() -> None:
+    layer = disturb(GPSA(5, 3, (3, 5), stride=2, padding=(1, 2), dtype=torch.float64))
+    attention = layer.attention(random(2, 5, 7, 11)).detach()
+    assert attention.shape == (2, 15, 4 * 6, 9 * 15)
+    assert float((attention.sum(-1) - 1).abs().max()) < 1e-13
+    assert float(attention.min()) >= 0
+
+
+def test_padding_gets_positional_attention_only() -> None:
+    layer = GPSA(5, 3, 3, padding=(1, 2), dtype=torch.float64)
+    x = random(2, 5, 7, 11)
+
+    def on_padding(gating: float) -> Tensor:
+        torch.nn.init.constant_(layer.gating, gating)
+        attention = layer.attention(x).unflatten(-1, (9, 15)).detach()
+        attention[..., 1:-1, 2:-2] = 0
+        return attention.sum((-2, -1)).reshape(2, 9, 7, 13)
+
+    assert float(on_padding(-50.0).max()) < 1e-20  # content alone
+    mass = on_padding(50.0)  # position alone: the first tap looks one pixel up and two to the left
+    assert float(mass[:, 0, 0, 0].min()) > 0.9
+    assert float(mass[:, 0, 3, 6].max()) < 0.1
+
+
+def test_content_attention_reads_the_query_pixel_and_the_key_pixels() -> None:
+    layer = GPSA(2, 3, 3, stride=2, padding=1, qk_dim=1, dtype=torch.float64)
+    with torch.no_grad():
+        layer.gating.fill_(-50.0)
+        layer.query.zero_()[:, 0] = 1.0  # queries read channel 0, keys channel 1
+        layer.key.zero_()[:, 1] = 1.0
+    x = random(1, 2, 5, 7)
+    queries = x[0, 0, ::2, ::2].flatten()
+    expected = torch.softmax(queries[:, None] * x[0, 1].flatten()[None, :], dim=-1)
+    actual = layer.attention(x).unflatten(-1, (7, 9))[0, :, :, 1:-1, 1:-1].flatten(2)
+    for head in range(9):
+        assert relative_error(actual[head], expected) < 1e-14
+
+
+def test_centre_of_position_at_the_papers_locality() -> None:
+    """Design, 3.1: the weight of the central pixel at alpha = 1, 2, 3, 5 and 10."""
+    layer = GPSA(1, 1, (1, 5), padding=(0, 2), locality_strength=[1, 2, 3, 5, 10], gating=50.0, dtype=torch.float64)
+    x = random(1, 1, 13, 13)
+    attention = layer.attention(x).reshape(5, 13, 13, 13, 17).detach()
+    weights = [float(attention[h, 6, 6, 6, 2 + 6 + (h - 2)]) for h in range(5)]
+    assert weights == pytest.approx([0.318, 0.619, 0.827, 0.974, 0.9998], abs=5e-4)

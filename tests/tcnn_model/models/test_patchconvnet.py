@@ -1,0 +1,268 @@
+"""PatchConvNet: sizes as published, and timm's interface."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.models._features import FeatureGetterNet
+from timm.optim import create_optimizer_v2, param_groups_layer_decay
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tcnn_model import AttentionPool2d, parameter_groups, specialize
+from tcnn_model.pooling.attention_pool import ClassScores
+from tests.tcnn_model.helpers import relative_error
+
+D, DEPTH, K = 16, 3, 5
+SMALL = {"embed_dim": D, "depth": DEPTH, "num_classes": K}
+KINDS = ["patchconvnet_s60", "patchconvnet_s60_multi"]
+
+
+@torch.no_grad()
+def _disturbed(model: nn.Module, seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
+    return model
+
+
+def _small(name: str = KINDS[0], **options: Any) -> Any:
+    return _disturbed(timm.create_model(name, **SMALL | options)).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "billions"),
+    [("s60", 25.2, 4.0), ("s120", 47.7, 7.5), ("b60", 99.4, 15.8), ("b120", 188.6, 29.9), ("s60_multi", 25.6, 5.3)],
+)
+def test_sizes_as_published(name: str, millions: float, billions: float) -> None:
+    """Table 1; the last is the original repository's."""
+    with torch.device("meta"):
+        model = timm.create_model(f"patchconvnet_{name}").eval()
+        with FlopCounterMode(display=False) as counter:
+            model(torch.empty(1, 3, 224, 224))
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.051)
+    assert counter.get_total_flops() / 2e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_what_the_registry_has() -> None:
+    sizes = ("s20", "s36", "s60", "s120", "b36", "b60", "b120", "l60", "l120")
+    assert set(timm.list_models("patchconvnet_*")) == {f"patchconvnet_{s}{k}" for s in sizes for k in ("", "_multi")}
+    with torch.device("meta"):
+        for size, width in (("s20", 384), ("b36", 768), ("l60", 1024)):
+            model = timm.create_model(f"patchconvnet_{size}")
+            assert (model.embed_dim, len(model.blocks)) == (width, int(size[1:]))
+
+
+@pytest.mark.parametrize(("name", "scale"), [("s60", 1e-4), ("s120", 1e-6), ("b36", 1e-6), ("l60", 1e-6)])
+def test_initial_layer_scales(name: str, scale: float) -> None:
+    model = timm.create_model(f"patchconvnet_{name}", embed_dim=8, depth=2)
+    gammas = [parameter for name, parameter in model.named_parameters() if "gamma" in name]
+    assert len(gammas) == 2 + 2
+    assert {round(value, 9) for gamma in gammas for value in gamma.tolist()} == {scale}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(48, 80), (50, 71), (17, 33)])
+@torch.no_grad()
+def test_images_of_any_size(kind: str, size: tuple[int, int]) -> None:
+    model = _small(kind)
+    x = torch.randn(2, 3, *size)
+    features = model.forward_features(x)
+    assert features.shape == (2, D, -(-size[0] // 16), -(-size[1] // 16))
+    pooled = model.forward_head(features, pre_logits=True)
+    assert pooled.shape == ((2, K, D) if model.per_class else (2, D))
+    assert model(x).shape == (2, K)
+    assert torch.equal(model(x), model.get_classifier()(pooled))
+
+
+def test_a_patch_is_centred_at_its_cells_first_pixel() -> None:
+    """Its four convolutions of 3 x 3, stride 2 and padding 1 see 15 pixels to either side of pixel 16 i."""
+    model = _small(depth=0).double()
+    image = torch.randn(1, 3, 80, 112, dtype=torch.float64, requires_grad=True)
+    gradient = torch.autograd.grad(model.stem(image)[0, :, 2, 3].sum(), image)[0].abs().sum((0, 1))
+    rows, columns = (gradient.sum(dim).nonzero()[:, 0].tolist() for dim in (1, 0))
+    assert (rows[0], rows[-1]) == (16 * 2 - 15, 16 * 2 + 15)
+    assert (columns[0], columns[-1]) == (16 * 3 - 15, 16 * 3 + 15)
+
+
+@torch.no_grad()
+def test_transposed_image_of_a_transposed_network() -> None:
+    model, x = _small(), torch.randn(2, 3, 48, 80)
+    expected = model(x)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.weight.copy_(module.weight.transpose(2, 3).clone())
+    assert relative_error(model(x.transpose(2, 3)), expected) < 1e-4
+
+
+def test_norms_of_the_trunk() -> None:
+    batch = _small(norm_layer="batchnorm2d")
+    assert all(isinstance(block.norm, nn.BatchNorm2d) for block in batch.blocks)
+    assert all(isinstance(block.norm, nn.LayerNorm) and block.norm.eps == 1e-6 for block in _small().blocks)
+    assert isinstance(batch.pool.norm, nn.LayerNorm)
+    before = batch.blocks[0].norm.running_mean.clone()
+    batch.train()(torch.randn(3, 3, 48, 80)).sum().backward()
+    assert not torch.equal(batch.blocks[0].norm.running_mean, before)
+
+
+def test_stochastic_depth_is_uniform() -> None:
+    model = timm.create_model("patchconvnet_s36", **SMALL, drop_path_rate=0.3)
+    assert [block.drop_path.drop_prob for block in model.blocks] == [0.3] * DEPTH
+
+
+# timm's interface
+
+
+@torch.no_grad()
+def test_intermediates_are_those_of_a_loop() -> None:
+    model, x = _small(), torch.randn(2, 3, 48, 80)
+    y, expected = model.stem(x), []
+    for block in model.blocks:
+        y = block(y)
+        expected.append(y)
+    features, every = model.forward_intermediates(x)
+    assert torch.equal(features, y)
+    assert all(torch.equal(a, b) for a, b in zip(every, expected, strict=True))
+    (second,) = model.forward_intermediates(x, indices=[1], stop_early=True, intermediates_only=True)
+    assert torch.equal(second, expected[1])
+    assert len(model.forward_intermediates(x, indices=2, intermediates_only=True)) == 2
+    with pytest.raises(ValueError, match="expected output_fmt='NCHW', got 'NLC'"):
+        model.forward_intermediates(x, output_fmt="NLC")
+
+
+def test_early_stop_runs_no_further_block() -> None:
+    model = _small()
+    model.blocks[2].register_forward_hook(lambda *_: pytest.fail("the last block ran"))
+    model.forward_intermediates(torch.randn(1, 3, 48, 32), indices=[0, 1], stop_early=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_features_only(kind: str) -> None:
+    x = torch.randn(2, 3, 48, 80)
+    last = timm.create_model(kind, features_only=True, embed_dim=D, depth=DEPTH)
+    assert [tuple(y.shape) for y in last(x)] == [(2, D, 3, 5)]
+    some = timm.create_model(kind, features_only=True, out_indices=(0, 1), embed_dim=D, depth=DEPTH)
+    assert (some.feature_info.channels(), some.feature_info.reduction()) == ([D, D], [16, 16])
+    assert [tuple(y.shape) for y in some(x)] == [(2, D, 3, 5)] * 2
+    names = dict(some.named_modules())
+    assert "model.blocks.1" in names
+    assert "model.blocks.2" not in names
+    assert not any(isinstance(module, AttentionPool2d) for module in names.values())
+    model = _small(kind)
+    expected = model.forward_intermediates(x, indices=[1], intermediates_only=True)
+    assert torch.equal(FeatureGetterNet(model, out_indices=[1])(x)[0], expected[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_gradients_are_the_same(kind: str) -> None:
+    model, x = _small(kind).train(), torch.randn(2, 3, 48, 80)
+    gradients = []
+    for enabled in (False, True):
+        model.set_grad_checkpointing(enabled)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*gradients, strict=True))
+    ran: list[int] = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    model(x).sum().backward()
+    assert len(ran) == 2  # once more in the backward
+    model.forward_intermediates(x)[0].sum().backward()
+    assert len(ran) == 4
+
+
+@torch.no_grad()
+def test_reset_of_a_single_token() -> None:
+    model, x = _small(), torch.randn(2, 3, 48, 80)
+    pooled, pool = model.forward_head(model.forward_features(x), pre_logits=True), model.pool
+    model.reset_classifier(0)
+    assert torch.equal(model(x), pooled)
+    model.reset_classifier(4)
+    assert model(x).shape == (2, 4)
+    assert model.pool is pool
+    assert (model.num_classes, model.head.training) == (4, False)
+
+
+@torch.no_grad()
+def test_reset_of_a_token_a_class() -> None:
+    model, x = _small(KINDS[1]), torch.randn(2, 3, 48, 80)
+    block = model.pool.block
+    pooled = model.forward_head(model.forward_features(x), pre_logits=True)
+    model.reset_classifier(0)
+    assert torch.equal(model(x), pooled)
+    model.reset_classifier(7)
+    assert model(x).shape == (2, 7)
+    assert model.pool.cls_token.shape == (1, 7, D)
+    assert model.pool.block is block
+    assert isinstance(model.get_classifier(), ClassScores)
+    model.reset_classifier(0, "")
+    assert not model.per_class
+    assert torch.equal(model(x), model.forward_features(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embed_dim": 12}, "expected a width that is a multiple of 8, got embed_dim=12"),
+        ({"global_pool": "avg"}, "expected global_pool='attn' or '', got 'avg'"),
+        ({"global_pool": ""}, "has no classifier: expected num_classes=0, got 5"),
+        ({"per_class": True, "num_classes": 0}, "tokens for each class need classes and a pool, got num_classes=0"),
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        timm.create_model("patchconvnet_s20", **SMALL | options)
+
+
+@pytest.mark.parametrize(("classes", "pool"), [(3, ""), (3, "avg"), (0, "max")])
+def test_reset_that_cannot_be(classes: int, pool: str) -> None:
+    model = _small()
+    with pytest.raises(ValueError, match=f"cannot have {classes} classes with global_pool='{pool}', from 'attn'"):
+        model.reset_classifier(classes, pool)
+    assert model(torch.randn(1, 3, 48, 32)).shape == (1, K)
+
+
+def test_groups_for_training() -> None:
+    model = _small(KINDS[1])
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for groups in (parameter_groups(model), create_optimizer_v2(model, weight_decay=0.1).param_groups):
+        decay = {names[id(parameter)]: group["weight_decay"] for group in groups for parameter in group["params"]}
+        assert decay["pool.cls_token"] == 0 < decay["pool.block.attn.q.weight"]
+    scales = {
+        names[id(parameter)]: group["lr_scale"]
+        for group in param_groups_layer_decay(model, layer_decay=0.5)
+        for parameter in group["params"]
+    }
+    blocks = [f"blocks.{i}.conv1.weight" for i in range(DEPTH)]
+    order = [scales[name] for name in ("stem.0.weight", *blocks, "pool.cls_token", "head.weight")]
+    assert order == [0.5**n for n in (4, 3, 2, 1, 1, 0)]  # the pool with the last block
+
+
+def test_exports_with_any_batch() -> None:
+    model, x = _small(KINDS[1]), torch.randn(2, 3, 32, 48)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2, max=64)}})
+    other = torch.randn(3, 3, 32, 48)
+    assert torch.allclose(program.module()(other), model(other), atol=1e-5)
+
+
+def test_specialized() -> None:
+    model, x = _small(), torch.randn(2, 3, 48, 80)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    special: Any = specialize(model)
+    assert (model.per_class, special.per_class) == (False, True)
+    assert {name: (value == before[name]).all() for name, value in model.state_dict().items()} == dict.fromkeys(
+        before, True
+    )
+    after = special.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before if name != "pool.cls_token")
+    assert torch.equal(after["pool.cls_token"], before["pool.cls_token"].expand(1, K, D))
+    with torch.no_grad():
+        row = special.forward_head(special.forward_features(x), pre_logits=True)[:, 2]
+        assert torch.allclose(special(x)[:, 2], model.head(row)[:, 2], atol=1e-5)
+    loaded = _small(KINDS[1])
+    loaded.load_state_dict(after)
+    assert torch.equal(loaded(x), special(x))
+    special.reset_classifier(4)
+    assert special(x).shape == (2, 4)

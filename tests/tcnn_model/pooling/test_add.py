@@ -1,0 +1,317 @@
+"""add_attention_pool and specialize: what stays of a model, and timm's interface."""
+
+import copy
+import itertools
+import pickle
+from io import BytesIO
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.models._features import FeatureGetterNet
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tcnn_model import AttentionPool2d, add_attention_pool, finetune, parameter_groups, reparameterize, specialize
+from tcnn_model.pooling.attention_pool import ClassScores, PatchAttention
+from tests.tcnn_model.helpers import on_meta, random, snapshot
+from tests.tcnn_model.training.helpers import (
+    CLASSES,
+    POOL_SIZE,
+    batches,
+    pooled_cnn,
+    tiny_cnn,
+    tiny_tcnn,
+    validation_batches,
+)
+
+
+def _images(batch: int = 2) -> torch.Tensor:
+    return random(batch, 1, 48, 80, dtype=torch.float32)
+
+
+@torch.no_grad()
+def test_old_weights_and_what_is_computed() -> None:
+    cnn, x = tiny_cnn().eval(), _images()
+    before = snapshot(cnn)
+    pooled = pooled_cnn(cnn)
+    assert snapshot(cnn) == before
+    new = {name for name in pooled.state_dict() if name.startswith("global_pool.attention.")}
+    assert set(pooled.state_dict()) == set(cnn.state_dict()) | new
+    assert all(torch.equal(pooled.state_dict()[name], value) for name, value in cnn.state_dict().items())
+    features = pooled.forward_features(x)
+    assert torch.equal(features, cnn.forward_features(x))
+    expected = pooled.global_pool.attention(features)
+    assert torch.equal(pooled.forward_head(features, pre_logits=True), expected)
+    assert torch.equal(pooled(x), cnn.fc(expected))
+
+
+@torch.no_grad()
+def test_a_token_a_class() -> None:
+    cnn, x = tiny_cnn().eval(), _images()
+    pooled = pooled_cnn(cnn, per_class=True)
+    features = pooled.forward_features(x)
+    tokens = pooled.global_pool.attention(features)
+    assert tokens.shape == (2, CLASSES, 16)
+    assert torch.equal(pooled.forward_head(features, pre_logits=True), tokens)
+    expected = torch.stack([cnn.fc(tokens[:, k])[:, k] for k in range(CLASSES)], 1)
+    assert torch.allclose(pooled(x), expected, atol=1e-6)
+    assert isinstance(pooled.get_classifier(), ClassScores)
+
+
+def test_in_place_or_not() -> None:
+    cnn = tiny_cnn()
+    weights = dict(cnn.named_parameters())
+    assert add_attention_pool(cnn, input_size=POOL_SIZE) is not cnn
+    assert add_attention_pool(cnn, input_size=POOL_SIZE, per_class=True, inplace=True) is cnn
+    after = dict(cnn.named_parameters())
+    assert all(after[name] is parameter for name, parameter in weights.items())
+
+
+def test_modes_dtype_and_class() -> None:
+    cnn = tiny_cnn().eval().to(torch.bfloat16)
+    cnn.get_submodule("layer1").train()
+    for per_class, training_pool in itertools.product((False, True), (False, True)):
+        cnn.get_submodule("global_pool").train(training_pool)
+        pooled = add_attention_pool(cnn, input_size=POOL_SIZE, per_class=per_class)
+        assert {module.training for module in pooled.get_submodule("global_pool").modules()} == {training_pool}
+        modes, before = (
+            {name: module.training for name, module in model.named_modules() if "global_pool" not in name}
+            for model in (pooled, cnn)
+        )
+        assert modes == before
+        assert {p.dtype for p in pooled.parameters()} == {torch.bfloat16}
+        assert isinstance(pooled, type(cnn))
+
+
+def test_trying_draws_no_random_numbers() -> None:
+    cnn = tiny_cnn()
+    torch.manual_seed(3)
+    attention = AttentionPool2d(16)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    pooled: Any = add_attention_pool(cnn, input_size=POOL_SIZE)
+    assert torch.equal(torch.rand(2), expected)
+    assert torch.equal(pooled.global_pool.attention.cls_token, attention.cls_token)
+
+
+def test_arguments_of_the_pool() -> None:
+    pooled: Any = add_attention_pool(tiny_cnn(), input_size=POOL_SIZE, mlp_ratio=2, init_values=0.5, drop=0.25)
+    block = pooled.global_pool.attention.block
+    assert block.mlp.fc1.out_features == 32
+    assert block.gamma_1.unique().tolist() == [0.5]
+    assert (block.attn.proj_drop.p, block.mlp.drop1.p) == (0.25, 0.25)
+
+
+@torch.no_grad()
+def test_gflops_of_the_papers_resnet() -> None:
+    """Thesis, 5.3: 4.6 against 4.1, in multiply-adds."""
+    for model, expected in ((on_meta("resnet50"), 4.1), (add_attention_pool(on_meta("resnet50")), 4.6)):
+        with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+            model.eval()(torch.empty(1, 3, 224, 224, device="meta"))
+        assert counter.get_total_flops() / 2e9 == pytest.approx(expected, abs=0.06)
+
+
+# Copies
+
+
+@pytest.mark.parametrize("per_class", [False, True])
+@torch.no_grad()
+def test_copies_go_on_as_it_does(per_class: bool) -> None:
+    pooled, x = pooled_cnn(per_class=per_class), _images()
+    file = BytesIO()
+    torch.save(pooled, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for duplicate in (copy.deepcopy(pooled), pickle.loads(pickle.dumps(pooled)), loaded):
+        assert type(duplicate) is type(pooled)
+        assert torch.equal(duplicate(x), pooled(x))
+        duplicate.reset_classifier(4)
+        assert duplicate(x).shape == (2, 4)
+        assert isinstance(duplicate.global_pool.attention, AttentionPool2d)
+    assert pooled(x).shape == (2, CLASSES)
+
+
+@pytest.mark.parametrize("per_class", [False, True])
+@torch.no_grad()
+def test_whole_graphs(per_class: bool) -> None:
+    """Without a break in torch.compile, and as torch.fx follows it."""
+    pooled, x = pooled_cnn(per_class=per_class), _images()
+    compiled = torch.compile(pooled, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(x), pooled(x), atol=1e-6)
+    tracer = torch.fx.Tracer()
+    traced = torch.fx.GraphModule(pooled, tracer.trace(pooled))
+    assert torch.allclose(traced(x), pooled(x), atol=1e-6)
+
+
+# timm's interface
+
+
+@torch.no_grad()
+def test_reset_keeps_the_pool() -> None:
+    pooled, x = pooled_cnn(), _images()
+    features = pooled.forward_head(pooled.forward_features(x), pre_logits=True)
+    attention = pooled.global_pool.attention
+    for keep in (None, "attn"):
+        pooled.reset_classifier(4, keep)
+        assert pooled.global_pool.attention is attention
+        assert torch.equal(pooled(x), pooled.get_classifier()(features))
+        assert pooled.num_classes == 4
+    pooled.reset_classifier(0)
+    assert torch.equal(pooled(x), features)
+    pooled.reset_classifier(5)
+    assert pooled(x).shape == (2, 5)
+
+
+@torch.no_grad()
+def test_reset_of_a_token_a_class_makes_new_tokens() -> None:
+    pooled, x = pooled_cnn(per_class=True), _images()
+    block = pooled.global_pool.attention.block
+    tokens = pooled.forward_head(pooled.forward_features(x), pre_logits=True)
+    pooled.reset_classifier(0)
+    assert torch.equal(pooled(x), tokens)
+    pooled.reset_classifier(4)
+    assert pooled.global_pool.attention.block is block
+    assert pooled.global_pool.attention.cls_token.shape == (1, 4, 16)
+    assert pooled(x).shape == (2, 4)
+    assert isinstance(pooled.get_classifier(), ClassScores)
+
+
+@pytest.mark.parametrize("per_class", [False, True])
+@torch.no_grad()
+def test_reset_to_another_pool_gives_timms_model_back(per_class: bool) -> None:
+    cnn, x = tiny_cnn().eval(), _images()
+    for pool in ("avg", "max", ""):
+        pooled = pooled_cnn(cnn, per_class=per_class)
+        classes = 0 if pool == "" else 4
+        pooled.reset_classifier(classes, pool)
+        expected: Any = copy.deepcopy(cnn)
+        expected.reset_classifier(classes, pool)
+        assert type(pooled) is type(cnn)
+        assert sorted(vars(pooled)) == sorted(vars(expected))
+        assert [name for name, _ in pooled.named_modules()] == [name for name, _ in expected.named_modules()]
+        assert type(pooled.fc) is type(expected.fc)
+        expected.load_state_dict(pooled.state_dict())
+        assert torch.equal(pooled(x), expected(x))
+
+
+def test_failed_reset_keeps_the_pool() -> None:
+    pooled = pooled_cnn()
+    with pytest.raises(AssertionError, match="Invalid pool type"):
+        pooled.reset_classifier(CLASSES + 2, "median")
+    assert pooled.num_classes == CLASSES
+    assert isinstance(pooled.global_pool.attention, AttentionPool2d)
+    assert pooled(_images()).shape == (2, CLASSES)
+
+
+@torch.no_grad()
+def test_features_only_of_the_result() -> None:
+    narrow = {"depths": (1, 1, 1, 1), "dims": (4, 8, 12, 16), "in_chans": 1}
+    pooled, x = pooled_cnn(timm.create_model("convnext_atto", **narrow)), _images()
+    expected = pooled.forward_intermediates(x, intermediates_only=True)
+    extracted = FeatureGetterNet(pooled, out_indices=(1, 3))(x)
+    assert torch.equal(extracted[0], expected[1])
+    assert torch.equal(extracted[1], expected[3])
+
+
+def test_of_a_transformed_cnn_and_before_it() -> None:
+    x = _images()
+    for model in (pooled_cnn(tiny_tcnn()), reparameterize(pooled_cnn(), input_size=POOL_SIZE)):
+        assert model(x).shape == (2, CLASSES)
+        model(x).sum().backward()
+        assert all(p.grad is not None for name, p in model.named_parameters() if "attention" in name)
+        names = {id(p): name for name, p in model.named_parameters()}
+        groups = {group["name"]: {names[id(p)] for p in group["params"]} for group in parameter_groups(model)}
+        assert "global_pool.attention.cls_token" in groups["undecayed"]
+        assert groups["gates"]
+
+
+@pytest.mark.parametrize("per_class", [False, True])
+def test_finetuned(per_class: bool) -> None:
+    pooled = add_attention_pool(tiny_cnn(), per_class=per_class, input_size=POOL_SIZE)
+    token = pooled.get_parameter("global_pool.attention.cls_token")
+    before = token.detach().clone()
+    results = list(
+        finetune(pooled, batches(), validation_batches(), epochs=2, warmup_epochs=1, lr=1e-2, progress=False, seed=0)
+    )
+    assert [result.epoch for result in results] == [0, 1, 2]
+    assert not torch.equal(token, before)
+    assert results[-1].val_loss < results[0].val_loss
+
+
+@torch.no_grad()
+def test_of_a_vgg() -> None:
+    vgg: Any = timm.create_model("vgg11", num_classes=3, mlp_ratio=0.01).eval()
+    for per_class in (False, True):
+        pooled: Any = add_attention_pool(vgg, per_class=per_class)
+        x = torch.randn(2, 3, 64, 96)
+        features = pooled.forward_features(x)
+        attention = pooled.head.global_pool.attention
+        assert not any(module.training for module in pooled.modules())
+        assert attention.channels == pooled.head_hidden_size == 512
+        assert torch.equal(pooled.forward_head(features, pre_logits=True), attention(features))
+        assert pooled(x).shape == (2, 3)
+        assert 0 < float(pooled.head.fc.weight.std()) < 0.015
+        pooled.reset_classifier(5)
+        assert pooled(x).shape == (2, 5)
+        pooled.reset_classifier(4, "avg")
+        assert torch.equal(pooled(x), pooled.head.fc(features.mean((2, 3))))
+    assert vgg.head_hidden_size == 4096
+    without: Any = add_attention_pool(timm.create_model("vgg11", num_classes=0, mlp_ratio=0.01))
+    assert without(x).shape == (2, 512)
+
+
+class _Mine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.ReLU())
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.pool(self.trunk(x)).flatten(1))
+
+
+@torch.no_grad()
+def test_of_a_model_of_ones_own() -> None:
+    mine, x = _Mine(), torch.randn(2, 3, 48, 80)
+    pooled: Any = add_attention_pool(mine)
+    assert type(pooled) is _Mine
+    assert torch.equal(pooled(x), mine.classifier(pooled.pool.attention(mine.trunk(x))))
+    nothing_else = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert add_attention_pool(nothing_else)(x).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"_Mine does not say which layer is its classifier: no get_classifier\(\)"):
+        add_attention_pool(mine, per_class=True)
+
+
+# Specialized
+
+
+@torch.no_grad()
+def test_specialized_as_made_per_class() -> None:
+    pooled, x = pooled_cnn(), _images()
+    before = snapshot(pooled)
+    special: Any = specialize(pooled)
+    assert snapshot(pooled) == before
+    made = pooled_cnn(per_class=True)
+    made.load_state_dict(special.state_dict())
+    assert torch.equal(made(x), special(x))
+    assert isinstance(special.global_pool.attention.block.attn, PatchAttention)
+    tokens = special.forward_head(special.forward_features(x), pre_logits=True)
+    assert torch.allclose(tokens, tokens[:, :1].expand_as(tokens))
+    assert torch.allclose(special(x), pooled.fc(tokens[:, 0]), atol=1e-6)
+    special.reset_classifier(4)
+    assert special(x).shape == (2, 4)
+    assert specialize(pooled, inplace=True) is pooled
+    assert pooled.global_pool.attention.per_class
+
+
+def test_specialized_tokens_are_trained_apart() -> None:
+    special: Any = specialize(pooled_cnn())
+    token = special.global_pool.attention.cls_token
+    before = token.detach().clone()
+    special(_images())[:, 1].sum().backward()
+    torch.optim.SGD([token], 0.1).step()
+    moved = (token != before).any(2)
+    assert moved.tolist() == [[False, True, False]]

@@ -1,0 +1,223 @@
+"""Attention-based aggregation against a slow rewrite from the paper, in float64, and against timm's own block."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from timm.models.cait import LayerScaleBlockClassAttn
+from torch import Tensor, nn
+
+from tcnn_model import AttentionPool2d
+from tcnn_model.pooling.attention_pool import ClassScores, PatchAttention
+from tests.tcnn_model.helpers import random, relative_error
+
+D, H, W, B, K = 11, 3, 5, 2, 7
+
+
+@torch.no_grad()
+def disturbed(pool: nn.Module, seed: int = 0) -> Any:
+    """In float64, with no parameter zero, one or tiny: fresh LayerScales would hide the block."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in pool.double().parameters():
+        parameter += 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return pool
+
+
+def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    deviation = ((x - x.mean()) ** 2).mean().sqrt()
+    assert deviation > 1e-2, "eps would matter"
+    return (x - x.mean()) / ((deviation**2 + 1e-6) ** 0.5) * norm.weight + norm.bias
+
+
+def slow(pool: Any, features: Tensor, own: Tensor | None) -> Tensor:
+    """One token's features, shape (d,), from a map (d, H, W): the paper's Fig. 3, a pixel at a time.
+
+    Args:
+        own: the token, where it is among the keys; pool.cls_token's first otherwise.
+    """
+    block, attention = pool.block, pool.block.attn
+    token = pool.cls_token[0, 0] if own is None else own
+    pixels = [features[:, y, x] for y in range(features.shape[1]) for x in range(features.shape[2])]
+    keys = pixels if own is not None else [token, *pixels]
+    normed = [_norm(key, block.norm1) for key in keys]
+    query = attention.q.weight @ _norm(token, block.norm1) + attention.q.bias
+    scores = [query @ (attention.k.weight @ key + attention.k.bias) / len(token) ** 0.5 for key in normed]
+    total = sum(score.exp() for score in scores)
+    gathered = sum(
+        s.exp() / total * (attention.v.weight @ k + attention.v.bias) for s, k in zip(scores, normed, strict=True)
+    )
+    token = token + block.gamma_1 * (attention.proj.weight @ gathered + attention.proj.bias)
+    hidden = block.mlp.fc1.weight @ _norm(token, block.norm2) + block.mlp.fc1.bias
+    hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
+    token = token + block.gamma_2 * (block.mlp.fc2.weight @ hidden + block.mlp.fc2.bias)
+    return _norm(token, pool.norm)
+
+
+@torch.no_grad()
+def test_a_single_token_is_the_papers() -> None:
+    pool, x = disturbed(AttentionPool2d(D, mlp_ratio=3)), random(B, D, H, W)
+    expected = torch.stack([slow(pool, image, None) for image in x])
+    assert pool(x).shape == (B, D)
+    assert relative_error(pool(x), expected) < 1e-12
+
+
+@torch.no_grad()
+def test_a_token_a_class_is_a_loop_over_classes() -> None:
+    pool, x = disturbed(AttentionPool2d(D, K, mlp_ratio=3)), random(B, D, H, W)
+    expected = torch.stack([torch.stack([slow(pool, image, token) for token in pool.cls_token[0]]) for image in x])
+    assert pool(x).shape == (B, K, D)
+    assert relative_error(pool(x), expected) < 1e-12
+
+
+@torch.no_grad()
+def test_the_block_is_timms() -> None:
+    pool, x = AttentionPool2d(D), random(B, D, H, W, dtype=torch.float32)
+    norm = partial(nn.LayerNorm, eps=1e-6)
+    theirs = LayerScaleBlockClassAttn(D, 1, mlp_ratio=3, qkv_bias=True, norm_layer=norm)
+    for parameter in pool.parameters():
+        parameter += 0.3 * torch.randn_like(parameter)
+    assert set(pool.state_dict()) == {"cls_token", "norm.weight", "norm.bias"} | {
+        f"block.{name}" for name in theirs.state_dict()
+    }
+    theirs.load_state_dict(pool.block.state_dict())
+    tokens = theirs(x.flatten(2).transpose(1, 2), pool.cls_token.expand(B, -1, -1))[:, 0]
+    assert relative_error(pool(x), pool.norm(tokens)) < 1e-6
+
+
+@pytest.mark.parametrize("classes", [None, K])
+def test_fused_is_unfused(classes: int | None) -> None:
+    pool, x = disturbed(AttentionPool2d(D, classes)), random(B, D, H, W).requires_grad_()
+    results = []
+    for fused in (True, False):
+        pool.block.attn.fused_attn = fused
+        y = pool(x)
+        gradients = torch.autograd.grad(y.square().sum(), [x, *pool.parameters()])
+        results.append([y, *gradients])
+    for fused, unfused in zip(*results, strict=True):
+        assert torch.allclose(fused, unfused, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_dropout_is_of_training_only(fused: bool) -> None:
+    pool, x = disturbed(AttentionPool2d(D, K, attn_drop=0.5)), random(B, D, H, W)
+    pool.block.attn.fused_attn = fused
+    assert not torch.equal(pool(x), pool(x))
+    pool.eval()
+    assert torch.equal(pool(x), pool(x))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_several_heads(fused: bool) -> None:
+    attention, x = PatchAttention(12, 3, tokens=2).double(), random(B, 2 + 5, 12)
+    attention.fused_attn = fused
+    parts = []
+    for head in range(3):
+        rows = slice(4 * head, 4 * head + 4)
+        q, k, v = (x @ m.weight[rows].T + m.bias[rows] for m in (attention.q, attention.k, attention.v))
+        parts.append((q[:, :2] @ k[:, 2:].transpose(1, 2) / 2).softmax(-1) @ v[:, 2:])
+    assert relative_error(attention(x), attention.proj(torch.cat(parts, -1))) < 1e-12
+
+
+@torch.no_grad()
+def test_initial_values_are_the_papers() -> None:
+    pool = AttentionPool2d(64, 50, init_values=1e-6)
+    assert pool.per_class
+    assert pool.block.gamma_1.unique().tolist() == pytest.approx([1e-6])
+    assert pool.block.gamma_2.unique().tolist() == pytest.approx([1e-6])
+    for weight in (pool.cls_token, pool.block.attn.q.weight, pool.block.mlp.fc1.weight):
+        assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
+    assert not any(bool(p.any()) for name, p in pool.named_parameters() if name.endswith("bias"))
+
+
+@torch.no_grad()
+def test_scores_are_of_their_own_tokens() -> None:
+    linear, tokens = nn.Linear(D, K).double(), random(B, K, D)
+    scores = ClassScores.of(linear)
+    expected = torch.stack([linear(tokens[:, k])[:, k] for k in range(K)], 1)
+    for form in (tokens, tokens.flatten(0, 1), tokens.flatten(0, 1)[:, :, None, None]):
+        assert relative_error(scores(form), expected) < 1e-12
+    assert scores.weight is linear.weight
+
+
+@torch.no_grad()
+def test_scores_of_other_classifiers() -> None:
+    conv, tokens = nn.Conv2d(D, K, 1).double(), random(B, K, D)
+    conv.weight.requires_grad_(False)
+    scores = ClassScores.of(conv)
+    expected = torch.stack([conv(tokens[:, k, :, None, None])[:, k, 0, 0] for k in range(K)], 1)
+    assert relative_error(scores(tokens), expected) < 1e-12
+    assert (scores.weight.requires_grad, scores.bias.requires_grad) == (False, True)
+    unbiased = nn.Linear(D, K, bias=False).double()
+    assert torch.allclose(ClassScores.of(unbiased)(tokens), (tokens * unbiased.weight).sum(-1))
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 5, 3), nn.Conv2d(4, 4, 1, groups=2), nn.Identity()])
+def test_no_scores_of_what_is_no_classifier(layer: nn.Module) -> None:
+    with pytest.raises(ValueError, match="expected a classifier that is a Linear or a 1 x 1 convolution, got"):
+        ClassScores.of(layer)
+
+
+def test_no_scores_of_a_computed_weight() -> None:
+    with pytest.raises(ValueError, match="expected a classifier that is a Linear"):
+        ClassScores.of(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 5)))
+
+
+@torch.no_grad()
+def test_specialized_by_exactly_so_much() -> None:
+    """The token leaves its own keys: what it gathers moves away from its own value, by w0 / (1 - w0)."""
+    pool, x = disturbed(AttentionPool2d(D)), random(B, D, H, W)
+    block, attention = pool.block, pool.block.attn
+    token = pool.cls_token.expand(B, -1, -1)
+    u = block.norm1(torch.cat([token, x.flatten(2).transpose(1, 2)], 1))
+    weights = (attention.q(u[:, :1]) @ attention.k(u).transpose(1, 2) / D**0.5).softmax(-1)
+    own, values = weights[..., :1], attention.v(u)
+    assert own.min() > 1e-3, "the token should matter"
+    gathered = weights @ values
+    moved = gathered + (gathered - values[:, :1]) * own / (1 - own)
+    expected = token + block.gamma_1 * attention.proj(moved)
+    expected = pool.norm(expected + block.gamma_2 * block.mlp(block.norm2(expected)))
+    single = pool(x)
+    pool.specialize(K)
+    assert relative_error(pool(x), expected.expand(-1, K, -1)) < 1e-12
+    assert relative_error(pool(x)[:, 0], single) > 1e-3
+
+
+def test_specialized_with_the_very_weights() -> None:
+    pool = AttentionPool2d(D, attn_drop=0.3).eval()
+    before = dict(pool.named_parameters())
+    pool.block.attn.fused_attn = False
+    pool.cls_token.requires_grad_(False)
+    pool.specialize(K)
+    after = dict(pool.named_parameters())
+    assert all(after[name] is before[name] for name in before if name != "cls_token")
+    assert torch.equal(after["cls_token"], before["cls_token"].expand(1, K, D))
+    assert not after["cls_token"].requires_grad
+    assert (pool.num_classes, pool.block.attn.tokens, pool.block.attn.fused_attn) == (K, K, False)
+    assert pool.block.attn.attn_drop.p == 0.3
+    assert not any(module.training for module in pool.modules())
+
+
+def test_new_tokens() -> None:
+    pool = AttentionPool2d(D, K).double()
+    block = dict(pool.block.named_parameters())
+    pool.reset_tokens(K + 2)
+    assert pool.cls_token.shape == (1, K + 2, D)
+    assert pool(random(B, D, H, W)).shape == (B, K + 2, D)
+    assert all(parameter is block[name] for name, parameter in pool.block.named_parameters())
+
+
+def test_errors() -> None:
+    for arguments in ((0,), (5, 0), (-1, 3)):
+        with pytest.raises(ValueError, match="expected at least one channel and one class, got"):
+            AttentionPool2d(*arguments)
+    single, several = AttentionPool2d(D), AttentionPool2d(D, K)
+    with pytest.raises(ValueError, match="a single token serves any number of classes"):
+        single.reset_tokens(3)
+    with pytest.raises(ValueError, match=f"a token for each of {K} classes already"):
+        several.specialize(3)
+    for call in (single.specialize, several.reset_tokens):
+        with pytest.raises(ValueError, match="expected at least one class, got 0"):
+            call(0)
+    assert several(torch.zeros(1, D, H, W)).shape == (1, K, D)

@@ -1,0 +1,114 @@
+"""What add_attention_pool and specialize refuse: a message that says why, and a model that is as it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from tcnn_model import add_attention_pool, specialize
+from tests.tcnn_model.helpers import on_meta, randomise_norms, snapshot
+from tests.tcnn_model.training.helpers import CLASSES, POOL_SIZE, pooled_cnn, tiny_cnn
+
+
+def _refused(
+    model: nn.Module, message: str, call: Callable[..., nn.Module] = add_attention_pool, **options: Any
+) -> None:
+    before, kind = snapshot(model), type(model)
+    for inplace in (False, True):
+        with pytest.raises(ValueError, match=message):
+            call(model, inplace=inplace, **options)
+        assert snapshot(model) == before
+        assert type(model) is kind
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "vit_tiny_patch16_224",
+            {},
+            r"VisionTransformer pools its last feature map .*attends already \(blocks\.0\.attn",
+        ),
+        ("deit_tiny_distilled_patch16_224", {}, "VisionTransformerDistilled pools .* and this is for convnets"),
+        ("swin_tiny_patch4_window7_224", {}, "SwinTransformer pools .* and this is for convnets"),
+        ("cait_xxs24_224", {}, "Cait pools .* and this is for convnets"),
+        ("resnet50_clip", {}, r"ByobNet pools .*it attends already \(head, AttentionPool2d\)"),
+        ("mambaout_femto", {}, "no module of MambaOut pools its last feature map .*may pool in a function"),
+        ("resnet18", {"num_classes": 0, "global_pool": ""}, "no module of ResNet pools .*made without a pool"),
+        ("resnet18", {"features_only": True}, "no module of FeatureListNet pools"),
+        ("resnet18", {"global_pool": "catavgmax"}, "'catavgmax' gives twice the channels"),
+        ("patchconvnet_s20", {"depth": 1}, "PatchConvNet pools by attention already: pool"),
+    ],
+)
+def test_models_without_a_pool_to_replace(name: str, options: dict[str, Any], message: str) -> None:
+    _refused(on_meta(name, **options), message)
+
+
+def test_other_refusals() -> None:
+    cnn = tiny_cnn()
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got str 'resnet18'"):
+        add_attention_pool("resnet18")  # type: ignore[arg-type]
+    without: Any = tiny_cnn()
+    without.reset_classifier(0)
+    _refused(without, "tokens for each class need classes, and num_classes is 0", per_class=True)
+    _refused(pooled_cnn(), "ResNet pools by attention already: global_pool.attention")
+    _refused(cnn, "could not run ResNet on an image of 3 x 64 x 64", input_size=(3, 64, 64))
+
+
+def test_hooks_would_be_lost() -> None:
+    for name in ("global_pool", "global_pool.pool", "fc"):
+        cnn = tiny_cnn()
+        cnn.get_submodule(name).register_forward_hook(lambda *_: None)
+        _refused(cnn, f"{name} carries hooks, which would be lost", per_class=True, input_size=POOL_SIZE)
+
+
+def test_hooks_of_a_vgg_would_be_lost() -> None:
+    for name in ("pre_logits.fc1", "head.drop"):
+        vgg = on_meta("vgg11", mlp_ratio=0.01)
+        vgg.get_submodule(name).register_forward_hook(lambda *_: None)
+        _refused(vgg, f"{name} carries hooks, which would be lost")
+
+
+def test_classifiers_without_rows() -> None:
+    cnn: Any = randomise_norms(tiny_cnn())
+    cnn.fc = nn.Sequential(cnn.fc)
+    _refused(
+        cnn,
+        "expected a classifier that is a Linear or a 1 x 1 convolution, got Sequential",
+        per_class=True,
+        input_size=POOL_SIZE,
+    )
+    pruned: Any = tiny_cnn()
+    prune.l1_unstructured(pruned.fc, "weight", 0.5)
+    _refused(
+        pruned, "cannot copy ResNet: fc.weight is computed from other tensors", per_class=True, input_size=POOL_SIZE
+    )
+
+
+def test_not_the_pool_of_an_earlier_layer() -> None:
+    class Squeezed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.ReLU())
+            self.pool = nn.AdaptiveAvgPool2d(1)
+            self.classifier = nn.Linear(8, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.trunk[0](x)
+            return self.classifier(self.trunk[1](x * self.pool(x)).mean((2, 3)))
+
+    _refused(Squeezed(), "no module of Squeezed pools its last feature map")
+
+
+def test_what_cannot_be_specialized() -> None:
+    _refused(tiny_cnn(), "expected a model with one AttentionPool2d, got ResNet with 0", specialize)
+    _refused(pooled_cnn(per_class=True), f"global_pool.attention has a token for each of {CLASSES} classes", specialize)
+    hooked = pooled_cnn()
+    hooked.fc.register_forward_hook(lambda *_: None)
+    _refused(hooked, "fc carries hooks, which would be lost", specialize)
+    without = pooled_cnn()
+    without.reset_classifier(0)
+    _refused(without, "expected a classifier that is a Linear or a 1 x 1 convolution, got Identity", specialize)

@@ -1,0 +1,212 @@
+"""One run of the fine-tuning loop: its figures, rates, epochs and errors."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tcnn_model import EpochResult, finetune, gpsa_layers
+from tcnn_model.training.finetune import evaluate
+from tests.tcnn_model.training.helpers import batches, tiny_cnn, tiny_tcnn, validation_batches
+
+
+def _run(model: nn.Module, **arguments: Any) -> list[EpochResult]:
+    defaults = {"epochs": 3, "warmup_epochs": 1, "seed": 0, "progress": False}
+    return list(finetune(model, batches(), validation_batches(), **{**defaults, **arguments}))
+
+
+def _log_probabilities(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    logits = model(images).detach().double()
+    return logits - logits.exp().sum(1, keepdim=True).log()
+
+
+def test_epoch_zero_is_the_model_as_given() -> None:
+    model = tiny_tcnn()
+    before = copy.deepcopy(model.state_dict())
+    run = finetune(model, batches(), validation_batches(), epochs=2, warmup_epochs=0, progress=False)
+    first = next(run)
+    assert first.epoch == 0
+    assert math.isnan(first.train_loss)
+    assert math.isnan(first.train_top1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (first.val_loss, first.top1) == evaluate(model, validation_batches(), progress=False)
+
+
+def test_training_learns() -> None:
+    model = tiny_tcnn()
+    gates = [layer.gate.detach().clone() for layer in gpsa_layers(model).values()]
+    results = _run(model, epochs=12, lr=3e-3, label_smoothing=0.0)
+    assert [result.epoch for result in results] == list(range(13))
+    assert results[-1].train_loss < 0.8 * results[1].train_loss
+    for before, layer in zip(gates, gpsa_layers(model).values(), strict=True):
+        assert float((layer.gate - before).abs().max().detach()) > 0.01
+
+
+def test_training_figures_by_hand() -> None:
+    """With warm-up the first step has rate 0, so the first two batches meet the same weights."""
+    model, loader = tiny_tcnn(), batches(7, 4, shuffle=False)
+    twin = copy.deepcopy(model).train()
+    losses, correct = [], 0
+    for images, labels in loader:
+        logs = _log_probabilities(twin, images)
+        target = torch.full_like(logs, 0.3 / 3)
+        target[range(len(labels)), labels] += 0.7
+        losses += (-(target * logs).sum(1)).tolist()
+        correct += int((logs.argmax(1) == labels).sum())
+    results = finetune(model, loader, loader, epochs=2, warmup_epochs=1, label_smoothing=0.3, progress=False)
+    first = list(results)[1]
+    assert len(losses) == 7
+    assert first.train_loss == pytest.approx(sum(losses) / 7, rel=1e-5)
+    assert first.train_top1 == pytest.approx(correct / 7)
+
+
+def test_evaluation_by_hand() -> None:
+    model, loader = tiny_tcnn(), batches()  # batches of 4, 4 and 3
+    twin = copy.deepcopy(model).eval()
+    losses, correct = [], 0
+    for image, label in loader.dataset:
+        logs = _log_probabilities(twin, image[None])[0]
+        losses.append(-float(logs[label]))
+        correct += int(logs.argmax()) == int(label)
+    loss, top1 = evaluate(model, loader, progress=False)
+    assert loss == pytest.approx(sum(losses) / 11, rel=1e-5)
+    assert top1 == pytest.approx(correct / 11)
+
+
+def test_evaluation_restores_every_mode() -> None:
+    model = tiny_tcnn().train()
+    model.get_submodule("layer1").eval()  # frozen norms
+    before = {name: module.training for name, module in model.named_modules()}
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    evaluate(model, batches(), progress=False)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
+def test_evaluation_restores_the_mode_after_an_exception() -> None:
+    model = tiny_tcnn().train()
+    with pytest.raises(RuntimeError):
+        evaluate(model, [(torch.zeros(2, 5, 32, 24), torch.zeros(2, dtype=torch.long))], progress=False)
+    assert model.training
+
+
+def test_rates_are_warm_up_and_cosine() -> None:
+    epochs, warmup, steps, peak = 5, 2, 3, 0.004
+    results = _run(tiny_tcnn(), epochs=epochs, warmup_epochs=warmup, lr=peak)
+    assert results[0].lr == 0.0
+    for result in results[1:]:
+        last_step = result.epoch * steps - 1
+        cosine = 0.5 * (1 + math.cos(math.pi * last_step / (epochs * steps)))
+        expected = peak * (last_step / (warmup * steps) if last_step < warmup * steps else cosine)
+        assert result.lr == pytest.approx(expected)
+    assert _run(tiny_cnn(), epochs=1, warmup_epochs=0, lr=peak)[0].lr == peak
+
+
+def test_gates_learn_at_their_own_rate() -> None:
+    still = tiny_tcnn()
+    _run(still, gating_lr=0.0, lr=1e-3, epochs=2)
+    assert all(bool((layer.gating == 1).all()) for layer in gpsa_layers(still).values())
+    moving = tiny_tcnn()
+    before = copy.deepcopy(moving.state_dict())
+    _run(moving, gating_lr=0.1, lr=0.0, epochs=2)
+    parameters = dict(moving.named_parameters())
+    changed = {name for name in parameters if not torch.equal(parameters[name], before[name])}
+    assert changed == {"layer4.0.conv1.gating", "layer4.0.conv2.gating"}
+
+
+def test_frozen_gates_stay() -> None:
+    model = tiny_tcnn()
+    for layer in gpsa_layers(model).values():
+        layer.gating.requires_grad_(False)
+    results = _run(model, epochs=2, lr=0.004, warmup_epochs=0)
+    assert all(bool((layer.gating == 1).all()) for layer in gpsa_layers(model).values())
+    assert results[0].lr == 0.004
+
+
+def test_seed_repeats_a_run() -> None:
+    first, second, other = tiny_tcnn(), tiny_tcnn(), tiny_tcnn()
+    results = _run(first, seed=3, drop_path_rate=0.3)
+    torch.manual_seed(17)  # what happened before does not matter
+    assert repr(_run(second, seed=3, drop_path_rate=0.3)) == repr(results)
+    for name, value in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value), name
+    assert repr(_run(other, seed=4, drop_path_rate=0.3)) != repr(results)
+
+
+def test_each_epoch_has_its_own_order_and_modes() -> None:
+    model = tiny_tcnn().eval()
+    seen: list[tuple[bool, torch.Tensor]] = []
+    model.register_forward_pre_hook(lambda module, inputs: seen.append((module.training, inputs[0])))
+    _run(model, epochs=2, seed=3)
+    expected = [(False, images) for images, _ in validation_batches()]
+    for epoch in (1, 2):
+        torch.manual_seed(3 + epoch)
+        expected += [(True, images) for images, _ in batches()]
+        expected += [(False, images) for images, _ in validation_batches()]
+    assert [training for training, _ in seen] == [training for training, _ in expected]
+    assert all(torch.equal(actual, images) for (_, actual), (_, images) in zip(seen, expected, strict=True))
+
+
+def test_each_epoch_goes_through_each_loader_once() -> None:
+    """tqdm.auto opens a second iterator on what it wraps: workers start twice and load every image twice."""
+    opened: list[str] = []
+
+    class Counted(DataLoader):
+        def __iter__(self) -> Any:
+            opened.append("train" if self.batch_size == 4 else "validate")
+            return super().__iter__()
+
+    train, validate = Counted(batches().dataset, 4), Counted(validation_batches().dataset, 7)
+    list(finetune(tiny_cnn(), train, validate, epochs=2, warmup_epochs=0, progress=False))
+    assert opened == ["validate", "train", "validate", "train", "validate"]
+
+
+def test_plain_cnn_trains_too() -> None:
+    assert [result.epoch for result in _run(tiny_cnn())] == [0, 1, 2, 3]
+
+
+def test_bfloat16_autocast() -> None:
+    results = _run(tiny_tcnn(), amp=True)
+    assert all(math.isfinite(result.val_loss) for result in results)
+    assert results[-1].train_loss == pytest.approx(_run(tiny_tcnn())[-1].train_loss, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"epochs": 0}, "expected 0 <= warmup_epochs < epochs, got warmup_epochs=1, epochs=0"),
+        ({"epochs": 3, "warmup_epochs": 3}, "got warmup_epochs=3, epochs=3"),
+        ({"warmup_epochs": -1}, "got warmup_epochs=-1"),
+        ({"label_smoothing": 1.0}, r"expected label_smoothing in \[0, 1\), got 1\.0"),
+        ({"label_smoothing": -0.1}, r"expected label_smoothing in \[0, 1\), got -0\.1"),
+        ({"drop_path_rate": 1.0}, r"expected a drop path rate in \[0, 1\), got 1\.0"),
+        ({"lr": -1.0}, "lr|learning rate"),
+    ],
+)
+def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _run(tiny_tcnn(), **arguments)
+
+
+def test_empty_loaders() -> None:
+    with pytest.raises(ValueError, match="empty loader: 0 training and 3 validation batches"):
+        next(finetune(tiny_cnn(), batches(0, shuffle=False), batches(), progress=False))
+    with pytest.raises(ValueError, match="empty loader: 3 training and 0 validation batches"):
+        next(finetune(tiny_cnn(), batches(), batches(0, shuffle=False), progress=False))
+
+
+def test_bad_settings_raise_at_the_call() -> None:
+    """Design, 6: bad input raises at the call that brought it, not where the iterator is first used."""
+    with pytest.raises(ValueError, match="got warmup_epochs=5, epochs=2"):
+        finetune(tiny_cnn(), batches(), batches(), epochs=2)
+
+
+def test_drop_path_for_a_model_that_has_none() -> None:
+    """A setting without effect is an error, never silence."""
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(ValueError, match="drop"):
+        _run(model, drop_path_rate=0.1)

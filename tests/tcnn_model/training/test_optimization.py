@@ -1,0 +1,114 @@
+import math
+
+import pytest
+import timm
+import torch
+from timm.layers import DropPath
+from torch import nn
+
+from tcnn_model import GPSA, gpsa_layers, parameter_groups
+from tcnn_model.training.optimization import set_drop_path
+from tests.tcnn_model.helpers import on_meta
+from tests.tcnn_model.training.helpers import tiny_cnn, tiny_tcnn
+
+
+def _setting(model: nn.Module, **arguments: float) -> dict[str, tuple[float, float]]:
+    """(lr, weight decay) of each parameter; fails on one that is in two groups."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, tuple[float, float]] = {}
+    for group in parameter_groups(model, **arguments):
+        assert group["params"]
+        for parameter in group["params"]:
+            assert names[parameter] not in found
+            found[names[parameter]] = (group["lr"], group["weight_decay"])
+    return found
+
+
+def test_every_parameter_is_in_one_group() -> None:
+    model = tiny_tcnn()
+    assert set(_setting(model)) == {name for name, _ in model.named_parameters()}
+    model.get_parameter("layer4.0.conv1.gating").requires_grad_(False)
+    model.get_submodule("layer1").requires_grad_(False)
+    assert set(_setting(model)) == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_rates_and_decay() -> None:
+    found = _setting(tiny_tcnn(), lr=3e-4, gating_lr=0.2, weight_decay=0.07)
+    gates = {"layer4.0.conv1.gating", "layer4.0.conv2.gating"}
+    assert {name for name, (lr, _) in found.items() if lr != 3e-4} == gates
+    assert {found[name] for name in gates} == {(0.2, 0.0)}
+    for name, (_, decay) in found.items():
+        owner, _, last = name.rpartition(".")
+        norm = "bn" in owner or owner.endswith("downsample.1")
+        assert decay == (0.07 if last in ("query", "key", "value") or (last == "weight" and not norm) else 0.0), name
+
+
+def test_group_names() -> None:
+    assert {group["name"] for group in parameter_groups(tiny_tcnn())} == {"gates", "decayed", "undecayed"}
+    assert {group["name"] for group in parameter_groups(tiny_cnn())} == {"decayed", "undecayed"}
+
+
+def test_frozen_gates_leave_no_empty_group() -> None:
+    model = tiny_tcnn()
+    for layer in gpsa_layers(model).values():
+        layer.gating.requires_grad_(False)
+    assert {group["name"] for group in parameter_groups(model)} == {"decayed", "undecayed"}
+
+
+def test_the_model_may_be_a_layer() -> None:
+    found = _setting(GPSA(3, 5, 3), weight_decay=0.05)
+    assert {name for name, (_, decay) in found.items() if decay} == {"weight", "query", "key", "value"}
+    assert found["gating"] == (0.1, 0.0)
+
+
+def test_without_decay_gates_stay_apart() -> None:
+    found = _setting(tiny_tcnn(), weight_decay=0.0)
+    assert {decay for _, decay in found.values()} == {0.0}
+    assert [name for name, (lr, _) in found.items() if lr == 0.1] == ["layer4.0.conv1.gating", "layer4.0.conv2.gating"]
+
+
+def test_what_the_model_exempts_is_exempt() -> None:
+    class Exempting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(2, 3))
+            self.matrix = nn.Parameter(torch.zeros(2, 3))
+
+        def no_weight_decay(self) -> set[str]:
+            return {"table"}
+
+    assert _setting(Exempting()) == {"table": (1e-4, 0.0), "matrix": (1e-4, 0.05)}
+
+
+def _rates(model: nn.Module) -> list[float]:
+    rates = [module.drop_path for module in model.modules() if hasattr(module, "drop_path")]
+    return [rate.drop_prob if isinstance(rate, DropPath) else 0.0 for rate in rates]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnetv2_50", "convnext_atto"])
+def test_drop_path_rates_are_those_timm_would_give(name: str) -> None:
+    model = on_meta(name)
+    expected = _rates(timm.create_model(name, drop_path_rate=0.3))
+    assert set_drop_path(model, 0.3) == len(expected) > 0
+    assert _rates(model) == pytest.approx(expected, abs=1e-6)
+    assert set_drop_path(model, 0.0) == len(expected)
+    assert _rates(model) == [0.0] * len(expected)
+
+
+def test_drop_path_acts_in_training_only() -> None:
+    model = tiny_tcnn().eval()
+    assert set_drop_path(model, 0.5) == 4
+    x = torch.randn(3, 1, 32, 24)
+    assert torch.equal(model(x), model(x))
+    model.get_submodule("layer4").train()
+    assert not torch.equal(model(x), model(x))
+
+
+def test_model_without_residual_blocks() -> None:
+    assert set_drop_path(nn.Sequential(nn.Conv2d(3, 5, 3)), 0.1) == 0
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, math.nan])
+def test_drop_path_rate_out_of_range(rate: float) -> None:
+    with pytest.raises(ValueError, match=r"expected a drop path rate in \[0, 1\), got"):
+        set_drop_path(tiny_cnn(), rate)

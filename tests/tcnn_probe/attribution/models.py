@@ -1,0 +1,82 @@
+"""Models whose right answers are known, and slow computations to compare with."""
+
+import numpy as np
+import timm
+import torch
+from torch import Tensor, nn
+
+import tcnn_model  # noqa: F401 (registers patchconvnet_* with timm)
+from tests.tcnn_probe.attention.sharpen import sharpen
+
+SIZE = (24, 40)  # 3 x 5 patches of 8 x 8
+CONVOLVED = (48, 80)  # 3 x 5 patches of 16 x 16
+SMALL = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
+
+
+class Linear(nn.Module):
+    """score_k = sum w_k x + b_k, of (B, 2, 7, 11)."""
+
+    def __init__(self, classes: int = 3, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(classes, 2, 7, 11, generator=generator, dtype=dtype))
+        self.bias = nn.Parameter(torch.randn(classes, generator=generator, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bcyx,kcyx->bk", x, self.weight) + self.bias
+
+
+class OneBlock(nn.Module):
+    """Of (B, 2, 12, 20), looks at rows 3 to 7 and columns 10 to 16 only: class 1 if it is bright there, else 0."""
+
+    rows, columns = slice(3, 8), slice(10, 17)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Conv2d(2, 1, 1, bias=False)
+        nn.init.constant_(self.features.weight, 0.5)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.act(self.features(x))[:, 0, self.rows, self.columns].mean((1, 2))
+        return torch.stack([torch.zeros_like(seen), 8 * seen - 4], 1)
+
+    def mask(self, images: int) -> Tensor:
+        mask = torch.zeros(images, 12, 20, dtype=torch.bool)
+        mask[:, self.rows, self.columns] = True
+        return mask
+
+
+def bright(images: int = 3) -> Tensor:
+    """Images for :class:`OneBlock`, bright everywhere."""
+    return 1 + 0.1 * torch.rand(images, 2, 12, 20, generator=torch.Generator().manual_seed(2))
+
+
+def transformer(name: str, depth: int = 2, **options: object) -> nn.Module:
+    return sharpen(timm.create_model(name, **{**SMALL, "depth": depth, **options}))
+
+
+def patchconvnet(kind: str = "", classes: int = 5, gain: float = 1.7) -> nn.Module:
+    return sharpen(
+        timm.create_model(f"patchconvnet_s20{kind}", depth=1, embed_dim=16, num_classes=classes, init_values=1.0), gain
+    )
+
+
+def bilinear(maps: np.ndarray, height: int, width: int) -> np.ndarray:
+    """(B, h, w) to (B, H, W): pixel centres, the border's values beyond the outermost; a loop over pixels."""
+    rows, columns = maps.shape[1:]
+    found = np.empty((len(maps), height, width))
+    for i in range(height):
+        for j in range(width):
+            y = min(max((i + 0.5) * rows / height - 0.5, 0), rows - 1)
+            x = min(max((j + 0.5) * columns / width - 0.5, 0), columns - 1)
+            top, left = int(y), int(x)
+            bottom, right = min(top + 1, rows - 1), min(left + 1, columns - 1)
+            dy, dx = y - top, x - left
+            found[:, i, j] = (
+                (1 - dy) * (1 - dx) * maps[:, top, left]
+                + (1 - dy) * dx * maps[:, top, right]
+                + dy * (1 - dx) * maps[:, bottom, left]
+                + dy * dx * maps[:, bottom, right]
+            )
+    return found

@@ -1,0 +1,230 @@
+"""captum's methods, as they are called here, on models whose right answer is known."""
+
+import itertools
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import tcnn_probe
+from tests.tcnn_probe.attribution.models import CONVOLVED, Linear, OneBlock, bilinear, bright, patchconvnet, transformer
+
+
+def images(count: int = 3) -> Tensor:
+    return torch.randn(count, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def contributions(model: Linear, x: Tensor, target: list[int]) -> np.ndarray:
+    """w x of each pixel, sum over channels, in a loop."""
+    return np.stack([(model.weight[k] * one).sum(0).detach().numpy() for k, one in zip(target, x, strict=True)])
+
+
+@pytest.mark.parametrize("method", ["input_x_gradient", "integrated_gradients"])
+def test_linear_model_is_its_contributions(method: str) -> None:
+    model, x = Linear(), images()
+    by_hand = contributions(model, x, [2, 0, 1])
+    maps = tcnn_probe.saliency(model, x, [2, 0, 1], method)
+    np.testing.assert_allclose(maps, by_hand, atol=1e-12)
+    assert (by_hand < 0).any()
+    absolute = tcnn_probe.saliency(model, x, [2, 0, 1], method, absolute=True)
+    np.testing.assert_allclose(absolute, abs(by_hand), atol=1e-12)
+
+
+@pytest.mark.parametrize("baseline", [0.7, torch.linspace(-1, 1, 2 * 7 * 11).reshape(2, 7, 11)])
+@pytest.mark.parametrize("method", ["integrated_gradients", "occlusion"])
+def test_baseline(method: str, baseline: float | Tensor) -> None:
+    model, x = Linear(), images()
+    options = {"window": 1, "stride": 1} if method == "occlusion" else {}
+    maps = tcnn_probe.saliency(model, x, 1, method, baseline=baseline, batch_size=2, **options)
+    np.testing.assert_allclose(maps, contributions(model, x - baseline, [1, 1, 1]), atol=1e-6)
+
+
+def test_integrated_gradients_are_complete() -> None:
+    """Their sum is the score's difference from the baseline's, of a model that is not linear."""
+    model, x = patchconvnet().double(), torch.randn(2, 3, *CONVOLVED)
+    maps = tcnn_probe.saliency(model, x, 3, "integrated_gradients", n_steps=256)
+    with torch.no_grad():
+        difference = (model(x.double()) - model(torch.zeros_like(x).double()))[:, 3]
+    assert difference.abs().min() > 0.1
+    np.testing.assert_allclose(maps.sum(("y", "x")), difference, rtol=2e-3)
+
+
+GAUSS_LEGENDRE = {  # points from 0 to 1, and weights
+    2: ((0.5 - 3**0.5 / 6, 0.5 + 3**0.5 / 6), (1 / 2, 1 / 2)),
+    3: ((0.5 - 15**0.5 / 10, 0.5, 0.5 + 15**0.5 / 10), (5 / 18, 4 / 9, 5 / 18)),
+}
+
+
+@pytest.mark.parametrize("steps", GAUSS_LEGENDRE)
+def test_integrated_gradients_are_the_sum_over_few_points(steps: int) -> None:
+    """Of sum w tanh(x) + b, with its gradient by hand."""
+    linear, x = Linear(), images()
+    total = np.zeros(x.shape)
+    for point, weight in zip(*GAUSS_LEGENDRE[steps], strict=True):
+        at = 0.3 + point * (x.numpy() - 0.3)
+        total += weight * linear.weight[1].detach().numpy() * (1 - np.tanh(at) ** 2)
+    by_hand = ((x.numpy() - 0.3) * total).sum(1)
+    model = nn.Sequential(nn.Tanh(), linear)
+    maps = tcnn_probe.saliency(model, x, 1, "integrated_gradients", n_steps=steps, baseline=0.3)
+    np.testing.assert_allclose(maps, by_hand, atol=1e-6)  # captum's weights are float32
+
+
+def windows(side: int, window: int, stride: int) -> list[range]:
+    """Along one side, the last ones cut off by the border."""
+    starts = range(0, side - window + stride, stride)
+    return [range(start, min(start + window, side)) for start in starts]
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "used"), [(None, None, ((1, 1), (1, 1))), ((3, 4), (2, 1), ((3, 4), (2, 1)))]
+)
+def test_occlusion_of_linear_model(window: object, stride: object, used: tuple[tuple[int, int], ...]) -> None:
+    model, x = Linear(), images(2)
+    by_pixel = contributions(model, x, [2, 2])
+    total, times = np.zeros((2, 7, 11)), np.zeros((7, 11))
+    for rows, columns in itertools.product(windows(7, used[0][0], used[1][0]), windows(11, used[0][1], used[1][1])):
+        places = np.ix_(rows, columns)
+        times[places] += 1
+        for image in range(2):
+            total[image][places] += by_pixel[image][places].sum()
+    maps = tcnn_probe.saliency(model, x, 2, "occlusion", window=window, stride=stride)
+    np.testing.assert_allclose(maps, total / times, atol=1e-6)
+
+
+def test_default_window_is_an_eighth_in_steps_of_half() -> None:
+    x = torch.randn(1, 2, 35, 11, dtype=torch.float64)
+    tall = nn.Sequential(nn.AvgPool2d((5, 1)), Linear())
+    default = tcnn_probe.saliency(tall, x, 0, "occlusion")
+    stated = tcnn_probe.saliency(tall, x, 0, "occlusion", window=(4, 1), stride=(2, 1))
+    np.testing.assert_array_equal(default, stated)
+
+
+@pytest.mark.parametrize(("batch_size", "largest"), [(1, 1), (2, 2), (3, 3), (8, 6), (10, 9)])
+def test_occlusion_covers_as_many_at_a_time_as_fit(batch_size: int, largest: int) -> None:
+    """Of 3 images."""
+    model, seen = Linear(), []
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    tcnn_probe.saliency(model, images(), 0, "occlusion", batch_size=batch_size)
+    assert max(seen) == largest
+
+
+def grad_cam(model: nn.Module, layer: nn.Module, x: Tensor, target: list[int]) -> np.ndarray:
+    """Eq. 1 and 2 of the paper, by hand."""
+    kept: list[Tensor] = []
+    handle = layer.register_forward_hook(lambda module, inputs, output: kept.append(output.clone()) or kept[0])
+    scores = model(x)
+    handle.remove()
+    maps = []
+    for image, k in enumerate(target):
+        (gradient,) = torch.autograd.grad(scores[image, k], kept[0], retain_graph=True)
+        weights = gradient[image].mean((1, 2))
+        maps.append((weights[:, None, None] * kept[0][image]).sum(0).detach().numpy())
+    return np.stack(maps)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "default"),
+    [("resnet10t", "layer4", True), ("resnet10t", "layer3.0.conv1", False), ("resnet10t", "layer2", False)],
+)
+def test_gradcam_by_hand(name: str, layer: str, default: bool) -> None:
+    """In a network whose ReLUs work in place."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5).eval().double()
+    for p in model.parameters():
+        p.data.add_(0.05 * torch.randn_like(p))
+    x = torch.randn(2, 3, 64, 160, dtype=torch.float64)
+    by_hand = grad_cam(model, model.get_submodule(layer), x, [4, 1])
+    assert (by_hand < 0).any()
+    given = {} if default else {"layer": layer}
+    maps = tcnn_probe.saliency(model, x, [4, 1], "gradcam", **given)
+    assert maps.attrs["layer"] == layer
+    np.testing.assert_allclose(maps, bilinear(by_hand.clip(0), 64, 160), atol=1e-12)
+    signed = tcnn_probe.saliency(model, x, [4, 1], "gradcam", **given, relu_attributions=False, interpolation="nearest")
+    step = 64 // by_hand.shape[1]
+    np.testing.assert_allclose(signed, by_hand.repeat(step, 1).repeat(step, 2), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "layer"),
+    [
+        (lambda: timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)), (64, 96), "norm_pre"),
+        (lambda: timm.create_model("efficientnet_b0"), (64, 96), "bn2"),
+        (lambda: timm.create_model("mobilevit_xxs"), (64, 96), "final_conv"),
+        (patchconvnet, CONVOLVED, "blocks"),
+        (lambda: patchconvnet("_multi", 16), CONVOLVED, "blocks"),
+        (OneBlock, (12, 20), "act"),
+    ],
+)
+def test_default_layer_of_gradcam(make: object, size: tuple[int, int], layer: str) -> None:
+    model = make()  # type: ignore[operator]
+    channels = 2 if isinstance(model, OneBlock) else 3
+    maps = tcnn_probe.saliency(model, torch.rand(1, channels, *size), method="gradcam")
+    assert maps.attrs["layer"] == layer
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "layer", "message"),
+    [
+        (lambda: transformer("deit_tiny_patch16_224"), (24, 40), None, r"works on tokens \('blocks.0.attn'.*layer="),
+        (lambda: timm.create_model("mixer_s32_224", img_size=(64, 96)), (64, 96), None, "works on token"),
+        (
+            lambda: timm.create_model(
+                "swin_tiny_patch4_window7_224", img_size=(56, 84), depths=(1, 1), embed_dim=16, num_heads=(1, 2)
+            ),
+            (56, 84),
+            None,
+            "works on tokens",
+        ),
+        (lambda: transformer("deit_tiny_patch16_224"), (24, 40), "norm", "the map of 'norm' has shape"),
+        (lambda: timm.create_model("resnet10t"), (32, 32), None, None),
+        (lambda: timm.create_model("resnet10t"), (64, 32), "layer5", "no layer 'layer5'; model.named_modules"),
+        (Linear, (7, 11), None, "no layer gives a feature map"),
+    ],
+)
+def test_gradcam_needs_a_feature_map(make: object, size: tuple[int, int], layer: object, message: str | None) -> None:
+    model = make()  # type: ignore[operator]
+    x = torch.randn(1, 2 if isinstance(model, Linear) else 3, *size)
+    if message is None:  # one pixel is left of the last stage
+        assert tcnn_probe.saliency(model, x, method="gradcam").attrs["layer"] == "layer3"
+        return
+    with pytest.raises(ValueError, match=message):
+        tcnn_probe.saliency(model, x, method="gradcam", layer=layer)
+
+
+@pytest.mark.parametrize("method", ["gradcam", "integrated_gradients", "input_x_gradient", "occlusion"])
+def test_every_method_points_at_the_block(method: str) -> None:
+    model, x = OneBlock(), bright()
+    maps = tcnn_probe.saliency(model, x, 1, method)
+    mask = model.mask(3)
+    if method == "gradcam":  # knows no places beyond those of the feature map: all of it is bright
+        assert (maps > 0).all()
+        return
+    assert tcnn_probe.attribution.pointing_game(torch.tensor(maps.values), mask).tolist() == [1, 1, 1]
+    least = 0.6 if method == "occlusion" else 1
+    assert (tcnn_probe.attribution.energy_inside(torch.tensor(maps.values), mask) >= least).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"window": (8, 3)}, ValueError, r"window within the image's \(7, 11\) pixels, got \(8, 3\)"),
+        ({"window": 0}, ValueError, "window within"),
+        ({"window": 3, "stride": 4}, ValueError, r"stride from 1 to the window's \(3, 3\) pixels, got 4"),
+        ({"baseline": torch.zeros(3, 7, 11)}, ValueError, r"broadcasts to \(2, 7, 11\), got shape \(3, 7, 11\)"),
+        ({"baseline": torch.zeros(3, 2, 7, 11)}, ValueError, "broadcasts to"),
+        ({"steps": 3}, TypeError, r"'occlusion' has no option 'steps'; it has \['absolute', 'baseline', 'stride'"),
+    ],
+)
+def test_bad_options(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tcnn_probe.saliency(Linear(), images(), method="occlusion", **options)  # type: ignore[arg-type]
+
+
+def test_bad_interpolation() -> None:
+    for method in ("gradcam", "class_attention", "rollout"):
+        model = OneBlock() if method == "gradcam" else transformer("deit_tiny_patch16_224")
+        x = bright() if method == "gradcam" else torch.randn(1, 3, 24, 40)
+        with pytest.raises(ValueError, match=r"interpolation='bilinear' or 'nearest', got 'bicubic'"):
+            tcnn_probe.saliency(model, x, method=method, interpolation="bicubic")

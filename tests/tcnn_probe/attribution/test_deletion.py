@@ -1,0 +1,124 @@
+"""Deletion and insertion, by hand."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tcnn_probe.attribution import area_under, deletion_curve, insertion_curve
+from tcnn_probe.attribution.deletion import blurred, pixel_order
+from tests.tcnn_probe.attribution.models import Linear, OneBlock, bright
+
+GENERATOR = torch.Generator().manual_seed(7)
+IMAGES = torch.randn(3, 2, 7, 11, dtype=torch.float64, generator=GENERATOR)
+MAPS = torch.randn(3, 7, 11, dtype=torch.float64, generator=GENERATOR)
+TARGETS = [2, 0, 1]
+
+
+@torch.no_grad()
+def by_hand(model: Linear, start: Tensor, end: Tensor, steps: int) -> tuple[list[float], list[list[float]]]:
+    """One image, one pixel at a time, most salient first."""
+    curves = []
+    for image in range(3):
+        pixels = sorted(((y, x) for y in range(7) for x in range(11)), key=lambda at: -float(MAPS[image][at]))
+        now, done, curve = start[image].clone(), 0, []
+        for step in range(steps + 1):
+            while done < round(step * 77 / steps):
+                y, x = pixels[done]
+                now[:, y, x] = end[image][:, y, x]
+                done += 1
+            scores = (model.weight * now).sum((1, 2, 3)) + model.bias
+            curve.append(float(scores.exp()[TARGETS[image]] / scores.exp().sum()))
+        curves.append(curve)
+    return [round(step * 77 / steps) / 77 for step in range(steps + 1)], curves
+
+
+@pytest.mark.parametrize("steps", [1, 5, 77])
+@pytest.mark.parametrize("batch_size", [1, 2, 100])
+@pytest.mark.parametrize("baseline", [0.0, 0.4, torch.linspace(0, 1, 2)[:, None, None]])
+def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None:
+    model, target = Linear(), torch.tensor(TARGETS)
+    end = torch.zeros_like(IMAGES) + baseline
+    shares, curves = by_hand(model, IMAGES, end, steps)
+    found = deletion_curve(model, IMAGES, MAPS, target, steps=steps, baseline=baseline, batch_size=batch_size)
+    np.testing.assert_allclose(found[0], shares, atol=1e-12)
+    np.testing.assert_allclose(found[1], curves, atol=1e-6 if isinstance(baseline, Tensor) else 1e-12)
+    areas = [
+        sum((b - a) * (p + q) / 2 for a, b, p, q in zip(shares, shares[1:], curve, curve[1:], strict=False))
+        for curve in curves
+    ]
+    np.testing.assert_allclose(area_under(*found), areas, atol=1e-6)
+
+
+def test_insertion() -> None:
+    model, target = Linear(), torch.tensor(TARGETS)
+    for start in (0.3, "blur"):
+        begin = blurred(IMAGES) if start == "blur" else torch.full_like(IMAGES, 0.3)
+        shares, curves = by_hand(model, begin, IMAGES, 6)
+        found = insertion_curve(model, IMAGES, MAPS, target, steps=6, start=start, batch_size=2)
+        np.testing.assert_allclose(found[0], shares, atol=1e-12)
+        np.testing.assert_allclose(found[1], curves, atol=1e-12)
+
+
+def test_blur() -> None:
+    """A Gaussian of 11 x 7 pixels (the image has 7 rows), mirrored at the border, in a loop."""
+    image = IMAGES[:1, :1]
+    kernels = []
+    for side in (7, 11):
+        weights = np.exp(-0.5 * ((np.arange(side) - side // 2) / 5.0) ** 2)
+        kernels.append(weights / weights.sum())
+    padded = np.pad(image[0, 0].numpy(), ((3, 3), (5, 5)), mode="reflect")
+    slow = np.empty((7, 11))
+    for y in range(7):
+        for x in range(11):
+            slow[y, x] = (padded[y : y + 7, x : x + 11] * np.outer(*kernels)).sum()
+    np.testing.assert_allclose(blurred(image)[0, 0], slow, atol=1e-6)
+    assert blurred(torch.ones(1, 2, 1, 3)).shape == (1, 2, 1, 3)
+
+
+def test_order_of_equal_pixels_is_random_and_the_same_for_all_images() -> None:
+    maps = torch.zeros(2, 7, 11)
+    maps[:, 3, 5] = 1
+    order = pixel_order(maps)
+    assert order[0, 3 * 11 + 5] == 0
+    assert sorted(order[0].tolist()) == list(range(77))
+    assert torch.equal(order[0], order[1])
+    rest = order[0][order[0] > 0]
+    assert abs(np.corrcoef(rest, np.arange(76))[0, 1]) < 0.3
+    assert not torch.equal(order, pixel_order(maps, seed=1))
+    assert torch.equal(order, pixel_order(maps.half()))
+
+
+def test_true_map_beats_chance_and_chance_the_inverse() -> None:
+    model, x = OneBlock(), bright()
+    target = torch.tensor([1, 1, 1])
+    truth = model.mask(3).float()
+    areas = {
+        kind: [area_under(*curve(model, x, maps, target)) for curve in (deletion_curve, insertion_curve)]
+        for kind, maps in {"truth": truth, "constant": torch.zeros(3, 12, 20), "inverse": -truth}.items()
+    }
+    for better, worse in (("truth", "constant"), ("constant", "inverse")):
+        assert (areas[better][0] < areas[worse][0] - 0.05).all()
+    start = {
+        kind: area_under(*insertion_curve(model, x, maps, target, start=0.0))
+        for kind, maps in {"truth": truth, "constant": torch.zeros(3, 12, 20), "inverse": -truth}.items()
+    }
+    assert (start["truth"] > start["constant"] + 0.05).all()
+    assert (start["constant"] > start["inverse"] + 0.05).all()
+
+
+def test_nan_maps_have_no_area() -> None:
+    maps = MAPS.clone()
+    maps[1, 2, 3] = torch.nan
+    _, curve = deletion_curve(Linear(), IMAGES, maps, torch.tensor(TARGETS))
+    assert curve.isnan().all(1).tolist() == [False, True, False]
+    assert not curve[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"steps": 0}, "positive number of steps, got 0"), ({"start": "noise"}, "start='blur', a number or an image")],
+)
+def test_bad_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        insertion_curve(Linear(), IMAGES, MAPS, torch.tensor(TARGETS), **options)  # type: ignore[arg-type]

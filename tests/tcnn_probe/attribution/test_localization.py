@@ -1,0 +1,92 @@
+"""Energy inside a mask, the pointing game, rank correlation, entry by entry."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tcnn_probe.attribution import energy_inside, pointing_game, rank_correlation
+
+GENERATOR = torch.Generator().manual_seed(7)
+MAPS = torch.randn(5, 7, 11, generator=GENERATOR)
+MASKS = torch.rand(5, 7, 11, generator=GENERATOR) < 0.3
+PIXELS = [(y, x) for y in range(7) for x in range(11)]
+
+
+def test_energy() -> None:
+    by_hand = []
+    for one, mask in zip(MAPS.tolist(), MASKS.tolist(), strict=True):
+        inside = sum(max(one[y][x], 0) for y, x in PIXELS if mask[y][x])
+        by_hand.append(inside / sum(max(one[y][x], 0) for y, x in PIXELS))
+    np.testing.assert_allclose(energy_inside(MAPS, MASKS), by_hand, rtol=1e-12)
+
+
+@pytest.mark.parametrize("tolerance", [0, 1, 1.5, 4])
+def test_pointing(tolerance: float) -> None:
+    by_hand = []
+    for one, mask in zip(MAPS.tolist(), MASKS.tolist(), strict=True):
+        y, x = max(PIXELS, key=lambda at: one[at[0]][at[1]])
+        near = [math.hypot(j - y, i - x) for j, i in PIXELS if mask[j][i]]
+        by_hand.append(float(min(near) <= tolerance))
+    assert pointing_game(MAPS, MASKS, tolerance).tolist() == by_hand
+    assert sum(by_hand) == {0: 1, 1: 4, 1.5: 5, 4: 5}[tolerance]
+
+
+def test_pointing_with_several_maxima() -> None:
+    maps = torch.zeros(1, 7, 11)
+    mask = torch.zeros(1, 7, 11, dtype=torch.bool)
+    mask[0, 2] = True
+    maps[0, 2, 4] = maps[0, 2, 9] = maps[0, 6, 1] = 3
+    assert pointing_game(maps, mask).tolist() == [pytest.approx(2 / 3)]
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0, -1.0])
+def test_constant_map_has_the_masks_share(value: float) -> None:
+    constant = torch.full((5, 7, 11), value)
+    share = MASKS.flatten(1).double().mean(1)
+    torch.testing.assert_close(energy_inside(constant, MASKS), share)
+    torch.testing.assert_close(pointing_game(constant, MASKS), share)
+    assert rank_correlation(constant, MAPS).isnan().all()
+
+
+def test_nan_maps_and_empty_masks() -> None:
+    maps, masks = MAPS.clone(), MASKS.clone()
+    maps[1, 3, 4] = torch.nan
+    masks[2] = False
+    expected = [False, True, True, False, False]
+    assert energy_inside(maps, masks).isnan().tolist() == expected
+    for tolerance in (0, 2):
+        assert pointing_game(maps, masks, tolerance).isnan().tolist() == expected
+    assert rank_correlation(maps, MAPS.flip(1)).isnan().tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("masks", [MASKS.float(), MASKS[:1], MASKS.byte()])
+def test_masks_that_are_none(masks: torch.Tensor) -> None:
+    for measure in (energy_inside, pointing_game):
+        with pytest.raises(ValueError, match="expected masks of the maps' shape"):
+            measure(MAPS, masks)
+
+
+def test_negative_tolerance() -> None:
+    with pytest.raises(ValueError, match="at least 0 pixels, got -1"):
+        pointing_game(MAPS, MASKS, -1)
+
+
+def ranks(values: list[float]) -> list[float]:
+    """1 + how many are smaller + half of how many others are equal."""
+    return [1 + sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2 for a in values]
+
+
+def test_rank_correlation() -> None:
+    others = (MAPS.flip(2) + MAPS).round()  # with many ties
+    by_hand = []
+    for one, other in zip(MAPS.flatten(1).tolist(), others.flatten(1).tolist(), strict=True):
+        a, b = np.array(ranks(one)), np.array(ranks(other))
+        a, b = a - a.mean(), b - b.mean()
+        by_hand.append((a * b).sum() / math.sqrt((a * a).sum() * (b * b).sum()))
+    found = rank_correlation(MAPS, others)
+    np.testing.assert_allclose(found, by_hand, rtol=1e-12)
+    assert not np.allclose(found, 1)
+    np.testing.assert_allclose(rank_correlation(MAPS, MAPS.exp() * 5), 1)
+    np.testing.assert_allclose(rank_correlation(MAPS, -MAPS), -1)

@@ -1,0 +1,106 @@
+"""Infidelity and sensitivity as captum is asked for them: by hand, one perturbation at a time."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tcnn_probe.attribution import infidelity, input_x_gradient, sensitivity
+from tcnn_probe.attribution.perturbation import random_squares
+from tests.tcnn_probe.attribution.models import Linear, OneBlock, bright
+
+IMAGES = torch.randn(3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.tensor([2, 0, 1])
+
+
+def test_contributions_of_a_linear_model_are_faithful() -> None:
+    model = Linear()
+    maps = input_x_gradient(model, IMAGES, TARGETS)[0]
+    assert infidelity(model, IMAGES, maps, TARGETS).abs().max() < 1e-12
+    assert infidelity(model, IMAGES, maps, TARGETS, normalize=False).max() < 1e-24
+    assert infidelity(model, IMAGES, 5 * maps, TARGETS).abs().max() < 1e-12
+    assert (infidelity(model, IMAGES, 5 * maps, TARGETS, normalize=False) > 1).all()
+    assert (infidelity(model, IMAGES, maps.flip(2), TARGETS) > 0.1).all()
+    assert infidelity(model, IMAGES, maps * torch.nan, TARGETS).isnan().all()
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 50])
+def test_infidelity_by_hand(batch_size: int, normalize: bool) -> None:
+    model, x = OneBlock(), bright()
+    maps = torch.rand(3, 12, 20, generator=torch.Generator().manual_seed(4))
+    target = torch.tensor([1, 0, 1])
+    squares = random_squares(7, (12, 20), seed=9)
+    by_hand = []
+    for image in range(3):
+        told, fell = [], []
+        for square in squares:
+            covered = torch.where(square, torch.tensor(0.25), x[image])
+            with torch.no_grad():
+                before, after = model(x[image][None]), model(covered[None])
+            told.append(float((maps[image] * square).sum()))
+            fell.append(float((before - after)[0, target[image]]))
+        a, b = np.array(told), np.array(fell)
+        scale = (a * b).sum() / (a * a).sum() if normalize else 1
+        by_hand.append(((scale * a - b) ** 2).mean())
+    options = {"baseline": 0.25, "samples": 7, "seed": 9, "normalize": normalize}
+    found = infidelity(model, x, maps, target, batch_size=batch_size, **options)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found, by_hand, rtol=1e-4, atol=1e-4)
+    assert found[0] > 0.01
+
+
+def test_squares() -> None:
+    squares = random_squares(500, (7, 11), seed=0)
+    sides = set()
+    for square in squares:
+        rows, columns = square.any(1).nonzero()[:, 0], square.any(0).nonzero()[:, 0]
+        assert square.sum() == len(rows) ** 2 == len(columns) ** 2
+        sides.add(len(rows))
+    assert sides == {1, 2, 3}
+    assert squares.any(0).all()
+    assert torch.equal(squares, random_squares(500, (7, 11), seed=0))
+    assert random_squares(2, (1, 1), seed=0).all()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 50])
+def test_sensitivity_by_hand(batch_size: int) -> None:
+    model = Linear()
+    noise = torch.rand(5, 2, 7, 11, generator=torch.Generator().manual_seed(6)) * 2 - 1
+
+    def explain(x: Tensor, target: Tensor) -> Tensor:
+        assert len(x) <= max(batch_size, 1)
+        return (x.sum(1) ** 2) * target[:, None, None]
+
+    by_hand = []
+    for image, k in zip(IMAGES, [2, 1, 1], strict=True):
+        here = k * image.sum(0) ** 2
+        moved = [k * (image + 0.3 * one.double()).sum(0) ** 2 - here for one in noise]
+        by_hand.append(max(float(one.norm()) for one in moved) / float(here.norm()))
+    target = torch.tensor([2, 1, 1])
+    found = sensitivity(model, IMAGES, explain, target, radius=0.3, samples=5, seed=6, batch_size=batch_size)
+    np.testing.assert_allclose(found, by_hand, rtol=1e-6)
+
+
+def test_constant_explanation_is_not_sensitive() -> None:
+    found = sensitivity(Linear(), IMAGES, lambda x, target: torch.ones(len(x), 7, 11), TARGETS)
+    assert found.tolist() == [0, 0, 0]
+
+
+def test_no_samples() -> None:
+    with pytest.raises(ValueError, match="positive number of samples, got 0"):
+        infidelity(Linear(), IMAGES, IMAGES[:, 0], TARGETS, samples=0)
+    with pytest.raises(ValueError, match="positive number of samples, got 0"):
+        sensitivity(Linear(), IMAGES, lambda x, target: x[:, 0], TARGETS, samples=0)
+    with pytest.raises(ValueError, match="positive radius, got -1"):
+        sensitivity(Linear(), IMAGES, lambda x, target: x[:, 0], TARGETS, radius=-1)
+
+
+def test_a_method_that_changes_its_images_in_place() -> None:
+    def clean(x: Tensor, target: Tensor) -> Tensor:
+        return (x * 0.5)[:, 0]
+
+    def careless(x: Tensor, target: Tensor) -> Tensor:
+        return x.mul_(0.5)[:, 0]
+
+    found, expected = (sensitivity(Linear(), IMAGES, explain, TARGETS, samples=3) for explain in (careless, clean))
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,114 @@
+"""Rollout equals the product of all matrices, in float64."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import tcnn_probe
+from tests.tcnn_probe.attention.bruteforce import attention_of
+from tests.tcnn_probe.attribution.models import CONVOLVED, SIZE, bilinear, patchconvnet, transformer
+
+
+def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.ndarray:
+    """Every layer's matrix of every image, those of class attention over the token and the patches, multiplied.
+
+    Args:
+        model, images: which.
+        prefix: class and register tokens of the trunk.
+        token: 0 if the class token is the first of the trunk's; 1 if it comes after the trunk.
+    """
+    layers = [one.weights.numpy() for one in attention_of(model, images)]
+    maps = []
+    for image in range(len(images)):
+        count = prefix + 15 + token
+        total = np.eye(count)
+        for weights in layers:
+            mean = weights[image].mean(0)
+            full = np.eye(count)
+            if mean.shape[0] == 1:
+                full[0] = 0
+                full[0, count - mean.shape[1] :] = mean[0]
+                attention = (full + np.eye(count)) / 2
+                attention[1:] = np.eye(count)[1:]
+            else:
+                full[token:, token:] = mean
+                attention = (full + np.eye(count)) / 2
+            total = attention @ total
+        maps.append(total[0, prefix + token :].reshape(3, 5))
+    return np.stack(maps)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "token"),
+    [
+        ("deit_tiny_patch16_224", 1, 0),
+        ("deit_tiny_distilled_patch16_224", 2, 0),
+        ("cait_xxs24_224", 0, 1),
+        ("vit_base_patch16_siglip_224", 0, 1),
+    ],
+)
+def test_equals_the_product(name: str, prefix: int, token: int) -> None:
+    model, images = transformer(name, depth=3), torch.randn(2, 3, *SIZE)
+    by_hand = product(model, images, prefix, token)
+    assert by_hand.std() > 0.005
+    maps = tcnn_probe.saliency(model, images, method="rollout")
+    np.testing.assert_allclose(maps.values, bilinear(by_hand, *SIZE), atol=1e-5)
+    assert maps.attrs["layer"] == ""
+
+
+def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = transformer("deit_tiny_patch16_224"), torch.randn(2, 3, *SIZE)
+    whole = tcnn_probe.saliency(model, images, method="rollout")
+    monkeypatch.setattr(tcnn_probe.AttentionCall, "BLOCK", 300)  # logits: 3 queries at a time
+    np.testing.assert_allclose(tcnn_probe.saliency(model, images, method="rollout"), whole, atol=1e-7)
+
+
+SMALL = {"num_classes": 3, "depths": (1, 1), "embed_dim": 16, "num_heads": (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "message"),
+    [
+        (
+            lambda: timm.create_model("swin_tiny_patch4_window7_224", img_size=(56, 84), window_size=7, **SMALL),
+            (56, 84),
+            "attention over the whole image; 'layers.0.blocks.0.attn' attends in windows",
+        ),
+        (
+            lambda: timm.create_model("pvt_v2_b0", depths=(1, 1, 1, 1), num_classes=3),
+            (64, 96),
+            "same tokens in every layer: 'stages.0.blocks.0.attn' has 384 queries and 6 keys.*'occlusion'",
+        ),
+        (
+            lambda: transformer("deit_tiny_patch16_224", class_token=False, global_pool="avg"),
+            SIZE,
+            "starts from a class token, and this model has none",
+        ),
+        (lambda: timm.create_model("resnet10t"), CONVOLVED, "no attention was seen"),
+        (patchconvnet, CONVOLVED, "here only 'pool.block.attn' attends: use 'class_attention'"),
+        (lambda: patchconvnet("_multi", 15), CONVOLVED, "here only 'pool.block.attn' attends: use 'class_attention'"),
+    ],
+)
+def test_what_cannot_be_followed(model: object, size: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tcnn_probe.saliency(model(), torch.randn(2, 3, *size), method="rollout")  # type: ignore[operator]
+
+
+class Gate(nn.Module):
+    """A softmax between tokens that weighs no values, before the transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = transformer("deit_tiny_patch16_224")
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2)[:, :, :16]
+        gate = (tokens.transpose(1, 2) @ tokens).softmax(-1).mean((1, 2))
+        return self.model(x) * gate[:, None]
+
+
+def test_softmax_that_is_no_attention() -> None:
+    with pytest.raises(ValueError, match=r"followed a softmax that weighs no values: \[''\]"):
+        tcnn_probe.saliency(Gate().eval(), torch.randn(2, 3, *SIZE), method="rollout")

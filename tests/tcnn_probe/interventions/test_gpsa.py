@@ -1,0 +1,212 @@
+"""Our own layers: every mode equals the paper's equations, written out in float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+from timm.models.resnet import BasicBlock, ResNet
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_model import GPSA, gpsa_layers, reparameterize
+from tcnn_model.gpsa.reference import gpsa_reference
+from tests.tcnn_probe.networks import Chain, scatter
+
+BACKENDS = ["auto", "dense", "blocks"]
+
+
+def layer(**options: object) -> GPSA:
+    """Six heads, stride (2, 1), (B, 4, H, W) -> (B, 6, H', W')."""
+    torch.manual_seed(0)
+    made = GPSA(4, 6, (2, 3), (2, 1), (1, 1), groups=2, **options)  # type: ignore[arg-type]
+    nn.init.normal_(made.value)
+    return scatter(made, seed=3)
+
+
+def by_hand(own: GPSA, x: Tensor, *, bias: bool = True, heads: list[int] | None = None, **changed: Tensor) -> Tensor:
+    """Eqs. (5) and (7) in float64, with changed parameters; of some heads only."""
+    wide = copy.deepcopy(own).double()
+    weight = wide.weight.detach().clone()
+    for head in range(wide.heads):
+        if heads is not None and head not in heads:
+            weight[:, :, head // 3, head % 3] = 0
+    given = {name: getattr(wide, name).detach() for name in ("query", "key", "value", "center", "gating")}
+    given["locality_strength"] = wide.locality_strength.detach()
+    at: dict[str, object] = {"stride": wide.stride, "padding": wide.padding, "groups": wide.groups}
+    offset = wide.bias.detach() if bias and wide.bias is not None else None
+    return gpsa_reference(x.double(), weight=weight, bias=offset, **given | changed, **at)  # type: ignore[arg-type]
+
+
+def images(count: int = 3, seed: int = 0) -> Tensor:
+    return torch.randn(count, 4, 5, 7, generator=torch.Generator().manual_seed(seed))
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found.flatten(2).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("mode", "gate"), [("positional", math.inf), ("content", -math.inf)])
+def test_gates_of_some_heads(mode: str, gate: float, backend: str) -> None:
+    model, x = layer(backend=backend), images()
+    gating = model.gating.detach().double()
+    gating[[1, 4]] = gate
+    with tcnn_probe.ablate(model, {"": [1, 4]}, mode) as ablation:  # type: ignore[arg-type]
+        close(model(x), by_hand(model, x, gating=gating))
+    assert ablation.heads == {"": (1, 4)}
+    assert ablation.mode == mode
+    close(model(x), by_hand(model, x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gates_are_exact(backend: str) -> None:
+    """Not one bit of the other attention is left: content that is not finite does not show."""
+    model, x = layer(backend=backend), images()
+    with torch.no_grad(), tcnn_probe.ablate(model, mode="positional"):
+        expected = model(x)
+        model.query.mul_(-3)
+        assert torch.equal(model(x), expected)
+    with torch.no_grad(), tcnn_probe.ablate(model, mode="content"):
+        expected = model(x)
+        model.center.add_(1)
+        assert torch.equal(model(x), expected)
+
+
+def test_all_gates_at_one_give_the_convnet_back() -> None:
+    torch.manual_seed(1)
+    options = {"channels": (4, 4, 6, 8), "in_chans": 2, "num_classes": 5, "zero_init_last": False}
+    cnn = ResNet(BasicBlock, [1, 1, 1, 2], **options).eval()
+    model = reparameterize(cnn, stride="keep", locality_strength=20.0, input_size=(2, 71, 103))
+    for own in gpsa_layers(model).values():
+        nn.init.normal_(own.gating, std=2)
+        nn.init.normal_(own.query)
+    x = torch.randn(2, 2, 71, 103)
+    with torch.no_grad():
+        expected = cnn(x)
+        assert (model(x) - expected).abs().max() > 1e-2
+        with tcnn_probe.ablate(model, mode="positional") as ablation:
+            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+    assert ablation.heads == {name: tuple(range(9)) for name in gpsa_layers(model)}
+
+
+@pytest.mark.parametrize("heads", [[0], [2, 5], range(6)])
+def test_zeroed_heads(heads: list[int]) -> None:
+    model, x = layer(), images()
+    with tcnn_probe.ablate(model, {"": heads}):
+        found = model(x)
+    close(found, by_hand(model, x, heads=[head for head in range(6) if head not in heads]))
+
+
+def test_without_any_head_the_bias_is_left() -> None:
+    model, x = layer(), images()
+    assert model.bias is not None
+    with tcnn_probe.ablate(model):
+        assert torch.equal(model(x), model.bias[:, None, None].expand_as(model(x)))
+
+
+def test_heads_that_are_not_finite_can_be_zeroed() -> None:
+    model, x = layer(), images()
+    with torch.no_grad():
+        model.center[2] = math.nan
+        with tcnn_probe.ablate(model, {"": 2}):
+            assert model(x).isfinite().all()
+
+
+def test_mean_over_queries() -> None:
+    model, x = layer(), images()
+    with tcnn_probe.ablate(model, {"": [1, 3]}, "mean"):
+        found = model(x)
+    mean = by_hand(model, x, heads=[1, 3], bias=False).mean(2, keepdim=True)
+    close(found, by_hand(model, x, heads=[0, 2, 4, 5]) + mean)
+
+
+def test_mean_over_images() -> None:
+    """Of as many batches as are given, and of images as they are without it."""
+    model, x, seen = nn.Sequential(layer()), images(), images(5, seed=1)
+    own = model[0]
+    with tcnn_probe.ablate(model, ("0", [1, 3]), "mean", images=[seen[:2], seen[2:]]):
+        found = model(x)
+        alone = model(x[1:2])
+    mean = by_hand(own, seen, heads=[1, 3], bias=False).mean(0, keepdim=True)
+    close(found, by_hand(own, x, heads=[0, 2, 4, 5]) + mean)
+    torch.testing.assert_close(alone, found[1:2], rtol=1e-5, atol=1e-5)
+
+
+def test_heads_of_another_layer_put_in() -> None:
+    model, x = nn.Sequential(layer(), nn.ReLU()), images()
+    source = copy.deepcopy(model)
+    for parameter in source.parameters():
+        nn.init.normal_(parameter)
+    with tcnn_probe.ablate(model, {"0": slice(1, 3)}, "replaced", source=source) as ablation:
+        found = model(x)
+    terms = by_hand(source[0], x, heads=[1, 2], bias=False)
+    expected = by_hand(model[0], x, heads=[0, 3, 4, 5]) + terms
+    close(found, expected.clamp_min(0), 1e-4)
+    assert ablation.heads == {"0": (1, 2)}
+
+
+def test_all_heads_of_another_layer_are_that_layer_but_for_the_bias() -> None:
+    model, x = layer(), images()
+    source = copy.deepcopy(model)
+    for parameter in source.parameters():
+        nn.init.normal_(parameter)
+    assert model.bias is not None
+    assert source.bias is not None
+    difference = (model.bias - source.bias)[:, None, None]
+    with tcnn_probe.ablate(model, mode="replaced", source=source):
+        torch.testing.assert_close(model(x), source(x) + difference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
+    model, x = Chain(), torch.randn(2, 2, 7, 11)
+    source = model if same else copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(x)
+        with (
+            tcnn_probe.ablate(model, {"near": [1, 5], "far": [7]}, "replaced", source=source),
+            tcnn_probe.ablate(model, "near", "positional"),
+        ):
+            gated = model(x)
+        with tcnn_probe.ablate(model, {"near": [0, 2, 3, 4, 6, 7, 8]}, "positional"):  # not those that are put in
+            torch.testing.assert_close(model(x), gated, rtol=1e-6, atol=1e-6)
+        with tcnn_probe.ablate(model, ["near", "far"], "replaced", source=source):
+            torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-6)
+    assert (gated - expected).abs().max() > 1e-3
+
+
+def test_gradients_are_those_of_what_runs() -> None:
+    """Of the input and of every parameter, in float64, against the same model with zeroed taps and fixed gates."""
+    model, x = layer(dtype=torch.float64), images().double().requires_grad_()
+    with tcnn_probe.ablate(model, {"": [0, 2]}), tcnn_probe.ablate(model, {"": [2, 3]}, "positional"):
+        model(x).pow(2).sum().backward()
+    found = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    assert model.gating.grad is not None
+    assert model.gating.grad[[0, 2, 3]].tolist() == [0, 0, 0]
+    assert model.gating.grad[[1, 4, 5]].abs().min() > 0
+    twin, y = copy.deepcopy(model), x.detach().clone().requires_grad_()
+    taps = torch.ones(6, dtype=torch.float64)
+    taps[[0, 2]] = 0
+    twin.zero_grad()
+    weight, gating = twin.weight, twin.gating
+    mask = torch.tensor([False, False, True, True, False, False])
+    changed = {"weight": weight * taps.view(2, 3), "gating": torch.where(mask, 40.0, gating)}
+    torch.func.functional_call(twin, changed, y).pow(2).sum().backward()
+    expected = [y.grad, *(parameter.grad for parameter in twin.parameters())]
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_entered_again_it_has_the_means_it_had() -> None:
+    model, seen, x = nn.Sequential(layer()), images(3, seed=1), images(2)
+    calls: list[int] = []
+    handle = model.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
+    ablation = tcnn_probe.ablate(model, "0", "mean", images=iter([seen]))  # which can be gone through once
+    outputs = []
+    for _ in range(2):
+        with ablation:
+            outputs.append(model(x))
+    handle.remove()
+    assert calls == [3, 2, 2]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0)
+    assert not torch.allclose(outputs[0], model(x))

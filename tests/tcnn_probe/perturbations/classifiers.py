@@ -1,0 +1,54 @@
+"""Small classifiers of images in pixel space."""
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from tests.tcnn_probe.attention.sharpen import sharpen
+
+SIZE = (13, 19)
+NORMALIZATION = ([0.3, 0.5, 0.4], [0.2, 0.25, 0.3])
+
+
+class Small(nn.Module):
+    """Two convolutions with batch norm and dropout; 5 classes of images (B, C, H, W)."""
+
+    def __init__(self, channels: int = 3, classes: int = 5, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.first = nn.Conv2d(channels, 7, 3, padding=1)
+            self.norm = nn.BatchNorm2d(7)
+            self.second = nn.Conv2d(7, 11, 3, stride=2)
+            self.drop = nn.Dropout(0.5)
+            self.head = nn.Linear(11, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.gelu(self.norm(self.first(x)))
+        return self.head(self.drop(nn.functional.gelu(self.second(x)).mean((2, 3)))) * 9
+
+
+class Brightness(nn.Module):
+    """Class k of ``classes`` where the mean pixel is in [k, k + 1) / classes."""
+
+    def __init__(self, classes: int = 4) -> None:
+        super().__init__()
+        self.register_buffer("centres", (torch.arange(classes) + 0.5) / classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -((x.mean((1, 2, 3))[:, None] - self.centres) ** 2)
+
+
+def resnet() -> nn.Module:
+    """A timm model: it has a pretrained_cfg."""
+    return sharpen(timm.create_model("resnet10t", num_classes=5))
+
+
+def pixels(count: int, channels: int = 3, seed: int = 0, size: tuple[int, int] = SIZE) -> Tensor:
+    """Of which some are exactly 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(count, channels, *size, generator=generator) * 1.2 - 0.1).clamp(0, 1)
+
+
+def labels(count: int, classes: int = 5) -> Tensor:
+    return torch.arange(count) * 3 % classes

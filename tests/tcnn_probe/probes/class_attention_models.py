@@ -1,0 +1,47 @@
+"""Small models with a token for each class, their attention by brute force, and their answers."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_model.models.patchconvnet import PatchConvNet
+from tests.tcnn_probe.attention.bruteforce import attention_of
+from tests.tcnn_probe.attention.sharpen import sharpen
+
+__all__ = ["CLASSES", "GRID", "LAYER", "by_class", "classes_of", "network", "pictures", "truth"]
+
+CLASSES, GRID, LAYER = 11, (3, 5), "pool.block.attn"
+
+
+def network(classes: int = CLASSES, seed: int = 0, **options: Any) -> PatchConvNet:
+    """Of 3 x 5 patches, with maps and answers that differ between classes and images."""
+    model = PatchConvNet(24, 1, classes, **{"per_class": True, "init_values": 1.0} | options)
+    return sharpen(model, gain=3.0, seed=seed)
+
+
+def pictures(count: int = 7, size: tuple[int, int] = (41, 79)) -> Tensor:
+    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(1))
+
+
+def truth(model: nn.Module, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Maps (B, K, N) of all classes and scores (B, K), in float64, by brute force."""
+    (whole,) = attention_of(model, x)
+    with torch.no_grad():
+        return whole.weights[:, 0].numpy(), model.double()(x.double()).numpy()
+
+
+def classes_of(tree: xr.DataTree, shape: str = "3x5") -> xr.Dataset:
+    return tree[f"maps/classes/{shape}"].to_dataset().sel(layer=LAYER)
+
+
+def by_class(model: nn.Module, batches: Any, **options: Any) -> xr.Dataset:
+    """What is recorded of one epoch."""
+    with torch.no_grad(), tcnn_probe.record(model, **options) as recorder:
+        for batch in batches:
+            model(batch)
+        recorder.mark(epoch=0)
+        return classes_of(recorder.tree).isel(epoch=0).load()

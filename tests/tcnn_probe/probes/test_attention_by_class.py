@@ -1,0 +1,274 @@
+"""Maps of single classes: of the right ones, of the right images, equal to brute force."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_model import AttentionPool2d
+from tcnn_model.pooling.attention_pool import ClassScores
+from tests.tcnn_probe.attention.bruteforce import entropy
+from tests.tcnn_probe.probes.class_attention_models import (
+    CLASSES,
+    GRID,
+    LAYER,
+    by_class,
+    classes_of,
+    network,
+    pictures,
+    truth,
+)
+
+IMAGES = [1, 3, 6]
+
+
+def check(ds: xr.Dataset, model: nn.Module, x: Tensor, images: Sequence[int], classes: Any) -> None:
+    """Entry by entry. ``classes`` are those expected of each image, None for the best three."""
+    maps, scores = truth(copy.deepcopy(model), x)
+    assert ds.attention_by_class.dims == ("image", "class", "y", "x")
+    assert ds.image.values.tolist() == list(images)
+    for place, image in enumerate(images):
+        best = sorted(range(scores.shape[1]), key=lambda c: -scores[image, c])[:3] if classes is None else classes
+        assert ds.class_index[place].values.tolist() == best
+        for rank, c in enumerate(best):
+            found = ds.attention_by_class[place, rank].values
+            np.testing.assert_allclose(found, maps[image, c].reshape(found.shape), atol=1e-5)
+            np.testing.assert_allclose(ds.class_score[place, rank], scores[image, c], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("split", [[7], [2, 3, 2], [1] * 7], ids=str)
+def test_best_classes_by_the_model_s_own_output(split: list[int]) -> None:
+    model, x = network(), pictures()
+    ds = by_class(model, x.split(split), images=IMAGES)
+    check(ds, model, x, IMAGES, None)
+    assert ds["class"].values.tolist() == [0, 1, 2]
+    assert len({tuple(row) for row in ds.class_index.values}) > 1
+    assert ds.attention_by_class.dtype == ds.class_score.dtype == np.float32
+    assert ds.class_index.dtype == np.int64
+    assert float(ds.attention_by_class.max()) > 0.5
+    np.testing.assert_allclose(ds.attention_by_class.sum(("y", "x")), 1, atol=1e-6)
+
+
+def test_classes_that_are_named() -> None:
+    model, x = network(), pictures()
+    ds = by_class(model, x.split([2, 5]), images=IMAGES, classes=[9, 0, 4, 9])
+    check(ds, model, x, IMAGES, [9, 0, 4])
+    assert ds["class"].values.tolist() == [9, 0, 4]
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_fewer_classes_than_asked_for(classes: int) -> None:
+    model, x = network(classes), pictures()
+    ds = by_class(model, [x], images=IMAGES, classes=5)
+    assert ds.sizes["class"] == classes
+    assert np.sort(ds.class_index.values).tolist() == [list(range(classes))] * 3
+    check(ds, model, x, IMAGES, None)
+
+
+def test_best_classes_change_from_epoch_to_epoch() -> None:
+    model, x = network(), pictures()
+    with torch.no_grad(), tcnn_probe.record(model, images=IMAGES) as recorder:
+        for epoch in range(3):
+            model.head.bias.copy_(torch.zeros(CLASSES).scatter(0, torch.tensor([epoch, epoch + 4]), 50.0))
+            model(x)
+            recorder.mark(epoch=epoch)
+            check(classes_of(recorder.tree).sel(epoch=epoch).load(), model, x, IMAGES, None)
+        index = classes_of(recorder.tree).class_index
+    assert [set(index.sel(epoch=e, **{"class": [0, 1]}).values.flat) for e in range(3)] == [{0, 4}, {1, 5}, {2, 6}]
+
+
+def test_numbers_of_a_layer_with_a_token_a_class() -> None:
+    """Means over all tokens; none is taken for the class token, and nobody has a place."""
+    model, x = network(), pictures()
+    expected = entropy(truth(copy.deepcopy(model), x)[0]).mean()
+    with torch.no_grad(), tcnn_probe.record(model, images=1) as recorder:
+        model(x)
+        recorder.mark(epoch=0)
+        ds, tree, missing = recorder.dataset.squeeze().load(), recorder.tree, recorder.missing
+    np.testing.assert_allclose([ds.entropy, ds.class_entropy], expected, atol=1e-4)
+    assert not {"attention_distance", "prefix_attention", "class_prefix_attention"} & {n for n in ds if ds[n].notnull()}
+    assert set(tree["maps/1x3x5"].data_vars) == {"attention_received"}
+    assert missing.keys() == {"attention_distance", "uniform_distance", "center_attention"}
+    assert "one for each class" in missing["attention_distance"][LAYER]
+
+
+@pytest.mark.parametrize("classes", [1, 15, 24], ids=["one class", "as many as patches", "as many as channels"])
+def test_shapes_that_could_be_something_else(classes: int) -> None:
+    """A token a class is known by its pool, not by how many there are: 15 patches, 24 channels."""
+    model, x = network(classes), pictures(3)
+    ds = by_class(model, [x], images=2)
+    check(ds, model, x, [0, 1], None)
+    with torch.no_grad(), tcnn_probe.record(model, images=2) as recorder:
+        model(x)
+        recorder.mark(epoch=0)
+    assert "class_attention" not in recorder.tree["maps/1x3x5"]
+    assert recorder.layers == (LAYER,)
+    assert recorder.dataset.get("attention_distance", xr.DataArray(np.nan)).isnull().all()
+
+
+def test_as_many_patches_as_channels() -> None:
+    x = torch.randn(3, 3, 3, 5)
+    model = nn.Sequential(nn.Conv2d(3, 15, 1), AttentionPool2d(15, 15, init_values=1.0), ClassScores(15, 15)).eval()
+    with torch.no_grad(), tcnn_probe.record(model, images=2) as recorder:
+        model(x)
+        recorder.mark(epoch=0)
+    assert recorder.layers == ("1.block.attn",)
+    assert recorder.tree["maps/classes/3x5"].sizes["class"] == 3
+
+
+class Wrapped(nn.Module):
+    """A pool that is called with a keyword, deep inside, in a model whose output is what you like."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.stem, self.output = nn.Conv2d(3, 24, 16, 16), output
+        self.pools = nn.ModuleList([nn.ModuleDict({"pool": AttentionPool2d(24, CLASSES, init_values=1.0)})])
+        self.head = ClassScores(24, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.output(self.head(self.pools[0]["pool"](x=self.stem(x))))
+
+
+def test_a_pool_anywhere_called_by_keyword() -> None:
+    model, x = Wrapped(lambda scores: scores).eval(), torch.randn(5, 3, 48, 80)
+    maps, scores = truth(copy.deepcopy(model), x)
+    with torch.no_grad(), tcnn_probe.record(model, images=5, classes=1) as recorder:
+        model(x)
+        recorder.mark(epoch=0)
+    ds = recorder.tree["maps/classes/3x5"].to_dataset().sel(layer="pools.0.pool.block.attn").squeeze(("epoch", "class"))
+    assert ds.class_index.values.tolist() == scores.argmax(1).tolist()
+    np.testing.assert_allclose(ds.attention_by_class, maps[range(5), scores.argmax(1)].reshape(5, *GRID), atol=1e-5)
+
+
+class AttentionPooled(Wrapped):
+    """Which looks like attention by its name, as it has some inside."""
+
+
+def test_a_model_named_after_its_attention() -> None:
+    with torch.no_grad(), tcnn_probe.record(model := AttentionPooled(lambda scores: scores).eval()) as recorder:
+        model(torch.randn(2, 3, 48, 80))
+        recorder.mark(epoch=0)
+    assert recorder.unsupported == {}
+
+
+class Views(nn.Module):
+    """Two views of each image, pooled one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pool = nn.Conv2d(3, 24, 16, 16), AttentionPool2d(24, CLASSES, init_values=1.0)
+        self.head = ClassScores(24, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.stem(x)
+        views = torch.stack([features, features.flip(3)], 1).flatten(0, 1)
+        return self.head(self.pool(views)).unflatten(0, (-1, 2)).mean(1)
+
+
+def test_several_views_of_an_image_have_no_one_map() -> None:
+    with torch.no_grad(), tcnn_probe.record(model := Views().eval(), images=2) as recorder:
+        model(torch.randn(2, 3, 48, 80))
+        recorder.mark(epoch=0)
+    assert "classes" not in recorder.tree["maps"].children
+    assert LAYER in recorder.missing["attention_by_class"]
+
+
+@pytest.mark.parametrize("output", [lambda s: {"logits": s}, lambda s: s[:, :5], lambda s: s[:1]], ids=range(3))
+def test_an_output_that_is_no_score_for_each_class(output: Any) -> None:
+    model, x = Wrapped(output).eval(), torch.randn(2, 3, 48, 80)
+    with torch.no_grad(), tcnn_probe.record(model, images=2) as recorder:
+        model(x)
+        recorder.mark(epoch=0)
+        assert "classes" not in recorder.tree["maps"].children
+        reasons = recorder.missing
+    for name in ("attention_by_class", "class_index", "class_score"):
+        assert r"its output is none of shape (2, 11)" in reasons[name]["pools.0.pool.block.attn"]
+        assert "classes=[...]" in reasons[name]["pools.0.pool.block.attn"]
+    with torch.no_grad(), tcnn_probe.record(model, images=2, classes=[5]) as recorder:
+        model(x)
+        recorder.mark(epoch=0)
+        ds = recorder.tree["maps/classes/3x5"].to_dataset()
+    assert ds.class_score.isnull().all()
+    assert ds.attention_by_class.notnull().all()
+
+
+def test_a_part_of_the_model_called_by_itself() -> None:
+    """forward_head() gives features first: no answer of the whole model, so no best classes; named ones are kept."""
+    model, x = network(), pictures()
+    expected = truth(copy.deepcopy(model), x)[0]
+    for classes in (3, [8, 2]):
+        with torch.no_grad(), tcnn_probe.record(model, images=IMAGES, classes=classes) as recorder:
+            model.forward_head(model.forward_features(x), pre_logits=True)
+            recorder.mark(epoch=0)
+            tree, missing = recorder.tree, recorder.missing
+        if classes == 3:
+            assert "the model was not called as a whole" in missing["attention_by_class"][LAYER]
+            assert "classes" not in tree["maps"].children
+        else:
+            ds = classes_of(tree).isel(epoch=0)
+            found = ds.attention_by_class.values.reshape(3, 2, -1)
+            np.testing.assert_allclose(found, expected[IMAGES][:, classes], atol=1e-5)
+            assert "attention_by_class" not in missing
+
+
+def test_half_of_the_images_are_nan_without_an_answer() -> None:
+    """In one epoch: image 0 by the whole model, image 1 by a part of it."""
+    model, x = network(), pictures(2)
+    with torch.no_grad(), tcnn_probe.record(model, images=2) as recorder:
+        model(x[:1])
+        model.forward_head(model.forward_features(x[1:]))
+        recorder.mark(epoch=0)
+        ds = classes_of(recorder.tree).isel(epoch=0)
+    assert ds.attention_by_class.isnull().all(("class", "y", "x")).values.tolist() == [False, True]
+    assert ds.class_index.values[1].tolist() == [-1, -1, -1]
+    assert ds.class_score.isnull().all("class").values.tolist() == [False, True]
+
+
+def test_two_grids_and_pools() -> None:
+    """Images of another shape have a group of their own."""
+    model, x, other = network(), pictures(2), pictures(2, (79, 31))
+    with torch.no_grad(), tcnn_probe.record(model, images=4) as recorder:
+        model(x)
+        model(other)
+        recorder.mark(epoch=0)
+        tree = recorder.tree
+    for shape, given, images in (("3x5", x, [0, 1]), ("5x2", other, [2, 3])):
+        ds = classes_of(tree, shape).isel(epoch=0)
+        assert ds.image[ds.class_index[:, 0] >= 0].values.tolist() == images
+        picked = ds.sel(image=images)
+        check(picked.assign_coords(image=[0, 1]), model, given, [0, 1], None)
+
+
+def test_only_some_images_and_forwards() -> None:
+    model, x = network(), pictures()
+    ds = by_class(model, x.split(1), images=[0, 2, 3, 5], max_images=3, every=2)
+    check(ds.sel(image=[0, 2]).assign_coords(image=[0, 4]), model, x, [0, 4], None)
+    assert (ds.class_index.sel(image=[3, 5]) == -1).all()
+    whole = by_class(model, [x], images=[0, 2, 3], max_images=3)
+    assert whole.attention_by_class.isnull().all(("class", "y", "x")).values.tolist() == [False, False, True]
+
+
+def test_no_maps_of_classes() -> None:
+    with torch.no_grad(), tcnn_probe.record(model := network(), images=2, classes=None) as recorder:
+        model(pictures(2))
+        recorder.mark(epoch=0)
+    assert [*recorder.tree["maps"].children] == ["1x3x5"]
+    assert "attention_by_class" not in recorder.missing
+
+
+def test_float64_and_bfloat16() -> None:
+    model, x = network(), pictures()
+    expected = by_class(model, [x], images=IMAGES)
+    for dtype, off in ((torch.float64, 1e-5), (torch.bfloat16, 0.2)):
+        ds = by_class(copy.deepcopy(model).to(dtype), [x.to(dtype)], images=IMAGES, classes=[0, 7])
+        assert ds.attention_by_class.dtype == np.float32
+        np.testing.assert_allclose(ds.attention_by_class.sum(("y", "x")), 1, atol=1e-5)
+        whole = by_class(model, [x], images=IMAGES, classes=[0, 7])
+        assert abs(ds.attention_by_class - whole.attention_by_class).mean() < off
+    assert expected.class_score.notnull().all()

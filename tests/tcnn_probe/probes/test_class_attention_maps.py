@@ -1,0 +1,191 @@
+"""What the class token's row is cut into, map, itself and other tokens, equals brute force in float64 to 1e-5."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import timm
+import torch
+import xarray as xr
+from timm.layers import AttentionPoolLatent
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_model import AttentionPool2d
+from tcnn_model.models.patchconvnet import PatchConvNet
+from tests.tcnn_probe.attention.bruteforce import attention_of
+from tests.tcnn_probe.attention.sharpen import sharpen
+
+SIZE = (24, 40)  # 3 x 5 patches of 8 x 8
+SMALL = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 7}
+IMAGES = [0, 3, 4]
+PARTS = ("attention", "self_attention", "token_attention")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a class token asks: its place among the queries and among the keys, and how many keys lie on no grid."""
+
+    prefix: int
+    own: int | None
+    query: int = 0
+    distillation: int | None = None
+
+
+@dataclass
+class Case:
+    name: str
+    build: Callable[[], nn.Module]
+    rows: dict[str, Row]
+    grid: tuple[int, int] = (3, 5)
+    size: tuple[int, int] = SIZE
+
+
+def transformer(name: str, **options: object) -> nn.Module:
+    return timm.create_model(name, **SMALL | options)
+
+
+def with_latents(count: int, pool_type: str = "token") -> nn.Module:
+    model = transformer("vit_base_patch16_siglip_224", depth=1)
+    model.attn_pool = AttentionPoolLatent(24, num_heads=3, latent_len=count, pool_type=pool_type)
+    return model
+
+
+def patchconvnet() -> nn.Module:
+    return PatchConvNet(24, 1, 7, init_values=1.0)
+
+
+class Pooled(nn.Module):
+    """A pool somewhere in the place of another."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Identity(), AttentionPool2d(channels, init_values=1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def resnet() -> nn.Module:
+    model = timm.create_model("resnet10t", num_classes=7)
+    model.global_pool = Pooled(512)
+    return model
+
+
+def unpadded() -> nn.Module:
+    """5 x 14 patches of 23 x 41 pixels, which no patch side gives: the grid is known by the pool's input alone."""
+    return nn.Sequential(nn.Conv2d(3, 12, 15, stride=2), AttentionPool2d(12, init_values=1.0))
+
+
+BLOCKS = ("blocks.0.attn", "blocks.1.attn")
+CASES = [
+    Case("vit", lambda: transformer("vit_tiny_patch16_224"), dict.fromkeys(BLOCKS, Row(1, 0))),
+    Case("registers", lambda: transformer("vit_small_patch14_reg4_dinov2"), dict.fromkeys(BLOCKS, Row(5, 0))),
+    Case("deit", lambda: transformer("deit_tiny_patch16_224"), dict.fromkeys(BLOCKS, Row(1, 0))),
+    Case(
+        "distilled",
+        lambda: transformer("deit_tiny_distilled_patch16_224"),
+        dict.fromkeys(BLOCKS, Row(2, 0, distillation=1)),
+    ),
+    Case(
+        "cait",
+        lambda: transformer("cait_xxs24_224"),
+        {f"blocks_token_only.{i}.attn": Row(1, 0) for i in range(2)},
+    ),
+    Case("latent", lambda: with_latents(1), {"attn_pool": Row(0, None)}),
+    Case("two latents", lambda: with_latents(2), {"attn_pool": Row(0, None)}),
+    Case("latents, averaged", lambda: with_latents(2, "avg"), {}),
+    Case(
+        "latent and class token",
+        lambda: transformer("vit_base_patch16_siglip_224", class_token=True, pool_include_prefix=True),
+        {**dict.fromkeys(BLOCKS, Row(1, 0)), "attn_pool": Row(1, None)},
+    ),
+    Case("patchconvnet", patchconvnet, {"pool.block.attn": Row(1, 0)}, (2, 3), (23, 41)),
+    Case("resnet", resnet, {"global_pool.inner.1.block.attn": Row(1, 0)}, (3, 5), (70, 130)),
+    Case("pool", unpadded, {"1.block.attn": Row(1, 0)}, (5, 14), (23, 41)),
+]
+
+
+def peaked(model: nn.Module) -> nn.Module:
+    """With attention that float16 cannot hold to 1e-5."""
+    return sharpen(model, gain=3.0)
+
+
+def recorded(model: nn.Module, pictures: Tensor) -> dict[str, xr.Dataset]:
+    """The maps of each layer that has some."""
+    with torch.no_grad(), tcnn_probe.record(model, images=IMAGES) as recorder:
+        for batch in pictures.split([1, 3, 1]):
+            model(batch)
+        recorder.mark(epoch=0)
+        groups = [group.to_dataset().load() for group in recorder.tree["maps"].leaves]
+    return {layer: group.isel(epoch=0).sel(layer=layer) for group in groups for layer in group.layer.values}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_brute_force(case: Case) -> None:
+    torch.manual_seed(0)
+    model, pictures = peaked(case.build()), torch.randn(5, 3, *case.size)
+    wholes = {whole.layer: whole.weights.numpy()[IMAGES] for whole in attention_of(model, pictures)}
+    maps = recorded(model, pictures)
+    assert case.rows.keys() <= wholes.keys()
+    largest = 0.0
+    for layer, row in case.rows.items():
+        check(maps[layer], "class", "", wholes[layer][:, :, row.query], row.prefix, row.own, case.grid)
+        largest = max(largest, wholes[layer][:, :, row.query].max())
+        if row.distillation is not None:
+            asked = wholes[layer][:, :, row.distillation]
+            check(maps[layer], "distillation", "distillation_", asked, row.prefix, row.distillation, case.grid)
+    assert largest > 0.5 or not case.rows
+    for layer in maps.keys() - case.rows.keys():
+        assert all(maps[layer][name].isnull().all() for name in maps[layer] if "class_" in name or "token" in name)
+    if not any(row.distillation for row in case.rows.values()):
+        assert not any("distillation" in name for group in maps.values() for name in group)
+
+
+def check(
+    maps: xr.Dataset, token: str, prefix: str, row: np.ndarray, count: int, own: int | None, grid: tuple[int, int]
+) -> None:
+    """A row (images, heads, N_key) in its three parts."""
+    found = {"attention": maps[f"{token}_attention"], "token_attention": maps[f"{prefix}token_attention"]}
+    assert found["attention"].dims == ("image", "head", "y", "x")
+    assert found["attention"].dtype == found["token_attention"].dtype == np.float32
+    np.testing.assert_allclose(found["attention"], row[..., count:].reshape(*row.shape[:2], *grid), atol=1e-5)
+    others = [key for key in range(count) if key != own]
+    np.testing.assert_allclose(found["token_attention"], row[..., others].sum(-1), atol=1e-5)
+    itself = maps.get(f"{prefix}self_attention", xr.full_like(found["token_attention"], np.nan))
+    expected = row[..., own] if own is not None else np.full(row.shape[:2], np.nan)
+    np.testing.assert_allclose(itself, expected, atol=1e-5)
+    total = found["attention"].sum(("y", "x")) + itself.fillna(0) + found["token_attention"]
+    np.testing.assert_allclose(total, 1, atol=1e-6)
+
+
+def test_numbers_of_the_distillation_token() -> None:
+    torch.manual_seed(0)
+    model, pictures = peaked(transformer("deit_tiny_distilled_patch16_224")), torch.randn(5, 3, *SIZE)
+    rows = np.stack([whole.weights.numpy()[:, :, 1] for whole in attention_of(model, pictures)])
+    with torch.no_grad(), tcnn_probe.record(model) as recorder:
+        model(pictures)
+        recorder.mark(epoch=0)
+    ds = recorder.dataset.isel(epoch=0)
+    np.testing.assert_allclose(ds.distillation_entropy, -(rows * np.log(rows)).sum(-1).mean(1), atol=1e-4)
+    np.testing.assert_allclose(ds.distillation_prefix_attention, rows[..., :2].sum(-1).mean(1), atol=1e-5)
+
+
+def test_a_user_s_distillation_token_has_a_name() -> None:
+    """Two tokens before the grid, of which the model says by ``dist_token`` that the second is one."""
+    model = peaked(transformer("vit_tiny_patch16_224", reg_tokens=1))
+    pictures = torch.randn(5, 3, *SIZE)
+    assert "distillation_attention" not in recorded(model, pictures)["blocks.0.attn"]
+    model.dist_token = model.reg_token
+    assert "distillation_attention" in recorded(model, pictures)["blocks.0.attn"]
+
+
+def test_reasons() -> None:
+    model = peaked(with_latents(1))
+    with torch.no_grad(), tcnn_probe.record(model, images=1) as recorder:
+        model(torch.randn(1, 3, *SIZE))
+        recorder.mark(epoch=0)
+    assert recorder.missing["self_attention"].keys() == {"attn_pool"}
+    assert "latents" in recorder.missing["self_attention"]["attn_pool"]
+    assert not any(name.startswith("distillation") or "by_class" in name for name in recorder.missing)

@@ -1,0 +1,117 @@
+"""Writers in processes of their own, to be killed at any moment; what they had announced must be there."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import xarray as xr
+
+from tcnn_probe import storage as store
+from tests.tcnn_probe.storage.tables import GROUPS, MAPS, assert_holds, values
+
+__all__ = ["IMPORTS", "WRITER", "kill_and_resume", "read", "read_while_it_writes", "run_and_kill", "start"]
+
+PACKAGE, TESTS = Path(store.__file__).parents[1], Path(__file__).parent
+
+# Imports the store without torch, which the package's __init__ would bring: a start takes half a second, not five.
+IMPORTS = f"""
+import sys, types
+for name, place in (("tcnn_probe", {str(PACKAGE)!r}), ("tests.tcnn_probe", {str(TESTS)!r})):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [place]
+from tests.tcnn_probe.storage.tables import add, create
+assert "torch" not in sys.modules
+"""
+
+WRITER = (
+    IMPORTS
+    + """
+print("ready", flush=True)
+store = create(sys.argv[1])
+epoch = len(store.marks)
+while True:
+    queued = epoch % 4 == 1
+    add(store, epoch, wait=not queued, **{"top1": epoch / 7, f"phase{epoch // 5}": epoch})
+    if not queued:
+        print(epoch, flush=True)
+    epoch += 1
+"""
+)
+
+
+def start(script: str, path: Path) -> subprocess.Popen[str]:
+    """A writer that has imported what it needs."""
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, "-c", script, str(path)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    assert writer.stdout.readline() == "ready\n", writer.communicate()[1]
+    return writer
+
+
+def run_and_kill(script: str, path: Path, *, epochs: int, after: float) -> list[int]:
+    """The epochs that a writer announced before it was killed, ``after`` seconds from when it announced ``epochs``."""
+    with start(script, path) as writer:
+        announced = [writer.stdout.readline() for _ in range(epochs)]
+        time.sleep(after)
+        died = writer.poll() is not None
+        writer.kill()
+        rest, errors = writer.communicate()
+    assert not died, errors
+    assert errors == ""  # neither errors nor warnings
+    return [int(line) for line in [*announced, *rest.splitlines()]]
+
+
+def read(path: Path) -> int:
+    """The number of epochs in the store, after a look at every value of every group."""
+    count = xr.open_zarr(path).sizes["epoch"]
+    epochs = range(count)
+    scalars = {"top1": {epoch: epoch / 7 for epoch in epochs}} if count else {}
+    for epoch in epochs:
+        scalars.setdefault(f"phase{epoch // 5}", {})[epoch] = float(epoch)
+    assert_holds(path, list(epochs), scalars)
+    return count
+
+
+def kill_and_resume(path: Path, *, kills: int, seed: int) -> int:
+    """Kill writers of one store at random moments; gives the number of its epochs. Each is checked, and resumed."""
+    chance, count = random.Random(seed), 0
+    for _ in range(kills):
+        announced = run_and_kill(WRITER, path, epochs=chance.randint(1, 7), after=chance.uniform(0, 0.1))
+        before, count = count, read(path)
+        expected = [epoch for epoch in range(before, announced[-1] + 1) if epoch % 4 != 1]
+        assert announced == expected
+        assert 0 <= count - announced[-1] - 1 <= 2  # one queued and one written may be there and not yet announced
+    return count
+
+
+def read_while_it_writes(path: Path, *, seconds: float) -> list[int]:
+    """Open the store again and again while a writer appends; the number of epochs that each look found."""
+    seen: list[int] = []
+    with start(WRITER, path) as writer:
+        try:
+            assert writer.stdout.readline() == "0\n"
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                seen.append(_look(path))
+            assert writer.poll() is None
+        finally:
+            writer.kill()
+    return seen
+
+
+def _look(path: Path) -> int:
+    """The groups are opened one after the other here, so each by its own length; and all at once, as a tree."""
+    tree = store.open_recording(path)
+    for name in ["heads", *(group for group in GROUPS if group)]:
+        group = tree[name].to_dataset()
+        assert group.epoch.values.tolist() == tree.epoch.values.tolist() == list(range(tree.sizes["epoch"]))
+        last = values(tree.sizes["epoch"] - 1)["" if name == "heads" else name]
+        for variable, expected in last.items():
+            found = group[variable][-1].values
+            assert ((found == expected) | (found != found) & (expected != expected)).all(), (name, variable)
+    maps = xr.open_zarr(path, group=MAPS)
+    assert maps.saliency[-1].notnull().all()
+    return tree.sizes["epoch"]

@@ -1,0 +1,27 @@
+"""A writer killed at any moment leaves every mark that it announced, and the next one goes on from there."""
+
+import random
+from pathlib import Path
+
+from tests.tcnn_probe.storage.kills import WRITER, kill_and_resume, read, read_while_it_writes, run_and_kill
+
+
+def test_killed_at_random_moments_and_resumed(tmp_path: Path) -> None:
+    assert kill_and_resume(tmp_path / "run.zarr", kills=8, seed=0) >= 8
+
+
+def test_killed_while_it_creates_the_store(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    for attempt in range(4):
+        path = tmp_path / str(attempt) / "run.zarr"
+        announced = run_and_kill(WRITER, path, epochs=0, after=chance.uniform(0, 0.06))
+        there = read(path) if path.exists() else 0
+        assert there >= len(announced)
+        announced = run_and_kill(WRITER, path, epochs=2, after=0)
+        assert read(path) > announced[-1] >= there
+
+
+def test_read_while_it_writes(tmp_path: Path) -> None:
+    seen = read_while_it_writes(tmp_path / "run.zarr", seconds=3)
+    assert seen == sorted(seen)
+    assert len(set(seen)) >= 5
