@@ -12,7 +12,7 @@ from timm.models import convit
 from torch import Tensor, nn
 
 from tcnn_model import accelerate
-from tcnn_model.gpsa import convit as ours
+from tcnn_model.gpsa import convit as accelerated
 from tests.tcnn_model.helpers import default_dtype, random, relative_error, seeded, snapshot
 
 
@@ -73,8 +73,8 @@ def test_gate_and_position_get_gradients() -> None:
 
 def test_it_is_the_core_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    original = ours.attend
-    monkeypatch.setattr(ours, "attend", lambda *a: calls.append(1) or original(*a))
+    original = accelerated.attend
+    monkeypatch.setattr(accelerated, "attend", lambda *a: calls.append(1) or original(*a))
     model = _model()
     with accelerate(model):
         model(_images())
