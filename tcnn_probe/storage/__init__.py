@@ -12,5 +12,6 @@ from tcnn_probe.storage.epochs import EpochStore
 from tcnn_probe.storage.errors import StoreError, WriteError
 from tcnn_probe.storage.migration import migrate
 from tcnn_probe.storage.reading import open_recording
+from tcnn_probe.storage.reading import open_recording as open  # noqa: A004 (the public name)
 
-__all__ = ["EpochStore", "StoreError", "WriteError", "compact", "migrate", "open_recording"]
+__all__ = ["EpochStore", "StoreError", "WriteError", "compact", "migrate", "open", "open_recording"]

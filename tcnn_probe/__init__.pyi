@@ -1,0 +1,33 @@
+from . import plot as plot
+from .attention.call import AttentionCall as AttentionCall
+from .attention.stream import attention_stream as attention_stream
+from .attribution import faithfulness as faithfulness
+from .attribution import saliency as saliency
+from .bootstrap import bootstrap_interval as bootstrap_interval
+from .heads import head_types as head_types
+from .interventions.ablation import Ablation as Ablation
+from .interventions.ablation import ablate as ablate
+from .perturbations import CORRUPTIONS as CORRUPTIONS
+from .perturbations import Variant as Variant
+from .perturbations import corrupt as corrupt
+from .perturbations import fgsm as fgsm
+from .perturbations import imagenet_variant as imagenet_variant
+from .perturbations import improvement as improvement
+from .perturbations import mean_corruption_error as mean_corruption_error
+from .perturbations import pgd as pgd
+from .perturbations import robustness as robustness
+from .probes import DEFAULT as DEFAULT
+from .probes import PROBES as PROBES
+from .probes import ForwardCall as ForwardCall
+from .probes import Probe as Probe
+from .probes import register as register
+from .recording.collector import ReconstructionError as ReconstructionError
+from .recording.recorder import Recorder as Recorder
+from .recording.recorder import record as record
+from .schema import Variable as Variable
+from .storage import StoreError as StoreError
+from .storage import compact as compact
+from .storage import migrate as migrate
+from .storage import open as open
+
+__version__: str
