@@ -4,16 +4,15 @@
 consist of, with plain tensors.
 """
 
-from tcnn_probe.attribution.agreement import rank_correlation
-from tcnn_probe.attribution.captum_methods import input_x_gradient, integrated_gradients, occlusion
+from tcnn_probe.attribution.captum_methods import captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.deletion import area_under, deletion_curve, insertion_curve
 from tcnn_probe.attribution.faithfulness import faithfulness
-from tcnn_probe.attribution.gradcam import gradcam
 from tcnn_probe.attribution.localization import energy_inside, pointing_game
 from tcnn_probe.attribution.methods import METHODS
 from tcnn_probe.attribution.metrics import METRICS
 from tcnn_probe.attribution.perturbation import infidelity, sensitivity
+from tcnn_probe.attribution.rank_correlation import rank_correlation
 from tcnn_probe.attribution.rollout import rollout
 from tcnn_probe.attribution.saliency import saliency
 
@@ -21,16 +20,13 @@ __all__ = [
     "METHODS",
     "METRICS",
     "area_under",
+    "captum_maps",
     "class_attention",
     "deletion_curve",
     "energy_inside",
     "faithfulness",
-    "gradcam",
     "infidelity",
-    "input_x_gradient",
     "insertion_curve",
-    "integrated_gradients",
-    "occlusion",
     "pointing_game",
     "rank_correlation",
     "rollout",

@@ -1,140 +1,138 @@
-"""Attributions of pixels, by captum: integrated gradients, input x gradient, occlusion."""
+"""Any attribution method of captum as maps of the images."""
+
+import importlib
+import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attribution.given import as_baseline, captum
+from tcnn_probe.attribution.layer_choice import find_layer, last_spatial_layer
+from tcnn_probe.attribution.pixels import background, to_pixels
 
-__all__ = ["input_x_gradient", "integrated_gradients", "occlusion"]
+__all__ = ["captum", "captum_class", "captum_maps"]
 
-
-def input_x_gradient(model: nn.Module, images: Tensor, target: Tensor, *, absolute: bool = False) -> tuple[Tensor, str]:
-    """sum_c x_c ∂s/∂x_c, of the target's score s. Computed by captum's ``InputXGradient``.
-
-    (Shrikumar et al. 2016, Not Just a Black Box, §2; Ancona et al. 2018, Table 1.)
-
-    Args:
-        model: with a gradient.
-        images: shape (B, C, H, W).
-        target: of each image, shape (B,).
-        absolute: whether to give the magnitude of the sum; else its sign says whether the pixel speaks for the target.
-
-    Returns:
-        shape (B, H, W), and "".
-    """
-    method = captum("attr").InputXGradient(model)
-    with torch.enable_grad():
-        attributions = method.attribute(images.detach().requires_grad_(), target)
-    return _signed(attributions.detach().sum(1), absolute), ""
+_FILLED_IN = {"self", "model", "forward_func", "device_ids", "inputs", "target", "additional_forward_args", "kwargs"}
+_FILLED_IN |= {"internal_batch_size", "perturbations_per_eval", "show_progress", "return_convergence_delta", "verbose"}
+_OURS = {  # options, and the parameters of captum's that they stand for
+    "layer": "layer",
+    "interpolation": "layer",
+    "baseline": "baselines",
+    "window": "sliding_window_shapes",
+    "stride": "strides",
+    "absolute": "inputs",
+}
 
 
-def integrated_gradients(
+def captum(part: str) -> Any:
+    """A part of captum, imported only by what needs it; a ModuleNotFoundError says how to install it."""
+    try:
+        return importlib.import_module(f"captum.{part}")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"this needs captum: pip install captum ({error})", name="captum") from error
+
+
+def captum_class(method: Any) -> Any:
+    """A class of captum that attributes, from itself or its name; None for anything else."""
+    if not isinstance(method, (str, type)):
+        return None
+    attr = captum("attr")
+    found = getattr(attr, method, None) if isinstance(method, str) else method
+    if not isinstance(found, type) or not issubclass(found, attr.Attribution):
+        return None
+    return found if {"forward_func", "model"} & inspect.signature(found).parameters.keys() else None
+
+
+def captum_maps(
+    method: str | type,
     model: nn.Module,
     images: Tensor,
     target: Tensor,
     *,
-    baseline: float | Tensor = 0.0,
-    n_steps: int = 32,
-    absolute: bool = False,
     batch_size: int = 32,
+    **options: Any,
 ) -> tuple[Tensor, str]:
-    """sum_c (x_c - x'_c) times the mean of ∂s/∂x_c on the straight line from the baseline x' to x.
-
-    Its sum over pixels is s(x) - s(x'), to the error of the n_steps points of a Gauss-Legendre quadrature. Computed by
-    captum's ``IntegratedGradients``. (Sundararajan et al. 2017, Axiomatic Attribution for Deep Networks, Eq. 1.)
+    """What a method of captum attributes to each pixel, sum over channels; a layer's map is interpolated to pixels.
 
     Args:
-        model: with a gradient.
+        method: a class of ``captum.attr`` or its name: "IntegratedGradients", "GuidedBackprop", "LayerGradCam", ...
+        model: gives class scores, with a gradient where the method needs one.
         images: shape (B, C, H, W).
         target: of each image, shape (B,).
-        baseline: x': a number, 0 being the grey of images normalised by their mean; or an image, (C, H, W) or what
-            broadcasts to it.
-        n_steps: points on the line.
-        absolute: whether to give the magnitude of the sum over channels.
-        batch_size: points at a time.
+        batch_size: images in the model at a time, where captum lets one say it.
+        **options: those of captum's class and of its ``attribute``, but for ``absolute=False``: whether to give the
+            magnitude of the sum; and where captum has the like
+
+            - ``layer=None``: a module or its name; None for the last one that gives a feature map of several pixels;
+            - ``interpolation="bilinear"`` (or "nearest"): from the layer's pixels to the image's;
+            - ``baseline=0.0``: what images are compared with, a number, 0 being the grey of images normalised by their
+              mean, or an image that broadcasts to (C, H, W);
+            - ``window=None``, ``stride=None``: of Occlusion, in pixels, a number or (height, width); None for an eighth
+              of the image and half a window. All channels are covered together, and count once.
 
     Returns:
-        shape (B, H, W), and "".
+        shape (B, H, W), and the layer's name, or "".
 
     Raises:
-        ValueError: no steps.
+        ValueError: an unknown method, layer or interpolation; no map (B, C, H, W); a window or stride that cannot be.
+        TypeError: an option that the method does not have.
+        ModuleNotFoundError: captum is not installed.
     """
-    if not isinstance(n_steps, int) or n_steps < 1:
-        raise ValueError(f"expected a positive number of steps, got n_steps={n_steps!r}")
-    method = captum("attr").IntegratedGradients(model)
-    with torch.enable_grad():
-        attributions = method.attribute(
-            images.detach().requires_grad_(),
-            baselines=as_baseline(baseline, images),
-            target=target,
-            n_steps=n_steps,
-            internal_batch_size=max(batch_size, len(images)),
-        )
-    return _signed(attributions.detach().sum(1), absolute), ""
+    cls = captum_class(method)
+    if cls is None:
+        raise ValueError(f"expected a class of captum.attr that attributes, or its name, got {method!r}")
+    known = {*inspect.signature(cls).parameters, *inspect.signature(cls.attribute).parameters}
+    allowed = (known - _FILLED_IN - {*_OURS.values()}) | {ours for ours, theirs in _OURS.items() if theirs in known}
+    if strange := sorted(options.keys() - allowed):
+        raise TypeError(f"captum's {cls.__name__} has no option {strange[0]!r} here; it has {sorted(allowed)}")
+    name, layer, occludes = "", options.get("layer"), "sliding_window_shapes" in known
+    values = {"target": target, "baselines": background(options.get("baseline", 0.0), images), **options}
+    values["internal_batch_size"] = max(batch_size, len(images))
+    values["perturbations_per_eval"] = max(1, batch_size // len(images))
+    if "layer" in known:
+        name, values["layer"] = last_spatial_layer(model, images[:1]) if layer is None else find_layer(model, layer)
+    if occludes:
+        values |= _windows(images, options.get("window"), options.get("stride"))
+    found = _attribute(cls, model, images, values)
+    if not isinstance(found, Tensor) or found.ndim != 4:
+        got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else "several tensors"
+        raise ValueError(f"expected a layer that gives one feature map (B, C, H, W); the map of {name!r} has {got}")
+    maps = found.detach().to(torch.promote_types(images.dtype, torch.float32))
+    maps = maps[:, 0] if occludes else maps.sum(1)
+    maps = to_pixels(maps, (images.shape[2], images.shape[3]), options.get("interpolation", "bilinear"))
+    return (maps.abs() if options.get("absolute") else maps), name
 
 
-@torch.no_grad()
-def occlusion(
-    model: nn.Module,
-    images: Tensor,
-    target: Tensor,
-    *,
-    window: int | tuple[int, int] | None = None,
-    stride: int | tuple[int, int] | None = None,
-    baseline: float | Tensor = 0.0,
-    absolute: bool = False,
-    batch_size: int = 32,
-) -> tuple[Tensor, str]:
-    """By how much the target's score falls when a window is covered: mean over the windows that cover the pixel.
+def _attribute(cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any]) -> Any:
+    """What captum gives. Attributes that DeepLift and LRP leave on modules, after an exception too, are removed."""
+    by_gradient = not issubclass(cls, captum("attr").PerturbationAttribution)
+    before = [(module, {*vars(module)}) for module in model.modules()]
+    try:
+        with torch.set_grad_enabled(by_gradient):
+            made = cls(model, **_those_of(cls, values))
+            inputs = images.detach().requires_grad_(by_gradient)
+            return made.attribute(inputs, **_those_of(made.attribute, values))
+    finally:
+        for module, names in before:
+            for name in {*vars(module)} - names:
+                delattr(module, name)
 
-    All channels are covered together. Computed by captum's ``Occlusion``. (Zeiler & Fergus 2014, Visualizing and
-    Understanding Convolutional Networks, §4.2.)
 
-    Args:
-        model: of any kind.
-        images: shape (B, C, H, W).
-        target: of each image, shape (B,).
-        window: its height and width in pixels; None for an eighth of the image's, rounded.
-        stride: from one window to the next; None for half a window.
-        baseline: what covers: a number, 0 being the grey of images normalised by their mean; or an image, (C, H, W) or
-            what broadcasts to it.
-        absolute: whether to give the magnitude.
-        batch_size: covered images at a time.
+def _those_of(function: Any, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in inspect.signature(function).parameters if name in values}
 
-    Returns:
-        shape (B, H, W), and "".
 
-    Raises:
-        ValueError: a window larger than the image, or a stride that leaves pixels out.
-    """
-    size = images.shape[2], images.shape[3]
-    side = _pair((max(1, round(size[0] / 8)), max(1, round(size[1] / 8))) if window is None else window)
-    step = _pair((max(1, side[0] // 2), max(1, side[1] // 2)) if stride is None else stride)
+def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, ...]]:
+    """Shape (C, height, width) of the windows, and of the steps between them, as captum calls them."""
+    channels, *size = images.shape[1:]
+    side = _pair([max(1, round(length / 8)) for length in size] if window is None else window)
+    step = _pair([max(1, length // 2) for length in side] if stride is None else stride)
     if any(not 0 < part <= whole for part, whole in zip(side, size, strict=True)):
-        raise ValueError(f"expected a window within the image's {size} pixels, got {window}")
+        raise ValueError(f"expected a window within the image's {tuple(size)} pixels, got {window}")
     if any(not 0 < part <= whole for part, whole in zip(step, side, strict=True)):
         raise ValueError(f"expected a stride from 1 to the window's {side} pixels, got {stride}")
-    channels = images.shape[1]
-    attributions = (
-        captum("attr")
-        .Occlusion(model)
-        .attribute(
-            images,
-            sliding_window_shapes=(channels, *side),
-            strides=(channels, *step),
-            baselines=as_baseline(baseline, images),
-            target=target,
-            perturbations_per_eval=max(1, batch_size // len(images)),
-        )
-    )
-    maps = attributions[:, 0].to(images.dtype)  # the same for all channels, and float32 whatever the images are
-    return _signed(maps, absolute), ""
+    return {"sliding_window_shapes": (channels, *side), "strides": (channels, *step)}
 
 
-def _signed(maps: Tensor, absolute: bool) -> Tensor:
-    maps = maps.to(torch.promote_types(maps.dtype, torch.float32))
-    return maps.abs() if absolute else maps
-
-
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[1])

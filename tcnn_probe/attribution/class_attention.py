@@ -3,39 +3,17 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnn_model.pooling.attention_pool import PatchAttention
 from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.stream import attention_stream
-from tcnn_probe.attribution.given import find_layer
+from tcnn_probe.attribution.layer_choice import find_layer
+from tcnn_probe.attribution.pixels import to_pixels
 
-__all__ = ["ELSE", "class_attention", "interpolation_mode", "to_pixels"]
+__all__ = ["WITHOUT_CLASS_TOKEN", "class_attention"]
 
-ELSE = "'gradcam', 'integrated_gradients', 'input_x_gradient' and 'occlusion' need no class token"
-
-
-def to_pixels(maps: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    """Maps of patches, shape (B, h, w), at the resolution of the images: (B, H, W), float32 at least.
-
-    Raises:
-        ValueError: an unknown interpolation.
-    """
-    maps = maps.to(torch.promote_types(maps.dtype, torch.float32))[:, None]
-    return F.interpolate(maps, size, mode=interpolation_mode(interpolation))[:, 0]
-
-
-def interpolation_mode(interpolation: str) -> str:
-    """What torch calls it.
-
-    Raises:
-        ValueError: an unknown interpolation.
-    """
-    modes = {"bilinear": "bilinear", "nearest": "nearest-exact"}
-    if interpolation not in modes:
-        raise ValueError(f"expected interpolation='bilinear' or 'nearest', got {interpolation!r}")
-    return modes[interpolation]
+WITHOUT_CLASS_TOKEN = "'gradcam', 'integrated_gradients', 'input_x_gradient' and 'occlusion' need no class token"
 
 
 @dataclass
@@ -81,13 +59,15 @@ def class_attention(
     found: dict[str, _Seen] = {}
 
     def look(call: AttentionCall) -> None:
+        per_class = isinstance(call.module, PatchAttention)
+        if call.class_query is None and not per_class and call.queries > 1:
+            return
         rows = call.images * call.windows  # windows of an image, or more images than were given
-        has_token = call.queries == 1 or call.class_query is not None or isinstance(call.module, PatchAttention)
-        if rows != len(images) and has_token:
+        if rows != len(images):
             counts = f"{rows} times, where {len(images)} images were given"
             found[call.name] = _Seen(False, None, f"it attends {counts}: its maps are not those of the images")
-        elif rows == len(images) and (seen := _of_class_tokens(call, target)) is not None:
-            found[call.name] = seen
+        elif call.class_query is not None or per_class:
+            found[call.name] = _of_class_tokens(call, target, per_class)
 
     with attention_stream(model, look) as stream:
         model(images)
@@ -99,11 +79,8 @@ def class_attention(
     return to_pixels(maps, (images.shape[2], images.shape[3]), interpolation), name
 
 
-def _of_class_tokens(call: AttentionCall, target: Tensor) -> _Seen | None:
+def _of_class_tokens(call: AttentionCall, target: Tensor, per_class: bool) -> _Seen:
     query, keys = call.class_query, call.layout.keys
-    per_class = isinstance(call.module, PatchAttention)
-    if query is None and not per_class:
-        return None
     alone = per_class or call.layout.queries is None
     if keys is None:
         return _Seen(alone, None, f"its patches lie on no known grid: {call.layout.reason}")
@@ -122,6 +99,8 @@ def _choose(found: dict[str, _Seen], layer: str | None) -> str:
             raise ValueError(f"expected a layer with class tokens: one of {list(found)}, got {layer!r}")
         return layer
     if not found:
-        raise ValueError(f"no class token attends in this model, so that there is no class attention; {ELSE}")
+        raise ValueError(
+            f"no class token attends in this model, so that there is no class attention; {WITHOUT_CLASS_TOKEN}"
+        )
     found = {name: seen for name, seen in found.items() if seen.maps is not None} or found
     return next((name for name, seen in found.items() if seen.alone), list(found)[-1])

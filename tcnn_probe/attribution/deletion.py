@@ -1,29 +1,15 @@
 """Deletion and insertion: the probability of a class while pixels go, or come, in the order of their saliency."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attribution.given import as_baseline
+from tcnn_probe.attribution.pixels import background
 from tcnn_probe.models import batches, class_scores
 
 __all__ = ["area_under", "deletion_curve", "insertion_curve", "pixel_order"]
-
-_BLUR = 11, 5.0  # RISE's: kernel and standard deviation, in pixels
-
-
-def pixel_order(maps: Tensor, seed: int = 0) -> Tensor:
-    """Place of each pixel in the order of saliency, the most salient first: shape (B, H, W) to (B, H * W).
-
-    Pixels of equal saliency are in random order, the same for all images: a constant map gives a random order.
-    """
-    values = -maps.flatten(1).double().cpu().numpy()
-    chance = np.broadcast_to(np.random.default_rng(seed).random(values.shape[1]), values.shape)
-    order = np.lexsort((chance, values), axis=-1)
-    return torch.from_numpy(np.argsort(order, axis=-1))
 
 
 def deletion_curve(
@@ -54,7 +40,7 @@ def deletion_curve(
     Returns:
         share of pixels replaced, (S + 1,), and probabilities, (B, S + 1), NaN for a map with a NaN; float64.
     """
-    return _curve(model, images, maps, target, lambda x: (x, _full(baseline, x)), steps, batch_size, seed)
+    return _curve(model, images, maps, target, baseline, True, steps, batch_size, seed)
 
 
 def insertion_curve(
@@ -74,16 +60,13 @@ def insertion_curve(
     border, and the kernel is no wider than the image allows. (Petsiuk et al. 2018, RISE, §3.4.)
 
     Args:
-        model, images, maps, target, steps, batch_size, seed: see :func:`deletion_curve`.
+        model, images, maps, target, steps, batch_size, seed: as of :func:`deletion_curve`.
         start: "blur", or a number or an image.
+
+    Returns:
+        share of pixels put in, (S + 1,), and probabilities, (B, S + 1), as of :func:`deletion_curve`.
     """
-
-    def ends(x: Tensor) -> tuple[Tensor, Tensor]:
-        return (blurred(x) if isinstance(start, str) else _full(start, x)), x
-
-    if isinstance(start, str) and start != "blur":
-        raise ValueError(f"expected start='blur', a number or an image, got {start!r}")
-    return _curve(model, images, maps, target, ends, steps, batch_size, seed)
+    return _curve(model, images, maps, target, start, False, steps, batch_size, seed)
 
 
 def area_under(shares: Tensor, curve: Tensor) -> Tensor:
@@ -91,13 +74,15 @@ def area_under(shares: Tensor, curve: Tensor) -> Tensor:
     return torch.trapezoid(curve, shares, dim=-1)
 
 
-def blurred(images: Tensor) -> Tensor:
-    """Images out of focus, shape (B, C, H, W)."""
-    from torchvision.transforms.functional import gaussian_blur
+def pixel_order(maps: Tensor, seed: int = 0) -> Tensor:
+    """Place of each pixel in the order of saliency, the most salient first: shape (B, H, W) to (B, H * W).
 
-    kernel, sigma = _BLUR
-    odd = [min(kernel, 2 * ((side - 1) // 2) + 1) for side in (images.shape[3], images.shape[2])]  # reflected, x first
-    return gaussian_blur(images, odd, [sigma, sigma])
+    Pixels of equal saliency are in random order, the same for all images: a constant map gives a random order.
+    """
+    values = -maps.flatten(1).double().cpu().numpy()
+    chance = np.broadcast_to(np.random.default_rng(seed).random(values.shape[1]), values.shape)
+    order = np.lexsort((chance, values), axis=-1)
+    return torch.from_numpy(np.argsort(order, axis=-1))
 
 
 @torch.no_grad()
@@ -106,12 +91,13 @@ def _curve(
     images: Tensor,
     maps: Tensor,
     target: Tensor,
-    ends: Callable[[Tensor], tuple[Tensor, Tensor]],
+    without: Any,
+    deleting: bool,
     steps: int,
     batch_size: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """From one image to another, pixel by pixel."""
+    """From the images to what is there without their pixels, or back."""
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"expected a positive number of steps, got {steps!r}")
     order, pixels = pixel_order(maps, seed), maps[0].numel()
@@ -119,7 +105,7 @@ def _curve(
     counts = [round(step * pixels / steps) for step in range(steps + 1)]
     curve = torch.empty(len(images), steps + 1, dtype=torch.float64)
     for which, some in batches(model, images, batch_size):
-        before, after = ends(some)
+        before, after = (some, background(without, some))[:: 1 if deleting else -1]
         place = order[which].to(some.device).view(len(some), 1, *some.shape[2:])
         at_once = max(1, batch_size // len(some))
         for first in range(0, steps + 1, at_once):
@@ -130,8 +116,3 @@ def _curve(
             curve[which, first : first + len(now)] = scores.view(len(now), len(some)).T
     curve[maps.flatten(1).isnan().any(1).cpu()] = torch.nan
     return torch.tensor(counts, dtype=torch.float64) / pixels, curve
-
-
-def _full(baseline: Any, images: Tensor) -> Tensor:
-    value = as_baseline(baseline, images)
-    return value if isinstance(value, Tensor) else torch.full_like(images, value)

@@ -1,173 +1,99 @@
-"""The methods by name: what each is, where it comes from, and how it is run on some images."""
+"""The methods: what each is, where it comes from, and how it is run on some images."""
 
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attribution.captum_methods import input_x_gradient, integrated_gradients, occlusion
+from tcnn_probe.attribution.captum_methods import captum_class, captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
-from tcnn_probe.attribution.given import captum
-from tcnn_probe.attribution.gradcam import gradcam
 from tcnn_probe.attribution.rollout import rollout
 
-__all__ = ["METHODS", "Explainer", "Method", "OwnMethod", "find_explainers", "name_of"]
+__all__ = ["METHODS", "Attribution", "Method", "OwnMethod", "find_methods", "name_of"]
 
 OwnMethod = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """A method of the user's: model, images (B, C, H, W) and targets (B,) to maps (B, H, W)."""
 
-_OF_ALL = {"model", "images", "target", "batch_size"}
-
 
 @dataclass(frozen=True)
 class Method:
-    """A kind of saliency.
+    """What a method is."""
 
-    Args:
-        function: (model, images, target, **options) -> maps (B, H, W) and the name of the layer that they are of.
-        units: of the maps.
-        definition: in a sentence or two.
-        source: where it comes from.
-        by_captum: whether captum computes it.
-    """
-
-    function: Callable[..., tuple[Tensor, str]]
-    units: str
+    computed_by: Callable[..., tuple[Tensor, str]] | str  # a function of this package, or a class of captum.attr
     definition: str
     source: str
-    by_captum: bool = False
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Its options, as they are if nobody says otherwise."""
-        parameters = inspect.signature(self.function).parameters
-        return {name: one.default for name, one in parameters.items() if name not in _OF_ALL}
-
-    @property
-    def takes_batch_size(self) -> bool:
-        """Whether it runs more images than it is given at a time."""
-        return "batch_size" in inspect.signature(self.function).parameters
+    units: str = "score of the class"
+    options: Mapping[str, Any] = field(default_factory=dict)  # defaults, where they are not captum's
 
 
-_SCORE = "score of the class"
 METHODS: Mapping[str, Method] = {
     "class_attention": Method(
         class_attention,
-        "1",
         "Attention weight, mean over heads, of the class token (the target's, where each class has one) on each patch; "
         "interpolated to pixels, and nothing else.",
         "Touvron et al. 2021, Augmenting Convolutional networks with attention-based aggregation, section 3",
+        "1",
     ),
     "rollout": Method(
         rollout,
-        "1",
         "Row of the class token in the product over layers of (W + I) / 2, W being attention, mean over heads; "
         "interpolated to pixels.",
         "Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers",
+        "1",
     ),
     "gradcam": Method(
-        gradcam,
-        _SCORE,
+        "LayerGradCam",
         "Feature maps of a layer weighted by the mean gradient of the target's score, summed; interpolated to pixels.",
-        "Selvaraju et al. 2017, Grad-CAM; by captum's LayerGradCam",
-        by_captum=True,
+        "Selvaraju et al. 2017, Grad-CAM",
+        options={"relu_attributions": True},
     ),
     "integrated_gradients": Method(
-        integrated_gradients,
-        _SCORE,
+        "IntegratedGradients",
         "Difference from a baseline times the mean gradient of the target's score between the two, sum over channels.",
-        "Sundararajan et al. 2017, Axiomatic Attribution for Deep Networks; by captum's IntegratedGradients",
-        by_captum=True,
+        "Sundararajan et al. 2017, Axiomatic Attribution for Deep Networks",
+        options={"n_steps": 32},
     ),
     "input_x_gradient": Method(
-        input_x_gradient,
-        _SCORE,
+        "InputXGradient",
         "Pixel times gradient of the target's score, sum over channels.",
-        "Shrikumar et al. 2016, Not Just a Black Box; by captum's InputXGradient",
-        by_captum=True,
+        "Shrikumar et al. 2016, Not Just a Black Box",
     ),
     "occlusion": Method(
-        occlusion,
-        _SCORE,
+        "Occlusion",
         "Fall of the target's score when a window is covered, mean over the windows that cover the pixel.",
-        "Zeiler & Fergus 2014, Visualizing and Understanding Convolutional Networks; by captum's Occlusion",
-        by_captum=True,
+        "Zeiler & Fergus 2014, Visualizing and Understanding Convolutional Networks",
     ),
 }
 
 
 @dataclass(frozen=True)
-class Explainer:
-    """A method with its options.
-
-    Args:
-        name: of the method.
-        method: one of ours, or a function of the user's.
-        options: those that were given.
-    """
+class Attribution:
+    """A method with its options, or maps that were given."""
 
     name: str
-    method: Method | OwnMethod
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __call__(self, model: nn.Module, images: Tensor, target: Tensor, batch_size: int) -> tuple[Tensor, str]:
-        """Maps of some images, shape (B, H, W), and the name of their layer or "".
-
-        Raises:
-            TypeError, ValueError: the user's method gave something else.
-        """
-        if isinstance(self.method, Method):
-            size = {"batch_size": batch_size} if self.method.takes_batch_size else {}
-            return self.method.function(model, images, target, **size, **self.options)
-        with torch.enable_grad():
-            maps = self.method(model, images, target)
-        expected = (len(images), *images.shape[2:])
-        if not isinstance(maps, Tensor):
-            raise TypeError(f"expected the method {self.name!r} to give a tensor, got {type(maps).__name__}")
-        if tuple(maps.shape) != expected:
-            raise ValueError(f"expected the method {self.name!r} to give shape {expected}, got {tuple(maps.shape)}")
-        return maps.detach(), ""
-
-    @property
-    def about(self) -> dict[str, str]:
-        """What it is, as attributes."""
-        if not isinstance(self.method, Method):
-            note = inspect.getdoc(self.method) or "a method of the user's"
-            return {"units": "", "definition": note, "source": "", "options": "{}"}
-        options = {name: value for name, value in {**self.method.defaults, **self.options}.items() if name != "layer"}
-        return {
-            "units": self.method.units,
-            "definition": self.method.definition,
-            "source": self.method.source,
-            "options": json.dumps(options, default=_in_words),
-        }
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """That took part in it, beside those that always do."""
-        return ("captum",) if isinstance(self.method, Method) and self.method.by_captum else ()
+    about: Mapping[str, str]  # attributes of its maps
+    explain: Callable[[nn.Module, Tensor, Tensor, int], tuple[Tensor, str]] | None = None  # as ``captum_maps``
+    maps: Tensor | None = None  # (B, H, W), if they were given
+    targets: Tensor | None = None  # (B,), if the given maps say so
+    packages: tuple[str, ...] = ()  # that take part in it
 
 
-def find_explainers(method: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Explainer]:
-    """The methods that were asked for.
-
-    Args:
-        method: a name or a function, or several of these.
-        options: of each method, by its name.
+def find_methods(method: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Attribution]:
+    """The methods that were asked for: a name, a class of captum or a function, or several; with options by name.
 
     Raises:
         ValueError: a name that is unknown or comes twice, or options of a method that was not asked for.
-        TypeError: no method, or an option that it does not have.
+        TypeError: an option that the method does not have, or lacks.
         ModuleNotFoundError: captum is needed, and not there.
     """
     several = [method] if isinstance(method, str) or callable(method) else method
     if not isinstance(several, Sequence) or not several:
-        _refuse(method)
-    found = [_explainer(one, options) for one in several]
+        raise _no_method(method)
+    found = [_find_method(one, options.get(name_of(one), {})) for one in several]
     names = [one.name for one in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"expected methods of different names, got {twice!r} twice")
@@ -176,33 +102,58 @@ def find_explainers(method: Any, options: Mapping[str, Mapping[str, Any]]) -> li
     return found
 
 
-def _explainer(method: Any, options: Mapping[str, Mapping[str, Any]]) -> Explainer:
-    if callable(method):
-        name = name_of(method)
-        if options.get(name):
-            raise TypeError(f"{name!r} is a function of yours: bind its options yourself, as functools.partial does")
-        return Explainer(name, method)
-    if not isinstance(method, str) or method not in METHODS:
-        _refuse(method)
-    known, given = METHODS[method], options.get(method, {})
-    if strange := sorted(given.keys() - known.defaults.keys()):
-        raise TypeError(f"{method!r} has no option {strange[0]!r}; it has {sorted(known.defaults)}")
-    if known.by_captum:
-        captum("attr")
-    return Explainer(method, known, given)
-
-
 def name_of(method: Any) -> str:
     """Of a method: its own, or that of the function or its class."""
     return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
 
 
-def _refuse(method: Any) -> NoReturn:
-    raise ValueError(
-        f"expected a method, one of {list(METHODS)}, or a function (model, images, target) -> maps, or several of "
-        f"these; got {method!r}"
+def _find_method(method: Any, given: Mapping[str, Any]) -> Attribution:
+    name = name_of(method)
+    known = METHODS.get(method) if isinstance(method, str) else None
+    if known and callable(function := known.computed_by):
+        if strange := sorted(given.keys() - inspect.signature(function).parameters.keys()):
+            raise TypeError(f"{name!r} has no option {strange[0]!r}")
+        return Attribution(name, _about(known, given), lambda m, x, target, _: function(m, x, target, **given))
+    if cls := captum_class(known.computed_by if known else method):
+        known = known or Method(method, "As captum computes it, sum over channels.", "", "")
+        return Attribution(
+            name,
+            _about(known, options := {**known.options, **given}, f"captum's {cls.__name__}"),
+            lambda m, x, target, batch_size: captum_maps(cls, m, x, target, batch_size=batch_size, **options),
+            packages=("captum",),
+        )
+    if not callable(method):
+        raise _no_method(method)
+    if given:
+        raise TypeError(f"{name!r} is a function of yours: bind its options yourself, as functools.partial does")
+    about = _about(Method(method, inspect.getdoc(method) or "a method of the user's", "", ""), {})
+    return Attribution(name, about, lambda m, x, target, _: (_checked(method, name, m, x, target), ""))
+
+
+def _about(method: Method, options: Mapping[str, Any], by: str = "") -> dict[str, str]:
+    said = {name: value for name, value in options.items() if name != "layer"}
+    return {
+        "units": method.units,
+        "definition": method.definition,
+        "source": "; by ".join(part for part in (method.source, by) if part),
+        "options": json.dumps(said, default=lambda x: f"of shape {tuple(x.shape)}" if hasattr(x, "shape") else str(x)),
+    }
+
+
+def _checked(method: OwnMethod, name: str, model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
+    """What a method of the user's gives."""
+    with torch.enable_grad():
+        maps = method(model, images, target)
+    expected = (len(images), *images.shape[2:])
+    if not isinstance(maps, Tensor):
+        raise TypeError(f"expected the method {name!r} to give a tensor, got {type(maps).__name__}")
+    if tuple(maps.shape) != expected:
+        raise ValueError(f"expected the method {name!r} to give shape {expected}, got {tuple(maps.shape)}")
+    return maps.detach()
+
+
+def _no_method(method: Any) -> ValueError:
+    return ValueError(
+        f"expected a method, one of {list(METHODS)}, a class of captum.attr or its name, or a function "
+        f"(model, images, target) -> maps, or several of these; got {method!r}"
     )
-
-
-def _in_words(value: Any) -> str:
-    return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)

@@ -1,15 +1,18 @@
 """Infidelity and sensitivity (Yeh et al. 2019), by captum."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attribution.given import as_baseline, captum
+from tcnn_probe.attribution.captum_methods import captum
+from tcnn_probe.attribution.pixels import background
 from tcnn_probe.models import batches
 
-__all__ = ["infidelity", "sensitivity"]
+__all__ = ["infidelity", "random_squares", "sensitivity"]
 
 
 def infidelity(
@@ -45,66 +48,14 @@ def infidelity(
     Returns:
         shape (B,), from 0, in squares of the model's score; NaN for a map with a NaN.
     """
-    metric = captum("metrics").infidelity
-    squares = random_squares(samples, (images.shape[2], images.shape[3]), seed)
+    squares = random_squares(samples, (images.shape[2], images.shape[3]), seed)[:, None]
     found = []
     for which, some in batches(model, images, batch_size):
-        count, channels = len(some), some.shape[1]
-        spread = maps[which].to(some)[:, None].expand_as(some) / channels
-        found.append(
-            metric(
-                model,
-                _Cover(squares, count, baseline),
-                some,
-                spread,
-                target=target[which].to(some.device),
-                n_perturb_samples=samples,
-                max_examples_per_batch=_at_once(batch_size, count, samples),
-                normalize=normalize,
-            )
-            .cpu()
-            .double()
-        )
-    return torch.cat(found)
-
-
-def random_squares(samples: int, size: tuple[int, int], seed: int) -> Tensor:
-    """Shape (samples, H, W), True inside.
-
-    Raises:
-        ValueError: no samples.
-    """
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"expected a positive number of samples, got {samples!r}")
-    generator = torch.Generator().manual_seed(seed)
-    squares = torch.zeros(samples, *size, dtype=torch.bool)
-    for square in squares:
-        side = int(torch.randint(1, max(1, min(size) // 2) + 1, (), generator=generator))
-        y, x = (int(torch.randint(0, whole - side + 1, (), generator=generator)) for whole in size)
-        square[y : y + side, x : x + side] = True
-    return squares
-
-
-class _Cover:
-    """The perturbation as captum asks for it: some samples of every image at a time.
-
-    Args:
-        squares: shape (samples, H, W).
-        count: how many images there are.
-        baseline: what covers.
-    """
-
-    def __init__(self, squares: Tensor, count: int, baseline: Any) -> None:
-        self._squares, self._count, self._baseline, self._next = squares, count, baseline, 0
-
-    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Squares and covered images, both of the shape of the images, in which each is repeated for its samples."""
-        samples = len(images) // self._count
-        squares = self._squares[self._next : self._next + samples].to(images.device)
-        self._next += samples
-        inside = squares.repeat(self._count, 1, 1)[:, None].expand_as(images)
-        cover = torch.as_tensor(as_baseline(self._baseline, images)).to(images)
-        return inside.to(images.dtype), torch.where(inside, cover, images)
+        cover = partial(_cover, iter(squares), len(some), baseline)
+        of_channels = maps[which].to(some)[:, None].expand_as(some) / some.shape[1]
+        common = _common(some, target[which], samples, batch_size)
+        found.append(captum("metrics").infidelity(model, cover, some, of_channels, normalize=normalize, **common))
+    return torch.cat(found).cpu().double()
 
 
 def sensitivity(
@@ -138,11 +89,9 @@ def sensitivity(
     Raises:
         ValueError: a radius or a number of samples that is not positive.
     """
-    metric = captum("metrics").sensitivity_max
     if not radius > 0:
         raise ValueError(f"expected a positive radius, got {radius!r}")
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"expected a positive number of samples, got {samples!r}")
+    _check_samples(samples)
     noise = torch.rand(samples, *images.shape[1:], generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
     def maps_of(given: Tensor | tuple[Tensor, ...], target: Tensor) -> tuple[Tensor]:
@@ -151,40 +100,49 @@ def sensitivity(
 
     found = []
     for which, some in batches(model, images, batch_size):
-        found.append(
-            metric(
-                maps_of,
-                some,
-                perturb_func=_Shake(noise.to(some) * radius, len(some)),
-                n_perturb_samples=samples,
-                max_examples_per_batch=_at_once(batch_size, len(some), samples),
-                target=target[which].to(some.device),
-            )
-            .cpu()
-            .double()
-        )
-    return torch.cat(found)
+        shake = partial(_shake, iter(noise), len(some), radius)
+        common = _common(some, target[which], samples, batch_size)
+        found.append(captum("metrics").sensitivity_max(maps_of, some, shake, **common))
+    return torch.cat(found).cpu().double()
 
 
-class _Shake:
-    """Adds some of the noise to every image at a time, as captum asks for it.
+def random_squares(samples: int, size: tuple[int, int], seed: int) -> Tensor:
+    """Shape (samples, H, W), True inside.
 
-    Args:
-        noise: shape (samples, C, H, W).
-        count: how many images there are.
+    Raises:
+        ValueError: no samples.
     """
-
-    def __init__(self, noise: Tensor, count: int) -> None:
-        self._noise, self._count, self._next = noise, count, 0
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Of images in which each is repeated for its samples."""
-        samples = len(images) // self._count
-        noise = self._noise[self._next : self._next + samples]
-        self._next += samples
-        return images + noise.repeat(self._count, 1, 1, 1)
+    _check_samples(samples)
+    generator = torch.Generator().manual_seed(seed)
+    squares = torch.zeros(samples, *size, dtype=torch.bool)
+    for square in squares:
+        side = int(torch.randint(1, max(1, min(size) // 2) + 1, (), generator=generator))
+        y, x = (int(torch.randint(0, whole - side + 1, (), generator=generator)) for whole in size)
+        square[y : y + side, x : x + side] = True
+    return squares
 
 
-def _at_once(batch_size: int, images: int, samples: int) -> int:
-    """Examples at a time, as captum wants the number."""
-    return min(max(batch_size, images), images * samples)
+def _cover(squares: Iterator[Tensor], count: int, baseline: Any, images: Tensor) -> tuple[Tensor, Tensor]:
+    """The next squares, and the images that they cover."""
+    inside = _next(squares, count, images).expand_as(images)
+    return inside.to(images.dtype), torch.where(inside, background(baseline, images), images)
+
+
+def _shake(noise: Iterator[Tensor], count: int, radius: float, images: Tensor) -> Tensor:
+    return images + radius * _next(noise, count, images).to(images.dtype)
+
+
+def _next(samples: Iterator[Tensor], count: int, images: Tensor) -> Tensor:
+    """A sample for each image, where captum repeats each of ``count`` for some samples at a time."""
+    return torch.stack([*islice(samples, len(images) // count)]).to(images.device).repeat(count, 1, 1, 1)
+
+
+def _common(images: Tensor, target: Tensor, samples: int, batch_size: int) -> dict[str, Any]:
+    """What both of captum's metrics are told of some images."""
+    at_once = min(max(batch_size, len(images)), len(images) * samples)
+    return {"target": target.to(images.device), "n_perturb_samples": samples, "max_examples_per_batch": at_once}
+
+
+def _check_samples(samples: int) -> None:
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"expected a positive number of samples, got {samples!r}")

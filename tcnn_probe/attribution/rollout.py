@@ -2,11 +2,13 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from tcnn_model.pooling.attention_pool import PatchAttention
 from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.stream import attention_stream
-from tcnn_probe.attribution.class_attention import ELSE, to_pixels
+from tcnn_probe.attribution.class_attention import WITHOUT_CLASS_TOKEN
+from tcnn_probe.attribution.pixels import to_pixels
 
 __all__ = ["rollout"]
 
@@ -41,11 +43,7 @@ def rollout(model: nn.Module, images: Tensor, target: Tensor, *, interpolation: 
 
 
 class _Tokens:
-    """What the tokens of each image are made of, so far.
-
-    Args:
-        images: B.
-    """
+    """What the tokens of each image are made of, so far."""
 
     def __init__(self, images: int) -> None:
         self.layers: list[str] = []
@@ -57,7 +55,9 @@ class _Tokens:
     def follow(self, call: AttentionCall) -> None:
         """One more layer."""
         if call.windows > 1 or call.images != self._images:
-            raise ValueError(f"rollout needs attention over the whole image; {call.name!r} attends in windows. {ELSE}")
+            raise ValueError(
+                f"rollout needs attention over the whole image; {call.name!r} attends in windows. {WITHOUT_CLASS_TOKEN}"
+            )
         self.layers.append(call.name)
         count = None if self._product is None else self._product.shape[1]
         if count is None and (call.queries == 1 or isinstance(call.module, PatchAttention)):
@@ -71,7 +71,7 @@ class _Tokens:
         else:
             raise ValueError(
                 f"rollout needs the same tokens in every layer: {call.name!r} has {call.queries} queries and "
-                f"{call.keys} keys{f' after {count} tokens' if count else ''}. {ELSE}"
+                f"{call.keys} keys{f' after {count} tokens' if count else ''}. {WITHOUT_CLASS_TOKEN}"
             )
 
     def _mix(self, call: AttentionCall) -> None:
@@ -91,11 +91,10 @@ class _Tokens:
         assert self._product is not None
         before = self._token
         if before is None:
-            before = torch.zeros_like(self._product[:, 0])
-            before = torch.cat([torch.ones_like(before[:, :1]), before], 1)
+            before = pad(torch.zeros_like(self._product[:, 0]), (1, 0), value=1.0)
         weights = call.weights(slice(0, 1))[:, 0].mean(1)  # (B, 1, keys)
         own = call.keys - self._product.shape[1]
-        seen = torch.nn.functional.pad(weights[..., own:] @ self._product, (1, 0))[:, 0]
+        seen = pad(weights[..., own:] @ self._product, (1, 0))[:, 0]
         if own:
             seen = seen + weights[:, :, 0] * before
         self._token = (seen + before) / 2
@@ -103,14 +102,14 @@ class _Tokens:
     def map(self) -> Tensor:
         """Of the class token, shape (B, h, w)."""
         if self._last is None or self._product is None:
-            raise ValueError(f"no attention was seen in this model; {ELSE}")
-        tokens, query = self._last.layout.keys, self._last.class_query
-        if tokens is None:
+            raise ValueError(f"no attention was seen in this model; {WITHOUT_CLASS_TOKEN}")
+        patches, query = self._last.layout.keys, self._last.class_query
+        if patches is None:
             raise ValueError(f"the patches of {self._last.name!r} lie on no known grid: {self._last.layout.reason}")
         if self._token is not None:
             row = self._token[:, 1:]
         elif query is None:
-            raise ValueError(f"rollout starts from a class token, and this model has none; {ELSE}")
+            raise ValueError(f"rollout starts from a class token, and this model has none; {WITHOUT_CLASS_TOKEN}")
         else:
             row = self._product[:, query]
-        return row[:, tokens.prefix :].unflatten(-1, (tokens.height, tokens.width))
+        return row[:, patches.prefix :].unflatten(-1, (patches.height, patches.width))

@@ -7,19 +7,19 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tcnn_probe.attribution.given import find_targets
-from tcnn_probe.attribution.methods import Explainer, OwnMethod, find_explainers, name_of
+from tcnn_probe.attribution.methods import Attribution, OwnMethod, find_methods, name_of
+from tcnn_probe.attribution.targets import find_targets
 from tcnn_probe.models import as_images, batches, check_batch_size, progress_bar, untouched
 from tcnn_probe.provenance import provenance
 
-__all__ = ["compute_maps", "saliency"]
+__all__ = ["maps_of", "saliency"]
 
 
 def saliency(
     model: nn.Module,
     images: Any,
     target: int | Sequence[int] | Tensor | None = None,
-    method: str | OwnMethod | Sequence[str | OwnMethod] = "class_attention",
+    method: str | type | OwnMethod | Sequence[str | type | OwnMethod] = "class_attention",
     *,
     layer: str | nn.Module | None = None,
     batch_size: int = 32,
@@ -33,27 +33,20 @@ def saliency(
         maps = tcnn_probe.saliency(model, images, method=["class_attention", "gradcam"], gradcam={"layer": "blocks"})
         maps.gradcam.sel(image=0).plot(yincrease=False)
 
-    ====================== =====================================================================================
-    method                 options
-    ====================== =====================================================================================
-    "class_attention"      ``layer``, ``interpolation`` ("bilinear" or "nearest")
-    "rollout"              ``interpolation``
-    "gradcam"              ``layer``, ``interpolation``, ``relu_attributions=True``
-    "integrated_gradients" ``baseline=0.0``, ``n_steps=32``, ``absolute=False``
-    "input_x_gradient"     ``absolute=False``
-    "occlusion"            ``window`` (an eighth of the image), ``stride`` (half a window), ``baseline=0.0``,
-                           ``absolute=False``
-    ====================== =====================================================================================
+    Methods are those of :data:`tcnn_probe.attribution.METHODS`, which says what each is ("class_attention", "rollout",
+    "gradcam", "integrated_gradients", "input_x_gradient", "occlusion"), and the classes of captum.attr that attribute,
+    or their names ("GuidedBackprop"). Their options are those of :func:`class_attention` and :func:`rollout`, and of
+    :func:`captum_maps`, in :mod:`tcnn_probe.attribution`: plain functions of tensors.
 
-    The functions of these names in :mod:`tcnn_probe.attribution` say what each is, and give plain tensors. The last
-    four are captum's. The model runs in eval mode and is afterwards as it was: flags, gradients, hooks.
+    The model runs in eval mode and is afterwards as it was: flags, gradients, hooks. Calls on one model from several
+    threads wait for each other.
 
     Args:
         model: gives a score for each class, shape (B, K).
         images: as the model takes them, shape (B, C, H, W), a tensor or an array, on any device.
         target: the class to explain: one for all, or one an image; None for the model's own prediction.
-        method: a name, or a function of yours ``(model, images, target) -> maps`` with tensors (B, C, H, W), (B,) and
-            (B, H, W); or several of these.
+        method: a name or class, as above; a function of yours ``(model, images, target) -> maps`` with tensors
+            (B, C, H, W), (B,) and (B, H, W); or several of these.
         layer: which layer's attention or feature map, where it is not the method's own choice.
         batch_size: images in the model at a time.
         progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
@@ -73,44 +66,42 @@ def saliency(
     alone = isinstance(method, str) or callable(method)
     if alone:
         given = {**options, "layer": layer} if layer is not None else options
-        explainers = find_explainers(method, {name_of(method): given} if given else {})
-    else:
-        _check_options(layer, options)
-        explainers = find_explainers(method, options)
-    images = as_images(images)
+        options = {name_of(method): given} if given else {}
+    elif layer is not None:
+        raise ValueError("with several methods, name each one's layer: gradcam={'layer': ...}")
+    elif wrong := next((name for name, value in options.items() if not isinstance(value, dict)), None):
+        raise TypeError(f"with several methods, expected the options of each as a dict, got {wrong}={options[wrong]!r}")
+    methods, images = find_methods(method, options), as_images(images)
     check_batch_size(batch_size)
+    labelled = {}
     with untouched(model):
         targets = find_targets(model, images, target, batch_size)
-        with progress_bar(len(images) * len(explainers), "saliency", progress) as bar:
-            found = [compute_maps(one, model, images, targets, batch_size, bar.update) for one in explainers]
-    labelled = {}
-    for one, (maps, of_layer) in zip(explainers, found, strict=True):
-        attrs = {"long_name": "saliency", "method": one.name, "layer": of_layer, **one.about}
-        attrs |= provenance(model, *one.packages)
         coords = {"image": range(len(images)), "target": ("image", targets.numpy())}
-        labelled[one.name] = xr.DataArray(maps.numpy(), coords, ("image", "y", "x"), one.name, attrs)
-    return labelled[explainers[0].name].rename("saliency") if alone else xr.Dataset(labelled)
+        with progress_bar(len(images) * len(methods), "saliency", progress) as bar:
+            for one in methods:
+                maps, of_layer = maps_of(one, model, images, targets, batch_size, bar.update)
+                attrs = {"long_name": "saliency", "method": one.name, "layer": of_layer, **one.about}
+                attrs |= provenance(model, *one.packages)
+                labelled[one.name] = xr.DataArray(maps.numpy(), coords, ("image", "y", "x"), one.name, attrs)
+    return labelled[methods[0].name].rename("saliency") if alone else xr.Dataset(labelled)
 
 
-def compute_maps(
-    explainer: Explainer,
+def maps_of(
+    attribution: Attribution,
     model: nn.Module,
     images: Tensor,
     targets: Tensor,
     batch_size: int,
-    done: Callable[[int], Any] = lambda count: None,
+    done: Callable[[int], Any],
 ) -> tuple[Tensor, str]:
-    """Maps of all images by one method, (B, H, W) on the CPU, and the layer's name; the model is in eval mode."""
+    """Maps of all images, (B, H, W) on the CPU, and the layer's name; the model is in eval mode."""
+    if attribution.explain is None:
+        assert attribution.maps is not None
+        done(len(images))
+        return attribution.maps, ""
     maps, layer = [], ""
     for which, some in batches(model, images, batch_size):
-        found, layer = explainer(model, some, targets[which].to(some.device), batch_size)
+        found, layer = attribution.explain(model, some, targets[which].to(some.device), batch_size)
         maps.append(found.to(torch.promote_types(found.dtype, torch.float32)).cpu())
         done(len(some))
     return torch.cat(maps), layer
-
-
-def _check_options(layer: Any, options: dict[str, Any]) -> None:
-    if layer is not None:
-        raise ValueError("with several methods, name each one's layer: gradcam={'layer': ...}")
-    if wrong := next((name for name, value in options.items() if not isinstance(value, dict)), None):
-        raise TypeError(f"with several methods, expected the options of each as a dict, got {wrong}={options[wrong]!r}")

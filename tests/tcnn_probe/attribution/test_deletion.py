@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tcnn_probe.attribution import area_under, deletion_curve, insertion_curve
-from tcnn_probe.attribution.deletion import blurred, pixel_order
+from tcnn_probe.attribution.deletion import pixel_order
+from tcnn_probe.attribution.pixels import blurred
 from tests.tcnn_probe.attribution.models import Linear, OneBlock, bright
 
 GENERATOR = torch.Generator().manual_seed(7)

@@ -29,7 +29,7 @@ def test_numbers_are_those_of_the_functions() -> None:
         model, IMAGES, {"mine": MAPS, "x": first}, target, masks=MASKS, start=0.2, tolerance=1.5, radius=0.1, **options
     )
     assert set(found) == set(explaining.METRICS)
-    assert found.method.values.tolist() == ["mine", "x"]
+    assert found.attribution.values.tolist() == ["mine", "x"]
     assert found.target.values.tolist() == [2, 0, 1]
     for name, maps in {"mine": MAPS, "x": IMAGES[:, 0]}.items():
         row = found.sel({"method": name})
@@ -46,16 +46,16 @@ def test_numbers_are_those_of_the_functions() -> None:
             np.testing.assert_allclose(row[variable], values, atol=1e-12)
             assert row[variable].dims == ("image",)
     sensitive = explaining.sensitivity(model, IMAGES, lambda x, target: x[:, 0], target, samples=3, radius=0.1, seed=8)
-    np.testing.assert_allclose(found.sensitivity.sel({"method": "x"}), sensitive)
-    assert found.sensitivity.sel({"method": "mine"}).isnull().all()
+    np.testing.assert_allclose(found.sensitivity.sel({"attribution": "x"}), sensitive)
+    assert found.sensitivity.sel({"attribution": "mine"}).isnull().all()
     assert json.loads(found.sensitivity.attrs["missing"]) == {
         "mine": "given as maps, which cannot be computed for a changed image"
     }
-    assert found.rank_correlation.dims == ("method", "other", "image")
+    assert found.rank_correlation.dims == ("attribution", "other", "image")
     agreement = explaining.rank_correlation(MAPS, IMAGES[:, 0])
-    np.testing.assert_allclose(found.rank_correlation.sel({"method": "mine", "other": "x"}), agreement)
-    np.testing.assert_allclose(found.rank_correlation.sel({"method": "x", "other": "mine"}), agreement)
-    np.testing.assert_allclose(found.rank_correlation.sel({"method": "x", "other": "x"}), 1)
+    np.testing.assert_allclose(found.rank_correlation.sel({"attribution": "mine", "other": "x"}), agreement)
+    np.testing.assert_allclose(found.rank_correlation.sel({"attribution": "x", "other": "mine"}), agreement)
+    np.testing.assert_allclose(found.rank_correlation.sel({"attribution": "x", "other": "x"}), 1)
 
 
 def test_every_variable_says_what_it_is() -> None:
@@ -65,7 +65,7 @@ def test_every_variable_says_what_it_is() -> None:
         assert variable.dtype == "float64", name
     assert json.loads(found.deletion_auc.attrs["options"]) == {"steps": 32, "baseline": 0.0, "seed": 0}
     assert found.attrs["captum_version"]
-    assert json.loads(found.attrs["methods"])["first"]["definition"] == "The first channel."
+    assert json.loads(found.attrs["attributions"])["first"]["definition"] == "The first channel."
     plain = tcnn_probe.faithfulness(Linear(), IMAGES, first, metrics="deletion_auc")
     assert list(plain) == ["deletion_auc"]
     assert "captum_version" not in plain.attrs
@@ -78,14 +78,14 @@ def test_what_saliency_gave() -> None:
     expected = tcnn_probe.faithfulness(model, IMAGES, several)
     assert expected.target.values.tolist() == [1, 1, 0]
     assert set(expected) == {"deletion_auc", "insertion_auc", "infidelity", "rank_correlation"}
-    assert (expected.infidelity.sel({"method": "input_x_gradient"}) < 1e-12).all()
-    stacked = several.to_dataarray("method").transpose("x", "image", "y", "method")
+    assert (expected.infidelity.sel({"attribution": "input_x_gradient"}) < 1e-12).all()
+    stacked = several.to_dataarray("attribution").transpose("x", "image", "y", "attribution")
     again = tcnn_probe.faithfulness(model, IMAGES, stacked)
     for name in expected:
         np.testing.assert_allclose(again[name], expected[name], atol=1e-12)
     alone = tcnn_probe.saliency(model, IMAGES, [1, 1, 0], "occlusion")
     one = tcnn_probe.faithfulness(model, IMAGES, alone, metrics="deletion_auc")
-    assert one.method.values.tolist() == ["occlusion"]
+    assert one.attribution.values.tolist() == ["occlusion"]
     np.testing.assert_allclose(one.deletion_auc[0], expected.deletion_auc[0], atol=1e-12)
     chosen = tcnn_probe.faithfulness(model, IMAGES, several, 2, metrics="deletion_auc")
     assert chosen.target.values.tolist() == [2, 2, 2]
@@ -102,7 +102,7 @@ def test_computed_now_is_what_saliency_gives() -> None:
     )
     for name in given:
         np.testing.assert_allclose(now[name], given[name], atol=1e-5)
-    assert renamed.method.values.tolist() == ["a", "b"]
+    assert renamed.attribution.values.tolist() == ["a", "b"]
     np.testing.assert_allclose(renamed.deletion_auc, given.deletion_auc, atol=1e-5)
     assert now.sensitivity.notnull().all()
     assert "energy_inside" not in now
@@ -149,7 +149,7 @@ def test_nan_maps_have_nan_scores() -> None:
     scores = tcnn_probe.faithfulness(Linear(), IMAGES, {"a": maps, "b": MAPS}, masks=MASKS)
     for name in ("deletion_auc", "insertion_auc", "energy_inside", "pointing_game", "infidelity"):
         assert scores[name].isnull().values.tolist() == [[False, True, False], [False, False, False]], name
-    assert scores.rank_correlation.sel({"method": "a", "other": "b"}).isnull().values.tolist() == [False, True, False]
+    assert scores.rank_correlation.sel({"attribution": "a", "other": "b"}).isnull().values.tolist() == [False, True, False]
 
 
 LABELLED = tcnn_probe.saliency(Linear(), IMAGES, [0, 1, 2], "input_x_gradient")
@@ -165,7 +165,7 @@ LABELLED = tcnn_probe.saliency(Linear(), IMAGES, [0, 1, 2], "input_x_gradient")
         ({"a": "grad_cam"}, {}, ValueError, r"one of \['class_attention', .*got 'grad_cam'"),
         (LABELLED.rename(y="row"), {}, ValueError, r"dims \(\[method,\] image, y, x\), got \('image', 'row', 'x'\)"),
         (LABELLED[:, 1:], {}, ValueError, r"shape \(3, 7, 11\) for 'input_x_gradient', got \(3, 6, 11\)"),
-        ({"a": LABELLED.expand_dims("method")}, {}, ValueError, r"maps of one method for 'a'"),
+        ({"a": LABELLED.expand_dims("attribution")}, {}, ValueError, r"maps of one method for 'a'"),
         (
             {"a": LABELLED, "b": LABELLED.assign_coords(target=("image", [0, 1, 1]))},
             {},

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcnn_probe.attribution import infidelity, input_x_gradient, sensitivity
+from tcnn_probe.attribution import captum_maps, infidelity, sensitivity
 from tcnn_probe.attribution.perturbation import random_squares
 from tests.tcnn_probe.attribution.models import Linear, OneBlock, bright
 
@@ -15,7 +15,7 @@ TARGETS = torch.tensor([2, 0, 1])
 
 def test_contributions_of_a_linear_model_are_faithful() -> None:
     model = Linear()
-    maps = input_x_gradient(model, IMAGES, TARGETS)[0]
+    maps = captum_maps("InputXGradient", model, IMAGES, TARGETS)[0]
     assert infidelity(model, IMAGES, maps, TARGETS).abs().max() < 1e-12
     assert infidelity(model, IMAGES, maps, TARGETS, normalize=False).max() < 1e-24
     assert infidelity(model, IMAGES, 5 * maps, TARGETS).abs().max() < 1e-12

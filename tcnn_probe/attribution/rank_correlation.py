@@ -1,4 +1,4 @@
-"""Whether methods agree."""
+"""Agreement of two methods about the order of the pixels."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ __all__ = ["rank_correlation"]
 
 
 def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
-    """Spearman's correlation between two maps of each image, over pixels, equal values sharing their mean rank.
+    """Spearman's correlation between two maps of each image, over pixels; equal values share their mean rank.
 
-    Of the values with their sign, as they are. (Adebayo et al. 2018, Sanity Checks for Saliency Maps, §4.)
+    Values keep their sign. (Adebayo et al. 2018, Sanity Checks for Saliency Maps, §4.)
 
     Args:
         maps, others: shape (B, H, W).

@@ -1,0 +1,99 @@
+"""Which layer's map is explained: the one that was named, or the last one that gives a feature map."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tcnn_model.pooling.attention_pool import AttentionPool2d
+from tcnn_probe.attention.feature_maps import Scene
+from tcnn_probe.attention.prefix import Prefix
+from tcnn_probe.models import layer_names
+
+__all__ = ["find_layer", "last_spatial_layer"]
+
+
+def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
+    """A layer's name and itself, from either.
+
+    Raises:
+        ValueError: the model has none such.
+    """
+    for module, name in layer_names(model).items():
+        if module is layer or name == layer:
+            return name, module
+    what = repr(layer) if isinstance(layer, str) else f"this {type(layer).__name__}"
+    raise ValueError(f"the model has no layer {what}; model.named_modules() has their names")
+
+
+@dataclass
+class _Ran:
+    name: str
+    module: nn.Module
+    is_map: bool  # it gave a feature map
+    mixes_tokens: bool  # it has parts, and goes from tokens to tokens
+
+
+@torch.no_grad()
+def last_spatial_layer(model: nn.Module, images: Tensor) -> tuple[str, nn.Module]:
+    """The last module that gives a feature map of more than one pixel, found by running the model on the images.
+
+    Raises:
+        ValueError: there is none, or tokens are worked on afterwards: then it is not what the classifier sees.
+    """
+    scene = Scene(Prefix())
+    scene.enter([images], whole_model=True)
+    ran: list[_Ran] = []
+    with _watching(model, scene, ran):
+        model(images)
+    last = next((i for i in reversed(range(len(ran))) if ran[i].is_map), None)
+    if last is None:
+        raise ValueError("no layer gives a feature map (B, C, H, W) of more than one pixel: name one with layer=")
+    if after := next((one.name for one in ran[last + 1 :] if one.mixes_tokens), None):
+        raise ValueError(
+            f"this model works on tokens ({after!r}, after the last feature map, that of {ran[last].name!r}), of which "
+            "GradCAM knows no map: name a layer that gives a feature map (B, C, H, W) with layer=, or use "
+            "'class_attention' or 'rollout', if there is a class token, or 'integrated_gradients' or 'occlusion'"
+        )
+    return ran[last].name, ran[last].module
+
+
+@contextmanager
+def _watching(model: nn.Module, scene: Scene, ran: list[_Ran]) -> Iterator[None]:
+    names = layer_names(model)
+    pools = {part for module in names if isinstance(module, AttentionPool2d) for part in module.modules()}
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        has_parts = module not in pools and next(module.children(), None) is not None
+        mixes = has_parts and bool(inputs) and _are_tokens(inputs[0], scene) and _are_tokens(output, scene)
+        ran.append(_Ran(names[module], module, _is_map(output, scene), mixes))
+
+    handles = []
+    try:
+        for module in names:
+            handles.append(module.register_forward_hook(note))  # noqa: PERF401 (all that are made are removed)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_map(x: Any, scene: Scene) -> bool:
+    """Whether this is a feature map (B, C, H, W) of more than one pixel."""
+    return isinstance(x, Tensor) and x.ndim == 4 and _shown(scene, x.shape[2], x.shape[3])
+
+
+def _are_tokens(x: Any, scene: Scene) -> bool:
+    """Whether these are tokens: (B, N, d), or (B, H, W, d) as Swin has them."""
+    if not isinstance(x, Tensor):
+        return False
+    if x.ndim == 4:
+        return not _is_map(x, scene) and _shown(scene, x.shape[1], x.shape[2])
+    return x.ndim == 3 and x.shape[1] > 1
+
+
+def _shown(scene: Scene, height: int, width: int) -> bool:
+    return height * width > 1 and scene.shows((height, width))

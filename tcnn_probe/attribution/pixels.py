@@ -1,0 +1,53 @@
+"""Arrays of the images' size: maps of patches interpolated to pixels, and what pixels are replaced by."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["background", "blurred", "to_pixels"]
+
+_BLUR = 11, 5.0  # RISE's: kernel and standard deviation, in pixels
+_MODES = {"bilinear": "bilinear", "nearest": "nearest-exact"}
+
+
+def to_pixels(maps: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
+    """Maps of patches, shape (B, h, w), at the resolution of the images: (B, H, W), float32 at least.
+
+    Raises:
+        ValueError: an unknown interpolation.
+    """
+    if interpolation not in _MODES:
+        raise ValueError(f"expected interpolation='bilinear' or 'nearest', got {interpolation!r}")
+    maps = maps.to(torch.promote_types(maps.dtype, torch.float32))
+    if tuple(maps.shape[1:]) == size:
+        return maps
+    return F.interpolate(maps[:, None], size, mode=_MODES[interpolation])[:, 0]
+
+
+def background(value: Any, images: Tensor) -> Tensor:
+    """What pixels are replaced by, for each of the images (B, C, H, W): a number, an image, or "blur".
+
+    Raises:
+        ValueError: none of these.
+    """
+    if isinstance(value, str):
+        if value != "blur":
+            raise ValueError(f"expected 'blur', a number or an image, got {value!r}")
+        return blurred(images)
+    image = torch.as_tensor(value, dtype=images.dtype, device=images.device).detach()
+    try:
+        return image.expand(images.shape[1:]).expand_as(images)
+    except RuntimeError as error:
+        shapes = f"{tuple(images.shape[1:])}, got shape {tuple(image.shape)}"
+        raise ValueError(f"expected a number, or a baseline image that broadcasts to {shapes}") from error
+
+
+def blurred(images: Tensor) -> Tensor:
+    """Images (B, C, H, W) out of focus, mirrored at the border; the kernel is no wider than the image allows."""
+    from torchvision.transforms.functional import gaussian_blur
+
+    kernel, sigma = _BLUR
+    odd = [min(kernel, 2 * ((side - 1) // 2) + 1) for side in (images.shape[3], images.shape[2])]  # x first
+    return gaussian_blur(images, odd, [sigma, sigma])
