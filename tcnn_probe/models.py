@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ __all__ = [
     "unwrap",
 ]
 
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
@@ -47,26 +50,27 @@ def layer_names(model: nn.Module) -> dict[nn.Module, str]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, and outside of the caller's inference mode; every flag and gradient is put back.
 
-    What runs inside is not recorded by a recorder that is attached to the model.
+    What runs inside is not recorded by a recorder that is attached to the model. Threads wait for each other.
 
     Raises:
         TypeError: it is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        model.eval()
-        for parameter, _ in gradients:
-            parameter.grad = None  # a method of the user's may go backward
-        with aside(), torch.inference_mode(False):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    with _LOCKS.setdefault(unwrap(model), RLock()):
+        modes = [(module, module.training) for module in model.modules()]
+        gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+        try:
+            model.eval()
+            for parameter, _ in gradients:
+                parameter.grad = None  # a method of the user's may go backward
+            with aside(), torch.inference_mode(False):
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 def as_images(images: Any, expected: str = "as the model takes them, floating point and normalised") -> Tensor:

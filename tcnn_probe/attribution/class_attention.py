@@ -42,8 +42,7 @@ def class_attention(
 
     Args:
         model: with class attention, or an attention pool, or class tokens.
-        images: shape (B, C, H, W).
-        target: of each image, shape (B,).
+        images, target: images (B, C, H, W) and their classes (B,).
         layer: which attention, or its name; None for the first layer in which class tokens alone ask (CaiT's first
             block of class attention, an attention pool), else the last one with a class token.
         interpolation: from patches to pixels, "bilinear" or "nearest".

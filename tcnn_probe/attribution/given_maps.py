@@ -21,7 +21,11 @@ def find_attributions(saliency: Any, images: Tensor, options: Mapping[str, Mappi
         ValueError, TypeError: nothing that can be judged, or maps of another shape than the images.
     """
     if isinstance(saliency, xr.DataArray):
-        saliency = _by_name(saliency)
+        if "attribution" in saliency.dims:
+            saliency = saliency.to_dataset("attribution")
+        else:
+            name = saliency.coords.get("attribution", saliency.attrs.get("method", "saliency"))
+            saliency = {str(np.array(name)): saliency}
     if isinstance(saliency, (Tensor, np.ndarray)):
         raise TypeError("maps without a name: give them as {'name': maps}")
     if not isinstance(saliency, Mapping):
@@ -65,15 +69,6 @@ def as_masks(masks: Any, images: Tensor) -> Tensor:
     if given.dtype != torch.bool:
         raise TypeError(f"expected masks of dtype bool, True on the object, got {given.dtype}")
     return given
-
-
-def _by_name(saliency: xr.DataArray) -> dict[str, xr.DataArray]:
-    """Maps (image, y, x) of each method, of one or of several."""
-    if "attribution" not in saliency.dims:
-        return {str(saliency.coords.get("attribution", saliency.attrs.get("method", "saliency"))): saliency}
-    if "attribution" not in saliency.coords:
-        raise ValueError("expected the names of the methods as the coordinate 'attribution'")
-    return {str(name): saliency.sel(attribution=name) for name in saliency.coords["attribution"].values}
 
 
 def _given(maps: Any, images: Tensor, name: str) -> Attribution:

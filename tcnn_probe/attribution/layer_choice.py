@@ -1,7 +1,6 @@
 """Which layer's map is explained: the one that was named, or the last one that gives a feature map."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +46,17 @@ def last_spatial_layer(model: nn.Module, images: Tensor) -> tuple[str, nn.Module
     scene = Scene(Prefix())
     scene.enter([images], whole_model=True)
     ran: list[_Ran] = []
-    with _watching(model, scene, ran):
+    names = layer_names(model)
+    pools = {part for module in names if isinstance(module, AttentionPool2d) for part in module.modules()}
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        has_parts = module not in pools and next(module.children(), None) is not None
+        mixes = has_parts and bool(inputs) and _are_tokens(inputs[0], scene) and _are_tokens(output, scene)
+        ran.append(_Ran(names[module], module, _is_map(output, scene), mixes))
+
+    with ExitStack() as hooks:
+        for module in names:
+            hooks.callback(module.register_forward_hook(note).remove)
         model(images)
     last = next((i for i in reversed(range(len(ran))) if ran[i].is_map), None)
     if last is None:
@@ -59,26 +68,6 @@ def last_spatial_layer(model: nn.Module, images: Tensor) -> tuple[str, nn.Module
             "'class_attention' or 'rollout', if there is a class token, or 'integrated_gradients' or 'occlusion'"
         )
     return ran[last].name, ran[last].module
-
-
-@contextmanager
-def _watching(model: nn.Module, scene: Scene, ran: list[_Ran]) -> Iterator[None]:
-    names = layer_names(model)
-    pools = {part for module in names if isinstance(module, AttentionPool2d) for part in module.modules()}
-
-    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        has_parts = module not in pools and next(module.children(), None) is not None
-        mixes = has_parts and bool(inputs) and _are_tokens(inputs[0], scene) and _are_tokens(output, scene)
-        ran.append(_Ran(names[module], module, _is_map(output, scene), mixes))
-
-    handles = []
-    try:
-        for module in names:
-            handles.append(module.register_forward_hook(note))  # noqa: PERF401 (all that are made are removed)
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _is_map(x: Any, scene: Scene) -> bool:

@@ -13,14 +13,10 @@ def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
     of the image. (Wang et al. 2020, Score-CAM, §4.3, the energy-based pointing game.)
 
     Args:
-        maps: shape (B, H, W).
-        masks: shape (B, H, W), bool, True on the object.
+        maps, masks: shape (B, H, W); masks bool, True on the object.
 
     Returns:
         shape (B,), 0 to 1, float64; NaN for a map with a NaN and for an empty mask.
-
-    Raises:
-        ValueError: masks that are not bool, or of another shape.
     """
     _check(maps, masks)
     positive = maps.double().clamp_min(0).flatten(1)
@@ -37,15 +33,11 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
     Top-down Neural Attention by Excitation Backprop, §4.1, where the tolerance is 15 pixels.)
 
     Args:
-        maps: shape (B, H, W).
-        masks: shape (B, H, W), bool, True on the object.
+        maps, masks: shape (B, H, W); masks bool, True on the object.
         tolerance: a maximum that is no further than so many pixels from the object is on it.
 
     Returns:
         shape (B,), 0 to 1, float64; NaN for a map with a NaN and for an empty mask.
-
-    Raises:
-        ValueError: a negative tolerance; masks that are not bool, or of another shape.
     """
     _check(maps, masks)
     if not tolerance >= 0:

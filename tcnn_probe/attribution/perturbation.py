@@ -34,10 +34,8 @@ def infidelity(
     (In)fidelity and Sensitivity of Explanations, Definition 2.1; square removal, §2.3.)
 
     Args:
-        model: gives class scores.
-        images: shape (B, C, H, W).
-        maps: saliency, shape (B, H, W).
-        target: class of each image, shape (B,).
+        model: gives class scores for images (B, C, H, W).
+        images, maps, target: images, their saliency (B, H, W), and their classes (B,).
         baseline: what covers: a number, 0 being the grey of images normalised by their mean; or an image.
         samples: how many squares.
         normalize: whether each map is first scaled by the factor that suits it best, as it must be if maps with
@@ -75,9 +73,8 @@ def sensitivity(
 
     Args:
         model: whose dtype and device count.
-        images: shape (B, C, H, W).
+        images, target: shapes (B, C, H, W) and (B,).
         explain: from images (B, C, H, W) and targets (B,) to maps (B, H, W).
-        target: class of each image, shape (B,).
         radius: in units of the images.
         samples: how many δ, the same for all images.
         batch_size: images at a time.
@@ -85,9 +82,6 @@ def sensitivity(
 
     Returns:
         shape (B,), from 0; the norm is not divided by where the map is zero.
-
-    Raises:
-        ValueError: a radius or a number of samples that is not positive.
     """
     if not radius > 0:
         raise ValueError(f"expected a positive radius, got {radius!r}")
@@ -107,11 +101,7 @@ def sensitivity(
 
 
 def random_squares(samples: int, size: tuple[int, int], seed: int) -> Tensor:
-    """Shape (samples, H, W), True inside.
-
-    Raises:
-        ValueError: no samples.
-    """
+    """Shape (samples, H, W), True inside."""
     _check_samples(samples)
     generator = torch.Generator().manual_seed(seed)
     squares = torch.zeros(samples, *size, dtype=torch.bool)

@@ -24,8 +24,7 @@ def rollout(model: nn.Module, images: Tensor, target: Tensor, *, interpolation: 
 
     Args:
         model: a vision transformer of one resolution with a class token.
-        images: shape (B, C, H, W).
-        target: of no effect, as attention has no classes.
+        images, target: shapes (B, C, H, W) and (B,); the target has no effect.
         interpolation: from patches to pixels, "bilinear" or "nearest".
 
     Returns:

@@ -149,7 +149,11 @@ def test_nan_maps_have_nan_scores() -> None:
     scores = tcnn_probe.faithfulness(Linear(), IMAGES, {"a": maps, "b": MAPS}, masks=MASKS)
     for name in ("deletion_auc", "insertion_auc", "energy_inside", "pointing_game", "infidelity"):
         assert scores[name].isnull().values.tolist() == [[False, True, False], [False, False, False]], name
-    assert scores.rank_correlation.sel({"attribution": "a", "other": "b"}).isnull().values.tolist() == [False, True, False]
+    assert scores.rank_correlation.sel({"attribution": "a", "other": "b"}).isnull().values.tolist() == [
+        False,
+        True,
+        False,
+    ]
 
 
 LABELLED = tcnn_probe.saliency(Linear(), IMAGES, [0, 1, 2], "input_x_gradient")
