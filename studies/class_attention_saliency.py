@@ -155,10 +155,10 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
         measures = [measure for measure in columns if measure in last]
         lines.append(f"\n{name}: accuracy {float(last.top1):.3f} after epoch {int(last.epoch)}")
         lines.append(f"{'':21}" + "".join(f"{columns[measure]:>20}" for measure in measures))
-        for method in last["method"].values:
+        for method in last.attribution.values:
             cells = []
             for measure in measures:
-                values = last[measure].sel({"method": method})
+                values = last[measure].sel(attribution=method)
                 low, high = tcnn_probe.bootstrap_interval(values).values
                 cells.append(f"{float(values.mean()):.2f} [{low:.2f}, {high:.2f}]")
             lines.append(f"{method:21}" + "".join(f"{cell:>20}" for cell in cells))
@@ -168,7 +168,7 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
         lines.append(f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of it")
     for name, node in tree.children.items():
         last = node.dataset.isel(epoch=-1)
-        if "pointing_game" in last and {"class_attention", "gradcam"} <= set(last["method"].values):
+        if "pointing_game" in last and {"class_attention", "gradcam"} <= set(last.attribution.values):
             for measure in ("pointing_game", "pointing_game_exact"):
                 lines += [f"{columns[measure]}, {name}: {beside_gradcam(last[measure])}"]
     return "\n".join(lines)
@@ -176,7 +176,7 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
 
 def beside_gradcam(hits: xr.DataArray) -> str:
     """Class attention's hits beside Grad-CAM's, image by image."""
-    ours, theirs = (hits.sel({"method": method}) for method in ("class_attention", "gradcam"))
+    ours, theirs = (hits.sel(attribution=method) for method in ("class_attention", "gradcam"))
     low, high = tcnn_probe.bootstrap_interval(ours - theirs).values
     verdict = "is ahead" if low > 0 else "is behind" if high < 0 else "and Grad-CAM are not distinguishable"
     return (
@@ -195,10 +195,10 @@ def check(tree: xr.DataTree, *, trained: bool = True) -> int:
         if trained and not accuracy > least:
             print(f"check: {name} did NOT learn: accuracy {accuracy:.3f}, expected more than {least:.3f}")
             seen = False
-        if "class_attention" not in last["method"] or not (name == "PatchConvNet" or len(tree.children) == 1):
+        if "class_attention" not in last["attribution"] or not (name == "PatchConvNet" or len(tree.children) == 1):
             continue
         measure = "pointing_game" if "pointing_game" in last else "insertion_auc"
-        values = last[measure].sel({"method": "class_attention"}) - last[measure].sel({"method": "chance"})
+        values = last[measure].sel(attribution="class_attention") - last[measure].sel(attribution="chance")
         low, high = tcnn_probe.bootstrap_interval(values).values
         verdict = "above" if low > 0 else "NOT above"
         print(f"check: {measure} of {name}'s class attention {verdict} chance, by {low:.2f} to {high:.2f}")

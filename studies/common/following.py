@@ -60,7 +60,7 @@ class Follower:
     args: argparse.Namespace
 
     def follow(self, run: Run, model: nn.Module, title: str) -> xr.Dataset | None:
-        """Train a model; record its pooling at each epoch and score every method at some: (epoch, method, image)."""
+        """Train a model; record its pooling at each epoch, score every method at some: (epoch, attribution, image)."""
         results = self.epochs(run, model, title)
         if not run.probed:
             for _ in results:
@@ -129,7 +129,7 @@ class Follower:
                 model, images, scored, labels, masks=masks, metrics="pointing_game", **batch
             )
             scores["pointing_game_exact"] = exact.pointing_game  # without tolerance
-        scores["saliency"] = maps.to_dataarray("method").reindex(method=scores["method"]).astype("float32")
+        scores["saliency"] = maps.to_dataarray("attribution").reindex(attribution=scores.attribution).astype("float32")
         unrecorded = copy.deepcopy(model).eval()
         scores["probability"] = (("image", "class"), self.logits(unrecorded).softmax(1).numpy())
         scores["top1"] = result.top1

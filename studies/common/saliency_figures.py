@@ -51,16 +51,16 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
         for row, measure in enumerate(measures):
             panel = axes[row, column]
             panel.spines[["top", "right"]].set_visible(False)
-            for place, method in enumerate(scores["method"].values):
-                middle = (len(scores["method"]) - 2) / 2  # chance, the last, has no bars
-                _line(panel, scores[measure].sel({"method": method}), method, place - middle)
+            for place, method in enumerate(scores.attribution.values):
+                middle = (len(scores.attribution) - 2) / 2  # chance, the last, has no bars
+                _line(panel, scores[measure].sel(attribution=method), method, place - middle)
             if column == 0:
                 tolerance = json.loads(scores[measure].attrs.get("options", "{}")).get("tolerance", 0)
                 panel.set_ylabel(MEASURES[measure].format(f"{tolerance:g}"))
         axes[0, column].set_title(f"{name}\naccuracy {float(scores.top1[-1]):.3f}", fontsize=10)
         axes[-1, column].set_xlabel("epoch")
         axes[-1, column].set_xticks(scores.epoch.values)
-    shown = [m for m in COLORS if any(m in node.dataset["method"] for _, node in runs)]
+    shown = [m for m in COLORS if any(m in node.dataset["attribution"] for _, node in runs)]
     handles = [Line2D([], [], color=COLORS[m], ls="--" if m == "chance" else "-", lw=2) for m in shown]
     title = f"means over {runs[0][1].sizes['image']} images; bars: 95 % bootstrap intervals"
     labels = [in_words(method) for method in shown]
@@ -111,11 +111,11 @@ def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
 def _columns(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
     for name, node in tree.children.items():
         last = node.dataset.saliency.isel(epoch=-1)
-        methods = [m for m in last["method"].values if m != "chance"]
+        methods = [m for m in last.attribution.values if m != "chance"]
         if len(tree.children) > 1:
             methods = [m for m in ("gradcam", "class_attention") if m in methods] or methods[:1]
         for method in methods:
-            yield "\n".join([*name.split(", "), in_words(method)]), last.sel({"method": method})
+            yield "\n".join([*name.split(", "), in_words(method)]), last.sel(attribution=method)
 
 
 def draw_by_class(recording: xr.DataTree, scores: xr.Dataset, probed: Probed, count: int) -> Figure:

@@ -45,9 +45,15 @@ def test_scores_of_every_model_and_method(finished: Path) -> None:
     for name, epochs in RUNS.items():
         ds = tree[name].dataset
         attends = [] if "average" in name else ["class_attention"]
-        assert ds["method"].values.tolist() == [*attends, *GRADIENTS, "chance"]
+        assert ds["attribution"].values.tolist() == [*attends, *GRADIENTS, "chance"]
         assert ds.epoch.values.tolist() == [0, epochs]
-        assert dict(ds.saliency.sizes) == {"epoch": 2, "method": len(ds["method"]), "image": 16, "y": 64, "x": 64}
+        assert dict(ds.saliency.sizes) == {
+            "epoch": 2,
+            "attribution": len(ds["attribution"]),
+            "image": 16,
+            "y": 64,
+            "x": 64,
+        }
         for measure in ("pointing_game", "pointing_game_exact", "energy_inside", "deletion_auc", "insertion_auc"):
             assert np.isfinite(ds[measure].values).all(), (name, measure)
         np.testing.assert_allclose(ds.probability.sum("class"), 1, rtol=1e-5)
@@ -56,7 +62,7 @@ def test_scores_of_every_model_and_method(finished: Path) -> None:
 def test_chance_is_the_share_of_the_image(finished: Path) -> None:
     probed = probed_images(digits_loaders(size=64, batch_size=16, seed=0, limit=900, clutter=0)[1].dataset, 16)
     expected = probed.masks.double().mean((1, 2)).numpy()
-    found = scores(finished)["PatchConvNet"].dataset.energy_inside.sel({"method": "chance"})
+    found = scores(finished)["PatchConvNet"].dataset.energy_inside.sel(attribution="chance")
     np.testing.assert_allclose(found.isel(epoch=0), expected)
 
 
@@ -108,10 +114,10 @@ def test_the_check_can_fail(finished: Path, capsys: pytest.CaptureFixture[str]) 
     tree = scores(finished)
     good = tree.map_over_datasets(lambda ds: ds.assign(top1=ds.top1 * 0 + 0.9) if "top1" in ds else ds)
     hits = tree["PatchConvNet"].dataset.pointing_game.copy()
-    hits.loc[{"method": "class_attention"}], hits.loc[{"method": "chance"}] = 1.0, 0.2
+    hits.loc[{"attribution": "class_attention"}], hits.loc[{"attribution": "chance"}] = 1.0, 0.2
     good["PatchConvNet"] = xr.DataTree(good["PatchConvNet"].to_dataset().assign(pointing_game=hits))
     assert study.check(good) == 0
-    hits.loc[{"method": "class_attention"}] = 0.2
+    hits.loc[{"attribution": "class_attention"}] = 0.2
     good["PatchConvNet"] = xr.DataTree(good["PatchConvNet"].to_dataset().assign(pointing_game=hits))
     assert study.check(good) == 1
     assert "NOT above chance" in capsys.readouterr().out
@@ -130,7 +136,7 @@ def test_a_trained_transformer_as_it_is(tmp_path: Path, image_folder: Path, caps
     study.main([*options, "--out", str(tmp_path / "out")])
     ds = scores(tmp_path / "out")["test_vit"].dataset
     methods = ["class_attention", "rollout", "integrated_gradients", "input_x_gradient", "occlusion", "chance"]
-    assert ds["method"].values.tolist() == methods  # no feature map, so no Grad-CAM
+    assert ds["attribution"].values.tolist() == methods  # no feature map, so no Grad-CAM
     assert "pointing_game" not in ds
     assert dict(ds.sizes)["y"] == 160
     printed = capsys.readouterr().out
@@ -143,7 +149,7 @@ def test_a_convnet_gets_an_attention_pool(tmp_path: Path, image_folder: Path) ->
     study.main([*options, "--out", str(tmp_path / "out")])
     tree = scores(tmp_path / "out")
     assert set(tree.children) == {"test_resnet", "test_resnet, attention pooling"}
-    assert "class_attention" in tree["test_resnet, attention pooling"].dataset["method"]
+    assert "class_attention" in tree["test_resnet, attention pooling"].dataset["attribution"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

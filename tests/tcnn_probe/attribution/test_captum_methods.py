@@ -1,7 +1,9 @@
 """captum's methods, as they are called here, on models whose right answer is known."""
 
 import itertools
+from typing import Any
 
+import captum.attr
 import numpy as np
 import pytest
 import timm
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tests.tcnn_probe.attribution.models import CONVOLVED, Linear, OneBlock, bilinear, bright, patchconvnet, transformer
+
+pytestmark = pytest.mark.numerical
 
 
 def images(count: int = 3) -> Tensor:
@@ -94,14 +98,12 @@ def test_occlusion_of_linear_model(window: object, stride: object, used: tuple[t
 
 
 def test_default_window_is_an_eighth_in_steps_of_half() -> None:
-    x = torch.randn(1, 2, 35, 11, dtype=torch.float64)
-    tall = nn.Sequential(nn.AvgPool2d((5, 1)), Linear())
-    default = tcnn_probe.saliency(tall, x, 0, "occlusion")
+    tall, x = nn.Sequential(nn.AvgPool2d((5, 1)), Linear()), torch.randn(1, 2, 35, 11, dtype=torch.float64)
     stated = tcnn_probe.saliency(tall, x, 0, "occlusion", window=(4, 1), stride=(2, 1))
-    np.testing.assert_array_equal(default, stated)
+    np.testing.assert_array_equal(tcnn_probe.saliency(tall, x, 0, "occlusion"), stated)
 
 
-@pytest.mark.parametrize(("batch_size", "largest"), [(1, 1), (2, 2), (3, 3), (8, 6), (10, 9)])
+@pytest.mark.parametrize(("batch_size", "largest"), [(1, 1), (2, 2), (8, 6)])
 def test_occlusion_covers_as_many_at_a_time_as_fit(batch_size: int, largest: int) -> None:
     """Of 3 images."""
     model, seen = Linear(), []
@@ -124,14 +126,11 @@ def grad_cam(model: nn.Module, layer: nn.Module, x: Tensor, target: list[int]) -
     return np.stack(maps)
 
 
-@pytest.mark.parametrize(
-    ("name", "layer", "default"),
-    [("resnet10t", "layer4", True), ("resnet10t", "layer3.0.conv1", False), ("resnet10t", "layer2", False)],
-)
-def test_gradcam_by_hand(name: str, layer: str, default: bool) -> None:
+@pytest.mark.parametrize(("layer", "default"), [("layer4", True), ("layer3.0.conv1", False)])
+def test_gradcam_by_hand(layer: str, default: bool) -> None:
     """In a network whose ReLUs work in place."""
     torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=5).eval().double()
+    model = timm.create_model("resnet10t", num_classes=5).eval().double()
     for p in model.parameters():
         p.data.add_(0.05 * torch.randn_like(p))
     x = torch.randn(2, 3, 64, 160, dtype=torch.float64)
@@ -150,10 +149,7 @@ def test_gradcam_by_hand(name: str, layer: str, default: bool) -> None:
     ("make", "size", "layer"),
     [
         (lambda: timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)), (64, 96), "norm_pre"),
-        (lambda: timm.create_model("efficientnet_b0"), (64, 96), "bn2"),
-        (lambda: timm.create_model("mobilevit_xxs"), (64, 96), "final_conv"),
         (patchconvnet, CONVOLVED, "blocks"),
-        (lambda: patchconvnet("_multi", 16), CONVOLVED, "blocks"),
         (OneBlock, (12, 20), "act"),
     ],
 )
@@ -164,19 +160,15 @@ def test_default_layer_of_gradcam(make: object, size: tuple[int, int], layer: st
     assert maps.attrs["layer"] == layer
 
 
+SWIN: dict[str, Any] = {"img_size": (56, 84), "depths": (1, 1), "embed_dim": 16, "num_heads": (1, 2)}
+
+
 @pytest.mark.parametrize(
     ("make", "size", "layer", "message"),
     [
         (lambda: transformer("deit_tiny_patch16_224"), (24, 40), None, r"works on tokens \('blocks.0.attn'.*layer="),
-        (lambda: timm.create_model("mixer_s32_224", img_size=(64, 96)), (64, 96), None, "works on token"),
-        (
-            lambda: timm.create_model(
-                "swin_tiny_patch4_window7_224", img_size=(56, 84), depths=(1, 1), embed_dim=16, num_heads=(1, 2)
-            ),
-            (56, 84),
-            None,
-            "works on tokens",
-        ),
+        (lambda: timm.create_model("mixer_s32_224", img_size=(64, 96)), (64, 96), None, "works on tokens"),
+        (lambda: timm.create_model("swin_tiny_patch4_window7_224", **SWIN), (56, 84), None, "works on tokens"),
         (lambda: transformer("deit_tiny_patch16_224"), (24, 40), "norm", "the map of 'norm' has shape"),
         (lambda: timm.create_model("resnet10t"), (32, 32), None, None),
         (lambda: timm.create_model("resnet10t"), (64, 32), "layer5", "no layer 'layer5'; model.named_modules"),
@@ -193,38 +185,70 @@ def test_gradcam_needs_a_feature_map(make: object, size: tuple[int, int], layer:
         tcnn_probe.saliency(model, x, method="gradcam", layer=layer)
 
 
-@pytest.mark.parametrize("method", ["gradcam", "integrated_gradients", "input_x_gradient", "occlusion"])
-def test_every_method_points_at_the_block(method: str) -> None:
-    model, x = OneBlock(), bright()
-    maps = tcnn_probe.saliency(model, x, 1, method)
-    mask = model.mask(3)
-    if method == "gradcam":  # knows no places beyond those of the feature map: all of it is bright
-        assert (maps > 0).all()
-        return
-    assert tcnn_probe.attribution.pointing_game(torch.tensor(maps.values), mask).tolist() == [1, 1, 1]
-    least = 0.6 if method == "occlusion" else 1
-    assert (tcnn_probe.attribution.energy_inside(torch.tensor(maps.values), mask) >= least).all()
+@pytest.mark.parametrize(
+    ("method", "options", "of_weights"),
+    [
+        ("Saliency", {}, lambda w: w.abs().sum(0)),
+        ("Saliency", {"abs": False, "absolute": True}, lambda w: w.sum(0).abs()),
+        (captum.attr.Saliency, {"abs": False}, lambda w: w.sum(0)),
+        ("Deconvolution", {}, lambda w: w.sum(0)),
+        ("NeuronGradient", {"layer": "1", "neuron_selector": (1,)}, lambda w: w.sum(0)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Setting backward hooks on ReLU activations")
+def test_any_class_of_captum(method: Any, options: dict[str, Any], of_weights: Any) -> None:
+    """The gradient of a linear model is its weights."""
+    model, x = nn.Sequential(nn.Identity(), Linear()), images()
+    maps = tcnn_probe.saliency(model, x, 1, method, **options)
+    by_hand = of_weights(model[1].weight[1]).detach()
+    np.testing.assert_allclose(maps, by_hand.expand(3, -1, -1), atol=1e-12)
+    name = method if isinstance(method, str) else method.__name__
+    assert maps.attrs["method"] == name
+    assert maps.attrs["source"] == f"captum's {name}"
+
+
+@pytest.mark.parametrize("method", ["DeepLift", "GradientShap", "GuidedGradCam", "FeatureAblation"])
+@pytest.mark.filterwarnings("ignore:Setting ")
+def test_classes_of_every_kind_run(method: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+    x = torch.randn(3, 3, 11, 13)
+    squares = torch.arange(11 * 13).view(1, 1, 11, 13) // 40
+    options = {"feature_mask": squares} if method == "FeatureAblation" else {}
+    maps = tcnn_probe.saliency(model, x, 2, method, batch_size=2, **options)
+    assert maps.shape == (3, 11, 13)
+    assert np.isfinite(maps).all()
+    assert (maps != 0).any(("y", "x")).all()
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("method", "options", "error", "message"),
     [
-        ({"window": (8, 3)}, ValueError, r"window within the image's \(7, 11\) pixels, got \(8, 3\)"),
-        ({"window": 0}, ValueError, "window within"),
-        ({"window": 3, "stride": 4}, ValueError, r"stride from 1 to the window's \(3, 3\) pixels, got 4"),
-        ({"baseline": torch.zeros(3, 7, 11)}, ValueError, r"broadcasts to \(2, 7, 11\), got shape \(3, 7, 11\)"),
-        ({"baseline": torch.zeros(3, 2, 7, 11)}, ValueError, "broadcasts to"),
-        ({"steps": 3}, TypeError, r"'occlusion' has no option 'steps'; it has \['absolute', 'baseline', 'stride'"),
+        ("occlusion", {"window": (8, 3)}, ValueError, r"window within the image's \(7, 11\) pixels, got \(8, 3\)"),
+        ("occlusion", {"window": 3, "stride": 4}, ValueError, r"from 1 to the window's \(3, 3\) pixels, got 4"),
+        ("occlusion", {"baseline": torch.zeros(3, 7, 11)}, ValueError, r"to \(2, 7, 11\), got shape \(3, 7, 11\)"),
+        ("occlusion", {"baseline": torch.zeros(3, 2, 7, 11)}, ValueError, "broadcasts to"),
+        (
+            "occlusion",
+            {"steps": 3},
+            TypeError,
+            r"no option 'steps' here; it has \['absolute', 'baseline', 'stride', 'win",
+        ),
+        ("input_x_gradient", {"baseline": 0.0}, TypeError, r"InputXGradient has no option 'baseline' here"),
+        ("LayerGradCam", {"layer": "", "n_steps": 3}, TypeError, r"LayerGradCam has no option 'n_steps' here"),
+        ("NoiseTunnel", {}, ValueError, "one of .*'occlusion'.* got 'NoiseTunnel'"),
     ],
 )
-def test_bad_options(options: dict[str, object], error: type[Exception], message: str) -> None:
+def test_bad_options(method: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        tcnn_probe.saliency(Linear(), images(), method="occlusion", **options)  # type: ignore[arg-type]
+        tcnn_probe.saliency(Linear(), images(), method=method, **options)
 
 
-def test_bad_interpolation() -> None:
-    for method in ("gradcam", "class_attention", "rollout"):
-        model = OneBlock() if method == "gradcam" else transformer("deit_tiny_patch16_224")
-        x = bright() if method == "gradcam" else torch.randn(1, 3, 24, 40)
-        with pytest.raises(ValueError, match=r"interpolation='bilinear' or 'nearest', got 'bicubic'"):
-            tcnn_probe.saliency(model, x, method=method, interpolation="bicubic")
+@pytest.mark.parametrize("method", ["gradcam", "class_attention", "rollout"])
+def test_bad_interpolation(method: str) -> None:
+    model, x = (
+        (OneBlock(), bright())
+        if method == "gradcam"
+        else (transformer("deit_tiny_patch16_224"), torch.randn(1, 3, 24, 40))
+    )
+    with pytest.raises(ValueError, match=r"interpolation='bilinear' or 'nearest', got 'bicubic'"):
+        tcnn_probe.saliency(model, x, method=method, interpolation="bicubic")

@@ -8,8 +8,9 @@ from torch import Tensor
 from tcnn_probe.attribution import area_under, deletion_curve, insertion_curve
 from tcnn_probe.attribution.deletion import pixel_order
 from tcnn_probe.attribution.pixels import blurred
-from tests.tcnn_probe.attribution.models import Linear, OneBlock, bright
+from tests.tcnn_probe.attribution.models import Linear
 
+pytestmark = pytest.mark.numerical
 GENERATOR = torch.Generator().manual_seed(7)
 IMAGES = torch.randn(3, 2, 7, 11, dtype=torch.float64, generator=GENERATOR)
 MAPS = torch.randn(3, 7, 11, dtype=torch.float64, generator=GENERATOR)
@@ -34,21 +35,21 @@ def by_hand(model: Linear, start: Tensor, end: Tensor, steps: int) -> tuple[list
     return [round(step * 77 / steps) / 77 for step in range(steps + 1)], curves
 
 
-@pytest.mark.parametrize("steps", [1, 5, 77])
-@pytest.mark.parametrize("batch_size", [1, 2, 100])
-@pytest.mark.parametrize("baseline", [0.0, 0.4, torch.linspace(0, 1, 2)[:, None, None]])
+@pytest.mark.parametrize(
+    ("steps", "batch_size", "baseline"), [(1, 100, 0.0), (5, 2, torch.tensor([[[0.0]], [[1.0]]])), (77, 1, 0.4)]
+)
 def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None:
     model, target = Linear(), torch.tensor(TARGETS)
     end = torch.zeros_like(IMAGES) + baseline
     shares, curves = by_hand(model, IMAGES, end, steps)
     found = deletion_curve(model, IMAGES, MAPS, target, steps=steps, baseline=baseline, batch_size=batch_size)
     np.testing.assert_allclose(found[0], shares, atol=1e-12)
-    np.testing.assert_allclose(found[1], curves, atol=1e-6 if isinstance(baseline, Tensor) else 1e-12)
+    np.testing.assert_allclose(found[1], curves, atol=1e-12)
     areas = [
         sum((b - a) * (p + q) / 2 for a, b, p, q in zip(shares, shares[1:], curve, curve[1:], strict=False))
         for curve in curves
     ]
-    np.testing.assert_allclose(area_under(*found), areas, atol=1e-6)
+    np.testing.assert_allclose(area_under(*found), areas, atol=1e-12)
 
 
 def test_insertion() -> None:
@@ -90,24 +91,6 @@ def test_order_of_equal_pixels_is_random_and_the_same_for_all_images() -> None:
     assert torch.equal(order, pixel_order(maps.half()))
 
 
-def test_true_map_beats_chance_and_chance_the_inverse() -> None:
-    model, x = OneBlock(), bright()
-    target = torch.tensor([1, 1, 1])
-    truth = model.mask(3).float()
-    areas = {
-        kind: [area_under(*curve(model, x, maps, target)) for curve in (deletion_curve, insertion_curve)]
-        for kind, maps in {"truth": truth, "constant": torch.zeros(3, 12, 20), "inverse": -truth}.items()
-    }
-    for better, worse in (("truth", "constant"), ("constant", "inverse")):
-        assert (areas[better][0] < areas[worse][0] - 0.05).all()
-    start = {
-        kind: area_under(*insertion_curve(model, x, maps, target, start=0.0))
-        for kind, maps in {"truth": truth, "constant": torch.zeros(3, 12, 20), "inverse": -truth}.items()
-    }
-    assert (start["truth"] > start["constant"] + 0.05).all()
-    assert (start["constant"] > start["inverse"] + 0.05).all()
-
-
 def test_nan_maps_have_no_area() -> None:
     maps = MAPS.clone()
     maps[1, 2, 3] = torch.nan
@@ -118,7 +101,10 @@ def test_nan_maps_have_no_area() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"steps": 0}, "positive number of steps, got 0"), ({"start": "noise"}, "start='blur', a number or an image")],
+    [
+        ({"steps": 0}, "positive number of steps, got 0"),
+        ({"start": "noise"}, "expected 'blur', a number or an image, got 'noise'"),
+    ],
 )
 def test_bad_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -9,6 +9,7 @@ from tcnn_probe.attribution import captum_maps, infidelity, sensitivity
 from tcnn_probe.attribution.perturbation import random_squares
 from tests.tcnn_probe.attribution.models import Linear, OneBlock, bright
 
+pytestmark = pytest.mark.numerical
 IMAGES = torch.randn(3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.tensor([2, 0, 1])
 
@@ -24,8 +25,7 @@ def test_contributions_of_a_linear_model_are_faithful() -> None:
     assert infidelity(model, IMAGES, maps * torch.nan, TARGETS).isnan().all()
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 2, 4, 50])
+@pytest.mark.parametrize(("batch_size", "normalize"), [(1, True), (4, False), (4, True), (50, True)])
 def test_infidelity_by_hand(batch_size: int, normalize: bool) -> None:
     model, x = OneBlock(), bright()
     maps = torch.rand(3, 12, 20, generator=torch.Generator().manual_seed(4))
@@ -62,7 +62,7 @@ def test_squares() -> None:
     assert random_squares(2, (1, 1), seed=0).all()
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 4, 50])
+@pytest.mark.parametrize("batch_size", [1, 4, 50])
 def test_sensitivity_by_hand(batch_size: int) -> None:
     model = Linear()
     noise = torch.rand(5, 2, 7, 11, generator=torch.Generator().manual_seed(6)) * 2 - 1
@@ -86,13 +86,12 @@ def test_constant_explanation_is_not_sensitive() -> None:
     assert found.tolist() == [0, 0, 0]
 
 
-def test_no_samples() -> None:
-    with pytest.raises(ValueError, match="positive number of samples, got 0"):
-        infidelity(Linear(), IMAGES, IMAGES[:, 0], TARGETS, samples=0)
-    with pytest.raises(ValueError, match="positive number of samples, got 0"):
-        sensitivity(Linear(), IMAGES, lambda x, target: x[:, 0], TARGETS, samples=0)
-    with pytest.raises(ValueError, match="positive radius, got -1"):
-        sensitivity(Linear(), IMAGES, lambda x, target: x[:, 0], TARGETS, radius=-1)
+@pytest.mark.parametrize(
+    ("options", "message"), [({"samples": 0}, "samples, got 0"), ({"radius": -1}, "radius, got -1")]
+)
+def test_bad_options(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"expected a positive .*{message}"):
+        sensitivity(Linear(), IMAGES, lambda x, target: x[:, 0], TARGETS, **options)
 
 
 def test_a_method_that_changes_its_images_in_place() -> None:

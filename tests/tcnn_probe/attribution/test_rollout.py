@@ -10,6 +10,8 @@ import tcnn_probe
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attribution.models import CONVOLVED, SIZE, bilinear, patchconvnet, transformer
 
+pytestmark = pytest.mark.numerical
+
 
 def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.ndarray:
     """Every layer's matrix of every image, those of class attention over the token and the patches, multiplied.
@@ -43,7 +45,6 @@ def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.nda
 @pytest.mark.parametrize(
     ("name", "prefix", "token"),
     [
-        ("deit_tiny_patch16_224", 1, 0),
         ("deit_tiny_distilled_patch16_224", 2, 0),
         ("cait_xxs24_224", 0, 1),
         ("vit_base_patch16_siglip_224", 0, 1),
@@ -88,7 +89,6 @@ SMALL = {"num_classes": 3, "depths": (1, 1), "embed_dim": 16, "num_heads": (1, 2
         ),
         (lambda: timm.create_model("resnet10t"), CONVOLVED, "no attention was seen"),
         (patchconvnet, CONVOLVED, "here only 'pool.block.attn' attends: use 'class_attention'"),
-        (lambda: patchconvnet("_multi", 15), CONVOLVED, "here only 'pool.block.attn' attends: use 'class_attention'"),
     ],
 )
 def test_what_cannot_be_followed(model: object, size: tuple[int, int], message: str) -> None:
