@@ -48,6 +48,7 @@ def captum_maps(
     model: nn.Module,
     images: Tensor,
     target: Tensor,
+    /,
     *,
     batch_size: int = 32,
     **options: Any,

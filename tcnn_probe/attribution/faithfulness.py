@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from tcnn_probe.attribution.captum_methods import captum
 from tcnn_probe.attribution.deletion import area_under
 from tcnn_probe.attribution.given_maps import as_masks, find_attributions, targets_of
-from tcnn_probe.attribution.methods import Attribution
+from tcnn_probe.attribution.methods import Attribution, as_json
 from tcnn_probe.attribution.metrics import METRICS, Metric
 from tcnn_probe.attribution.saliency import maps_of
 from tcnn_probe.attribution.targets import find_targets
@@ -103,14 +104,17 @@ def faithfulness(
         targets = find_targets(model, images, given, batch_size)
         maps = [maps_of(one, model, images, targets, batch_size, bar.update)[0] for one in attributions]
         for name, metric in chosen.items():
-            for one, of_one in zip(attributions, maps, strict=True):
+            for one, judged in zip(attributions, maps, strict=True):
                 if metric.takes == "masks":
-                    score = metric.function(of_one, masks, **used[name])
+                    score = metric.function(judged, masks, **used[name])
                 elif metric.takes == "others":
-                    score = torch.stack([metric.function(of_one, other) for other in maps])
+                    score = torch.stack([metric.function(judged, other) for other in maps])
+                elif metric.takes == "method" and one.explain is None:
+                    score = torch.full((len(images),), torch.nan, dtype=torch.float64)
                 else:
-                    score = _of_model(metric, one, of_one, model, images, targets, batch_size, used[name])
-                found[name].append(score)
+                    what = partial(_explain, one, model, batch_size) if metric.takes == "method" else judged
+                    score = metric.function(model, images, what, targets, batch_size=batch_size, **used[name])
+                found[name].append(area_under(*score) if isinstance(score, tuple) else score)
                 bar.update(len(images))
 
     names = np.array([one.name for one in attributions], dtype=object)
@@ -133,11 +137,7 @@ def _choose(
     """The metrics, if they can be computed."""
     given = [one.name for one in attributions if one.explain is None]
     if metrics is None:
-        lacking = {
-            "masks": not has_masks,
-            "method": len(given) == len(attributions),
-            "others": len(attributions) == 1,
-        }
+        lacking = {"masks": not has_masks, "method": len(given) == len(attributions), "others": len(attributions) == 1}
         names = [name for name, metric in METRICS.items() if not lacking.get(metric.takes)]
     else:
         names = [metrics] if isinstance(metrics, str) else list(metrics)
@@ -157,27 +157,11 @@ def _used(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str
     return {name: settings[name] for name in inspect.signature(function).parameters if name in settings}
 
 
-def _of_model(
-    metric: Metric,
-    one: Attribution,
-    maps: Tensor,
-    model: nn.Module,
-    images: Tensor,
-    targets: Tensor,
-    batch_size: int,
-    options: Mapping[str, Any],
-) -> Tensor:
-    """What a metric that runs the model says of one method, shape (B,)."""
-    judged: Any = maps
-    if metric.takes == "method":
-        if (explain := one.explain) is None:
-            return torch.full((len(maps),), torch.nan, dtype=torch.float64)
-        judged = lambda x, target: explain(model, x, target, batch_size)[0]  # noqa: E731
-    found = metric.function(model, images, judged, targets, batch_size=batch_size, **options)
-    return area_under(*found) if isinstance(found, tuple) else found
+def _explain(one: Attribution, model: nn.Module, batch_size: int, images: Tensor, targets: Tensor) -> Tensor:
+    assert one.explain is not None
+    return one.explain(model, images, targets, batch_size)[0]
 
 
 def _variable(metric: Metric, values: Tensor, options: Mapping[str, Any]) -> xr.Variable:
     dims = ("attribution", "other", "image") if metric.takes == "others" else ("attribution", "image")
-    said = json.dumps(options, default=lambda x: f"tensor of shape {tuple(x.shape)}")
-    return xr.Variable(dims, values.numpy(), metric.attrs | {"options": said})
+    return xr.Variable(dims, values.numpy(), metric.attrs | {"options": as_json(options)})

@@ -13,7 +13,7 @@ from tcnn_probe.attribution.captum_methods import captum_class, captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.rollout import rollout
 
-__all__ = ["METHODS", "Attribution", "Method", "OwnMethod", "find_methods", "name_of"]
+__all__ = ["METHODS", "Attribution", "Method", "OwnMethod", "as_json", "find_methods", "name_of"]
 
 OwnMethod = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """A method of the user's: model, images (B, C, H, W) and targets (B,) to maps (B, H, W)."""
@@ -136,8 +136,13 @@ def _about(method: Method, options: Mapping[str, Any], by: str = "") -> dict[str
         "units": method.units,
         "definition": method.definition,
         "source": "; by ".join(part for part in (method.source, by) if part),
-        "options": json.dumps(said, default=lambda x: f"of shape {tuple(x.shape)}" if hasattr(x, "shape") else str(x)),
+        "options": as_json(said),
     }
+
+
+def as_json(options: Mapping[str, Any]) -> str:
+    """Options as an attribute; of arrays, the shape."""
+    return json.dumps(options, default=lambda x: f"of shape {tuple(x.shape)}" if hasattr(x, "shape") else str(x))
 
 
 def _checked(method: OwnMethod, name: str, model: nn.Module, images: Tensor, target: Tensor) -> Tensor:

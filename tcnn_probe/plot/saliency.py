@@ -1,6 +1,6 @@
 """Saliency over images."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -8,9 +8,6 @@ import xarray as xr
 from tcnn_probe.plot.given import as_array, as_images, select_others
 from tcnn_probe.plot.pictures import draw_image, draw_map
 from tcnn_probe.plot.style import MAPS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 __all__ = ["saliency_overlay"]
 
@@ -105,9 +102,5 @@ def _new_axes(images: np.ndarray, methods: list[str]) -> np.ndarray:
     for panel, image in zip(panels[:, 0], images, strict=True):
         draw_image(panel, image)
     for panel, name in zip(panels[0], ["image", *methods], strict=True):
-        _title(panel, name)
+        panel.set_title(name.replace("_", " "), fontsize=9)
     return np.asarray(panels)
-
-
-def _title(panel: "Axes", name: str) -> None:
-    panel.set_title(name.replace("_", " "), fontsize=9)

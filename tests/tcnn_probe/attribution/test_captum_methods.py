@@ -48,7 +48,8 @@ def test_baseline(method: str, baseline: float | Tensor) -> None:
 def test_integrated_gradients_are_complete() -> None:
     """Their sum is the score's difference from the baseline's, of a model that is not linear."""
     model, x = patchconvnet().double(), torch.randn(2, 3, *CONVOLVED)
-    maps = tcnn_probe.saliency(model, x, 3, "integrated_gradients", n_steps=256)
+    options = {"n_steps": 256, "method": "gausslegendre"}  # a name of captum's, and of saliency's
+    maps = tcnn_probe.saliency(model, x, 3, ["IntegratedGradients"], IntegratedGradients=options).IntegratedGradients
     with torch.no_grad():
         difference = (model(x.double()) - model(torch.zeros_like(x).double()))[:, 3]
     assert difference.abs().min() > 0.1
