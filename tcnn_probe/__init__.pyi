@@ -1,3 +1,4 @@
+from . import attribution as attribution
 from . import plot as plot
 from .attention.call import AttentionCall as AttentionCall
 from .attention.stream import attention_stream as attention_stream

@@ -1,4 +1,4 @@
-"""Which package may import which, read from the sources, and that neither needs an optional dependency."""
+"""Which part may import which, read from the sources; and what works without an optional dependency."""
 
 import ast
 import subprocess
@@ -9,13 +9,27 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# The fine-tuning loop, and what the root of tcnn_model re-exports of it.
-LOOP = {
-    "tcnn_model.training",
-    "tcnn_model.finetune",
-    "tcnn_model.EpochResult",
-    "tcnn_model.parameter_groups",
+
+# What each part of tcnn_probe may import of the others. Every part stands below those that import it.
+PARTS: dict[str, set[str]] = {
+    "schema": set(),
+    "bootstrap": set(),
+    "hooks": set(),
+    "models": {"hooks"},
+    "provenance": set(),
+    "attention": {"hooks", "models"},
+    "storage": {"schema"},
+    "heads": {"schema"},
+    "probes": {"attention", "hooks", "schema"},
+    "recording": {"attention", "hooks", "models", "probes", "provenance", "schema", "storage"},
+    "interventions": {"attention", "hooks", "models"},
+    "attribution": {"attention", "models", "provenance"},
+    "perturbations": {"bootstrap", "models", "provenance"},
+    "plot": {"bootstrap", "heads", "perturbations", "schema"},
 }
+
+# The fine-tuning loop, and what the root of tcnn_model re-exports of it.
+LOOP = {"tcnn_model.training", "tcnn_model.finetune", "tcnn_model.EpochResult", "tcnn_model.parameter_groups"}
 # studies/ is a folder of scripts: their modules are imported by their own names as well.
 STUDIES = {"studies", *(p.stem for p in (ROOT / "studies").glob("*") if p.suffix == ".py" or p.is_dir())}
 
@@ -45,24 +59,55 @@ def _violations(folder: str, forbidden: set[str]) -> list[str]:
     return [f"{f.relative_to(ROOT)}: {name}" for f in files for name in _imports(f) if _within(name, forbidden)]
 
 
+def _strays(package: Path) -> list[str]:
+    """Imports of one part by another that the table does not allow."""
+    parts = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert parts - {"__init__"} == PARTS.keys()
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        part = file.relative_to(package).with_suffix("").parts[0]
+        for name in _imports(file) if part != "__init__" else ():
+            other = name.split(".")[1] if name.startswith("tcnn_probe.") else part
+            if other in PARTS and other not in PARTS[part] | {part}:
+                found.append(f"{file.relative_to(package)}: {name}")
+    return found
+
+
+def test_parts_import_downwards() -> None:
+    assert _strays(ROOT / "tcnn_probe") == []
+    below: set[str] = set()
+    for part, allowed in PARTS.items():  # the order of the table is one in which no part imports a later one
+        assert allowed <= below, part
+        below.add(part)
+
+
+def test_the_table_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    package = tmp_path / "tcnn_probe"
+    for part in PARTS:
+        (package / part).mkdir(parents=True)
+        (package / part / "__init__.py").write_text("")
+    assert _strays(package) == []
+    (package / "storage" / "commit.py").write_text("from tcnn_probe.recording import recorder")
+    assert _strays(package) == ["storage/commit.py: tcnn_probe.recording", "storage/commit.py: tcnn_probe.recording.recorder"]
+
+
 @pytest.mark.parametrize(
     ("folder", "forbidden"),
     [
         ("tcnn_model", {"tcnn_probe", "tests", *STUDIES}),
         ("tcnn_probe", {"tests", *STUDIES, *LOOP}),
     ],
+    ids=["tcnn_model", "tcnn_probe"],
 )
 def test_dependency_direction(folder: str, forbidden: set[str]) -> None:
     assert _violations(folder, forbidden) == []
 
 
 def test_only_studies_and_their_tests_import_studies() -> None:
-    free = {"studies", "tests"}
-    files = [f for f in ROOT.rglob("*.py") if not f.relative_to(ROOT).parts[0].startswith(".")]
-    others = [f for f in files if f.relative_to(ROOT).parts[0] not in free]
-    others += (ROOT / "tests" / "tcnn_model").rglob("*.py")
-    others += (ROOT / "tests" / "tcnn_probe").rglob("*.py")
-    assert [f"{f}: {name}" for f in others for name in _imports(f) if _within(name, STUDIES)] == []
+    files = [f for f in ROOT.rglob("*.py") if f.relative_to(ROOT).parts[0] in ("benchmarks", "docs", "tests")]
+    files = [f for f in files if f.relative_to(ROOT).parts[:2] != ("tests", "studies") and f.parent != ROOT / "tests"]
+    assert [f"{f}: {name}" for f in files for name in _imports(f) if _within(name, STUDIES)] == []
 
 
 @pytest.mark.parametrize(
@@ -71,12 +116,10 @@ def test_only_studies_and_their_tests_import_studies() -> None:
         ("import tcnn_model.training.finetune", True),
         ("from tcnn_model import finetune", True),
         ("from tcnn_model import GPSA, parameter_groups", True),
-        ("from tcnn_model.training.optimization import set_drop_path", True),
-        ("from ..tcnn_model.finetune import evaluate", True),
+        ("from ..tcnn_model.training import finetune", True),
         ("def f():\n    import tcnn_model.training.finetune as loop", True),
         ("import importlib\nimportlib.import_module('tcnn_model.training.finetune')", True),
         ("from tcnn_model import GPSA", False),
-        ("import tcnn_model", False),
     ],
 )
 def test_the_walk_finds_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, expected: bool) -> None:
@@ -86,25 +129,63 @@ def test_the_walk_finds_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert bool(_violations("tcnn_probe", LOOP)) == expected
 
 
-@pytest.mark.parametrize(
-    ("package", "blocked"),
-    [
-        (
-            "tcnn_model",
-            ("zarr", "xarray", "captum", "scipy", "triton", "matplotlib", "sklearn", "tcnn_probe", "studies"),
-        ),
-        ("tcnn_probe", ("captum", "scipy", "triton", "matplotlib", "sklearn", "studies")),
-    ],
-)
-def test_imports_without_optional_dependencies(package: str, blocked: tuple[str, ...]) -> None:
-    # None in sys.modules makes an import raise ModuleNotFoundError, and reads as "not installed" to find_spec: what
-    # torch asks about Triton.
-    program = f"""
-import sys
-sys.modules.update(dict.fromkeys({blocked!r}))
-import {package}
-for name in {package}.__all__:
-    getattr({package}, name)
-"""
+def _run_without(packages: tuple[str, ...], program: str) -> None:
+    """Run a program where these packages are not installed.
+
+    None in sys.modules makes an import raise ModuleNotFoundError, and reads as "not installed" to find_spec, which is
+    what torch asks about Triton.
+    """
+    program = f"import sys\nsys.modules.update(dict.fromkeys({packages!r}))\n{program}"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_tcnn_model_needs_torch_and_timm_only() -> None:
+    others = ("zarr", "xarray", "captum", "scipy", "triton", "matplotlib", "sklearn", "tcnn_probe", "studies")
+    _run_without(others, "import tcnn_model\nfor name in tcnn_model.__all__:\n    getattr(tcnn_model, name)")
+
+
+def test_public_names_need_no_optional_dependency() -> None:
+    others = ("captum", "scipy", "triton", "matplotlib", "sklearn", "studies")
+    _run_without(others, "import tcnn_probe\nfor name in tcnn_probe.__all__:\n    getattr(tcnn_probe, name)")
+
+
+def test_importing_the_probe_imports_little() -> None:
+    program = "import tcnn_probe\nassert not {'torch', 'timm', 'xarray', 'zarr', 'matplotlib'} & {*sys.modules}"
+    _run_without((), program)
+
+
+def test_reading_needs_no_torch(tmp_path: Path) -> None:
+    """A recording opens, types of heads are decided and plots are drawn on a laptop without torch and timm."""
+    import tests.tcnn_probe.storage.tables as tables
+
+    store = tables.create(tmp_path / "run.zarr")
+    tables.add(store, 0)
+    store.close()
+    program = f"""
+import matplotlib
+matplotlib.use("Agg")
+import numpy as np
+import xarray as xr
+import tcnn_probe
+tree = tcnn_probe.open({str(tmp_path / "run.zarr")!r})
+ds = tree.dataset
+heads = xr.Dataset(
+    {{
+        "gate": (("epoch", "layer", "head"), np.full((1, 1, 2), 0.9)),
+        "positional_entropy": (("epoch", "layer", "head"), np.full((1, 1, 2), 0.1)),
+        "attention_distance": (("epoch", "layer", "head"), np.full((1, 1, 2), 1.0)),
+        "uniform_entropy": (("epoch", "layer"), np.full((1, 1), 3.0)),
+        "uniform_distance": (("epoch", "layer"), np.full((1, 1), 4.0)),
+    }},
+    {{"epoch": [0], "layer": ["a"], "head": [0, 1]}},
+)
+assert (tcnn_probe.head_types(heads) == "convolutional").all()
+tcnn_probe.plot.evolution(heads.gate)
+maps = xr.DataArray(np.ones((2, 4, 5)), dims=("head", "y", "x"))
+tcnn_probe.plot.attention_grid(maps)
+correct = xr.Dataset({{"correct_clean": (("model", "image"), np.ones((1, 4), bool))}}, {{"model": ["cnn"]}})
+assert callable(tcnn_probe.plot.robustness)
+assert "torch" not in [name for name, module in sys.modules.items() if module is not None]
+"""
+    _run_without(("torch", "timm"), program)
