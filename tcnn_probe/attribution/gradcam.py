@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model.pooling.attention_pool import AttentionPool2d
-from tcnn_probe.attention.feature_maps import Scene
-from tcnn_probe.attention.prefix import Prefix
+from tcnn_probe.attention.feature_maps import FeatureMaps
+from tcnn_probe.attention.layout import Prefix
 from tcnn_probe.attribution.class_attention import interpolation_mode
 from tcnn_probe.attribution.given import captum, find_layer
 from tcnn_probe.models import layer_names
@@ -71,7 +71,7 @@ def last_spatial_layer(model: nn.Module, images: Tensor) -> tuple[str, nn.Module
     Raises:
         ValueError: there is none, or tokens are worked on afterwards: then it is not what the classifier sees.
     """
-    scene = Scene(Prefix())
+    scene = FeatureMaps(Prefix())
     scene.enter([images], whole_model=True)
     ran: list[_Ran] = []
     with _watching(model, scene, ran):
@@ -89,7 +89,7 @@ def last_spatial_layer(model: nn.Module, images: Tensor) -> tuple[str, nn.Module
 
 
 @contextmanager
-def _watching(model: nn.Module, scene: Scene, ran: list[_Ran]) -> Iterator[None]:
+def _watching(model: nn.Module, scene: FeatureMaps, ran: list[_Ran]) -> Iterator[None]:
     names = layer_names(model)
     pools = {part for module in names if isinstance(module, AttentionPool2d) for part in module.modules()}
 
@@ -109,7 +109,7 @@ def _watching(model: nn.Module, scene: Scene, ran: list[_Ran]) -> Iterator[None]
             handle.remove()
 
 
-def _grid(x: Any, scene: Scene) -> tuple[int, int] | None:
+def _grid(x: Any, scene: FeatureMaps) -> tuple[int, int] | None:
     """Height and width of a feature map (B, C, H, W) of more than one pixel."""
     if not isinstance(x, Tensor) or x.ndim != 4:
         return None
@@ -117,7 +117,7 @@ def _grid(x: Any, scene: Scene) -> tuple[int, int] | None:
     return grid if grid[0] * grid[1] > 1 and scene.shows(grid) else None
 
 
-def _tokens(x: Any, scene: Scene) -> bool:
+def _tokens(x: Any, scene: FeatureMaps) -> bool:
     """Whether these are tokens: (B, N, d), or (B, H, W, d) as Swin has them."""
     if not isinstance(x, Tensor) or x.ndim not in (3, 4):
         return False

@@ -29,7 +29,7 @@ def test_of_a_layer_whose_attention_is_even(geometry: str) -> None:
     x = torch.randn(2, 5, 7, 11)
     with torch.no_grad():
         layer.raw_locality.fill_(-40.0)
-    found = even.even_gated_attention(layer.gated_attention(x))
+    found = even.uniform_gated_attention(layer.gated_attention(x))
     expected = gpsa_statistics(layer, x)
     for name, of_heads in (("uniform_entropy", "entropy"), ("uniform_distance", "attention_distance")):
         assert found[name].shape == (2,)
@@ -39,7 +39,7 @@ def test_of_a_layer_whose_attention_is_even(geometry: str) -> None:
 def test_of_padding_that_is_wider_behind() -> None:
     """Four queries 2 pixels apart on 7 x 11, from the pixel that is the kernel's centre."""
     layer = GPSA(5, 3, (4, 3), padding="same", stride=2)
-    found = even.even_gated_attention(layer.gated_attention(torch.randn(1, 5, 7, 11)))
+    found = even.uniform_gated_attention(layer.gated_attention(torch.randn(1, 5, 7, 11)))
     axes = [(7, 4, (4 - 1) * 2 + 4 - 7), (11, 6, (6 - 1) * 2 + 3 - 11)]
     queries, keys = [], []
     for length, count, padding in axes:
@@ -73,7 +73,7 @@ def test_of_softmax_attention(layout: str, masked: bool) -> None:
         1.0,
         torch.rand(queries.count, keys.count) > 0.4 if masked else None,
     )
-    found = even.even_softmax_attention(AttentionCall(nn.Identity(), 3, 2, source, Layout(queries, keys)))
+    found = even.uniform_softmax_attention(AttentionCall(nn.Identity(), 3, 2, source, Layout(queries, keys)))
     alike = np.full((queries.count, keys.count), 1 / keys.count)
     places = [grid(**about) for about in LAYOUTS[layout]]
     expected = {"uniform_entropy": entropy(alike).mean(), "uniform_distance": distance(alike, *places)}
@@ -91,7 +91,7 @@ def test_of_many_tokens() -> None:
             pairs = (rows - down) * (2 if down else 1) * (columns - right) * (2 if right else 1)
             total += pairs * math.hypot(down, right)
     y, x = np.arange(rows), np.arange(columns)
-    assert even.even_distance(y, y, x, x) == pytest.approx(total / (rows * columns) ** 2, rel=1e-12)
+    assert even.uniform_distance(y, y, x, x) == pytest.approx(total / (rows * columns) ** 2, rel=1e-12)
 
 
 def recorded(model: nn.Module, *sizes: tuple[int, ...], **options: Any) -> Any:
@@ -111,7 +111,7 @@ def test_recorded_beside_what_it_is_the_scale_of() -> None:
     ds = recorded(vit, (2, 3, 80, 112))
     assert float(ds.uniform_entropy.squeeze()) == pytest.approx(np.log(36), rel=1e-12)
     y, x = np.arange(5), np.arange(7)
-    assert float(ds.uniform_distance.squeeze()) == pytest.approx(even.even_distance(y, y, x, x), rel=1e-12)
+    assert float(ds.uniform_distance.squeeze()) == pytest.approx(even.uniform_distance(y, y, x, x), rel=1e-12)
 
 
 def test_mean_over_images_of_different_sizes() -> None:
