@@ -137,12 +137,13 @@ class Layout:
         return whole.weights.unflatten(0, (images, -1)).numpy()
 
     def expected(self, whole: Whole, images: int) -> dict[str, np.ndarray]:
-        """Means over images, windows and queries of what should be recorded, for each head."""
+        """Means over images, windows and queries of what should be recorded, for each head; of uniform attention."""
         weights = self.weights(whole, images)
-        values = {"entropy": entropy(weights).mean((0, 1, 3))}
+        values = {"entropy": entropy(weights).mean((0, 1, 3)), "uniform_entropy": np.log(weights.shape[-1])}
         if self.queries is not None and self.keys is not None:
             assert weights.shape[-2:] == (len(self.queries), len(self.keys)), (whole.layer, weights.shape)
             values["attention_distance"] = distance(weights, self.queries, self.keys).mean((0, 1))
+            values["uniform_distance"] = distance(np.ones(weights.shape[-2:]), self.queries, self.keys)
             if self.prefix:
                 patches = [place is not None for place in self.queries]
                 spent = weights[..., patches, : self.prefix].sum(-1)

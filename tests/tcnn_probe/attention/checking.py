@@ -21,6 +21,7 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 
 TOLERANCE = 1e-9  # nats and cells
 NUMBERS = ("entropy", "attention_distance", "prefix_attention", "class_entropy", "class_prefix_attention")
+NUMBERS += ("uniform_entropy", "uniform_distance")
 
 
 @dataclass
@@ -92,28 +93,20 @@ def recorded(
         return recorder.dataset.isel(epoch=0).load(), recorder.layers, recorder.unsupported
 
 
-def numbers(ds: xr.Dataset, layer: str) -> dict[str, np.ndarray]:
-    """What is recorded of a layer's heads, without the NaN of heads it has not."""
-    row = ds.sel(layer=layer)
-    heads = int(np.isfinite(row.entropy).sum())
-    values = {name: row[name].values[:heads] for name in NUMBERS if name in ds}
-    return {name: value for name, value in values.items() if not np.isnan(value).all()}
-
-
 def expect(
     ds: xr.Dataset, wholes: Sequence[Whole], layouts: Mapping[str, Layout], images: int, tolerance: float = TOLERANCE
 ) -> None:
     """Every number of every layer, and none that should not be there."""
     assert set(ds.layer.values) == {whole.layer for whole in wholes}
     for whole in wholes:
-        expected = layouts[whole.layer].expected(whole, images)
-        got = numbers(ds, whole.layer)
-        assert got.keys() == expected.keys(), (whole.layer, got.keys() ^ expected.keys())
+        row, expected = ds.sel(layer=whole.layer), layouts[whole.layer].expected(whole, images)
+        got = {name: row[name].values[row[name].notnull().values] for name in NUMBERS if name in ds}
+        assert {name for name, value in got.items() if value.size} == expected.keys(), whole.layer
         for name, value in expected.items():
-            assert got[name].shape == value.shape, (whole.layer, name)
+            assert got[name].shape == np.atleast_1d(value).shape, (whole.layer, name)
             error = np.abs(got[name] - value).max()
             assert error < tolerance, f"{name} of {whole.layer}: off by {error}: {got[name]}, expected {value}"
-        assert ds.images.sel(layer=whole.layer) == images
+        assert row.images == images
 
 
 def check(

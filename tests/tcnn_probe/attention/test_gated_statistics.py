@@ -42,7 +42,7 @@ def test_equal_brute_force(geometry: str, elements: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"])
 def test_nothing_is_lost_after_the_projections(dtype: torch.dtype | str) -> None:
-    """Whatever the layer's precision: what follows is float32, whose rounding moves a logit by a few eps of its terms."""
+    """In whatever precision a layer is: what follows is float32, which moves a logit by a few eps of its terms."""
     layer, x = make("stride", qk_dim=3)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
         attention = layer.gated_attention(x) if dtype == "autocast" else layer.to(dtype).gated_attention(x.to(dtype))

@@ -1,6 +1,5 @@
 """Attention that is not what the model used raises; what it did use never does, in any precision or under dropout."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,10 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_probe import ReconstructionError
+from tests.tcnn_probe.attention.checking import Family
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.attention.test_transformers import SIZE, vit
+from tests.tcnn_probe.attention.test_windows import swin
 from tests.tcnn_probe.networks import Chain
 
 DIM, HEADS = 12, 3
@@ -43,23 +45,49 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(q, k, v) if self.how == "fused" else (q @ k.mT).softmax(-1) @ v
 
 
-IMAGES = torch.randn(3, 3, 24, 40, generator=torch.Generator().manual_seed(0))
+class Torchs(nn.Module):
+    """torch's own encoder, with dropout inside the attention."""
+
+    def __init__(self, attn_drop_rate: float = 0.0) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, DIM, 8, 8)
+        self.encoder = nn.TransformerEncoderLayer(DIM, HEADS, 17, dropout=attn_drop_rate, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(self.stem(x).flatten(2).mT)
+
+
+FAMILIES = [
+    swin("swin", "swin_tiny_patch4_window7_224"),
+    vit("cait_xxs24_224"),
+    vit("vit_base_patch16_siglip_224"),
+    Family("torch", Torchs, SIZE, {}),
+]
 HOW = pytest.mark.parametrize("how", ["fused", "softmax"])
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
+
+
+def check(model: nn.Module, images: Tensor, **options: Any) -> None:
+    with tcnn_probe.record(model, **options) as recorder:
+        loss = model(images).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+        recorder.mark(epoch=0)
+        assert recorder.dataset.entropy.notnull().any("head").all()
+        assert not recorder.unsupported
 
 
 @HOW
-@pytest.mark.parametrize("factor", [1.5, 1.01])
+@pytest.mark.parametrize("factor", [1.5, 1.01, 1.0])
 def test_another_attention_raises(how: str, factor: float) -> None:
-    """1 in 100 is enough, where float32 is right to 1 in 10^6."""
-    model = Attend(how, factor)
+    """1 in 100 is enough, where float32 is right to 1 in 10^6; a tensor's class alone is not."""
+    model, images = Attend(how, factor), torch.randn(3, 3, *SIZE)
+    if factor == 1:
+        check(model, images)
+        return
     with tcnn_probe.record(model) as recorder, pytest.raises(ReconstructionError, match="differs from the model's own"):
-        model(IMAGES)
+        model(images)
     assert recorder.epochs == ()
-
-
-@HOW
-def test_a_subclass_with_torchs_attention_does_not(how: str) -> None:
-    check(Attend(how, 1.0), IMAGES)
 
 
 @pytest.mark.parametrize("kind", ["gpsa", "convit"])
@@ -76,61 +104,26 @@ def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
         model(x)
 
 
-SMALL = {"img_size": (24, 40), "num_classes": 5}
-VIT = SMALL | {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
-SWIN = SMALL | {"patch_size": 4, "embed_dim": 8, "depths": (2,), "num_heads": (2,), "window_size": (2, 5)}
-
-
-class Torchs(nn.Module):
-    """torch's own encoder, with dropout inside the attention."""
-
-    def __init__(self, attn_drop_rate: float = 0.0) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, DIM, 8, 8)
-        self.encoder = nn.TransformerEncoderLayer(DIM, HEADS, 17, dropout=attn_drop_rate, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(self.stem(x).flatten(2).mT)
-
-
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "swin": lambda **options: timm.create_model("swin_tiny_patch4_window7_224", **SWIN, **options),
-    "cait": lambda **options: timm.create_model("cait_xxs24_224", **VIT, **options),
-    "siglip": lambda **options: timm.create_model("vit_base_patch16_siglip_224", **VIT, **options),
-    "torch": Torchs,
-}
-
-
-def check(model: nn.Module, images: Tensor, **options: Any) -> None:
-    with tcnn_probe.record(model, **options) as recorder:
-        loss = model(images).square().mean()
-        if loss.requires_grad:
-            loss.backward()
-        recorder.mark(epoch=0)
-        assert recorder.dataset.entropy.notnull().any("head").all()
-        assert not recorder.unsupported
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_precisions(name: str, dtype: torch.dtype) -> None:
+@EACH_FAMILY
+def test_precisions(family: Family, dtype: torch.dtype) -> None:
     """The layer's own, and that of autocast."""
-    model = sharpen(MODELS[name]())
+    model, images = sharpen(family.make()), family.images()
     with torch.inference_mode(), torch.autocast("cpu", dtype):
-        check(model, IMAGES)
+        check(model, images)
     with torch.no_grad():
-        check(model.to(dtype), IMAGES.to(dtype))
+        check(model.to(dtype), images.to(dtype))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_training_with_dropout(name: str) -> None:
+@EACH_FAMILY
+def test_training_with_dropout(family: Family) -> None:
     """Attention is recorded as it is before dropout, and gradients are what they are without a recorder."""
-    model = sharpen(MODELS[name](attn_drop_rate=0.4)).train()
+    model, images = sharpen(family.make(attn_drop_rate=0.4)).train(), family.images()
     torch.manual_seed(1)
-    model(IMAGES).square().mean().backward()
+    model(images).square().mean().backward()
     expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     torch.manual_seed(1)
-    check(model, IMAGES, when="train")
+    check(model, images, when="train")
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert gradient is None or torch.equal(parameter.grad, gradient)

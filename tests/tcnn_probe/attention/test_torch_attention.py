@@ -31,27 +31,27 @@ OWN, NOWHERE = same(grid(3, 5), arrange=of_heads), Layout(None, None, arrange=of
 class Patches(nn.Module):
     """3 x 5 patches, (B, N, d), handed to a layer in some way."""
 
-    def __init__(self, attend: nn.Module, way: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+    def __init__(self, attend: nn.Module, way: Callable[[nn.Module, Tensor], Any]) -> None:
         super().__init__()
         self.stem, self.attend, self.way = nn.Conv2d(3, DIM, 4, 4), attend, way
         sharpen(self, 2.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.layer_norm(self.stem(x).flatten(2).mT, (DIM,))
-        return self.attend(x) if self.way is None else self.way(self.attend, x)
+        return self.way(self.attend, F.layer_norm(self.stem(x).flatten(2).mT, (DIM,)))
 
 
 padding = torch.zeros(B, N, dtype=torch.bool)
 padding[:, 12:] = True
 padding[1, 3] = True
-some = torch.rand(N, N, generator=GENERATOR) < 0.4
-some.fill_diagonal_(False)
+hidden = torch.rand(N, N, generator=GENERATOR) < 0.4
+hidden.fill_diagonal_(False)
 bias = torch.randn(N, N, generator=GENERATOR, dtype=torch.float64)
 
+# options of the layer, and of its call
 CALLS = {
     "plain": ({}, {}),
     "padding": ({}, {"key_padding_mask": padding}),
-    "bool": ({}, {"attn_mask": some}),
+    "bool": ({}, {"attn_mask": hidden}),
     "float": ({}, {"attn_mask": bias}),
     "both": ({}, {"attn_mask": bias.expand(B * HEADS, N, N), "key_padding_mask": padding.double() * -3}),
     # 16 keys are no class token and 3 x 5 patches here.
@@ -65,7 +65,7 @@ CALLS = {
 def test_multihead(name: str, batch_first: bool, need_weights: bool) -> None:
     options, call = CALLS[name]
 
-    def attend(layer: nn.Module, x: Tensor) -> Tensor:
+    def attend(layer: nn.Module, x: Tensor) -> Any:
         x = x if batch_first else x.transpose(0, 1)
         return layer(x, x, x, need_weights=need_weights, **call)[0]
 
@@ -73,52 +73,58 @@ def test_multihead(name: str, batch_first: bool, need_weights: bool) -> None:
     check(Patches(layer, attend), PICTURES, {"attend": NOWHERE if options else OWN})
 
 
-def test_keys_of_another_size() -> None:
-    layer = nn.MultiheadAttention(DIM, HEADS, batch_first=True, kdim=7, vdim=7, bias=False)
-    model = Patches(layer, lambda layer, x: layer(x, x[:, :11, :7], x[:, :11, :7])[0])
-    check(model, PICTURES, {"attend": NOWHERE})
+def of_other_width(layer: nn.Module, x: Tensor) -> Any:
+    return layer(x, x[:, :11, :7], x[:, :11, :7])
 
 
-def test_class_token() -> None:
+def with_class_token(layer: nn.Module, x: Tensor) -> Any:
     """As torchvision has it: concatenated, then MultiheadAttention."""
-
-    def attend(layer: nn.Module, x: Tensor) -> Tensor:
-        x = torch.cat([torch.zeros_like(x[:, :1]), x], 1)
-        return layer(x, x, x)[0]
-
-    model = Patches(nn.MultiheadAttention(DIM, HEADS, batch_first=True), attend)
-    check(model, PICTURES, {"attend": same(grid(3, 5, prefix=1), arrange=of_heads)})
+    x = torch.cat([torch.zeros_like(x[:, :1]), x], 1)
+    return layer(x, x, x)
 
 
-def test_one_image_without_a_batch_axis() -> None:
-    model = Patches(nn.MultiheadAttention(DIM, HEADS), lambda layer, x: layer(x[0], x[0], x[0])[0])
-    check(model, PICTURES[:1], {"attend": OWN})
+def without_batch(layer: nn.Module, x: Tensor) -> Any:
+    return layer(x[0], x[0], x[0])
+
+
+@pytest.mark.parametrize(
+    ("way", "layout", "images", "options"),
+    [
+        (of_other_width, NOWHERE, B, {"kdim": 7, "vdim": 7, "bias": False}),
+        (with_class_token, same(grid(3, 5, prefix=1), arrange=of_heads), B, {}),
+        (without_batch, OWN, 1, {}),
+    ],
+    ids=["other width", "class token", "no batch"],
+)
+def test_tokens(way: Callable[[nn.Module, Tensor], Any], layout: Layout, images: int, options: Any) -> None:
+    layer = nn.MultiheadAttention(DIM, HEADS, batch_first=True, **options)
+    check(Patches(layer, way), PICTURES[:images], {"attend": layout})
 
 
 def test_sequence_first() -> None:
     """Features (N, B, d): 2 tokens of 4 images."""
 
     class Encoder(nn.MultiheadAttention):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x, x, x)[0]
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x, x, x)
 
     check(sharpen(Encoder(DIM, HEADS), 2.2), torch.randn(2, 4, DIM), {"": NOWHERE}, images=4)
 
 
-def encoder(**options: Any) -> nn.TransformerEncoder:
-    layer = nn.TransformerEncoderLayer(DIM, HEADS, 17, batch_first=True, **options)
+def encoder(*, norm_first: bool = False) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 17, batch_first=True, norm_first=norm_first)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_encoder(norm_first: bool) -> None:
     layouts = {f"attend.layers.{i}.self_attn": OWN for i in range(2)}
-    check(Patches(encoder(norm_first=norm_first)), PICTURES, layouts)
+    check(Patches(encoder(norm_first=norm_first), nn.Module.__call__), PICTURES, layouts)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_output_of_an_encoder_is_that_without_the_fast_path(padded: bool) -> None:
-    """In eval mode torch computes whole layers in one piece, and sets what is padding to 0; recorded ones it does not."""
+    """In eval mode torch computes a layer in one piece, and sets what is padding to 0; a recorded one it does not."""
     model, x = encoder(), torch.randn(2, 7, DIM)
     mask = torch.arange(7) > torch.tensor([[6], [4]]) if padded else None
     with torch.no_grad():
@@ -130,17 +136,17 @@ def test_output_of_an_encoder_is_that_without_the_fast_path(padded: bool) -> Non
             assert torch.equal(output, model(x, src_key_padding_mask=mask))
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
-    seen = ~mask if padded else slice(None)
-    torch.testing.assert_close(output[seen], fast[seen], rtol=1e-3, atol=1e-3)  # sums of 17 terms in another order
+    seen = slice(None) if mask is None else ~mask
+    torch.testing.assert_close(output[seen], fast[seen], rtol=1e-3, atol=1e-3)  # the same sums in another order
 
 
 class Own(nn.Module):
     """Projections, and an attention of one's own."""
 
-    def __init__(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], heads: int = HEADS, kv: int = HEADS) -> None:
+    def __init__(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.way, self.num_heads, self.kv_heads = way, heads, kv
-        self.q, self.kv = nn.Linear(DIM, heads * 4), nn.Linear(DIM, kv * 4 * 2)
+        self.way, self.num_heads, self.kv_heads = way, heads, kv_heads
+        self.q, self.kv = nn.Linear(DIM, heads * 4), nn.Linear(DIM, kv_heads * 4 * 2)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (self.num_heads, 4)).transpose(1, 2)
@@ -157,10 +163,16 @@ def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhij,bhjd->bhid", torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k), -1), v)
 
 
+def fused(**options: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
+
+
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "bool": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=~some),
-    "float": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=bias),
-    "scale": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.9),
+    "bool": fused(attn_mask=~hidden),
+    "float": fused(attn_mask=bias),
+    "scale": fused(scale=0.9),
+    "causal": fused(is_causal=True),  # a sequence's mask: whatever its length, it is no image
+    "grouped queries": fused(enable_gqa=True),
     "queries of one image": lambda q, k, v: F.scaled_dot_product_attention(q[:1], k, v),
     "keys of one image": lambda q, k, v: F.scaled_dot_product_attention(q, k[:1], v[:1]),
     "softmax": lambda q, k, v: (q @ k.mT).softmax(dim=-1) @ v,
@@ -174,28 +186,18 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_functions(way: str) -> None:
-    check(Patches(Own(WAYS[way])), PICTURES, {"attend": OWN})
-
-
-def test_causal() -> None:
-    """A sequence's mask: whatever its length, it is no image."""
-    model = Patches(Own(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)))
-    check(model, PICTURES, {"attend": NOWHERE})
-
-
-def test_grouped_queries() -> None:
-    model = Patches(Own(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), heads=12, kv=4))
-    check(model, PICTURES, {"attend": OWN})
+    heads, kv_heads = (12, 4) if way == "grouped queries" else (HEADS, HEADS)
+    model = Patches(Own(WAYS[way], heads, kv_heads), nn.Module.__call__)
+    check(model, PICTURES, {"attend": NOWHERE if way == "causal" else OWN})
 
 
 @pytest.mark.parametrize("heads", [None, 3])
 def test_one_head_without_a_batch(heads: int | None) -> None:
     class Alone(nn.Module):
+        num_heads = heads
+
         def forward(self, query: Tensor, key: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(query, key, key)
 
-    model = Alone().eval()
-    if heads:
-        model.num_heads = heads
     layout = Layout(None, None, arrange=lambda weights, images: weights.expand(1, 1, 1, 7, 11))
-    check(model, (torch.randn(7, DIM), torch.randn(11, DIM)), {"": layout}, images=1)
+    check(Alone().eval(), (torch.randn(7, DIM), torch.randn(11, DIM)), {"": layout}, images=1)
