@@ -81,12 +81,10 @@ class FeatureMaps:
         """The grid of patches, if these tokens, shape (B, N, side * side * C), are the images cut into patches."""
         if self.size is None or not self._channels:
             return None
-        (height, width), (_, count, values) = self.size, tokens.shape
-        side = isqrt(values // self._channels)
-        whole = side > 0 and not height % side and not width % side
-        if not whole or side * side * self._channels != values or count * side * side != height * width:
-            return None
-        return height // side, width // side
+        side = max(1, isqrt(tokens.shape[2] // self._channels))
+        (rows, left), (columns, right) = (divmod(whole, side) for whole in self.size)
+        fits = tokens.shape[1:] == (rows * columns, side * side * self._channels)
+        return (rows, columns) if fits and not left and not right else None
 
 
 def _covers(rows: int, columns: int, height: int, width: int) -> bool:

@@ -119,21 +119,16 @@ True if those of each window are: MobileViT's windows hold every n-th pixel. Fal
 
 def lookup(table: Mapping[str, T], module: nn.Module) -> T | None:
     """The entry of a table for the module's class or for the nearest class it derives from."""
-    cls = _listed(table, module)
-    return None if cls is None else table[_name(cls)]
+    _, entry = _listed(table, module)
+    return entry
 
 
 def lookup_unchanged(table: Mapping[str, T], module: nn.Module) -> T | None:
     """The same as :func:`lookup`, but None if the module has another ``forward`` than the class in the table."""
-    cls: Any = _listed(table, module)
-    if cls is None or type(module).forward is not cls.forward or "forward" in vars(module):
-        return None
-    return table[_name(cls)]
+    cls, entry = _listed(table, module)
+    return entry if type(module).forward is getattr(cls, "forward", None) and "forward" not in vars(module) else None
 
 
-def _listed(table: Mapping[str, Any], module: nn.Module) -> type | None:
-    return next((cls for cls in type(module).__mro__ if _name(cls) in table), None)
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def _listed(table: Mapping[str, T], module: nn.Module) -> tuple[type | None, T | None]:
+    named = ((cls, f"{cls.__module__}.{cls.__qualname__}") for cls in type(module).__mro__)
+    return next(((cls, table[name]) for cls, name in named if name in table), (None, None))

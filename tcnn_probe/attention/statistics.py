@@ -99,7 +99,7 @@ class _Rows:
 
 
 def _rows_over_grid(call: AttentionCall) -> _Rows:
-    """What is small is done for all rows at once; what is large, in two buffers, which hold one block."""
+    """Large tensors are two buffers, which hold one block; the rest is done for all rows at once."""
     logits, layout, prefix = call.logits, call.layout, call.layout.prefix
     top, largest, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
     distance = None if layout.queries is None else torch.empty_like(top)

@@ -33,7 +33,9 @@ def find_layout(queries: int, keys: int, windows: int, running: Running, maps: F
     if reason := known.lookup(known.NOT_IN_RASTER_ORDER, module):
         return Layout(None, None, reason)
     if own := known.lookup(known.OWN_GRIDS, module):
-        return _own(queries, keys, *own(module, keys))
+        layout = Layout(*own(module, keys))
+        fits = layout.queries and layout.keys and (layout.queries.count, layout.keys.count) == (queries, keys)
+        return layout if fits else Layout(None, None, f"{queries} queries and {keys} keys: not the layer's own grids")
     prefixes = _prefixes(maps.prefix if windows == 1 else 0)
     grids = list(_shown(module, inputs, windows, maps))
     spread = next((s for m, _ in reversed(running) if (s := known.lookup(known.SPREAD, m)) is not None), None)
@@ -100,12 +102,6 @@ def _no_grid(keys: int, windows: int, maps: FeatureMaps) -> str:
     if windows > 1:
         unknown += f"; {windows} windows of each image, or as many heads, if the layer has no num_heads to say so"
     return f"{keys} keys: no grid found{unknown}"
-
-
-def _own(queries: int, keys: int, of_queries: Tokens, of_keys: Tokens) -> Layout:
-    if (of_queries.count, of_keys.count) != (queries, keys):
-        return Layout(None, None, f"{queries} queries and {keys} keys: not the layer's own grids")
-    return Layout(of_queries, of_keys)
 
 
 def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, Tokens] | None:
