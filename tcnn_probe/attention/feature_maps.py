@@ -1,25 +1,25 @@
-"""The images of a forward: how many, how large, and which feature maps have been made of them so far."""
+"""The feature maps of a forward, which show the grids on which tokens can lie."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import isqrt
 from typing import Any
 
 from torch import Tensor
 
-from tcnn_probe.attention.prefix import Prefix
+from tcnn_probe.attention.layout import Prefix
 
-__all__ = ["Scene"]
+__all__ = ["FeatureMaps"]
 
 
-class Scene:
-    """What shows, during a forward, which grids of tokens there are.
+class FeatureMaps:
+    """The images of a forward and the sizes of the feature maps made of them so far.
 
     Attributes:
-        images: how many are passing, if known.
-        size: their height and width, if known.
-        prefix: class and register tokens, if the model or the user says how many.
-        class_token, distillation_token: whether the first of them is a class token, and the second the other.
-        spread: if the running layer's tokens are known to be spread evenly over the image: whether even those of each
-            of several windows are. None if that is not known.
+        images: number of images in the batch; None if unknown.
+        size: their height and width; None if unknown.
+        prefix: number of class and register tokens; None if neither the model nor the user says.
+        class_token: whether the first of these is a class token.
+        distillation_token: whether the second of these is a distillation token.
     """
 
     def __init__(self, prefix: Prefix) -> None:
@@ -27,12 +27,11 @@ class Scene:
         self.size: tuple[int, int] | None = None
         self.prefix = prefix.count
         self.class_token, self.distillation_token = prefix.class_token, prefix.distillation_token
-        self.spread: bool | None = None
         self._channels = 0
         self._maps: dict[tuple[int, int], None] = {}
 
     def enter(self, inputs: Sequence[Any], *, whole_model: bool) -> None:
-        """The model is called, or a part of it by itself, which may go on with images that another part was given."""
+        """Begin a forward: of the model, or of one part, which may go on with the images of a part called before."""
         given = next((x for x in inputs if isinstance(x, Tensor)), None)
         is_map = given is not None and given.ndim == 4
         if whole_model or (is_map and given is not None and tuple(given.shape[2:]) not in self._maps):
@@ -49,7 +48,7 @@ class Scene:
             self.images = None
 
     def passes(self, values: Iterable[Any]) -> None:
-        """What a module was given, or returned."""
+        """Take note of the inputs and outputs of a module."""
         for value in values:
             if not isinstance(value, Tensor):
                 continue
@@ -60,40 +59,36 @@ class Scene:
                 self._maps[grid] = None
 
     def grids(self) -> Iterator[tuple[int, int]]:
-        """Of feature maps that have the images' shape, those first that have it best."""
+        """Sizes of the maps that have the images' shape, the best match first."""
         if self.size is not None:
-            height, width = self.size
-            maps = [pair for pair in self._maps if self.shows(pair)]
-            yield from sorted(maps, key=lambda pair: abs(height / pair[0] - width / pair[1]))
+            yield from self._sorted(self._maps, self.size)
 
     def divisions(self, count: int) -> Iterator[tuple[int, int]]:
-        """Grids of so many tokens that have the images' shape, the best first, if the tokens are spread over these."""
-        if self.spread is not None and self.size is not None and count > 0:
-            height, width = self.size
+        """Grids of ``count`` tokens with the images' shape, the best match first."""
+        if self.size is not None and count > 0:
             pairs = [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
-            fits = [pair for pair in pairs if _covers(*pair, height, width)]
-            yield from sorted(fits, key=lambda pair: abs(height / pair[0] - width / pair[1]))
+            yield from self._sorted(pairs, self.size)
 
     def shows(self, grid: tuple[int, int]) -> bool:
-        """Whether a grid may be one of pixels or patches of the images."""
+        """Whether the images can be divided into such a grid of pixels or patches."""
         return self.size is None or _covers(*grid, *self.size)
 
+    def _sorted(self, pairs: Iterable[tuple[int, int]], size: tuple[int, int]) -> list[tuple[int, int]]:
+        fits = [pair for pair in pairs if self.shows(pair)]
+        return sorted(fits, key=lambda pair: abs(size[0] / pair[0] - size[1] / pair[1]))
+
     def _cut(self, tokens: Tensor) -> tuple[int, int] | None:
-        """The grid of patches into which the images were cut, if these are all their values: (B, N, s * s * C)."""
-        if (
-            self.size is None
-            or not self._channels
-            or tokens.shape[1] * tokens.shape[2] != (self.size[0] * self.size[1] * self._channels)
-        ):
+        """The grid of patches, if these tokens, shape (B, N, side * side * C), are the images cut into patches."""
+        if self.size is None or not self._channels:
             return None
-        side = round((tokens.shape[2] / self._channels) ** 0.5)
-        if side * side * self._channels != tokens.shape[2] or self.size[0] % side or self.size[1] % side:
-            return None
-        return self.size[0] // side, self.size[1] // side
+        side = max(1, isqrt(tokens.shape[2] // self._channels))
+        (rows, left), (columns, right) = (divmod(whole, side) for whole in self.size)
+        fits = tokens.shape[1:] == (rows * columns, side * side * self._channels)
+        return (rows, columns) if fits and not left and not right else None
 
 
 def _covers(rows: int, columns: int, height: int, width: int) -> bool:
-    """Whether some patch side s gives this grid, with height / s and width / s both rounded down or both up."""
+    """Whether a patch side s exists with rows = height / s and columns = width / s, both rounded down or both up."""
     if min(rows, columns) < 1:
         return False
     down = max(height / (rows + 1), width / (columns + 1)) < min(height / rows, width / columns)

@@ -1,4 +1,4 @@
-"""What cannot be read off an attention call and is known of a few layers of timm, by their class."""
+"""Facts about layers of timm that no attention call shows, in tables by the name of the layer's class."""
 
 from collections.abc import Callable, Mapping
 from math import isqrt
@@ -50,7 +50,7 @@ HEADS: Mapping[str, int | str] = {
     "timm.models.volo.OutlookAttention": 1,
     "timm.layers.halo_attn.HaloAttn": "merged",
 }
-"""Which axis of (..., N_query, N_key) is the heads', if the shape leaves a choice; "merged" into the first, "one"."""
+"""The axis of heads in (..., N_query, N_key); "merged" if heads are part of the first axis, "one" if there is none."""
 
 NOT_IN_RASTER_ORDER: Mapping[str, str] = {
     "timm.models.hiera.MaskUnitAttention": "Hiera's tokens are ordered by mask unit, not by rows",
@@ -67,7 +67,7 @@ def _always(module: Any) -> bool:
 
 
 def _padded_evenly(module: Any) -> bool:
-    """Multi-query attention: strided 3 x 3 keys, if their padding is 1 on each side; queries are as they were."""
+    """Whether strided 3 x 3 convolutions with padding 1 on each side make the keys, and the queries are not pooled."""
     pooling = getattr(module.key, "down_conv", None)
     return pooling is not None and tuple(pooling.padding) == (1, 1) and not module.has_query_strides
 
@@ -78,11 +78,11 @@ FIRST_OF_EACH_CELL: Mapping[str, Callable[[Any], bool]] = {
     "timm.models.mvitv2.MultiScaleAttentionPoolFirst": _always,
     "timm.layers.attention2d.MultiQueryAttention2d": _padded_evenly,
 }
-"""Pooled queries or keys whose token stands for the first pixel of its cell, as strided 3 x 3 convolutions are."""
+"""Whether pooled queries or keys stand for the first pixel of their cell, as those of strided 3 x 3 convolutions do."""
 
 
 def _halo(module: Any, keys: int) -> tuple[Tokens, Tokens]:
-    """A block of queries, strided perhaps, in the middle of its window of keys."""
+    """A block of queries, which can be strided, in the middle of its window of keys."""
     side, stride, halo = module.block_size_ds, float(module.block_stride), float(module.halo_size)
     return Tokens(0, side, side, (stride, stride), (halo, halo)), _square(module.win_size)
 
@@ -92,7 +92,7 @@ def _square(side: int) -> Tokens:
 
 
 def _strided(module: Any, keys: int) -> tuple[Tokens, Tokens]:
-    """Every so many rows and columns ask."""
+    """Queries are every ``stride``-th row and column."""
     (height, width), stride = module.resolution, module.stride
     spacing = float(stride), float(stride)
     return Tokens(0, -(-height // stride), -(-width // stride), spacing), Tokens(0, height, width)
@@ -105,30 +105,30 @@ OWN_GRIDS: Mapping[str, Callable[[Any, int], tuple[Tokens, Tokens]]] = {
     "timm.models.twins.LocallyGroupedAttn": lambda module, keys: (_square(module.ws),) * 2,
     "timm.models.volo.OutlookAttention": lambda module, keys: (_square(module.kernel_size),) * 2,
 }
-"""Layers that know where their queries and keys lie, given the number of keys."""
+"""Grids of queries and keys that the layer itself knows, from the layer and the number of keys."""
 
 SPREAD: Mapping[str, bool] = {
     "timm.models.mobilevit.MobileVitBlock": True,
     "timm.models.tnt.Block": False,
 }
-"""Attention inside of these is among tokens spread evenly over the image, though no feature map shows their grid: of
-the patches of TNT; of every so many pixels in each of MobileViT's sets (True)."""
+"""Modules in which tokens are spread evenly over the image, though no feature map shows their grid.
+
+True if those of each window are: MobileViT's windows hold every n-th pixel. False if only those of whole images are.
+"""
 
 
 def lookup(table: Mapping[str, T], module: nn.Module) -> T | None:
-    """What a table says of the module's class or of one it derives from."""
-    for cls in type(module).__mro__:
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        if name in table:
-            return table[name]
-    return None
+    """The entry of a table for the module's class or for the nearest class it derives from."""
+    _, entry = _listed(table, module)
+    return entry
 
 
 def lookup_unchanged(table: Mapping[str, T], module: nn.Module) -> T | None:
-    """What a table says of the module's class or of one it derives from, if its forward is that class's own."""
-    for cls in type(module).__mro__:
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        if name in table:
-            own = type(module).forward is cls.forward and "forward" not in vars(module)  # type: ignore[attr-defined]
-            return table[name] if own else None
-    return None
+    """The same as :func:`lookup`, but None if the module has another ``forward`` than the class in the table."""
+    cls, entry = _listed(table, module)
+    return entry if type(module).forward is getattr(cls, "forward", None) and "forward" not in vars(module) else None
+
+
+def _listed(table: Mapping[str, T], module: nn.Module) -> tuple[type | None, T | None]:
+    named = ((cls, f"{cls.__module__}.{cls.__qualname__}") for cls in type(module).__mro__)
+    return next(((cls, table[name]) for cls, name in named if name in table), (None, None))

@@ -1,4 +1,4 @@
-"""From attention as it was asked for to (rows, heads, N_query, N_key), and whether the reconstruction is right."""
+"""Rebuilds attention from what torch was asked for, as (rows, heads, N_query, N_key), and checks that it is right."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,53 +8,60 @@ from torch import Tensor, nn
 
 from tcnn_probe.attention import known_layers as known
 from tcnn_probe.attention.call import AttentionCall, GivenLogits, Logits, ProductLogits
-from tcnn_probe.attention.feature_maps import Scene
+from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import Layout
-from tcnn_probe.attention.pools import pool_layout
-from tcnn_probe.attention.token_grid import find_layout, token_counts
+from tcnn_probe.attention.token_grid import find_layout, pool_layout, token_counts
 from tcnn_probe.hooks.interception import SeenAttention
 
-__all__ = ["arrange", "between_channels", "discrepancy", "head_count", "heads_axis"]
+__all__ = ["NoTokenAttentionError", "between_channels", "discrepancy", "head_count", "heads_axis", "rebuild"]
 
 _QUERIES_TO_CHECK = 64
 _HEAD_COUNTS = ("num_heads", "n_heads", "nhead", "heads", "n_head", "num_attention_heads")
 _TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}  # their fused kernels round the attention too
 
 
-def arrange(
-    seen: SeenAttention, name: str, running: Sequence[tuple[nn.Module, Sequence[Any]]], scene: Scene
-) -> AttentionCall | str:
-    """The call as probes see it, or the reason why this is no attention between tokens.
+class NoTokenAttentionError(Exception):
+    """A softmax that is no attention between tokens; the message says what it is."""
+
+
+def rebuild(
+    seen: SeenAttention, name: str, running: Sequence[tuple[nn.Module, Sequence[Any]]], maps: FeatureMaps
+) -> AttentionCall:
+    """Turn what torch was asked for into attention of images, windows, heads, queries and keys.
 
     Args:
-        seen: attention as it was asked for.
+        seen: attention as torch was asked for it.
         name: of the layer, as it is recorded.
-        running: the modules that are running, with their inputs, the outermost first; the last one asked for it.
-        scene: what is known of the images.
+        running: the modules that are running and their inputs, the outermost first; the last one asked for attention.
+        maps: the feature maps of this forward.
+
+    Raises:
+        NoTokenAttentionError: it is no attention between tokens.
     """
     module, inputs = running[-1]
     if reason := known.lookup(known.NO_ATTENTION_MATRIX, module):
-        return reason
+        raise NoTokenAttentionError(reason)
     logits = _logits(seen, module)
     rows, heads, queries, keys = logits.shape
-    pooled = pool_layout(queries, keys, running, scene)
-    if pooled is None and queries == keys and between_channels(keys, heads, inputs):
-        return "attention between channels, not between tokens"
-    images = scene.images if scene.images and rows % scene.images == 0 else rows
+    layout = pool_layout(queries, keys, running, maps)
+    if layout is None and queries == keys and between_channels(keys, heads, inputs):
+        raise NoTokenAttentionError("attention between channels, not between tokens")
+    images = maps.images if maps.images and rows % maps.images == 0 else rows
     windows = rows // images
-    layout = pooled or Layout(None, None, seen.not_on_grid)
-    if pooled is None and not seen.not_on_grid:
-        layout = find_layout(queries, keys, windows, module, inputs, scene)
-    return AttentionCall(module, images, windows, logits, layout, name, scene.class_token, scene.distillation_token)
+    if layout is None and seen.not_on_grid:
+        layout = Layout(None, None, seen.not_on_grid)
+    elif layout is None:
+        layout = find_layout(queries, keys, windows, running, maps)
+    return AttentionCall(module, images, windows, logits, layout, name, maps.class_token, maps.distillation_token)
 
 
 @torch.no_grad()
 def discrepancy(seen: SeenAttention, module: nn.Module) -> tuple[Tensor, float] | None:
-    """How far attention rebuilt here is from what torch gave the model, on the first row; and what may be expected.
+    """Compare the first row of the rebuilt attention with what torch gave the model.
 
     Returns:
-        the largest difference as a share of the largest value of torch's output, () in float32, and the tolerance;
-        None where there is nothing to compare with (dropout).
+        the largest difference as a share of torch's largest value, shape () in float32, and the largest share that
+        rounding explains; None if dropout leaves nothing to compare with.
     """
     if seen.output is None:
         return None
@@ -89,7 +96,7 @@ def _logits(seen: SeenAttention, module: nn.Module) -> Logits:
 
 
 def _alike(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with the leading dimensions that all of them broadcast to, one at least."""
+    """Queries, keys and values, broadcast to common leading dimensions, of which there is at least one."""
     given = [seen.query, seen.key, seen.value]
     shapes = [(1,), *(x.shape[:-2] for x in given if x is not None)]
     if seen.mask is not None:
@@ -100,15 +107,16 @@ def _alike(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def heads_axis(leading: Sequence[int], module: nn.Module, given: int | None = None) -> tuple[int | str, int]:
-    """Which axis of (..., N_query, N_key) is the heads', and how many there are.
+    """Find the axis of heads in (..., N_query, N_key).
 
     Args:
-        leading: the sizes before N_query, one at least.
+        leading: the sizes before N_query, at least one.
         module: that asked for this attention.
-        given: the axis, if the call says so.
+        given: the axis, if it is known.
 
     Returns:
-        the axis, or "merged" into the first one, or "one" head; and the number of heads.
+        the axis, "merged" if heads are part of the first axis, or "one" if there is no such axis; and the number of
+        heads.
     """
     axis: int | str | None = given if given is not None else known.lookup(known.HEADS, module)
     count = head_count(module) or 0
@@ -123,13 +131,13 @@ def heads_axis(leading: Sequence[int], module: nn.Module, given: int | None = No
 
 
 def head_count(module: nn.Module) -> int | None:
-    """How many heads a module says it has."""
+    """The number of heads that a module says it has, None if it does not say."""
     sizes = (getattr(module, name, 0) for name in _HEAD_COUNTS)
     return next((n for n in sizes if isinstance(n, int) and n), None)
 
 
 def _rows(x: Tensor, module: nn.Module, heads: int | None) -> Tensor:
-    """(..., N, d) as (rows, heads, N, d); a view where strides allow."""
+    """(..., N, d) as (rows, heads, N, d), a view where strides allow it."""
     axis, count = heads_axis(x.shape[:-2], module, heads)
     if axis == "one":
         return x.flatten(0, -3).unsqueeze(1)
@@ -140,10 +148,7 @@ def _rows(x: Tensor, module: nn.Module, heads: int | None) -> Tensor:
 
 
 def between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
-    """Whether keys can only be the channels of each head."""
-    channels = {given.shape[-1] if given.ndim == 3 else given.shape[1] for given in inputs if _is_features(given)}
+    """Whether the keys can only be the channels of each head, by the shapes of the layer's inputs."""
+    features = [x for x in inputs if isinstance(x, Tensor) and x.ndim in (3, 4)]
+    channels = {x.shape[-1] if x.ndim == 3 else x.shape[1] for x in features}
     return keys * heads in channels and keys not in token_counts(inputs)
-
-
-def _is_features(given: Any) -> bool:
-    return isinstance(given, Tensor) and given.ndim in (3, 4)

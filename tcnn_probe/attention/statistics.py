@@ -1,7 +1,8 @@
-"""Statistics of attention per image and head: plain tensors in, plain tensors out."""
+"""Statistics of attention for each image and head: plain tensors in, plain tensors out."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -22,21 +23,18 @@ _LEAST = -1e30  # in place of minus infinity, which times an attention of zero w
 def gated_attention_statistics(attention: GatedAttention) -> dict[str, Tensor]:
     """Entropies and mean distance of gated positional attention, exact, without an N x N tensor for large N.
 
-    Means over the queries of each image of what :class:`~tcnn_model.AttentionStatistics` defines: ``entropy``,
-    ``content_entropy``, ``positional_entropy`` (in nats) and ``attention_distance`` (in input pixels of the layer).
+    These are means over the queries of what :class:`~tcnn_model.AttentionStatistics` defines.
 
     Args:
         attention: of a batch of B images.
 
     Returns:
-        for each name, the mean over queries for every image and head, shape (B, heads), in float32 (float64 if the
-        attention is in float64).
+        ``entropy``, ``content_entropy`` and ``positional_entropy`` in nats and ``attention_distance`` in input pixels
+        of the layer, shape (B, heads) each, in float32 (float64 if the attention is in float64).
     """
     measured = measure(attention)
-    means = {
-        name: getattr(measured, name).mean(-1)
-        for name in ("entropy", "content_entropy", "positional_entropy", "attention_distance")
-    }
+    names = ("entropy", "content_entropy", "positional_entropy", "attention_distance")
+    means = {name: getattr(measured, name).mean(-1) for name in names}
     means["positional_entropy"] = means["positional_entropy"].expand_as(means["entropy"])
     return means
 
@@ -45,98 +43,125 @@ def gated_attention_statistics(attention: GatedAttention) -> dict[str, Tensor]:
 def attention_statistics(call: AttentionCall) -> dict[str, Tensor]:
     """Entropy and mean distance of softmax attention, exact, a block of queries at a time.
 
+    The class and register tokens are added to the keys on the grid, not taken away from whole rows: so the distance
+    stays exact where nearly all attention goes to them.
+
     Args:
         call: attention of B images.
 
     Returns:
-        means over the queries (and windows) of each image, shape (B, heads), in float32 (float64 for float64):
-        ``entropy`` over all keys and queries, in nats; where the layout is known ``attention_distance``, of queries
-        and keys on the grid, rows renormalised over these, in cells of the finer grid; and where there are class or
-        register tokens ``prefix_attention``, what the queries on the grid spend on them.
+        means over the queries and windows of each image, shape (B, heads), in float32 (float64 for float64):
+        ``entropy``, of all queries over all keys, in nats; where the grids are known ``attention_distance``, from
+        queries to keys on the grid, with rows renormalised over these, in cells of the finer grid; and where there are
+        class or register tokens ``prefix_attention``, the attention that queries on the grid pay to them.
     """
-    layout, prefix = call.layout, call.layout.prefix
-    on_grid = None if layout.queries is None else slice(layout.queries.prefix, None)
-    grid = _Rows(call)
-    statistics = {"entropy": grid.lse - grid.expected}
-    if prefix:
-        statistics["entropy"], spent = grid.with_others()
-        if on_grid is not None:
-            statistics["prefix_attention"] = spent[..., on_grid]
-    statistics["entropy"] = grid.unless_empty(statistics["entropy"])
-    if grid.distance is not None and on_grid is not None:
-        statistics["attention_distance"] = grid.distance[..., on_grid]
+    layout = call.layout
+    rows = _rows_over_grid(call)
+    entropy, prefix_attention = _with_prefix(rows, _prefix_logits(call)) if layout.prefix else (rows.entropy, None)
+    statistics = {"entropy": rows.unless_empty(entropy)}
+    if layout.queries is not None:
+        on_grid = slice(layout.queries.prefix, None)
+        if prefix_attention is not None:
+            statistics["prefix_attention"] = prefix_attention[..., on_grid]
+        if rows.distance is not None:
+            statistics["attention_distance"] = rows.distance[..., on_grid]
     return {name: call.by_image(of_queries.mean(-1)).mean(1) for name, of_queries in statistics.items()}
 
 
+@dataclass(frozen=True)
 class _Rows:
-    """Softmax over the keys on the grid, one number for each query: shapes (rows, heads, N_query).
+    """Attention A of each query over the keys on the grid, and sums over these: shape (rows, heads, N_query) each.
 
-    With the log-sum-exp of a row, log A = s - lse, so its entropy is lse - sum_j A_j s_j. The class and register tokens
-    are added to the keys on the grid, not taken away from a whole row: a mean over the grid stays exact where nearly
-    all attention goes elsewhere. What is small is done for all rows at once; what is large, in two buffers.
+    Logits s_j are counted from the largest one, m: so all sums are precise, however large the logits are.
 
     Args:
-        call: the attention.
+        top: m.
+        lse: log sum_j exp(s_j - m).
+        expected: sum_j A_j (s_j - m).
+        distance: sum_j A_j ||delta_j||; None where it is not known where the queries lie.
+        empty: whether a mask hides all of these keys; None without a mask.
     """
 
-    def __init__(self, call: AttentionCall) -> None:
-        shape, logits, layout = call.logits.shape[:3], call.logits, call.layout
-        prefix, located = layout.prefix, layout.queries is not None
-        small = call.queries * call.keys <= _SMALL_TABLE
-        table = _table(layout, logits.dtype, logits.device) if located and small else None
-        self._masked = logits.masked
-        self.top, largest, self.expected = (logits.new_empty(*shape) for _ in range(3))
-        self.distance = logits.new_empty(*shape) if located else None
-        self._others = logits.new_empty(*shape, prefix)
-        keys = slice(prefix, call.keys)
-        size = max(call.block, call.heads * call.keys)
-        buffers = [logits.new_empty(size) for _ in range(2)]  # making them anew would cost more than the arithmetic
-        for rows, queries in call.blocks():
-            block = rows.stop - rows.start, call.heads, queries.stop - queries.start, keys.stop - keys.start
-            s, share = (buffer[: math.prod(block)].view(block) for buffer in buffers)
-            at = rows, slice(None), queries
-            logits(rows, queries, keys, out=s)
-            if prefix:
-                self._others[at] = logits(rows, queries, slice(0, prefix))
-            top = torch.amax(s, -1, keepdim=True)
-            torch.softmax(s, -1, out=share)
-            largest[at] = share.amax(-1)
-            self.top[at] = top[..., 0]
-            if self._masked:  # rows that may see none of these keys, and keys that a row may not see
-                empty = top == -torch.inf
-                share.masked_fill_(empty, 0)
-                s.sub_(top.masked_fill_(empty, 0)).clamp_(min=_LEAST)
-            else:
-                s.sub_(top)
-            self.expected[at] = s.mul_(share).sum(-1)
-            if self.distance is not None:
-                far = layout.distances(queries, logits.dtype, logits.device) if table is None else table[queries]
-                self.distance[at] = torch.mul(share, far, out=s).sum(-1)
-        self._empty = self.top == -torch.inf if self._masked else None
-        if self._empty is not None:
-            self.top.masked_fill_(self._empty, 0)
-            largest.masked_fill_(self._empty, torch.inf)
-        self.lse = -largest.log()  # less the largest logit, as all that follows: precise however large the logits
+    top: Tensor
+    lse: Tensor
+    expected: Tensor
+    distance: Tensor | None
+    empty: Tensor | None
 
-    def with_others(self) -> tuple[Tensor, Tensor]:
-        """Of the whole rows: their entropy, and the share of the class and register tokens."""
-        top = torch.maximum(self.top, self._others.amax(-1))  # a mask may hide keys with the least of all numbers
-        lower = (self.top - top).clamp_(min=_LEAST)
-        logits, on_grid = self._others - top[..., None], self.lse + lower
-        lse = torch.logsumexp(torch.cat([on_grid[..., None], logits], -1), -1)
-        share = (logits - lse[..., None]).exp()
-        finite = logits.clamp(min=_LEAST) if self._masked else logits
-        expected = (self.expected + lower) * (on_grid - lse).exp() + (finite * share).sum(-1)
-        return lse - expected, self.unless_empty(share.sum(-1))
+    @property
+    def entropy(self) -> Tensor:
+        """-sum_j A_j log A_j, where log A_j = s_j - m - lse."""
+        return self.lse - self.expected
 
     def unless_empty(self, of_rows: Tensor) -> Tensor:
-        """0 for rows that may see no key at all, as torch's own attention has it."""
-        return of_rows if self._empty is None else of_rows.masked_fill(self._empty & ~of_rows.isfinite(), 0)
+        """0 for rows that can see no key at all, as torch's own attention has it."""
+        return of_rows if self.empty is None else of_rows.masked_fill(self.empty & ~of_rows.isfinite(), 0)
+
+
+def _rows_over_grid(call: AttentionCall) -> _Rows:
+    """Large tensors are two buffers, which hold one block; the rest is done for all rows at once."""
+    logits, layout, prefix = call.logits, call.layout, call.layout.prefix
+    top, largest, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
+    distance = None if layout.queries is None else torch.empty_like(top)
+    small = distance is not None and call.queries * call.keys <= _SMALL_TABLE
+    table = _table(layout, logits.dtype, logits.device) if small else None
+    buffers = [logits.new_empty(max(call.block, call.heads * call.keys)) for _ in range(2)]
+    for rows, queries in call.blocks():
+        at = rows, slice(None), queries
+        block = rows.stop - rows.start, call.heads, queries.stop - queries.start, call.keys - prefix
+        s, attention = (buffer[: math.prod(block)].view(block) for buffer in buffers)
+        logits(rows, queries, slice(prefix, call.keys), out=s)
+        m = s.amax(-1, keepdim=True)
+        torch.softmax(s, -1, out=attention)
+        largest[at], top[at] = attention.amax(-1), m[..., 0]
+        if logits.masked:  # rows that see none of these keys, and keys that a row does not see
+            empty = m == -torch.inf
+            attention.masked_fill_(empty, 0)
+            s.sub_(m.masked_fill_(empty, 0)).clamp_(min=_LEAST)
+        else:
+            s.sub_(m)
+        expected[at] = s.mul_(attention).sum(-1)
+        if distance is not None:
+            far = layout.distances(queries, logits.dtype, logits.device) if table is None else table[queries]
+            distance[at] = torch.mul(attention, far, out=s).sum(-1)
+    if not logits.masked:
+        return _Rows(top, -largest.log(), expected, distance, None)  # max_j A_j = exp(m - m - lse)
+    empty = top == -torch.inf
+    return _Rows(top.masked_fill_(empty, 0), -largest.masked_fill_(empty, torch.inf).log(), expected, distance, empty)
+
+
+def _prefix_logits(call: AttentionCall) -> Tensor:
+    """Logits of the class and register tokens, shape (rows, heads, N_query, prefix)."""
+    prefix = call.layout.prefix
+    logits = call.logits.new_empty(*call.logits.shape[:3], prefix)
+    for rows, queries in call.blocks():
+        logits[rows, :, queries] = call.logits(rows, queries, slice(0, prefix))
+    return logits
+
+
+def _with_prefix(grid: _Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The entropy of whole rows, and the attention that these pay to the class and register tokens.
+
+    With m the largest logit of a whole row and lse = log(sum over the grid + sum over the prefix), again counted from
+    m, the grid has the share exp(lse_grid - lse) of the row, and H = lse - sum_j A_j (s_j - m).
+
+    Args:
+        grid: the same rows over the keys on the grid.
+        logits: of the other keys, shape (rows, heads, N_query, prefix).
+    """
+    top = torch.maximum(grid.top, logits.amax(-1))  # a mask can hide keys with the least of all numbers
+    lower = (grid.top - top).clamp_(min=_LEAST)
+    logits, lse_grid = logits - top[..., None], grid.lse + lower
+    lse = torch.logsumexp(torch.cat([lse_grid[..., None], logits], -1), -1)
+    attention = (logits - lse[..., None]).exp()
+    finite = logits if grid.empty is None else logits.clamp(min=_LEAST)
+    expected = (grid.expected + lower) * (lse_grid - lse).exp() + (finite * attention).sum(-1)
+    return lse - expected, grid.unless_empty(attention.sum(-1))
 
 
 @torch.no_grad()
 def attention_received(call: AttentionCall, images: Sequence[int]) -> Tensor:
-    """Mean over the queries of A_ij: how much each key is looked at, shape (images, windows, heads, N_key)."""
+    """How much each key is looked at: mean over the queries of A_ij, shape (images, windows, heads, N_key)."""
     step = max(1, call.block // (call.windows * call.heads * call.keys))
     received = []
     for image in images:

@@ -1,76 +1,114 @@
-"""Where tokens lie: the grid behind a sequence of queries or keys, found from what the layer was given."""
+"""Finds the layout of an attention: which grids its queries and keys lie on, from what the layer was given."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from tcnn_model import AttentionPool2d
 from tcnn_probe.attention import known_layers as known
-from tcnn_probe.attention.feature_maps import Scene
+from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import Layout, Tokens
 
-__all__ = ["find_layout", "token_counts"]
+__all__ = ["class_counts", "find_layout", "pool_layout", "token_counts"]
+
+Running = Sequence[tuple[nn.Module, Sequence[Any]]]
+Grid = tuple[int, int]  # rows and columns
 
 
-def find_layout(
-    queries: int, keys: int, windows: int, module: nn.Module, inputs: Iterable[Any], scene: Scene
-) -> Layout:
-    """The grids of an attention call.
+def find_layout(queries: int, keys: int, windows: int, running: Running, maps: FeatureMaps) -> Layout:
+    """Find the grids of an attention.
 
-    A grid is reported where something shows it: the layer's attributes or inputs, or, for attention over the whole
-    image, a feature map of this forward. A number of tokens alone shows nothing, be it a square.
+    A grid is reported only where something shows it: attributes or inputs of the layer or, if each token can see the
+    whole image, a feature map of this forward. A square number of tokens alone does not show a square grid.
 
     Args:
-        queries, keys: how many tokens there are, in each window.
-        windows: into which an image is divided.
-        module: that called attention.
-        inputs: what it was called with.
-        scene: what is known of the images.
+        queries, keys: number of tokens in each window.
+        windows: number of windows into which each image is divided.
+        running: the modules that are running and their inputs, the outermost first; the last one asked for attention.
+        maps: the feature maps of this forward.
     """
+    module, inputs = running[-1]
     if reason := known.lookup(known.NOT_IN_RASTER_ORDER, module):
         return Layout(None, None, reason)
     if own := known.lookup(known.OWN_GRIDS, module):
-        return _own(queries, keys, *own(module, keys))
-    inputs = list(inputs)
-    hints = list(_hints(module, inputs, windows, scene))
-    prefix = _prefixes(scene.prefix if windows == 1 else 0)
-    if windows == 1 or scene.spread:
-        hints += [grid for before in prefix for grid in scene.divisions(keys - before)]
-    key_tokens = _find(keys, hints, prefix)
-    class_tokens = max(key_tokens.prefix if key_tokens else 0, scene.prefix or 0, 1)
+        layout = Layout(*own(module, keys))
+        fits = layout.queries and layout.keys and (layout.queries.count, layout.keys.count) == (queries, keys)
+        return layout if fits else Layout(None, None, f"{queries} queries and {keys} keys: not the layer's own grids")
+    prefixes = _prefixes(maps.prefix if windows == 1 else 0)
+    grids = list(_shown(module, inputs, windows, maps))
+    spread = next((s for m, _ in reversed(running) if (s := known.lookup(known.SPREAD, m)) is not None), None)
+    if spread or (spread is not None and windows == 1):
+        grids += [grid for before in prefixes for grid in maps.divisions(keys - before)]
+    key_tokens = _find(keys, grids, prefixes)
     if reason := known.lookup(known.LATENT_QUERIES, module):
         return Layout(None, key_tokens, reason, "latents")
-    if queries != keys and queries <= class_tokens:
+    if queries != keys and queries <= max(key_tokens.prefix if key_tokens else 0, maps.prefix or 0, 1):
         return Layout(None, key_tokens, "the queries are class tokens or latents, which lie on no grid")
     if key_tokens is None:
-        unknown = "" if scene.size else " (the images' size is unknown)"
-        if windows > 1:
-            unknown += f"; {windows} windows of each image, or as many heads, if the layer has no num_heads to say so"
-        return Layout(None, None, f"{keys} keys: no grid found{unknown}")
+        return Layout(None, None, _no_grid(keys, windows, maps))
     if queries == keys:
         return Layout(key_tokens, key_tokens)
     is_strided = known.lookup(known.FIRST_OF_EACH_CELL, module)
     strided = is_strided is not None and is_strided(module)
     if not strided and queries not in token_counts(inputs):
         return Layout(None, key_tokens, f"{queries} queries and {keys} keys: which places the queries have is unknown")
-    query_tokens = _find(queries, hints, prefix)
+    query_tokens = _find(queries, grids, prefixes)
     if query_tokens is None:
         return Layout(None, key_tokens, f"{queries} queries: no grid found")
-    if query_tokens.prefix != key_tokens.prefix and scene.prefix is None:
+    if query_tokens.prefix != key_tokens.prefix and maps.prefix is None:
         return Layout(None, None, f"{queries} queries and {keys} keys: which of them are class tokens is unknown")
     aligned = _aligned(query_tokens, key_tokens, strided=strided)
     return Layout(*aligned) if aligned else Layout(None, key_tokens, "one of the grids does not divide the other")
 
 
-def _own(queries: int, keys: int, of_queries: Tokens, of_keys: Tokens) -> Layout:
-    if (of_queries.count, of_keys.count) != (queries, keys):
-        return Layout(None, None, f"{queries} queries and {keys} keys: not the layer's own grids")
-    return Layout(of_queries, of_keys)
+def pool_layout(queries: int, keys: int, running: Running, maps: FeatureMaps) -> Layout | None:
+    """The grids of an attention inside of a :class:`tcnn_model.AttentionPool2d`; None if it is not inside of one."""
+    pool, inputs = next(((m, given) for m, given in reversed(running) if isinstance(m, AttentionPool2d)), (None, ()))
+    if pool is None or queries != (pool.num_classes or 1):
+        return None
+    prefix = 0 if pool.per_class else 1
+    shown = [(x.shape[2], x.shape[3]) for x in inputs if isinstance(x, Tensor) and x.ndim == 4]
+    key_tokens = _find(keys, shown or maps.grids(), [prefix])
+    if key_tokens is None:
+        reason = f"{keys} keys: no grid found"
+    elif pool.per_class:
+        reason = "the queries are class tokens, one for each class, which lie on no grid"
+    else:
+        reason = "the query is the class token, which lies on no grid"
+    return Layout(None, key_tokens, reason, "classes" if pool.per_class else "tokens")
+
+
+def class_counts(names: Mapping[nn.Module, str]) -> dict[str, int]:
+    """Number of classes of each :class:`tcnn_model.AttentionPool2d` with a token for each class, by name."""
+    pools = {name: module for module, name in names.items() if isinstance(module, AttentionPool2d)}
+    return {name: pool.num_classes for name, pool in pools.items() if pool.num_classes is not None}
+
+
+def token_counts(inputs: Iterable[Any]) -> set[int]:
+    """Numbers of tokens that the inputs of a layer can hold."""
+    counts: set[int] = set()
+    for given in inputs:
+        if isinstance(given, Tensor) and given.ndim == 3:
+            counts.add(given.shape[1])
+        elif isinstance(given, Tensor) and given.ndim == 4:
+            counts |= {given.shape[2] * given.shape[3], given.shape[1] * given.shape[2], given.shape[2]}
+    return counts
+
+
+def _no_grid(keys: int, windows: int, maps: FeatureMaps) -> str:
+    unknown = "" if maps.size else " (the images' size is unknown)"
+    if windows > 1:
+        unknown += f"; {windows} windows of each image, or as many heads, if the layer has no num_heads to say so"
+    return f"{keys} keys: no grid found{unknown}"
 
 
 def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, Tokens] | None:
-    """Both over the same image, in cells of the finer grid; None if the coarser one's cells are not all alike."""
+    """Both in cells of the finer grid; None if the cells of the coarser one do not all have the same size.
+
+    A coarse token stands for the first pixel of its cell if it is strided, and else for the centre of the cell.
+    """
     finer = max(queries.height, keys.height), max(queries.width, keys.width)
     aligned = []
     for tokens in (queries, keys):
@@ -87,50 +125,40 @@ def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, T
 
 
 def _prefixes(prefix: int | None) -> Sequence[int]:
-    """How many tokens may stand before the grid, the likeliest first."""
+    """How many tokens can stand before the grid, the likeliest number first."""
     return (0, 1) if prefix is None else (prefix, 0) if prefix else (0,)
 
 
-def _find(count: int, hints: Iterable[tuple[int, int]], prefix: Sequence[int]) -> Tokens | None:
-    for before in prefix:
-        for height, width in hints:
-            if count - before == height * width:
-                return Tokens(before, height, width)
+def _find(count: int, grids: Iterable[Grid], prefixes: Sequence[int]) -> Tokens | None:
+    grids = list(grids)
+    for prefix in prefixes:
+        for height, width in grids:
+            if count - prefix == height * width:
+                return Tokens(prefix, height, width)
     return None
 
 
-def _hints(module: nn.Module, inputs: list[Any], windows: int, scene: Scene) -> Iterator[tuple[int, int]]:
-    """Heights and widths that something shows, the surest first."""
+def _shown(module: nn.Module, inputs: Sequence[Any], windows: int, maps: FeatureMaps) -> Iterator[Grid]:
+    """Grids that something shows, the surest first."""
     for name in ("window_size", "resolution"):
         if (pair := _pair(getattr(module, name, None))) is not None:
             yield pair
     for given in inputs:
         if isinstance(given, Tensor) and given.ndim == 4:
-            maps = [(given.shape[2], given.shape[3]), (given.shape[1], given.shape[2])]  # (B, C, H, W), (B, H, W, C)
+            pairs = [(given.shape[2], given.shape[3]), (given.shape[1], given.shape[2])]  # (B, C, H, W), (B, H, W, C)
             if windows == 1:
-                yield from (pair for pair in maps if scene.shows(pair))
-            elif scene.images is not None and len(given) == scene.images * windows:
-                yield from (pair for pair in maps if min(pair) > 1)
+                yield from (pair for pair in pairs if maps.shows(pair))
+            elif maps.images is not None and len(given) == maps.images * windows:
+                yield from (pair for pair in pairs if min(pair) > 1)
         elif not isinstance(given, int) and (pair := _pair(given)) is not None and windows == 1:
             yield pair
     if windows == 1:
-        yield from scene.grids()
+        yield from maps.grids()
 
 
-def _pair(value: Any) -> tuple[int, int] | None:
+def _pair(value: Any) -> Grid | None:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value, value
     if isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, int) and v > 0 for v in value):
         return value[0], value[1]
     return None
-
-
-def token_counts(inputs: Iterable[Any]) -> set[int]:
-    """How many tokens the layer's inputs hold."""
-    counts: set[int] = set()
-    for given in inputs:
-        if isinstance(given, Tensor) and given.ndim == 3:
-            counts.add(given.shape[1])
-        elif isinstance(given, Tensor) and given.ndim == 4:
-            counts |= {given.shape[2] * given.shape[3], given.shape[1] * given.shape[2], given.shape[2]}
-    return counts

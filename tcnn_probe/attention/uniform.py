@@ -1,4 +1,4 @@
-"""What entropy and distance would be if attention were spread evenly: the scale on which to read the recorded ones."""
+"""Entropy and distance of uniform attention: the scale on which to read the recorded ones."""
 
 import math
 from functools import lru_cache
@@ -11,55 +11,54 @@ from tcnn_model import Axis, GatedAttention
 from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.layout import Tokens
 
-__all__ = ["even_distance", "even_gated_attention", "even_softmax_attention"]
+__all__ = ["uniform_distance", "uniform_gated_attention", "uniform_softmax_attention"]
 
 
-def even_distance(from_y: np.ndarray, to_y: np.ndarray, from_x: np.ndarray, to_x: np.ndarray) -> float:
+def uniform_distance(from_y: np.ndarray, to_y: np.ndarray, from_x: np.ndarray, to_x: np.ndarray) -> float:
     """Mean distance between all queries and all keys of two rectangular grids, in float64.
 
     Args:
         from_y, from_x: rows and columns of the queries, one-dimensional.
-        to_y, to_x: rows and columns of the keys.
+        to_y, to_x: rows and columns of the keys, one-dimensional.
     """
-    (along_y, many_y), (along_x, many_x) = _offsets(from_y, to_y), _offsets(from_x, to_x)
-    total = many_y @ np.hypot(along_y[:, None], along_x[None, :]) @ many_x
-    return float(total / (many_y.sum() * many_x.sum()))
+    (along_y, pairs_y), (along_x, pairs_x) = _offsets(from_y, to_y), _offsets(from_x, to_x)
+    total = pairs_y @ np.hypot(along_y[:, None], along_x[None, :]) @ pairs_x
+    return float(total / (pairs_y.sum() * pairs_x.sum()))
 
 
-def even_gated_attention(attention: GatedAttention) -> dict[str, Tensor]:
-    """``uniform_entropy`` and ``uniform_distance`` over real and padding pixels, of each image: shape (B,)."""
+def uniform_gated_attention(attention: GatedAttention) -> dict[str, Tensor]:
+    """``uniform_entropy`` and ``uniform_distance`` over real and padding pixels, for each image: shape (B,)."""
     y, x = attention.y, attention.x
-    return _of_images(attention.query, len(attention.query), y.keys * x.keys, _distance_of_axes(y, x))
+    return _for_images(attention.query, len(attention.query), y.keys * x.keys, _distance_on_axes(y, x))
 
 
-def even_softmax_attention(call: AttentionCall) -> dict[str, Tensor]:
-    """``uniform_entropy`` over all keys and ``uniform_distance`` over the grid, of each image: shape (B,).
+def uniform_softmax_attention(call: AttentionCall) -> dict[str, Tensor]:
+    """``uniform_entropy`` over all keys and ``uniform_distance`` over the grid, for each image: shape (B,).
 
     Keys that a mask hides from a query count as keys. Where no grid is known there is no distance.
     """
     queries, keys = call.layout.queries, call.layout.keys
-    known = queries is not None and keys is not None
-    far = _distance_of_tokens(queries, keys) if known else None
-    return _of_images(call.logits.source, call.images, call.keys, far)
+    distance = None if queries is None or keys is None else _distance_of_tokens(queries, keys)
+    return _for_images(call.logits.source, call.images, call.keys, distance)
 
 
-def _of_images(like: Tensor, images: int, keys: int, far: float | None) -> dict[str, Tensor]:
+def _for_images(like: Tensor, images: int, keys: int, distance: float | None) -> dict[str, Tensor]:
     dtype = torch.float32 if like.device.type == "mps" else torch.float64
-    even = {"uniform_entropy": math.log(keys)} | ({} if far is None else {"uniform_distance": far})
-    return {name: torch.full((images,), value, dtype=dtype, device=like.device) for name, value in even.items()}
+    values = {"uniform_entropy": math.log(keys)} | ({} if distance is None else {"uniform_distance": distance})
+    return {name: torch.full((images,), value, dtype=dtype, device=like.device) for name, value in values.items()}
 
 
 def _offsets(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How far apart two of these are, and how many pairs are so: no N x N table for a grid of N."""
-    far, many = np.unique(np.abs(other[None, :] - one[:, None]), return_counts=True)
-    return far, many.astype(np.float64)
+    """Distances along one axis, each once, and how many pairs have each: no N x N table for a grid of N."""
+    distances, pairs = np.unique(np.abs(other[None, :] - one[:, None]), return_counts=True)
+    return distances, pairs.astype(np.float64)
 
 
 @lru_cache(maxsize=256)
-def _distance_of_axes(y: Axis, x: Axis) -> float:
+def _distance_on_axes(y: Axis, x: Axis) -> float:
     like = torch.empty(0, dtype=torch.float64)
     places = [positions(like).numpy() for axis in (y, x) for positions in (axis.query_positions, axis.key_positions)]
-    return even_distance(*places)
+    return uniform_distance(*places)
 
 
 @lru_cache(maxsize=256)
@@ -67,7 +66,7 @@ def _distance_of_tokens(queries: Tokens, keys: Tokens) -> float | None:
     if not queries.height * queries.width * keys.height * keys.width:
         return None
     (from_y, from_x), (to_y, to_x) = _places(queries), _places(keys)
-    return even_distance(from_y, to_y, from_x, to_x)
+    return uniform_distance(from_y, to_y, from_x, to_x)
 
 
 def _places(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:

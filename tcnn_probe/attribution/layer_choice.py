@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model.pooling.attention_pool import AttentionPool2d
-from tcnn_probe.attention.feature_maps import Scene
-from tcnn_probe.attention.prefix import Prefix
+from tcnn_probe.attention.feature_maps import FeatureMaps
+from tcnn_probe.attention.layout import Prefix
 from tcnn_probe.models import layer_names
 
 __all__ = ["find_layer", "last_spatial_layer"]
@@ -43,16 +43,16 @@ def last_spatial_layer(model: nn.Module, images: Tensor) -> tuple[str, nn.Module
     Raises:
         ValueError: there is none, or tokens are worked on afterwards: then it is not what the classifier sees.
     """
-    scene = Scene(Prefix())
-    scene.enter([images], whole_model=True)
+    maps = FeatureMaps(Prefix())
+    maps.enter([images], whole_model=True)
     ran: list[_Ran] = []
     names = layer_names(model)
     pools = {part for module in names if isinstance(module, AttentionPool2d) for part in module.modules()}
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         has_parts = module not in pools and next(module.children(), None) is not None
-        mixes = has_parts and bool(inputs) and _are_tokens(inputs[0], scene) and _are_tokens(output, scene)
-        ran.append(_Ran(names[module], module, _is_map(output, scene), mixes))
+        mixes = has_parts and bool(inputs) and _are_tokens(inputs[0], maps) and _are_tokens(output, maps)
+        ran.append(_Ran(names[module], module, _is_map(output, maps), mixes))
 
     with ExitStack() as hooks:
         for module in names:
@@ -70,19 +70,19 @@ def last_spatial_layer(model: nn.Module, images: Tensor) -> tuple[str, nn.Module
     return ran[last].name, ran[last].module
 
 
-def _is_map(x: Any, scene: Scene) -> bool:
+def _is_map(x: Any, maps: FeatureMaps) -> bool:
     """Whether this is a feature map (B, C, H, W) of more than one pixel."""
-    return isinstance(x, Tensor) and x.ndim == 4 and _shown(scene, x.shape[2], x.shape[3])
+    return isinstance(x, Tensor) and x.ndim == 4 and _shown(maps, x.shape[2], x.shape[3])
 
 
-def _are_tokens(x: Any, scene: Scene) -> bool:
+def _are_tokens(x: Any, maps: FeatureMaps) -> bool:
     """Whether these are tokens: (B, N, d), or (B, H, W, d) as Swin has them."""
     if not isinstance(x, Tensor):
         return False
     if x.ndim == 4:
-        return not _is_map(x, scene) and _shown(scene, x.shape[1], x.shape[2])
+        return not _is_map(x, maps) and _shown(maps, x.shape[1], x.shape[2])
     return x.ndim == 3 and x.shape[1] > 1
 
 
-def _shown(scene: Scene, height: int, width: int) -> bool:
-    return height * width > 1 and scene.shows((height, width))
+def _shown(maps: FeatureMaps, height: int, width: int) -> bool:
+    return height * width > 1 and maps.shows((height, width))

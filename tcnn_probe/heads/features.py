@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.attention.uniform import even_distance
+from tcnn_probe.attention.uniform import uniform_distance
 
 __all__ = ["Features", "Grid", "features_of"]
 
@@ -115,7 +115,7 @@ def _even(found: xr.Dataset, grid: Grid | None, needed: Mapping[str, xr.DataArra
     cells = {layer: (np.arange(rows), np.arange(columns)) for layer, (rows, columns) in _grids(grid, layers).items()}
     by_grid = {
         "uniform_entropy": {layer: math.log(len(y) * len(x)) for layer, (y, x) in cells.items()},
-        "uniform_distance": {layer: even_distance(y, y, x, x) for layer, (y, x) in cells.items()},
+        "uniform_distance": {layer: uniform_distance(y, y, x, x) for layer, (y, x) in cells.items()},
     }
     even = {}
     for name, values in by_grid.items():

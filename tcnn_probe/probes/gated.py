@@ -8,7 +8,7 @@ from torch import Tensor
 from tcnn_model import GatedAttention
 from tcnn_model.gpsa.statistics import measure
 from tcnn_probe.attention.statistics import gated_attention_statistics
-from tcnn_probe.attention.uniform import even_gated_attention
+from tcnn_probe.attention.uniform import uniform_gated_attention
 from tcnn_probe.probes.variables import DISTANCE, ENTROPY, EVEN, HEAD, MAPS, MEAN
 from tcnn_probe.schema import Variable
 
@@ -44,7 +44,7 @@ VARIABLES: Mapping[str, Variable] = {
 
 def numbers_of(attention: GatedAttention) -> dict[str, Tensor]:
     """Of every image: (B, heads) each, (B,) of even attention."""
-    return {**gated_attention_statistics(attention), **even_gated_attention(attention)}
+    return {**gated_attention_statistics(attention), **uniform_gated_attention(attention)}
 
 
 def maps_of(attention: GatedAttention, which: Sequence[int]) -> dict[str, Tensor]:

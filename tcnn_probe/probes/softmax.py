@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.statistics import attention_received, attention_statistics
-from tcnn_probe.attention.uniform import even_softmax_attention
+from tcnn_probe.attention.uniform import uniform_softmax_attention
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.variables import DISTANCE, ENTROPY, EVEN, HEAD, MAPS, MEAN
 from tcnn_probe.schema import Variable
@@ -15,7 +15,7 @@ __all__ = ["SOFTMAX"]
 
 
 def _numbers(call: AttentionCall) -> dict[str, Tensor]:
-    return {**attention_statistics(call), **even_softmax_attention(call)}
+    return {**attention_statistics(call), **uniform_softmax_attention(call)}
 
 
 def _maps(call: AttentionCall, which: Sequence[int]) -> dict[str, Tensor]:

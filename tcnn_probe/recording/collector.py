@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import without_autocast
-from tcnn_probe.attention import known_layers as known
 from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.feature_maps import Scene
-from tcnn_probe.attention.pools import class_counts
-from tcnn_probe.attention.prefix import prefix_of
-from tcnn_probe.attention.rebuild import arrange, discrepancy
+from tcnn_probe.attention.feature_maps import FeatureMaps
+from tcnn_probe.attention.layout import prefix_of
+from tcnn_probe.attention.rebuild import NoTokenAttentionError, discrepancy, rebuild
+from tcnn_probe.attention.token_grid import class_counts
 from tcnn_probe.hooks.forwards import Forwards
 from tcnn_probe.hooks.interception import SeenAttention, SeenOperand, SeenProduct
 from tcnn_probe.models import layer_names, unwrap
@@ -99,9 +98,7 @@ class Collector:
         self._parts = {part: parent for parent, part in self._wanted_parts()}
         self.training_forwards = 0
         self._entered: dict[nn.Module, int] = {}
-        self._scene, self._whole = Scene(prefix_of(self._names, prefix_tokens)), False
-        spread = {m: known.lookup(known.SPREAD, m) for m in self._names}
-        self._spread = {part: how for m, how in spread.items() if how is not None for part in m.modules()}
+        self._scene, self._whole = FeatureMaps(prefix_of(self._names, prefix_tokens)), False
         self._checked: set[str] = set()
         self._begin()
         self._forwards = Forwards(model, self)
@@ -194,11 +191,11 @@ class Collector:
             return
         number = self._asked[module] = self._asked.get(module, -1) + 1
         layer = f"{name}#{number}" if number else name
-        self._scene.spread = self._spread.get(module)
-        with named(layer):
-            call = arrange(seen, layer, running, self._scene)
-        if isinstance(call, str):
-            self.unsupported[layer] = call
+        try:
+            with named(layer):
+                call = rebuild(seen, layer, running, self._scene)
+        except NoTokenAttentionError as reason:
+            self.unsupported[layer] = str(reason)
             return
         source = seen.logits if seen.logits is not None else seen.query
         assert source is not None

@@ -5,6 +5,7 @@ what it returns; so is scaled_dot_product_attention, by the textbook formula.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,11 +37,6 @@ def grid(
     return [None] * prefix + cells
 
 
-def pooled(height: int, width: int, factor: int) -> list[Place]:
-    """Of cells of ``factor`` x ``factor`` tokens of another grid, each at its centre."""
-    return grid(height, width, spacing=(factor, factor), origin=((factor - 1) / 2, (factor - 1) / 2))
-
-
 @contextmanager
 def textbook(seen: Callable[[Tensor], None]) -> Iterator[None]:
     """Attention by its formula, each one handed on."""
@@ -51,16 +47,7 @@ def textbook(seen: Callable[[Tensor], None]) -> Iterator[None]:
             seen(weights)
         return weights
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Tensor:
         if enable_gqa:
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
         logits = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -115,19 +102,11 @@ def entropy(weights: np.ndarray) -> np.ndarray:
 
 
 def distance(weights: np.ndarray, queries: Sequence[Place], keys: Sequence[Place]) -> np.ndarray:
-    """(..., N_query, N_key) -> (...): entry by entry, over tokens that have a place, rows renormalised."""
-    total, rows = np.zeros(weights.shape[:-2]), 0
-    for i, here in enumerate(queries):
-        if here is None:
-            continue
-        moved, mass = np.zeros_like(total), np.zeros_like(total)
-        for j, there in enumerate(keys):
-            if there is not None:
-                moved += weights[..., i, j] * np.hypot(here[0] - there[0], here[1] - there[1])
-                mass += weights[..., i, j]
-        total += moved / mass
-        rows += 1
-    return total / rows
+    """(..., N_query, N_key) -> (...): pair by pair, over tokens that have a place, rows renormalised."""
+    rows, columns = ([i for i, place in enumerate(places) if place is not None] for places in (queries, keys))
+    far = np.array([[math.dist(queries[i], keys[j]) for j in columns] for i in rows])
+    on_grid = weights[..., rows, :][..., columns]
+    return ((on_grid * far).sum(-1) / on_grid.sum(-1)).mean(-1)
 
 
 @dataclass
@@ -135,10 +114,10 @@ class Layout:
     """Where the tokens of an attention lie, said by hand.
 
     Args:
-        queries, keys: None where they lie on no grid.
+        queries, keys: places of the tokens; None where they lie on no grid.
         class_query: whether query 0 is a class token or the only latent.
-        arrange: from the weights as the model made them, and the number of images, to (B, windows, heads, N_query,
-            N_key); None for (B * windows, heads, N_query, N_key).
+        arrange: from the weights as the model made them, and the number of images B, to (B, windows, heads, N_query,
+            N_key); None for weights of shape (B * windows, heads, N_query, N_key).
     """
 
     queries: Sequence[Place] | None
@@ -158,12 +137,13 @@ class Layout:
         return whole.weights.unflatten(0, (images, -1)).numpy()
 
     def expected(self, whole: Whole, images: int) -> dict[str, np.ndarray]:
-        """Means over images, windows and queries of what should be recorded, for each head."""
+        """Means over images, windows and queries of what should be recorded, for each head; of uniform attention."""
         weights = self.weights(whole, images)
-        values = {"entropy": entropy(weights).mean((0, 1, 3))}
+        values = {"entropy": entropy(weights).mean((0, 1, 3)), "uniform_entropy": np.log(weights.shape[-1])}
         if self.queries is not None and self.keys is not None:
             assert weights.shape[-2:] == (len(self.queries), len(self.keys)), (whole.layer, weights.shape)
             values["attention_distance"] = distance(weights, self.queries, self.keys).mean((0, 1))
+            values["uniform_distance"] = distance(np.ones(weights.shape[-2:]), self.queries, self.keys)
             if self.prefix:
                 patches = [place is not None for place in self.queries]
                 spent = weights[..., patches, : self.prefix].sum(-1)

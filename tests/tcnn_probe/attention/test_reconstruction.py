@@ -1,6 +1,5 @@
 """Attention that is not what the model used raises; what it did use never does, in any precision or under dropout."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +10,17 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_probe import ReconstructionError
-from tcnn_probe.recording import collector
+from tests.tcnn_probe.attention.checking import Family
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.attention.test_transformers import SIZE, vit
+from tests.tcnn_probe.attention.test_windows import swin
 from tests.tcnn_probe.networks import Chain
 
 DIM, HEADS = 12, 3
 
 
 class Other(Tensor):
-    """A tensor whose attention is not torch's: it is multiplied, or that of other keys."""
+    """A tensor whose attention is not torch's: it is multiplied."""
 
     factor: float = 1.5
 
@@ -36,65 +37,12 @@ class Attend(nn.Module):
     def __init__(self, how: str, factor: float) -> None:
         super().__init__()
         self.how, self.factor, self.stem = how, factor, nn.Conv2d(3, 3 * DIM, 8, 8)
+        sharpen(self)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.stem(x).flatten(2).unflatten(1, (3, HEADS, -1)).mT.movedim(1, 0)
         q = q.as_subclass(type("Mine", (Other,), {"factor": self.factor}))
-        if self.how == "fused":
-            return F.scaled_dot_product_attention(q, k, v)
-        return (q @ k.mT).softmax(-1) @ v
-
-
-@pytest.mark.parametrize("how", ["fused", "softmax"])
-def test_another_attention_raises(how: str) -> None:
-    model = sharpen(Attend(how, 1.5))
-    with tcnn_probe.record(model) as recorder, pytest.raises(ReconstructionError, match="differs from the model's own"):
-        model(torch.randn(2, 3, 24, 40))
-    assert recorder.epochs == ()
-
-
-@pytest.mark.parametrize("how", ["fused", "softmax"])
-def test_a_subclass_with_torchs_attention_does_not(how: str) -> None:
-    model = sharpen(Attend(how, 1.0))
-    with tcnn_probe.record(model) as recorder, torch.no_grad():
-        model(torch.randn(2, 3, 24, 40))
-        recorder.mark(epoch=0)
-        assert recorder.dataset.entropy.notnull().all()
-
-
-@pytest.mark.parametrize("how", ["fused", "softmax"])
-def test_a_slight_difference_in_float32_raises(how: str) -> None:
-    """1 in 100, where float32 is right to 1 in 10^6."""
-    model = sharpen(Attend(how, 1.01))
-    with tcnn_probe.record(model), torch.no_grad(), pytest.raises(ReconstructionError):
-        model(torch.randn(2, 3, 24, 40))
-
-
-def _vit(**options: Any) -> nn.Module:
-    small = {"img_size": (24, 40), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
-    return timm.create_model("vit_tiny_patch16_224", **small, **options)
-
-
-def _swin(**options: Any) -> nn.Module:
-    small = {
-        "img_size": (24, 40),
-        "patch_size": 4,
-        "embed_dim": 8,
-        "depths": (2,),
-        "num_heads": (2,),
-        "window_size": (2, 5),
-    }
-    return timm.create_model("swin_tiny_patch4_window7_224", num_classes=5, **small, **options)
-
-
-def _cait(**options: Any) -> nn.Module:
-    small = {"img_size": (24, 40), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
-    return timm.create_model("cait_xxs24_224", **small, **options)
-
-
-def _siglip(**options: Any) -> nn.Module:
-    small = {"img_size": (24, 40), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
-    return timm.create_model("vit_base_patch16_siglip_224", **small, **options)
+        return F.scaled_dot_product_attention(q, k, v) if self.how == "fused" else (q @ k.mT).softmax(-1) @ v
 
 
 class Torchs(nn.Module):
@@ -109,66 +57,37 @@ class Torchs(nn.Module):
         return self.encoder(self.stem(x).flatten(2).mT)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "vit": _vit,
-    "swin": _swin,
-    "cait": _cait,
-    "siglip": _siglip,
-    "torch": Torchs,
-}
+FAMILIES = [
+    swin("swin", "swin_tiny_patch4_window7_224"),
+    vit("cait_xxs24_224"),
+    vit("vit_base_patch16_siglip_224"),
+    Family("torch", Torchs, SIZE, {}),
+]
+HOW = pytest.mark.parametrize("how", ["fused", "softmax"])
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 
 def check(model: nn.Module, images: Tensor, **options: Any) -> None:
     with tcnn_probe.record(model, **options) as recorder:
-        model(images)
+        loss = model(images).square().mean()
+        if loss.requires_grad:
+            loss.backward()
         recorder.mark(epoch=0)
         assert recorder.dataset.entropy.notnull().any("head").all()
         assert not recorder.unsupported
 
 
-def images(seed: int = 0) -> Tensor:
-    return torch.randn(3, 3, 24, 40, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_dtypes(name: str, dtype: torch.dtype) -> None:
-    with torch.no_grad():
-        check(sharpen(MODELS[name]()).to(dtype), images().to(dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_autocast(name: str, dtype: torch.dtype) -> None:
-    with torch.no_grad(), torch.autocast("cpu", dtype):
-        check(sharpen(MODELS[name]()), images())
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_training_with_dropout(name: str) -> None:
-    """Attention is recorded as it is before dropout, and gradients are what they are without a recorder."""
-    model = sharpen(MODELS[name](attn_drop_rate=0.4)).train()
-    torch.manual_seed(1)
-    _loss(model(images())).backward()
-    expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    torch.manual_seed(1)
-    with tcnn_probe.record(model, when="train") as recorder:
-        _loss(model(images())).backward()
-        recorder.mark(epoch=0)
-        assert recorder.dataset.entropy.notnull().any("head").all()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        assert gradient is None or torch.equal(parameter.grad, gradient)
-
-
-def _loss(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_inference_mode(name: str) -> None:
-    with torch.inference_mode():
-        check(sharpen(MODELS[name]()), images())
+@HOW
+@pytest.mark.parametrize("factor", [1.5, 1.01, 1.0])
+def test_another_attention_raises(how: str, factor: float) -> None:
+    """1 in 100 is enough, where float32 is right to 1 in 10^6; a tensor's class alone is not."""
+    model, images = Attend(how, factor), torch.randn(3, 3, *SIZE)
+    if factor == 1:
+        check(model, images)
+        return
+    with tcnn_probe.record(model) as recorder, pytest.raises(ReconstructionError, match="differs from the model's own"):
+        model(images)
+    assert recorder.epochs == ()
 
 
 @pytest.mark.parametrize("kind", ["gpsa", "convit"])
@@ -185,13 +104,26 @@ def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
         model(x)
 
 
-def test_each_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the result waits for the device."""
-    model, checked, discrepancy = sharpen(Attend("fused", 1.0)), [], collector.discrepancy
-    monkeypatch.setattr(collector, "discrepancy", lambda *args: checked.append(args) or discrepancy(*args))
-    with tcnn_probe.record(model) as recorder, torch.no_grad():
-        for epoch in range(2):
-            for _ in range(3):
-                model(torch.randn(2, 3, 24, 40))
-            recorder.mark(epoch=epoch)
-    assert len(checked) == 1
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@EACH_FAMILY
+def test_precisions(family: Family, dtype: torch.dtype) -> None:
+    """The layer's own, and that of autocast."""
+    model, images = sharpen(family.make()), family.images()
+    with torch.inference_mode(), torch.autocast("cpu", dtype):
+        check(model, images)
+    with torch.no_grad():
+        check(model.to(dtype), images.to(dtype))
+
+
+@EACH_FAMILY
+def test_training_with_dropout(family: Family) -> None:
+    """Attention is recorded as it is before dropout, and gradients are what they are without a recorder."""
+    model, images = sharpen(family.make(attn_drop_rate=0.4)).train(), family.images()
+    torch.manual_seed(1)
+    model(images).square().mean().backward()
+    expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.manual_seed(1)
+    check(model, images, when="train")
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert gradient is None or torch.equal(parameter.grad, gradient)

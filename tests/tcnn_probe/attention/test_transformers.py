@@ -1,0 +1,78 @@
+"""Vision transformers of one resolution: what is recorded of each equals brute force in float64."""
+
+import copy
+from functools import partial
+
+import pytest
+import timm
+import torch
+
+from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
+from tests.tcnn_probe.attention.checking import Family, check_family, same, windows_last
+from tests.tcnn_probe.attention.sharpen import sharpen
+
+pytestmark = pytest.mark.numerical
+
+SIZE = (24, 40)  # 3 x 5 patches of 8 x 8
+SMALL = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+NAFLEX = {"embed_dim": 24, "depth": 1, "num_heads": 3}
+HIERA = {"embed_dim": 16, "stages": (1, 1, 1, 1)}
+
+
+def vit(model: str, prefix: int = 1, *, class_token: bool = True, gain: float = 1.7) -> Family:
+    """Patches with class and register tokens before them, or with registers alone."""
+    layouts = {
+        "*pool": Layout(None, grid(3, 5), class_query=True),
+        "*token_only*": Layout(None, grid(3, 5, prefix=1), class_query=True),  # the class token asks
+        "*": Layout(*[grid(3, 5, prefix=prefix)] * 2, class_query=prefix > 0 and class_token),
+    }
+    return Family(model, partial(timm.create_model, model, **SMALL), SIZE, layouts, gain)
+
+
+FAMILIES = [
+    vit("vit_tiny_patch16_224"),
+    vit("vit_base_patch16_xp_224"),  # a block that is its own attention
+    vit("vit_medium_patch16_reg4_gap_256", 4, class_token=False),
+    vit("vit_so150m_patch16_reg4_map_256", 4, class_token=False),  # pooled by a latent
+    vit("vit_small_patch16_dinov3", 5),  # rotary embedding
+    vit("deit_tiny_distilled_patch16_224", 2),
+    vit("cait_xxs24_224", 0, gain=2.2),  # talking heads, and class attention
+    vit("beit_base_patch16_224"),  # a bias of relative positions
+    Family(  # its patches are cut by a reshape
+        "naflexvit",
+        partial(timm.create_model, "naflexvit_base_patch16_gap", **NAFLEX),
+        (48, 80),
+        {"*": Layout(*[grid(3, 5, prefix=4)] * 2)},
+    ),
+    Family(  # its tokens are in the order of its units
+        "hiera",
+        partial(timm.create_model, "hiera_tiny_224", **HIERA),
+        (224, 224),
+        {"*": Layout(None, None, arrange=windows_last)},
+        flattest=0.97,
+    ),
+    Family(
+        "sam2",
+        partial(timm.create_model, "sam2_hiera_tiny", **HIERA),
+        (128, 192),
+        {"blocks.0.*": same(grid(8, 8)), "*": Layout(None, None)},
+        flattest=0.97,
+    ),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_equals_brute_force(family: Family) -> None:
+    check_family(family)
+
+
+def test_what_is_captured_is_what_meets_the_values() -> None:
+    """The oracle's attention is what timm gives to the dropout before the values, hooked as anyone would."""
+    model, images = sharpen(FAMILIES[0].make()), FAMILIES[0].images()
+    twin, inputs = copy.deepcopy(model).double(), []
+    for block in twin.blocks:
+        block.attn.fused_attn = False
+        block.attn.attn_drop.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
+    twin(images.double())
+    for whole, weights in zip(attention_of(model, images), inputs, strict=True):
+        assert torch.equal(whole.weights, weights)
