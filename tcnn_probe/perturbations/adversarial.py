@@ -29,7 +29,9 @@ def fgsm(
     (Goodfellow et al. 2015, Explaining and harnessing adversarial examples, §4.) See :func:`pgd`, of which this is one
     step of length ε without a random start.
     """
-    return _attack(_fgsm(epsilon), model, images, labels, normalization)
+    return pgd(
+        model, images, labels, epsilon=epsilon, step=epsilon, steps=1, random_start=False, normalization=normalization
+    )
 
 
 def pgd(
@@ -78,7 +80,13 @@ def pgd(
             model that does not say how its images are normalised.
         TypeError: no images or labels, or a model that gives no scores or none that can be differentiated.
     """
-    return _attack(Ascent(epsilon, step, steps, random_start), model, images, labels, normalization, seed, first)
+    ascent = Ascent(epsilon, step, steps, random_start)
+    seed, first = whole_number(seed, "seed"), whole_number(first, "first")
+    pixels = as_pixels(images)
+    classes = as_labels(labels, len(pixels))
+    classifier = as_classifier(model, normalization, pixels.shape[1])
+    with quiet(model):
+        return ascent(classifier, pixels, classes, seed, first)
 
 
 @dataclass(frozen=True)
@@ -129,23 +137,6 @@ def as_attacks(asked: str | Collection[str] | Mapping[str, Mapping[str, Any]]) -
     if unknown := [name for name in options if name not in _ATTACKS]:
         raise ValueError(f"expected attacks among {', '.join(_ATTACKS)}; got {unknown[0]!r}")
     return {name: attack(**options[name]) for name, attack in _ATTACKS.items() if name in options}
-
-
-def _attack(
-    ascent: Ascent,
-    model: Model,
-    images: Any,
-    labels: Any,
-    normalization: Normalization | None,
-    seed: int = 0,
-    first: int = 0,
-) -> Tensor:
-    seed, first = whole_number(seed, "seed"), whole_number(first, "first")
-    images = as_pixels(images)
-    labels = as_labels(labels, len(images))
-    classifier = as_classifier(model, normalization, images.shape[1])
-    with quiet(model):
-        return ascent(classifier, images, labels, seed, first)
 
 
 def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:

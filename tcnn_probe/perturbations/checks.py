@@ -59,9 +59,10 @@ def whole_number(number: Any, what: str, least: int = 0, most: int | None = None
     span = f"an integer from {least}" + (f" to {most}" if most is not None else "")
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(f"expected {span} for {what}, got {number!r}")
-    if number < least or (most is not None and number > most):
+    found = int(number)
+    if found < least or (most is not None and found > most):
         raise ValueError(f"expected {span} for {what}, got {number!r}")
-    return int(number)
+    return found
 
 
 def whole_numbers(given: Any, what: str, least: int = 0, most: int | None = None) -> tuple[int, ...]:

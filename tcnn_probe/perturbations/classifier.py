@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tcnn_probe.hooks.forwards import aside
 from tcnn_probe.models import class_scores, untouched, unwrap
+from tcnn_probe.perturbations.checks import check_labels
 
 __all__ = ["Classifier", "Model", "Normalization", "as_classifier", "quiet"]
 
@@ -42,14 +43,9 @@ class Classifier:
         scores = class_scores(self.model, normalized if like is None else normalized.to(like.dtype))
         if self.classes is None:
             return scores
-        if (top := max(self.classes)) >= scores.shape[1]:
-            raise ValueError(
-                f"expected a variant's classes from 0 to {scores.shape[1] - 1}, the model having {scores.shape[1]} "
-                f"classes; got {top}"
-            )
-        out = torch.ones(scores.shape[1], dtype=torch.bool)
-        out[list(self.classes)] = False
-        return scores.masked_fill(out.to(scores.device), -torch.inf)
+        check_labels(torch.tensor(self.classes), scores.shape[1])
+        kept = torch.isin(torch.arange(scores.shape[1]), torch.tensor(self.classes))
+        return scores.masked_fill(~kept.to(scores.device), -torch.inf)
 
     def _like(self) -> Tensor | None:
         """A tensor of the dtype and on the device of the model's parameters, if it has any."""
@@ -82,18 +78,17 @@ def as_classifier(
                 "normalization=(mean, std), each a number or one for each channel; ((0,), (1,)) for none"
             )
         normalization = config["mean"], config["std"]
+    expected = (
+        "expected normalization=(mean, std), finite numbers or one for each of the images' "
+        f"{channels} channels, std positive; got {normalization!r}"
+    )
     try:
         mean, std = (torch.as_tensor(each, dtype=torch.float64).cpu().flatten() for each in normalization)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"expected normalization=(mean, std), got {normalization!r}") from error
-    for each in (mean, std):
-        if len(each) not in (1, channels):
-            raise ValueError(
-                f"expected mean and std to be numbers, or one for each of the images' {channels} channels; got "
-                f"{len(each)}: give normalization=(mean, std)"
-            )
-    if not (mean.isfinite().all() and (std > 0).all() and std.isfinite().all()):
-        raise ValueError(f"expected a finite mean and a positive std, got {normalization!r}")
+        raise ValueError(expected) from error
+    fits = all(len(each) in (1, channels) and each.isfinite().all() for each in (mean, std))
+    if not fits or (std <= 0).any():
+        raise ValueError(expected)
     return Classifier(model, tuple(mean.tolist()), tuple(std.tolist()), classes, device)
 
 

@@ -8,7 +8,6 @@ from numpy.random import MT19937, RandomState, SeedSequence
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tcnn_probe.models import progress_bar
 from tcnn_probe.perturbations.checks import check_range, whole_number
 from tcnn_probe.perturbations.corruptions.frost_pictures import read_photographs
 from tcnn_probe.perturbations.corruptions.resampling import scale_of
@@ -29,7 +28,6 @@ def corrupt(
     seed: int = 0,
     first: int = 0,
     frost: Any = None,
-    progress: bool | None = None,
 ) -> Images:
     """Corrupt images as those of ImageNet-C were, by one of 15 corruptions.
 
@@ -55,7 +53,6 @@ def corrupt(
         first: the number of the first image in the data set, from 0; the others follow.
         frost: for "frost", pictures of frost: a folder of .png or .jpg files, or arrays (H, W, 3), each in [0, 1] or
             uint8. None: a texture made here. Other corruptions do not use it.
-        progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
 
     Returns:
         the same kind, shape, dtype and device; new, in range, and without gradient. uint8 is rounded to nearest.
@@ -71,12 +68,10 @@ def corrupt(
         options["photographs"] = read_photographs(frost)
     batch = _as_batch(images)
     corrupted: Any = torch.empty_like(batch) if isinstance(batch, Tensor) else np.empty_like(batch)
-    with progress_bar(len(batch), f"{chosen.name} {severity}", progress) as bar:
-        for number, image in enumerate(batch):
-            random = _draws(chosen, seed, first + number)
-            damaged = chosen.function(_as_pixels(image), random, scale_of(image.shape), **options)
-            corrupted[number] = _as_values(np.clip(damaged, 0, 1), image)
-            bar.update()
+    for number, image in enumerate(batch):
+        random = _draws(chosen, seed, first + number)
+        damaged = chosen.function(_as_pixels(image), random, scale_of(image.shape), **options)
+        corrupted[number] = _as_values(np.clip(damaged, 0, 1), image)
     if isinstance(images, Tensor):
         return corrupted.permute(0, 3, 1, 2).reshape(images.shape).contiguous().to(images.device)
     return corrupted.reshape(images.shape)

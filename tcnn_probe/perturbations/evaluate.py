@@ -85,79 +85,58 @@ def robustness(
     Raises:
         ValueError, TypeError: models, images, labels or options that cannot be.
     """
-    asked = _Asked(
+    members, sets = _as_models(models), _as_variants(variants)
+    measuring = _Measurement(
+        members,
+        _by_model(normalization, members),
         named_corruptions(corruptions),
         whole_numbers(severities, "severities", 1, 5),
         as_attacks(attacks),
         whole_numbers(seeds, "seeds"),
         None if frost is None else read_photographs(frost),
+        device,
     )
-    members, sets = _as_models(models), _as_variants(variants)
     batches, count = _as_batches(images, labels, batch_size)
-    measuring = _Measuring(members, asked, _by_model(normalization, members), device)
     known = sum(len(one.loader) for one in sets if isinstance(one.loader, Sized))
-    total = None if count is None else (count * asked.passes + known) * len(members)
+    total = None if count is None else (count * measuring.passes() + known) * len(members)
     found: dict[str, list[NDArray[Any]]] = {}
     first = 0
     with quiet(*members.values()), progress_bar(total, "robustness", progress, "batch") as bar:
         measuring.done = bar.update
         for pixels, targets in batches:
-            for name, right in measuring.batch(pixels, targets, first).items():
-                found.setdefault(name, []).append(right)
+            for name, part in measuring.batch(pixels, targets, first).items():
+                found.setdefault(name, []).append(part)
             first += len(pixels)
         if not first:
             raise ValueError("expected batches (images, labels), got none")
         by_variant = {one.name: measuring.variant(one) for one in sets}
     if measuring.nan:
         warnings.warn(f"scores with NaN, counted as wrong: {dict(measuring.nan)}", RuntimeWarning, stacklevel=2)
-    kinds = {name: getattr(model, "__name__", type(model).__name__) for name, model in members.items()}
-    options = {"models": kinds, "normalization": measuring.normalized, "nan_scores": measuring.nan}
-    options |= {"attacks": {name: vars(ascent) for name, ascent in asked.attacks.items()}}
-    options |= {"variants": {one.name: one.source for one in sets}}
-    attrs = versions() | {"frost": "made" if frost is None else "given"}
-    attrs |= {name: json.dumps(option) for name, option in options.items() if option or name == "nan_scores"}
-    return as_dataset(
-        {name: np.concatenate(rows, -1) for name, rows in found.items()}, by_variant, asked.coordinates(members), attrs
-    )
+    right = {name: np.concatenate(rows, -1) for name, rows in found.items()}
+    return as_dataset(right, by_variant, measuring.coordinates(), measuring.attrs())
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What images are perturbed by."""
+@dataclass
+class _Measurement:
+    """The models at work on what was asked for."""
 
+    models: Mapping[str, Model]
+    normalizations: Mapping[str, Normalization | None]
     corruptions: tuple[str, ...]
     severities: tuple[int, ...]
     attacks: dict[str, Ascent]
     seeds: tuple[int, ...]
     frost: list[NDArray[Any]] | None
-
-    @property
-    def passes(self) -> int:
-        """How often a model sees each image; what is not random is seen once for all seeds."""
-        draws = [CORRUPTIONS[name].random for name in self.corruptions for _ in self.severities]
-        draws += [ascent.random_start for ascent in self.attacks.values()]
-        return 1 + sum(len(self.seeds) if random else 1 for random in draws)
-
-    def coordinates(self, models: Iterable[str]) -> dict[str, Any]:
-        """Of the arrays per image."""
-        groups = [CORRUPTIONS[name].group for name in self.corruptions]
-        names = {"model": models, "corruption": self.corruptions, "attack": self.attacks}
-        found: dict[str, Any] = {dim: np.array(list(labels), dtype=object) for dim, labels in names.items()}
-        found |= {"group": ("corruption", np.array(groups, dtype=object))}
-        return found | {"severity": list(self.severities), "seed": list(self.seeds)}
-
-
-@dataclass
-class _Measuring:
-    """The models at work."""
-
-    models: Mapping[str, Model]
-    asked: _Asked
-    normalizations: Mapping[str, Normalization | None]
     device: torch.device | str | None
     done: Callable[[int], Any] = lambda count: None
     nan: Counter[str] = field(default_factory=Counter)
     normalized: dict[str, Any] = field(default_factory=dict)
+
+    def passes(self) -> int:
+        """How often a model sees each image; what is not random is seen once for all seeds."""
+        draws = [bool(CORRUPTIONS[name].random) for name in self.corruptions for _ in self.severities]
+        draws += [ascent.random_start for ascent in self.attacks.values()]
+        return 1 + sum(len(self.seeds) if random else 1 for random in draws)
 
     def batch(self, images: Tensor, labels: Tensor, first: int) -> dict[str, NDArray[Any]]:
         """Which images are right, as they are and perturbed, (model, ..., B), and their labels, (B,)."""
@@ -165,9 +144,9 @@ class _Measuring:
             raise ValueError("expected one label for each image, (B,); only variants have several")
         judges = self._judges(images, None)
         found = {"label": labels.numpy(), "clean_correct": self._right(judges, images, labels)}
-        if self.asked.corruptions:
+        if self.corruptions:
             found["correct"] = self._corrupted(judges, images, labels, first)
-        if self.asked.attacks:
+        if self.attacks:
             found["adversarial_correct"] = self._attacked(judges, images, labels, first)
         return found
 
@@ -179,6 +158,22 @@ class _Measuring:
             raise ValueError(f"expected images of the variant {variant.name!r}, got none")
         return np.concatenate(rows, -1)
 
+    def coordinates(self) -> dict[str, Any]:
+        """Of the arrays per image."""
+        groups = [CORRUPTIONS[name].group for name in self.corruptions]
+        names = {"model": self.models, "corruption": self.corruptions, "attack": self.attacks}
+        found: dict[str, Any] = {dim: np.array(list(labels), dtype=object) for dim, labels in names.items()}
+        found |= {"group": ("corruption", np.array(groups, dtype=object))}
+        return found | {"severity": list(self.severities), "seed": list(self.seeds)}
+
+    def attrs(self) -> dict[str, str]:
+        """Options, found numbers and versions."""
+        kinds = {name: getattr(model, "__name__", type(model).__name__) for name, model in self.models.items()}
+        options = {"models": kinds, "normalization": self.normalized, "nan_scores": self.nan}
+        options |= {"attacks": {name: vars(ascent) for name, ascent in self.attacks.items()}}
+        about = versions() | {"frost": "made" if self.frost is None else "given"}
+        return about | {name: json.dumps(option) for name, option in options.items()}
+
     def _judges(self, images: Tensor, classes: tuple[int, ...] | None) -> dict[str, Classifier]:
         channels, given = images.shape[1], self.normalizations
         judges = {n: as_classifier(m, given[n], channels, classes, self.device) for n, m in self.models.items()}
@@ -186,26 +181,28 @@ class _Measuring:
         return judges
 
     def _corrupted(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> NDArray[Any]:
-        asked, rows = self.asked, list[NDArray[Any]]()
-        for name, severity, seed in product(asked.corruptions, asked.severities, asked.seeds):
-            if seed != asked.seeds[0] and not CORRUPTIONS[name].random:
+        rows: list[NDArray[Any]] = []
+        for name, severity, seed in product(self.corruptions, self.severities, self.seeds):
+            if seed != self.seeds[0] and not CORRUPTIONS[name].random:
                 rows.append(rows[-1])
                 continue
-            worse = corrupt(images, name, severity, seed=seed, first=first, frost=asked.frost, progress=False)
+            worse = corrupt(images, name, severity, seed=seed, first=first, frost=self.frost)
             rows.append(self._right(judges, worse, labels))
-        shape = len(asked.corruptions), len(asked.severities), len(asked.seeds)
+        shape = len(self.corruptions), len(self.severities), len(self.seeds)
         return np.stack(rows, 1).reshape(len(judges), *shape, len(images))
 
     def _attacked(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> NDArray[Any]:
-        asked, rows = self.asked, list[NDArray[Any]]()
-        for ascent, seed in product(asked.attacks.values(), asked.seeds):
-            if seed != asked.seeds[0] and not ascent.random_start:
+        rows: list[NDArray[Any]] = []
+        for ascent, seed in product(self.attacks.values(), self.seeds):
+            if seed != self.seeds[0] and not ascent.random_start:
                 rows.append(rows[-1])
                 continue
-            worse = {name: ascent(judge, images, labels, seed, first) for name, judge in judges.items()}
-            right = [self._right({name: judge}, worse[name], labels) for name, judge in judges.items()]
+            right = []
+            for name, judge in judges.items():
+                worse = ascent(judge, images, labels, seed, first)
+                right.append(self._right({name: judge}, worse, labels))
             rows.append(np.concatenate(right))
-        return np.stack(rows, 1).reshape(len(judges), len(asked.attacks), len(asked.seeds), len(images))
+        return np.stack(rows, 1).reshape(len(judges), len(self.attacks), len(self.seeds), len(images))
 
     @torch.no_grad()
     def _right(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor) -> NDArray[Any]:
@@ -217,7 +214,8 @@ class _Measuring:
             best, nan = scores.argmax(1).cpu(), scores.isnan().any(1).cpu()
             hit = best == labels if labels.ndim == 1 else labels.gather(1, best[:, None])[:, 0]
             rows.append((hit & ~nan).numpy())
-            self.nan.update({name: int(nan.sum())} if nan.any() else {})
+            if nan.any():
+                self.nan[name] += int(nan.sum())
             self.done(1)
         return np.stack(rows)
 

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -18,15 +18,7 @@ from tcnn_probe.perturbations.checks import whole_number
 
 __all__ = ["Variant", "imagenet_variant"]
 
-_SOURCES: Mapping[str, str] = {
-    "imagenet": "Deng et al. 2009; the validation set",
-    "imagenet-a": "Hendrycks et al. 2021, Natural Adversarial Examples",
-    "imagenet-c": "Hendrycks & Dietterich 2019, Benchmarking Neural Network Robustness to Common Corruptions and "
-    "Perturbations",
-    "imagenet-r": "Hendrycks et al. 2021, The Many Faces of Robustness",
-    "imagenet-real": "Beyer et al. 2020, Are we done with ImageNet?",
-    "imagenet-v2": "Recht et al. 2019, Do ImageNet Classifiers Generalize to ImageNet?",
-}
+_NAMES = ("imagenet", "imagenet-a", "imagenet-c", "imagenet-r", "imagenet-real", "imagenet-v2")
 _CLASSES = 1000
 
 
@@ -42,7 +34,6 @@ class Variant:
     name: str
     loader: Iterable[tuple[Tensor, Tensor]]
     classes: tuple[int, ...] | None = None
-    source: str = ""
 
 
 def imagenet_variant(
@@ -73,6 +64,10 @@ def imagenet_variant(
     configuration says (as timm's validation does: at its test size, where it has one), and stay in pixel space. Those
     of ImageNet-C are 224 x 224 and only cropped at the centre, as published.
 
+    Sources: ImageNet-A, Natural Adversarial Examples, and -R, The Many Faces of Robustness (Hendrycks et al. 2021);
+    -C, Benchmarking Neural Network Robustness (Hendrycks & Dietterich 2019); -ReaL, Are we done with ImageNet? (Beyer
+    et al. 2020); -V2, Do ImageNet Classifiers Generalize to ImageNet? (Recht et al. 2019).
+
     Args:
         name: see above.
         root: the folder.
@@ -90,8 +85,8 @@ def imagenet_variant(
     Warns:
         UserWarning: folders of some classes are missing.
     """
-    if name not in _SOURCES:
-        raise ValueError(f"expected one of {', '.join(_SOURCES)}; got {name!r}")
+    if name not in _NAMES:
+        raise ValueError(f"expected one of {', '.join(_NAMES)}; got {name!r}")
     check_batch_size(batch_size)
     folder, full = Path(root), name
     if name == "imagenet-c":
@@ -103,13 +98,13 @@ def imagenet_variant(
         raise ValueError(f"only imagenet-c has a corruption and a severity, not {name}")
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
+    transform = _transform(model, size, only_crop=name == "imagenet-c")
     classes = None if name == "imagenet-real" else _classes(name)
     samples = _really_labelled(folder) if classes is None else _by_class(folder, classes, name)
-    dataset = _Images(samples, _transform(model, size, only_crop=name == "imagenet-c"))
     generator = torch.Generator()  # of its own: torch's global state is not advanced
-    loader = DataLoader(dataset, batch_size, num_workers=workers, generator=generator)
-    masked = classes is not None and len(classes) < _CLASSES
-    return Variant(full, loader, tuple(sorted(classes.values())) if classes and masked else None, _SOURCES[name])
+    loader = DataLoader(_Images(samples, transform), batch_size, num_workers=workers, generator=generator)
+    masked = name in ("imagenet-a", "imagenet-r")
+    return Variant(full, loader, tuple(sorted(classes.values())) if classes and masked else None)
 
 
 class _Images(Dataset[tuple[Tensor, Any]]):
@@ -146,7 +141,7 @@ def _classes(name: str) -> dict[str, int]:
 
 
 def _read(folder: Path, classes: dict[str, int] | None) -> list[tuple[str, int]]:
-    """timm's list of all images in the folders, with their classes."""
+    """The list, by timm, of all images in the folders, with their classes."""
     from timm.data.readers import create_reader
 
     try:
@@ -200,6 +195,6 @@ def _transform(model: nn.Module | None, size: int | tuple[int, int] | None, only
     args = {"input_size": (3, 224, 224)} if model is None else {}
     if size is not None:
         sides = (size, size) if isinstance(size, int) else size
-        args = {"input_size": (3, *(whole_number(side, "size", 1) for side in sides))}
+        args = {"input_size": (3, *(whole_number(side, "size", 1) for side in sides))}  # type: ignore[dict-item]
     config = resolve_data_config(args, pretrained_cfg=config, use_test_size=True)
     return Compose([create_transform(**config, is_training=False, normalize=False), ConvertImageDtype(torch.float32)])

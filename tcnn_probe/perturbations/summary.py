@@ -35,14 +35,14 @@ def as_dataset(
     right: Mapping[str, NDArray[Any]],
     variants: Mapping[str, NDArray[Any]],
     coordinates: Mapping[str, Any],
-    attrs: Mapping[str, str],
+    attrs: dict[str, str],
 ) -> xr.Dataset:
     """The answers with their means over images, and the standard errors of these.
 
     Args:
         right: bool, by the name of the variable, images last; and "label", the class of each image.
         variants: by name, answers on other test sets, (model, image), bool.
-        coordinates: of all dimensions but "image", and of some that there may not be.
+        coordinates: of the dimensions but "image" and "variant"; those that there are not are left out.
         attrs: of the dataset.
     """
     variables: dict[str, xr.Variable] = {}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.perturbations.comparison import check_results, improvement, share_right
+from tcnn_probe.perturbations.summary import improvement, share_right
 from tcnn_probe.plot.fitting import legend_above, mark_above, name_ticks
 from tcnn_probe.plot.style import OKABE_ITO
 
@@ -55,7 +55,6 @@ def robustness(
         ValueError: variables, dimensions or coordinates that are missing, an unknown ``by``, or a baseline that is
             none of the models, or the only one.
     """
-    check_results(ds)
     clean = [None] if "clean_correct" in ds else []
     perturbed = share_right(ds, by)
     if by is None or not perturbed.size:

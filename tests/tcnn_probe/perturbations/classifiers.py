@@ -8,6 +8,7 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 
 SIZE = (13, 19)
 NORMALIZATION = ([0.3, 0.5, 0.4], [0.2, 0.25, 0.3])
+NONE = ((0,), (1,))
 
 
 class Small(nn.Module):

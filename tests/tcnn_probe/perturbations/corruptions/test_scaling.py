@@ -12,8 +12,10 @@ from numpy.random import MT19937, RandomState
 from numpy.typing import NDArray
 from PIL import Image
 
-from tcnn_probe.perturbations import CORRUPTIONS
+from tcnn_probe import CORRUPTIONS
 from tcnn_probe.perturbations.corruptions.resampling import scale_of
+
+pytestmark = pytest.mark.numerical
 
 TIMES = 7
 
