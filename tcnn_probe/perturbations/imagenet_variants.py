@@ -62,7 +62,7 @@ def imagenet_variant(
 
     Folders are read by timm, which also has the classes and labels. Images are resized and cropped as the model's
     configuration says (as timm's validation does: at its test size, where it has one), and stay in pixel space. Those
-    of ImageNet-C are 224 x 224 and only cropped at the centre, as published.
+    of ImageNet-C are 224 x 224 as published, and shown as they are.
 
     Sources: ImageNet-A, Natural Adversarial Examples, and -R, The Many Faces of Robustness (Hendrycks et al. 2021);
     -C, Benchmarking Neural Network Robustness (Hendrycks & Dietterich 2019); -ReaL, Are we done with ImageNet? (Beyer
@@ -93,12 +93,13 @@ def imagenet_variant(
         severity = whole_number(severity, "severity", 1, 5)
         folder, full = folder / str(corruption) / str(severity), f"{name}/{corruption}/{severity}"
         if size not in (None, 224, (224, 224)):
-            raise ValueError(f"images of imagenet-c are 224 x 224 as published, and only cropped: got size={size!r}")
+            raise ValueError(f"images of imagenet-c are 224 x 224, and shown as they are: got size={size!r}")
+        model, size = None, 224
     elif corruption is not None or severity is not None:
         raise ValueError(f"only imagenet-c has a corruption and a severity, not {name}")
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
-    transform = _transform(model, size, only_crop=name == "imagenet-c")
+    transform = _transform(model, size, whole=name == "imagenet-c")
     classes = None if name == "imagenet-real" else _classes(name)
     samples = _really_labelled(folder) if classes is None else _by_class(folder, classes, name)
     generator = torch.Generator()  # of its own: torch's global state is not advanced
@@ -182,19 +183,18 @@ def _really_labelled(folder: Path) -> list[tuple[str, list[int]]]:
     return [(path, right[Path(path).stem]) for path in paths if right[Path(path).stem]]
 
 
-def _transform(model: nn.Module | None, size: int | tuple[int, int] | None, only_crop: bool) -> Any:
-    """From an image of PIL's to a tensor (3, H, W) in [0, 1]."""
+def _transform(model: nn.Module | None, size: int | tuple[int, int] | None, whole: bool) -> Any:
+    """From an image of PIL's to a tensor (3, H, W) in [0, 1], by timm; the whole or as configured."""
     from timm.data import create_transform, resolve_data_config
-    from torchvision.transforms import CenterCrop, Compose, ConvertImageDtype, PILToTensor
 
-    if only_crop:
-        return Compose([CenterCrop(224), PILToTensor(), ConvertImageDtype(torch.float32)])
     config = None if model is None else getattr(unwrap(model), "pretrained_cfg", None)
     if model is not None and not config:
         raise ValueError("the model has no pretrained_cfg of timm's: give size instead of model")
-    args = {"input_size": (3, 224, 224)} if model is None else {}
-    if size is not None:
-        sides = (size, size) if isinstance(size, int) else size
-        args = {"input_size": (3, *(whole_number(side, "size", 1) for side in sides))}  # type: ignore[dict-item]
+    if size is None and model is None:
+        size = 224
+    sides = (size, size) if isinstance(size, int) else size
+    args: dict[str, Any] = {"crop_pct": 1.0 if whole else None}
+    if sides is not None:
+        args["input_size"] = (3, *(whole_number(side, "size", 1) for side in sides))
     config = resolve_data_config(args, pretrained_cfg=config, use_test_size=True)
-    return Compose([create_transform(**config, is_training=False, normalize=False), ConvertImageDtype(torch.float32)])
+    return create_transform(**config | {"mean": (0.0,) * 3, "std": (1.0,) * 3})

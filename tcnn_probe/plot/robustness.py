@@ -65,14 +65,16 @@ def robustness(
         heights = 100 * _categories([each.improvement for each in found], by)
         bounds = 100 * _categories([each.interval for each in found], by)
         low, high = bounds.sel(bound="low"), bounds.sel(bound="high")
-        label = f"improvement (%) over\n{baseline}\n(lines: {100 * confidence:g} % interval over images)"
+        named = f"improvement over {baseline} (%)" if len(baseline) < 12 else f"improvement (%) over\n{baseline}"
+        label = f"{named}\n(lines: {100 * confidence:g} % interval over images)"
         if bool((heights.notnull() & low.isnull()).any()):
             label = label.replace("images)", "images;\nhatched: no interval)")
     axes = axes_or_current(ax)
     _bars(axes, heights, heights - low, high - heights, {str(name): n for n, name in enumerate(ds["model"].values)})
     axes.set_xticks(range(heights.sizes["category"]), heights["category"].values, fontsize="small")
     if by == "corruption":
-        axes.set_xticks(axes.get_xticks(), axes.get_xticklabels(), rotation=60, ha="right", rotation_mode="anchor")
+        for name in axes.get_xticklabels():
+            name.set(rotation=60, ha="right", rotation_mode="anchor")
     axes.set_xlabel("" if by == "group" else by)
     axes.set_ylabel(label, fontsize="small")
     columns = max(1, 50 // (5 + max(len(str(name)) for name in heights["model"].values)))

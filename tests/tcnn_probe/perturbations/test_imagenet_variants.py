@@ -104,13 +104,14 @@ def test_pixels(tmp_path: Path) -> None:
     assert read(imagenet_variant("imagenet", tmp_path))[0].shape == (1, 3, 224, 224)
 
 
-def test_imagenet_c_is_only_cropped(tmp_path: Path) -> None:
+def test_imagenet_c_is_shown_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "snow" / "5" / SHARK / "a.png"
     path.parent.mkdir(parents=True)
-    pixels = np.random.default_rng(0).integers(0, 256, (228, 226, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
-    images, labels = read(imagenet_variant("imagenet-c", tmp_path, corruption="snow", severity=5, size=224))
-    expected = torch.from_numpy(pixels[2:-2, 1:-1].copy()).permute(2, 0, 1) / 255
+    model = timm.create_model("resnet10t", num_classes=3)  # which would be shown a part of it, resized
+    images, labels = read(imagenet_variant("imagenet-c", tmp_path, corruption="snow", severity=5, model=model))
+    expected = torch.from_numpy(pixels).permute(2, 0, 1) / 255
     torch.testing.assert_close(images[0], expected, rtol=0, atol=1e-7)
     assert labels.tolist() == [2]
 
@@ -134,7 +135,12 @@ def test_reading_leaves_torchs_random_state(tmp_path: Path) -> None:
     [
         ("imagenet-d", {}, ValueError, "expected one of imagenet, imagenet-a, .*; got 'imagenet-d'"),
         ("imagenet-c", {"corruption": "fog"}, TypeError, "integer from 1 to 5 for severity, got None"),
-        ("imagenet-c", {"corruption": "fog", "severity": 1, "size": 320}, ValueError, "are 224 x 224 as published"),
+        (
+            "imagenet-c",
+            {"corruption": "fog", "severity": 1, "size": 320},
+            ValueError,
+            "images of imagenet-c are 224 x 224",
+        ),
         ("imagenet-c", {"corruption": "smog", "severity": 1}, FileNotFoundError, "no folder .*smog"),
         ("imagenet-c", {"corruption": "fog", "severity": 2}, ValueError, "ids such as n01443537, .*; got none"),
         ("imagenet-c", {"corruption": "fog", "severity": 3}, ValueError, "expected images in the folders of"),
@@ -145,6 +151,7 @@ def test_reading_leaves_torchs_random_state(tmp_path: Path) -> None:
             "imagenet-c has a corruption and a severity, not imagenet",
         ),
         ("imagenet", {"size": 0}, ValueError, "expected an integer from 1 for size, got 0"),
+        ("imagenet", {"model": torch.nn.Flatten()}, ValueError, "no pretrained_cfg of timm's: give size instead"),
         ("imagenet", {"batch_size": 0}, ValueError, "expected a positive integer for batch_size"),
         ("imagenet-a", {}, ValueError, "of the 200 classes of imagenet-a, in .*; got fog, n01484850"),
         ("imagenet-v2", {}, ValueError, "expected folders named by class indices, 0 to 999, .*; got fog, n0148"),
@@ -159,9 +166,3 @@ def test_what_is_refused(
     picture(tmp_path / SHARK / "a.png", 3)
     with pytest.raises(error, match=message):
         imagenet_variant(name, tmp_path, **options)
-
-
-def test_a_model_without_configuration(tmp_path: Path) -> None:
-    by_class(tmp_path, [SHARK])
-    with pytest.raises(ValueError, match="the model has no pretrained_cfg of timm's: give size instead of model"):
-        imagenet_variant("imagenet", tmp_path, model=torch.nn.Flatten())

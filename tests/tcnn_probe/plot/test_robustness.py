@@ -113,7 +113,7 @@ def test_improvement_over_a_baseline_is_paired_by_image() -> None:
             drawn = np.random.default_rng(1).multinomial(IMAGES, np.full(IMAGES, 1 / IMAGES), 4000)
             low, high = np.quantile((drawn @ one) / (drawn @ other) - 1, [0.05, 0.95])
             np.testing.assert_allclose(error_bars(axes)[bar][place], [100 * low, 100 * high], atol=3)
-    assert axes.get_ylabel() == "improvement (%) over\ncontrol\n(lines: 90 % interval over images)"
+    assert axes.get_ylabel() == "improvement over control (%)\n(lines: 90 % interval over images)"
 
 
 def test_a_models_colour_does_not_depend_on_the_baseline() -> None:
