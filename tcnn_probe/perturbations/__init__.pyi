@@ -1,7 +1,7 @@
 from .adversarial import fgsm as fgsm
 from .adversarial import pgd as pgd
 from .corrupt_images import corrupt as corrupt
-from .corruptions import CORRUPTIONS as CORRUPTIONS
+from .corruptions.table import CORRUPTIONS as CORRUPTIONS
 from .evaluate import robustness as robustness
 from .imagenet_variants import Variant as Variant
 from .imagenet_variants import imagenet_variant as imagenet_variant

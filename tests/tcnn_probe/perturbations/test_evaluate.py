@@ -84,6 +84,19 @@ def test_batches_do_not_matter() -> None:
         xr.testing.assert_equal(tcnn_probe.robustness(sensitive, given, **options), whole)
 
 
+def test_each_model_is_attacked_itself() -> None:
+    """What harms one does nothing to the other; each knows half of the labels."""
+    x = pixels(31, size=(9, 11))
+    models = {"a": sensitive, "b": lambda x: sensitive(x.flip(3))}
+    y = torch.where(torch.arange(31) < 16, *(model(x).argmax(1) for model in models.values()))
+    options: dict[str, Any] = {"corruptions": (), "normalization": NONE, "attacks": {"fgsm": {"epsilon": 0.01}}}
+    both = tcnn_probe.robustness(models, x, y, **options)
+    for name, model in models.items():
+        alone = tcnn_probe.robustness(model, x, y, **options)
+        assert (both.adversarial_correct.sel(model=name) == alone.adversarial_correct[0]).all()
+        assert (alone.adversarial_accuracy < alone.clean_accuracy - 0.2).all()
+
+
 def test_seeds() -> None:
     """Each is its own measurement, whatever the others are; what is not random is measured once."""
     x, y = pixels(31, size=(9, 11)), labels(31)
