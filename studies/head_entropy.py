@@ -46,8 +46,7 @@ from common.options import add_output, study_parser
 from common.training import add_training, begin, settle
 from tcnn_model import GPSA
 from tcnn_probe.attention.statistics import gated_attention_statistics
-from tcnn_probe.plot.given import wrapped
-from tcnn_probe.plot.style import OKABE_ITO
+from tcnn_probe.plot.style import OKABE_ITO, wrapped
 
 TYPES = {"convolutional": OKABE_ITO["blue"], "mixed": OKABE_ITO["green"], "content": OKABE_ITO["vermillion"]}
 PARTS = {"positional": "-", "content": "--"}

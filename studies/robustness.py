@@ -38,7 +38,7 @@ import tcnn_probe
 from common.data import PixelBatches
 from common.options import add_output, fill_in, study_parser
 from common.training import add_training, begin, settle
-from tcnn_probe.perturbations.comparison import share_right
+from tcnn_probe.perturbations.summary import share_right
 
 CNN, CONTROL, TCNN = "CNN", "CNN, fine-tuned", "T-CNN, fine-tuned"
 
@@ -60,8 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         images,
         severities=args.severities,
         normalization=images.normalization,
-        epsilon=args.epsilon,
-        step=args.epsilon / 2,
+        attacks={"fgsm": {"epsilon": args.epsilon}, "pgd": {"epsilon": args.epsilon, "step": args.epsilon / 2}},
         variants=variants,
         device=args.device,
     )

@@ -3,16 +3,18 @@
 import platform
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from tcnn_probe.models import unwrap
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["provenance", "versions"]
 
 
-def provenance(model: nn.Module, *packages: str) -> dict[str, str]:
+def provenance(model: "nn.Module", *packages: str) -> dict[str, str]:
     """Attributes of what was found in a model: when, by which versions (of further packages too), of which model."""
+    from tcnn_probe.models import unwrap
+
     inner = unwrap(model)
     config = getattr(inner, "pretrained_cfg", None) or {}
     attrs = versions(*packages) | {"model_class": _class(inner).__name__}
@@ -31,7 +33,7 @@ def versions(*packages: str) -> dict[str, str]:
     }
 
 
-def _class(model: nn.Module) -> type:
+def _class(model: "nn.Module") -> type:
     """The user's own, of which torch's fully_shard makes a subclass."""
     return next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed"))
 

@@ -91,11 +91,9 @@ def conditions(
             {name: without(model, heads, reference) for name, heads in sets.items()},
             batches,
             severities=severities,
-            attacks=("pgd",),
+            attacks={"pgd": {"epsilon": epsilon, "step": epsilon / 2}},
             seeds=(seed,),
             normalization=batches.normalization,
-            epsilon=epsilon,
-            step=epsilon / 2,
             device=device,
         )
         partial = part.with_suffix(".partial")

@@ -11,8 +11,7 @@ from matplotlib.lines import Line2D
 
 import tcnn_probe
 from common.data import Probed
-from tcnn_probe.plot.pictures import draw_image
-from tcnn_probe.plot.style import OKABE_ITO
+from tcnn_probe.plot.style import OKABE_ITO, draw_image
 
 __all__ = ["draw_by_class", "draw_faithfulness", "draw_maps"]
 

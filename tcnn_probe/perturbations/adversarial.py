@@ -1,6 +1,7 @@
 """Adversarial images: small steps of all pixels in the direction that raises the model's loss."""
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,18 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tcnn_probe.perturbations.given import (
-    Classifier,
-    Model,
-    Normalization,
-    as_classifier,
-    as_labels,
-    as_pixels,
-    check_classes,
-    quiet,
-)
+from tcnn_probe.perturbations.checks import as_labels, as_pixels, check_labels, whole_number
+from tcnn_probe.perturbations.classifier import Classifier, Model, Normalization, as_classifier, quiet
 
-__all__ = ["Ascent", "fgsm", "fgsm_ascent", "pgd"]
+__all__ = ["Ascent", "as_attacks", "fgsm", "pgd"]
 
 
 def fgsm(
@@ -36,7 +29,9 @@ def fgsm(
     (Goodfellow et al. 2015, Explaining and harnessing adversarial examples, §4.) See :func:`pgd`, of which this is one
     step of length ε without a random start.
     """
-    return _attack(fgsm_ascent(epsilon), model, images, labels, normalization)
+    return pgd(
+        model, images, labels, epsilon=epsilon, step=epsilon, steps=1, random_start=False, normalization=normalization
+    )
 
 
 def pgd(
@@ -85,20 +80,25 @@ def pgd(
             model that does not say how its images are normalised.
         TypeError: no images or labels, or a model that gives no scores or none that can be differentiated.
     """
-    return _attack(Ascent(epsilon, step, steps, random_start), model, images, labels, normalization, seed, first)
+    ascent = Ascent(epsilon, step, steps, random_start)
+    seed, first = whole_number(seed, "seed"), whole_number(first, "first")
+    pixels = as_pixels(images)
+    classes = as_labels(labels, len(pixels))
+    classifier = as_classifier(model, normalization, pixels.shape[1])
+    with quiet(model):
+        return ascent(classifier, pixels, classes, seed, first)
 
 
 @dataclass(frozen=True)
 class Ascent:
-    """Steps up the loss, see :func:`pgd`; called with what has been checked, and within ``quiet``."""
+    """Steps up the loss, as :func:`pgd` takes them."""
 
-    epsilon: float
-    step: float
-    steps: int
-    random_start: bool
+    epsilon: float = 1 / 255
+    step: float = 0.5 / 255
+    steps: int = 5
+    random_start: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         for name, length in (("epsilon", self.epsilon), ("step", self.step)):
             number = isinstance(length, (int, float)) and not isinstance(length, bool) and math.isfinite(length)
             if not number or length <= 0:
@@ -106,12 +106,11 @@ class Ascent:
             if length > 1:
                 hint = f"; did you mean {length:g} / 255?" if length <= 255 else ""
                 raise ValueError(f"expected {name} of pixels in [0, 1], 1 at most, got {length!r}{hint}")
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-            raise ValueError(f"expected a positive integer for steps, got {self.steps!r}")
+        whole_number(self.steps, "steps", 1)
 
     @torch.enable_grad()
-    def __call__(self, classifier: Classifier, images: Tensor, labels: Tensor, seed: int = 0, first: int = 0) -> Tensor:
-        """Adversarial images, shape (B, C, H, W)."""
+    def __call__(self, classifier: Classifier, images: Tensor, labels: Tensor, seed: int, first: int) -> Tensor:
+        """Adversarial images, shape (B, C, H, W), of checked ones; within ``quiet``."""
         origin = classifier.place(images)
         low, high = _box(origin, self.epsilon)
         found = origin
@@ -124,35 +123,27 @@ class Ascent:
         return found.to(images.device)
 
 
-def fgsm_ascent(epsilon: float) -> Ascent:
-    """The fast gradient sign method."""
+def _fgsm(epsilon: float = 1 / 255) -> Ascent:
     return Ascent(epsilon, step=epsilon, steps=1, random_start=False)
 
 
-def _attack(
-    ascent: Ascent,
-    model: Model,
-    images: Any,
-    labels: Any,
-    normalization: Normalization | None,
-    seed: int = 0,
-    first: int = 0,
-) -> Tensor:
-    for name, number in (("seed", seed), ("first", first)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise ValueError(f"expected an integer from 0 for {name}, got {number!r}")
-    images = as_pixels(images)
-    labels = as_labels(labels, len(images))
-    classifier = as_classifier(model, normalization, images.shape[1])
-    with quiet(model):
-        return ascent(classifier, images, labels, seed, first)
+_ATTACKS = {"fgsm": _fgsm, "pgd": Ascent}
+
+
+def as_attacks(asked: str | Collection[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, Ascent]:
+    """Attacks by name, from their names or options; FGSM first."""
+    named = {asked: {}} if isinstance(asked, str) else asked
+    options = dict(named) if isinstance(named, Mapping) else {name: {} for name in named}
+    if unknown := [name for name in options if name not in _ATTACKS]:
+        raise ValueError(f"expected attacks among {', '.join(_ATTACKS)}; got {unknown[0]!r}")
+    return {name: attack(**options[name]) for name, attack in _ATTACKS.items() if name in options}
 
 
 def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
     """Of the cross-entropy, with respect to the images; parameters' own gradients are not touched."""
     images = images.detach().requires_grad_()
     scores = classifier(images)
-    check_classes(labels, scores.shape[1])
+    check_labels(labels, scores.shape[1])
     scale = 1024.0 if scores.dtype == torch.float16 else 1.0  # its sign is wanted, and small halves would be zero
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     loss = scale * F.cross_entropy(wide, labels.to(scores.device, copy=True), reduction="sum")

@@ -1,24 +1,29 @@
-"""``robustness()``: which images models get right, corrupted, attacked or from elsewhere, labelled."""
+"""``robustness()``: which images models get right, corrupted, attacked or from other test sets, as a dataset."""
 
+import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sized
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 import xarray as xr
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from tcnn_probe.models import progress_bar
-from tcnn_probe.perturbations.adversarial import Ascent
-from tcnn_probe.perturbations.corrupt import corrupt
-from tcnn_probe.perturbations.corruptions import CORRUPTIONS
-from tcnn_probe.perturbations.corruptions.frosted import read_photographs
-from tcnn_probe.perturbations.given import Classifier, Model, Normalization, as_classifier, check_classes, quiet
+from tcnn_probe.models import check_batch_size, progress_bar
+from tcnn_probe.perturbations.adversarial import Ascent, as_attacks
+from tcnn_probe.perturbations.checks import as_labels, as_pixels, check_distinct, check_labels, whole_numbers
+from tcnn_probe.perturbations.classifier import Classifier, Model, Normalization, as_classifier, quiet
+from tcnn_probe.perturbations.corrupt_images import corrupt
+from tcnn_probe.perturbations.corruptions.frost_pictures import read_photographs
+from tcnn_probe.perturbations.corruptions.table import CORRUPTIONS, named_corruptions
 from tcnn_probe.perturbations.imagenet_variants import Variant
-from tcnn_probe.perturbations.settings import Settings, as_batches, as_models
-from tcnn_probe.perturbations.summary import Results
+from tcnn_probe.perturbations.summary import as_dataset
+from tcnn_probe.provenance import versions
 
 __all__ = ["robustness"]
 
@@ -30,28 +35,23 @@ def robustness(
     *,
     corruptions: str | Collection[str] | None = None,
     severities: int | Collection[int] = (1, 2, 3, 4, 5),
-    attacks: str | Collection[str] = ("fgsm", "pgd"),
+    attacks: str | Collection[str] | Mapping[str, Mapping[str, Any]] = ("fgsm", "pgd"),
     seeds: int | Collection[int] = (0,),
     variants: Variant | Collection[Variant] = (),
     normalization: Normalization | Mapping[str, Normalization | None] | None = None,
-    classes: Collection[int] | None = None,
+    frost: Any = None,
     batch_size: int = 64,
     device: torch.device | str | None = None,
-    epsilon: float = 1 / 255,
-    step: float = 0.5 / 255,
-    steps: int = 5,
-    random_start: bool = True,
-    frost: Any = None,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """What models get right of images as they are, corrupted, attacked, and from other test sets.
+    """Measure which images models get right: as they are, corrupted, attacked, and from other test sets.
 
     ::
 
         ds = tcnn_probe.robustness({"cnn": cnn, "tcnn": tcnn}, images, labels, severities=(1, 3, 5))
         print(ds.accuracy.groupby("group").mean(["corruption", "severity", "seed"]).to_pandas())
 
-    A prediction is the class of the highest score, the first of equal ones; with a NaN among the scores it is wrong,
+    A prediction is the class of the highest score, the first of equal ones. With a NaN among the scores it is wrong,
     which is counted in ``attrs["nan_scores"]`` and warned of. Each model is attacked itself, with the true classes;
     ``adversarial_accuracy`` is over all images, those it had wrong before included.
 
@@ -64,15 +64,14 @@ def robustness(
         labels: classes, shape (N,).
         corruptions: names in ``tcnn_probe.CORRUPTIONS``, or groups of them; None for all, () for none.
         severities: 1 to 5.
-        attacks: of "fgsm" and "pgd"; () for none.
+        attacks: of "fgsm" and "pgd"; () for none. With options of :func:`tcnn_probe.fgsm` and :func:`tcnn_probe.pgd`:
+            ``{"pgd": {"epsilon": 2 / 255, "steps": 10}}``.
         seeds: of what is random in corruptions and attacks; image i is that of (seed, i), whatever the batches are.
         variants: other test sets, see :func:`tcnn_probe.imagenet_variant`.
         normalization: see :func:`tcnn_probe.pgd`; or by the models' names.
-        classes: the classes that predictions on ``images`` are taken of; None for all. Variants have their own.
+        frost: see :func:`tcnn_probe.corrupt`.
         batch_size: of a tensor or an array.
         device: where images are put; None: where each module is, and for functions, where they are.
-        epsilon, step, steps, random_start: of the attacks, see :func:`tcnn_probe.pgd`.
-        frost: see :func:`tcnn_probe.corrupt`.
         progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
 
     Returns:
@@ -86,144 +85,199 @@ def robustness(
     Raises:
         ValueError, TypeError: models, images, labels or options that cannot be.
     """
-    members = as_models(models)
-    ascent = Ascent(epsilon, step, steps, random_start)
-    settings = Settings.asked(corruptions, severities, attacks, seeds, variants, ascent)
-    batches, count = as_batches(images, labels, batch_size)
-    pictures = None if frost is None else read_photographs(frost)
-    work = _Measuring(members, settings, _normalizations(members, normalization), device, pictures)
-    allowed = _allowed(classes)
-    results = Results(tuple(members), settings)
-    total = None if count is None else (count * settings.images + _count(settings.variants)) * len(members)
+    members, sets = _as_models(models), _as_variants(variants)
+    measuring = _Measurement(
+        members,
+        _by_model(normalization, members),
+        named_corruptions(corruptions),
+        whole_numbers(severities, "severities", 1, 5),
+        as_attacks(attacks),
+        whole_numbers(seeds, "seeds"),
+        None if frost is None else read_photographs(frost),
+        device,
+    )
+    batches, count = _as_batches(images, labels, batch_size)
+    known = sum(len(one.loader) for one in sets if isinstance(one.loader, Sized))
+    total = None if count is None else (count * measuring.passes() + known) * len(members)
+    found: dict[str, list[NDArray[Any]]] = {}
+    first = 0
     with quiet(*members.values()), progress_bar(total, "robustness", progress, "batch") as bar:
-        work.done = bar.update
-        first = 0
+        measuring.done = bar.update
         for pixels, targets in batches:
-            results.add(work.of_batch(pixels, targets, first, allowed), targets)
+            for name, part in measuring.batch(pixels, targets, first).items():
+                found.setdefault(name, []).append(part)
             first += len(pixels)
         if not first:
             raise ValueError("expected batches (images, labels), got none")
-        for variant in settings.variants:
-            results.add_variant(variant.name, work.of_variant(variant))
-    if work.nan:
-        warnings.warn(f"scores with NaN, counted as wrong: {dict(work.nan)}", RuntimeWarning, stacklevel=2)
-    options: dict[str, Any] = {"normalization": work.normalized, "nan_scores": work.nan}
-    options["classes"] = None if allowed is None else allowed.tolist()
-    options |= {"frost": "made" if frost is None else "given", **asdict(ascent), "random_start": int(random_start)}
-    return results.dataset(members, options)
+        by_variant = {one.name: measuring.variant(one) for one in sets}
+    if measuring.nan:
+        warnings.warn(f"scores with NaN, counted as wrong: {dict(measuring.nan)}", RuntimeWarning, stacklevel=2)
+    right = {name: np.concatenate(rows, -1) for name, rows in found.items()}
+    return as_dataset(right, by_variant, measuring.coordinates(), measuring.attrs())
 
 
 @dataclass
-class _Measuring:
-    """The models, and what they are shown."""
+class _Measurement:
+    """The models at work on what was asked for."""
 
     models: Mapping[str, Model]
-    settings: Settings
     normalizations: Mapping[str, Normalization | None]
+    corruptions: tuple[str, ...]
+    severities: tuple[int, ...]
+    attacks: dict[str, Ascent]
+    seeds: tuple[int, ...]
+    frost: list[NDArray[Any]] | None
     device: torch.device | str | None
-    frost: Any
     done: Callable[[int], Any] = lambda count: None
     nan: Counter[str] = field(default_factory=Counter)
     normalized: dict[str, Any] = field(default_factory=dict)
 
-    def of_batch(self, images: Tensor, labels: Tensor, first: int, classes: Tensor | None) -> dict[str, Tensor]:
-        """Which images are right, as they are and perturbed: (models, ..., B), ``...`` being the settings in order."""
+    def passes(self) -> int:
+        """How often a model sees each image; what is not random is seen once for all seeds."""
+        draws = [bool(CORRUPTIONS[name].random) for name in self.corruptions for _ in self.severities]
+        draws += [ascent.random_start for ascent in self.attacks.values()]
+        return 1 + sum(len(self.seeds) if random else 1 for random in draws)
+
+    def batch(self, images: Tensor, labels: Tensor, first: int) -> dict[str, NDArray[Any]]:
+        """Which images are right, as they are and perturbed, (model, ..., B), and their labels, (B,)."""
         if labels.ndim != 1:
             raise ValueError("expected one label for each image, (B,); only variants have several")
-        judges = self._judges(images, classes)
-        found = {"clean": self._right(judges, images, labels)}
-        if self.settings.corruptions:
-            found["corrupted"] = self._corrupted(judges, images, labels, first)
-        if self.settings.attacks:
-            found["attacked"] = self._attacked(judges, images, labels, first)
+        judges = self._judges(images, None)
+        found = {"label": labels.numpy(), "clean_correct": self._right(judges, images, labels)}
+        if self.corruptions:
+            found["correct"] = self._corrupted(judges, images, labels, first)
+        if self.attacks:
+            found["adversarial_correct"] = self._attacked(judges, images, labels, first)
         return found
 
-    def of_variant(self, variant: Variant) -> Tensor:
-        """Which images are right, (models, images)."""
-        rows = []
-        for images, labels in as_batches(variant.loader, None, 1)[0]:
-            rows.append(self._right(self._judges(images, _allowed(variant.classes)), images, labels))
+    def variant(self, variant: Variant) -> NDArray[Any]:
+        """Which images are right, (model, image)."""
+        batches = _as_batches(variant.loader, None, 1)[0]
+        rows = [self._right(self._judges(images, variant.classes), images, labels) for images, labels in batches]
         if not rows:
             raise ValueError(f"expected images of the variant {variant.name!r}, got none")
-        return torch.cat(rows, -1)
+        return np.concatenate(rows, -1)
 
-    def _judges(self, images: Tensor, classes: Tensor | None) -> dict[str, Classifier]:
+    def coordinates(self) -> dict[str, Any]:
+        """Of the arrays per image."""
+        groups = [CORRUPTIONS[name].group for name in self.corruptions]
+        names = {"model": self.models, "corruption": self.corruptions, "attack": self.attacks}
+        found: dict[str, Any] = {dim: np.array(list(labels), dtype=object) for dim, labels in names.items()}
+        found |= {"group": ("corruption", np.array(groups, dtype=object))}
+        return found | {"severity": list(self.severities), "seed": list(self.seeds)}
+
+    def attrs(self) -> dict[str, str]:
+        """Options, found numbers and versions."""
+        kinds = {name: getattr(model, "__name__", type(model).__name__) for name, model in self.models.items()}
+        options = {"models": kinds, "normalization": self.normalized, "nan_scores": self.nan}
+        options |= {"attacks": {name: vars(ascent) for name, ascent in self.attacks.items()}}
+        about = versions() | {"frost": "made" if self.frost is None else "given"}
+        return about | {name: json.dumps(option) for name, option in options.items()}
+
+    def _judges(self, images: Tensor, classes: tuple[int, ...] | None) -> dict[str, Classifier]:
         channels, given = images.shape[1], self.normalizations
         judges = {n: as_classifier(m, given[n], channels, classes, self.device) for n, m in self.models.items()}
         self.normalized = {name: [judge.mean, judge.std] for name, judge in judges.items()}
         return judges
 
-    def _corrupted(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> Tensor:
-        rows: list[Tensor] = []
-        for name in self.settings.corruptions:
-            for severity in self.settings.severities:
-                for number, seed in enumerate(self.settings.seeds):
-                    if number and not CORRUPTIONS[name].random:
-                        rows.append(rows[-1])
-                        self.done(len(judges))
-                        continue
-                    worse = corrupt(images, name, severity, seed=seed, first=first, frost=self.frost, progress=False)
-                    rows.append(self._right(judges, worse, labels))
-        return torch.stack(rows, 1).unflatten(1, self.settings.shape)
+    def _corrupted(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> NDArray[Any]:
+        rows: list[NDArray[Any]] = []
+        for name, severity, seed in product(self.corruptions, self.severities, self.seeds):
+            if seed != self.seeds[0] and not CORRUPTIONS[name].random:
+                rows.append(rows[-1])
+                continue
+            worse = corrupt(images, name, severity, seed=seed, first=first, frost=self.frost)
+            rows.append(self._right(judges, worse, labels))
+        shape = len(self.corruptions), len(self.severities), len(self.seeds)
+        return np.stack(rows, 1).reshape(len(judges), *shape, len(images))
 
-    def _attacked(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> Tensor:
-        rows: list[Tensor] = []
-        for ascent in self.settings.attacks.values():
-            for number, seed in enumerate(self.settings.seeds):
-                if number and not ascent.random_start:
-                    rows.append(rows[-1])
-                    self.done(len(judges))
-                    continue
-                row = []
-                for name, judge in judges.items():
-                    worse = ascent(judge, images, labels, seed, first)
-                    row.append(self._right({name: judge}, worse, labels)[0])
-                rows.append(torch.stack(row))
-        return torch.stack(rows, 1).unflatten(1, (len(self.settings.attacks), len(self.settings.seeds)))
+    def _attacked(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> NDArray[Any]:
+        rows: list[NDArray[Any]] = []
+        for ascent, seed in product(self.attacks.values(), self.seeds):
+            if seed != self.seeds[0] and not ascent.random_start:
+                rows.append(rows[-1])
+                continue
+            right = []
+            for name, judge in judges.items():
+                worse = ascent(judge, images, labels, seed, first)
+                right.append(self._right({name: judge}, worse, labels))
+            rows.append(np.concatenate(right))
+        return np.stack(rows, 1).reshape(len(judges), len(self.attacks), len(self.seeds), len(images))
 
     @torch.no_grad()
-    def _right(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor) -> Tensor:
-        """Whether each model's best class is the label, or one of the labels, (models, B), bool."""
+    def _right(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor) -> NDArray[Any]:
+        """Whether each model's best class is the label, or one of the labels, (model, B), bool."""
         rows = []
         for name, judge in judges.items():
             scores = judge(judge.place(images))
-            _check_labels(name, labels, scores.shape[1], judge.classes)
+            check_labels(labels, scores.shape[1], f"the model {name!r}")
             best, nan = scores.argmax(1).cpu(), scores.isnan().any(1).cpu()
             hit = best == labels if labels.ndim == 1 else labels.gather(1, best[:, None])[:, 0]
-            rows.append(hit & ~nan)
+            rows.append((hit & ~nan).numpy())
             if nan.any():
                 self.nan[name] += int(nan.sum())
             self.done(1)
-        return torch.stack(rows)
+        return np.stack(rows)
 
 
-def _check_labels(name: str, labels: Tensor, classes: int, allowed: Tensor | None) -> None:
-    if labels.ndim == 2:
-        if labels.shape[1] != classes:
-            raise ValueError(f"expected labels (B, {classes}), the classes of {name!r}, got (B, {labels.shape[1]})")
-        return
-    check_classes(labels, classes, f"the model {name!r}")
-    if allowed is not None and len(other := labels[~torch.isin(labels, allowed)]):
-        raise ValueError(f"expected labels among the classes that predictions are taken of, got {int(other[0])}")
+def _as_models(models: Any) -> dict[str, Model]:
+    """Models by name; TypeError, ValueError."""
+    named = dict(models) if isinstance(models, Mapping) else {"model": models}
+    if not named:
+        raise ValueError("expected one model at least, got none")
+    for name, model in named.items():
+        if not isinstance(name, str):
+            raise TypeError(f"expected names of models, got {name!r}")
+        if not callable(model) or isinstance(model, type):
+            raise TypeError(
+                f"expected a module or a function from images to scores, or a mapping from names to these; got "
+                f"{type(model).__name__}"
+            )
+    return named
 
 
-def _allowed(classes: Collection[int] | None) -> Tensor | None:
-    if classes is None:
-        return None
-    indices = list(classes)
-    if not indices or not all(isinstance(each, int) and each >= 0 for each in indices):
-        raise ValueError(f"expected indices of classes, got {classes!r}")
-    return torch.tensor(indices)
-
-
-def _count(variants: Collection[Variant]) -> int:
-    """How many batches, as far as this is known."""
-    return sum(len(one.loader) for one in variants if isinstance(one.loader, Sized))
-
-
-def _normalizations(models: Mapping[str, Model], given: Any) -> dict[str, Normalization | None]:
+def _by_model(given: Any, models: Mapping[str, Model]) -> dict[str, Normalization | None]:
     if not isinstance(given, Mapping):
         return dict.fromkeys(models, given)
     if unknown := [name for name in given if name not in models]:
         raise ValueError(f"expected normalization by the models' names, {', '.join(models)}; got {unknown[0]!r}")
     return {name: given.get(name) for name in models}
+
+
+def _as_variants(given: Any) -> tuple[Variant, ...]:
+    variants = (given,) if isinstance(given, Variant) else tuple(given)
+    for one in variants:
+        if not isinstance(one, Variant):
+            raise TypeError(f"expected variants, as imagenet_variant gives them, got {type(one).__name__}")
+    check_distinct([one.name for one in variants], "variants")
+    return variants
+
+
+def _as_batches(images: Any, labels: Any, batch_size: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int | None]:
+    """Batches of images and labels, each checked when it is due; and how many there are, if that is known."""
+    if isinstance(images, Tensor | np.ndarray):
+        check_batch_size(batch_size)
+        pixels = as_pixels(images)
+        if labels is None:
+            raise ValueError("expected labels of the images, or an iterable of (images, labels) batches; got no labels")
+        targets = as_labels(labels, len(pixels))
+        starts = range(0, len(pixels), batch_size)
+        return ((pixels[i : i + batch_size], targets[i : i + batch_size]) for i in starts), len(starts)
+    if not isinstance(images, Iterable) or isinstance(images, str | nn.Module):
+        raise TypeError(
+            "expected images as a tensor or an array (N, C, H, W), or an iterable of (images, labels) batches; got "
+            f"{type(images).__name__}"
+        )
+    if labels is not None:
+        raise ValueError("expected no labels beside an iterable of (images, labels) batches")
+    return (_as_batch(each) for each in images), len(images) if isinstance(images, Sized) else None
+
+
+def _as_batch(batch: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise TypeError(f"expected batches (images, labels), got {type(batch).__name__}")
+    pixels, labels = as_pixels(batch[0]), batch[1]
+    several = isinstance(labels, Tensor) and labels.dtype == torch.bool
+    if several and (labels.ndim != 2 or len(labels) != len(pixels)):
+        raise ValueError(f"expected labels of {len(pixels)} images, (B,), or, bool, (B, K); got {tuple(labels.shape)}")
+    return pixels, labels.detach().cpu() if several else as_labels(labels, len(pixels))

@@ -1,112 +1,214 @@
-"""What was right, batch by batch, and the labelled arrays it becomes."""
+"""Results of :func:`tcnn_probe.robustness` as a dataset, and what papers sum them up by; needs no torch."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 import xarray as xr
-from torch import Tensor
+from numpy.typing import NDArray
 
-from tcnn_probe.perturbations.corruptions import CORRUPTIONS
-from tcnn_probe.perturbations.given import Model
-from tcnn_probe.perturbations.settings import Settings
-from tcnn_probe.provenance import versions
+from tcnn_probe.bootstrap import resampled_means, tails
 
-__all__ = ["Results"]
+__all__ = ["as_dataset", "improvement", "mean_corruption_error", "share_right"]
 
-_PER_IMAGE = {
-    "clean": ("clean_correct", "clean_accuracy", ("model",), "of the images as they are"),
-    "corrupted": (
-        "correct",
+_RULE = "the highest score is the label's; of equal scores the first is the highest; a NaN among them is wrong"
+
+# By the name of the answers per image: the name of their mean, the dimensions of that, and what they are answers to.
+_MEANS = {
+    "clean_correct": ("clean_accuracy", ("model",), "of the images as they are"),
+    "correct": (
         "accuracy",
         ("model", "corruption", "severity", "seed"),
         "of the images corrupted as those of ImageNet-C (Hendrycks & Dietterich 2019)",
     ),
-    "attacked": (
-        "adversarial_correct",
+    "adversarial_correct": (
         "adversarial_accuracy",
         ("model", "attack", "seed"),
         "of images perturbed to raise this model's loss (FGSM: Goodfellow et al. 2015; PGD: Madry et al. 2018)",
     ),
 }
-_RULE = "the highest score is the label's; of equal scores the first is the highest; a NaN among them is wrong"
+_ANSWERS: dict[str | None, str] = {None: "clean_correct", "attack": "adversarial_correct"}
+_ANSWERS |= dict.fromkeys(("group", "corruption", "severity"), "correct")
 
 
-_PLAIN = str | int | float
+def as_dataset(
+    right: Mapping[str, NDArray[Any]],
+    variants: Mapping[str, NDArray[Any]],
+    coordinates: Mapping[str, Any],
+    attrs: dict[str, str],
+) -> xr.Dataset:
+    """The answers with their means over images, and the standard errors of these.
 
-
-class Results:
-    """Of all batches."""
-
-    def __init__(self, models: tuple[str, ...], settings: Settings) -> None:
-        self.models, self.settings = models, settings
-        self.rows: dict[str, list[Tensor]] = {}
-        self.labels: list[Tensor] = []
-        self.variants: dict[str, Tensor] = {}
-
-    def add(self, found: Mapping[str, Tensor], labels: Tensor) -> None:
-        """What was right in one more batch, the last axis being images."""
-        for what, right in found.items():
-            self.rows.setdefault(what, []).append(right)
-        self.labels.append(labels)
-
-    def add_variant(self, name: str, right: Tensor) -> None:
-        """What was right of a variant, (models, images)."""
-        self.variants[name] = right
-
-    def dataset(self, models: Mapping[str, Model], options: Mapping[str, Any]) -> xr.Dataset:
-        """All of it, with the means and their standard errors."""
-        variables: dict[str, xr.Variable] = {}
-        for what, rows in self.rows.items():
-            per_image, mean, dims, words = _PER_IMAGE[what]
-            right = torch.cat(rows, -1).numpy()
-            attrs = {"long_name": f"right {words}", "definition": _RULE}
-            variables[per_image] = xr.Variable((*dims, "image"), right, attrs)
-            variables |= _means(mean, dims, right.mean(-1), np.asarray(right.shape[-1]), words)
-        if self.variants:
-            right_of = [right.double().mean(1).numpy() for right in self.variants.values()]
-            images = np.array([right.shape[1] for right in self.variants.values()])
-            words = "on published variants of the test set"
-            variables |= _means("variant_accuracy", ("model", "variant"), np.stack(right_of, 1), images, words)
-            variables["variant_images"] = xr.Variable("variant", images, {"long_name": "images of the variant"})
-        kinds = {name: _kind(model) for name, model in models.items()}
-        about: dict[str, Any] = {**versions(), "models": json.dumps(kinds), "prediction": _RULE}
-        about |= {name: value if isinstance(value, _PLAIN) else json.dumps(value) for name, value in options.items()}
-        if self.variants:
-            about["variant_sources"] = json.dumps({one.name: one.source for one in self.settings.variants})
-        return xr.Dataset(variables, self._coordinates(), about)
-
-    def _coordinates(self) -> dict[str, Any]:
-        labels = torch.cat(self.labels).numpy()
-        coordinates = {"model": _names(self.models), "image": np.arange(len(labels)), "label": ("image", labels)}
-        names = self.settings.corruptions
-        if names:
-            groups = _names([CORRUPTIONS[name].group for name in names])
-            coordinates |= {"corruption": _names(names), "group": ("corruption", groups)}
-            coordinates["severity"] = np.array(self.settings.severities)
-        if self.settings.attacks:
-            coordinates["attack"] = _names(self.settings.attacks)
-        if names or self.settings.attacks:
-            coordinates["seed"] = np.array(self.settings.seeds)
-        if self.variants:
-            coordinates["variant"] = _names(self.variants)
-        return coordinates
+    Args:
+        right: bool, by the name of the variable, images last; and "label", the class of each image.
+        variants: by name, answers on other test sets, (model, image), bool.
+        coordinates: of the dimensions but "image" and "variant"; those that there are not are left out.
+        attrs: of the dataset.
+    """
+    variables: dict[str, xr.Variable] = {}
+    for name, (mean, dims, words) in _MEANS.items():
+        if name in right:
+            about = {"long_name": f"right {words}", "definition": _RULE}
+            variables[name] = xr.Variable((*dims, "image"), right[name], about)
+            variables |= _means(mean, dims, right[name].mean(-1), right[name].shape[-1], words)
+    if variants:
+        images = np.array([answers.shape[1] for answers in variants.values()])
+        shares = np.stack([answers.mean(1) for answers in variants.values()], 1)
+        variables |= _means("variant_accuracy", ("model", "variant"), shares, images, "on other test sets")
+        variables["variant_images"] = xr.Variable("variant", images, {"long_name": "images of the variant"})
+    found = xr.Dataset(variables, attrs=attrs | {"prediction": _RULE})
+    given = {**coordinates, "variant": np.array(list(variants), dtype=object), "image": range(len(right["label"]))}
+    given = {name: values for name, values in given.items() if (values[0] if name == "group" else name) in found.dims}
+    return found.assign_coords(given | {"label": ("image", right["label"])})
 
 
 def _means(name: str, dims: tuple[str, ...], shares: Any, images: Any, words: str) -> dict[str, xr.Variable]:
     attrs = {"long_name": f"accuracy {words}", "units": "1", "definition": f"share of images for which {_RULE}"}
     error = {"long_name": f"standard error of {name}", "units": "1", "definition": "sqrt(p (1 - p) / n), n images"}
-    return {
-        name: xr.Variable(dims, shares, attrs),
-        f"{name}_se": xr.Variable(dims, np.sqrt(shares * (1 - shares) / images), error),
-    }
+    errors = np.sqrt(shares * (1 - shares) / images)
+    return {name: xr.Variable(dims, shares, attrs), f"{name}_se": xr.Variable(dims, errors, error)}
 
 
-def _names(names: Any) -> Any:
-    return np.array(list(names), dtype=object)
+def improvement(
+    results: xr.Dataset,
+    baseline: str,
+    by: str | None = "group",
+    *,
+    relative: bool = True,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> xr.Dataset:
+    """Compare each model's accuracy with a baseline's: ``accuracy / baseline's - 1`` (T-CNN paper, Fig. 3).
+
+    Args:
+        results: of :func:`tcnn_probe.robustness`.
+        baseline: name of the model that the others are compared with.
+        by: "group" of corruptions, "corruption" or "severity" (the others averaged over); "attack"; None for clean
+            images.
+        relative: the difference as a share of the baseline's accuracy, else in accuracy.
+        confidence, resamples, seed: of the interval, a percentile bootstrap over images in which both models see the
+            same ones.
+
+    Returns:
+        ``improvement`` (model, by) of the models but the baseline, in units of 1, and ``interval`` (model, by, bound)
+        with bound "low" and "high". If relative, there is no improvement where the baseline is never right, and no
+        interval where that is so in even one resample: both NaN; ``relative=False`` has them.
+
+    Raises:
+        TypeError: no Dataset.
+        ValueError: no such model or no other, ``by`` unknown or not measured, a confidence outside of 0 to 1.
+    """
+    quantiles = tails(confidence)
+    right = share_right(results, by)
+    models = _names_of_models(right, baseline)
+    if len(models) < 2:
+        raise ValueError(f"expected another model beside the baseline, got {models}")
+    others = right.sel(model=[name for name in models if name != baseline])
+    compared = (others, right.sel(model=baseline, drop=True))
+
+    def ratio(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = (ours - theirs) / theirs if relative else ours - theirs
+        return np.where(np.isfinite(found), found, np.nan)
+
+    def interval(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
+        drawn = ratio(*(resampled_means(row, resamples, seed) for row in (ours, theirs)))
+        return np.full(2, np.nan) if np.isnan(drawn).any() else np.quantile(drawn, quantiles)
+
+    means = xr.apply_ufunc(ratio, *(x.mean("image") for x in compared))
+    bounds = xr.apply_ufunc(
+        interval, *compared, input_core_dims=[["image"]] * 2, output_core_dims=[["bound"]], vectorize=True
+    )
+    kind = "relative improvement of accuracy" if relative else "improvement of accuracy"
+    means.attrs = {"units": "1", "long_name": kind, "description": f"{kind} over that of {baseline!r}"}
+    bounds.attrs = {"units": "1", "long_name": f"{confidence:.0%} bootstrap interval over images"}
+    return xr.Dataset({"improvement": means, "interval": bounds.assign_coords(bound=["low", "high"])})
 
 
-def _kind(model: Model) -> str:
-    return getattr(model, "__name__", type(model).__name__)
+def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
+    """Corruption errors relative to a baseline's, and their mean, the mCE; as a ratio, where papers give per cent.
+
+    With the error rates E of model f at corruption c and severity s, means over seeds (of those seeds and severities
+    that ``ds`` has, one perhaps, selected):
+
+    - CE_c = Σ_s E_{s,c}^f / Σ_s E_{s,c}^baseline: below 1, fewer errors than the baseline's;
+    - relative CE_c = Σ_s (E_{s,c}^f - E_clean^f) / Σ_s (E_{s,c}^baseline - E_clean^baseline): how much is lost to
+      corruption, whatever the clean accuracy is.
+
+    (Hendrycks & Dietterich 2019, Benchmarking neural network robustness to common corruptions and perturbations, §4.2;
+    their baseline is AlexNet on ImageNet.)
+
+    Args:
+        ds: what :func:`tcnn_probe.robustness` gave.
+        baseline: one of its models.
+
+    Returns:
+        ``corruption_error`` and ``relative_corruption_error`` (model, corruption); their means over the corruptions of
+        each group, ``group_corruption_error`` and ``relative_group_corruption_error`` (model, group), and over all of
+        them, ``mean_corruption_error`` and ``relative_mean_corruption_error`` (model). NaN where the baseline makes no
+        errors, or loses nothing.
+
+    Raises:
+        TypeError: no Dataset.
+        ValueError: no accuracies under corruption, or no such model.
+    """
+    _check_results(ds, "accuracy", "clean_accuracy", "group")
+    errors = 1 - ds.accuracy
+    _names_of_models(errors, baseline)
+    if "corruption" not in errors.dims:  # one was selected
+        errors = errors.expand_dims("corruption")
+    errors = errors.assign_coords(group=("corruption", np.atleast_1d(ds.group.values)))
+    errors = errors.mean([dim for dim in errors.dims if dim == "seed"])
+    lost = errors - (1 - ds.clean_accuracy)
+    found = xr.Dataset(attrs=ds.attrs | {"baseline": baseline})
+    for kind, rates in (("", errors), ("relative_", lost)):
+        sums = rates.sum([dim for dim in rates.dims if dim == "severity"], skipna=False)
+        own = sums.sel(model=baseline, drop=True)
+        ratio = (sums / own.where(own != 0)).transpose("model", "corruption")
+        found[f"{kind}corruption_error"] = ratio
+        found[f"{kind}group_corruption_error"] = ratio.groupby("group").mean("corruption", skipna=False)
+        found[f"{kind}mean_corruption_error"] = ratio.mean("corruption", skipna=False)
+    for name, variable in found.data_vars.items():
+        variable.attrs = {"long_name": f"{name}, of {baseline}'s".replace("_", " "), "units": "1"}
+    return found
+
+
+def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
+    """The share of right answers of each image, (model, by, image) or (model, image); see :func:`improvement`."""
+    if by not in _ANSWERS:
+        raise ValueError(f"expected by to be one of {', '.join(map(repr, _ANSWERS))}, got {by!r}")
+    name = _ANSWERS[by]
+    _check_results(results, name)
+    right = results[name].astype(float)
+    if missing := [dim for dim in ("model", "image") if dim not in right.dims]:
+        raise ValueError(f"expected {name!r} with the dimension {missing[0]!r}, got {right.dims}")
+    if by is not None and by not in right.coords:
+        raise ValueError(f"expected {name!r} with the coordinate {by!r}, got {tuple(right.coords)}")
+    along_by = "corruption" if by == "group" else by
+    if along_by is not None and along_by not in right.dims:  # one was selected
+        right = right.expand_dims(along_by)
+    if by == "group":
+        groups = np.atleast_1d(right.group.values)
+        right = right.assign_coords(group=("corruption", groups)).groupby("group").mean("corruption")
+        right = right.sel(group=list(dict.fromkeys(str(group) for group in groups)))  # in the published order
+    along = [dim for dim in right.dims if dim not in ("model", "image", by)]
+    return right.mean(along).transpose("model", ..., "image")
+
+
+def _check_results(given: object, *names: str) -> None:
+    """Refuse what is no Dataset, such as one of its variables, or lacks some of these."""
+    if not isinstance(given, xr.Dataset):
+        raise TypeError(f"expected what tcnn_probe.robustness gives, an xarray.Dataset; got {type(given).__name__}")
+    if missing := [name for name in names if name not in given.variables]:
+        raise ValueError(f"expected the results of tcnn_probe.robustness with {missing[0]!r}, got {list(given)}")
+
+
+def _names_of_models(values: xr.DataArray, baseline: str) -> list[str]:
+    """All of them; ValueError if the baseline is none."""
+    if "model" not in values.dims:
+        raise ValueError(f"expected accuracies with the dimension 'model', got {values.dims}")
+    models = [str(name) for name in values.model.values]
+    if baseline not in models:
+        raise ValueError(f"expected the baseline to be one of the models {models}, got {baseline!r}")
+    return models

@@ -5,11 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
+from numpy.typing import NDArray
 
-from tcnn_probe.plot.fitting import caption_lines
-from tcnn_probe.plot.given import as_array, as_image, select_others, wrapped
-from tcnn_probe.plot.pictures import draw_box, draw_image, draw_map
-from tcnn_probe.plot.style import MAPS, RED
+from tcnn_probe.plot.style import (
+    MAPS,
+    RED,
+    as_array,
+    as_images,
+    draw_box,
+    draw_image,
+    draw_map,
+    select_others,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_grid"]
 
-_PANEL, _LINE = 1.15, 0.16  # inches
+_PANEL = 1.15  # inches
+_CAPTION = "each map from 0 (dark) to its largest value (light)"
+_RED_CAPTION = r"; red: gate $\sigma(\lambda)$, the share of positional attention"
 
 
 def attention_grid(
@@ -30,7 +40,7 @@ def attention_grid(
     title: str | None = None,
     figure: "Figure | SubFigure | None" = None,
 ) -> "Figure | SubFigure":
-    """Draw attention maps, a row a layer and a column a head, with sigma(lambda) in red (T-CNN paper, Fig. 5).
+    """Draw attention maps, a row a layer and a column a head, with σ(λ) in red (T-CNN paper, Fig. 5).
 
     ::
 
@@ -48,37 +58,38 @@ def attention_grid(
             box is the cell that has it, pixel y of H lying in row ``y * h // H``; else a pixel of the maps of
             each layer. Where maps have the coordinates ``query_y`` and ``query_x`` of each layer, boxes in maps are
             there: a layer with a stride has queries at some of its pixels only.
-        gate: sigma(lambda) of each head, dims (layer, head), or without layer.
+        gate: σ(λ) of each head, dims (layer, head), or without layer.
         cmap: matplotlib's name of a colour map.
         title: of the figure.
-        figure: where to draw, for example one of ``figure.subfigures(3)``; None: a new one of fitting size.
+        figure: where to draw, for example one of ``figure.subfigures(3)``; None: a new one of fitting size, pyplot's
+            current one from then on.
 
     Returns:
-        a figure, which ``savefig`` writes and a notebook shows.
+        the figure.
 
     Raises:
         TypeError: maps or gates that are no DataArray; a figure that is none.
         ValueError: dimensions that are missing or too many; a query outside or not of two integers; gates that lack
             a layer or head of the maps; an image of another shape.
     """
-    from matplotlib.figure import Figure, SubFigure
+    import matplotlib.pyplot as plt
+    from matplotlib.figure import FigureBase
 
-    if figure is not None and not isinstance(figure, Figure | SubFigure):
+    if figure is not None and not isinstance(figure, FigureBase):
         raise TypeError(f"expected figure to be matplotlib's Figure or SubFigure, got {type(figure).__name__}")
     maps = select_others(as_array(maps, "maps"), "maps", ("head", "y", "x"), ("layer",))
     maps = maps.expand_dims("layer") if "layer" not in maps.dims else maps
     maps = maps.transpose("layer", "head", "y", "x")
     grids = [_without_padding(layer) for layer in maps.values]
     gates = np.full(maps.shape[:2], np.nan) if gate is None else _gates_of(gate, maps)
-    picture = None if image is None else as_image(image)
+    picture = None if image is None else as_images(image[None])[0]
     sizes = [grid.shape[1:] for grid in grids] if picture is None else [picture.shape[1:]]
     query = None if query is None else _checked_query(query, sizes)
     rows, columns = maps.shape[:2]
     beside = 0 if picture is None else 1 + min(rows, 2)  # the image's width, in panels
     if figure is None:
-        inches = _PANEL * (columns + beside) + 0.7, (_PANEL + 0.25) * max(rows, beside / 1.5) + 0.8
-        figure = Figure(figsize=inches, layout="constrained")
-        figure.set_figheight(inches[1] + _LINE * _caption(figure, gate).count("\n"))
+        inches = max(3, _PANEL * (columns + beside) + 0.7), (_PANEL + 0.25) * max(rows, beside / 1.5) + 0.8
+        figure = plt.figure(figsize=inches, layout="constrained")
     places = figure.add_gridspec(rows, beside + columns)
     for row, layer in enumerate(grids):
         cell = query and _cell(query, layer.shape[1:] if picture is None else sizes[0], layer.shape[1:])
@@ -92,19 +103,16 @@ def attention_grid(
         panel.set_xlabel(f"head {head}", fontsize=8)
     if picture is not None:
         _picture(figure.add_subplot(places[:, :beside]), picture, query, grids[0].shape[1:])
-    figure.supxlabel(_caption(figure, gate), fontsize=8)
+    figure.supxlabel(_CAPTION + ("" if gate is None else _RED_CAPTION), fontsize=8, wrap=True)
     if title:
         figure.suptitle(title, fontsize=10)
     return figure
 
 
-def _caption(figure: "Figure | SubFigure", gate: Any) -> str:
-    red = [] if gate is None else ["red: gate $\\sigma(\\lambda)$, the share of positional attention"]
-    return caption_lines(figure, ["each map from 0 (dark) to its largest value (light)", *red], 8)
-
-
-def _heads(panels: "list[Axes]", maps: np.ndarray, gates: np.ndarray, cell: tuple[int, int] | None, cmap: str) -> None:
-    """The heads of a layer."""
+def _heads(
+    panels: "list[Axes]", maps: NDArray[Any], gates: NDArray[Any], cell: tuple[int, int] | None, cmap: str
+) -> None:
+    """Draw the heads of a layer."""
     height, width = maps.shape[1:]
     for head, panel in enumerate(panels):
         if np.isnan(maps[head]).all():
@@ -117,8 +125,8 @@ def _heads(panels: "list[Axes]", maps: np.ndarray, gates: np.ndarray, cell: tupl
             panel.set_title(f"{gates[head]:.2f}", color=RED, fontsize=8, pad=3)
 
 
-def _picture(axes: "Axes", image: Any, query: tuple[int, int] | None, grid: tuple[int, ...]) -> None:
-    """The image, and in it the first layer's cell that has the query."""
+def _picture(axes: "Axes", image: NDArray[Any], query: tuple[int, int] | None, grid: tuple[int, ...]) -> None:
+    """Draw the image, and in it the first layer's cell that has the query."""
     draw_image(axes, image)
     axes.set_xlabel("image", fontsize=8)
     if query is not None:
@@ -144,7 +152,7 @@ def _checked_query(query: Any, sizes: list[tuple[int, ...]]) -> tuple[int, int]:
     return y, x
 
 
-def _without_padding(maps: np.ndarray) -> np.ndarray:
+def _without_padding(maps: NDArray[Any]) -> NDArray[Any]:
     """(head, y, x) without rows and columns at the end that are NaN in every head."""
     there = ~np.isnan(maps).all(0)
     if not there.any():
@@ -152,19 +160,16 @@ def _without_padding(maps: np.ndarray) -> np.ndarray:
     return maps[:, : np.flatnonzero(there.any(1))[-1] + 1, : np.flatnonzero(there.any(0))[-1] + 1]
 
 
-def _gates_of(gate: xr.DataArray, maps: xr.DataArray) -> np.ndarray:
-    """Of the layers and heads of the maps, shape (layer, head)."""
+def _gates_of(gate: xr.DataArray, maps: xr.DataArray) -> NDArray[Any]:
+    """Gates of the layers and heads of the maps, (layer, head)."""
     gate = select_others(as_array(gate, "gates"), "gates", ("head",), ("layer",))
-    dims = [dim for dim in ("layer", "head") if dim in gate.dims]
-    if dims == ["head"] and maps.sizes["layer"] != 1:
-        raise ValueError(f"expected gates with the dimensions ('layer', 'head'), as the maps have, got {gate.dims}")
-    for dim in dims:
+    gate = gate.expand_dims("layer") if "layer" not in gate.dims else gate
+    for dim in ("layer", "head"):
         if dim in gate.coords and dim in maps.coords:
             there = gate[dim].values.tolist()
-            lacking = [label for label in maps[dim].values.tolist() if label not in there]
-            if lacking:
+            if lacking := [label for label in maps[dim].values.tolist() if label not in there]:
                 raise ValueError(f"the gates lack {dim} {lacking[0]!r} of the maps; they have {there}")
             gate = gate.sel({dim: maps[dim].values})
         elif gate.sizes[dim] != maps.sizes[dim]:
             raise ValueError(f"expected gates of {maps.sizes[dim]} {dim}s, as the maps have, got {gate.sizes[dim]}")
-    return gate.transpose(*dims).values.reshape(maps.sizes["layer"], maps.sizes["head"])
+    return gate.transpose("layer", "head").values

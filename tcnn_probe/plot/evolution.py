@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.plot.given import as_array, axis_label
-from tcnn_probe.plot.style import in_order
+from tcnn_probe.plot.style import as_array, axes_or_current, axis_label, in_order
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +35,7 @@ def evolution(
     Args:
         values: a recorded variable: dims layer and head, either or none of them, and that of the marks, whatever it is
             called ("epoch" unless you named another).
-        ax: where to draw; None: on new axes.
+        ax: where to draw; None: on the current axes.
         colors: one a layer, as matplotlib takes them; None: viridis, from the first layer to the last.
         ls: line style.
         legend: name the layers.
@@ -56,7 +55,7 @@ def evolution(
             f"expected values that are numbers, got {values.dtype}; types of heads are drawn as the share of one, "
             "(types == 'content').mean('head')"
         )
-    marks = [dim for dim in values.dims if dim not in ("layer", "head")]
+    marks = [str(dim) for dim in values.dims if dim not in ("layer", "head")]
     if len(marks) != 1:
         raise ValueError(
             f"expected values with one dimension beside layer and head, that of the marks, got {values.dims}"
@@ -69,42 +68,24 @@ def evolution(
     shown = [place for place in range(layers) if bool(by_layer[{"layer": place}].notnull().any())]
     if not shown:
         raise ValueError(f"nothing to draw: {values.name or 'the values'} are all NaN")
-    axes = _axes(ax)
+    axes, along = axes_or_current(ax), values[marks[0]]
     for place in shown:
-        _layer(axes, by_layer.isel(layer=place), str(marks[0]), colors[place], ls, values)
-    along = values[marks[0]]
+        thick = _layer(axes, along.values, by_layer.isel(layer=place), marks[0], {"color": colors[place], "ls": ls})
+        if legend and "layer" in values.dims:
+            thick.set_label(str(values.layer.values[place]))
     axes.set(xlabel=axis_label(along), ylabel=axis_label(values))
     if along.dtype.kind in "iu" and isinstance(locator := axes.xaxis.get_major_locator(), MaxNLocator):
         locator.set_params(integer=True)
     if legend and "layer" in values.dims:
-        _name_layers(axes, [values.layer.values[place] for place in shown], [colors[place] for place in shown])
+        axes.legend(frameon=False, fontsize="small", ncols=1 + (len(shown) - 1) // 8)
     return axes
 
 
-def _layer(axes: "Axes", values: xr.DataArray, marks: str, color: Any, ls: str, given: xr.DataArray) -> None:
-    """Its heads' lines, and their mean's."""
-    x = given[marks].values
-    marker = "o" if len(x) == 1 else None
+def _layer(axes: "Axes", x: Any, values: xr.DataArray, marks: str, style: dict[str, Any]) -> Any:
+    """Draw its heads' lines and their mean's; gives the latter."""
+    style |= {"marker": "o"} if len(x) == 1 else {}
     if "head" in values.dims:
         heads = values.transpose(marks, "head").values
-        heads = heads[:, ~np.isnan(heads).all(0)]
-        axes.plot(x, heads, color=color, lw=0.6, alpha=0.5, ls=ls, marker=marker, ms=3)
+        axes.plot(x, heads[:, ~np.isnan(heads).all(0)], lw=0.6, alpha=0.5, ms=3, **style)
         values = values.mean("head")
-    axes.plot(x, values.values, color=color, lw=2.5, ls=ls, marker=marker)
-
-
-def _name_layers(axes: "Axes", names: list[Any], colors: list[Any]) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=color, lw=2.5) for color in colors]
-    axes.legend(
-        handles, [str(name) for name in names], frameon=False, fontsize="small", ncols=1 + (len(names) - 1) // 8
-    )
-
-
-def _axes(ax: "Axes | None") -> "Axes":
-    if ax is not None:
-        return ax
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(layout="constrained")[1]
+    return axes.plot(x, values.values, lw=2.5, **style)[0]

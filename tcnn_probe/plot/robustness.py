@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.perturbations.comparison import check_results, improvement, share_right
-from tcnn_probe.plot.fitting import legend_above, mark_above, name_ticks
-from tcnn_probe.plot.style import OKABE_ITO
+from tcnn_probe.perturbations.summary import improvement, share_right
+from tcnn_probe.plot.style import OKABE_ITO, axes_or_current
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,48 +32,53 @@ def robustness(
     Accuracies are means over images and over all that is not named by ``by`` (corruptions of the group, severities,
     seeds), with the standard error over images. The relative improvement of a model is (its accuracy - the
     baseline's) / the baseline's, with a bootstrap interval over images that both models see
-    (:func:`tcnn_probe.improvement`); a bar for which there is none, since the baseline is never
-    right in some resample, is marked "no interval". Clean images, where there are such, come first.
-
-    The legend above the axes and the names below are fitted to the axes' width at the time of the call.
+    (:func:`tcnn_probe.improvement`); a bar for which there is none, since the baseline is never right in some resample,
+    is hatched. Clean images, where there are such, come first.
 
     Args:
         ds: what :func:`tcnn_probe.robustness` gave, with what became of each image: ``correct`` (model, corruption,
             severity, seed, image), the coordinate ``group`` along corruption, and, where there are such,
             ``clean_correct`` (model, image) and ``adversarial_correct`` (model, attack, seed, image).
-        ax: where to draw; None: on new axes.
+        ax: where to draw; None: on the current axes.
         baseline: one of the models; None for accuracies.
         by: what the bars stand beside.
         confidence: of the intervals, with a baseline.
 
     Returns:
-        the axes.
+        the axes, with a legend above them, for which constrained layout makes room.
 
     Raises:
         TypeError: no Dataset.
         ValueError: variables, dimensions or coordinates that are missing, an unknown ``by``, or a baseline that is
             none of the models, or the only one.
     """
-    check_results(ds)
-    clean = [None] if "clean_correct" in ds else []
     perturbed = share_right(ds, by)
     if by is None or not perturbed.size:
         raise ValueError(f"nothing to draw by {by!r}: {dict(perturbed.sizes)}")
-    models = [str(name) for name in ds["model"].values]
+    kinds = [None, by] if "clean_correct" in ds else [by]
     if baseline is None:
-        right = _categories([*(share_right(ds, which) for which in clean), perturbed], by)
+        right = _categories([share_right(ds, kind) for kind in kinds], by)
         heights, errors = right.mean("image"), right.std("image", ddof=1) / np.sqrt(right.sizes["image"])
-        low, high, label = heights - errors, heights + errors, "accuracy\n(bars: standard error over images)"
+        low, high, label = heights - errors, heights + errors, "accuracy\n(lines: standard error over images)"
     else:
-        found = [improvement(ds, baseline, which, confidence=confidence) for which in (*clean, by)]
+        found = [improvement(ds, baseline, kind, confidence=confidence) for kind in kinds]
         heights = 100 * _categories([each.improvement for each in found], by)
         bounds = 100 * _categories([each.interval for each in found], by)
         low, high = bounds.sel(bound="low"), bounds.sel(bound="high")
-        named = f"improvement over {baseline} (%)" if len(baseline) < 12 else f"improvement (%)\nover {baseline}"
-        label = f"{named}\n(bars: {100 * confidence:g} % bootstrap interval)"
-    axes = _bars(ax, heights, heights - low, high - heights, models, leave_out=baseline)
-    axes.set_ylabel(label, fontsize="small" if label.count("\n") > 1 else None)
-    axes.set(xlabel="" if by == "group" else by)
+        named = f"improvement over {baseline} (%)" if len(baseline) < 12 else f"improvement (%) over\n{baseline}"
+        label = f"{named}\n(lines: {100 * confidence:g} % interval over images)"
+        if bool((heights.notnull() & low.isnull()).any()):
+            label = label.replace("images)", "images;\nhatched: no interval)")
+    axes = axes_or_current(ax)
+    _bars(axes, heights, heights - low, high - heights, {str(name): n for n, name in enumerate(ds["model"].values)})
+    axes.set_xticks(range(heights.sizes["category"]), heights["category"].values, fontsize="small")
+    if by == "corruption":
+        for name in axes.get_xticklabels():
+            name.set(rotation=60, ha="right", rotation_mode="anchor")
+    axes.set_xlabel("" if by == "group" else by)
+    axes.set_ylabel(label, fontsize="small")
+    columns = max(1, 50 // (5 + max(len(str(name)) for name in heights["model"].values)))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize="small", frameon=False)
     return axes
 
 
@@ -87,34 +91,15 @@ def _categories(parts: list[xr.DataArray], by: str) -> xr.DataArray:
     return xr.concat([*named, others], "category", coords="minimal", compat="override", join="exact")
 
 
-def _bars(
-    ax: "Axes | None",
-    heights: xr.DataArray,
-    low: xr.DataArray,
-    high: xr.DataArray,
-    models: list[str],
-    *,
-    leave_out: str | None,
-) -> "Axes":
-    """A group of bars a category, in it one a model, whose colour is the same whatever is left out."""
-    import matplotlib.pyplot as plt
-
-    categories = [str(name) for name in heights["category"].values]
-    shown = [place for place, name in enumerate(models) if name != leave_out]
-    axes = plt.subplots(layout="constrained")[1] if ax is None else ax
-    colors, width = list(OKABE_ITO.values()), 0.8 / len(shown)
-    places, unsure = np.arange(len(categories)), list[tuple[float, float]]()
-    for nth, place in enumerate(shown):
+def _bars(axes: "Axes", heights: xr.DataArray, low: xr.DataArray, high: xr.DataArray, places: dict[str, int]) -> None:
+    """Draw a group of bars a category, in it one a model, whose colour is that of its place among all models."""
+    colors, models = list(OKABE_ITO.values()), [str(name) for name in heights["model"].values]
+    width = 0.8 / len(models)
+    for nth, model in enumerate(models):
         mean, below, above = (part.isel(model=nth).values for part in (heights, low, high))
-        at = places + (nth - (len(shown) - 1) / 2) * width
-        errors = np.clip([below, above], 0, None)
-        axes.bar(at, mean, width, color=colors[place % len(colors)], label=models[place])
-        axes.errorbar(at, mean, errors, fmt="none", ecolor="k", elinewidth=0.8, capsize=2)
-        alone = np.isfinite(mean) & np.isnan(errors).any(0)
-        unsure += zip(at[alone], np.maximum(mean[alone], 0), strict=True)
+        at = np.arange(len(mean)) + (nth - (len(models) - 1) / 2) * width
+        bars = axes.bar(at, mean, width, color=colors[places[model] % len(colors)], label=model)
+        axes.errorbar(at, mean, np.clip([below, above], 0, None), fmt="none", ecolor="k", elinewidth=0.8, capsize=2)
+        for bar in np.array(bars, dtype=object)[np.isfinite(mean) & np.isnan(below)]:
+            bar.set(hatch="///", edgecolor="w")
     axes.axhline(0, color="k", lw=0.8)
-    for x, y in unsure:
-        mark_above(axes, x, y, "no interval")
-    name_ticks(axes, places, categories)
-    legend_above(axes)
-    return axes

@@ -5,9 +5,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.plot.given import as_array, as_images, select_others
-from tcnn_probe.plot.pictures import draw_image, draw_map
-from tcnn_probe.plot.style import MAPS
+from tcnn_probe.plot.style import MAPS, as_array, as_images, draw_image, draw_map, select_others
 
 __all__ = ["saliency_overlay"]
 

@@ -1,6 +1,20 @@
-"""The colours of all plots, for the colour-blind as well."""
+"""What plots share: colours (for the colour-blind as well), checks of what they are given, images and maps on axes."""
 
-__all__ = ["BLUE", "MAPS", "OKABE_ITO", "RED", "in_order"]
+import re
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = [
+    "BLUE", "MAPS", "OKABE_ITO", "RED", "as_array", "as_images", "axes_or_current", "axis_label", "draw_box",
+    "draw_image", "draw_map", "in_order", "select_others", "wrapped",
+]  # fmt: skip
 
 OKABE_ITO = {
     "blue": "#0072B2",
@@ -26,3 +40,79 @@ def in_order(count: int) -> list[tuple[float, float, float, float]]:
 
     colors = mpl.colormaps["viridis"].resampled(count + 1)
     return [colors(place) for place in range(count)]
+
+
+def axes_or_current(ax: "Axes | None") -> "Axes":
+    """``ax``, or pyplot's current axes; new ones in a figure with constrained layout if there is no figure."""
+    import matplotlib.pyplot as plt
+
+    if ax is None and not plt.get_fignums():
+        plt.figure(layout="constrained")
+    return plt.gca() if ax is None else ax
+
+
+def as_array(values: Any, what: str) -> xr.DataArray:
+    """Raise TypeError unless it is a DataArray."""
+    if not isinstance(values, xr.DataArray):
+        hint = f", for example dataset[{next(iter(values), 'gate')!r}]" if isinstance(values, xr.Dataset) else ""
+        raise TypeError(f"expected {what} as an xarray.DataArray{hint}; got {type(values).__name__}")
+    return values
+
+
+def select_others(values: xr.DataArray, what: str, needed: Collection[str], optional: Collection[str] = ()) -> Any:
+    """``values`` with just these dimensions, others of length 1 dropped; ValueError if one lacks or is too many."""
+    if missing := [dim for dim in needed if dim not in values.dims]:
+        raise ValueError(f"expected {what} with the dimensions {tuple(needed)}, got {values.dims}: no {missing[0]!r}")
+    others = [dim for dim in values.dims if dim not in (*needed, *optional)]
+    if several := [dim for dim in others if values.sizes[dim] != 1]:
+        chosen = ", ".join(f"{dim}=..." for dim in several)
+        raise ValueError(f"{what} have further dimensions {tuple(several)}: choose one of each, with .sel({chosen})")
+    return values.squeeze(others, drop=True)
+
+
+def as_images(images: Any) -> NDArray[Any]:
+    """Images (B, C, H, W) of 1 or 3 channels, a tensor or an array, as floats; ValueError for another shape."""
+    found = np.asarray(images.detach().cpu().float() if hasattr(images, "detach") else images, dtype=float)
+    if found.ndim != 4 or found.shape[1] not in (1, 3) or 0 in found.shape:
+        raise ValueError(f"expected images of shape (B, 1 or 3, H, W), got {found.shape}")
+    return found
+
+
+def axis_label(values: xr.DataArray) -> str:
+    """The array's long name, or name, with its unit, unless that is 1."""
+    name = str(values.attrs.get("long_name", values.name or "")).replace("_", " ")
+    units = re.sub(r"(?<=[a-z])(-?\d+)", r"$^{\1}$", str(values.attrs.get("units", "1")))
+    return name if units in ("1", "") else f"{name} ({units})"
+
+
+def wrapped(name: Any, width: int = 15) -> str:
+    """A module's name in lines of about ``width``, broken at its dots."""
+    lines = [""]
+    for part in re.split(r"(?<=\.)", str(name)):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def draw_image(axes: "Axes", image: NDArray[Any]) -> None:
+    """Draw an image (C, H, W) of 1 or 3 channels, from its least value (black) to its largest, without ticks."""
+    low, high = np.nanmin(image), np.nanmax(image)
+    pixels = (image - low) / max(high - low, 1e-12)
+    height, width = image.shape[1:]
+    shown = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
+    axes.imshow(shown, cmap="gray", vmin=0, vmax=1, extent=(0, width, height, 0))
+    axes.set(xticks=[], yticks=[])
+
+
+def draw_map(axes: "Axes", values: NDArray[Any], height: float, width: float, **options: Any) -> None:
+    """Draw a map (h, w), of any resolution, over height x width pixels."""
+    axes.imshow(values, extent=(0, width, height, 0), interpolation="nearest", **options)
+    axes.set(xticks=[], yticks=[], xlim=(0, width), ylim=(height, 0))
+
+
+def draw_box(axes: "Axes", y: float, x: float, height: float, width: float) -> None:
+    """Draw a red box, y and x its upper left corner."""
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=RED, lw=1.5, clip_on=False))

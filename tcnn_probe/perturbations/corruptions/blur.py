@@ -20,15 +20,7 @@ __all__ = ["along_a_line", "defocus_blur", "glass_blur", "motion_blur", "zoom_bl
 def defocus_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, radius: int, smoothing: float
 ) -> NDArray[Any]:
-    """Convolution with a disc, the image mirrored at its border. Nothing is random.
-
-    Args:
-        image: shape (H, W, C).
-        random: not used.
-        scale: length of a published pixel.
-        radius: of the disc, in published pixels.
-        smoothing: standard deviation of the Gaussian that softens its edge, in published pixels.
-    """
+    """Convolves with a disc, whose edge a Gaussian of deviation ``smoothing`` softens; borders are mirrored."""
     from scipy.signal import fftconvolve
 
     kernel = _disc(radius, smoothing, scale)
@@ -64,13 +56,8 @@ def glass_blur(
     Pixels are replaced one after the other, from the last to the first, so that some travel far. (The published code
     means to swap two pixels; on an image with channels its second assignment does nothing.)
 
-    Args:
-        image: shape (H, W, C).
-        random: gives the displacements.
-        scale: length of a published pixel. Displacements are multiplied by it and rounded up or down at random.
-        deviation: of the Gaussian, in published pixels.
-        reach: displacements are from -reach to reach - 1 along each axis, in published pixels.
-        rounds: how often all pixels are replaced.
+    Displacements are from -reach to reach - 1 along each axis, times the scale, rounded up or down at random.
+    ``deviation`` is the Gaussian's, and ``rounds`` how often all pixels are replaced.
     """
     from scipy.ndimage import gaussian_filter
 
@@ -109,27 +96,14 @@ def _displaced(height: int, width: int, random: RandomState, scale: float, reach
 def motion_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, radius: int, deviation: float
 ) -> NDArray[Any]:
-    """Blur along a line, of random direction within 45 degrees of the x axis.
-
-    Args:
-        image: shape (H, W, C).
-        random: gives the direction.
-        scale: length of a published pixel.
-        radius: half the line's length, in published pixels.
-        deviation: of the half Gaussian that weighs it, in published pixels.
-    """
+    """Blurs along a line, of random direction within 45 degrees of the x axis; see :func:`along_a_line`."""
     return along_a_line(image, radius, deviation, random.uniform(-45, 45), scale)
 
 
 def along_a_line(image: NDArray[Any], radius: int, deviation: float, angle: float, scale: float = 1.0) -> NDArray[Any]:
-    """Blur along a line from each pixel on, by a half Gaussian; the border's values go on outside.
+    """Blurs (H, W) or (H, W, C) along a line from each pixel on, by a half Gaussian; the border's values go on outside.
 
-    Args:
-        image: shape (H, W) or (H, W, C).
-        radius: the line has 2 radius + 1 points, one published pixel apart.
-        deviation: of the half Gaussian, in published pixels.
-        angle: in degrees.
-        scale: length of a published pixel.
+    The line has 2 radius + 1 points, one published pixel apart, at an angle in degrees.
     """
     points = np.arange(2 * radius + 1)
     weights = np.exp(-(points**2) / (2 * deviation**2))
@@ -147,7 +121,7 @@ def along_a_line(image: NDArray[Any], radius: int, deviation: float, angle: floa
 
 
 def zoom_blur(image: NDArray[Any], random: RandomState, scale: float, *, until: float, step: float) -> NDArray[Any]:
-    """Mean of the image and of its middle, enlarged by 1, 1 + step, ... below ``until``. Nothing is random."""
+    """Mean of the image and of its middle, enlarged by 1, 1 + step, ... below ``until``."""
     single = image.astype(np.float32)
     total, factors = single.copy(), np.arange(1, until, step)
     for factor in factors:

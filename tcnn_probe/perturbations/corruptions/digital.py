@@ -18,7 +18,7 @@ __all__ = ["contrast", "elastic_transform", "jpeg_compression", "pixelate"]
 
 
 def contrast(image: NDArray[Any], random: RandomState, scale: float, *, kept: float) -> NDArray[Any]:
-    """Draws every value towards its channel's mean, to this share of its distance. Nothing is random."""
+    """Draws every value towards its channel's mean, to this share of its distance."""
     mean = image.mean(axis=(0, 1), keepdims=True)
     return mean + (image - mean) * kept
 
@@ -26,16 +26,11 @@ def contrast(image: NDArray[Any], random: RandomState, scale: float, *, kept: fl
 def elastic_transform(
     image: NDArray[Any], random: RandomState, scale: float, *, amplitude: float, deviation: float, corners: float
 ) -> NDArray[Any]:
-    """A random affine map, then displacement by two smooth random fields; linear interpolation, mirrored borders.
+    """Applies a random affine map, then displaces by two smooth fields; linear interpolation, mirrored borders.
 
-    Args:
-        image: shape (H, W, C).
-        random: gives how three points of the image move, and the two fields.
-        scale: length of a published pixel. White noise averaged over larger pixels is weaker by as much, so that the
-            amplitude is multiplied by the square.
-        amplitude: what uniform noise from -1 to 1 is multiplied by once it is smoothed, in published pixels.
-        deviation: of the Gaussian that smooths it, in published pixels.
-        corners: how far the three points may move along each axis, in published pixels.
+    The map moves three points by up to ``corners`` along each axis. A field is uniform noise from -1 to 1, smoothed by
+    a Gaussian of this deviation, times the amplitude. White noise averaged over larger pixels is weaker by as much, so
+    that the amplitude is multiplied by the square of the scale.
     """
     from scipy.ndimage import map_coordinates
 
@@ -75,7 +70,7 @@ def _smoothing(size: int, deviation: float) -> NDArray[Any]:
 
 
 def pixelate(image: NDArray[Any], random: RandomState, scale: float, *, kept: float) -> NDArray[Any]:
-    """Shrinks the image to this share of its sides, and enlarges it again by boxes. Nothing is random."""
+    """Shrinks the image to this share of its sides, and enlarges it again by boxes."""
     height, width, _ = image.shape
     small = max(1, int(width * kept)), max(1, int(height * kept))
     parts = []
@@ -86,7 +81,7 @@ def pixelate(image: NDArray[Any], random: RandomState, scale: float, *, kept: fl
 
 
 def jpeg_compression(image: NDArray[Any], random: RandomState, scale: float, *, quality: int) -> NDArray[Any]:
-    """Rounds the image to 8 bits and compresses it by Pillow's JPEG. Nothing is random."""
+    """Rounds the image to 8 bits and compresses it by Pillow's JPEG."""
     pixels = np.rint(image * 255).astype(np.uint8)
     with io.BytesIO() as file:
         Image.fromarray(pixels[..., 0] if image.shape[2] == 1 else pixels).save(file, "JPEG", quality=quality)

@@ -3,7 +3,8 @@
 Here and in the neighbouring files a corruption is a function of an image, float64 of shape (H, W, C) in [0, 1], which
 is left as it was; of a source of random numbers, from which the published code's draws are taken in its order; of the
 scale (:func:`~tcnn_probe.perturbations.corruptions.resampling.scale_of`); and of the parameters of one severity, by
-keyword. It returns an array of the image's shape, which may still have to be clipped to [0, 1]. C is 1 or 3.
+keyword, lengths in published pixels. It returns an array of the image's shape, which may still have to be clipped to
+[0, 1]. C is 1 or 3.
 
 Source of all: Hendrycks & Dietterich 2019, Benchmarking Neural Network Robustness to Common Corruptions and
 Perturbations, §3 and Appendix A; the parameters are those of its code for 224 x 224.

@@ -1,17 +1,16 @@
 """The fifteen corruptions by name, with their published parameters."""
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from numpy.typing import NDArray
 
 from tcnn_probe.perturbations.corruptions import blur, digital, noise, weather
 
-__all__ = ["CORRUPTIONS", "GROUPS", "SEVERITIES", "Corruption"]
+__all__ = ["CORRUPTIONS", "GROUPS", "Corruption", "named_corruption", "named_corruptions"]
 
-SEVERITIES = (1, 2, 3, 4, 5)
 GROUPS = ("noise", "blur", "weather", "digital")
 
 
@@ -50,120 +49,90 @@ def _corruption(
     **parameters: tuple[float, ...],
 ) -> Corruption:
     group = function.__module__.rpartition(".")[2]
-    return Corruption(function.__name__, group, description, MappingProxyType(parameters), random, scaling, function)
+    return Corruption(function.__name__, group, description, parameters, random, scaling, function)
 
 
+_PIXELS = "not scaled: noise is of the image's own pixels"
 _ALL = (
     _corruption(
-        noise.gaussian_noise,
-        "adds normal noise to every value",
-        "the noise",
-        "not scaled: noise is of the image's own pixels",
+        noise.gaussian_noise, "adds normal noise to every value", "the noise", _PIXELS,
         deviation=(0.08, 0.12, 0.18, 0.26, 0.38),
     ),
     _corruption(
-        noise.shot_noise,
-        "counts photons in place of values",
-        "the counts",
-        "not scaled: noise is of the image's own pixels",
-        photons=(60, 25, 12, 5, 3),
+        noise.shot_noise, "counts photons in place of values", "the counts", _PIXELS, photons=(60, 25, 12, 5, 3)
     ),
     _corruption(
-        noise.impulse_noise,
-        "sets single values to 0 or 1",
-        "which, and to what",
-        "not scaled: noise is of the image's own pixels",
+        noise.impulse_noise, "sets single values to 0 or 1", "which, and to what", _PIXELS,
         amount=(0.03, 0.06, 0.09, 0.17, 0.27),
     ),
     _corruption(
-        blur.defocus_blur,
-        "convolves with a disc",
-        scaling="the disc is averaged over the image's pixels",
-        radius=(3, 4, 6, 8, 10),
-        smoothing=(0.1, 0.5, 0.5, 0.5, 0.5),
+        blur.defocus_blur, "convolves with a disc", "", "the disc is averaged over the image's pixels",
+        radius=(3, 4, 6, 8, 10), smoothing=(0.1, 0.5, 0.5, 0.5, 0.5),
     ),
     _corruption(
-        blur.glass_blur,
-        "blurs, displaces single pixels, blurs again",
-        "the displacements",
+        blur.glass_blur, "blurs, displaces single pixels, blurs again", "the displacements",
         "deviation and displacements are shortened, the latter rounded at random",
-        deviation=(0.7, 0.9, 1, 1.1, 1.5),
-        reach=(1, 2, 2, 3, 4),
-        rounds=(2, 1, 3, 2, 2),
+        deviation=(0.7, 0.9, 1, 1.1, 1.5), reach=(1, 2, 2, 3, 4), rounds=(2, 1, 3, 2, 2),
     ),
     _corruption(
-        blur.motion_blur,
-        "blurs along a line",
-        "its direction",
-        "the line is shortened",
-        radius=(10, 15, 15, 15, 20),
-        deviation=(3, 5, 8, 12, 15),
+        blur.motion_blur, "blurs along a line", "its direction", "the line is shortened",
+        radius=(10, 15, 15, 15, 20), deviation=(3, 5, 8, 12, 15),
     ),
     _corruption(
-        blur.zoom_blur,
-        "averages enlargements of the middle",
-        until=(1.11, 1.16, 1.21, 1.26, 1.31),
-        step=(0.01, 0.01, 0.02, 0.02, 0.03),
+        blur.zoom_blur, "averages enlargements of the middle",
+        until=(1.11, 1.16, 1.21, 1.26, 1.31), step=(0.01, 0.01, 0.02, 0.02, 0.03),
     ),
     _corruption(
-        weather.snow,
-        "whitens, and adds falling flakes",
-        "the flakes and their direction",
+        weather.snow, "whitens, and adds falling flakes", "the flakes and their direction",
         "the flakes are made at 224 pixels and averaged",
-        mean=(0.1, 0.2, 0.55, 0.55, 0.55),
-        deviation=(0.3, 0.3, 0.3, 0.3, 0.3),
-        size=(3, 2, 4, 4.5, 2.5),
-        threshold=(0.5, 0.5, 0.9, 0.85, 0.85),
-        radius=(10, 12, 12, 12, 12),
-        streak=(4, 4, 8, 8, 12),
+        mean=(0.1, 0.2, 0.55, 0.55, 0.55), deviation=(0.3, 0.3, 0.3, 0.3, 0.3), size=(3, 2, 4, 4.5, 2.5),
+        threshold=(0.5, 0.5, 0.9, 0.85, 0.85), radius=(10, 12, 12, 12, 12), streak=(4, 4, 8, 8, 12),
         kept=(0.8, 0.7, 0.7, 0.65, 0.55),
     ),
     _corruption(
-        weather.frost,
-        "adds a picture of frost",
-        "which, and which part of it",
+        weather.frost, "adds a picture of frost", "which part of which picture",
         "a part as large as a 224-pixel image's is taken and averaged",
-        kept=(1, 0.8, 0.7, 0.65, 0.6),
-        added=(0.4, 0.6, 0.7, 0.7, 0.75),
+        kept=(1, 0.8, 0.7, 0.65, 0.6), added=(0.4, 0.6, 0.7, 0.7, 0.75),
     ),
     _corruption(
-        weather.fog,
-        "adds a fractal, then scales to the old maximum",
-        "the fractal",
-        added=(1.5, 2, 2.5, 2.5, 3),
-        decay=(2, 2, 1.7, 1.5, 1.4),
+        weather.fog, "adds a fractal, then scales to the old maximum", "the fractal",
+        added=(1.5, 2, 2.5, 2.5, 3), decay=(2, 2, 1.7, 1.5, 1.4),
     ),
+    _corruption(weather.brightness, "adds to V of HSV", added=(0.1, 0.2, 0.3, 0.4, 0.5)),
+    _corruption(digital.contrast, "draws values towards their channel's mean", kept=(0.4, 0.3, 0.2, 0.1, 0.05)),
     _corruption(
-        weather.brightness,
-        "adds to V of HSV",
-        added=(0.1, 0.2, 0.3, 0.4, 0.5),
-    ),
-    _corruption(
-        digital.contrast,
-        "draws values towards their channel's mean",
-        kept=(0.4, 0.3, 0.2, 0.1, 0.05),
-    ),
-    _corruption(
-        digital.elastic_transform,
-        "maps affinely, then displaces smoothly",
-        "the map and the displacements",
+        digital.elastic_transform, "maps affinely, then displaces smoothly", "the map and the displacements",
         "all lengths are shortened, displacements with them",
-        amplitude=(488, 488, 12.2, 17.08, 29.28),
-        deviation=(170.8, 19.52, 2.44, 2.44, 2.44),
+        amplitude=(488, 488, 12.2, 17.08, 29.28), deviation=(170.8, 19.52, 2.44, 2.44, 2.44),
         corners=(24.4, 48.8, 4.88, 4.88, 4.88),
     ),
     _corruption(
-        digital.pixelate,
-        "shrinks, and enlarges by boxes",
-        scaling="not scaled: boxes are of as many of the image's own pixels",
-        kept=(0.6, 0.5, 0.4, 0.3, 0.25),
+        digital.pixelate, "shrinks, and enlarges by boxes", "",
+        "not scaled: boxes are of as many of the image's own pixels", kept=(0.6, 0.5, 0.4, 0.3, 0.25),
     ),
     _corruption(
-        digital.jpeg_compression,
-        "compresses as JPEG",
-        scaling="not scaled: blocks are of 8 x 8 of the image's own pixels",
-        quality=(25, 18, 15, 10, 7),
+        digital.jpeg_compression, "compresses as JPEG", "",
+        "not scaled: blocks are of 8 x 8 of the image's own pixels", quality=(25, 18, 15, 10, 7),
     ),
-)
+)  # fmt: skip
 
-CORRUPTIONS: Mapping[str, Corruption] = MappingProxyType({each.name: each for each in _ALL})
+CORRUPTIONS: Mapping[str, Corruption] = {each.name: each for each in _ALL}
+
+
+def named_corruption(name: str) -> Corruption:
+    """The corruption of this name; TypeError, or ValueError that suggests the nearest name."""
+    if not isinstance(name, str):
+        raise TypeError(f"expected the name of a corruption, got {name!r}")
+    if name not in CORRUPTIONS:
+        near = difflib.get_close_matches(name, CORRUPTIONS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"expected one of {', '.join(CORRUPTIONS)}; got {name!r}{hint}")
+    return CORRUPTIONS[name]
+
+
+def named_corruptions(asked: str | Collection[str] | None) -> tuple[str, ...]:
+    """Names in the published order, from names and groups; None for all."""
+    wanted = tuple(CORRUPTIONS) if asked is None else (asked,) if isinstance(asked, str) else tuple(asked)
+    groups = [name for name in wanted if name in GROUPS]
+    names = [named_corruption(name).name for name in wanted if name not in GROUPS]
+    return tuple(name for name, each in CORRUPTIONS.items() if name in names or each.group in groups)

@@ -11,7 +11,7 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from tcnn_probe.perturbations.corruptions.blur import along_a_line
-from tcnn_probe.perturbations.corruptions.frosted import crop, textures
+from tcnn_probe.perturbations.corruptions.frost_pictures import crop, texture
 from tcnn_probe.perturbations.corruptions.resampling import reference_shape, shrink, zoom
 
 __all__ = ["brightness", "fog", "frost", "grey", "snow"]
@@ -35,19 +35,11 @@ def snow(
     streak: float,
     kept: float,
 ) -> NDArray[Any]:
-    """Whitens the image and adds flakes, blurred along their fall, from two sides.
+    """Whitens the image and adds flakes, blurred along their fall of 45 to 135 degrees, from two sides.
 
-    Args:
-        image: shape (H, W, C).
-        random: gives the flakes and the direction in which they fall, 45 to 135 degrees.
-        scale: length of a published pixel; the flakes are made at the published size and averaged.
-        mean: of the normal values, one a pixel, that become flakes.
-        deviation: of these.
-        size: by how much they are enlarged.
-        threshold: what is smaller is no flake.
-        radius: of the motion blur, in published pixels.
-        streak: deviation of the motion blur, in published pixels.
-        kept: share of the image that is not whitened.
+    Flakes are made at the published size and averaged: normal values, one a pixel, of this mean and deviation, enlarged
+    by ``size``; what is below the threshold is no flake. ``streak`` is the deviation of the motion blur of this radius,
+    and ``kept`` the share of the image that is not whitened.
     """
     height, width = reference_shape(image.shape, scale)
     flakes = zoom(random.normal(mean, deviation, size=(height, width)), size)
@@ -67,31 +59,21 @@ def frost(
     added: float,
     photographs: Sequence[NDArray[Any]] = (),
 ) -> NDArray[Any]:
-    """Adds a picture of frost.
+    """Multiplies the image by ``kept`` and adds a part of a picture of frost times ``added``.
 
-    Args:
-        image: shape (H, W, C).
-        random: chooses the picture, and the part of it.
-        scale: length of a published pixel; the picture's pixels are published pixels.
-        kept: factor of the image.
-        added: factor of the picture.
-        photographs: of frost, each of shape (H', W', 3) in [0, 1]; without them our own textures.
+    The picture is one of the photographs, each of shape (H', W', 3) in [0, 1], or without these our own texture. Its
+    pixels are published pixels.
     """
-    found = photographs or textures()
+    found = photographs or [texture()]
     layer = crop(found[random.randint(len(found))], reference_shape(image.shape, scale), random)
     layer = shrink(layer, image.shape)
     return kept * image + added * (grey(layer) if image.shape[2] == 1 else layer)
 
 
 def fog(image: NDArray[Any], random: RandomState, scale: float, *, added: float, decay: float) -> NDArray[Any]:
-    """Adds a fractal height map and scales the sum to the image's maximum.
+    """Adds a fractal height map times ``added``, over an image of any size, and scales the sum to the image's maximum.
 
-    Args:
-        image: shape (H, W, C).
-        random: gives the map.
-        scale: not used; the map reaches over an image of any size.
-        added: factor of the map.
-        decay: by how much the map's detail weakens at each halving of its length.
+    The map's detail weakens by ``decay`` at each halving of its length.
     """
     height, width, _ = image.shape
     fractal = _plasma(1 << (max(height, width) - 1).bit_length(), decay, random)[:height, :width, None]
@@ -123,7 +105,7 @@ def _roughened(sums: NDArray[Any], strength: float, random: RandomState) -> NDAr
 
 
 def brightness(image: NDArray[Any], random: RandomState, scale: float, *, added: float) -> NDArray[Any]:
-    """Adds to V of HSV, the largest of the channels; hue and saturation stay. Nothing is random."""
+    """Adds to V of HSV, the largest of the channels; hue and saturation stay."""
     value = image.max(axis=2, keepdims=True)
     brighter = np.clip(value + added, 0, 1)
     return np.where(value > 0, image * (brighter / np.where(value > 0, value, 1)), brighter)

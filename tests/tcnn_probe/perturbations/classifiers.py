@@ -1,4 +1,4 @@
-"""Small classifiers of images in pixel space."""
+"""Small classifiers of images in pixel space, and images for them."""
 
 import timm
 import torch
@@ -8,6 +8,7 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 
 SIZE = (13, 19)
 NORMALIZATION = ([0.3, 0.5, 0.4], [0.2, 0.25, 0.3])
+NONE = ((0,), (1,))
 
 
 class Small(nn.Module):
@@ -41,7 +42,9 @@ class Brightness(nn.Module):
 
 def resnet() -> nn.Module:
     """A timm model: it has a pretrained_cfg."""
-    return sharpen(timm.create_model("resnet10t", num_classes=5))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return sharpen(timm.create_model("resnet10t", num_classes=5))
 
 
 def pixels(count: int, channels: int = 3, seed: int = 0, size: tuple[int, int] = SIZE) -> Tensor:

@@ -1,6 +1,5 @@
 """Published test sets in small: folders of tiny images."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +23,3 @@ def by_class(root: Path, classes: list[str], each: int = 2) -> Path:
         for image in range(each):
             picture(root / name / f"{image}.JPEG", 10 * (number * each + image + 1))
     return root
-
-
-def validation(root: Path, labels: list[list[int]]) -> tuple[Path, Path]:
-    """The first images of ImageNet's validation set, flat, and the file of their labels."""
-    for number in range(len(labels)):
-        picture(root / "val" / f"ILSVRC2012_val_{number + 1:08d}.JPEG", 10 * (number + 1))
-    path = root / "real.json"
-    path.write_text(json.dumps(labels))
-    return root / "val", path

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import tcnn_probe
 from tests.tcnn_probe.contracts.helpers import Trace
-from tests.tcnn_probe.perturbations.classifiers import NORMALIZATION, Brightness, Small, labels, pixels, resnet
+from tests.tcnn_probe.perturbations.classifiers import NONE, NORMALIZATION, Small, labels, pixels, resnet
 
-NONE = ((0,), (1,))
+pytestmark = pytest.mark.numerical
+
 SOME = {"corruptions": ["contrast", "gaussian_noise", "pixelate"], "severities": (5, 2), "seeds": (3, 0)}
 QUICK: dict[str, Any] = {"corruptions": "pixelate", "severities": 1, "attacks": "fgsm", "normalization": NONE}
+CLEAN: dict[str, Any] = {"corruptions": (), "attacks": (), "normalization": NONE}
+# Attacks of which the starting point is almost all there is.
+STARTS = {"fgsm": {"epsilon": 0.9}, "pgd": {"epsilon": 0.9, "step": 1e-6, "steps": 1}}
 
 
 def right(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, normalization: Any) -> list[bool]:
@@ -31,14 +34,15 @@ def right(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, nor
 
 
 def test_by_hand() -> None:
-    models, x, y = {"a": Small().eval(), "b": Small(seed=1).eval()}, pixels(7), labels(7)
-    attack = {"epsilon": 0.05, "step": 0.02, "steps": 3}
-    ds = tcnn_probe.robustness(models, x, y, **SOME, **attack, normalization=NORMALIZATION, batch_size=3)
+    models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
+    x, y = pixels(7).double(), labels(7)
+    pgd = {"epsilon": 0.05, "step": 0.02, "steps": 3}
+    attacks = {"pgd": pgd, "fgsm": {"epsilon": 0.04}}
+    ds = tcnn_probe.robustness(models, x, y, **SOME, attacks=attacks, normalization=NORMALIZATION, batch_size=3)
     assert ds.corruption.values.tolist() == ["gaussian_noise", "contrast", "pixelate"]  # the published order
     assert ds.group.values.tolist() == ["noise", "digital", "digital"]
-    assert ds.severity.values.tolist() == [5, 2]
-    assert ds.seed.values.tolist() == [3, 0]
-    assert ds.label.values.tolist() == y.tolist()
+    assert (ds.severity.values.tolist(), ds.seed.values.tolist()) == ([5, 2], [3, 0])
+    assert (ds.label.values.tolist(), ds.attack.values.tolist()) == (y.tolist(), ["fgsm", "pgd"])
     assert dict(ds.sizes) == {"model": 2, "image": 7, "corruption": 3, "severity": 2, "seed": 2, "attack": 2}
     for name, model in models.items():
         of = ds.sel(model=name)
@@ -47,40 +51,18 @@ def test_by_hand() -> None:
             worse = tcnn_probe.corrupt(x, str(each.corruption.item()), int(each.severity), seed=int(each.seed))
             assert each.values.tolist() == right(model, worse, y, NORMALIZATION)
         for seed in (3, 0):
-            worse = tcnn_probe.pgd(model, x, y, seed=seed, normalization=NORMALIZATION, **attack)
-            pgd = of.adversarial_correct.sel(attack="pgd", seed=seed)
-            assert pgd.values.tolist() == right(model, worse, y, NORMALIZATION)
-            worse = tcnn_probe.fgsm(model, x, y, epsilon=0.05, normalization=NORMALIZATION)
-            fgsm = of.adversarial_correct.sel(attack="fgsm", seed=seed)
-            assert fgsm.values.tolist() == right(model, worse, y, NORMALIZATION)
-
-
-def test_means_and_their_standard_errors() -> None:
-    x, y = pixels(11), labels(11)
-    ds = tcnn_probe.robustness({"a": Small(), "b": Small(seed=1)}, x, y, **SOME, normalization=NONE, epsilon=0.02)
+            worse = {"pgd": tcnn_probe.pgd(model, x, y, seed=seed, normalization=NORMALIZATION, **pgd)}
+            worse["fgsm"] = tcnn_probe.fgsm(model, x, y, epsilon=0.04, normalization=NORMALIZATION)
+            for attack, images in worse.items():
+                found = of.adversarial_correct.sel(attack=attack, seed=seed)
+                assert found.values.tolist() == right(model, images, y, NORMALIZATION)
     pairs = {"clean_correct": "clean_accuracy", "correct": "accuracy", "adversarial_correct": "adversarial_accuracy"}
     for each, mean in pairs.items():
-        assert ds[each].dtype == bool
-        share = ds[each].values.astype(float).sum(-1) / 11
+        share = ds[each].values.astype(float).sum(-1) / 7
         assert ds[mean].dims == ds[each].dims[:-1] == ds[f"{mean}_se"].dims
         np.testing.assert_allclose(ds[mean], share, atol=1e-15)
-        np.testing.assert_allclose(ds[f"{mean}_se"], (share * (1 - share) / 11) ** 0.5, atol=1e-15)
-    assert 0 < ds.clean_accuracy.min() < ds.clean_accuracy.max() < 1
-
-
-def test_a_model_whose_accuracy_is_known() -> None:
-    """Images of four brightnesses, which brightness raises by a tenth for each severity: a class, but not the last."""
-    levels = torch.tensor([0.12, 0.32, 0.6, 0.9])
-    x = levels.view(-1, 1, 1, 1).expand(4, 3, 11, 13)
-    options: dict[str, Any] = {"attacks": "fgsm", "normalization": NONE, "epsilon": 0.02}
-    ds = tcnn_probe.robustness(Brightness(), x, range(4), corruptions="brightness", **options)
-    assert ds.model.values.tolist() == ["model"]
-    assert ds.clean_accuracy.item() == 1
-    assert ds.accuracy[0, 0, :, 0].values.tolist() == [1, 0.25, 0.25, 0.25, 0.25]
-    assert ds.adversarial_accuracy.item() == 1
-    near = tcnn_probe.robustness(Brightness(), x * 0 + 0.49, [1] * 4, corruptions=(), **options)
-    assert near.clean_accuracy.item() == 1
-    assert near.adversarial_accuracy.item() == 0
+        np.testing.assert_allclose(ds[f"{mean}_se"], (share * (1 - share) / 7) ** 0.5, atol=1e-15)
+        assert ds[each].values.any() > ds[each].values.all()
 
 
 def sensitive(x: Tensor) -> Tensor:
@@ -90,9 +72,8 @@ def sensitive(x: Tensor) -> Tensor:
 
 
 def test_batches_do_not_matter() -> None:
-    """Starting points of attacks are almost all there is to them here."""
     x, y = pixels(31, size=(9, 11)), labels(31)
-    options = {**SOME, "normalization": NONE, "epsilon": 0.9, "step": 1e-6, "steps": 1}
+    options: dict[str, Any] = {**SOME, "normalization": NONE, "attacks": STARTS}
     whole = tcnn_probe.robustness(sensitive, x, y, **options)
     loader = DataLoader(TensorDataset(x, y), batch_size=7)
 
@@ -101,7 +82,6 @@ def test_batches_do_not_matter() -> None:
 
     for given in (loader, once()):
         xr.testing.assert_equal(tcnn_probe.robustness(sensitive, given, **options), whole)
-    xr.testing.assert_equal(tcnn_probe.robustness(sensitive, x, y, batch_size=3, **options), whole)
 
 
 def test_each_model_is_attacked_itself() -> None:
@@ -109,7 +89,7 @@ def test_each_model_is_attacked_itself() -> None:
     x = pixels(31, size=(9, 11))
     models = {"a": sensitive, "b": lambda x: sensitive(x.flip(3))}
     y = torch.where(torch.arange(31) < 16, *(model(x).argmax(1) for model in models.values()))
-    options: dict[str, Any] = {"corruptions": (), "normalization": NONE, "epsilon": 0.01}
+    options: dict[str, Any] = {"corruptions": (), "normalization": NONE, "attacks": {"fgsm": {"epsilon": 0.01}}}
     both = tcnn_probe.robustness(models, x, y, **options)
     for name, model in models.items():
         alone = tcnn_probe.robustness(model, x, y, **options)
@@ -118,41 +98,32 @@ def test_each_model_is_attacked_itself() -> None:
 
 
 def test_seeds() -> None:
-    """Each is its own measurement, whatever the others are; what is not random is the same for all."""
+    """Each is its own measurement, whatever the others are; what is not random is measured once."""
     x, y = pixels(31, size=(9, 11)), labels(31)
-    options = {"corruptions": ["impulse_noise", "contrast"], "severities": 4, "epsilon": 0.9, "step": 1e-6, "steps": 1}
-    both = tcnn_probe.robustness(sensitive, x, y, seeds=(5, 1), normalization=NONE, **options)
+    options: dict[str, Any] = {"corruptions": ["impulse_noise", "contrast"], "severities": 4, "attacks": STARTS}
+    seen = list[Tensor]()
+
+    def model(x: Tensor) -> Tensor:
+        seen.append(x)
+        return sensitive(x)
+
+    both = tcnn_probe.robustness({"a": model, "b": model}, x, y, seeds=(5, 1), normalization=NONE, **options)
+    once = {"clean": 1, "impulse_noise": 2, "contrast": 1, "gradient and answer": 2 * (1 + 2)}
+    assert len(seen) == 2 * sum(once.values())
+    assert all(torch.equal(a, b) for a, b in zip(seen[2:8:2], seen[3:8:2], strict=True))  # corrupted once for both
     for seed in (5, 1):
-        alone = tcnn_probe.robustness(sensitive, x, y, seeds=seed, normalization=NONE, **options)
+        alone = tcnn_probe.robustness({"a": sensitive, "b": sensitive}, x, y, seeds=seed, normalization=NONE, **options)
         xr.testing.assert_equal(both.sel(seed=[seed]), alone)
-    same = both.correct.sel(seed=5) == both.correct.sel(seed=1)
-    assert same.all("image").values.tolist() == [[[False], [True]]]
-    same = both.adversarial_correct.sel(seed=5) == both.adversarial_correct.sel(seed=1)
-    assert same.all("image").values.tolist() == [[True, False]]
-
-
-def test_each_batch_is_corrupted_once_for_all_models() -> None:
-    seen: dict[str, list[Tensor]] = {"a": [], "b": []}
-
-    def spy(name: str) -> Callable[[Tensor], Tensor]:
-        def model(x: Tensor) -> Tensor:
-            seen[name].append(x)
-            return torch.zeros(len(x), 5)
-
-        return model
-
-    tcnn_probe.robustness(
-        {name: spy(name) for name in seen}, pixels(5), labels(5), **SOME, attacks=(), normalization=NONE, batch_size=3
-    )
-    assert len(seen["a"]) == 2 * (1 + 2 * (2 + 1 + 1))
-    assert all(torch.equal(a, b) for a, b in zip(seen["a"], seen["b"], strict=True))
+    for name, expected in (("correct", [False, True]), ("adversarial_correct", [True, False])):
+        same = (both[name].sel(seed=5) == both[name].sel(seed=1))[0]
+        assert same.all("image").values.ravel().tolist() == expected
 
 
 def test_functions_and_normalization_by_model() -> None:
     model, x, y = resnet().eval(), pixels(5, size=(32, 37)), labels(5)
     mean, std = ([*model.pretrained_cfg[key]] for key in ("mean", "std"))
     models = {"own": model, "given": model, "function": lambda x: model(x)}
-    options = {"corruptions": "contrast", "severities": 1, "epsilon": 0.02}
+    options: dict[str, Any] = {"corruptions": "contrast", "severities": 1, "attacks": {"pgd": {"epsilon": 0.02}}}
     both = {"given": (mean, std), "function": (mean, std)}
     ds = tcnn_probe.robustness(models, x, y, normalization=both, **options)
     for name in ("given", "function"):
@@ -161,63 +132,33 @@ def test_functions_and_normalization_by_model() -> None:
     assert json.loads(ds.attrs["normalization"])["own"] == [mean, std]
 
 
-def test_classes_that_count() -> None:
-    """The best of those; an attack on the others would do nothing."""
-    model, x, y = Small(), pixels(13), labels(13) % 2 * 3
-    ds = tcnn_probe.robustness(model, x, y, classes=(3, 0), normalization=NONE, corruptions=(), epsilon=0.02)
-
-    def two(x: Tensor) -> Tensor:
-        return model(x)[:, [0, 3]]
-
-    model.eval()
-    alone = tcnn_probe.robustness(two, x, y // 3, normalization=NONE, corruptions=(), epsilon=0.02)
-    for name in ("clean_correct", "adversarial_correct"):
-        assert (ds[name] == alone[name]).all()
-    assert ds.attrs["classes"] == "[3, 0]"
-
-
 def test_only_what_is_asked_for() -> None:
-    clean = tcnn_probe.robustness(Small(), pixels(2), labels(2), corruptions=(), attacks=(), normalization=NONE)
+    clean = tcnn_probe.robustness(Small(), pixels(2), labels(2), **CLEAN)
     assert set(clean.variables) == {"model", "image", "label", "clean_correct", "clean_accuracy", "clean_accuracy_se"}
     attacked = tcnn_probe.robustness(Small(), pixels(2), labels(2), corruptions=(), normalization=NONE)
     assert "accuracy" not in attacked
-    assert attacked.attack.values.tolist() == ["fgsm", "pgd"]
-    options = {"corruptions": "blur", "severities": 1, "attacks": (), "normalization": NONE}
-    blurred = tcnn_probe.robustness(Small(), pixels(1), [0], **options)
+    blurred = tcnn_probe.robustness(Small(), pixels(1), [0], **CLEAN | {"corruptions": "blur", "severities": 1})
     assert blurred.corruption.values.tolist() == ["defocus_blur", "glass_blur", "motion_blur", "zoom_blur"]
     assert "adversarial_accuracy" not in blurred
+    every = tcnn_probe.robustness(Small(), pixels(1), [0], **CLEAN | {"corruptions": None, "severities": 5})
+    assert every.corruption.values.tolist() == list(tcnn_probe.CORRUPTIONS)
 
 
-def test_all_fifteen_by_default() -> None:
-    ds = tcnn_probe.robustness(Small(), pixels(1), [0], attacks=(), severities=5, normalization=NONE)
-    assert ds.corruption.values.tolist() == list(tcnn_probe.CORRUPTIONS)
-    groups = ds.accuracy.groupby("group").mean(["corruption", "severity", "seed"])
-    assert groups.sizes == {"model": 1, "group": 4}
-
-
-def test_frost_of_ones_own(tmp_path: Path) -> None:
-    """Read once, as corrupt() reads it."""
-    picture = np.full((31, 37, 3), 255, np.uint8)
-    Image.fromarray(picture).save(tmp_path / "white.png")
+def test_frost_of_ones_own() -> None:
     x = pixels(3, size=(11, 13)) * 0.2
 
-    def model(x: Tensor) -> Tensor:
+    def bright(x: Tensor) -> Tensor:
         return torch.stack([x.mean((1, 2, 3)), torch.full((len(x),), 0.45)], 1)
 
-    options: dict[str, Any] = {"corruptions": "frost", "severities": 2, "attacks": (), "normalization": NONE}
-    for frost in (tmp_path, picture, [picture]):
-        ds = tcnn_probe.robustness(model, x, [0] * 3, frost=frost, **options)
-        assert ds.accuracy.item() == 1
-        assert ds.attrs["frost"] == "given"
-    black = tcnn_probe.robustness(model, x, [0] * 3, frost=picture * 0, **options)
-    assert black.accuracy.item() == 0
-    with pytest.raises(TypeError, match="expected for frost a folder"):
-        tcnn_probe.robustness(model, x, [0] * 3, frost=3, **options)
+    options: dict[str, Any] = CLEAN | {"corruptions": "frost", "severities": 2}
+    for white in (1.0, 0.0):
+        ds = tcnn_probe.robustness(bright, x, [0] * 3, frost=[np.full((31, 37, 3), white)], **options)
+        assert (ds.accuracy.item(), ds.attrs["frost"]) == (white, "given")
 
 
 def test_ties_and_nan() -> None:
     x, y = pixels(4), torch.tensor([0, 0, 1, 2])
-    ties = tcnn_probe.robustness(lambda x: torch.zeros(len(x), 3), x, y, corruptions=(), attacks=(), normalization=NONE)
+    ties = tcnn_probe.robustness(lambda x: torch.zeros(len(x), 3), x, y, **CLEAN)
     assert ties.clean_correct[0].values.tolist() == [True, True, False, False]
 
     def broken(x: Tensor) -> Tensor:
@@ -226,31 +167,23 @@ def test_ties_and_nan() -> None:
         return scores
 
     with pytest.warns(RuntimeWarning, match="scores with NaN, counted as wrong: {'bad': 2}"):
-        ds = tcnn_probe.robustness({"bad": broken}, x, y, corruptions=(), attacks=(), normalization=NONE)
+        ds = tcnn_probe.robustness({"bad": broken}, x, y, **CLEAN)
     assert ds.clean_correct[0].values.tolist() == [True, False, False, True]
     assert json.loads(ds.attrs["nan_scores"]) == {"bad": 2}
     assert "NaN" in ds.attrs["prediction"]
 
 
 def test_to_zarr_as_it_is(tmp_path: Path) -> None:
-    one = tcnn_probe.Variant("mine", [(pixels(3), labels(3))], source="here")
+    one = tcnn_probe.Variant("mine", [(pixels(3), labels(3))])
     ds = tcnn_probe.robustness(Small(), pixels(5), labels(5), **SOME, variants=one, normalization=NORMALIZATION)
     ds.to_zarr(tmp_path / "robustness.zarr", consolidated=False)
     again = xr.open_zarr(tmp_path / "robustness.zarr", consolidated=False).load()
     xr.testing.assert_identical(again, ds)
-    assert again.attrs["epsilon"] == 1 / 255
-    assert {"steps", "step", "random_start", "torch_version", "created_at", "frost"} <= set(again.attrs)
+    options = {"epsilon": 1 / 255, "step": 0.5 / 255, "steps": 5, "random_start": True}
+    assert json.loads(again.attrs["attacks"])["pgd"] == options
+    assert {"torch_version", "created_at", "frost"} <= set(again.attrs)
     assert again.accuracy_se.attrs["definition"] == "sqrt(p (1 - p) / n), n images"
     assert all(again[name].attrs["long_name"] for name in again.data_vars)
-
-
-def test_paired_differences() -> None:
-    models = {"a": Small(), "b": Small(seed=1)}
-    ds = tcnn_probe.robustness(models, pixels(17), labels(17), **SOME, attacks=(), normalization=NONE)
-    gain = ds.correct.sel(model="b").astype(float) - ds.correct.sel(model="a").astype(float)
-    interval = tcnn_probe.bootstrap_interval(gain.mean(["severity", "seed"]), resamples=200)
-    assert interval.sizes == {"corruption": 3, "bound": 2}
-    assert (interval.sel(bound="low") <= gain.mean(["severity", "seed", "image"])).all()
 
 
 def test_variants() -> None:
@@ -261,36 +194,17 @@ def test_variants() -> None:
     variants = [
         tcnn_probe.Variant("plain", DataLoader(TensorDataset(x, y), batch_size=4)),
         tcnn_probe.Variant("several", [(x[:5], any_of[:5]), (x[5:], any_of[5:])]),
-        tcnn_probe.Variant("few", [(x[:7], few[:7])], classes=(0, 3)),
+        tcnn_probe.Variant("few", [(x[:7], few[:7])], classes=(3, 0)),
     ]
-    options: dict[str, Any] = {"corruptions": (), "attacks": (), "normalization": NORMALIZATION}
-    ds = tcnn_probe.robustness(models, x[:2], y[:2], variants=variants, **options)
+    ds = tcnn_probe.robustness(models, x[:2], y[:2], variants=variants, **CLEAN)
     assert ds.variant.values.tolist() == ["plain", "several", "few"]
     assert ds.variant_images.values.tolist() == [9, 9, 7]
-    plain = tcnn_probe.robustness(models, x, y, **options).clean_accuracy
-    masked = tcnn_probe.robustness(models, x[:7], few[:7], classes=[0, 3], **options).clean_accuracy
-    other = tcnn_probe.robustness(models, x, (y + 1) % 5, **options).clean_accuracy
+    plain, other = (tcnn_probe.robustness(models, x, each, **CLEAN).clean_accuracy for each in (y, (y + 1) % 5))
+    best = {name: (lambda x, model=model: model(x)[:, [0, 3]]) for name, model in models.items()}
+    masked = tcnn_probe.robustness(best, x[:7], few[:7] // 3, **CLEAN).clean_accuracy
     np.testing.assert_allclose(ds.variant_accuracy, np.stack([plain, plain + other, masked], 1), atol=1e-15)
     p = ds.variant_accuracy.values
     np.testing.assert_allclose(ds.variant_accuracy_se, np.sqrt(p * (1 - p) / [9, 9, 7]), atol=1e-15)
-
-
-@pytest.mark.filterwarnings("ignore:.*what is measured on it is not what is published:UserWarning")
-def test_variants_on_disk(tmp_path: Path) -> None:
-    from tests.tcnn_probe.perturbations.folders import HAMMERHEAD, SHARK, by_class
-
-    by_class(tmp_path, [SHARK, HAMMERHEAD])  # levels 10, 20 and 30, 40
-    variant = tcnn_probe.imagenet_variant("imagenet-r", tmp_path, size=(5, 7), batch_size=3)
-
-    def model(x: Tensor) -> Tensor:
-        """A class that is none of ImageNet-R's first, then class 2 of dark images, 4 of others."""
-        scores = torch.zeros(len(x), 1000)
-        scores[:, 0] = 9
-        scores[range(len(x)), torch.where(x.mean((1, 2, 3)) * 255 < 25, 2, 4)] = 1
-        return scores
-
-    ds = tcnn_probe.robustness(model, pixels(1), [0], variants=variant, corruptions=(), attacks=(), normalization=NONE)
-    assert ds.variant_accuracy.item() == 1
 
 
 class BrokenError(Exception):
@@ -327,15 +241,6 @@ def test_models_are_as_they_were(broken_at: int | None) -> None:
     assert all(p.grad is None for n, p in model.named_parameters() if n != "head.weight")
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_whatever_mode_the_caller_is_in(mode: Any) -> None:
-    model = Small()
-    outside = tcnn_probe.robustness(model, pixels(3), labels(3), **SOME, normalization=NORMALIZATION)
-    with mode():
-        inside = tcnn_probe.robustness(model, pixels(3), labels(3), **SOME, normalization=NORMALIZATION)
-    xr.testing.assert_equal(inside, outside)
-
-
 def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     for progress, shown in ((True, True), (False, False), (None, False)):
         tcnn_probe.robustness(Small(), pixels(3), labels(3), **QUICK, batch_size=2, progress=progress)
@@ -344,65 +249,37 @@ def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
         assert ("/6 [" in written) == shown  # two batches: as they are, pixelated, attacked
 
 
-def many(count: int) -> nn.Module:
-    return Small(classes=count)
+ONE = pixels(1)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"labels": None}, "expected labels of the images, or an iterable of .* batches; got no labels"),
-        ({"labels": [0, 1]}, r"expected 3 labels, one for each image, got shape \(2,\)"),
-        (
-            {"models": {"a": many(7), "b": many(4)}, "labels": [0, 1, 4]},
-            "from 0 to 3, the model 'b' having 4 classes; got 4",
-        ),
+        ({"models": {"b": Small(classes=4)}, "labels": [0, 1, 4]}, "to 3, the model 'b' having 4 classes; got 4"),
         ({"models": {}}, "expected one model at least, got none"),
         ({"models": [Small()]}, "expected a module or a function from images to scores, or a mapping .* got list"),
-        ({"models": Small}, "expected a module or a function .* got type"),
-        ({"models": {3: Small()}}, "expected names of models, got 3"),
-        ({"images": pixels(3) * 2}, r"in \[0, 1\], before normalisation; got values from 0 to 2"),
         ({"images": 3}, "expected images as a tensor or an array .* got int"),
         ({"images": [(pixels(3), labels(3))]}, "expected no labels beside an iterable"),
         ({"images": [pixels(3)], "labels": None}, r"expected batches \(images, labels\), got Tensor"),
         ({"images": [], "labels": None}, r"expected batches \(images, labels\), got none"),
         ({"images": [(pixels(3), torch.ones(3, 5).bool())], "labels": None}, "only variants have several"),
-        ({"images": [(pixels(3), torch.ones(2, 5).bool())], "labels": None}, r"\(B, K\); got \(2, 5\)"),
-        ({"corruptions": "gausian_noise"}, "got 'gausian_noise', did you mean 'gaussian_noise'"),
-        ({"corruptions": ["fog", 3]}, r"or groups \(noise, blur, weather, digital\); got 3"),
-        ({"severities": 6}, "expected integers from 1 to 5 for severities, got 6"),
-        ({"severities": (1, 2.5)}, "for severities, got 2.5"),
-        ({"severities": True}, "for severities, got True"),
-        ({"severities": ()}, "for severities, got none"),
+        ({"corruptions": ["blur", "gausian_noise"]}, "got 'gausian_noise'; did you mean 'gaussian_noise'"),
+        ({"severities": 6}, "expected an integer from 1 to 5 for severities, got 6"),
+        ({"severities": ()}, "expected at least one of severities, got none"),
         ({"severities": (2, 3, 2)}, "expected distinct severities, got 2 twice"),
-        ({"seeds": -1}, "expected integers from 0 for seeds, got -1"),
         ({"attacks": "cw"}, "expected attacks among fgsm, pgd; got 'cw'"),
-        ({"epsilon": 8}, "did you mean 8 / 255"),
-        ({"epsilon": -1}, "expected a positive number for epsilon"),
+        ({"attacks": {"pgd": {"eps": 0.1}}}, "unexpected keyword argument 'eps'"),
         ({"batch_size": 0}, "expected a positive integer for batch_size"),
-        ({"normalization": None}, "give normalization="),
         ({"normalization": {"b": NONE}}, "expected normalization by the models' names, model; got 'b'"),
-        ({"classes": [0, 1]}, "expected labels among the classes that predictions are taken of, got 3"),
-        ({"classes": [0, 1, 3, 9]}, "of classes=: expected them from 0 to 4, the model having 5 classes; got 9"),
-        (
-            {"variants": tcnn_probe.Variant("a", [(pixels(1), labels(1))], classes=(0, 988))},
-            "of a variant's classes, .* from 0 to 4, the model having 5 classes; got 988",
-        ),
-        ({"classes": "ab"}, "expected indices of classes, got 'ab'"),
-        ({"classes": [0.5]}, "expected indices of classes, got"),
-        ({"classes": []}, "expected indices of classes, got"),
+        ({"variants": tcnn_probe.Variant("a", [(ONE, [0])], classes=(0, 988))}, "having 5 classes; got 988"),
         ({"variants": "imagenet-a"}, "expected variants, as imagenet_variant gives them, got str"),
         ({"variants": [tcnn_probe.Variant("a", [])] * 2}, "expected distinct variants, got 'a' twice"),
         ({"variants": tcnn_probe.Variant("a", [])}, "expected images of the variant 'a', got none"),
-        (
-            {"variants": tcnn_probe.Variant("a", [(pixels(1), torch.ones(1, 9).bool())])},
-            r"expected labels \(B, 5\), the classes of 'model', got \(B, 9\)",
-        ),
+        ({"variants": tcnn_probe.Variant("a", [(ONE, torch.ones(1, 9).bool())])}, r"labels \(B, 5\), .* got \(B, 9\)"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
-    given = {"models": Small().train(), "images": pixels(3), "labels": torch.tensor([0, 1, 3])} | QUICK | options
+    given = {"models": Small(), "images": pixels(3), "labels": torch.tensor([0, 1, 3])} | QUICK | options
     with pytest.raises((TypeError, ValueError), match=message):
         tcnn_probe.robustness(**given)
-    if isinstance(given["models"], nn.Module):
-        assert given["models"].training

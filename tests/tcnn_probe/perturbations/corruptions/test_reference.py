@@ -13,8 +13,10 @@ from numpy.random import MT19937, Generator, RandomState
 from numpy.typing import NDArray
 from PIL import Image
 
-from tcnn_probe.perturbations import CORRUPTIONS, corrupt
-from tcnn_probe.perturbations.corrupt import _draws
+from tcnn_probe import CORRUPTIONS, corrupt
+from tcnn_probe.perturbations.corrupt_images import _draws
+
+pytestmark = pytest.mark.numerical
 
 # Largest difference in levels of 256. Where it is 1 the reference rounds to whole levels on the way, and ours does not.
 DIFFERENCE = dict.fromkeys(CORRUPTIONS, 1e-3) | {"glass_blur": 1.0, "snow": 1.0, "pixelate": 1.001}

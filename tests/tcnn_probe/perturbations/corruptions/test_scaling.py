@@ -12,8 +12,10 @@ from numpy.random import MT19937, RandomState
 from numpy.typing import NDArray
 from PIL import Image
 
-from tcnn_probe.perturbations import CORRUPTIONS
+from tcnn_probe import CORRUPTIONS
 from tcnn_probe.perturbations.corruptions.resampling import scale_of
+
+pytestmark = pytest.mark.numerical
 
 TIMES = 7
 
@@ -81,17 +83,6 @@ def test_pixels_are_displaced_one_by_one(severity: int, scale: float, small: NDA
                 right, down = np.floor(moves[i, j] * scale + up[i, j]).astype(int)
                 expected[y, x] = expected[min(max(y + down, 0), height - 1), min(max(x + right, 0), width - 1)]
     np.testing.assert_array_equal(found, expected)
-
-
-def test_displacements_of_glass_are_as_long_as_they_should_be() -> None:
-    ramp = np.broadcast_to(np.arange(211.0)[:, None, None] / 1000, (211, 199, 1))
-    options = {"deviation": 1e-6, "reach": 4, "rounds": 1}
-    for scale in (1.0, 0.4):
-        moved = CORRUPTIONS["glass_blur"].function(ramp, RandomState(MT19937(5)), scale, **options) * 1000
-        steps = (moved - ramp * 1000)[5:-5, 5:-5]
-        assert -steps.min() < 40 * scale  # chains, too
-        downwards = steps[steps < 0]  # upwards in the image: never along a chain
-        assert downwards.min() == -np.ceil(4 * scale)
 
 
 @pytest.mark.parametrize("severity", [3, 5])

@@ -1,4 +1,7 @@
+"""corrupt(): what comes back, what is drawn, what does damage, what is refused; values are tested in corruptions/."""
+
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tcnn_probe import CORRUPTIONS, corrupt
-from tcnn_probe.perturbations.corrupt import _draws
+from tcnn_probe.perturbations.corrupt_images import _draws
 
 KINDS = {
     "tensor": lambda x: torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255,
@@ -21,6 +24,7 @@ KINDS = {
     "grey channel": lambda x: x[..., 1:2],
     "mirrored": lambda x: x[:, ::-1, ::-1],
 }
+GREY = np.full((11, 13), 0.5)
 
 
 @pytest.fixture
@@ -33,15 +37,13 @@ def batch() -> NDArray[Any]:
     return np.stack([np.asarray(Image.fromarray(view).resize((37, 23))) for view in views])
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_kind_comes_back(kind: str, name: str, batch: NDArray[Any]) -> None:
+def test_the_same_kind_comes_back(kind: str, batch: NDArray[Any]) -> None:
     images: Any = KINDS[kind](batch)
     before = images.clone() if isinstance(images, torch.Tensor) else images.copy()
-    found = corrupt(images, name, 4)
+    found = corrupt(images, "snow", 4)
     assert type(found) is type(images)
     assert (found.shape, found.dtype) == (images.shape, images.dtype)
-    assert 0 <= found.min() <= found.max() <= (255 if kind in ("uint8", "grey channel", "mirrored") else 1)
     assert (images == before).all()
     assert (found != images).any()
     if isinstance(found, torch.Tensor):
@@ -51,64 +53,48 @@ def test_the_same_kind_comes_back(kind: str, name: str, batch: NDArray[Any]) -> 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_bytes_tensors_and_arrays_agree(name: str, batch: NDArray[Any]) -> None:
     exact = corrupt(batch / 255, name, 3)
+    assert 0 <= exact.min() <= exact.max() <= 1
     np.testing.assert_allclose(corrupt(batch, name, 3) / 255, exact, atol=0.5 / 255 + 1e-12)
-    tensor = corrupt(torch.from_numpy(batch / 255).permute(0, 3, 1, 2), name, 3)
+    tensor = corrupt(torch.from_numpy(batch / 255).permute(0, 3, 1, 2).requires_grad_(), name, 3)
     np.testing.assert_array_equal(tensor.permute(0, 2, 3, 1).numpy(), exact)
-    single = corrupt(torch.from_numpy(batch / 255).permute(0, 3, 1, 2).float(), name, 3)
-    np.testing.assert_allclose(single.permute(0, 2, 3, 1).numpy(), exact, atol=1e-5)
+    grey = corrupt(batch[..., :1] / 255, name, 3)
+    assert grey.shape == (3, 23, 37, 1)
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_an_image_is_the_same_in_any_batch(name: str, batch: NDArray[Any]) -> None:
-    together = corrupt(batch, name, 2, seed=11, first=40)
-    np.testing.assert_array_equal(corrupt(batch[2], name, 2, seed=11, first=42), together[2])
-    np.testing.assert_array_equal(corrupt(batch[1:], name, 2, seed=11, first=41), together[1:])
-    if CORRUPTIONS[name].random:
-        assert (corrupt(batch, name, 2, seed=11, first=41)[0] != together[0]).any()
-        assert (corrupt(batch, name, 2, seed=12, first=40)[0] != together[0]).any()
-    else:
-        np.testing.assert_array_equal(corrupt(batch, name, 2), together)
-
-
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_global_generators_are_neither_used_nor_touched(name: str, batch: NDArray[Any]) -> None:
-    first = corrupt(batch, name, 3)
+def test_draws_follow_from_the_seed_and_the_images_number(name: str, batch: NDArray[Any]) -> None:
+    """Neither from the batch nor from global generators, which are not touched."""
     for seed in (1, 2):
         np.random.seed(seed)  # noqa: NPY002
         torch.manual_seed(seed)
         random.seed(seed)
-        np.testing.assert_array_equal(corrupt(batch, name, 3), first)
+        together = corrupt(batch, name, 2, seed=np.int64(11), first=40)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(corrupt(batch[2], name, 2, seed=11, first=42), together[2])
     drawn = np.random.random(), torch.rand(()).item(), random.random()  # noqa: NPY002
     np.random.seed(2)  # noqa: NPY002
     torch.manual_seed(2)
     random.seed(2)
     assert drawn == (np.random.random(), torch.rand(()).item(), random.random())  # noqa: NPY002
+    for other in ({"seed": 11, "first": 41}, {"seed": 12, "first": 40}):
+        differs = (corrupt(batch, name, 2, **other)[0] != together[0]).any()  # type: ignore[arg-type]
+        assert differs == bool(CORRUPTIONS[name].random)
 
 
 def test_draws_of_every_version() -> None:
     grey = np.full((8, 9), 0.5)
     found = {name: corrupt(grey, name, 1, seed=3, first=2)[0, :3] for name in ("gaussian_noise", "shot_noise", "fog")}
-    assert {name: values.round(9).tolist() for name, values in found.items()} == EXPECTED
+    assert {name: values.round(9).tolist() for name, values in found.items()} == {
+        "gaussian_noise": [0.552024263, 0.463816824, 0.476168421],
+        "shot_noise": [0.516666667, 0.466666667, 0.533333333],
+        "fog": [0.125, 0.202326478, 0.260019185],
+    }
 
 
-EXPECTED = {
-    "gaussian_noise": [0.552024263, 0.463816824, 0.476168421],
-    "shot_noise": [0.516666667, 0.466666667, 0.533333333],
-    "fog": [0.125, 0.202326478, 0.260019185],
-}
-
-
-def test_corruptions_images_and_seeds_have_draws_of_their_own() -> None:
-    drawn = {_draws(each, seed, number).random_sample() for each in CORRUPTIONS.values() for seed, number in SOME}
-    assert len(drawn) == 15 * len(SOME)
-
-
-SOME = ((0, 0), (0, 1), (1, 0), (2**32, 0), (0, 2**32))
-
-
-def test_severities_share_their_draws() -> None:
-    grey = np.full((11, 13), 0.5)
-    noise = [(corrupt(grey, "gaussian_noise", severity) - grey) for severity in (1, 2)]
+def test_corruptions_images_and_seeds_have_draws_of_their_own_and_severities_share_them() -> None:
+    some = ((0, 0), (0, 1), (1, 0), (2**32, 0), (0, 2**32))
+    drawn = {_draws(each, seed, number).random_sample() for each in CORRUPTIONS.values() for seed, number in some}
+    assert len(drawn) == 15 * len(some)
+    noise = [(corrupt(GREY, "gaussian_noise", severity) - GREY) for severity in (1, 2)]
     np.testing.assert_allclose(noise[0] / 0.08, noise[1] / 0.12, atol=1e-12)
 
 
@@ -128,40 +114,26 @@ def test_damage_grows_with_severity(name: str) -> None:
     assert damage[0] > 5e-4
     growing = [severity for severity in (2, 3, 4, 5) if damage[severity - 1] > 1.02 * damage[severity - 2]]
     assert growing == [severity for severity in (2, 3, 4, 5) if (name, severity) not in LESS], damage
-    if name != "elastic_transform":
-        assert damage[4] > 1.3 * damage[0]
+    smallest = batch[:, :8, :9]
+    assert np.isfinite(corrupt(smallest, name, 5)).all()
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_digits_are_damaged_too(name: str) -> None:
-    from sklearn.datasets import load_digits
-
-    digits = load_digits().images[:4, ..., None] / 16
-    large = digits.repeat(7, 1).repeat(8, 2)
-    assert np.square(corrupt(large, name, 5) - large).mean() > 1e-3
-    smallest = corrupt(digits, name, 5)
-    assert np.isfinite(smallest).all()
-
-
-def test_pictures_of_frost_can_be_given(batch: NDArray[Any]) -> None:
-    blue = np.zeros((300, 400, 3))
-    blue[..., 2] = 1
-    found = corrupt(batch / 255, "frost", 1, frost=blue)
-    np.testing.assert_allclose(found, np.clip(batch / 255 + [0, 0, 0.4], 0, 1), atol=1e-12)
+def test_pictures_of_frost_can_be_given(batch: NDArray[Any], tmp_path: Path) -> None:
+    blue = np.zeros((300, 400, 3), np.uint8)
+    blue[..., 2] = 255
+    Image.fromarray(blue).save(tmp_path / "blue.png")
+    for frost in ([blue], tmp_path, str(tmp_path)):
+        found = corrupt(batch / 255, "frost", 1, frost=frost)
+        np.testing.assert_allclose(found, np.clip(batch / 255 + [0, 0, 0.4], 0, 1), atol=1e-12)
     grey = corrupt(batch[..., :1] / 255, "frost", 2, frost=[blue, blue])
     np.testing.assert_allclose(grey, np.clip(0.8 * batch[..., :1] / 255 + 0.6 * 0.114, 0, 1), atol=1e-12)
-    np.testing.assert_array_equal(corrupt(batch, "fog", 1, frost=blue), corrupt(batch, "fog", 1))
+    np.testing.assert_array_equal(corrupt(batch, "fog", 1, frost=[blue]), corrupt(batch, "fog", 1))
 
 
 def test_rounding_beyond_the_range_is_cut_off() -> None:
     images = torch.full((3, 8, 11), 1 + 1e-6)
     assert corrupt(images, "contrast", 1).max() <= 1
     assert (corrupt(images - (1 + 2e-6), "shot_noise", 1) == 0).all()  # there are no negative counts
-
-
-def test_gradients_are_not_followed() -> None:
-    images = torch.rand(1, 3, 8, 11, requires_grad=True)
-    assert not corrupt(images, "contrast", 1).requires_grad
 
 
 IMAGE = np.full((9, 11, 3), 0.5)
@@ -171,26 +143,16 @@ TENSOR = torch.full((2, 3, 9, 11), 0.5)
 @pytest.mark.parametrize(
     ("images", "error", "message"),
     [
-        (IMAGE.tolist(), TypeError, "expected a tensor or a numpy array of images, got list"),
-        (IMAGE + 0j, TypeError, "uint8, or of floats .*, got complex128"),
-        ((IMAGE * 4).astype(int), TypeError, "got int64"),
-        (IMAGE > 1, TypeError, "got bool"),
+        (IMAGE > 1, TypeError, "uint8, or of floats .*, got bool"),
         ((TENSOR * 255).byte(), TypeError, "floating-point tensor .* got torch.uint8"),
-        (TENSOR + 0j, TypeError, "floating-point tensor .* got torch.complex64"),
         (TENSOR[0, 0], ValueError, r"\(C, H, W\) or \(B, C, H, W\) .* got shape \(9, 11\)"),
-        (TENSOR[:, :2], ValueError, r"1 or 3 channels, got shape \(2, 2, 9, 11\)"),
         (TENSOR.permute(0, 2, 3, 1), ValueError, r"1 or 3 channels, got shape \(2, 9, 11, 3\)"),
         (IMAGE.transpose(2, 0, 1), ValueError, "channels come first in tensors only"),
         (np.full((5, 9, 11), 0.5), ValueError, r"got shape \(5, 9, 11\); .* is images\[..., None\]"),
-        (IMAGE[..., 0, 0], ValueError, r"got shape \(9,\)"),
         (IMAGE[:7], ValueError, r"at least 8 x 8 pixels; got shape \(7, 11, 3\)"),
-        (TENSOR[..., :0], ValueError, "at least 8 x 8"),
         (TENSOR[:0], ValueError, "at least one image"),
-        (IMAGE * 255, ValueError, r"in \[0, 1\], before normalisation, got 128 to 128; .* divide by 255"),
-        (TENSOR - 1, ValueError, "got -0.5 to -0.5; undo the normalisation"),
-        (IMAGE * np.nan, ValueError, "got nan to nan"),
-        (TENSOR.index_fill(0, torch.tensor([1]), float("nan")), ValueError, "got nan to nan"),
-        (TENSOR * float("inf"), ValueError, "got inf to inf"),
+        (IMAGE * 255, ValueError, r"in \[0, 1\], before normalisation; got values from 127.5 to 127.5: .* divide by"),
+        (TENSOR.index_fill(0, torch.tensor([1]), float("nan")), ValueError, "from nan to nan"),
     ],
 )
 def test_what_are_no_images(images: Any, error: type[Exception], message: str) -> None:
@@ -204,16 +166,11 @@ def test_what_are_no_images(images: Any, error: type[Exception], message: str) -
         (("gausian_noise", 1), {}, ValueError, "got 'gausian_noise'; did you mean 'gaussian_noise'?"),
         (("vignette", 1), {}, ValueError, "expected one of gaussian_noise, .*, jpeg_compression; got 'vignette'$"),
         ((3, 1), {}, TypeError, "expected the name of a corruption, got 3"),
-        (("fog", 0), {}, ValueError, "severity from 1 to 5, got 0"),
-        (("fog", 6), {}, ValueError, "severity from 1 to 5, got 6"),
-        (("fog", 2.5), {}, TypeError, "integer for severity, got 2.5"),
-        (("fog", 2.0), {}, TypeError, "integer for severity, got 2.0"),
-        (("fog", True), {}, TypeError, "integer for severity, got True"),
-        (("fog", "3"), {}, TypeError, "integer for severity, got '3'"),
-        (("fog", 1), {"seed": -1}, ValueError, "seed from 0, got -1"),
-        (("fog", 1), {"seed": None}, TypeError, "integer for seed, got None"),
-        (("fog", 1), {"first": 0.5}, TypeError, "integer for first, got 0.5"),
-        (("frost", 1), {"frost": "nowhere"}, ValueError, "found none in 'nowhere'"),
+        (("fog", 6), {}, ValueError, "integer from 1 to 5 for severity, got 6"),
+        (("fog", 2.0), {}, TypeError, "integer from 1 to 5 for severity, got 2.0"),
+        (("fog", 1), {"seed": -1}, ValueError, "integer from 0 for seed, got -1"),
+        (("fog", 1), {"first": 0.5}, TypeError, "integer from 0 for first, got 0.5"),
+        (("frost", 1), {"frost": "nowhere"}, ValueError, "expected at least one picture of frost"),
     ],
 )
 def test_what_is_refused(
@@ -221,14 +178,3 @@ def test_what_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         corrupt(IMAGE, *arguments, **options)
-
-
-def test_numpys_integers_are_integers() -> None:
-    np.testing.assert_array_equal(corrupt(IMAGE, "fog", np.int64(2)), corrupt(IMAGE, "fog", 2))  # type: ignore[arg-type]
-
-
-def test_progress_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    corrupt(IMAGE, "fog", 2)
-    assert capsys.readouterr().err == ""
-    corrupt(IMAGE, "fog", 2, progress=True)
-    assert "fog 2" in capsys.readouterr().err

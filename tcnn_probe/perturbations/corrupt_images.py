@@ -1,7 +1,5 @@
 """``corrupt()``: the corruptions of ImageNet-C, of images as they come."""
 
-import difflib
-import operator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -10,15 +8,14 @@ from numpy.random import MT19937, RandomState, SeedSequence
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tcnn_probe.models import progress_bar
-from tcnn_probe.perturbations.corruptions.frosted import read_photographs
+from tcnn_probe.perturbations.checks import check_range, whole_number
+from tcnn_probe.perturbations.corruptions.frost_pictures import read_photographs
 from tcnn_probe.perturbations.corruptions.resampling import scale_of
-from tcnn_probe.perturbations.corruptions.table import CORRUPTIONS, SEVERITIES, Corruption
+from tcnn_probe.perturbations.corruptions.table import CORRUPTIONS, Corruption, named_corruption
 
-__all__ = ["LEAST", "check_severity", "corrupt", "find_corruption"]
+__all__ = ["corrupt"]
 
-LEAST = 8  # pixels along each side: pixelate leaves a quarter of them
-SLACK = 1e-4  # what rounding may leave beyond [0, 1] when a normalisation is undone
+_LEAST = 8  # pixels along each side: pixelate leaves a quarter of them
 
 Images = TypeVar("Images", Tensor, NDArray[Any])
 
@@ -31,9 +28,8 @@ def corrupt(
     seed: int = 0,
     first: int = 0,
     frost: Any = None,
-    progress: bool | None = None,
 ) -> Images:
-    """Images as one of the 15 corruptions of ImageNet-C leaves them.
+    """Corrupt images as those of ImageNet-C were, by one of 15 corruptions.
 
     ::
 
@@ -55,9 +51,8 @@ def corrupt(
         severity: 1 to 5.
         seed: of the random draws, from 0.
         first: the number of the first image in the data set, from 0; the others follow.
-        frost: for "frost", pictures of frost: a folder of .png or .jpg files, or one array (H, W, 3) or several, in
-            [0, 1] or uint8. None: textures made here. Other corruptions do not use it.
-        progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
+        frost: for "frost", pictures of frost: a folder of .png or .jpg files, or arrays (H, W, 3), each in [0, 1] or
+            uint8. None: a texture made here. Other corruptions do not use it.
 
     Returns:
         the same kind, shape, dtype and device; new, in range, and without gradient. uint8 is rounded to nearest.
@@ -66,63 +61,20 @@ def corrupt(
         TypeError: images, a name, a severity or a number of another type.
         ValueError: another shape, values out of range or NaN, an unknown corruption, a severity from elsewhere.
     """
-    chosen = find_corruption(corruption)
-    severity = check_severity(severity)
-    seed, first = _check_count(seed, "seed"), _check_count(first, "first")
-    options: dict[str, Any] = dict(chosen.at(severity))
+    chosen = named_corruption(corruption)
+    options: dict[str, Any] = dict(chosen.at(whole_number(severity, "severity", 1, 5)))
+    seed, first = whole_number(seed, "seed"), whole_number(first, "first")
     if chosen.name == "frost" and frost is not None:
         options["photographs"] = read_photographs(frost)
     batch = _as_batch(images)
     corrupted: Any = torch.empty_like(batch) if isinstance(batch, Tensor) else np.empty_like(batch)
-    with progress_bar(len(batch), f"{chosen.name} {severity}", progress) as bar:
-        for number, image in enumerate(batch):
-            random = _draws(chosen, seed, first + number)
-            damaged = chosen.function(_as_pixels(image), random, scale_of(image.shape), **options)
-            corrupted[number] = _as_values(np.clip(damaged, 0, 1), image)
-            bar.update()
+    for number, image in enumerate(batch):
+        random = _draws(chosen, seed, first + number)
+        damaged = chosen.function(_as_pixels(image), random, scale_of(image.shape), **options)
+        corrupted[number] = _as_values(np.clip(damaged, 0, 1), image)
     if isinstance(images, Tensor):
         return corrupted.permute(0, 3, 1, 2).reshape(images.shape).contiguous().to(images.device)
     return corrupted.reshape(images.shape)
-
-
-def find_corruption(name: str) -> Corruption:
-    """The corruption of this name.
-
-    Raises:
-        TypeError: no name.
-        ValueError: an unknown one; the nearest is suggested.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"expected the name of a corruption, got {name!r}")
-    if name not in CORRUPTIONS:
-        near = difflib.get_close_matches(name, CORRUPTIONS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"expected one of {', '.join(CORRUPTIONS)}; got {name!r}{hint}")
-    return CORRUPTIONS[name]
-
-
-def check_severity(severity: int) -> int:
-    """The severity, 1 to 5.
-
-    Raises:
-        TypeError: no integer.
-        ValueError: another one.
-    """
-    if _check_integer(severity, "severity") not in SEVERITIES:
-        raise ValueError(f"expected a severity from 1 to 5, got {severity}")
-    return operator.index(severity)
-
-
-def _check_integer(number: Any, what: str) -> int:
-    if isinstance(number, bool | np.bool_) or not hasattr(number, "__index__"):
-        raise TypeError(f"expected an integer for {what}, got {number!r}")
-    return operator.index(number)
-
-
-def _check_count(number: Any, what: str) -> int:
-    if _check_integer(number, what) < 0:
-        raise ValueError(f"expected {what} from 0, got {number}")
-    return operator.index(number)
 
 
 def _draws(corruption: Corruption, seed: int, number: int) -> RandomState:
@@ -132,27 +84,15 @@ def _draws(corruption: Corruption, seed: int, number: int) -> RandomState:
 
 
 def _as_batch(images: Any) -> Any:
-    """A view, (B, H, W, C), of a tensor on the CPU or an array.
-
-    Raises:
-        TypeError, ValueError: these are no images.
-    """
-    batch: Any
-    if isinstance(images, Tensor):
-        batch = _of_tensor(images)
-    elif isinstance(images, np.ndarray):
-        batch = _of_array(images)
-    else:
+    """A view, (B, H, W, C), of a tensor on the CPU or an array; TypeError, ValueError."""
+    if not isinstance(images, Tensor | np.ndarray):
         raise TypeError(f"expected a tensor or a numpy array of images, got {type(images).__name__}")
-    if min(batch.shape[1:3]) < LEAST or not len(batch):
+    batch: Any = _of_tensor(images) if isinstance(images, Tensor) else _of_array(images)
+    if min(batch.shape[1:3]) < _LEAST or not len(batch):
         shape = tuple(images.shape)
-        raise ValueError(f"expected at least one image, of at least {LEAST} x {LEAST} pixels; got shape {shape}")
-    low, high = float(batch.min()), float(batch.max())
-    if batch.dtype != np.uint8 and not (low >= -SLACK and high <= 1 + SLACK):  # also NaN
-        raise ValueError(
-            f"expected values in [0, 1], before normalisation, got {low:.3g} to {high:.3g}; "
-            "undo the normalisation first, x * std + mean, or divide by 255"
-        )
+        raise ValueError(f"expected at least one image, of at least {_LEAST} x {_LEAST} pixels; got shape {shape}")
+    if batch.dtype != np.uint8:
+        check_range(float(batch.min()), float(batch.max()))
     return batch
 
 
@@ -177,7 +117,7 @@ def _of_array(images: NDArray[Any]) -> NDArray[Any]:
 
 
 def _as_pixels(image: Any) -> NDArray[Any]:
-    """Float64 in [0, 1], a copy, of an image of any of the kinds."""
+    """Float64 in [0, 1], a copy."""
     values = image.double().numpy() if isinstance(image, Tensor) else image.astype(np.float64)
     return values / 255 if image.dtype == np.uint8 else np.clip(values, 0, 1)
 

@@ -1,0 +1,9 @@
+from .adversarial import fgsm as fgsm
+from .adversarial import pgd as pgd
+from .corrupt_images import corrupt as corrupt
+from .corruptions.table import CORRUPTIONS as CORRUPTIONS
+from .evaluate import robustness as robustness
+from .imagenet_variants import Variant as Variant
+from .imagenet_variants import imagenet_variant as imagenet_variant
+from .summary import improvement as improvement
+from .summary import mean_corruption_error as mean_corruption_error
