@@ -25,7 +25,7 @@ __all__ = ["Forwards", "Listener", "call_of_a_module"]
 
 
 class Listener(Protocol):
-    """Who follows the forwards of a model."""
+    """What is told of the forwards of a model, of one at a time."""
 
     def wants(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
         """Whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
@@ -85,35 +85,36 @@ class Forwards:
     def remove(self) -> None:
         """Detach; may be called more than once, also in the middle of a forward.
 
-        A forward that another thread is in the middle of takes its own mode away when it ends.
+        A forward that another thread is in the middle of takes the hooks away when it ends; if an exception ends it
+        that torch tells no hook of (SystemExit), the next call of the model or of this method does.
         """
         self._attached = False
         followed = self._followed
-        if followed is None or followed.thread == threading.get_ident():
+        if followed is None or followed.thread == threading.get_ident() or not followed.goes_on():
             self._take_away()
 
     def _take_away(self) -> None:
         self._abandon()
         self._outermost.clear()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        while self._handles:
+            self._handles.pop().remove()
 
     def _called(self, entry: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A call of the model, or of one of its children."""
         caller, inputs = call_of_a_module(sys._getframe()), [*args, *kwargs.values()]
-        if not self._attached or entry not in self._names:  # a copy, such as a moving average of the weights
+        if not self._attached:
+            self.remove()
             return
-        if aside_depth() > self._aside:
+        if entry not in self._names or aside_depth() > self._aside:  # not in a shallow copy
             return
         thread = threading.get_ident()
         outermost = self._outermost.get(thread)
         if outermost is not None and outermost.is_running(caller):
             outermost.depth += outermost.entry is entry
             return
-        if outermost is not None and outermost is self._followed:
-            self._abandon()  # it was interrupted by something that torch's hooks are not told of (Ctrl-C)
         with self._lock, torch._C.DisableTorchFunction():
+            if self._followed is not None and (self._followed is outermost or not self._followed.goes_on()):
+                self._abandon()  # it was interrupted by what torch tells no hook of: Ctrl-C, SystemExit in a thread
             if self._followed is not None or is_transformed(inputs) or not self._listener.wants(entry, inputs):
                 self._outermost[thread] = _Forward(entry, caller)
                 return
@@ -134,31 +135,34 @@ class Forwards:
             return
         if forward.depth:
             forward.depth -= 1
-            return
-        if not isinstance(forward, _Followed):
+        elif not isinstance(forward, _Followed):
             del self._outermost[forward.thread]
-            return
-        if not self._attached:
+        elif not self._attached:
             self._take_away()
-            return
-        failed = sys.exc_info()[1] is not forward.handled
+        else:
+            self._end(forward, [*args, *kwargs.values()], output)
+
+    def _end(self, forward: "_Followed", inputs: Sequence[Any], output: Any) -> None:
+        failed, whole = sys.exc_info()[1] is not forward.handled, False
         forward.leave()
         with forward.unseen():
             try:
-                whole = False
-                inputs = [*args, *kwargs.values()]
-                if not failed and self._listener.returned(entry, inputs, output):
-                    self._listener.ran(entry, inputs, output)
+                if not failed and self._listener.returned(forward.entry, inputs, output):
+                    self._listener.ran(forward.entry, inputs, output)
                 whole = not failed
             finally:
-                self._forget()
-                self._listener.ends(whole=whole, output=output)
+                try:
+                    self._listener.ends(whole=whole, output=output)
+                finally:
+                    self._forget()
 
     def _abandon(self) -> None:
         if self._followed is not None:
             self._followed.leave()
-            self._forget()
-            self._listener.ends(whole=False)
+            try:
+                self._listener.ends(whole=False)
+            finally:
+                self._forget()
 
     def _forget(self) -> None:
         followed, self._followed = self._followed, None
@@ -182,6 +186,10 @@ class _Forward:
         while frame is not None and frame is not self._caller:
             frame = frame.f_back
         return frame is self._caller
+
+    def goes_on(self) -> bool:
+        """Whether its thread is still in it."""
+        return (frame := sys._current_frames().get(self.thread)) is not None and self.is_running(frame)
 
 
 class _Followed(_Forward):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatch
@@ -126,8 +127,13 @@ def is_transformed(inputs: Iterable[Any]) -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Operations inside are plain: without gradients, and seen by no function mode or dispatch mode of anybody."""
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+    """Operations inside are plain: without gradients of either mode, seen by no function or dispatch mode."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        forward_ad._set_fwd_grad_enabled(False),
+    ):
         if not torch._C._len_torch_dispatch_stack():
             yield
             return

@@ -16,8 +16,7 @@ from tcnn_probe.interventions.edits import Edit, Means, Mode
 from tcnn_probe.interventions.gates import keep_locality, put_locality_back
 from tcnn_probe.interventions.head_selection import Chosen, HeadSelection, choose
 from tcnn_probe.interventions.layer_editor import Editor, Hook
-from tcnn_probe.models import layer_names, untouched
-from tcnn_probe.recording.options import check_model
+from tcnn_probe.models import check_model, layer_names, untouched
 
 __all__ = ["Ablation", "ablate"]
 
