@@ -295,8 +295,10 @@ def test_beside_attention() -> None:
     """Before the first training gradients are NaN, without a warning; without evaluation a mark is refused."""
     model, batch = small("vit_tiny_patch16_224", **VIT), images(2)
     with tcnn_probe.record(model, probes=["softmax", "gradient"]) as recorder:
+        step(model.train(), batch)
         with pytest.raises(RuntimeError, match=r"no forward in eval mode .* leave the probes of attention out"):
             recorder.mark(epoch=0)
+    with tcnn_probe.record(model, probes=["softmax", "gradient"]) as recorder:
         for epoch in range(2):
             with torch.no_grad():
                 model.eval()(batch)

@@ -28,7 +28,7 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
     "unknown glob": (vit, {"layers": ["blocks", "layer4.*"]}, ValueError, r"match 'layer4\.\*'"),
     "no names": (vit, {"layers": []}, ValueError, "layers is empty"),
     "predicate": (vit, {"layers": lambda name, module: False}, ValueError, "the predicate chose none"),
-    "name of a second attention": (with_strange_name, {}, ValueError, "no '#' in names of modules .* got 'norm#1'"),
+    "name of a second attention": (with_strange_name, {}, ValueError, "names of modules without '#', .* got 'norm#1'"),
     "unknown probe": (vit, {"probes": "softmacks"}, ValueError, "no probe 'softmacks'; did you mean 'softmax'"),
     "no probes": (vit, {"probes": []}, ValueError, "probes is empty"),
     "no probe": (vit, {"probes": [3]}, TypeError, "expected a tcnn_probe.Probe or the name of one, got 3"),
