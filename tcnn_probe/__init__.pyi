@@ -2,6 +2,7 @@ from . import attribution as attribution
 from . import plot as plot
 from .attention.call import AttentionCall as AttentionCall
 from .attention.stream import attention_stream as attention_stream
+from .attention.verification import ReconstructionError as ReconstructionError
 from .attribution import faithfulness as faithfulness
 from .attribution import saliency as saliency
 from .bootstrap import bootstrap_interval as bootstrap_interval
@@ -22,7 +23,6 @@ from .probes import PROBES as PROBES
 from .probes import ForwardCall as ForwardCall
 from .probes import Probe as Probe
 from .probes import register as register
-from .recording.collector import ReconstructionError as ReconstructionError
 from .recording.recorder import Recorder as Recorder
 from .recording.recorder import record as record
 from .schema import Variable as Variable

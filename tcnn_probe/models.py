@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from tcnn_probe.hooks.forwards import aside
+from tcnn_probe.hooks.modes import aside
 
 __all__ = [
     "as_images",
     "batches",
     "check_batch_size",
+    "check_model",
     "class_scores",
     "layer_names",
+    "named_in_errors",
     "progress_bar",
     "untouched",
     "unwrap",
@@ -44,6 +46,32 @@ def layer_names(model: nn.Module) -> dict[nn.Module, str]:
     for name, module in inner.named_modules():
         names[module] = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     return {module: names.get(module, "") for module in (*names, *model.modules())}
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what hooks cannot follow.
+
+    Raises:
+        TypeError: no module, or a compiled one.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise TypeError(
+                f"{f'the part {name!r} of the model' if name else 'the model'} is compiled, and hooks attached after "
+                f"compilation are ignored: record the original model, or attach before torch.compile"
+            )
+
+
+@contextmanager
+def named_in_errors(layer: str) -> Iterator[None]:
+    """Errors inside say which layer they are of."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"while tcnn_probe measured the layer {layer!r}")
+        raise
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-__all__ = ["LayerFilter", "select_layers"]
+__all__ = ["LayerFilter", "matching", "select_layers"]
 
 LayerFilter = str | Collection[str] | Callable[[str, nn.Module], bool]
 
@@ -33,7 +33,7 @@ def select_layers(candidates: Mapping[str, M], wanted: LayerFilter, *, what: str
         return chosen
     chosen_names: set[str] = set()
     for pattern in (wanted,) if isinstance(wanted, str) else wanted:
-        matches = set(_matching(candidates, pattern))
+        matches = set(matching(candidates, pattern))
         if not matches:
             raise ValueError(f"no {what} match {pattern!r}{_hint(pattern, candidates)}")
         chosen_names |= matches
@@ -42,7 +42,8 @@ def select_layers(candidates: Mapping[str, M], wanted: LayerFilter, *, what: str
     return {name: module for name, module in candidates.items() if name in chosen_names}
 
 
-def _matching(names: Iterable[str], pattern: str) -> list[str]:
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """The names that a name, that of a module which contains them, or a glob stands for."""
     return [n for n in names if n == pattern or n.startswith(f"{pattern}.") or fnmatch.fnmatchcase(n, pattern)]
 
 

@@ -18,20 +18,16 @@ _FEW = 32
 
 
 class Logits(ABC):
-    """Where the logits of a call come from; a row is an image or a window of one."""
+    """Logits of some rows, queries and keys at a time; a row is an image or a window of one.
 
-    masked: bool
-    """Whether logits may be minus infinity."""
+    Args:
+        shape: (rows, heads, N_query, N_key).
+        source: what they are made of, for its device and dtype.
+        masked: whether logits may be minus infinity.
+    """
 
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int, int, int]:
-        """(rows, heads, N_query, N_key)."""
-
-    @property
-    @abstractmethod
-    def source(self) -> Tensor:
-        """What they are made of, for its device and dtype."""
+    def __init__(self, shape: tuple[int, int, int, int], source: Tensor, *, masked: bool) -> None:
+        self.shape, self.source, self.masked = shape, source, masked
 
     @abstractmethod
     def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
@@ -63,27 +59,19 @@ class ProductLogits(Logits):
     """
 
     def __init__(self, query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> None:
+        rows, heads, queries, _ = query.shape
+        super().__init__((rows, heads, queries, key.shape[2]), query, masked=mask is not None)
         self._query, self._key, self._scale = query, key, scale
         self._mask = None if mask is None else mask.expand(self.shape)
-        self.masked = mask is not None
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """See :class:`Logits`."""
-        rows, heads, queries, _ = self._query.shape
-        return rows, heads, queries, self._key.shape[2]
-
-    @property
-    def source(self) -> Tensor:
-        """See :class:`Logits`."""
-        return self._query
 
     def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
         """See :class:`Logits`."""
         query, key = self._query[rows, :, queries].to(self.dtype), self._key[rows, :, keys].to(self.dtype)
         logits = query.new_empty(*query.shape[:3], key.shape[2]) if out is None else out
-        few = query.shape[0] <= _FEW
-        for one, q, k in zip(logits, query, key, strict=True) if few else _merged(logits, query, key):
+        each: tuple[Tensor, ...] = (logits, query, key)
+        if query.shape[0] > _FEW:  # windows: merging rows and heads copies queries and keys, which is cheap then
+            each = tuple(x.flatten(0, 1)[None] for x in each)
+        for one, q, k in zip(*each, strict=True):
             torch.baddbmm(one, q, k.transpose(1, 2), beta=0, alpha=self._scale, out=one)
         if self._mask is None:
             return logits
@@ -91,38 +79,17 @@ class ProductLogits(Logits):
         return logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
 
 
-def _merged(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows and heads as one dimension, which copies queries and keys: cheap if there are many rows, as windows are."""
-    yield tuple(x.flatten(0, 1) for x in tensors)
-
-
 class GivenLogits(Logits):
     """What a softmax was given, shape (rows, heads, N_query, N_key)."""
 
-    masked = True  # perhaps: nobody says
-
     def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """See :class:`Logits`."""
-        rows, heads, queries, keys = self._logits.shape
-        return rows, heads, queries, keys
-
-    @property
-    def source(self) -> Tensor:
-        """See :class:`Logits`."""
-        return self._logits
+        rows, heads, queries, keys = logits.shape
+        super().__init__((rows, heads, queries, keys), logits, masked=True)  # perhaps: nobody says
 
     def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
         """See :class:`Logits`."""
-        some = self._logits[rows, :, queries, keys]
-        return (
-            torch.empty(some.shape, dtype=self.dtype, device=some.device).copy_(some)
-            if out is None
-            else out.copy_(some)
-        )
+        some = self.source[rows, :, queries, keys]
+        return (self.new_empty(*some.shape) if out is None else out).copy_(some)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Facts about layers of timm that no attention call shows, in tables by the name of the layer's class."""
 
+import re
 from collections.abc import Callable, Mapping
 from math import isqrt
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ __all__ = [
     "NO_ATTENTION_MATRIX",
     "OWN_GRIDS",
     "SPREAD",
+    "looks_like_attention",
     "lookup",
     "lookup_unchanged",
 ]
@@ -127,6 +129,11 @@ def lookup_unchanged(table: Mapping[str, T], module: nn.Module) -> T | None:
     """The same as :func:`lookup`, but None if the module has another ``forward`` than the class in the table."""
     cls, entry = _listed(table, module)
     return entry if type(module).forward is getattr(cls, "forward", None) and "forward" not in vars(module) else None
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """Whether a module's class is named as those of attention are."""
+    return re.search("Attn|Attention|MHSA|XCA", type(module).__name__) is not None
 
 
 def _listed(table: Mapping[str, T], module: nn.Module) -> tuple[type | None, T | None]:

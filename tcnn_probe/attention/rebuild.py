@@ -11,13 +11,13 @@ from tcnn_probe.attention.call import AttentionCall, GivenLogits, Logits, Produc
 from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import Layout
 from tcnn_probe.attention.token_grid import find_layout, pool_layout, token_counts
+from tcnn_probe.attention.verification import relative_difference, tolerance
 from tcnn_probe.hooks.interception import SeenAttention
 
 __all__ = ["NoTokenAttentionError", "between_channels", "discrepancy", "head_count", "heads_axis", "rebuild"]
 
 _QUERIES_TO_CHECK = 64
 _HEAD_COUNTS = ("num_heads", "n_heads", "nhead", "heads", "n_head", "num_attention_heads")
-_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}  # their fused kernels round the attention too
 
 
 class NoTokenAttentionError(Exception):
@@ -80,9 +80,7 @@ def discrepancy(seen: SeenAttention, module: nn.Module) -> tuple[Tensor, float] 
         else:
             output = seen.output if seen.output.ndim > 2 else seen.output[None]
             expected = _rows(output, module, seen.heads)[first, :, queries]
-    broken = ~expected.isfinite()  # by what the model was given
-    off, size = ((x.masked_fill(broken, 0)).abs().amax().float() for x in (rebuilt - expected, expected))
-    return off / size.clamp_min(torch.finfo(torch.float32).tiny), _TOLERANCE.get(seen.output.dtype, 5e-3)
+    return relative_difference(rebuilt, expected), tolerance(seen.output.dtype)
 
 
 def _logits(seen: SeenAttention, module: nn.Module) -> Logits:

@@ -1,6 +1,6 @@
 """What can be recorded: one file a kind, each ending in a :class:`Probe`."""
 
-from tcnn_probe.probes.probe import ForwardCall, Probe
+from tcnn_probe.probes.probe import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.probes.registry import DEFAULT, PROBES, find_probes, register
 
-__all__ = ["DEFAULT", "PROBES", "ForwardCall", "Probe", "find_probes", "register"]
+__all__ = ["DEFAULT", "PROBES", "ForwardCall", "NotMeasuredError", "Probe", "find_probes", "register"]

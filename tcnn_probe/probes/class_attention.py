@@ -1,4 +1,4 @@
-"""How a class token, the latent of an attention pool, or a distillation token spreads over the patches."""
+"""How class tokens spread over the patches: one for all classes, a distillation token, or one for each class."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,104 +6,144 @@ import torch
 from torch import Tensor
 
 from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.statistics import attention_statistics
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.variables import CLASS_ENTROPY, HEAD, IMAGE_MEAN, MAP_DIMS
 from tcnn_probe.schema import Variable
 
-__all__ = ["CLASS_ATTENTION", "DISTILLATION_ATTENTION"]
+__all__ = ["ATTENTION_BY_CLASS", "CLASS_ATTENTION", "DISTILLATION_ATTENTION"]
 
 
-def _numbers(call: AttentionCall, query: int) -> tuple[Tensor, Tensor]:
-    """Entropy of a token's row, and what it keeps to the tokens before the grid: (B, heads) each."""
-    weights = call.weights(slice(query, query + 1))[:, :, :, 0]  # (B, windows, heads, N_key)
-    smallest = torch.finfo(weights.dtype).tiny
-    entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1).mean(1)
-    return entropy, weights[..., : call.layout.prefix].sum(-1).mean(1)
-
-
-def _maps(call: AttentionCall, query: int, which: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A token's row cut in three: over the grid (images, windows, heads, height, width), itself, other tokens."""
-    keys, own = call.layout.keys, call.own_key(query)
-    assert keys is not None
-    row = torch.stack([call.weights(slice(query, query + 1), image)[0, :, :, 0] for image in which])
-    others = [key for key in range(keys.prefix) if key != own]
-    on_grid = row[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
-    return on_grid, None if own is None else row[..., own], row[..., others].sum(-1)
-
-
-def _probe(
-    kind: str, prefix: str, token: str, entropy: Variable, query_of: Callable[[AttentionCall], int | None]
-) -> Probe:
-    """Of one kind of token.
+class _Token:
+    """A class token of all classes, the latent of an attention pool, or a distillation token.
 
     Args:
-        kind: of the probe.
-        prefix: of the names of variables that are not the class token's.
-        token: in words.
+        token: what it is called.
+        prefix: of the names of what is not the class token's.
         entropy: the variable.
         query_of: the token's place among the queries, None if there is none.
     """
-    name = prefix or "class_"
-    of_image = tuple(dim for dim in MAP_DIMS if dim not in ("y", "x"))
 
-    def attention(call: AttentionCall) -> Mapping[str, Tensor]:
-        if (query := query_of(call)) is None:
+    def __init__(
+        self, token: str, prefix: str, entropy: Variable, query_of: Callable[[AttentionCall], int | None]
+    ) -> None:
+        name = prefix or "class_"
+        self._query_of = query_of
+        self._entropy, self._kept, self._map = f"{name}entropy", f"{name}prefix_attention", f"{name}attention"
+        self._itself, self._others = f"{prefix}self_attention", f"{prefix}token_attention"
+        of_image = tuple(dim for dim in MAP_DIMS if dim not in ("y", "x"))
+        self.variables = {
+            self._entropy: entropy,
+            self._kept: Variable(
+                HEAD,
+                "1",
+                f"{token}'s attention to class and register tokens",
+                f"What the {token} spends on itself and the other tokens before the grid. {IMAGE_MEAN}",
+            ),
+            self._map: Variable(
+                MAP_DIMS,
+                "1",
+                f"{token.removesuffix(' token')} attention",
+                f"A_0j of the {token} over the keys on the grid. With what it keeps to itself and what it spends on "
+                f"other tokens before the grid ({self._itself}, {self._others}) it sums to one.",
+                dtype="float32",
+            ),
+            self._itself: Variable(
+                of_image,
+                "1",
+                f"{token}'s attention to itself",
+                "A_00. NaN where it is not among the keys.",
+                dtype="float32",
+            ),
+            self._others: Variable(
+                of_image,
+                "1",
+                f"{token}'s attention to other tokens",
+                "A_0j, summed over the class, distillation and register tokens among the keys, without itself.",
+                dtype="float32",
+            ),
+        }
+
+    def numbers(self, call: AttentionCall) -> Mapping[str, Tensor]:
+        """Entropy of the token's row, and what it keeps to the tokens before the grid: (B, heads) each."""
+        if (query := self._query_of(call)) is None:
             return {}
-        spread, kept = _numbers(call, query)
-        return {f"{name}entropy": spread} | ({f"{name}prefix_attention": kept} if call.layout.prefix else {})
+        weights = call.weights(slice(query, query + 1))[:, :, :, 0]  # (B, windows, heads, N_key)
+        smallest = torch.finfo(weights.dtype).tiny
+        found = {self._entropy: -(weights * weights.clamp_min(smallest).log()).sum(-1).mean(1)}
+        if prefix := call.layout.prefix:
+            found[self._kept] = weights[..., :prefix].sum(-1).mean(1)
+        return found
 
-    def maps(call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
-        query = query_of(call)
-        if query is None or call.layout.keys is None:
+    def maps(self, call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
+        """The token's row cut in three: the grid (images, windows, heads, height, width), itself, other tokens."""
+        query, keys = self._query_of(call), call.layout.keys
+        if query is None or keys is None:
             return {}
-        on_grid, own, others = _maps(call, query, which)
-        found = {f"{name}attention": on_grid, f"{prefix}token_attention": others}
-        return found if own is None else found | {f"{prefix}self_attention": own}
-
-    variables = {
-        f"{name}entropy": entropy,
-        f"{name}prefix_attention": Variable(
-            HEAD,
-            "1",
-            f"{token}'s attention to class and register tokens",
-            f"What the {token} spends on itself and the other tokens before the grid. {IMAGE_MEAN}",
-        ),
-        f"{name}attention": Variable(
-            MAP_DIMS,
-            "1",
-            f"{name[:-1]} attention",
-            f"A_0j of the {token} over the keys on the grid. With what it keeps to itself and what it spends on other "
-            f"tokens before the grid ({prefix}self_attention, {prefix}token_attention) it sums to one.",
-            dtype="float32",
-        ),
-        f"{prefix}self_attention": Variable(
-            of_image,
-            "1",
-            f"{token}'s attention to itself",
-            "A_00. NaN where it is not among the keys.",
-            dtype="float32",
-        ),
-        f"{prefix}token_attention": Variable(
-            of_image,
-            "1",
-            f"{token}'s attention to other tokens",
-            "A_0j, summed over the class, distillation and register tokens among the keys, without itself.",
-            dtype="float32",
-        ),
-    }
-    return Probe(kind, variables, group="", attention=attention, maps=maps)
+        own = call.own_key(query)
+        row = torch.stack([call.weights(slice(query, query + 1), image)[0, :, :, 0] for image in which])
+        others = [key for key in range(keys.prefix) if key != own]
+        found = {
+            self._map: row[..., keys.prefix :].unflatten(-1, (keys.height, keys.width)),
+            self._others: row[..., others].sum(-1),
+        }
+        return found if own is None else found | {self._itself: row[..., own]}
 
 
-CLASS_ATTENTION = _probe("class-attention", "", "class token", CLASS_ENTROPY, lambda call: call.class_query)
+def _probe(kind: str, token: _Token) -> Probe:
+    return Probe(kind, token.variables, group="", attention=token.numbers, maps=token.maps)
+
+
+CLASS_ATTENTION = _probe("class-attention", _Token("class token", "", CLASS_ENTROPY, lambda call: call.class_query))
 DISTILLATION_ATTENTION = _probe(
     "distillation-attention",
-    "distillation_",
-    "distillation token",
-    Variable(
-        HEAD,
-        "nat",
-        "entropy of the distillation token's attention",
-        f"-sum_j A_1j log A_1j of the distillation token, over all keys. {IMAGE_MEAN}",
+    _Token(
+        "distillation token",
+        "distillation_",
+        Variable(
+            HEAD,
+            "nat",
+            "entropy of the distillation token's attention",
+            f"-sum_j A_1j log A_1j of the distillation token, over all keys. {IMAGE_MEAN}",
+        ),
+        lambda call: call.distillation_query,
     ),
-    lambda call: call.distillation_query,
+)
+
+
+def _numbers_of_classes(call: AttentionCall) -> Mapping[str, Tensor]:
+    return {"class_entropy": attention_statistics(call)["entropy"]} if call.layout.asking == "classes" else {}
+
+
+def _maps_of_classes(call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
+    """Of all classes, (images, K, height, width): the recorder keeps those that are wanted."""
+    keys = call.layout.keys
+    if keys is None or call.windows > 1:
+        return {}
+    rows = [call.weights(slice(None), image)[0, 0].mean(0) for image in which]  # (K, N_key): one head has the map
+    return {"attention_by_class": torch.stack(rows).unflatten(-1, (keys.height, keys.width))}
+
+
+_OF_CLASS = ("layer", "image", "class")
+ATTENTION_BY_CLASS = Probe(
+    "attention-by-class",
+    {
+        "class_entropy": CLASS_ENTROPY,
+        "attention_by_class": Variable(
+            (*_OF_CLASS, "y", "x"),
+            "1",
+            "attention of the class's token",
+            "A_cj of the token of class c over the patches (PatchConvNet paper, Fig. 2). Sums to one.",
+            dtype="float32",
+        ),
+        "class_index": Variable(
+            _OF_CLASS, "1", "class", "Index c of the class; -1 where there is none.", dtype="int64"
+        ),
+        "class_score": Variable(
+            _OF_CLASS, "1", "class score", "What the model's output gives for the class.", dtype="float32"
+        ),
+    },
+    group="",
+    attention=_numbers_of_classes,
+    maps=_maps_of_classes,
 )

@@ -1,20 +1,30 @@
-"""What GPSA layers, ours and timm's ConViT's, have in common: gates, positions, and two kinds of attention."""
+"""Gated positional self-attention: our own GPSA layers, and timm's ConViT layers as they are.
+
+ConViT's positional logits are ``w_0 dx + w_1 dy + w_2 (dx^2 + dy^2) + b``, (w_0, w_1, w_2) being rows of ``pos_proj``.
+That is ``-alpha ||delta - Delta||^2`` up to a constant, with ``alpha = -w_2`` and ``Delta = -(w_1, w_0) / (2 w_2)``
+(ConViT, Eqs. 5-7).
+"""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor
 
+from tcnn_model import GPSA as GPSALayer
 from tcnn_model import GatedAttention
-from tcnn_model.gpsa.statistics import measure
+from tcnn_model.gpsa.convit import convit_attention
+from tcnn_model.gpsa.statistics import apply_and_measure, measure
 from tcnn_probe.attention.statistics import gated_attention_statistics
 from tcnn_probe.attention.uniform import uniform_gated_attention
+from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.probes.variables import DISTANCE, ENTROPY, EVEN, HEAD, MAPS, MEAN
 from tcnn_probe.schema import Variable
 
-__all__ = ["VARIABLES", "maps_of", "numbers_of"]
+__all__ = ["CONVIT", "GPSA"]
 
-VARIABLES: Mapping[str, Variable] = {
+_VARIABLES: Mapping[str, Variable] = {
     "gate": Variable(HEAD, "1", "gate", "sigma(lambda), share of positional attention (T-CNN Eq. 7), as marked."),
     "locality_strength": Variable(
         HEAD, "pixel-2", "locality strength", "alpha of the positional attention (T-CNN Eq. 4), as marked."
@@ -42,16 +52,22 @@ VARIABLES: Mapping[str, Variable] = {
 }
 
 
-def numbers_of(attention: GatedAttention) -> dict[str, Tensor]:
+def _attention(layer: GPSALayer | ConViTLayer, x: Tensor) -> GatedAttention:
+    if isinstance(layer, GPSALayer):
+        return layer.gated_attention(x)
+    return convit_attention(layer, layer.qk.forward(x))  # not layer.qk(x): hooks that others have on it would run twice
+
+
+def _measure(call: ForwardCall) -> dict[str, Tensor]:
     """Of every image: (B, heads) each, (B,) of even attention."""
+    attention = _attention(call.module, call.inputs[0])
     return {**gated_attention_statistics(attention), **uniform_gated_attention(attention)}
 
 
-def maps_of(attention: GatedAttention, which: Sequence[int]) -> dict[str, Tensor]:
+def _maps(call: ForwardCall, which: Sequence[int]) -> dict[str, Tensor]:
     """Maps over the real pixels of some images: (images, 1, heads, H, W) each."""
-    index = torch.as_tensor(which, device=attention.query.device)
-    y, x = attention.y, attention.x
-    some = GatedAttention(attention.query[index], attention.key[index], attention.position, attention.gate, y, x)
+    some = _attention(call.module, call.inputs[0][torch.as_tensor(which, device=call.inputs[0].device)])
+    y, x = some.y, some.x
     received = measure(some).received / some.query.shape[2]
     rows, cols = some.factors_on_pixels()
     row, col = y.queries // 2, x.queries // 2
@@ -64,3 +80,62 @@ def maps_of(attention: GatedAttention, which: Sequence[int]) -> dict[str, Tensor
     center = torch.lerp(content, positional.expand_as(content), some.gate.to(received)[:, None])
     maps = {"attention_received": received, "center_attention": center}
     return {name: value.unflatten(-1, (y.length, x.length)).unsqueeze(1) for name, value in maps.items()}
+
+
+def _state_of_gpsa(layer: GPSALayer) -> dict[str, Tensor]:
+    alpha, center = layer.locality_strength, layer.center
+    return _state(layer.gate, alpha, center[:, 0], center[:, 1])
+
+
+def _state_of_convit(layer: ConViTLayer) -> dict[str, Tensor]:
+    weight = layer.pos_proj.weight
+    alpha = -weight[:, 2]
+    return _state(torch.sigmoid(layer.gating_param), alpha, weight[:, 1] / (2 * alpha), weight[:, 0] / (2 * alpha))
+
+
+def _state(gate: Tensor, alpha: Tensor, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+    return {"gate": gate, "locality_strength": alpha, "attention_span": 1 / alpha, "center_y": y, "center_x": x}
+
+
+def _rebuild_gpsa(call: ForwardCall) -> Tensor:
+    layer, x = call.module, call.inputs[0][:1]
+    attention = _attention(layer, x)
+    gathered, _ = apply_and_measure(attention, layer.values(x))
+    return layer.combine(gathered, attention)
+
+
+def _rebuild_convit(call: ForwardCall) -> Tensor | None:
+    layer, x = call.module, call.inputs[0][:1]
+    if layer.training and (layer.attn_drop.p > 0 or layer.proj_drop.p > 0):
+        return None
+    values = layer.v.forward(x).unflatten(2, (layer.num_heads, -1)).transpose(1, 2)
+    gathered, _ = apply_and_measure(_attention(layer, x), values)
+    return layer.proj.forward(gathered.transpose(1, 2).flatten(2))
+
+
+def _facts(layer: Any) -> dict[str, Any]:
+    return {"heads": layer.heads if isinstance(layer, GPSALayer) else layer.num_heads}
+
+
+GPSA = Probe(
+    "gpsa",
+    _VARIABLES,
+    GPSALayer,
+    group="",
+    facts=_facts,
+    state=_state_of_gpsa,
+    measure=_measure,
+    maps=_maps,
+    rebuild=_rebuild_gpsa,
+)
+CONVIT = Probe(
+    "convit-gpsa",
+    _VARIABLES,
+    ConViTLayer,
+    group="",
+    facts=_facts,
+    state=_state_of_convit,
+    measure=_measure,
+    maps=_maps,
+    rebuild=_rebuild_convit,
+)

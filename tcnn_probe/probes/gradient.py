@@ -5,7 +5,6 @@ them head by head; Nest interleaves the heads in each channel). So a layer is re
 one that is not known here is left out, and named in ``recorder.missing``.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from tcnn_model import GPSA
 from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_probe.attention import known_layers as known
-from tcnn_probe.probes.probe import Probe
+from tcnn_probe.probes.probe import NotMeasuredError, Probe
 from tcnn_probe.probes.variables import HEAD
 from tcnn_probe.schema import Variable
 
@@ -24,10 +23,6 @@ __all__ = ["GRADIENT"]
 
 Squares = Callable[[Tensor], Tensor]
 Own = Iterator[tuple[nn.Parameter, Squares]]
-
-
-class _UnknownLayoutError(Exception):
-    """Why the parameters of a layer cannot be given to its heads."""
 
 
 def _by_rows(gradient: Tensor, kinds: int, heads: int) -> Tensor:
@@ -87,17 +82,17 @@ def _of_linear(layer: Any) -> Own:
     heads = layer.num_heads
     out = layer.proj
     if not isinstance(out, (nn.Linear, nn.Identity)):
-        raise _UnknownLayoutError(f"its output projection is {type(out).__name__}, no nn.Linear")
+        raise NotMeasuredError(f"its output projection is {type(out).__name__}, no nn.Linear")
     for name, kinds in _KINDS.items():
         part = getattr(layer, name, None)
         if part is None or isinstance(part, nn.Identity):
             continue
         if not isinstance(part, nn.Linear):
-            raise _UnknownLayoutError(f"{name} is {type(part).__name__}, no nn.Linear")
+            raise NotMeasuredError(f"{name} is {type(part).__name__}, no nn.Linear")
         rows = part.out_features
         # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
         if rows % (kinds * heads) or (kinds == 3 and isinstance(out, nn.Linear) and rows != 3 * out.in_features):
-            raise _UnknownLayoutError(f"{rows} rows of {name} are not {kinds} x {heads} heads of one size")
+            raise NotMeasuredError(f"{rows} rows of {name} are not {kinds} x {heads} heads of one size")
         for parameter in (part.weight, part.bias):
             yield from _own(parameter, partial(_by_rows, kinds=kinds, heads=heads))
     for name in ("q_bias", "k_bias", "v_bias"):
@@ -133,9 +128,7 @@ def _of_gpsa(layer: GPSA) -> Own:
 
 def _columns(layer: nn.Linear, heads: int) -> Own:
     if layer.in_features % heads:
-        raise _UnknownLayoutError(
-            f"{layer.in_features} columns of the output projection do not divide into {heads} heads"
-        )
+        raise NotMeasuredError(f"{layer.in_features} columns of the output projection do not divide into {heads} heads")
     yield from _own(layer.weight, partial(_by_columns, heads=heads))
 
 
@@ -143,7 +136,7 @@ def _own(parameter: Any, squares: Squares) -> Own:
     if parameter is None:
         return
     if not isinstance(parameter, nn.Parameter):
-        raise _UnknownLayoutError("a weight is computed from other parameters")
+        raise NotMeasuredError("a weight is computed from other parameters")
     yield parameter, squares
 
 
@@ -154,29 +147,17 @@ _READERS: Mapping[str, Callable[[Any], Own]] = {
 }
 
 
-def _read(layer: nn.Module) -> list[tuple[nn.Parameter, Squares]] | str:
-    """The parameters that belong to one head each, or why this is not known."""
-    reader = known.lookup_unchanged(_READERS, layer)
-    if reader is None:
-        return f"how the heads of {type(layer).__name__} share its parameters is not known"
-    try:
-        return list(reader(layer))
-    except _UnknownLayoutError as reason:
-        return str(reason)
-
-
-def _missing(layer: nn.Module) -> dict[str, str]:
-    looks_like_attention = re.search("Attn|Attention|MHSA|XCA", type(layer).__name__) and any(
-        isinstance(getattr(layer, name, None), int) for name in ("num_heads", "heads")
-    )
-    reason = _read(layer)
-    return {"gradient_norm": reason} if looks_like_attention and isinstance(reason, str) else {}
+def _is_expected(layer: nn.Module) -> bool:
+    """Whether it is known, or has heads and looks like attention."""
+    says = any(isinstance(getattr(layer, name, None), int) for name in ("num_heads", "heads"))
+    return known.lookup_unchanged(_READERS, layer) is not None or (says and known.looks_like_attention(layer))
 
 
 def _gradients(layer: nn.Module) -> dict[str, list[tuple[nn.Parameter, Squares]]]:
-    own = _read(layer)
-    assert not isinstance(own, str)
-    return {"gradient_norm": own}
+    reader = known.lookup_unchanged(_READERS, layer)
+    if reader is None:
+        raise NotMeasuredError(f"how the heads of {type(layer).__name__} share its parameters is not known")
+    return {"gradient_norm": list(reader(layer))}
 
 
 GRADIENT = Probe(
@@ -193,8 +174,7 @@ GRADIENT = Probe(
             "each added, of each process by itself, as large as a loss scaler makes it.",
         )
     },
-    lambda module: not isinstance(_read(module), str),
+    _is_expected,
     facts=lambda layer: {"heads": getattr(layer, "num_heads", None) or layer.heads},
     gradients=_gradients,
-    missing=_missing,
 )

@@ -1,5 +1,6 @@
 """The contract between the recorder and what it can measure."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,14 @@ from torch import Tensor, nn
 from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.schema import COORDINATES, COUNTS, Variable
 
-__all__ = ["ForwardCall", "Probe"]
+__all__ = ["ForwardCall", "NotMeasuredError", "Probe"]
+
+
+_NAME = re.compile(r"\w[\w-]*")
+
+
+class NotMeasuredError(Exception):
+    """A probe cannot measure a module that one would expect it to be for; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +63,13 @@ class Probe:
             width)}; the variables have the dims ("layer", "image", ["window",] "head", "y", "x"). Beside these maps
             there may be numbers of each head, without "y" and "x".
         gradients: module -> {variable: pairs of a parameter and a function of its gradient, to (*dims)}; the recorded
-            value is the square root of the mean, over backward passes, of the sum of these.
+            value is the square root of the mean, over backward passes, of the sum of these. May raise
+            :class:`NotMeasuredError` with the reason why the module is left out.
         rebuild: :class:`ForwardCall` -> the output, of the first image, rebuilt from what is measured; compared once
             with the true one. None if they cannot be compared, as under dropout.
         parts: names of submodules whose inputs or outputs ``measure`` needs.
         coords: labels along dimensions of its own, such as {"branch": ["attention", "mlp"]}; those of the first so
             many that the layers have.
-        missing: module -> {variable: why} for modules that one would expect it to be for, and it is not.
 
     Raises:
         ValueError, TypeError: what could not be recorded, or not be told apart from what else is.
@@ -80,7 +88,6 @@ class Probe:
     rebuild: Callable[[ForwardCall], Tensor | None] | None = None
     parts: Sequence[str] = ()
     coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    missing: Callable[[Any], Mapping[str, str]] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would fail, or be lost, when the first epoch is marked."""
@@ -93,6 +100,10 @@ class Probe:
             )
         if self.place.split("/")[0] in ("heads", "maps"):
             raise ValueError(f"{which} would be recorded under {self.place!r}, as others are: give it another name")
+        dims = (dim for about in self.variables.values() if isinstance(about.dims, tuple) for dim in about.dims)
+        for name in (self.kind, *self.place.split("/"), *self.variables, *dims):
+            if name != self.group and not _NAME.fullmatch(name):
+                raise ValueError(f"expected names of letters, digits, '_' and '-' in {which}, got {name!r}")
         for name, about in self.variables.items():
             if name in COORDINATES or name in COUNTS:
                 raise ValueError(f"{name!r} of {which} is recorded for every layer: give the variable another name")

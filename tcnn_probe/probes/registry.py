@@ -3,12 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
-from tcnn_probe.probes.attention_by_class import ATTENTION_BY_CLASS
-from tcnn_probe.probes.class_attention import CLASS_ATTENTION, DISTILLATION_ATTENTION
-from tcnn_probe.probes.convit import CONVIT
-from tcnn_probe.probes.convolution import CONVOLUTION
+from tcnn_probe.probes.class_attention import ATTENTION_BY_CLASS, CLASS_ATTENTION, DISTILLATION_ATTENTION
 from tcnn_probe.probes.cross_patch import CROSS_PATCH
-from tcnn_probe.probes.gpsa import GPSA
+from tcnn_probe.probes.gated import CONVIT, GPSA
 from tcnn_probe.probes.gradient import GRADIENT
 from tcnn_probe.probes.layer_scale import LAYER_SCALE
 from tcnn_probe.probes.probe import Probe
@@ -19,7 +16,7 @@ __all__ = ["DEFAULT", "PROBES", "find_probes", "register"]
 
 _HEADS = (GPSA, CONVIT, SOFTMAX, CLASS_ATTENTION, DISTILLATION_ATTENTION, ATTENTION_BY_CLASS)
 DEFAULT: tuple[str, ...] = tuple(probe.kind for probe in _HEADS)
-PROBES: dict[str, Probe] = {probe.kind: probe for probe in (*_HEADS, LAYER_SCALE, CROSS_PATCH, CONVOLUTION, GRADIENT)}
+PROBES: dict[str, Probe] = {probe.kind: probe for probe in (*_HEADS, LAYER_SCALE, CROSS_PATCH, GRADIENT)}
 
 
 def register(probe: Probe) -> Probe:

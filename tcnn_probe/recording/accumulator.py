@@ -1,23 +1,24 @@
-"""What one probe has found of one layer since the last mark: sums on the layer's device."""
+"""What one probe finds of one layer between two marks: sums on the layer's device, and maps of chosen images."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.interventions.layer_editor import applied
-from tcnn_probe.probes.probe import Probe
+from tcnn_probe.hooks.edits import edited
+from tcnn_probe.models import named_in_errors
+from tcnn_probe.probes import Probe
 
-__all__ = ["Found", "Tally", "checked", "named"]
+__all__ = ["Accumulator", "EpochSums", "checked"]
 
 
 @dataclass
-class Found:
-    """What is known when an epoch is marked: plain arrays, which ranks can send each other.
+class EpochSums:
+    """What is known of a layer when an epoch is marked: plain arrays, which ranks can send each other.
 
     Args:
         images: that the layer saw.
@@ -38,8 +39,8 @@ class Found:
     state: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def together(cls, several: Iterable["Found"]) -> "Found":
-        """Of several ranks."""
+    def together(cls, several: Iterable["EpochSums"]) -> "EpochSums":
+        """The sums of several ranks added up."""
         total = cls()
         for one in several:
             total.images += one.images
@@ -58,23 +59,28 @@ class Found:
         return means | {name: np.sqrt(total / (self.passes[name] or np.nan)) for name, total in self.squares.items()}
 
 
-class Tally:
-    """Sums over images, in float64 (float32 where the device has no float64), and maps of chosen images."""
+class Accumulator:
+    """Sums over images, in float64 (float32 where the device has no float64), and maps of chosen images.
+
+    Args:
+        name: of the layer.
+        module: the layer.
+        probe: what to measure of it.
+
+    Raises:
+        NotMeasuredError: the probe cannot measure this layer.
+    """
 
     def __init__(self, name: str, module: nn.Module, probe: Probe) -> None:
         self.name, self.module, self.probe = name, module, probe
         self._sums: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
         self._hooked: list[tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = []
-        self._unhooked = (
-            []
-            if probe.gradients is None
-            else [
-                (parameter, _GradientHook(self, variable, squares, id(parameter)))
-                for variable, pairs in probe.gradients(module).items()
-                for parameter, squares in pairs
-            ]
-        )
+        self._unhooked = [
+            (parameter, variable, squares)
+            for variable, pairs in (probe.gradients(module) if probe.gradients else {}).items()
+            for parameter, squares in pairs
+        ]
         self._counts: Counter[str] = Counter()
         self._passes: dict[tuple[str, int], Tensor] = {}
         self.reset()
@@ -90,17 +96,13 @@ class Tally:
             total.zero_()
 
     def add(self, measured: Mapping[str, Tensor], limit: int | None) -> None:
-        """Images of a forward: for each variable (B, *dims); the first ``limit`` of them if it is given."""
+        """Add the images of a forward, (B, *dims) of each variable; the first ``limit`` of them if it is given."""
         count = len(next(iter(measured.values()), ()))
         count = count if limit is None else min(count, limit)
         if not count:
             return
         broken = None
         for name, values in measured.items():
-            if len(values) < count:
-                raise ValueError(
-                    f"expected {count} images in {name!r} of {self.name!r}, got shape {tuple(values.shape)}"
-                )
             values = values[:count]
             _add(self._sums, name, values.sum(0, dtype=_sum_dtype(values)))
             self._counts[name] += count
@@ -111,7 +113,7 @@ class Tally:
         self.images += count
 
     def add_maps(self, which: Sequence[int], maps: Mapping[str, Tensor]) -> None:
-        """Of images, by their number in the epoch."""
+        """Keep maps of images, by their number in the epoch."""
         for place, image in enumerate(which):
             self.maps[image] = {name: self._narrow(name, values[place]) for name, values in maps.items()}
 
@@ -123,18 +125,23 @@ class Tally:
     def follow_gradients(self) -> None:
         """Hook the parameters whose gradients the probe wants; those that are frozen once they no longer are."""
         waiting = []
-        for parameter, hook in self._unhooked:
+        for parameter, variable, squares in self._unhooked:
             if parameter.requires_grad:
+                hook = partial(self._add_gradient, variable, squares, id(parameter))
                 self._hooked.append((parameter, parameter.register_hook(hook)))
             else:
-                waiting.append((parameter, hook))
+                waiting.append((parameter, variable, squares))
         self._unhooked = waiting
 
-    def add_gradient(self, variable: str, squares: Tensor, source: int) -> None:
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _add_gradient(self, variable: str, squares: Callable[[Tensor], Tensor], source: int, gradient: Tensor) -> None:
         """Of one parameter, in one backward pass; one that overflowed, as under a gradient scaler, does not count."""
-        finite = squares.isfinite().all()
-        _add(self._squares, variable, torch.where(finite, squares, 0).to(_sum_dtype(squares)))
-        self._passes[variable, source] = self._passes.get((variable, source), 0) + finite.long()
+        with named_in_errors(self.name):
+            total = squares(gradient)
+            finite = total.isfinite().all()
+            _add(self._squares, variable, torch.where(finite, total, 0).to(_sum_dtype(total)))
+            self._passes[variable, source] = self._passes.get((variable, source), 0) + finite.long()
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
@@ -144,52 +151,36 @@ class Tally:
                 parameter._backward_hooks = None  # as it was before anybody's hook
         self._hooked, self._unhooked = [], []
 
-    def found(self) -> Found:
+    def found(self) -> EpochSums:
         """All of it but the maps. Where parameters are spread over ranks, all ranks call this together."""
         passes: dict[str, int] = {}
         for (variable, _), number in self._passes.items():
             passes[variable] = max(int(number), passes.get(variable, 0))
-        return Found(
+        return EpochSums(
             images=self.images,
             nonfinite=0 if self._nonfinite is None else int(self._nonfinite),
             sums={name: _array(self._sums[name]) for name in self._counts},
             counts=dict(self._counts),
             squares={name: _array(self._squares[name]) for name in passes},
             passes=passes,
-            state=self.state(),
+            state=self._state(),
         )
 
     @torch.no_grad()
-    def state(self) -> dict[str, np.ndarray]:
-        """What the layer's parameters are now."""
+    def _state(self) -> dict[str, np.ndarray]:
+        """What the layer's parameters are now, as its forwards see them."""
         if self.probe.state is None:
             return {}
-        with named(self.name), applied(self.module):
+        with named_in_errors(self.name), edited(self.module):
             state = checked(self.probe, self.probe.state(self.module), images=False)
             return {name: _array(_whole(value)) for name, value in state.items()}
-
-
-class _GradientHook:
-    """Registered on a parameter; a pickle of the model holds one that does nothing."""
-
-    def __init__(self, tally: Tally | None, variable: str, squares: Any, source: int) -> None:
-        self._tally, self._variable, self._squares, self._source = tally, variable, squares, source
-
-    @torch.compiler.disable
-    def __call__(self, gradient: Tensor) -> None:
-        if self._tally is not None:
-            with named(self._tally.name), torch.no_grad():
-                self._tally.add_gradient(self._variable, self._squares(gradient), self._source)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _GradientHook, (None, "", None, 0)
 
 
 def checked(probe: Probe, measured: Mapping[str, Tensor], *, images: bool) -> Mapping[str, Tensor]:
     """What a probe has measured, if it is what its variables say.
 
     Args:
-        probe: which.
+        probe: that measured.
         measured: its answer.
         images: whether there should be a row for each image.
 
@@ -214,20 +205,6 @@ def checked(probe: Probe, measured: Mapping[str, Tensor], *, images: bool) -> Ma
             raise ValueError(f"the probe {probe.kind!r} measures {rows} images, and {len(value)} for {name!r}")
         rows = len(value) if images else rows
     return measured
-
-
-class named:  # noqa: N801
-    """Errors inside say which layer they are of."""
-
-    def __init__(self, layer: str) -> None:
-        self._layer = layer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None:
-            error.add_note(f"while tcnn_probe measured the layer {self._layer!r}")
 
 
 def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:

@@ -1,52 +1,63 @@
-"""What was asked for and is not there: errors of ``record()`` and ``mark()``, with their reasons."""
+"""Errors of ``record()`` and ``mark()``: what was asked for and is not there, and what a store holds instead."""
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from tcnn_model.conversion.selection import select_layers
+from tcnn_model.conversion.selection import LayerFilter, matching
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import Probe
 from tcnn_probe.provenance import provenance
-from tcnn_probe.recording.accumulator import Found
+from tcnn_probe.recording.accumulator import EpochSums
+from tcnn_probe.recording.classes import Classes
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.dataset import MAPS_OF_CLASSES
-from tcnn_probe.recording.options import Options
+from tcnn_probe.recording.options import Sampling
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, StoreError
+from tcnn_probe.storage.comparison import difference
 
-__all__ = ["check_found", "check_probes", "check_same_recording"]
+__all__ = ["check_epoch", "check_probes", "check_resumed", "check_same_recording", "check_scalars"]
 
-Everything = Mapping[tuple[str, str], Found]  # by layer and probe
+Groups = Mapping[str, Group]
+Everything = Mapping[tuple[str, str], EpochSums]  # by layer and probe
 
 
-def check_probes(probes: Iterable[Probe], collector: Collector, model: nn.Module, options: Options) -> None:
-    """Refuse probes that no layer is for, as far as this is known before a forward, and images that none keeps."""
-    probes = list(probes)
-    if options.image_numbers() and not any(probe.maps for probe in probes):
-        raise ValueError(f"images= keeps maps, and none of the probes {[probe.kind for probe in probes]} has any")
-    _check_classes(probes, collector, options)
-    if not collector.tallies and not collector.sees_forwards:
-        kinds = [probe.kind for probe in probes]
-        where = "" if options.layers is None else " among those asked for"
+def check_probes(
+    probes: Sequence[Probe],
+    collector: Collector,
+    model: nn.Module,
+    sampling: Sampling,
+    classes: Classes,
+    *,
+    chose_layers: bool,
+) -> None:
+    """Refuse probes that no layer is for, as far as this is known before a forward, and maps that none has.
+
+    Raises:
+        ValueError: there are such.
+    """
+    kinds = [probe.kind for probe in probes]
+    if sampling.images and not any(probe.maps for probe in probes):
+        raise ValueError(f"images= keeps maps, and none of the probes {kinds} has any")
+    if classes.chosen:
+        counts = collector.class_counts
+        if not (counts and any(probe.of_classes for probe in probes)):
+            raise ValueError(f"classes={classes.plain} chooses maps, and no layer or probe has one for each class")
+        if not sampling.images:
+            raise ValueError(f"classes={classes.plain} chooses maps, and there are none without images=")
+        classes.check(counts)
+    if not collector.sums and not collector.sees_forwards:
+        where = " among those asked for" if chose_layers else ""
         why = f": {collector.missing}" if collector.missing else ""
         raise ValueError(f"{type(unwrap(model)).__name__} has no layer{where} for the probes {kinds}{why}")
 
 
-def _check_classes(probes: Iterable[Probe], collector: Collector, options: Options) -> None:
-    """Classes that were named are classes of a pool, and maps of them are kept."""
-    classes, counts = options.wanted_classes(), collector.class_counts
-    if not classes.chosen:
-        return
-    if not (counts and any(probe.of_classes for probe in probes)):
-        raise ValueError(f"classes={options.classes} chooses maps, and no layer or probe has one for each class")
-    if not options.image_numbers():
-        raise ValueError(f"classes={options.classes} chooses maps, and there are none without images=")
-    classes.check(counts)
-
-
-def check_same_recording(store: EpochStore, collector: Collector, model: nn.Module, options: Options) -> None:
-    """Refuse a store of another model or other layers, as far as these are known before a forward.
+def check_same_recording(
+    store: EpochStore, collector: Collector, model: nn.Module, sampling: Sampling, classes: Classes
+) -> None:
+    """Refuse a store of another model, other layers, images or classes, as far as these are known before a forward.
 
     Raises:
         StoreError: naming the first difference.
@@ -59,33 +70,56 @@ def check_same_recording(store: EpochStore, collector: Collector, model: nn.Modu
         then, now = attrs.get(name), about.get(name)
         if now is not None and then is not None and then != now:
             raise StoreError(f"the store is a recording of another model (of {what} {then!r}, not {now!r})")
-    _check_same_classes(groups, options)
+    if (kept := json.loads(attrs["images"])) != list(sampling.images):
+        raise StoreError(f"the store keeps maps of the images {kept}, and images= asks for {list(sampling.images)}")
+    for path, group in groups.items():
+        for layer, table in group.layers.items() if path.startswith(MAPS_OF_CLASSES) else ():
+            if (chosen := table["classes"]) != classes.plain:
+                raise StoreError(f"the store has maps of {layer!r} with classes={chosen}, got classes={classes.plain}")
     modules = set(layer_names(model).values())
     for layer in (layer for group in groups.values() for layer in group.layers):
         if layer.split("#")[0] not in modules:
             raise StoreError(f"the store is a recording of other layers ({layer!r} there, absent in this model)")
-    for tally in collector.tallies.values():
-        table = groups[tally.probe.place].layers if tally.probe.place in groups else {}
-        here = {"kind": tally.probe.kind} | (dict(tally.probe.facts(tally.module)) if tally.probe.facts else {})
-        there = {key: table[tally.name].get(key) for key in here} if tally.name in table else "absent"
+    for one in collector.sums.values():
+        table = groups[one.probe.place].layers if one.probe.place in groups else {}
+        here = {"kind": one.probe.kind} | (dict(one.probe.facts(one.module)) if one.probe.facts else {})
+        there = {key: table[one.name].get(key) for key in here} if one.name in table else "absent"
         if there != here:
-            raise StoreError(f"the store is a recording of other layers ({tally.name!r}: {there} there, {here} here)")
+            raise StoreError(f"the store is a recording of other layers ({one.name!r}: {there} there, {here} here)")
 
 
-def _check_same_classes(groups: Mapping[str, Group], options: Options) -> None:
-    here = options.wanted_classes().plain
-    for path, group in groups.items():
-        for layer, table in group.layers.items() if path.startswith(MAPS_OF_CLASSES) else ():
-            if options.image_numbers() and (there := table.get("classes")) != here:
-                raise StoreError(f"the store has maps of {layer!r} with classes={there}, got classes={options.classes}")
+def check_resumed(there: Groups, here: Groups) -> None:
+    """Refuse to add layers or numbers to a store that has others. Maps of a further size are no difference.
+
+    Raises:
+        StoreError: naming the first difference.
+    """
+    numbers = [{path: group for path, group in side.items() if not group.maps} for side in (there, here)]
+    if (found := difference(*numbers)) is not None:
+        raise StoreError(f"the store is a recording of something else ({found}): choose another path")
 
 
-def check_found(
+def check_scalars(names: Iterable[str], groups: Groups) -> None:
+    """Refuse names of scalars that stand for something else in the recording.
+
+    Raises:
+        ValueError: there is such a name.
+    """
+    variables = {name for group in groups.values() for name in group.variables}
+    others = {name for path, group in groups.items() for name in (path.split("/")[0], *group.sizes)} | {"heads"}
+    for name in names:
+        if name in variables | others:
+            what = "a recorded variable" if name in variables else "something else in the recording"
+            raise ValueError(f"{name!r} is the name of {what}: give the scalar another one")
+
+
+def check_epoch(
     found: Everything,
     collector: Collector,
     model: nn.Module,
-    options: Options,
-    groups: Mapping[str, Group] | None,
+    sampling: Sampling,
+    asked: LayerFilter | None,
+    groups: Groups | None,
     *,
     missed: bool,
 ) -> None:
@@ -95,7 +129,8 @@ def check_found(
         found: by all ranks.
         collector: of this one.
         model: recorded.
-        options: of the recorder.
+        sampling: which forwards and images.
+        asked: for which layers.
         groups: of the recording, None before its first mark.
         missed: whether attention is to be measured and no forward that could show any has begun.
 
@@ -104,67 +139,55 @@ def check_found(
     """
     training = f"{collector.training_forwards} forwards in training mode"
     advice = "run some before mark()"
-    if options.when == "eval":
+    if sampling.when == "eval":
         advice = "run the validation, with model.eval(), before mark()"
     recorded = None if groups is None else {layer for group in groups.values() for layer in group.layers}
-    idle = [name for (name, kind), one in found.items() if collector.tallies[name, kind].probe.runs and not one.images]
+    probes = {key: collector.sums[key].probe for key in found}
+    idle = [name for (name, kind), one in found.items() if probes[name, kind].runs and not one.images]
     if idle := [name for name in dict.fromkeys(idle) if recorded is None or name in recorded]:
         raise RuntimeError(
-            f"nothing to mark: no image in {options.mode} reached {_some(idle)} since the previous mark ({training}); "
+            f"nothing to mark: no image in {sampling.mode} reached {_some(idle)} since the previous mark ({training}); "
             f"{advice}"
         )
-    _check_passes(found, collector)
-    if missed:
-        alternative = ", or leave the probes of attention out" if found else ""
-        raise RuntimeError(
-            f"nothing to mark: attention is to be measured, and no forward in {options.mode} began since the previous "
-            f"mark ({training}); {advice}{alternative}"
-        )
-    if not found:
-        seen = f"; layers that look like attention: {collector.unsupported}" if collector.unsupported else ""
-        raise RuntimeError(
-            f"nothing to mark: no attention was seen in {type(unwrap(model)).__name__} (with {training}, which are not "
-            f"measured){seen}. If it did see images in {options.mode}, it has no layer that can be recorded: "
-            f"tcnn_model.reparameterize(model) turns the last convolutions of a CNN into GPSA layers, and probes= "
-            f"measures other layers"
-        )
-    _check_asked_for(found, collector, options)
-    if groups is None:
-        _check_images(collector, options)
-
-
-def _check_images(collector: Collector, options: Options) -> None:
-    """The first mark says how large maps are: some must have been seen by then."""
-    numbers = options.image_numbers()
-    seen = [tally.images for tally in collector.tallies.values() if tally.probe.maps is not None]
-    if numbers and seen and max(seen) <= numbers[0]:
-        raise RuntimeError(
-            f"nothing to mark: of the images asked for, {list(numbers)}, none was among the {max(seen)} seen"
-        )
-
-
-def _check_passes(found: Everything, collector: Collector) -> None:
-    probes = {key: collector.tallies[key].probe for key in found}
     if found and not any(probe.runs or probe.state or found[key].passes for key, probe in probes.items()):
         raise RuntimeError(
             f"nothing to mark: no gradient reached {_some([name for name, _ in found])} since the previous mark; run "
             f"some backward passes before mark(), and see that the parameters are not frozen"
         )
+    if missed:
+        alternative = ", or leave the probes of attention out" if found else ""
+        raise RuntimeError(
+            f"nothing to mark: attention is to be measured, and no forward in {sampling.mode} began since the previous "
+            f"mark ({training}); {advice}{alternative}"
+        )
+    unsupported = collector.stream.unsupported
+    if not found:
+        seen = f"; layers that look like attention: {unsupported}" if unsupported else ""
+        raise RuntimeError(
+            f"nothing to mark: no attention was seen in {type(unwrap(model)).__name__} (with {training}, which are not "
+            f"measured){seen}. If it did see images in {sampling.mode}, it has no layer that can be recorded: "
+            f"tcnn_model.reparameterize(model) turns the last convolutions of a CNN into GPSA layers, and probes= "
+            f"measures other layers"
+        )
+    _check_asked_for([name for name, _ in found], asked, unsupported)
+    seen_images = max((one.images for one in collector.sums.values() if one.probe.maps is not None), default=None)
+    numbers = sampling.images
+    if groups is None and numbers and seen_images is not None and seen_images <= numbers[0]:  # maps have no size yet
+        raise RuntimeError(
+            f"nothing to mark: of the images asked for, {list(numbers)}, none was among the {seen_images} seen"
+        )
 
 
-def _check_asked_for(found: Everything, collector: Collector, options: Options) -> None:
+def _check_asked_for(layers: Iterable[str], asked: LayerFilter | None, unsupported: Mapping[str, str]) -> None:
     """Each name and glob has chosen something that was recorded."""
-    asked = options.layers
     if asked is None or callable(asked):
         return
-    layers = {name: nn.Identity() for layer, _ in found for name in (layer, layer.split("#")[0])}
+    recorded = {name for layer in layers for name in (layer, layer.split("#")[0])}
     for pattern in (asked,) if isinstance(asked, str) else asked:
-        try:
-            select_layers(layers, pattern, what="layers")
-        except ValueError:
-            inside = {n: r for n, r in collector.unsupported.items() if n == pattern or n.startswith(f"{pattern}.")}
+        if not matching(recorded, pattern):
+            inside = {n: r for n, r in unsupported.items() if n == pattern or n.startswith(f"{pattern}.")}
             why = f": {inside}" if inside else ": no attention was seen there"
-            raise RuntimeError(f"layers asked for {pattern!r}, of which nothing was recorded{why}") from None
+            raise RuntimeError(f"layers asked for {pattern!r}, of which nothing was recorded{why}")
 
 
 def _some(names: list[str]) -> list[str]:

@@ -49,9 +49,9 @@ class Classes:
         return cls(indices[0]) if alone else cls(0, tuple(dict.fromkeys(indices)))
 
     @property
-    def plain(self) -> int | list[int]:
-        """As it is kept in a recording."""
-        return list(self.chosen) or self.top
+    def plain(self) -> int | list[int] | None:
+        """As users ask, and as it is kept in a recording."""
+        return list(self.chosen) or self.top or None
 
     def check(self, counts: Mapping[str, int]) -> None:
         """Whether the classes chosen are among those there are.

@@ -1,67 +1,60 @@
-"""Follows the forwards of a model and keeps what the probes find in them."""
+"""Shows the probes what happens in the forwards of a model, and adds up what they find."""
 
+import threading
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from tcnn_model.gpsa.precision import without_autocast
 from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.feature_maps import FeatureMaps
-from tcnn_probe.attention.layout import prefix_of
-from tcnn_probe.attention.rebuild import NoTokenAttentionError, discrepancy, rebuild
+from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.attention.token_grid import class_counts
-from tcnn_probe.hooks.forwards import Forwards
-from tcnn_probe.hooks.interception import SeenAttention, SeenOperand, SeenProduct
-from tcnn_probe.models import layer_names, unwrap
-from tcnn_probe.probes import ForwardCall, Probe
-from tcnn_probe.recording.accumulator import Tally, checked, named
+from tcnn_probe.attention.verification import relative_difference, tolerance
+from tcnn_probe.hooks.edits import edited
+from tcnn_probe.models import layer_names, named_in_errors, unwrap
+from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
+from tcnn_probe.recording.accumulator import Accumulator, checked
 from tcnn_probe.recording.classes import Classes
-from tcnn_probe.recording.unsupported import Reasons
+from tcnn_probe.recording.options import Sampling
 
-__all__ = ["Collector", "ReconstructionError", "When"]
-
-When = Literal["eval", "train", "always"]
-
-
-class ReconstructionError(RuntimeError):
-    """Attention as it is rebuilt for measuring is not the attention that the model used."""
+__all__ = ["Collector"]
 
 
 @dataclass
-class _Pending:
-    """Measured in a forward that has not ended yet."""
+class _Measured:
+    """What one probe found in a forward that has not ended yet."""
 
-    tally: Tally
-    measured: Mapping[str, Tensor]
-    chosen: Sequence[int] = ()  # numbers of images, of which there are maps
+    layer: str
+    module: nn.Module
+    probe: Probe
+    values: Mapping[str, Tensor]
+    chosen: Sequence[int] = ()  # numbers of images, in the epoch, of which there are maps
     rows: Sequence[int] = ()  # and which of the forward's images these are
     maps: Mapping[str, Tensor] | None = None
-    softmax: SeenOperand | None = None  # of a softmax of which it is not known yet whether it weighs values
-    heads: bool = False  # whether it has an axis of heads
+
+    @property
+    def images(self) -> int:
+        return len(next(iter(self.values.values())))
 
 
-@dataclass
-class _Check:
-    layer: str
-    off: Tensor
-    tolerance: float
+class Collector(AttentionListener):
+    """What is found between two marks.
 
-
-class Collector:
-    """See :class:`tcnn_probe.Recorder`, which owns one.
+    Attributes:
+        sums: by layer and kind of probe.
+        missing: {variable: {layer: why}} of layers that are recorded without it.
+        order: place of each layer in the model.
+        training_forwards: how many began in training mode.
+        lock: held while a forward is added up; to be held from reading the sums to :meth:`reset`.
 
     Args:
         model: to follow.
         probes: what to measure.
         wanted: names of the layers to record, None for all.
-        when: which forwards, by ``model.training``.
-        every: take one forward in so many.
-        images: numbers of the images, in each epoch, of which maps are kept.
+        sampling: which forwards and images.
         classes: of which maps are kept, where there is a token for each.
-        max_images: measure no more than so many in each epoch.
         prefix_tokens: class and register tokens before the grid, if the model does not say.
     """
 
@@ -70,54 +63,44 @@ class Collector:
         model: nn.Module,
         probes: Sequence[Probe],
         wanted: Collection[str] | None,
-        *,
-        when: When = "eval",
-        every: int = 1,
-        images: Collection[int] = (),
+        sampling: Sampling,
         classes: Classes,
-        max_images: int | None = None,
-        prefix_tokens: int | None = None,
+        prefix_tokens: int | None,
     ) -> None:
-        self._model, self._wanted, self._when, self._every = model, wanted, when, every
-        self._chosen, self._classes, self._max_images = frozenset(images), classes, max_images
+        self._model, self._wanted, self._sampling, self._classes = model, wanted, sampling, classes
+        self._chosen = frozenset(sampling.images)
         self._attention_probes = [probe for probe in probes if probe.attention is not None]
         self._names = layer_names(model)
         self.order = {name: place for place, name in enumerate(self._names.values())}
-        self.tallies: dict[tuple[str, str], Tally] = {}
-        self._of_module: dict[nn.Module, list[Tally]] = {}
-        self._reasons = Reasons(self._names)
-        self.unsupported, self.missing = self._reasons.unsupported, self._reasons.missing
-        for module, name in self._names.items():
-            if self.wants_layer(name):
-                for probe in _without_rivals([probe for probe in probes if probe.applies_to(module)]):
-                    tally = self._tally(name, module, probe)
-                    self._of_module.setdefault(module, []).append(tally)
-                for probe in probes:
-                    for variable, reason in (probe.missing(module) if probe.missing else {}).items():
-                        self._reasons.lacks(name, [variable], reason)
-        self._parts = {part: parent for parent, part in self._wanted_parts()}
+        self.sums: dict[tuple[str, str], Accumulator] = {}
+        self.missing: dict[str, dict[str, str]] = {}
         self.training_forwards = 0
-        self._entered: dict[nn.Module, int] = {}
-        self._scene, self._whole = FeatureMaps(prefix_of(self._names, prefix_tokens)), False
-        self._checked: set[str] = set()
-        self._begin()
-        self._forwards = Forwards(model, self)
+        self.lock = threading.RLock()
+        self._entered: Counter[nn.Module] = Counter()
+        self._of_module: dict[nn.Module, list[Accumulator]] = {}
+        for module, name in self._names.items():
+            if wanted is None or name in wanted:
+                self._attach(name, module, probes)
+        self._parts = {part for many in self._of_module.values() for one in many for _, part in _parts_of(one)}
+        self._epoch = self._begun_in = 0
+        self._clear()
+        self.stream = AttentionStream(
+            model,
+            self,
+            layers=wanted if self._attention_probes else (),
+            skipped=[module for module, many in self._of_module.items() if any(_has_heads(s.probe) for s in many)],
+            prefix_tokens=prefix_tokens,
+        )
         try:
-            for tally in self.tallies.values():
-                tally.follow_gradients()
+            self._follow_gradients()
         except BaseException:
             self.remove()
             raise
 
     @property
-    def attached(self) -> bool:
-        """Whether forwards are still followed."""
-        return self._forwards.attached
-
-    @property
     def sees_forwards(self) -> bool:
         """Whether any probe measures them."""
-        return bool(self._attention_probes) or any(tally.probe.runs for tally in self.tallies.values())
+        return bool(self._attention_probes) or any(one.probe.runs for one in self._all())
 
     @property
     def missed_attention(self) -> bool:
@@ -127,238 +110,185 @@ class Collector:
     @property
     def class_counts(self) -> dict[str, int]:
         """How many classes each pool has that has a token for each of them, if it or what is in it is wanted."""
-        wanted = [name for name in self._names.values() if self.wants_layer(name)]
+        wanted = self._names.values() if self._wanted is None else self._wanted
         counts = class_counts(self._names)
         return {pool: n for pool, n in counts.items() if any(f"{name}.".startswith(f"{pool}.") for name in wanted)}
 
     def remove(self) -> None:
-        """Detach."""
-        self._forwards.remove()
-        for tally in self.tallies.values():
-            tally.remove()
+        """Detach; may be called more than once."""
+        self.stream.remove()
+        for one in self._all():
+            one.remove()
 
     def reset(self) -> None:
-        """Start the next epoch."""
+        """Start the next epoch. A forward that is running now belongs to none."""
+        self._epoch += 1
         self.training_forwards = 0
         self._entered.clear()
-        for tally in self.tallies.values():
-            tally.reset()
+        for one in self._all():
+            one.reset()
 
     def expect(self, layer: str, kind: str) -> None:
-        """Have a tally for what another rank has found."""
-        if (layer, kind) not in self.tallies:
+        """Have room for what another rank has found."""
+        if (layer, kind) not in self.sums:
             probe = next(probe for probe in self._attention_probes if probe.kind == kind)
             module = next(module for module, name in self._names.items() if name == layer.split("#")[0])
-            self._tally(layer, module, probe)
+            self._sums_of(layer, module, probe)
 
-    def wants_layer(self, name: str) -> bool:
-        """Whether the user asked for it."""
-        return self._wanted is None or name in self._wanted
-
-    # What a Listener is told.
+    # What the stream tells: see AttentionListener.
 
     def wants(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
-        """See :class:`tcnn_probe.hooks.forwards.Listener`."""
-        if any(isinstance(x, Tensor) and x.numel() == 0 for x in inputs):
-            return False
+        """Whether this forward is to be measured."""
         training = self._model.training
         self.training_forwards += training
-        for tally in self.tallies.values():
-            tally.follow_gradients()
-        if not self.sees_forwards:
+        self._follow_gradients()
+        if not self.sees_forwards or not self._sampling.takes(training=training):
             return False
-        if self._when != "always" and training != (self._when == "train"):
-            return False
-        count = self._entered[entry] = self._entered.get(entry, -1) + 1
-        full = self._max_images is not None and any(t.probe.runs for t in self.tallies.values())
-        full = full and all(t.images >= (self._max_images or 0) for t in self.tallies.values() if t.probe.runs)
-        return count % self._every == 0 and not full
+        number = self._entered[entry]
+        self._entered[entry] += 1
+        return number % self._sampling.every == 0 and not self._is_full()
 
-    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> None:
-        """See :class:`tcnn_probe.hooks.forwards.Listener`."""
-        self._begin()
+    def begins(self, entry: nn.Module) -> None:
+        """Begin anew."""
+        self._clear()
+        self._begun_in = self._epoch
         self._whole = unwrap(entry) is unwrap(self._model)
-        self._scene.enter(inputs, whole_model=entry is self._model)
 
-    def asked(self, running: Sequence[tuple[nn.Module, Sequence[Any]]], seen: SeenAttention | SeenProduct) -> None:
-        """See :class:`tcnn_probe.hooks.forwards.Listener`."""
-        if isinstance(seen, SeenProduct):
-            self._confirm(seen)
-            return
-        module = running[-1][0]
-        name = self._names[module]
-        if not self._attention_probes or not self.wants_layer(name) or self._is_measured_whole(module):
-            return
-        number = self._asked[module] = self._asked.get(module, -1) + 1
-        layer = f"{name}#{number}" if number else name
-        try:
-            with named(layer):
-                call = rebuild(seen, layer, running, self._scene)
-        except NoTokenAttentionError as reason:
-            self.unsupported[layer] = str(reason)
-            return
-        source = seen.logits if seen.logits is not None else seen.query
-        assert source is not None
-        with named(layer), without_autocast(source):
-            if layer not in self._checked and (off := discrepancy(seen, module)) is not None:
-                self._checks.append(_Check(layer, *off))
-            for probe in self._attention_probes:
-                assert probe.attention is not None
-                if measured := checked(probe, probe.attention(call), images=True):
-                    tally = self._tally(layer, module, probe)
-                    softmax = seen.output if seen.logits is not None else None
-                    self._keep(tally, measured, call, None if softmax is None else SeenOperand.of(softmax))
-                    self.unsupported.pop(layer, None)
+    def attends(self, call: AttentionCall) -> list[_Measured]:
+        """Measure an attention."""
+        found = []
+        for probe in self._attention_probes:
+            assert probe.attention is not None
+            if values := checked(probe, probe.attention(call), images=True):
+                found.append(self._measured(call.name, call.module, probe, values, call))
         if call.layout.reason:
             known = {name for probe in self._attention_probes for name in probe.variables}
-            distances = [name for name in ("attention_distance", "uniform_distance") if name in known]
-            self._reasons.lacks(layer, distances, call.layout.reason)
+            self._lacks(call.name, known & {"attention_distance", "uniform_distance"}, call.layout.reason)
+        return found
 
-    def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> bool:
-        """See :class:`tcnn_probe.hooks.forwards.Listener`."""
-        self._asked.pop(module, None)
-        self._ran.add(module)
-        self._scene.passes([*inputs, output])
+    def watches(self, module: nn.Module) -> bool:
+        """Whether a probe measures this module, or one that it is a part of."""
         return module in self._of_module or module in self._parts
 
     def ran(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
-        """See :class:`tcnn_probe.hooks.forwards.Listener`."""
+        """Measure a module that has run."""
         if module in self._parts:
             self._calls[module] = ForwardCall(module, self._names[module], inputs, output)
-        tallies = [tally for tally in self._of_module.get(module, ()) if tally.probe.measure is not None]
-        for tally in tallies:
-            probe = tally.probe
-            assert probe.measure is not None
-            parts = {part: self._calls[sub] for part, sub in self._parts_of(tally) if sub in self._calls}
-            call = ForwardCall(module, tally.name, inputs, output, parts)
-            with named(tally.name):
-                unchecked = probe.rebuild is not None and tally.name not in self._checked
-                if unchecked and probe.rebuild and (rebuilt := probe.rebuild(call)) is not None:
-                    self._checks.append(_Check(tally.name, *_difference(rebuilt, output)))
-                if measured := checked(probe, probe.measure(call), images=True):
-                    self._keep(tally, measured, call, None)
-        for tally in tallies:
-            for _, sub in self._parts_of(tally):
-                self._calls.pop(sub, None)
+        measuring = [one for one in self._of_module.get(module, ()) if one.probe.measure is not None]
+        for one in measuring:
+            parts = {name: self._calls[part] for name, part in _parts_of(one) if part in self._calls}
+            with named_in_errors(one.name), edited(module):
+                self._measure(one, ForwardCall(module, one.name, inputs, output, parts))
+        for one in measuring:
+            for _, part in _parts_of(one):
+                self._calls.pop(part, None)
 
-    def ends(self, *, whole: bool, output: Any = None) -> None:
-        """See :class:`tcnn_probe.hooks.forwards.Listener`."""
-        pending, checks, ran = self._pending, self._checks, self._ran
-        self._begin()
-        if not whole:
-            return
-        self._verify(checks)
-        attended = {one.tally for one in pending if one.softmax is None}
-        for one in pending:
-            if one.softmax is not None:
-                if one.tally.images == 0 and one.tally not in attended:
-                    self.unsupported[one.tally.name] = "a softmax that weighs no values in a matrix product"
-                    self._forget(one.tally)
-                continue
-            left = None if self._max_images is None else self._max_images - one.tally.images
-            one.tally.add(one.measured, left)
-            self.unsupported.pop(one.tally.name, None)  # as it was called in forwards before this one
-            if one.maps is not None:
-                self._keep_maps(one, output)
-        if self._attention_probes:
-            self._reasons.explain(ran, {layer for layer, _ in self.tallies}, self.wants_layer)
+    def ends(self, kept: Sequence[Any], output: Any) -> None:
+        """Add up what was measured, unless the epoch was marked meanwhile."""
+        measured = [*self._pending, *(one for found in kept for one in found)]
+        self._clear()
+        with self.lock:
+            if self._begun_in == self._epoch:
+                for one in measured:
+                    self._add(one, output if self._whole else None)
+
+    def fails(self) -> None:
+        """Forget what was measured."""
+        self._clear()
 
     # Helpers.
 
-    def _begin(self) -> None:
-        self._pending: list[_Pending] = []
-        self._checks: list[_Check] = []
-        self._asked: dict[nn.Module, int] = {}
-        self._calls: dict[nn.Module, ForwardCall] = {}
-        self._ran: set[nn.Module] = set()
+    def _attach(self, name: str, module: nn.Module, probes: Sequence[Probe]) -> None:
+        mine = [probe for probe in probes if probe.applies_to(module)]
+        rivals = [probe for probe in mine if _has_heads(probe)][1:]
+        for probe in mine:
+            if probe not in rivals:
+                try:
+                    one = self._sums_of(name, module, probe)
+                    self._of_module.setdefault(module, []).append(one)
+                except NotMeasuredError as reason:
+                    self._lacks(name, probe.variables, str(reason))
 
-    def _tally(self, layer: str, module: nn.Module, probe: Probe) -> Tally:
+    def _sums_of(self, layer: str, module: nn.Module, probe: Probe) -> Accumulator:
         key = layer, probe.kind
-        if key not in self.tallies:
-            self.tallies[key] = Tally(layer, module, probe)
+        if key not in self.sums:
+            self.sums[key] = Accumulator(layer, module, probe)
             self.order.setdefault(layer, self.order[self._names[module]])
-        return self.tallies[key]
+        return self.sums[key]
 
-    def _forget(self, tally: Tally) -> None:
-        self.tallies.pop((tally.name, tally.probe.kind), None)
+    def _all(self) -> list[Accumulator]:
+        """As they are now, though another thread may add one."""
+        return list(self.sums.values())
 
-    def _keep(
+    def _lacks(self, layer: str, variables: Collection[str], why: str) -> None:
+        for variable in variables:
+            self.missing.setdefault(variable, {})[layer] = why
+
+    def _follow_gradients(self) -> None:
+        for one in self._all():
+            one.follow_gradients()
+
+    def _clear(self) -> None:
+        self._pending: list[_Measured] = []
+        self._calls: dict[nn.Module, ForwardCall] = {}
+        self._images: Counter[tuple[str, str]] = Counter()  # of this forward
+
+    def _is_full(self) -> bool:
+        most = self._sampling.max_images
+        counts = [one.images for one in self._all() if one.probe.runs]
+        return most is not None and bool(counts) and min(counts) >= most
+
+    def _measure(self, one: Accumulator, call: ForwardCall) -> None:
+        probe, verification = one.probe, self.stream.verification
+        if probe.rebuild is not None and verification.needed(one.name) and (rebuilt := probe.rebuild(call)) is not None:
+            off = relative_difference(rebuilt, call.output[:1])
+            verification.add(one.name, off, tolerance(call.output.dtype))
+        assert probe.measure is not None
+        if values := checked(probe, probe.measure(call), images=True):
+            self._pending.append(self._measured(one.name, one.module, probe, values, call))
+
+    def _measured(
         self,
-        tally: Tally,
-        measured: Mapping[str, Tensor],
+        layer: str,
+        module: nn.Module,
+        probe: Probe,
+        values: Mapping[str, Tensor],
         call: AttentionCall | ForwardCall,
-        softmax: SeenOperand | None,
-    ) -> None:
-        heads = isinstance(call, AttentionCall) and (call.heads > 1 or (softmax is not None and len(softmax.shape) > 3))
-        one = _Pending(tally, measured, softmax=softmax, heads=heads)
-        if self._chosen and tally.probe.maps is not None:
-            before = tally.images + sum(len(_any(p.measured)) for p in self._pending if p.tally is tally)
-            count = len(_any(measured)) if self._max_images is None else self._max_images - before
-            here = [i for i in range(min(count, len(_any(measured)))) if before + i in self._chosen]
-            if here:
-                one.chosen, one.rows, one.maps = [before + i for i in here], here, tally.probe.maps(call, here)
-                for name in tally.probe.of_classes & one.maps.keys():
-                    self._classes.check({tally.name: one.maps[name].shape[1]})
-                if isinstance(call, AttentionCall) and call.layout.reason:
-                    lacking = tally.probe.of_images - one.maps.keys()
-                    lacking -= tally.probe.of_classes if one.maps else set()  # which are made of these
-                    self._reasons.lacks(tally.name, lacking, call.layout.reason)
-        self._pending.append(one)
+    ) -> _Measured:
+        """With the maps of those images that are chosen."""
+        one, key = _Measured(layer, module, probe, values), (layer, probe.kind)
+        before = self._images[key] + (self.sums[key].images if key in self.sums else 0)
+        self._images[key] += one.images
+        most = self._sampling.max_images
+        count = one.images if most is None else min(one.images, most - before)
+        rows = [i for i in range(count) if before + i in self._chosen] if self._chosen and probe.maps else []
+        if not rows or probe.maps is None:
+            return one
+        one.chosen, one.rows, one.maps = [before + i for i in rows], rows, probe.maps(call, rows)
+        for name in probe.of_classes & one.maps.keys():
+            self._classes.check({layer: one.maps[name].shape[1]})
+        if isinstance(call, AttentionCall) and call.layout.reason:
+            lacking = probe.of_images - one.maps.keys()
+            lacking -= probe.of_classes if one.maps else set()  # which are made of these
+            self._lacks(layer, lacking, call.layout.reason)
+        return one
 
-    def _keep_maps(self, one: _Pending, output: Any) -> None:
-        """Of the classes to keep, now that the model's output is known."""
-        assert one.maps is not None
-        output = output if self._whole else None
-        maps, why = self._classes.of(one.maps, output, one.rows, len(_any(one.measured)))
-        one.tally.add_maps(one.chosen, maps)
-        if why:
-            self._reasons.lacks(one.tally.name, one.tally.probe.of_classes, why)
-
-    def _confirm(self, seen: SeenProduct) -> None:
-        """A softmax is attention once its result, mixed among heads perhaps, multiplies values."""
-        for one in self._pending:
-            if one.softmax is not None and any(
-                one.softmax.is_in(operand, heads=one.heads) for operand in seen.operands
-            ):
-                one.softmax = None
-
-    def _verify(self, checks: list[_Check]) -> None:
-        wrong = {c.layer: off for c in checks if not (off := float(c.off)) <= c.tolerance}
-        if wrong:
-            raise ReconstructionError(
-                f"attention rebuilt from what reached it differs from the model's own output, by these shares of its "
-                f"largest value: {wrong}; record the other layers with layers=, or write a probe for this kind of layer"
-            )
-        self._checked |= {check.layer for check in checks}
-
-    def _is_measured_whole(self, module: nn.Module) -> bool:
-        return any(t.probe.place == "" and t.probe.measure is not None for t in self._of_module.get(module, ()))
-
-    def _wanted_parts(self) -> Iterator[tuple[nn.Module, nn.Module]]:
-        for tallies in self._of_module.values():
-            for tally in tallies:
-                for _, part in self._parts_of(tally):
-                    yield tally.module, part
-
-    @staticmethod
-    def _parts_of(tally: Tally) -> Iterator[tuple[str, nn.Module]]:
-        for name in tally.probe.parts:
-            if isinstance(part := getattr(tally.module, name, None), nn.Module):
-                yield name, part
+    def _add(self, one: _Measured, output: Any) -> None:
+        sums, most = self._sums_of(one.layer, one.module, one.probe), self._sampling.max_images
+        sums.add(one.values, None if most is None else most - sums.images)
+        if one.maps is not None:
+            maps, why = self._classes.of(one.maps, output, one.rows, one.images)
+            sums.add_maps(one.chosen, maps)
+            if why:
+                self._lacks(one.layer, one.probe.of_classes, why)
 
 
-def _without_rivals(probes: list[Probe]) -> list[Probe]:
-    """Of those that measure heads of a layer, the first."""
-    heads = [probe for probe in probes if probe.place == "" and probe.measure is not None]
-    return [probe for probe in probes if probe not in heads[1:]]
+def _has_heads(probe: Probe) -> bool:
+    """Whether it measures the heads of a layer by the layer's input."""
+    return probe.place == "" and probe.measure is not None
 
 
-def _any(measured: Mapping[str, Tensor]) -> Tensor:
-    return next(iter(measured.values()))
-
-
-def _difference(rebuilt: Tensor, output: Tensor) -> tuple[Tensor, float]:
-    expected = output[:1]
-    broken = ~expected.isfinite()
-    off, size = (x.masked_fill(broken, 0).abs().amax().float() for x in (rebuilt - expected, expected))
-    return off / size.clamp_min(1e-30), 0.1 if output.dtype in (torch.float16, torch.bfloat16) else 5e-3
+def _parts_of(one: Accumulator) -> Iterator[tuple[str, nn.Module]]:
+    for name in one.probe.parts:
+        if isinstance(part := getattr(one.module, name, None), nn.Module):
+            yield name, part

@@ -7,11 +7,19 @@ from typing import Any
 import numpy as np
 
 from tcnn_probe.probes import Probe
-from tcnn_probe.recording.accumulator import Found, Tally
+from tcnn_probe.recording.accumulator import Accumulator, EpochSums
 from tcnn_probe.recording.classes import Classes
 from tcnn_probe.schema import COUNTS, Group, Variable
 
-__all__ = ["MAPS_OF_CLASSES", "LayerValues", "assemble", "groups_of", "layer_values", "map_values"]
+__all__ = [
+    "MAPS_OF_CLASSES",
+    "LayerValues",
+    "assemble",
+    "groups_of",
+    "layer_values",
+    "map_values",
+    "without_strangers",
+]
 
 MAPS_OF_CLASSES = "maps/classes/"
 """Where the groups of these are."""
@@ -23,31 +31,33 @@ class LayerValues:
     Args:
         place: path of the group.
         layer: name.
+        maps: whether it is maps.
+
+    Attributes:
         table: the layer's entry in the layer table.
         variables: those that the layer's probes have in this group.
         values: of those that have one, shape (*dims) without "layer".
         coords: labels along dimensions.
     """
 
-    def __init__(self, place: str, layer: str) -> None:
-        self.place, self.layer = place, layer
+    def __init__(self, place: str, layer: str, *, maps: bool) -> None:
+        self.place, self.layer, self.maps = place, layer, maps
         self.table: dict[str, Any] = {}
         self.variables: dict[str, Variable] = {}
         self.values: dict[str, np.ndarray] = {}
         self.coords: dict[str, Sequence[Any]] = {}
-        self.maps = False
 
     def add(self, probe: Probe, variables: Mapping[str, Variable], values: Mapping[str, np.ndarray]) -> None:
-        """What one probe found."""
+        """Add what one probe found."""
         self.table.setdefault("kind", probe.kind)
         self.variables |= variables
         self.values |= values
-        self.coords |= {dim: labels for dim, labels in probe.coords.items() if dim in self.sizes()}
-        heads = self.sizes().get("head")
-        self.table |= {} if heads is None else {"heads": heads}
+        sizes = self.sizes()
+        self.coords |= {dim: labels for dim, labels in probe.coords.items() if dim in sizes}
+        self.table |= {"heads": sizes["head"]} if "head" in sizes else {}
 
     def sizes(self) -> dict[str, int]:
-        """Of the dimensions that the values show."""
+        """Lengths of the dimensions that the values show."""
         sizes: dict[str, int] = {}
         for name, value in self.values.items():
             dims = self.variables[name].dims[1:]
@@ -62,13 +72,23 @@ class LayerValues:
             sizes.setdefault("head", self.table["heads"])  # of a layer that has no value yet
         return sizes
 
+    @property
+    def nonfinite_images(self) -> int:
+        """How many images gave NaN or infinities."""
+        return int(self.values.get("nonfinite_images", 0))
 
-def layer_values(tallies: Iterable[Tally], found: Mapping[tuple[str, str], Found]) -> list[LayerValues]:
-    """The numbers, without maps."""
+    def is_finite(self) -> bool:
+        """Whether all values are."""
+        return all(np.isfinite(value).all() for value in self.values.values())
+
+
+def layer_values(sums: Iterable[Accumulator], found: Mapping[tuple[str, str], EpochSums]) -> list[LayerValues]:
+    """The numbers of each layer, without maps."""
     layers: dict[tuple[str, str], LayerValues] = {}
-    for tally in tallies:
-        probe, one = tally.probe, found[tally.name, tally.probe.kind]
-        entry = layers.setdefault((probe.place, tally.name), LayerValues(probe.place, tally.name))
+    for each in sums:
+        probe, one = each.probe, found[each.name, each.probe.kind]
+        key = probe.place, each.name
+        entry = layers.setdefault(key, LayerValues(*key, maps=False))
         values = one.state | one.means()
         variables = {name: about for name, about in probe.variables.items() if name not in probe.of_images}
         if probe.runs:
@@ -76,24 +96,24 @@ def layer_values(tallies: Iterable[Tally], found: Mapping[tuple[str, str], Found
             values |= {"images": np.array(float(one.images)), "nonfinite_images": np.array(float(one.nonfinite))}
         entry.add(probe, variables, values)
         if probe.facts is not None:
-            entry.table |= dict(probe.facts(tally.module))
+            entry.table |= dict(probe.facts(each.module))
     return list(layers.values())
 
 
-def map_values(tallies: Iterable[Tally], images: Sequence[int], classes: Classes) -> list[LayerValues]:
+def map_values(sums: Iterable[Accumulator], images: Sequence[int], classes: Classes) -> list[LayerValues]:
     """The maps of chosen images, and numbers beside them; layers whose maps have one shape share a group."""
     layers: dict[tuple[str, str], LayerValues] = {}
-    for tally in tallies:
-        for image, maps in tally.maps.items():
-            found = {name: _of_image(tally.probe.variables[name], value.cpu().numpy()) for name, value in maps.items()}
-            for names in (maps.keys() - tally.probe.of_classes, maps.keys() & tally.probe.of_classes):
-                place = _place_of_maps([found[name] for name in names])
+    for each in sums:
+        for image, maps in each.maps.items():
+            found = {name: _of_image(each.probe.variables[name], value.cpu().numpy()) for name, value in maps.items()}
+            for names in (maps.keys() - each.probe.of_classes, maps.keys() & each.probe.of_classes):
+                key = _place_of_maps([found[name] for name in names]), each.name
                 for name in sorted(names):
                     about, array = found[name]
-                    entry = layers.setdefault((place, tally.name), LayerValues(place, tally.name))
+                    entry = layers.setdefault(key, LayerValues(*key, maps=True))
                     if name not in entry.values:
-                        entry.add(tally.probe, {name: about}, {name: _empty((len(images), *array.shape), about)})
-                        entry.coords["image"], entry.maps = list(images), True
+                        entry.add(each.probe, {name: about}, {name: _empty((len(images), *array.shape), about)})
+                        entry.coords["image"] = list(images)
                     if "class" in about.dims:
                         entry.table["classes"] = classes.plain
                         entry.coords |= {"class": classes.chosen} if classes.chosen else {}
@@ -144,6 +164,21 @@ def groups_of(layers: Iterable[LayerValues], order: Mapping[str, int]) -> dict[s
         table = {entry.layer: entry.table for entry in entries}
         groups[place] = Group(variables, table, sizes, any(entry.maps for entry in entries), coords)
     return groups
+
+
+def without_strangers(layers: list[LayerValues], groups: Mapping[str, Group]) -> list[str]:
+    """Leave out the layers and variables that a recording began without, in place; and say so, in words."""
+    told = []
+    known = [entry for entry in layers if entry.place in groups and entry.layer in groups[entry.place].layers]
+    if strange := [f"{e.layer} in {e.place}" if e.place else e.layer for e in layers if e not in known]:
+        told.append(f"not recorded, because the recording began without them: {strange[:3]} (of {len(strange)})")
+    for entry in known:
+        if names := sorted(entry.values.keys() - groups[entry.place].variables.keys()):
+            told.append(f"not recorded, because the recording began without them: {names} of {entry.layer!r}")
+        for name in names:
+            del entry.values[name]
+    layers[:] = known
+    return told
 
 
 def assemble(layers: Collection[LayerValues], groups: Mapping[str, Group]) -> dict[str, dict[str, np.ndarray]]:

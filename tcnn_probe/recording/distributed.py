@@ -1,7 +1,7 @@
 """Several processes that train one model: each measures its own images, the first writes what all found."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -39,31 +39,26 @@ class Ranks:
         dist.all_gather_object(everyone, value)
         return everyone
 
-    def each(self, action: Callable[[], T]) -> list[T]:
-        """What every rank returns, in the order of ranks.
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """What all ranks do together; none waits for one that failed.
 
         Raises:
-            RuntimeError: on all ranks, if the action fails on one of them, which raises its own error.
+            RuntimeError: on all ranks, if one fails, which raises its own error.
         """
-        if not self.together:
-            return [action()]
-        mine: tuple[T | None, str | None]
         problem: Exception | None = None
         try:
-            mine = action(), None
+            yield
         except Exception as error:
-            mine, problem = (None, f"{type(error).__name__}: {error}"), error
-        everyone = self.gather(mine)
+            if not self.together:
+                raise
+            problem = error
+        told = self.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
         if problem is not None:
             raise problem
-        for rank, (_, told) in enumerate(everyone):
-            if told is not None:
-                raise RuntimeError(f"rank {rank} failed with {told}")
-        return [value for value, _ in everyone]  # type: ignore[misc]
-
-    def writer(self, action: Callable[[], T]) -> T:
-        """What the writing rank alone does and returns, which all are told; or its error, on all of them."""
-        return self.each(lambda: action() if self.writes else None)[0]  # type: ignore[return-value]
+        for rank, message in enumerate(told):
+            if message is not None:
+                raise RuntimeError(f"rank {rank} failed with {message}")
 
 
 @contextmanager

@@ -40,8 +40,8 @@ def as_numbers(scalars: Mapping[str, SupportsFloat], along: str) -> dict[str, fl
 
 def _as_number(name: str, value: SupportsFloat) -> float:
     try:
-        if isinstance(value, str):
-            raise TypeError("a string")
+        if isinstance(value, str | bytes | bytearray):
+            raise TypeError("text")
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"expected a number for {name!r}, got {value!r}") from error

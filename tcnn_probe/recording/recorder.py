@@ -4,23 +4,25 @@ import json
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, SupportsFloat
 
-import numpy as np
 import xarray as xr
 from torch import nn
 
 from tcnn_model.conversion.selection import LayerFilter
+from tcnn_probe.models import check_model
 from tcnn_probe.probes import DEFAULT, Probe, find_probes
 from tcnn_probe.provenance import provenance
-from tcnn_probe.recording.accumulator import Found
-from tcnn_probe.recording.checks import check_found, check_probes, check_same_recording
-from tcnn_probe.recording.collector import Collector, When
-from tcnn_probe.recording.dataset import LayerValues, assemble, groups_of, layer_values, map_values
+from tcnn_probe.recording.accumulator import EpochSums
+from tcnn_probe.recording.checks import check_epoch, check_probes, check_resumed, check_same_recording, check_scalars
+from tcnn_probe.recording.classes import Classes
+from tcnn_probe.recording.collector import Collector
+from tcnn_probe.recording.dataset import LayerValues, assemble, groups_of, layer_values, map_values, without_strangers
 from tcnn_probe.recording.distributed import Ranks, whole_parameters
 from tcnn_probe.recording.marks import a_or_an, as_mark, as_numbers
-from tcnn_probe.recording.options import Options, check_model
+from tcnn_probe.recording.options import Sampling, When, check_along, check_integer, image_numbers, wanted_layers
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore
 
@@ -30,22 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Recorder", "record"]
 
 
-def record(
-    model: nn.Module,
-    store: "str | os.PathLike[str] | Store | None" = None,
-    *,
-    layers: LayerFilter | None = None,
-    probes: Iterable[str | Probe] | str | Probe | None = None,
-    when: When = "eval",
-    every: int = 1,
-    images: int | Collection[int] | None = None,
-    classes: int | Collection[int] | None = 3,
-    max_images: int | None = None,
-    along: str = "epoch",
-    prefix_tokens: int | None = None,
-    distributed: bool | None = None,
-) -> "Recorder":
-    """Record what the attention heads of a model do, epoch by epoch.
+class Recorder:
+    """Record what the attention heads of a model do, epoch by epoch; ``tcnn_probe.record`` is its usual name.
 
     ::
 
@@ -58,7 +46,7 @@ def record(
 
     Every softmax attention is measured as it happens, with torch's fused attention left on, and only sums over images
     are kept: memory does not grow with the number of images. What the model computes is not changed. Everything that is
-    attached is removed at the end of the ``with``, also through an exception, or by :meth:`Recorder.remove`.
+    attached is removed at the end of the ``with``, also through an exception, or by :meth:`remove`.
 
     Args:
         model: any module, not compiled (compile it after this call if you like), in a wrapper such as
@@ -84,73 +72,55 @@ def record(
         ValueError: a layer, a probe or an option that is unknown; a store that holds something else (StoreError).
         TypeError: ``model`` is no module, or is compiled: what it does could not be seen.
     """
-    options = Options(
-        layers=layers,
-        when=when,
-        every=every,
-        images=images,
-        classes=classes,
-        max_images=max_images,
-        along=along,
-        prefix_tokens=prefix_tokens,
-    )
-    return Recorder(model, store, probes=probes, options=options, distributed=distributed)
-
-
-class Recorder:
-    """See :func:`record`, which makes one."""
 
     def __init__(
         self,
         model: nn.Module,
         store: "str | os.PathLike[str] | Store | None" = None,
         *,
+        layers: LayerFilter | None = None,
         probes: Iterable[str | Probe] | str | Probe | None = None,
-        options: Options | None = None,
+        when: When = "eval",
+        every: int = 1,
+        images: int | Collection[int] | None = None,
+        classes: int | Collection[int] | None = 3,
+        max_images: int | None = None,
+        along: str = "epoch",
+        prefix_tokens: int | None = None,
         distributed: bool | None = None,
     ) -> None:
         check_model(model)
-        self._options = options = options or Options()
-        self._model, self._along = model, options.along
-        wanted = options.layer_names(model)
-        chosen_probes = find_probes(probes)
-        self._named = [] if probes is None else [probe.kind for probe in chosen_probes]
+        check_along(along)
+        if prefix_tokens is not None:
+            check_integer("prefix_tokens", prefix_tokens, 0)
+        self._model, self._along, self._asked = model, along, layers
+        self._sampling = Sampling(when, every, max_images, image_numbers(images))
+        self._classes, wanted, chosen = Classes.asked(classes), wanted_layers(model, layers), find_probes(probes)
+        self._named = [] if probes is None else [probe.kind for probe in chosen]
         self._ranks = Ranks(distributed)
         self._groups: Mapping[str, Group] | None = None
-
-        def open_store() -> tuple[int | float, ...]:
-            self._store = EpochStore(store if self._ranks.writes else None, along=options.along)
-            return self._store.marks
-
-        self._marks = self._ranks.each(open_store)[0]
-        self._collector = Collector(
-            model,
-            chosen_probes,
-            wanted,
-            when=options.when,
-            every=options.every,
-            images=options.image_numbers(),
-            classes=options.wanted_classes(),
-            max_images=options.max_images,
-            prefix_tokens=options.prefix_tokens,
-        )
-        try:
-            check_probes(chosen_probes, self._collector, model, options)
-            self._ranks.writer(lambda: check_same_recording(self._store, self._collector, model, options))
-        except BaseException:
-            self.remove()
-            raise
+        with ExitStack() as undo:
+            with self._ranks.agreed():
+                self._store = EpochStore(store if self._ranks.writes else None, along=along)
+                undo.callback(self._store.close)
+            self._marks = self._ranks.gather(self._store.marks)[0]
+            self._collector = Collector(model, chosen, wanted, self._sampling, self._classes, prefix_tokens)
+            undo.callback(self._collector.remove)
+            check_probes(chosen, self._collector, model, self._sampling, self._classes, chose_layers=layers is not None)
+            with self._ranks.agreed():
+                check_same_recording(self._store, self._collector, model, self._sampling, self._classes)
+            undo.pop_all()
 
     @property
     def layers(self) -> tuple[str, ...]:
         """Names of the layers recorded, in the model's order; attention is found in the first forward."""
-        names = dict.fromkeys(name for name, _ in self._collector.tallies)
+        names = dict.fromkeys(name for name, _ in self._collector.sums)
         return tuple(sorted(names, key=lambda name: (self._collector.order[name], name)))
 
     @property
     def unsupported(self) -> dict[str, str]:
         """Layers that look like attention and cannot be recorded, and why; known after the first forward."""
-        return dict(self._collector.unsupported)
+        return dict(self._collector.stream.unsupported)
 
     @property
     def missing(self) -> dict[str, dict[str, str]]:
@@ -189,7 +159,8 @@ class Recorder:
         """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``, and starts the next.
 
         Means are over all images and queries seen since the previous mark; gate, locality strength and centre are read
-        off the layers now. When this returns the epoch is in the store.
+        off the layers now. When this returns the epoch is in the store. A forward that another thread is in the middle
+        of belongs to no epoch.
 
         Args:
             if_marked: what to do if the store holds this epoch already, as it may after resuming: "error", or "skip"
@@ -203,22 +174,22 @@ class Recorder:
             RuntimeError: nothing was measured since the previous mark, or not what was asked for; or the recorder
                 was removed.
         """
-        number, scalars = self._agreed(values, if_marked)
-        found, missed = self._gather()
-        entries: list[LayerValues] = []
-
-        def write() -> tuple[int | float, ...]:
-            if not (if_marked == "skip" and number in self.epochs):
-                self._check_order(number)
-                check_found(found, self._collector, self._model, self._options, self._groups, missed=missed)
-                entries.extend(self._entries(found))
-                self._write(number, entries, scalars)
-            return self.epochs
-
-        self._marks = self._ranks.writer(write)
-        self._collector.reset()
-        self._warn_idle()
-        self._warn_nonfinite(entries)
+        with self._ranks.agreed():
+            number, scalars = self._told(values, if_marked)
+        numbers = self._ranks.gather(number)
+        if len(set(numbers)) > 1:
+            told = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(numbers))
+            raise ValueError(f"expected the same {self._along} on all ranks, got {self._along} {told}")
+        warned: list[str] = []
+        with self._collector.lock:
+            found, missed = self._gather()
+            with self._ranks.agreed():
+                if self._ranks.writes and not (if_marked == "skip" and number in self.epochs):
+                    warned = self._write(number, scalars, found, missed=missed)
+            self._marks = self._ranks.gather(self.epochs)[0]
+            self._collector.reset()
+        for text in self._idle() + warned:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def remove(self) -> None:
         """Detach from the model, and finish writing. What was marked stays available; may be called more than once."""
@@ -238,79 +209,54 @@ class Recorder:
                 raise
             error.add_note(f"besides, the recording could not be finished: {problem!r}")
 
-    def _agreed(self, values: dict[str, SupportsFloat], if_marked: str) -> tuple[int | float, dict[str, float]]:
-        """The mark, which is to be the same on all ranks, and the scalars."""
+    def _told(self, values: dict[str, SupportsFloat], if_marked: str) -> tuple[int | float, dict[str, float]]:
+        """The mark and the scalars, as numbers."""
+        if not self._collector.stream.attached:
+            raise RuntimeError("the recorder was removed: mark() works inside the with block only")
+        if if_marked not in ("error", "skip"):
+            raise ValueError(f"expected if_marked='error' or 'skip', got {if_marked!r}")
+        if self._along not in values:
+            raise TypeError(f"mark() needs the {self._along}: mark({self._along}=..., top1=...)")
+        number = as_mark(self._along, values.pop(self._along))
+        return number, as_numbers(values, self._along)
 
-        def mine() -> tuple[int | float, dict[str, float]]:
-            if not self._collector.attached:
-                raise RuntimeError("the recorder was removed: mark() works inside the with block only")
-            if if_marked not in ("error", "skip"):
-                raise ValueError(f"expected if_marked='error' or 'skip', got {if_marked!r}")
-            if self._along not in values:
-                raise TypeError(f"mark() needs the {self._along}: mark({self._along}=..., top1=...)")
-            number = as_mark(self._along, values.pop(self._along))
-            return number, as_numbers(values, self._along)
-
-        everyone = self._ranks.each(mine)
-        numbers = [number for number, _ in everyone]
-        if len(set(numbers)) > 1:
-            told = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
-            raise ValueError(f"expected the same {self._along} on all ranks, got {self._along} {told}")
-        return everyone[0]
-
-    def _gather(self) -> tuple[dict[tuple[str, str], Found], bool]:
+    def _gather(self) -> tuple[dict[tuple[str, str], EpochSums], bool]:
         """What all ranks found, by layer and probe; and whether none has seen a forward in which attention could be."""
-        collector, tallies = self._collector, self._collector.tallies
-        with whole_parameters(self._model):
-            mine = self._ranks.each(
-                lambda: ({k: tallies[k].found() for k in sorted(tallies)}, collector.missed_attention)
-            )
-        everyone, missed = zip(*mine, strict=True)
-        keys = dict.fromkeys(key for key in (*tallies, *(key for one in everyone for key in one)))
+        collector, sums = self._collector, self._collector.sums
+        with whole_parameters(self._model), self._ranks.agreed():
+            mine = {key: sums[key].found() for key in sorted(sums)}
+        everyone, missed = zip(*self._ranks.gather((mine, collector.missed_attention)), strict=True)
+        keys = dict.fromkeys(key for one in (sums, *everyone) for key in one)
         for layer, kind in keys:
             collector.expect(layer, kind)  # on a rank that has seen no image
-        return {key: Found.together(one[key] for one in everyone if key in one) for key in keys}, all(missed)
+        found = {key: EpochSums.together(one[key] for one in everyone if key in one) for key in keys}
+        return found, all(missed)
 
-    def _entries(self, found: Mapping[tuple[str, str], Found]) -> list[LayerValues]:
-        tallies = [self._collector.tallies[key] for key in found]
-        return layer_values(tallies, found) + map_values(
-            tallies, self._options.image_numbers(), self._options.wanted_classes()
-        )
-
-    def _write(self, number: int | float, entries: list[LayerValues], scalars: dict[str, float]) -> None:
-        if self._groups is None:
-            groups = groups_of(entries, self._collector.order)
-            if self._store.groups is None:
-                self._store.create(groups, provenance(self._model) | self._reasons())
-            else:
-                self._store.check(groups)
-            self._groups = groups
-        known = [entry for entry in entries if entry.layer in getattr(self._groups.get(entry.place), "layers", ())]
-        if strange := [f"{e.layer} in {e.place}" if e.place else e.layer for e in entries if e not in known]:
-            warnings.warn(
-                f"not recorded, because the recording began without them: {strange[:3]} (of {len(strange)})",
-                RuntimeWarning,
-                stacklevel=7,
-            )
-        for entry in known:
-            self._drop_strange(entry)
-        taken = {name for group in self._groups.values() for name in group.variables} & scalars.keys()
-        if taken:
-            raise ValueError(f"{sorted(taken)[0]!r} is the name of a recorded variable: give the scalar another one")
-        self._store.append(number, assemble(known, self._groups), scalars, attrs=self._reasons())
-
-    def _drop_strange(self, entry: LayerValues) -> None:
-        """Variables that no layer had at the first mark, whose sizes were then not known."""
-        assert self._groups is not None
-        strange = entry.values.keys() - self._groups[entry.place].variables.keys()
-        if strange:
-            warnings.warn(
-                f"not recorded, because the recording began without them: {sorted(strange)} of {entry.layer!r}",
-                RuntimeWarning,
-                stacklevel=8,
-            )
-        for name in strange:
-            del entry.values[name]
+    def _write(
+        self,
+        number: int | float,
+        scalars: Mapping[str, float],
+        found: Mapping[tuple[str, str], EpochSums],
+        *,
+        missed: bool,
+    ) -> list[str]:
+        """Store an epoch; nothing is changed where it is refused. Returns what to warn of."""
+        self._check_order(number)
+        check_epoch(found, self._collector, self._model, self._sampling, self._asked, self._groups, missed=missed)
+        sums = [self._collector.sums[key] for key in found]
+        entries = layer_values(sums, found) + map_values(sums, self._sampling.images, self._classes)
+        groups = self._groups or groups_of(entries, self._collector.order)
+        if self._groups is None and (stored := self._store.groups) is not None:
+            check_resumed(stored, groups)
+            groups = stored
+        check_scalars(scalars, groups)
+        warned = without_strangers(entries, groups) + _nonfinite(entries)
+        if self._store.groups is None:
+            images = {"images": json.dumps(self._sampling.images)}  # of which maps are kept
+            self._store.create(groups, provenance(self._model) | images | self._reasons())
+        self._groups = groups
+        self._store.append(number, assemble(entries, groups), scalars, attrs=self._reasons())
+        return warned
 
     def _reasons(self) -> dict[str, str]:
         """Why layers or variables are not recorded, as attributes: also what earlier runs have found."""
@@ -319,7 +265,7 @@ class Recorder:
         unsupported = {layer: why for layer, why in unsupported.items() if layer not in self.layers}
         for variable, layers in self._collector.missing.items():
             missing[variable] = missing.get(variable, {}) | layers
-        return {"unsupported": json.dumps(unsupported | self._collector.unsupported), "missing": json.dumps(missing)}
+        return {"unsupported": json.dumps(unsupported | self.unsupported), "missing": json.dumps(missing)}
 
     def _check_marked(self) -> None:
         if not self._ranks.writes:
@@ -336,24 +282,22 @@ class Recorder:
                 f"expected {a_or_an(self._along)} later than the last one marked, {marks[-1]}, got {number}"
             )
 
-    def _warn_idle(self) -> None:
-        """Probes that were named and found no layer, once; of those that are there by default one is enough."""
-        busy = {kind for _, kind in self._collector.tallies}
+    def _idle(self) -> list[str]:
+        """Say once which probes were named and found no layer; of those that are there by default one is enough."""
+        busy = {kind for _, kind in self._collector.sums}
         idle = [kind for kind in self._named if kind not in busy and not (kind in DEFAULT and busy & {*DEFAULT})]
         self._named = []
-        if idle:
-            warnings.warn(f"no layer was found for the probes {idle}", RuntimeWarning, stacklevel=3)
+        return [f"no layer was found for the probes {idle}"] if idle else []
 
-    def _warn_nonfinite(self, entries: Iterable[LayerValues]) -> None:
-        bad = {
-            entry.layer: int(entry.values.get("nonfinite_images", np.array(0)))
-            for entry in entries
-            if not entry.maps and not all(np.isfinite(value).all() for value in entry.values.values())
-        }
-        if bad:
-            warnings.warn(
-                f"NaN or infinite values were recorded for these layers; the number of images that gave them "
-                f"(0: they are in the layer's parameters or gradients): {bad}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+
+record = Recorder
+
+
+def _nonfinite(entries: Iterable[LayerValues]) -> list[str]:
+    bad = {entry.layer: entry.nonfinite_images for entry in entries if not entry.maps and not entry.is_finite()}
+    if not bad:
+        return []
+    return [
+        f"NaN or infinite values were recorded for these layers; the number of images that gave them (0: they are in "
+        f"the layer's parameters or gradients): {bad}"
+    ]

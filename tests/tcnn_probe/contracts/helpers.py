@@ -11,17 +11,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import tcnn_probe
 
-__all__ = ["Trace", "attention_inputs", "clean", "entropies", "entropy", "images", "recorded", "vit"]
-
-LAYERS = ["blocks.0.attn", "blocks.1.attn"]
-HEADS = 3
+__all__ = ["Trace", "check_entropies", "clean", "entropies", "entropy", "images", "vit"]
 
 
 def vit(seed: int = 0, **options: Any) -> VisionTransformer:
     """Two blocks of 3 heads on 1 + 5 x 7 tokens, with peaked attention that differs between the heads."""
     torch.manual_seed(seed)
     model = VisionTransformer(
-        img_size=(20, 28), patch_size=4, in_chans=2, num_classes=5, embed_dim=12, depth=2, num_heads=HEADS, **options
+        img_size=(20, 28), patch_size=4, in_chans=2, num_classes=5, embed_dim=12, depth=2, num_heads=3, **options
     )
     with torch.no_grad():
         for block in model.blocks:
@@ -42,14 +39,14 @@ def entropy(attention: Attention, tokens: Tensor) -> Tensor:
     return -(weights * weights.log()).sum(-1).mean(-1)
 
 
-def attention_inputs(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """What reaches each attention layer, seen by replacing its forward for a moment."""
-    seen: dict[str, Tensor] = {}
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
-    for name, layer in layers.items():
+def entropies(model: nn.Module, x: Tensor) -> Tensor:
+    """(layers, heads), mean over all images and queries, of the inputs that a replaced forward of each layer sees."""
+    found: list[Tensor] = []
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    for layer in layers:
 
-        def forward(tokens: Tensor, *args: Any, name: str = name, layer: Any = layer, **kwargs: Any) -> Tensor:
-            seen[name] = tokens
+        def forward(tokens: Tensor, *args: Any, layer: Any = layer, **kwargs: Any) -> Tensor:
+            found.append(entropy(layer, tokens).mean(0))
             return type(layer).forward(layer, tokens, *args, **kwargs)
 
         layer.forward = forward  # type: ignore[method-assign]
@@ -57,45 +54,44 @@ def attention_inputs(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
             model(x)
     finally:
-        for layer in layers.values():
+        for layer in layers:
             del layer.forward
-    return seen
+    return torch.stack(found)
 
 
-def entropies(model: nn.Module, x: Tensor) -> Tensor:
-    """(layers, heads), mean over all images and queries; to be called while nothing is recorded."""
-    inputs = attention_inputs(model, x)
-    return torch.stack([entropy(model.get_submodule(name), given).mean(0) for name, given in inputs.items()])
-
-
-def recorded(recorder: tcnn_probe.Recorder, mark: int = -1) -> Tensor:
-    """The entropies of one mark, (layers, heads)."""
-    return torch.as_tensor(recorder.dataset.entropy.values[mark])
+def check_entropies(recorder: tcnn_probe.Recorder, expected: Tensor, mark: int = -1, images: int | None = None) -> None:
+    """Those of one mark are these, (layers, heads), to what float32 keeps of logits up to 10; of so many images."""
+    ds = recorder.dataset.isel(epoch=mark)
+    torch.testing.assert_close(torch.as_tensor(ds.entropy.values), expected, rtol=1e-5, atol=1e-6)
+    if images is not None:
+        assert set(ds.images.values.tolist()) == {images}
 
 
 class Trace:
     """Everything in a model, and in torch itself, that a recorder could leave changed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+        modules = dict(model.named_modules())
+        self.attributes = {name: set(vars(module)) for name, module in modules.items()}
         self.hooks = {
             (name, kind): list(hooks.items())  # in order
-            for name, module in model.named_modules()
+            for name, module in modules.items()
             for kind, hooks in vars(module).items()
             if "hooks" in kind and isinstance(hooks, dict)
         }
-        self.parameter_hooks = {name: list((p._backward_hooks or {}).items()) for name, p in model.named_parameters()}
-        self.training = {name: module.training for name, module in model.named_modules()}
-        self.requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+        self.parameters = {
+            name: (p.requires_grad, None if p._backward_hooks is None else list(p._backward_hooks.items()))
+            for name, p in model.named_parameters()
+        }
+        self.training = {name: module.training for name, module in modules.items()}
         self.state = {name: value.clone() for name, value in model.state_dict().items()}
         self.torch = global_state()
 
     def __eq__(self, other: object) -> bool:
         mine, theirs = dict(vars(self)), dict(vars(other))
         before, after = mine.pop("state"), theirs.pop("state")
-        return (
-            mine == theirs and list(before) == list(after) and all(torch.equal(v, after[k]) for k, v in before.items())
-        )
+        same = list(before) == list(after) and all(torch.equal(value, after[name]) for name, value in before.items())
+        return mine == theirs and same
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -121,5 +117,4 @@ def global_state() -> dict[str, Any]:
 
 def clean() -> bool:
     """Whether torch is as a fresh interpreter has it."""
-    state = global_state()
-    return not any(value for name, value in state.items() if "hooks" in name or "modes" in name)
+    return not any(value for name, value in global_state().items() if "hooks" in name or "modes" in name)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 
-__all__ = ["VIT", "attention_probe", "images", "inputs_in_float64", "recorded", "scattered", "small", "step"]
+__all__ = ["VIT", "images", "inputs_in_float64", "recorded", "scattered", "small", "step"]
 
 VIT = {"img_size": (32, 48), "embed_dim": 21, "depth": 2, "num_heads": 3, "num_classes": 5}
 
@@ -72,9 +72,3 @@ def step(model: nn.Module, batch: Tensor, times: float = 1.0) -> None:
     """A forward and a backward pass whose gradients reach everything."""
     output = model(batch)
     (times * output.square().sum()).backward()
-
-
-def attention_probe(kind: str, function: Callable[[Any], dict[str, Tensor]], *names: str) -> tcnn_probe.Probe:
-    """A user's probe of attention, with a number for each head."""
-    about = {name: tcnn_probe.Variable(("layer", "head"), "1", name, "Of a test.") for name in names}
-    return tcnn_probe.Probe(kind, about, attention=function)

@@ -1,20 +1,27 @@
 """Gradients of the parameters that belong to one head, counted row by row and column by column."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
+import xarray as xr
 from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.volo import VOLO
 from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_model import GPSA
+from tcnn_probe.recording.accumulator import EpochSums
+from tests.tcnn_probe.contracts.helpers import Trace
 from tests.tcnn_probe.networks import Chain
 from tests.tcnn_probe.probes.helpers import VIT, images, scattered, small, step
+
+pytestmark = pytest.mark.numerical
 
 
 def squares(gradients: list[np.ndarray]) -> float:
@@ -91,7 +98,6 @@ def compare(model: nn.Module, batch: Tensor, oracle: Callable[..., float], *, rt
 @pytest.mark.parametrize(
     ("name", "about"),
     [
-        ("vit_tiny_patch16_224", {}),
         ("cait_xxs24_224", {}),
         ("beitv2_base_patch16_224", {}),
         ("convit_tiny", {"img_size": (32, 32), "local_up_to_layer": 1}),
@@ -122,7 +128,7 @@ class Multihead(nn.Module):
         return self.attn(x, self.other(x), self.other(x))[0]
 
 
-@pytest.mark.parametrize("about", [{}, {"add_bias_kv": True}, {"kdim": 7, "vdim": 7}])
+@pytest.mark.parametrize("about", [{"add_bias_kv": True}, {"kdim": 7, "vdim": 7}], ids=["bias", "other sizes"])
 def test_torch_multihead_attention(about: dict[str, Any]) -> None:
     compare(Multihead(**about), torch.randn(2, 11, 15, generator=torch.Generator().manual_seed(0)), of_multihead)
 
@@ -191,51 +197,150 @@ def test_heads_are_told_apart_by_what_they_compute(name: str, monkeypatch: pytes
         for silence.alive in range(max(heads.values())):
             step(model, images(1, *size))
             recorder.mark(epoch=silence.alive)
-    norms = recorder.tree["gradient"].to_dataset().gradient_norm.load()
+    found = norms(recorder)
     assert max(heads.values()) > 1
     for layer, count in heads.items():
-        for epoch in range(len(norms)):
-            heard = np.flatnonzero(norms.sel(layer=layer, epoch=epoch).values[:count])
+        for epoch in range(len(found)):
+            heard = np.flatnonzero(found.sel(layer=layer, epoch=epoch).values[:count])
             assert list(heard) == [epoch % count], (layer, epoch)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def norms(recorder: tcnn_probe.Recorder) -> xr.DataArray:
+    return recorder.tree["gradient"].to_dataset().gradient_norm.load()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
     """Of half precision gradients as they are, the norm in float32."""
     model = small("vit_tiny_patch16_224", **VIT).to(dtype)
     with tcnn_probe.record(model, probes="gradient") as recorder:
         step(model, images(2).to(dtype))
         recorder.mark(epoch=0)
-    norms = recorder.tree["gradient"].to_dataset().gradient_norm[0]
     for name in recorder.layers:
-        layer = model.get_submodule(name)
-        truth = [of_linear(layer, head) ** 0.5 for head in range(3)]
-        np.testing.assert_allclose(norms.sel(layer=name), truth, rtol=1e-12 if dtype == torch.float64 else 1e-5)
+        truth = [of_linear(model.get_submodule(name), head) ** 0.5 for head in range(3)]
+        rtol = 1e-12 if dtype == torch.float64 else 1e-5
+        np.testing.assert_allclose(norms(recorder)[0].sel(layer=name), truth, rtol=rtol)
 
 
-def test_accumulated_passes_are_counted_each() -> None:
-    """Two backward passes before an optimizer's step are two: the second adds to .grad, and is measured by itself."""
-    model, batch = small("vit_tiny_patch16_224", **VIT), images(2)
-    norms = []
-    for times in ([1.0], [1.0, 1.0, 1.0]):
-        with tcnn_probe.record(model, probes="gradient") as recorder:
-            for factor in times:
-                step(model, batch, factor)
-            recorder.mark(epoch=0)
-        norms.append(recorder.tree["gradient"].to_dataset().gradient_norm.values)
-    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-6)
-
-
-def test_passes_that_overflowed_do_not_count() -> None:
-    """As those in which a gradient scaler finds infinities, and which it does not step after."""
-    model, x = Chain().train(), torch.randn(3, 2, 5, 11)
+def test_accumulated_passes_are_counted_each_but_not_those_that_overflowed() -> None:
+    """The second before a step adds to .grad, and is measured by itself; after infinities a scaler does not step."""
+    model, x = Chain().train(), torch.randn(3, 2, 5, 11, generator=torch.Generator().manual_seed(0))
     found = []
-    for overflow in (False, True):
+    for factors in ([1.0], [1.0, 1.0, 1.0], [1.0, float("inf")]):
         with tcnn_probe.record(model, probes="gradient") as recorder:
-            model(x).square().sum().backward()
-            if overflow:
-                (model(x).square().sum() * float("inf")).backward()
+            for factor in factors:
+                step(model, x, factor)
             recorder.mark(epoch=0)
-        found.append(recorder.tree["gradient"].dataset.gradient_norm)
+        found.append(norms(recorder))
         model.zero_grad()
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-6)
+
+
+def test_ranks_are_averaged() -> None:
+    """Each process sees the gradient of its own images, before they are averaged."""
+    ranks = [EpochSums(squares={"x": np.array([float(n)])}, passes={"x": 2}) for n in (2, 6)]
+    assert EpochSums.together(ranks).means() == {"x": np.sqrt(2.0)}
+
+
+@pytest.mark.parametrize("name", ["levit_128s", "nest_tiny_jx"])
+def test_layouts_that_are_not_known_are_left_out_and_named(name: str) -> None:
+    """LeViT interleaves queries, keys and values head by head, Nest the heads in each channel."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    with pytest.raises(ValueError, match=r"no layer for the probes \['gradient'\]: .*heads of Attention"):
+        tcnn_probe.record(model, probes="gradient")
+    model.head_of_ours = nn.MultiheadAttention(15, 5)
+    with tcnn_probe.record(model, probes="gradient") as recorder:
+        assert recorder.layers == ("head_of_ours",)
+        attention = {n for n, m in model.named_modules() if type(m).__name__.startswith("Attention")}
+        assert set(recorder.missing["gradient_norm"]) == attention
+
+
+def test_layers_that_are_known_and_were_changed_are_left_out() -> None:
+    model = small("vit_tiny_patch16_224", **VIT | {"depth": 5})
+    attention = [block.attn for block in model.blocks]
+    attention[0].qkv = nn.Sequential(attention[0].qkv)
+    nn.utils.parametrizations.weight_norm(attention[1].qkv)
+    attention[2].forward = lambda x, **rest: x
+    attention[3].num_heads = 5
+    with tcnn_probe.record(model, probes="gradient") as recorder:
+        reasons = recorder.missing["gradient_norm"]
+        assert recorder.layers == ("blocks.4.attn",)
+    said = ("qkv is Sequential", "computed from other parameters", "is not known", "63 rows of qkv are not 3 x 5 heads")
+    for number, words in enumerate(said):
+        assert words in reasons[f"blocks.{number}.attn"]
+
+
+def test_training_alone_can_be_marked_from_when_parameters_are_trained() -> None:
+    model, batch = small("vit_tiny_patch16_224", **VIT).train(), images(2)
+    model.blocks[0].attn.requires_grad_(False)
+    with tcnn_probe.record(model, probes="gradient") as recorder:
+        with pytest.raises(RuntimeError, match=r"no gradient reached \['blocks.0.attn', 'blocks.1.attn'\] since"):
+            recorder.mark(epoch=0)
+        for epoch in range(2):
+            step(model, batch)
+            recorder.mark(epoch=epoch)
+            model.blocks[0].attn.requires_grad_(True)
+        with torch.no_grad():
+            model.eval()(batch)
+        with pytest.raises(RuntimeError, match="no gradient reached"):
+            recorder.mark(epoch=2)
+    found = norms(recorder).isnull().all("head")
+    assert found.sel(layer="blocks.0.attn").values.tolist() == [True, False]
+    assert not found.sel(layer="blocks.1.attn").any()
+
+
+def test_beside_attention() -> None:
+    """Before the first training gradients are NaN, without a warning; without evaluation a mark is refused."""
+    model, batch = small("vit_tiny_patch16_224", **VIT), images(2)
+    with tcnn_probe.record(model, probes=["softmax", "gradient"]) as recorder:
+        step(model.train(), batch)
+        with pytest.raises(RuntimeError, match=r"no forward in eval mode .* leave the probes of attention out"):
+            recorder.mark(epoch=0)
+    with tcnn_probe.record(model, probes=["softmax", "gradient"]) as recorder:
+        for epoch in range(2):
+            with torch.no_grad():
+                model.eval()(batch)
+            if epoch == 1:
+                step(model, batch)  # in eval mode, and in the same forward: a gradient all the same
+            recorder.mark(epoch=epoch)
+        step(model.train(), batch)
+        with pytest.raises(RuntimeError, match=r"no image in eval mode reached"):
+            recorder.mark(epoch=2)
+    assert norms(recorder).isnull().all(["layer", "head"]).values.tolist() == [True, False]
+    assert recorder.dataset.entropy.notnull().all()
+
+
+def test_nothing_is_left_on_parameters_and_hooks_of_others_stay() -> None:
+    model, batch, seen = small("vit_tiny_patch16_224", **VIT), images(2), list[Tensor]()
+    other = model.blocks[0].attn.qkv.weight
+    other.register_hook(lambda gradient: seen.append(gradient.clone()))
+    before = Trace(model)
+    step(model, batch)
+    truth = other.grad.clone()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="of the user"), tcnn_probe.record(model, probes="gradient"):  # noqa: PT012
+        assert before != Trace(model)
+        step(model, batch)
+        assert torch.equal(other.grad, truth)
+        model.zero_grad()
+        raise RuntimeError("of the user")
+    assert before == Trace(model)
+    step(model, batch)
+    assert len(seen) == 3
+
+
+def test_layers_resuming_and_other_heads(tmp_path: Path) -> None:
+    model, batch = small("vit_tiny_patch16_224", **VIT), images(2)
+    for epoch in range(2):
+        with tcnn_probe.record(model, tmp_path / "run.zarr", probes="gradient", layers="blocks.1.*") as recorder:
+            step(model, batch)
+            recorder.mark(epoch=epoch)
+    found = norms(recorder)
+    assert (list(found["layer"].values), list(found["epoch"].values)) == (["blocks.1.attn"], [0, 1])
+    np.testing.assert_array_equal(found[0], found[1])
+    other = small("vit_tiny_patch16_224", **VIT | {"num_heads": 7})
+    with pytest.raises(tcnn_probe.StoreError, match="recording of other layers"):
+        tcnn_probe.record(other, tmp_path / "run.zarr", probes="gradient", layers="blocks.1.*")
+    assert not any(p._backward_hooks for p in other.parameters())

@@ -5,18 +5,18 @@ import torch
 from torch import nn
 
 from tcnn_probe import Probe, Variable
-from tcnn_probe.recording.accumulator import Tally
+from tcnn_probe.recording.accumulator import Accumulator
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float16", 2), ("float32", 4), ("float64", 8)])
 def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
     """Neither the rest of the batch nor its dtype: float32 as stored is that of the batch itself."""
     about = {"map": Variable(("layer", "image", "y", "x"), "1", "a map", "Of a test.", dtype=dtype)}
-    tally = Tally("layer", nn.Identity(), Probe("mine", about, measure=lambda call: {}))
+    sums = Accumulator("layer", nn.Identity(), Probe("mine", about, measure=lambda call: {}))
     batch = torch.randn(7, 3, 5)
-    tally.add_maps([11, 13], {"map": batch[2:4]})
-    assert list(tally.maps) == [11, 13]
-    for image, row in zip(tally.maps, (2, 3), strict=True):
-        kept = tally.maps[image]["map"]
+    sums.add_maps([11, 13], {"map": batch[2:4]})
+    assert list(sums.maps) == [11, 13]
+    for image, row in zip(sums.maps, (2, 3), strict=True):
+        kept = sums.maps[image]["map"]
         assert torch.equal(kept, batch[row].to(kept.dtype))
         assert kept.untyped_storage().nbytes() == 3 * 5 * itemsize

@@ -1,0 +1,171 @@
+"""Several threads that run one model: one forward at a time is measured, and nothing is left in any of them."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, images, vit
+
+pytestmark = pytest.mark.numerical
+
+
+def in_thread(action: Callable[[], Any]) -> list[BaseException]:
+    """Run to its end; what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+def no_modes() -> bool:
+    return not torch.overrides._get_current_function_mode_stack()
+
+
+def test_at_once() -> None:
+    """Two threads run the recorded model, and one a model of its own; while one is measured, others go by."""
+    model, other = vit(), vit(seed=1)
+    expected, before = entropies(model, images()), Trace(model)
+    left: list[bool] = []
+    start = threading.Barrier(3)
+
+    def run(which: nn.Module) -> None:
+        start.wait()
+        with torch.no_grad():
+            for _ in range(40):
+                which(images())
+        left.append(not no_modes())
+
+    with tcnn_probe.record(model) as recorder:
+        threads = [threading.Thread(target=run, args=(each,)) for each in (model, model, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert left == [False] * 3
+        recorder.mark(epoch=0)
+        assert recorder.layers == ("blocks.0.attn", "blocks.1.attn")
+        check_entropies(recorder, expected)
+        count = int(recorder.dataset.images[0, 0])
+    assert 0 < count <= 80 * 3
+    assert count % 3 == 0
+    assert before == Trace(model)
+    assert clean()
+
+
+def test_other_threads_and_models_in_the_middle_of_a_forward() -> None:
+    model, other, modes = vit(), vit(seed=1), list[bool]()
+    expected = entropies(model, images())
+
+    def elsewhere() -> None:
+        with torch.no_grad():
+            model(images(5)), other(images(5))
+        modes.append(no_modes())
+
+    def hook(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert not in_thread(elsewhere)
+            other(images(2))  # and this thread runs another model in the middle of it
+
+    model.blocks[0].register_forward_hook(hook)
+    with tcnn_probe.record(model) as recorder:
+        model(images())
+        recorder.mark(epoch=0)
+        assert recorder.layers == ("blocks.0.attn", "blocks.1.attn")
+        check_entropies(recorder, expected, images=3)
+    assert modes == [True]
+
+
+def test_removed_by_another_thread_in_the_middle_of_a_forward() -> None:
+    model = vit()
+    before = Trace(model)
+    recorder = tcnn_probe.record(model)
+    handle = model.blocks[0].register_forward_hook(lambda *_: (in_thread(recorder.remove), None)[1])
+    model(images())
+    handle.remove()
+    assert clean()
+    assert before == Trace(model)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_exceptions_that_torch_tells_no_hook_of(error: type[BaseException]) -> None:
+    """The forward that one ends is let go, by the next forward of any thread and at the end of the ``with``."""
+    model = vit()
+    expected, before = entropies(model, images()), Trace(model)
+
+    def fail(*_: Any) -> None:
+        raise error("in a thread")
+
+    def interrupted() -> None:
+        handle = model.blocks[1].register_forward_pre_hook(fail)
+        assert [type(one) for one in in_thread(lambda: model(images(5)))] == [error]
+        handle.remove()
+
+    with tcnn_probe.record(model) as recorder:
+        interrupted()
+        model(images())
+        recorder.mark(epoch=0)
+        check_entropies(recorder, expected, images=3)
+        interrupted()
+    assert before == Trace(model)
+    assert clean()
+
+
+@pytest.mark.parametrize("finish", ["remove", "forward"])
+def test_removed_before_such_an_exception(finish: str) -> None:
+    """A second remove() finishes the job, and so does the next forward."""
+    model = vit()
+    before = Trace(model)
+    recorder = tcnn_probe.record(model)
+
+    def fail(*_: Any) -> None:
+        assert not in_thread(recorder.remove)
+        raise SystemExit
+
+    handle = model.blocks[1].register_forward_pre_hook(fail)
+    assert in_thread(lambda: model(images()))
+    handle.remove()
+    assert before != Trace(model)
+    recorder.remove() if finish == "remove" else model(images())
+    assert before == Trace(model)
+    assert clean()
+
+
+def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
+    """That forward belongs to no epoch: neither its numbers nor its maps are half in one, half in the next."""
+    model, entered, marked = vit(), threading.Event(), threading.Event()
+    expected = entropies(model, images())
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            assert marked.wait(60)
+
+    model.blocks[1].register_forward_pre_hook(wait)
+    with torch.no_grad(), tcnn_probe.record(model, images=[0, 1]) as recorder:
+        for epoch in range(2):
+            model(images())
+            thread = threading.Thread(target=model, args=(images(5, seed=1),))
+            thread.start()
+            assert entered.wait(60)
+            recorder.mark(epoch=epoch)
+            marked.set()
+            thread.join()
+            entered.clear(), marked.clear()
+        for mark in range(2):
+            check_entropies(recorder, expected, mark, images=3)
+        maps = recorder.tree["maps/3x5x7"].to_dataset().class_attention
+    assert maps.notnull().all()
+    assert bool((maps[0] == maps[1]).all())

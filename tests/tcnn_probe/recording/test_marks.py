@@ -1,0 +1,61 @@
+"""What mark() accepts: kinds of numbers, epochs far apart, scalars that come and go, epochs that are there already."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import images, vit
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[tcnn_probe.Recorder]:
+    with torch.no_grad(), tcnn_probe.record(vit(), tmp_path / "run.zarr") as recorder:
+        yield recorder
+
+
+def mark(recorder: tcnn_probe.Recorder, **values: Any) -> None:
+    recorder._model(images())
+    recorder.mark(**values)
+
+
+def test_epochs_of_any_integer_kind_negative_and_far_apart(recorder: tcnn_probe.Recorder) -> None:
+    for epoch in (-5, np.int16(-1), np.uint8(0), True, torch.tensor(7), np.array(1000)):
+        mark(recorder, epoch=epoch)
+    assert recorder.dataset.epoch.values.tolist() == [-5, -1, 0, 1, 7, 1000]
+    assert recorder.dataset.epoch.dtype == np.int64
+
+
+def test_scalars_of_any_number_kind(recorder: tcnn_probe.Recorder) -> None:
+    half = torch.tensor(0.5)
+    kinds = [0.5, np.float32(0.5), np.array(0.5), half, half[None, None], half.bfloat16(), half.requires_grad_()]
+    for epoch, value in enumerate(kinds):
+        mark(recorder, epoch=epoch, top1=value, top5=np.int64(3), best=True, worst=-np.inf)
+    ds = recorder.dataset
+    assert [set(ds[name].values) for name in ("top1", "top5", "best", "worst")] == [{0.5}, {3.0}, {1.0}, {-np.inf}]
+
+
+def test_scalars_come_and_go(recorder: tcnn_probe.Recorder) -> None:
+    for epoch, scalars in enumerate([{"top1": 0.1}, {"lr": 0.2}, {"top1": 0.3, "lr": 0.4}, {"loss": 5}, {}]):
+        mark(recorder, epoch=epoch, **scalars)
+    nan, ds = np.nan, recorder.dataset
+    np.testing.assert_array_equal(ds.top1, [0.1, nan, 0.3, nan, nan])
+    np.testing.assert_array_equal(ds.lr, [nan, 0.2, 0.4, nan, nan])
+    np.testing.assert_array_equal(ds.loss, [nan, nan, nan, 5.0, nan])
+    assert ds.loss.dims == ("epoch",)
+    assert ds.top1.attrs == {"long_name": "top1", "description": "As given to mark()."}
+
+
+def test_skip_drops_what_was_seen_for_a_marked_epoch(recorder: tcnn_probe.Recorder) -> None:
+    mark(recorder, epoch=1, top1=0.25, if_marked="skip")
+    recorder._model(9 * images())
+    mark(recorder, epoch=1, top1=0.5, if_marked="skip")
+    mark(recorder, epoch=2, if_marked="skip")
+    assert recorder.dataset.top1.values.tolist()[0] == 0.25
+    np.testing.assert_array_equal(*recorder.dataset.entropy.values)
+    with pytest.raises(ValueError, match="later than"):
+        mark(recorder, epoch=0, if_marked="skip")

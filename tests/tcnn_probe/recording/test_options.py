@@ -1,0 +1,157 @@
+"""What is measured, by every=, max_images=, when=, layers=, images= and along=."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import xarray as xr
+
+import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import check_entropies, entropies, images, vit
+
+pytestmark = pytest.mark.numerical
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_every(every: int) -> None:
+    """The first forward of each epoch, and each one so many after it; those in the other mode are not counted."""
+    model = vit()
+    batches = [images(2, seed) for seed in range(5)]
+    with tcnn_probe.record(model, every=every) as recorder:
+        for epoch in range(2):
+            for x in batches:
+                model.train()(x)
+                model.eval()(x)
+            recorder.mark(epoch=epoch)
+    measured = torch.cat(batches[::every])
+    for mark in range(2):
+        check_entropies(recorder, entropies(vit(), measured), mark, images=len(measured))
+
+
+@pytest.mark.parametrize("most", [1, 5, 100])
+def test_max_images(most: int) -> None:
+    model, x = vit(), images(9)
+    with tcnn_probe.record(model, max_images=most) as recorder:
+        for epoch in range(2):
+            for batch in x.split(2):
+                model(batch)
+            recorder.mark(epoch=epoch)
+    for mark in range(2):
+        check_entropies(recorder, entropies(vit(), x[:most]), mark, images=min(most, 9))
+
+
+def test_max_images_where_layers_see_different_numbers_of_them() -> None:
+    """One layer is called twice; it is full while the other is not, also for a whole forward."""
+    model = vit()
+    model.blocks[0].attn = model.blocks[1].attn
+    model.blocks.append(vit(seed=1).blocks[0])
+    with tcnn_probe.record(model, max_images=5) as recorder, torch.no_grad():
+        model(images(3)), model(images(2))
+        recorder.mark(epoch=0)
+    assert recorder.dataset.images.values.tolist() == [[5, 5]]
+
+
+@pytest.mark.parametrize(("when", "count"), [("eval", 3), ("train", 5), ("always", 8)])
+def test_when(when: Any, count: int) -> None:
+    model = vit()
+    with tcnn_probe.record(model, when=when) as recorder:
+        model.eval()(images(3)), model.train()(images(5))
+        recorder.mark(epoch=0)
+    assert recorder.dataset.images.values.tolist() == [[count] * 2]
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        ("blocks.1.attn", [1]),
+        ("blocks", [0, 1]),
+        ("*.0.attn", [0]),
+        (["blocks.1.attn", "blocks.0"], [0, 1]),
+        (lambda name, module: name.startswith("blocks.0"), [0]),
+    ],
+    ids=["name", "container", "glob", "several", "predicate"],
+)
+def test_layers(layers: Any, found: list[int]) -> None:
+    model = vit()
+    with tcnn_probe.record(model, layers=layers) as recorder:
+        model(images())
+        recorder.mark(epoch=0)
+    assert list(recorder.layers) == [f"blocks.{number}.attn" for number in found]
+    check_entropies(recorder, entropies(vit(), images())[found])
+
+
+def maps_of(recorder: tcnn_probe.Recorder) -> xr.DataArray:
+    (group,) = recorder.tree["maps"].children.values()
+    return group.to_dataset().class_attention.load()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "numbers"), [(2, [0, 1]), ([5, 0, 2, 2], [0, 2, 5]), (np.arange(1, 3), [1, 2])], ids=str
+)
+def test_images_are_numbered_in_the_order_in_which_they_pass(chosen: Any, numbers: list[int]) -> None:
+    model, x = vit(), images(6)
+    with tcnn_probe.record(model, images=6) as whole, tcnn_probe.record(model, images=chosen) as recorder:
+        for epoch, split in enumerate(((6,), (1, 3, 2))):
+            for batch in x.split(split):
+                model(batch)
+            recorder.mark(epoch=epoch)
+            whole.mark(epoch=epoch)
+    maps = maps_of(recorder)
+    assert maps.image.values.tolist() == numbers
+    expected = maps_of(whole).sel(epoch=0, image=numbers)
+    for mark in range(2):  # one batch or three: float32 to the last digits
+        np.testing.assert_allclose(maps[mark], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_images_that_never_came_are_nan_and_one_must_have_come_by_the_first_mark() -> None:
+    """How large maps are is not known before. Said, and nothing lost: later ones would have nowhere to go."""
+    model = vit()
+    with tcnn_probe.record(model, images=[4, 7]) as recorder:
+        model(images(3))
+        with pytest.raises(RuntimeError, match=r"of the images asked for, \[4, 7\], none was among the 3 seen"):
+            recorder.mark(epoch=0)
+        model(images(2))
+        recorder.mark(epoch=0)
+        model(images(3))
+        recorder.mark(epoch=1)
+    missing = maps_of(recorder).isnull().all(("layer", "head", "y", "x"))
+    assert missing.values.tolist() == [[False, True], [True, True]]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_maps_of_a_size_that_the_first_epoch_had_not(tmp_path: Path, resumed: bool) -> None:
+    """Are left out with a warning, in the same run and in a later one; the epoch's numbers are kept."""
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, dynamic_img_size=True).eval()
+    recorder = tcnn_probe.record(model, tmp_path / "run.zarr", images=1)
+    with torch.no_grad():
+        model(torch.randn(1, 3, 32, 32))
+        recorder.mark(epoch=0)
+        if resumed:
+            recorder.remove()
+            recorder = tcnn_probe.record(model, tmp_path / "run.zarr", images=1)
+        model(torch.randn(1, 3, 32, 48))
+        with pytest.warns(RuntimeWarning, match=r"began without them: \['blocks\.0\.attn in maps/3x2x3'\]") as told:
+            recorder.mark(epoch=1)
+        assert told[0].filename == __file__
+        model(torch.randn(1, 3, 32, 32))
+        recorder.mark(epoch=2)
+    recorder.remove()
+    assert recorder.dataset.entropy.notnull().all()
+    assert maps_of(recorder).notnull().all(("layer", "image", "head", "y", "x")).values.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(("along", "marks"), [("step", [10, 25, 1000]), ("images_seen", [0.5, 1.25, 3e5])])
+def test_along(along: str, marks: list[float], tmp_path: Path) -> None:
+    model = vit()
+    with tcnn_probe.record(model, tmp_path / "run.zarr", along=along) as recorder:
+        for mark in marks:
+            model(images())
+            recorder.mark(**{along: mark})
+        with pytest.raises(ValueError, match="later than the last"):
+            recorder.mark(**{along: 1})
+    found = xr.open_zarr(tmp_path / "run.zarr")[along]
+    assert found.values.tolist() == marks
+    assert found.dtype == ("int64" if along == "step" else "float64")

@@ -1,0 +1,209 @@
+"""What record() and mark() refuse, by what was expected and what was given; a refusal changes nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import Trace, clean, images, vit
+from tests.tcnn_probe.networks import Branches
+from tests.tcnn_probe.oracle import gpsa_statistics
+from tests.tcnn_probe.probes.class_attention_models import network
+
+
+def with_strange_name() -> nn.Module:
+    model = vit()
+    model.add_module("norm#1", nn.Identity())
+    return model
+
+
+CLASSES = "expected a number of classes, or the indices of some, got"
+RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
+    "unknown name": (vit, {"layers": "block"}, ValueError, "no layers match 'block'; did you mean 'blocks'"),
+    "unknown glob": (vit, {"layers": ["blocks", "layer4.*"]}, ValueError, r"match 'layer4\.\*'"),
+    "no names": (vit, {"layers": []}, ValueError, "layers is empty"),
+    "predicate": (vit, {"layers": lambda name, module: False}, ValueError, "the predicate chose none"),
+    "name of a second attention": (with_strange_name, {}, ValueError, "names of modules without '#', .* got 'norm#1'"),
+    "unknown probe": (vit, {"probes": "softmacks"}, ValueError, "no probe 'softmacks'; did you mean 'softmax'"),
+    "no probes": (vit, {"probes": []}, ValueError, "probes is empty"),
+    "no probe": (vit, {"probes": [3]}, TypeError, "expected a tcnn_probe.Probe or the name of one, got 3"),
+    "no layer": (vit, {"probes": "layer-scale", "layers": "head"}, ValueError, r"has no layer among those asked for"),
+    "unknown time": (vit, {"when": "test"}, ValueError, "expected when='eval', 'train' or 'always', got 'test'"),
+    "no forward": (vit, {"every": 0}, ValueError, "expected a positive integer for every, got 0"),
+    "half an image": (vit, {"max_images": 0.5}, ValueError, "a positive integer for max_images, got 0.5"),
+    "negative prefix": (vit, {"prefix_tokens": -1}, ValueError, "an integer from 0 for prefix_tokens, got -1"),
+    "negative image": (vit, {"images": [3, -1]}, ValueError, r"numbers of images from 0, got \[3, -1\]"),
+    "no image": (vit, {"images": ["first"]}, TypeError, r"the numbers of some, got \['first'\]"),
+    "no maps": (vit, {"images": 1, "probes": "gradient"}, ValueError, r"none of the probes \['gradient'\] has any"),
+    "layer as mark": (vit, {"along": "layer"}, ValueError, "'epoch' or 'step', for along; got 'layer'"),
+    "alone": (vit, {"distributed": True}, RuntimeError, "init_process_group"),
+    "no module": (lambda: torch.ones(2), {}, TypeError, "expected a torch.nn.Module, got Tensor"),
+    "no classes": (network, {"classes": 0}, ValueError, "classes of 1 or more, or None for no maps of classes; got 0"),
+    "no indices": (network, {"classes": []}, ValueError, r"the indices of classes, from 0, for classes; got \[\]"),
+    "half a class": (network, {"classes": 1.5}, TypeError, f"{CLASSES} 1.5"),
+    "truth value": (network, {"classes": [True]}, TypeError, rf"{CLASSES} \[True\]"),
+    "class beyond": (network, {"images": 2, "classes": [2, 11]}, ValueError, "classes below 11, for 'pool', got 11"),
+    "classes of none": (vit, {"images": 1, "classes": [1]}, ValueError, "no layer or probe has one for each class"),
+    "classes elsewhere": (network, {"images": 1, "classes": [1], "layers": "stem"}, ValueError, "no layer or probe"),
+    "classes, no images": (network, {"classes": [1]}, ValueError, "there are none without images="),
+}
+
+
+@pytest.mark.parametrize("case", RECORD)
+def test_record(case: str, tmp_path: Path) -> None:
+    make, options, error, message = RECORD[case]
+    model = make()
+    before = Trace(model) if isinstance(model, nn.Module) else None
+    with pytest.raises(error, match=message):
+        tcnn_probe.record(model, tmp_path / "run.zarr", **options)
+    assert before is None or before == Trace(model)
+    assert clean()
+    assert not list(tmp_path.iterdir())
+
+
+class NotANumber:
+    def __float__(self) -> float:
+        raise ValueError("no")
+
+
+MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "marked already": ({"epoch": 3}, ValueError, "epoch 3 is already marked"),
+    "going back": ({"epoch": 2}, ValueError, "expected an epoch later than the last one marked, 3, got 2"),
+    "float epoch": ({"epoch": 4.0}, TypeError, "expected an integer for epoch, got 4.0"),
+    "string epoch": ({"epoch": "4"}, TypeError, "an integer for epoch"),
+    "no epoch": ({"top1": 0.5}, TypeError, r"needs the epoch: mark\(epoch=\.\.\., top1=\.\.\.\)"),
+    "epoch beyond int64": ({"epoch": 2**70}, ValueError, "fits in 64 bits"),
+    "list": ({"epoch": 4, "top1": [0.5]}, TypeError, r"number for 'top1', got \[0.5\]"),
+    "numeral": ({"epoch": 4, "top1": "0.5"}, TypeError, "number for 'top1', got '0.5'"),
+    "bytes": ({"epoch": 4, "top1": b"1.5"}, TypeError, "number for 'top1', got b'1.5'"),
+    "none": ({"epoch": 4, "top1": None}, TypeError, "number for 'top1', got None"),
+    "vector": ({"epoch": 4, "top1": torch.ones(2)}, TypeError, r"number for 'top1', got tensor\(\[1., 1.\]\)"),
+    "failing": ({"epoch": 4, "fresh": 1.0, "top1": NotANumber()}, TypeError, "number for 'top1'"),
+    "variable": ({"epoch": 4, "gate": 1.0}, ValueError, "'gate' is the name of a recorded variable"),
+    "coordinate": ({"epoch": 4, "layer": 1.0}, ValueError, "'layer' is the name of a coordinate"),
+    "group": ({"epoch": 4, "heads": 1.0}, ValueError, "'heads' is the name of something else in the recording"),
+    "no name": ({"epoch": 4, "val/top1": 1.0}, ValueError, "letters, digits and underscores .* got 'val/top1'"),
+    "otherwise": ({"epoch": 4, "if_marked": "drop"}, ValueError, "if_marked='error' or 'skip', got 'drop'"),
+}
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+NEAR, FAR = torch.randn(2, 3, 2, 5, 7, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("case", MARK)
+def test_mark(case: str, first: bool, tmp_path: Path) -> None:
+    """What was seen is kept for another try. A first mark that is refused makes no store, and fixes no layers."""
+    values, error, message = MARK[case]
+    if first and case in ("marked already", "going back"):
+        pytest.skip("nothing is marked before the first")
+    model = Branches()
+    with torch.no_grad(), tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
+        if not first:
+            model(near=NEAR, far=FAR)
+            recorder.mark(epoch=3, top1=0.25)
+        before = files(tmp_path)
+        model(near=2 * NEAR, far=FAR)
+        with pytest.raises(error, match=message):
+            recorder.mark(**values)
+        assert files(tmp_path) == before
+        assert recorder.epochs == (() if first else (3,))
+        model(near=3 * NEAR, far=FAR)
+        recorder.mark(epoch=4, top1=0.5)
+        ds = recorder.dataset.load()
+    assert ds.top1.values.tolist() == [0.25, 0.5][first:]
+    assert "fresh" not in ds
+    assert ds.images.values.tolist() == [[3, 3], [6, 6]][first:]
+    for name, expected in gpsa_statistics(model.near, torch.cat([2 * NEAR, 3 * NEAR])).items():
+        got = ds[name].sel(layer="near", epoch=4)[:9]
+        np.testing.assert_allclose(got, expected.mean(0), rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_nothing_to_mark(tmp_path: Path) -> None:
+    """The likeliest mistake is named, on the first epoch too; a layer that no image reached is one."""
+    model = vit().train()
+    with tcnn_probe.record(model) as recorder:
+        model(images())
+        with pytest.raises(RuntimeError, match=r"no forward in eval mode .*\(1 forwards in training mode\); run"):
+            recorder.mark(epoch=0)
+        model.eval()(images())
+        recorder.mark(epoch=0)
+        model.train()(images())
+        with pytest.raises(RuntimeError, match=r"reached \['blocks\.0\.attn', .* since .*\(1 forwards"):
+            recorder.mark(epoch=1)
+    with pytest.raises(RuntimeError, match=r"was removed: mark\(\) works inside the with block only"):
+        recorder.mark(epoch=1)
+    branches = Branches()
+    with tcnn_probe.record(branches) as recorder:
+        branches.near(NEAR)
+        with pytest.raises(RuntimeError, match=r"no image in eval mode reached \['far'\]"):
+            recorder.mark(epoch=0)
+        branches.far(FAR)
+        recorder.mark(epoch=0)
+
+
+NO_ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "a convolution": (
+        lambda: nn.Conv2d(2, 1, 3),
+        {},
+        r"no attention was seen in Conv2d.*reparameterize\(model\)",
+    ),
+    "not there": (vit, {"layers": ["blocks.1", "norm"]}, "asked for 'norm', .* no attention was seen there"),
+}
+
+
+@pytest.mark.parametrize("case", NO_ATTENTION)
+def test_nothing_found_is_told_by_mark(case: str, tmp_path: Path) -> None:
+    make, options, message = NO_ATTENTION[case]
+    model = make().eval()
+    with tcnn_probe.record(model, tmp_path / "run.zarr", **options) as recorder:
+        model(images())
+        with pytest.raises(RuntimeError, match=message):
+            recorder.mark(epoch=0)
+        with pytest.raises(RuntimeError, match=r"nothing is recorded yet: run a forward, then mark\(epoch=\.\.\.\)"):
+            recorder.dataset  # noqa: B018
+    assert not list(tmp_path.iterdir())
+
+
+def marked(model: nn.Module, path: Path, epoch: int, x: torch.Tensor, **options: Any) -> None:
+    with torch.no_grad(), tcnn_probe.record(model, path, **options) as recorder:
+        model(x)
+        recorder.mark(epoch=epoch)
+
+
+@pytest.mark.parametrize(("there", "here"), [(None, 1), (1, None), ([0, 2], [0, 1])], ids=str)
+def test_a_store_of_other_images_is_refused_at_the_call(there: Any, here: Any, tmp_path: Path) -> None:
+    model = vit()
+    marked(model, tmp_path / "run.zarr", 0, images(), images=there)
+    before, stored = Trace(model), files(tmp_path)
+    with pytest.raises(tcnn_probe.StoreError, match=r"keeps maps of the images .*, and images= asks for"):
+        tcnn_probe.record(model, tmp_path / "run.zarr", images=here)
+    assert before == Trace(model)
+    assert files(tmp_path) == stored
+    marked(model, tmp_path / "run.zarr", 1, images(), images=there)
+
+
+def test_a_store_of_other_layers_or_heads(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    marked(vit(), path, 0, images())
+    with pytest.raises(tcnn_probe.StoreError, match="another model"):
+        tcnn_probe.record(Branches(), path)
+    shallow = vit()
+    del shallow.blocks[1]
+    with pytest.raises(tcnn_probe.StoreError, match=r"\('blocks\.1\.attn' there, absent in this model\)"):
+        tcnn_probe.record(shallow, path)
+    other = vit()
+    for block in other.blocks:
+        block.attn.num_heads, block.attn.head_dim = 2, 6
+    with pytest.raises(tcnn_probe.StoreError, match=r"something else \(layer 'blocks\.0\.attn'"):
+        marked(other, path, 1, images())
+    assert tcnn_probe.open(path).epoch.values.tolist() == [0]
