@@ -1,6 +1,8 @@
 """Types of heads whose attention was made so, recorded."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,6 @@ import tcnn_model
 import tcnn_probe
 
 
-def tcnn() -> nn.Module:
-    """Three GPSA layers of 9 heads on 5 x 7 pixels, as the papers start them."""
-    torch.manual_seed(0)
-    cnn = timm.create_model("resnet18", in_chans=1, num_classes=2)
-    layers = [f"layer4.{name}" for name in ("0.conv2", "1.conv1", "1.conv2")]
-    return tcnn_model.reparameterize(cnn, layers=layers, input_size=(1, 160, 224)).eval()
-
-
 def recorded(model: nn.Module, *size: int, path: Path | None = None) -> xr.Dataset:
     with tcnn_probe.record(model, path) as recorder, torch.no_grad():
         model(torch.randn(size, generator=torch.Generator().manual_seed(0)))
@@ -31,54 +25,55 @@ def recorded(model: nn.Module, *size: int, path: Path | None = None) -> xr.Datas
 
 
 def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
-    model = tcnn()
-    first = next(iter(tcnn_model.gpsa_layers(model).values()))
-    size = (1, 1, 160, 224)
-    types = tcnn_probe.head_types(recorded(model, *size))
-    assert types.dims == ("epoch", "layer", "head")
-    assert types.shape == (1, 3, 9)
-    assert (types == "convolutional").all()
-    with torch.no_grad():
-        first.gating[2:5] = -3.0
-    names = ["convolutional"] * 2 + ["content"] * 3 + ["convolutional"] * 4
-    ds = recorded(model, *size, path=tmp_path / "run.zarr")
-    for method in ("thresholds", "mixture"):
-        types = tcnn_probe.head_types(ds, method).isel(epoch=0)  # type: ignore[arg-type]
-        assert types[0].values.tolist() == names
-        assert (types[1:] == "convolutional").all()
-        assert json.loads(types.attrs["unlabelled"]) == {}
-    of_tree = tcnn_probe.head_types(tcnn_probe.open(tmp_path / "run.zarr")["heads"].dataset, "mixture")
-    assert of_tree.isel(epoch=0).values.tolist() == types.values.tolist()
-    typed = ds.assign(head_type=types)
-    assert typed.head_type.sel(layer="layer4.0.conv2", head=3).item() == "content"
+    """Three GPSA layers of 9 heads on 5 x 7 pixels, as the papers start them, and then heads that are no convolution.
 
-
-@pytest.mark.parametrize(("kernel", "size"), [(3, (2, 3)), (3, (7, 7)), (3, (5, 11)), (5, (4, 5)), (7, (7, 7))])
-@pytest.mark.parametrize("strength", [1.0, 20.0])
-def test_convolutions_are_convolutional(kernel: int, size: tuple[int, int], strength: float) -> None:
-    """At the papers' start, where content has a quarter of the weight, and where the layer is the convolution itself.
-
-    Taps of 7 x 7 on 7 x 7 pixels look up to 4.2 pixels away, and even attention 5.5 on average.
+    The types are read again where neither torch nor timm can be imported.
     """
     torch.manual_seed(0)
-    layer = tcnn_model.GPSA(8, 2, kernel, padding=kernel // 2, locality_strength=strength, gating=strength)
-    types = tcnn_probe.head_types(recorded(nn.Sequential(layer).eval(), 2, 8, *size))
-    assert (types == "convolutional").all()
-    assert types.size == kernel**2
-
-
-def test_heads_that_are_positional_and_no_convolution() -> None:
-    model = tcnn()
+    cnn = timm.create_model("resnet18", in_chans=1, num_classes=2)
+    names = [f"layer4.{name}" for name in ("0.conv2", "1.conv1", "1.conv2")]
+    model = tcnn_model.reparameterize(cnn, layers=names, input_size=(1, 160, 224)).eval()
     first, second, third = tcnn_model.gpsa_layers(model).values()
+    size, conv = (1, 1, 160, 224), "convolutional"
+    types = tcnn_probe.head_types(recorded(model, *size))
+    assert types.shape == (1, 3, 9)
+    assert (types == conv).all()
+    with torch.no_grad():
+        first.gating[2:5] = -3.0
+    expected = [[conv] * 2 + ["content"] * 3 + [conv] * 4, [conv] * 9, [conv] * 9]
+    ds = recorded(model, *size, path=tmp_path / "run.zarr")
+    assert tcnn_probe.head_types(ds).values.tolist() == [expected]
+    of_mixture = f"""
+import sys
+sys.modules.update(torch=None, timm=None)
+import xarray
+from tcnn_probe.heads import head_types
+print(head_types(xarray.open_zarr({str(tmp_path / "run.zarr")!r}), "mixture").values.tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", of_mixture], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{[expected]}\n", "")
     with torch.no_grad():
         first.gating.fill_(20.0)
         first.raw_locality.fill_(-4.0)  # no locality: averages
         second.gating.fill_(0.0)  # both by half
         third.gating.fill_(20.0)
         third.center[8] = torch.tensor([40.0, 40.0])  # all queries look into one corner
-    types = tcnn_probe.head_types(recorded(model, 1, 1, 160, 224)).isel(epoch=0)
-    assert (types[:2] == "mixed").all()
-    assert types[2].values.tolist() == ["convolutional"] * 8 + ["mixed"]
+    types = tcnn_probe.head_types(recorded(model, *size))
+    assert types.values.tolist() == [[["mixed"] * 9, ["mixed"] * 9, [conv] * 8 + ["mixed"]]]
+
+
+@pytest.mark.parametrize(("kernel", "size"), [(3, (2, 3)), (5, (4, 5)), (7, (7, 7))])
+@pytest.mark.parametrize("strength", [1.0, 20.0])
+def test_convolutions_are_convolutional(kernel: int, size: tuple[int, int], strength: float) -> None:
+    """At the papers' start, where content has a quarter of the weight, and where the layer is the convolution itself.
+
+    Taps of 7 x 7 on 7 x 7 pixels look up to 4.2 pixels away, and uniform attention 5.5 on average.
+    """
+    torch.manual_seed(0)
+    layer = tcnn_model.GPSA(8, 2, kernel, padding=kernel // 2, locality_strength=strength, gating=strength)
+    types = tcnn_probe.head_types(recorded(nn.Sequential(layer).eval(), 2, 8, *size))
+    assert (types == "convolutional").all()
+    assert types.size == kernel**2
 
 
 class Near(nn.Module):
@@ -91,6 +86,7 @@ class Near(nn.Module):
         bias = torch.stack([-squared, torch.zeros_like(squared)]).to(x.dtype)
         tokens = torch.stack([x.flatten(2).transpose(1, 2)] * 2, 1)
         return scaled_dot_product_attention(0 * tokens, tokens, tokens, attn_mask=bias)
+
 
 
 def test_plain_attention() -> None:
