@@ -1,4 +1,4 @@
-"""The numbers that types of heads depend on: gates, and entropies and distances as shares of those of uniform attention."""
+"""Numbers that types of heads depend on: gates, entropies and distances, these as shares of uniform attention's."""
 
 import json
 from collections.abc import Mapping

@@ -139,9 +139,6 @@ def test_a_single_head_and_heads_that_are_alike(layer: dict[str, Any], expected:
     np.testing.assert_array_equal(types[f"posterior_{expected}"], 1)
 
 
-# The mixture.
-
-
 def noisy(marks: int = 13) -> xr.Dataset:
     """Convolutional, content and mixed heads in turn, and local and global ones, with noise."""
     rng = np.random.default_rng(0)
@@ -211,13 +208,6 @@ def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) 
     assert set(tcnn_probe.head_types(ds, "mixture").values.ravel()) == {"mixed"}
 
 
-def test_the_mixture_needs_entropies_of_plain_attention_only() -> None:
-    with pytest.raises(ValueError, match=r"expected 'entropy' in the dataset, which the mixture needs"):
-        tcnn_probe.head_types(recording({"attn": plain([0.25, 1.0])}).drop_vars("entropy"), "mixture")
-    ds = recording({"conv": gated([0.9, 0.1])}).drop_vars("entropy")
-    assert tcnn_probe.head_types(ds, "mixture").values.tolist() == [[["convolutional", "content"]]]
-
-
 @pytest.mark.parametrize(
     ("ds", "options", "error", "told"),
     [
@@ -227,9 +217,10 @@ def test_the_mixture_needs_entropies_of_plain_attention_only() -> None:
         (xr.DataTree(both_kinds()), {}, TypeError, "of a tree, tree['heads'].dataset, got DataTree"),
         (both_kinds().drop_vars("uniform_entropy"), {}, ValueError, "expected 'uniform_entropy' in the dataset, got"),
         (both_kinds().drop_vars("gate"), {}, ValueError, "expected 'gate' beside 'positional_entropy' in the dataset"),
+        (both_kinds().drop_vars("entropy"), {"method": "mixture"}, ValueError, "'entropy' in the dataset, which the m"),
         (both_kinds().mean("head"), {}, ValueError, "expected the coordinate 'head', as recorded, got ['epoch', "),
     ],
-    ids=["method", "seed", "array", "tree", "scale", "gate", "heads"],
+    ids=["method", "seed", "array", "tree", "scale", "gate", "entropy", "heads"],
 )
 def test_what_is_refused(ds: Any, options: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=re.escape(told)):
