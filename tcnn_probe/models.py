@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from tcnn_probe.hooks.forwards import aside
+from tcnn_probe.hooks.modes import aside
 
 __all__ = [
     "as_images",

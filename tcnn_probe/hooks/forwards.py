@@ -10,37 +10,18 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
 
+from tcnn_probe.hooks.copy_safe import after_call, before_call
 from tcnn_probe.hooks.interception import Interception, SeenAttention, SeenProduct
-from tcnn_probe.hooks.modes import is_transformed, unseen
+from tcnn_probe.hooks.modes import Mode, aside_depth, is_transformed, put_on, take_off, unseen
 
-__all__ = ["Forwards", "Listener", "Uncompiled", "aside", "call_of_a_module", "something_is_compiled", "take_off"]
-
-_ASIDE = ContextVar("tcnn_probe_aside", default=0)
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """What runs inside is none of the user's: only those attached inside see it."""
-    token = _ASIDE.set(_ASIDE.get() + 1)
-    try:
-        yield
-    finally:
-        _ASIDE.reset(token)
+__all__ = ["Forwards", "Listener", "call_of_a_module"]
 
 
 class Listener(Protocol):
@@ -85,13 +66,13 @@ class Forwards:
         self._outermost: dict[int, _Forward] = {}  # by thread
         self._followed: _Followed | None = None  # one of these
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._attached, self._aside = True, _ASIDE.get()
+        self._attached, self._aside = True, aside_depth()
         self._lock = threading.Lock()
         try:
-            for entry, hook in {entry: _Hook if whole else _PartHook for entry, whole in _entries(model)}.items():
-                begin, end = hook(self, "begin"), hook(self, "end")
-                self._handles.append(entry.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
-                self._handles.append(entry.register_forward_hook(end, with_kwargs=True, always_call=True))
+            for entry, whole in dict(_entries(model)).items():
+                # Compiled away from parts, it breaks no graph; the hook of the whole model stops to look.
+                self._handles.append(before_call(entry, self._called, first=True, compiled=not whole))
+                self._handles.append(after_call(entry, self._returned, always=True, compiled=not whole))
         except BaseException:
             self.remove()
             raise
@@ -118,11 +99,12 @@ class Forwards:
             handle.remove()
         self._handles = []
 
-    def begin(self, entry: nn.Module, inputs: Sequence[Any], caller: FrameType | None) -> None:
+    def _called(self, entry: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A call of the model, or of one of its children."""
+        caller, inputs = call_of_a_module(sys._getframe()), [*args, *kwargs.values()]
         if not self._attached or entry not in self._names:  # a copy, such as a moving average of the weights
             return
-        if _ASIDE.get() > self._aside:
+        if aside_depth() > self._aside:
             return
         thread = threading.get_ident()
         outermost = self._outermost.get(thread)
@@ -145,7 +127,7 @@ class Forwards:
             self._abandon()
             raise
 
-    def end(self, entry: nn.Module, inputs: Sequence[Any], output: Any) -> None:
+    def _returned(self, entry: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """The return from such a call."""
         forward = self._outermost.get(threading.get_ident())
         if forward is None or forward.entry is not entry:
@@ -164,6 +146,7 @@ class Forwards:
         with forward.unseen():
             try:
                 whole = False
+                inputs = [*args, *kwargs.values()]
                 if not failed and self._listener.returned(entry, inputs, output):
                     self._listener.ran(entry, inputs, output)
                 whole = not failed
@@ -215,8 +198,8 @@ class _Followed(_Forward):
         super().__init__(entry, caller)
         self._names, self._listener = names, listener
         self._running: list[tuple[nn.Module, Sequence[Any]]] = [(entry, inputs)]
-        self._quiet, self._aside = False, _ASIDE.get()
-        self._modes: list[TorchFunctionMode | TorchDispatchMode] = []
+        self._quiet, self._aside = False, aside_depth()
+        self._modes: list[Mode] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def enter(self) -> None:
@@ -224,20 +207,14 @@ class _Followed(_Forward):
         self._handles.append(
             global_hooks.register_module_forward_hook(self._returned, with_kwargs=True, always_call=True)
         )
-        modes: list[TorchFunctionMode | TorchDispatchMode] = [Interception(self._asked)]
-        if something_is_compiled():
-            modes.append(Uncompiled())
-        for mode in modes:
-            mode.__enter__()
-            self._modes.append(mode)
+        self._modes = put_on(Interception(self._asked))
 
     def leave(self) -> None:
         for handle in self._handles:
             handle.remove()
             global_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch forgets
         self._handles = []
-        while self._modes:
-            take_off(self._modes.pop())
+        take_off(self._modes)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._mine(module):
@@ -259,7 +236,7 @@ class _Followed(_Forward):
                     self._listener.ran(module, inputs, output)
 
     def _asked(self, seen: SeenAttention | SeenProduct) -> None:
-        if self._quiet or _ASIDE.get() > self._aside:
+        if self._quiet or aside_depth() > self._aside:
             return
         if not self.is_running(sys._getframe()):  # interrupted: what runs now is something else
             return
@@ -282,45 +259,9 @@ class _Followed(_Forward):
 
     def _mine(self, module: nn.Module) -> bool:
         """Whether it is a module of the model, or one with weights of its own that runs in the middle of it."""
-        if self._quiet or self.thread != threading.get_ident() or _ASIDE.get() > self._aside:
+        if self._quiet or self.thread != threading.get_ident() or aside_depth() > self._aside:
             return False
         return module in self._names or next(module.parameters(), None) is not None
-
-
-class _Hook:
-    """What is registered on a module. A copy of it, in a copy of the model, does nothing but go away when called."""
-
-    def __init__(self, forwards: Forwards | None, action: str) -> None:
-        self._forwards, self._action = forwards, action
-
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        self._act(module, args, *rest)
-
-    def _act(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        if self._forwards is None:
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for number in [number for number, hook in hooks.items() if hook is self]:
-                    del hooks[number]
-        elif self._action == "begin":
-            self._forwards.begin(module, [*args, *rest[0].values()], call_of_a_module(sys._getframe()))
-        else:
-            kwargs, output = rest
-            self._forwards.end(module, [*args, *kwargs.values()], output)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
-        return type(self)(None, self._action)
-
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[None, str]]:
-        return type(self), (None, self._action)
-
-
-class _PartHook(_Hook):
-    """On a part of the model: compiled away, so that it breaks no graph. The hook of the whole model stops to look."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._act(module, args, *rest)
 
 
 def call_of_a_module(frame: FrameType | None) -> FrameType | None:
@@ -328,40 +269,6 @@ def call_of_a_module(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename != global_hooks.__file__:
         frame = frame.f_back
     return frame
-
-
-class Uncompiled(TorchDispatchMode):
-    """Changes nothing; but while any such mode is on, torch.compile leaves Python code as it is, for us to see."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def something_is_compiled() -> bool:
-    """Whether torch.compile was called, or has compiled anything, in this process."""
-    frames, backends = sys.modules.get("torch._dynamo.utils"), sys.modules.get("torch._dynamo.eval_frame")
-    ran = frames is not None and frames.counters["frames"]["total"] > 0
-    # What torch.compiler.disable was called on has None for a backend.
-    return ran or any(backend is not None for backend in getattr(backends, "cached_backends", {}).values())
-
-
-def take_off(mode: TorchFunctionMode | TorchDispatchMode) -> None:
-    """Leave a mode that others may have been entered after and not left."""
-    above: list[Any] = []
-    if isinstance(mode, TorchDispatchMode):
-        while (operations := _get_current_dispatch_mode_stack()) and operations[-1] is not mode:
-            above.append(_pop_mode())
-        if operations:
-            mode.__exit__(None, None, None)
-        for other in reversed(above):
-            _push_mode(other)
-        return
-    while (functions := _get_current_function_mode_stack()) and functions[-1] is not mode:
-        above.append(torch.overrides._pop_mode())
-    if functions:
-        mode.__exit__(None, None, None)
-    for other in reversed(above):
-        torch.overrides._push_mode(other)
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:

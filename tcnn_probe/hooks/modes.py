@@ -1,19 +1,112 @@
-"""Forwards that compute no numbers for the user, and keeping our own computations out of everybody's sight."""
+"""Function and dispatch modes: entering and leaving them, and keeping our own computations out of everybody's sight."""
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["is_transformed", "unseen"]
+__all__ = [
+    "Uncompiled",
+    "aside",
+    "aside_depth",
+    "is_transformed",
+    "only_modes_from_here",
+    "put_on",
+    "something_is_compiled",
+    "take_off",
+    "unseen",
+]
+
+Mode = TorchFunctionMode | TorchDispatchMode
 
 _KEY = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
+_ASIDE = ContextVar("tcnn_probe_aside", default=0)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What runs inside is none of the user's: only those attached inside see it."""
+    token = _ASIDE.set(_ASIDE.get() + 1)
+    try:
+        yield
+    finally:
+        _ASIDE.reset(token)
+
+
+def aside_depth() -> int:
+    """How many times :func:`aside` has been entered here."""
+    return _ASIDE.get()
+
+
+class Uncompiled(TorchDispatchMode):
+    """Changes nothing; but while any such mode is on, torch.compile leaves Python code as it is, for us to see."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def something_is_compiled() -> bool:
+    """Whether torch.compile was called, or has compiled anything, in this process."""
+    frames, backends = sys.modules.get("torch._dynamo.utils"), sys.modules.get("torch._dynamo.eval_frame")
+    ran = frames is not None and frames.counters["frames"]["total"] > 0
+    # What torch.compiler.disable was called on has None for a backend.
+    return ran or any(backend is not None for backend in getattr(backends, "cached_backends", {}).values())
+
+
+def put_on(*modes: Mode) -> list[Mode]:
+    """Enter modes, and :class:`Uncompiled` where something is compiled; what is returned is for :func:`take_off`."""
+    entered: list[Mode] = []
+    for mode in (*modes, *([Uncompiled()] if something_is_compiled() else [])):
+        mode.__enter__()
+        entered.append(mode)
+    return entered
+
+
+def take_off(modes: list[Mode]) -> None:
+    """Leave modes that others may have been entered after and not left. The list is empty afterwards."""
+    while modes:
+        _take_off(modes.pop())
+
+
+def _take_off(mode: Mode) -> None:
+    above: list[Any] = []
+    stack: Callable[[], list[Any]]
+    pop: Callable[[], Any]
+    push: Callable[[Any], None]
+    if isinstance(mode, TorchDispatchMode):
+        stack, pop, push = dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode
+    else:
+        stack, pop, push = _get_current_function_mode_stack, _pop_mode, _push_mode
+    while (there := stack()) and there[-1] is not mode:
+        above.append(pop())
+    if there:
+        mode.__exit__(None, None, None)
+    for other in reversed(above):
+        push(other)
+
+
+@contextmanager
+def only_modes_from_here() -> Iterator[None]:
+    """Inside, torch functions are seen by the modes that are entered inside, and by no others."""
+    others: list[Any] = []
+    try:
+        while torch._C._len_torch_function_stack():
+            others.append(_pop_mode())
+        with torch._C._EnableTorchFunction():
+            yield
+    finally:
+        for mode in reversed(others):
+            _push_mode(mode)
 
 
 def is_transformed(inputs: Iterable[Any]) -> bool:
@@ -38,5 +131,5 @@ def unseen() -> Iterator[None]:
         if not torch._C._len_torch_dispatch_stack():
             yield
             return
-        with _disable_current_modes():
+        with dispatch._disable_current_modes():
             yield

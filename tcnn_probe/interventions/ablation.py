@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from tcnn_probe.attention.rebuild import head_count
-from tcnn_probe.hooks.forwards import Uncompiled, something_is_compiled, take_off
+from tcnn_probe.hooks.modes import put_on, take_off
 from tcnn_probe.interventions.edits import Edit, Means, Mode
 from tcnn_probe.interventions.gates import keep_locality, put_locality_back
 from tcnn_probe.interventions.head_selection import Chosen, HeadSelection, choose
@@ -122,7 +122,7 @@ class Ablation:
         self._sources, self._locality_strength = sources, locality_strength
         self._edits = self._make_edits()
         self._handles: list[Any] = []
-        self._uncompiled: Uncompiled | None = None
+        self._uncompiled: list[Any] = []
         self._entered = self._ran = False
         self._means: list[Means | None] | None = None
 
@@ -209,14 +209,10 @@ class Ablation:
     def _runs(self, args: tuple[Any, ...]) -> None:
         """Where something is compiled, have the whole forward run as it is: compiled code passes hooks by."""
         self._ends()
-        if something_is_compiled():
-            self._uncompiled = Uncompiled()
-            self._uncompiled.__enter__()
+        self._uncompiled = put_on()
 
     def _ends(self, *call: Any) -> None:
-        mode, self._uncompiled = self._uncompiled, None
-        if mode is not None:
-            take_off(mode)
+        take_off(self._uncompiled)
 
     def _has_run(self, args: tuple[Any, ...], output: Any) -> None:
         self._ran = True

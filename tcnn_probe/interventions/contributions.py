@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tcnn_model import GPSA
-from tcnn_probe.hooks.forwards import aside
+from tcnn_probe.hooks.modes import aside
 from tcnn_probe.interventions.hook_points import Bare, seam_of
 
 __all__ = ["Call", "check_adding_up", "first_tensor", "images_first", "term", "with_first_tensor"]

@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from tcnn_model import GPSA
 from tcnn_probe.attention.rebuild import between_channels, heads_axis
-from tcnn_probe.hooks.forwards import Uncompiled, call_of_a_module, something_is_compiled, take_off
+from tcnn_probe.hooks.forwards import call_of_a_module
 from tcnn_probe.hooks.interception import SeenAttention, SeenOperand, SeenProduct, describe
+from tcnn_probe.hooks.modes import put_on, take_off
 
 __all__ = ["Bare", "Plan", "Seam", "edit_heads", "seam_of"]
 
@@ -152,16 +153,10 @@ class _Asked(Seam):
 
     def enter(self) -> None:
         self._unconfirmed: dict[int, tuple[SeenOperand, bool]] = {}
-        self._modes: list[Any] = []
-        modes: list[Any] = [_Mode(self), *([Uncompiled()] if something_is_compiled() else [])]
-        for mode in modes:
-            mode.__enter__()
-            self._modes.append(mode)
+        self._modes: list[Any] = put_on(_Mode(self))
 
     def leave(self) -> None:
-        modes = getattr(self, "_modes", [])
-        while modes:
-            take_off(modes.pop())
+        take_off(getattr(self, "_modes", []))
 
     def check(self) -> str | None:
         if self._unconfirmed:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcnn_probe.hooks.edits import add_edit, remove_edit
 from tcnn_probe.hooks.forwards import call_of_a_module
 from tcnn_probe.interventions.contributions import (
     Call,
@@ -22,7 +23,7 @@ from tcnn_probe.interventions.edits import Edit, Means
 from tcnn_probe.interventions.gates import edited_parameters
 from tcnn_probe.interventions.hook_points import Plan, Seam, seam_of
 
-__all__ = ["Editor", "Hook", "applied"]
+__all__ = ["Editor", "Hook"]
 
 
 class Hook:
@@ -102,6 +103,7 @@ class Editor:
     def _attach(self) -> None:
         module, handles = self._module, self._handles
         try:
+            add_edit(module, self.edited)
             handles.append(module.register_forward_pre_hook(Hook(self, self._begin), with_kwargs=True))
             handles.append(module.register_forward_hook(Hook(self, self._done), with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(Hook(self, self._end), always_call=True))
@@ -110,6 +112,7 @@ class Editor:
             raise
 
     def _detach(self) -> None:
+        remove_edit(self._module, self.edited)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -249,16 +252,6 @@ class Editor:
             yield
         finally:
             self._leave()
-
-
-@contextmanager
-def applied(module: nn.Module) -> Iterator[None]:
-    """Inside, a layer's parameters are what its forwards see: edited, if it is ablated."""
-    if (editor := Editor.of(module)) is None:
-        yield
-        return
-    with editor.edited():
-        yield
 
 
 def _can_average(edit: Edit, queries: int) -> bool:

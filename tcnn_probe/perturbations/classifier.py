@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.hooks.forwards import aside
+from tcnn_probe.hooks.modes import aside
 from tcnn_probe.models import class_scores, untouched, unwrap
 from tcnn_probe.perturbations.checks import check_labels
 

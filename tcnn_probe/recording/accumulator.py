@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.interventions.layer_editor import applied
+from tcnn_probe.hooks.edits import edited
 from tcnn_probe.probes.probe import Probe
 
 __all__ = ["Found", "Tally", "checked", "named"]
@@ -164,7 +164,7 @@ class Tally:
         """What the layer's parameters are now."""
         if self.probe.state is None:
             return {}
-        with named(self.name), applied(self.module):
+        with named(self.name), edited(self.module):
             state = checked(self.probe, self.probe.state(self.module), images=False)
             return {name: _array(_whole(value)) for name, value in state.items()}
 

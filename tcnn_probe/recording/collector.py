@@ -13,6 +13,7 @@ from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import prefix_of
 from tcnn_probe.attention.rebuild import NoTokenAttentionError, discrepancy, rebuild
 from tcnn_probe.attention.token_grid import class_counts
+from tcnn_probe.hooks.edits import edited
 from tcnn_probe.hooks.forwards import Forwards
 from tcnn_probe.hooks.interception import SeenAttention, SeenOperand, SeenProduct
 from tcnn_probe.models import layer_names, unwrap
@@ -231,7 +232,7 @@ class Collector:
             assert probe.measure is not None
             parts = {part: self._calls[sub] for part, sub in self._parts_of(tally) if sub in self._calls}
             call = ForwardCall(module, tally.name, inputs, output, parts)
-            with named(tally.name):
+            with named(tally.name), edited(module):
                 unchecked = probe.rebuild is not None and tally.name not in self._checked
                 if unchecked and probe.rebuild and (rebuilt := probe.rebuild(call)) is not None:
                     self._checks.append(_Check(tally.name, *_difference(rebuilt, output)))

@@ -1,0 +1,88 @@
+"""Hooks on modules that act on the very model they were registered on, and on no copy of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["CopySafeHook", "after_call", "before_call"]
+
+
+class CopySafeHook:
+    """Hook that does nothing in a copy or a pickle of its module but go away when it is called there.
+
+    Args:
+        act: called as ``act(module, args, kwargs)`` before the module runs, or ``act(module, args, kwargs, output)``
+            after it; what it returns is given to torch.
+    """
+
+    def __init__(self, act: Callable[..., Any] | None) -> None:
+        self._act = act
+        self.number = -1
+        """Under which torch keeps it."""
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, *call: Any) -> Any:
+        """Act, as torch asks."""
+        return self._do(module, *call)
+
+    def _do(self, module: nn.Module, *call: Any) -> Any:
+        if self._act is not None:
+            return self._act(module, *call)
+        for hooks, *flags in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+        ):
+            for number in [number for number, hook in hooks.items() if hook is self]:
+                for numbered in (hooks, *flags):
+                    numbered.pop(number, None)  # type: ignore[attr-defined]
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CopySafeHook":
+        return type(self)(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _without_effect, (type(self), self.number)
+
+
+class _CompiledAway(CopySafeHook):
+    """One that torch.compile leaves out, so that it breaks no graph."""
+
+    def __call__(self, module: nn.Module, *call: Any) -> Any:
+        return None if torch.compiler.is_compiling() else self._do(module, *call)
+
+
+def _without_effect(kind: type[CopySafeHook], number: int) -> CopySafeHook:
+    """A hook from a pickle, under a number that this process is to give to no other hook."""
+    RemovableHandle.next_id = max(RemovableHandle.next_id, number + 1)
+    return kind(None)
+
+
+def before_call(
+    module: nn.Module, act: Callable[..., Any], *, first: bool = False, compiled: bool = False
+) -> RemovableHandle:
+    """Call ``act(module, args, kwargs)`` before each call of a module; see :func:`after_call` for the arguments."""
+    hook = _CompiledAway(act) if compiled else CopySafeHook(act)
+    handle = module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
+    hook.number = handle.id
+    return handle
+
+
+def after_call(
+    module: nn.Module, act: Callable[..., Any], *, first: bool = False, always: bool = False, compiled: bool = False
+) -> RemovableHandle:
+    """Call ``act(module, args, kwargs, output)`` after each call of a module.
+
+    Args:
+        module: to hook.
+        act: what to call; a tensor that it returns replaces the output.
+        first: whether before the hooks that are there.
+        always: whether also where the module raised an exception.
+        compiled: whether torch.compile may leave the hook out.
+    """
+    hook = _CompiledAway(act) if compiled else CopySafeHook(act)
+    handle = module.register_forward_hook(hook, prepend=first, with_kwargs=True, always_call=always)
+    hook.number = handle.id
+    return handle
