@@ -13,7 +13,7 @@ from tcnn_probe.attention.layout import Layout
 from tcnn_probe.attention.token_grid import find_layout, pool_layout, token_counts
 from tcnn_probe.hooks.interception import SeenAttention
 
-__all__ = ["NoTokenAttentionError", "between_channels", "discrepancy", "head_count", "heads_axis", "rebuild"]
+__all__ = ["NoTokenAttentionError", "between_channels", "discrepancy", "head_count", "heads_axis", "rebuild", "tolerance"]
 
 _QUERIES_TO_CHECK = 64
 _HEAD_COUNTS = ("num_heads", "n_heads", "nhead", "heads", "n_head", "num_attention_heads")
@@ -82,7 +82,7 @@ def discrepancy(seen: SeenAttention, module: nn.Module) -> tuple[Tensor, float] 
             expected = _rows(output, module, seen.heads)[first, :, queries]
     broken = ~expected.isfinite()  # by what the model was given
     off, size = ((x.masked_fill(broken, 0)).abs().amax().float() for x in (rebuilt - expected, expected))
-    return off / size.clamp_min(torch.finfo(torch.float32).tiny), _TOLERANCE.get(seen.output.dtype, 5e-3)
+    return off / size.clamp_min(torch.finfo(torch.float32).tiny), tolerance(seen.output.dtype)
 
 
 def _logits(seen: SeenAttention, module: nn.Module) -> Logits:
@@ -152,3 +152,8 @@ def between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
     features = [x for x in inputs if isinstance(x, Tensor) and x.ndim in (3, 4)]
     channels = {x.shape[-1] if x.ndim == 3 else x.shape[1] for x in features}
     return keys * heads in channels and keys not in token_counts(inputs)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far what is computed here may be from what a model computed in this dtype, as a share of its largest value."""
+    return _TOLERANCE.get(dtype, 5e-3)

@@ -125,7 +125,7 @@ def test_mean_over_images() -> None:
     """Of as many batches as are given, and of images as they are without it."""
     model, x, seen = nn.Sequential(layer()), images(), images(5, seed=1)
     own = model[0]
-    with tcnn_probe.ablate(model, ("0", [1, 3]), "mean", images=[seen[:2], seen[2:]]):
+    with tcnn_probe.ablate(model, {"0": [1, 3]}, "mean", images=[seen[:2], seen[2:]]):
         found = model(x)
         alone = model(x[1:2])
     mean = by_hand(own, seen, heads=[1, 3], bias=False).mean(0, keepdim=True)

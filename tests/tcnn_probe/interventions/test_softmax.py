@@ -370,7 +370,7 @@ def test_two_attentions_in_one_call() -> None:
     expected = sum(by * part.transpose(1, 2).flatten(2) for by, part in zip((1, 10), parts, strict=True)) + x.softmax(
         -1
     )
-    with tcnn_probe.ablate(model, {"0": 1}), tcnn_probe.ablate(model, ("0#1", 2)) as inner:
+    with tcnn_probe.ablate(model, {"0": 1}), tcnn_probe.ablate(model, {"0#1": 2}) as inner:
         torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     assert inner.heads == {"0#1": (2,)}
     with tcnn_probe.record(model.eval(), probes="softmax") as recorder:  # which names them alike
