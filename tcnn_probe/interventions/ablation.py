@@ -1,6 +1,7 @@
 """``ablate()``: what a model does without some of its heads."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -15,7 +16,7 @@ from tcnn_probe.hooks.modes import put_on
 from tcnn_probe.interventions.calls import Call, Calls
 from tcnn_probe.interventions.edits import Edit, Mode
 from tcnn_probe.interventions.head_selection import HeadSelection, choose
-from tcnn_probe.interventions.layer_ablations import LayerAblations
+from tcnn_probe.interventions.layer_editor import LayerEditor
 from tcnn_probe.interventions.means import Means
 from tcnn_probe.models import layer_names, untouched
 from tcnn_probe.recording.options import check_model
@@ -104,11 +105,10 @@ def ablate(
 class Ablation:
     """What :func:`ablate` makes; may be entered again after its end, with the means of the first time."""
 
-    def __init__(
-        self, model: nn.Module, edits: list[Edit], mode: Mode, images: Tensor | Iterable[Any] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, edits: list[Edit], mode: Mode, images: Tensor | Iterable[Any] | None) -> None:
         self._model, self._edits, self._mode, self._images = model, edits, mode, images
         self._forwards: _Forwards | None = None
+        self._exits = ExitStack()
 
     @property
     def mode(self) -> Mode:
@@ -130,24 +130,18 @@ class Ablation:
     def __enter__(self) -> Self:
         if self._forwards is not None:
             raise RuntimeError("this ablation is entered already; call ablate() again for another")
-        self._forwards = _Forwards(self._model, Call)
-        self._edits = [replace(edit) for edit in self._edits]
-        try:
-            if self._images is not None and self._edits and self._edits[0].means is None:
-                self._take_means(self._images)
-            for edit in self._edits:
-                LayerAblations.add(edit)
-            self._forwards.attach()
-        except BaseException:
-            self._remove()
-            raise
+        self._edits = [replace(edit) for edit in self._edits]  # which have done nothing yet
+        if self._images is not None and self._edits and self._edits[0].means is None:
+            self._edits = _with_means(self._model, self._edits, self._images)
+        self._forwards = self._exits.enter_context(_edited(self._model, self._edits))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        ran = self._remove()
-        if error is not None or not ran:
+        forwards, self._forwards = self._forwards, None
+        self._exits.close()
+        if error is not None or forwards is None or not forwards.ran:
             return
         done = {edit.asked for edit in self._edits if edit.attended}
         if missed := [edit.asked for edit in self._edits if edit.asked not in done]:
@@ -156,42 +150,9 @@ class Ablation:
                 f"could be edited"
             )
 
-    def _remove(self) -> bool:
-        """Leave the model as it was; whether it ran."""
-        for edit in self._edits:
-            LayerAblations.remove(edit)
-        forwards, self._forwards = self._forwards, None
-        assert forwards is not None
-        forwards.detach()
-        return forwards.ran
-
-    def _take_means(self, images: Tensor | Iterable[Any]) -> None:
-        several = [images] if isinstance(images, Tensor) else images
-        like = next(self._model.parameters(), None)
-        edits = [replace(edit, means=Means()) for edit in self._edits]
-        means = [edit.means for edit in edits if edit.means is not None]
-        forwards = _Forwards(self._model, Call)
-        try:
-            for edit in edits:
-                LayerAblations.add(edit)
-            forwards.attach()
-            with untouched(self._model), torch.no_grad():
-                for given in tqdm(several, "ablate: means", leave=False, delay=3, disable=None):
-                    batch = _as_batch(given)
-                    for one in means:
-                        one.images = len(batch)
-                    self._model(batch if like is None else batch.to(like.device))
-        finally:
-            forwards.detach()
-            for edit in edits:
-                LayerAblations.remove(edit)
-        for one in means:
-            one.finished = True
-        self._edits = [replace(edit) for edit in edits]
-
 
 class _Forwards(Calls[Call]):
-    """Forwards of the whole model: as they are written where something is compiled, as compiled code heeds no hooks."""
+    """Forwards of the whole model: uncompiled where something is compiled, as compiled code heeds no hooks."""
 
     ran = False
 
@@ -200,6 +161,37 @@ class _Forwards(Calls[Call]):
 
     def returns(self, call: Call, output: Any) -> None:
         self.ran = True
+
+
+@contextmanager
+def _edited(model: nn.Module, edits: Iterable[Edit]) -> Iterator[_Forwards]:
+    forwards = _Forwards(model, Call)
+    try:
+        for edit in edits:
+            LayerEditor.add(edit)
+        forwards.attach()
+        yield forwards
+    finally:
+        for edit in edits:
+            LayerEditor.remove(edit)
+        forwards.detach()
+
+
+def _with_means(model: nn.Module, edits: Iterable[Edit], images: Tensor | Iterable[Any]) -> list[Edit]:
+    """The edits, with means of their heads over these images."""
+    means = [Means() for _ in edits]
+    edits = [replace(edit, means=one) for edit, one in zip(edits, means, strict=True)]
+    several = [images] if isinstance(images, Tensor) else images
+    like = next(model.parameters(), None)
+    with _edited(model, edits), untouched(model), torch.no_grad():
+        for given in tqdm(several, "ablate: means", leave=False, delay=3, disable=None):
+            batch = _as_batch(given)
+            for one in means:
+                one.images = len(batch)
+            model(batch if like is None else batch.to(like.device))
+    for one in means:
+        one.finished = True
+    return [replace(edit) for edit in edits]
 
 
 def _check_images(images: Tensor | Iterable[Any] | None) -> None:

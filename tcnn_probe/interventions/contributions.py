@@ -1,6 +1,8 @@
 """What heads add to the output of their layer, measured by running a copy of it without the others."""
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +13,14 @@ from tcnn_model import GPSA
 from tcnn_probe.attention.rebuild import tolerance
 from tcnn_probe.hooks.copy_safe import CopySafeHook
 from tcnn_probe.hooks.modes import aside
-from tcnn_probe.interventions.edits import Edit, Heads
-from tcnn_probe.interventions.layer_editor import LayerEditor
+from tcnn_probe.interventions.edits import Edit
+from tcnn_probe.interventions.gates import gate_editor
+from tcnn_probe.interventions.hook_points import Editing, edits_head_outputs, hook_point
 
 __all__ = ["Terms", "first_tensor", "images_first", "with_first_tensor"]
 
 
+@dataclass
 class Terms:
     """What heads of a layer add to its output in a call, in eval mode, its parameters constants; unseen by recorders.
 
@@ -28,22 +32,17 @@ class Terms:
         gates: edits of its gates that hold.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layer: str,
-        number: int,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        gates: Sequence[Edit] = (),
-    ) -> None:
-        self._module, self._layer, self._number, self._gates = module, layer, number, gates
-        self._args, self._kwargs = args, kwargs
+    module: nn.Module
+    layer: str
+    number: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    gates: Sequence[Edit] = ()
 
     def of(self, *groups: Sequence[int]) -> list[Tensor]:
         """The term of each group of heads, of the output's shape, with the images along its first axis."""
-        nothing = self._without(Heads())
-        return [self._without(Heads(tuple(heads), others=True)) - nothing for heads in groups]
+        nothing = self._run(only=())
+        return [self._run(only=heads) - nothing for heads in groups]
 
     @torch.no_grad()
     def check(self, heads: Sequence[int]) -> None:
@@ -52,30 +51,31 @@ class Terms:
         Raises:
             ValueError: it does.
         """
-        if isinstance(self._module, GPSA | convit.GPSA):
+        if isinstance(self.module, GPSA | convit.GPSA):
             return
-        whole = self._without(Heads(()))
-        off = whole - self._without(Heads(tuple(heads))) - self.of(heads)[0]
+        whole = self._run()
+        off = whole - self._run(without=heads) - self.of(heads)[0]
         off, size = (x.nan_to_num(0, 0, 0).abs().amax() for x in (off, whole))  # by what the model was given
         if bool(off > tolerance(whole.dtype) * size):
             raise ValueError(
-                f"the heads of {self._layer!r} do not add up: something that mixes them, such as a norm, follows, so "
+                f"the heads of {self.layer!r} do not add up: something that mixes them, such as a norm, follows, so "
                 f"that none has a term of its own; mode='zero', or 'mean' over queries, can be done"
             )
 
-    def _without(self, heads: Heads) -> Tensor:
-        twin = _frozen(self._module, {})
-        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
-            setattr(twin, hooks, type(getattr(twin, hooks))())
-        zeroed = Edit(self._layer, self._layer, twin, self._number, heads, "zero", strict=False)
-        editor = LayerEditor(twin, (*self._gates, zeroed))
-        try:
-            editor.attach()
-            with aside():
-                output = twin(*self._args, **self._kwargs)
-        finally:
-            editor.detach()
-        return images_first(self._module, first_tensor(output, self._layer))
+    def _run(self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()) -> Tensor:
+        """What the layer gives with ``only`` some of its heads, or all, and ``without`` others."""
+
+        def plan(number: int, count: int, queries: int) -> tuple[Sequence[int], Sequence[int]]:
+            zeroed = [head for head in range(count) if head in without or (only is not None and head not in only)]
+            return (zeroed if number == self.number else ()), ()
+
+        twin = _frozen(self.module, {})
+        vars(twin).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())
+        point = hook_point(twin, plan, [*self.args, *self.kwargs.values()])
+        edits_head_outputs(twin, lambda: point)
+        with aside(), Editing(gate_editor(twin, self.gates), point):
+            output = twin(*self.args, **self.kwargs)
+        return images_first(twin, first_tensor(output, self.layer))
 
 
 def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -86,10 +86,10 @@ def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
         parameters = {name: None if p is None else p.detach() for name, p in module._parameters.items()}
         children = {name: None if m is None else _frozen(m, copies) for name, m in module._modules.items()}
         vars(twin).update(training=False, _parameters=parameters, _buffers={**module._buffers}, _modules=children)
-        for name in ("_forward_pre_hooks", "_forward_hooks"):  # the user's are part of what the layer computes
-            hooks = getattr(module, name)
-            theirs = [(number, hook) for number, hook in hooks.items() if not isinstance(hook, CopySafeHook)]
-            vars(twin)[name] = type(hooks)(theirs)
+        for name, hooks in vars(module).items():
+            if name.startswith(("_forward_", "_backward_")):  # those before and after a forward can be part of it
+                kept = [(n, h) for n, h in hooks.items() if "back" not in name and not isinstance(h, CopySafeHook)]
+                vars(twin)[name] = OrderedDict(kept)
     return copies[module]
 
 

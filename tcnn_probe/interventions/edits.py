@@ -15,15 +15,9 @@ Mode = Literal["positional", "content", "zero", "mean", "replaced"]
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of a layer.
-
-    Args:
-        chosen: indices, a slice of those that there are, or None for all.
-        others: whether all heads but these are meant.
-    """
+    """Heads of a layer: indices, a slice of those that there are, or None for all."""
 
     chosen: tuple[int, ...] | slice | None = None
-    others: bool = False
 
     def of(self, count: int, layer: str) -> tuple[int, ...]:
         """Their indices in a layer of ``count`` heads.
@@ -32,12 +26,10 @@ class Heads:
             ValueError: it does not have them.
         """
         if self.chosen is None or isinstance(self.chosen, slice):
-            chosen = tuple(range(count)[self.chosen or slice(None)])
-        elif beyond := [head for head in self.chosen if head >= count]:
+            return tuple(range(count)[self.chosen or slice(None)])
+        if beyond := [head for head in self.chosen if head >= count]:
             raise ValueError(f"{layer!r} has {count} heads, from 0 to {count - 1}; got head {beyond[0]}")
-        else:
-            chosen = self.chosen
-        return tuple(head for head in range(count) if head not in chosen) if self.others else chosen
+        return self.chosen
 
 
 @dataclass(eq=False)
@@ -52,9 +44,9 @@ class Edit:
         heads: which heads.
         mode: what is done to them.
         strict: whether the user named this layer, so that it must be able to.
+        count: how many heads the layer has, None while it is not known.
         source: the layer whose heads are put in.
         means: of the heads' terms over given images.
-        count: how many heads the layer has, None while it is not known.
     """
 
     asked: str
@@ -64,9 +56,9 @@ class Edit:
     heads: Heads
     mode: Mode
     strict: bool
+    count: int | None = None
     source: nn.Module | None = None
     means: Means | None = None
-    count: int | None = None
     ran: bool = field(default=False, init=False)
     attended: bool = field(default=False, init=False)
     additive: bool = field(default=False, init=False)

@@ -34,9 +34,9 @@ def gate_editor(module: nn.Module, edits: Sequence[Edit]) -> "GateEditor | None"
     forced: dict[int, float] = {}
     for edit in edits:
         if edit.mode in GATES:
-            gating = getattr(module, _name_of_gating(module))
+            gating: Tensor = getattr(module, _name_of_gating(module))
             forced |= dict.fromkeys(edit.heads.of(len(gating), edit.layer), GATES[edit.mode])
-    return GateEditor(getattr(module, _name_of_gating(module)), forced) if forced else None
+    return GateEditor(gating, forced) if forced else None
 
 
 class GateEditor:

@@ -83,7 +83,7 @@ def _of_array(array: xr.DataArray) -> Iterator[tuple[str, Any]]:
             f"expected a DataArray over layer and head, with their names along layer, and over one more dimension at "
             f"most, whose last mark counts; got dims {array.dims} with coordinates {tuple(array.coords)}"
         )
-    array = array.isel({dim: -1 for dim in marks})
+    array = array.isel(dict.fromkeys(marks, -1))
     whole_layers = "head" not in array.dims and "head" not in array.coords
     array = array.expand_dims([dim for dim in ("layer", "head") if dim not in array.dims])
     numbers = array["head"].values  # positions where there is no coordinate

@@ -10,19 +10,38 @@ import torch
 import torch.nn.functional as F
 from timm.models import convit
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from tcnn_model import GPSA
 from tcnn_probe.attention.rebuild import between_channels, heads_axis
+from tcnn_probe.hooks.copy_safe import after_call
 from tcnn_probe.hooks.forwards import call_of_a_module
 from tcnn_probe.hooks.interception import SeenOperand, SeenProduct, describe
 
-__all__ = ["HookPoint", "Plan", "hook_point"]
+__all__ = ["Editing", "HookPoint", "Plan", "edits_head_outputs", "hook_point"]
 
 Plan = Callable[[int, int, int], tuple[Sequence[int], Sequence[int]]]
 """From the number of an attention in the layer's call, and of its heads and queries, to the heads that are zeroed, and
 those that are averaged over their queries."""
 
 _MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
+
+
+class Editing(TorchFunctionMode):
+    """Asks each of the editors to make a call of a torch function, until ``over``; the first that does so counts."""
+
+    def __init__(self, *editors: Callable[..., Any] | None, over: Callable[[], bool] = lambda: False) -> None:
+        super().__init__()
+        self._editors, self._over = [editor for editor in editors if editor is not None], over
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for editor in () if self._over() else self._editors:
+            if (edited := editor(func, args, kwargs or {})) is not NotImplemented:
+                return edited
+        return func(*args, **(kwargs or {}))
 
 
 class HookPoint:
@@ -62,6 +81,16 @@ def hook_point(module: nn.Module, plan: Plan, inputs: Sequence[Any]) -> HookPoin
     return (_Projection if isinstance(module, convit.GPSA) else _Asked)(module, plan, inputs)
 
 
+def edits_head_outputs(module: nn.Module, point: Callable[[], HookPoint | None]) -> list[RemovableHandle]:
+    """Hook the place where a GPSA layer has its heads; ``point`` gives what edits them there, while it is to."""
+
+    def edit(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+        editor = point()
+        return None if editor is None else editor.edit_all(output)
+
+    return [after_call(module.head_outputs, edit)] if isinstance(module, GPSA) else []
+
+
 def _edit_heads(heads: Tensor, axis: int, zeroed: Sequence[int], averaged: Sequence[int]) -> Tensor:
     """Zero what some heads give, or their attention, and average that of others over the queries.
 
@@ -84,7 +113,7 @@ class _Projection(HookPoint):
     """ConViT's gated layers, which mix and renormalise two softmaxes: what ``proj`` is given, (B, N, heads * d)."""
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is not F.linear or len(args) < 2 or args[1] is not self._module.proj.weight:
+        if func is not F.linear or len(args) < 2 or args[1] is not self._module.proj.weight:  # type: ignore[union-attr]
             return NotImplemented
         heads = args[0].unflatten(-1, (self._module.num_heads, -1)).transpose(1, 2)
         return func(self.edit_all(heads).transpose(1, 2).flatten(2), *args[1:], **kwargs)

@@ -2,64 +2,55 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from tcnn_model import GPSA
-from tcnn_probe.hooks.copy_safe import after_call
+from tcnn_probe.hooks.edits import add_edit, remove_edit
 from tcnn_probe.hooks.modes import put_on
 from tcnn_probe.interventions.calls import Call, Calls
+from tcnn_probe.interventions.contributions import Terms, first_tensor, images_first, with_first_tensor
 from tcnn_probe.interventions.edits import Edit
-from tcnn_probe.interventions.gates import gate_editor
-from tcnn_probe.interventions.hook_points import hook_point
+from tcnn_probe.interventions.gates import GATES, gate_editor
+from tcnn_probe.interventions.hook_points import Editing, HookPoint, edits_head_outputs, hook_point
 
-__all__ = ["LayerCall", "LayerEditor"]
+__all__ = ["LayerEditor"]
 
-
-class _Editing(TorchFunctionMode):
-    """Asks each of the editors to make a call of a torch function; the first that does so counts."""
-
-    def __init__(self, editors: Sequence[Callable[..., Any]]) -> None:
-        super().__init__()
-        self._editors = editors
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for editor in self._editors:
-            if (edited := editor(func, args, kwargs or {})) is not NotImplemented:
-                return edited
-        return func(*args, **(kwargs or {}))
+_LOCK = threading.RLock()
 
 
-class LayerCall(Call):
-    """A call of a layer, and what is edited in it."""
+@dataclass(eq=False)
+class _LayerCall(Call):
+    """A call of a layer, and what is edited in it.
 
-    def plan(self, edits: Sequence[Edit]) -> None:
-        """Find out where these edits are to be made; of several that name the same head, the last one counts."""
-        self.edits = edits
-        self.attended: list[tuple[Edit, int]] = []
-        """Edits, and for which attention of the call."""
-        self.terms: list[tuple[Edit, int, Sequence[int]]] = []
-        """Edits that put terms in the place of others, for which attention, and of which heads."""
-        self.point = hook_point(self.module, self._heads_to_edit, self.inputs)
+    Args:
+        edits: in the order in which they were entered.
+        attended: edits, and for which attention of the call.
+        terms: edits that put terms in the place of others, for which attention, and of which heads.
+    """
 
-    def mode(self) -> TorchFunctionMode:
-        """What edits when torch is asked for something."""
-        gates = gate_editor(self.module, self.edits)
-        return _Editing([self.point] if gates is None else [gates, self.point])
+    edits: Sequence[Edit] = ()
+    attended: list[tuple[Edit, int]] = field(default_factory=list)
+    terms: list[tuple[Edit, int, Sequence[int]]] = field(default_factory=list)
+    point: HookPoint = field(init=False)
 
-    def _heads_to_edit(self, number: int, count: int, queries: int) -> tuple[Sequence[int], Sequence[int]]:
-        owners: dict[int, Edit] = {}
+    def __post_init__(self) -> None:
+        self.point = hook_point(self.module, self._plan, [*self.args, *self.kwargs.values()])
+
+    def editing(self) -> Editing:
+        return Editing(gate_editor(self.module, self.edits), self.point, over=lambda: self.over)
+
+    def _plan(self, number: int, count: int, queries: int) -> tuple[Sequence[int], Sequence[int]]:
+        owners: dict[int, Edit] = {}  # of several edits that name the same head, the last one
         for edit in self.edits:
             if edit.call not in (None, number) or not _can_average(edit, queries):
                 continue
-            heads = edit.heads.of(count, edit.layer)
-            edit.count = count
+            heads, edit.count = edit.heads.of(count, edit.layer), count
             self.attended.append((edit, number))
             if edit.acts_on_output:
                 owners |= dict.fromkeys(heads, edit)
@@ -70,47 +61,101 @@ class LayerCall(Call):
         return [head for head in owners if head not in averaged], averaged
 
 
-class LayerEditor(Calls[LayerCall]):
-    """Edits heads and gates in each call of a layer.
+class LayerEditor(Calls[_LayerCall]):
+    """Edits heads and gates in each call of a layer, for all ablations of it together."""
 
-    Args:
-        module: the layer.
-        edits: what is done to which heads.
-    """
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, _LayerCall)
+        self._edits: tuple[Edit, ...] = ()
 
-    def __init__(self, module: nn.Module, edits: tuple[Edit, ...] = ()) -> None:
-        super().__init__(module, LayerCall)
-        self.edits = edits
+    @classmethod
+    def add(cls, edit: Edit) -> None:
+        """Have one more thing done."""
+        with _LOCK:
+            editor = _EDITORS.setdefault(edit.module, cls(edit.module))
+            editor._edits = (*editor._edits, edit)
+            if len(editor._edits) == 1:
+                editor.attach()
+                editor._handles += edits_head_outputs(edit.module, editor._point)
+                add_edit(edit.module, editor.reading)
 
-    def attach(self) -> None:
-        """Hook the layer."""
-        super().attach()
-        if isinstance(self.module, GPSA):
-            self._handles.append(after_call(self.module.head_outputs, self._edit_heads))
+    @classmethod
+    def remove(cls, edit: Edit) -> None:
+        """Have it done no longer; may be called in the middle of a forward, and again."""
+        with _LOCK:
+            editor = _EDITORS.get(edit.module)
+            if editor is not None and edit in editor._edits:
+                editor._edits = tuple(other for other in editor._edits if other is not edit)
+                if not editor._edits:
+                    del _EDITORS[edit.module]
+                    remove_edit(edit.module, editor.reading)
+                    editor.detach()
 
-    def begins(self, call: LayerCall) -> None:
+    def begins(self, call: _LayerCall) -> None:
         """Begin to edit."""
-        call.plan(self.edits)
-        call.modes = put_on(call.mode())
+        call.edits = self._edits
+        call.modes = put_on(call.editing())
+
+    def returns(self, call: _LayerCall, output: Any) -> Any:
+        """Check what was done, take means, and put terms into the output."""
+        _check(call)
+        layer = call.edits[0].layer
+        terms = partial(Terms, layer=layer, args=call.args, kwargs=call.kwargs)
+        for edit, number in call.attended:
+            if edit.means is not None and edit.means.taking and edit.indices:
+                own = terms(call.module, number=number, gates=[one for one in call.edits if one.mode in GATES])
+                if not edit.additive:
+                    own.check(edit.indices[:1])
+                edit.additive = True
+                edit.means.add(number, own.of(*([head] for head in edit.indices)), layer)
+        if not call.terms:
+            return None
+        whole = images_first(call.module, first_tensor(output, layer))
+        for edit, number, heads in call.terms:
+            if edit.means is not None:
+                whole = edit.means.add_to(whole, number, [edit.indices.index(head) for head in heads], layer)
+                continue
+            assert edit.source is not None
+            theirs = terms(edit.source, number=number)
+            if not edit.additive:
+                terms(call.module, number=number).check(heads)
+                theirs.check(heads)
+            edit.additive = True
+            whole = whole + theirs.of(heads)[0].to(whole.dtype)
+        return with_first_tensor(output, images_first(call.module, whole))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Inside, what is computed of the layer is what its forwards compute."""
-        thread, running = threading.get_ident(), self.current()
-        call = running or LayerCall(self.module, (), {}, sys._getframe())
-        if running is None:
-            call.plan(self.edits)
-            self._running[thread] = call
+        running = self.current()
+        call = running or _LayerCall(self.module, (), {}, sys._getframe(), edits=self._edits)
         try:
-            with call.mode():
+            self._running[threading.get_ident()] = call
+            with call.editing():
                 yield
         finally:
             if running is None:
-                del self._running[thread]
+                self._leave()
 
-    def _edit_heads(self, module: nn.Module, args: tuple[Tensor], kwargs: Mapping[str, Any], output: Tensor) -> Any:
+    def _point(self) -> HookPoint | None:
         call = self.current()
-        return None if call is None else call.point.edit_all(output)
+        return None if call is None else call.point
+
+
+_EDITORS: WeakKeyDictionary[nn.Module, LayerEditor] = WeakKeyDictionary()
+
+
+def _check(call: _LayerCall) -> None:
+    """Refuse what turns out not to have been done."""
+    if wrong := call.point.check():
+        raise RuntimeError(f"{call.edits[0].layer!r} {wrong}: choose other layers")
+    attended = {edit for edit, _ in call.attended}
+    for edit in call.edits:
+        edit.ran = True
+        edit.attended |= edit in attended
+        if edit.strict and edit not in attended:
+            several = f" of this number, only {call.point.asked}" if edit.call else ""
+            raise RuntimeError(f"{edit.layer!r} ran and asked for no attention between tokens{several}")
 
 
 def _can_average(edit: Edit, queries: int) -> bool:
