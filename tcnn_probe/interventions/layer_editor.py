@@ -127,8 +127,10 @@ class LayerEditor(Calls[_LayerCall]):
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Inside, what is computed of the layer is what its forwards compute."""
-        running = self.current()
-        call = running or _LayerCall(self.module, (), {}, sys._getframe(), edits=self._edits)
+        running, frame = self.current(), sys._getframe()
+        while frame.f_back is not None:  # the outermost one, which is there as long as this is read
+            frame = frame.f_back
+        call = running or _LayerCall(self.module, (), {}, frame, edits=self._edits)
         try:
             self._running[threading.get_ident()] = call
             with call.editing():
