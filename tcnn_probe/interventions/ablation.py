@@ -197,9 +197,7 @@ def _with_means(model: nn.Module, edits: Iterable[Edit], images: Tensor | Iterab
 def _check_images(images: Tensor | Iterable[Any] | None) -> None:
     """Refuse, before the model runs, what can be seen to be no batches without going through them."""
     if isinstance(images, Dataset) and not isinstance(images, IterableDataset):
-        raise TypeError(
-            f"expected batches of images, got single ones: {type(images).__name__}; give a DataLoader of it"
-        )
+        raise TypeError(f"expected batches of images, got single ones: {type(images).__name__}; give its DataLoader")
     for given in [images] if isinstance(images, Tensor) else images if isinstance(images, (tuple, list)) else []:
         _as_batch(given)
 

@@ -22,19 +22,11 @@ __all__ = ["Terms", "first_tensor", "images_first", "with_first_tensor"]
 
 @dataclass
 class Terms:
-    """What heads of a layer add to its output in a call, in eval mode, its parameters constants; unseen by recorders.
-
-    Args:
-        module: the layer.
-        layer: its name, for messages.
-        number: of the attention in question, among those that the layer asks for in a call.
-        args, kwargs: of the call.
-        gates: edits of its gates that hold.
-    """
+    """What heads of a layer add to its output in a call: in eval mode, for constant parameters, unseen by recorders."""
 
     module: nn.Module
-    layer: str
-    number: int
+    layer: str  # its name
+    number: int  # of the attention in question, among those that the layer asks for in a call
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     gates: Sequence[Edit] = ()
@@ -46,11 +38,7 @@ class Terms:
 
     @torch.no_grad()
     def check(self, heads: Sequence[int]) -> None:
-        """Whether what some heads add depends on what the others give.
-
-        Raises:
-            ValueError: it does.
-        """
+        """Refuse a layer in which what some heads add depends on what the others give."""
         if isinstance(self.module, GPSA | convit.GPSA):
             return
         whole = self._run()
@@ -94,11 +82,7 @@ def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
 
 
 def first_tensor(output: Any, layer: str) -> Tensor:
-    """The output of a layer, or the first of several.
-
-    Raises:
-        TypeError: it is no tensor.
-    """
+    """The output of a layer, or the first of several."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise TypeError(f"expected {layer!r} to give a tensor, or several; got {type(first).__name__}")

@@ -20,11 +20,7 @@ class Heads:
     chosen: tuple[int, ...] | slice | None = None
 
     def of(self, count: int, layer: str) -> tuple[int, ...]:
-        """Their indices in a layer of ``count`` heads.
-
-        Raises:
-            ValueError: it does not have them.
-        """
+        """Their indices in a layer of ``count`` heads; an error if it does not have them."""
         if self.chosen is None or isinstance(self.chosen, slice):
             return tuple(range(count)[self.chosen or slice(None)])
         if beyond := [head for head in self.chosen if head >= count]:
@@ -34,35 +30,21 @@ class Heads:
 
 @dataclass(eq=False)
 class Edit:
-    """An ablation of heads of one layer.
+    """An ablation of heads of one layer."""
 
-    Args:
-        asked: the name or glob that stands for the layer.
-        layer: its name as it is recorded.
-        module: itself.
-        call: which of the attentions that it asks for in one call, None for all.
-        heads: which heads.
-        mode: what is done to them.
-        strict: whether the user named this layer, so that it must be able to.
-        count: how many heads the layer has, None while it is not known.
-        source: the layer whose heads are put in.
-        means: of the heads' terms over given images.
-    """
-
-    asked: str
-    layer: str
+    asked: str  # the name or glob that stands for the layer
+    layer: str  # its name as it is recorded
     module: nn.Module
-    call: int | None
+    call: int | None  # which of the attentions that it asks for in one call, None for all
     heads: Heads
     mode: Mode
-    strict: bool
-    count: int | None = None
-    source: nn.Module | None = None
-    means: Means | None = None
+    strict: bool  # whether the user named this layer, so that it must be able to
+    count: int | None = None  # how many heads it has, if that is known
+    source: nn.Module | None = None  # the layer whose heads are put in
+    means: Means | None = None  # of the heads' terms over given images
     ran: bool = field(default=False, init=False)
     attended: bool = field(default=False, init=False)
-    additive: bool = field(default=False, init=False)
-    """Whether the heads are known to add up."""
+    additive: bool = field(default=False, init=False)  # whether the heads are known to add up
 
     @property
     def indices(self) -> Sequence[int]:

@@ -15,8 +15,8 @@ __all__ = ["GATES", "GateEditor", "gate_editor", "why_not"]
 
 GATES: Mapping[str, float] = {"positional": 1.0, "content": 0.0}
 
-_SIGMOID = (torch.sigmoid, Tensor.sigmoid, torch.special.expit)
-_SAME_NUMBERS = (Tensor.view, Tensor.reshape, Tensor.unsqueeze, Tensor.to, Tensor.float, Tensor.double)
+_SIGMOID = {torch.sigmoid, Tensor.sigmoid, torch.special.expit}
+_SAME_NUMBERS = {Tensor.view, Tensor.reshape, Tensor.unsqueeze, Tensor.to, Tensor.float, Tensor.double}
 
 
 def why_not(module: nn.Module, mode: str) -> str | None:
@@ -42,11 +42,7 @@ def gate_editor(module: nn.Module, edits: Sequence[Edit]) -> "GateEditor | None"
 class GateEditor:
     """Follows the gating parameter of a layer to its sigmoid, and gives the gates of some heads another value.
 
-    The other gates stay differentiable with respect to the parameter, which is never touched.
-
-    Args:
-        gating: lambda, shape (heads,).
-        forced: the gates, by head.
+    The other gates stay differentiable with respect to the parameter, lambda of shape (heads,), which is never touched.
     """
 
     def __init__(self, gating: Tensor, forced: Mapping[int, float]) -> None:

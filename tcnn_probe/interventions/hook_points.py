@@ -45,13 +45,7 @@ class Editing(TorchFunctionMode):
 
 
 class HookPoint:
-    """Where the heads of a layer are edited during one call of it: of our GPSA layers, in ``head_outputs``.
-
-    Args:
-        module: the layer.
-        plan: says what to do.
-        inputs: of the call.
-    """
+    """Where the heads of a layer are edited during one call of it: of our GPSA layers, in ``head_outputs``."""
 
     def __init__(self, module: nn.Module, plan: Plan, inputs: Sequence[Any]) -> None:
         self._module, self._plan, self._inputs = module, plan, inputs
@@ -92,13 +86,7 @@ def edits_head_outputs(module: nn.Module, point: Callable[[], HookPoint | None])
 
 
 def _edit_heads(heads: Tensor, axis: int, zeroed: Sequence[int], averaged: Sequence[int]) -> Tensor:
-    """Zero what some heads give, or their attention, and average that of others over the queries.
-
-    Args:
-        heads: shape (..., N_query, d), heads along ``axis``.
-        axis: not one of the last two.
-        zeroed, averaged: indices of heads.
-    """
+    """Of (..., N_query, d) with heads along ``axis``, zero some, and average others over the queries."""
     if averaged:
         shape = [-1 if at == axis % heads.ndim else 1 for at in range(heads.ndim)]
         which = torch.zeros(heads.shape[axis], dtype=torch.bool)

@@ -26,17 +26,11 @@ _LOCK = threading.RLock()
 
 @dataclass(eq=False)
 class _LayerCall(Call):
-    """A call of a layer, and what is edited in it.
-
-    Args:
-        edits: in the order in which they were entered.
-        attended: edits, and for which attention of the call.
-        terms: edits that put terms in the place of others, for which attention, and of which heads.
-    """
+    """A call of a layer, and what is edited in it."""
 
     edits: Sequence[Edit] = ()
-    attended: list[tuple[Edit, int]] = field(default_factory=list)
-    terms: list[tuple[Edit, int, Sequence[int]]] = field(default_factory=list)
+    attended: list[tuple[Edit, int]] = field(default_factory=list)  # and for which attention of the call
+    terms: list[tuple[Edit, int, Sequence[int]]] = field(default_factory=list)  # and of which heads they are put in
     point: HookPoint = field(init=False)
 
     def __post_init__(self) -> None:
@@ -161,11 +155,7 @@ def _check(call: _LayerCall) -> None:
 
 
 def _can_average(edit: Edit, queries: int) -> bool:
-    """Whether there are several queries, where it takes their mean.
-
-    Raises:
-        ValueError: there is one only, in a layer that the user named.
-    """
+    """Whether there are several queries, where it takes their mean; an error in a layer that the user named."""
     alone = edit.mode == "mean" and edit.means is None and queries == 1
     if alone and edit.strict:
         raise ValueError(f"{edit.layer!r} has a single query, whose mean is itself; give images= to take means over")

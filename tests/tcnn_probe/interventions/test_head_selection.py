@@ -66,20 +66,6 @@ def test_by_array() -> None:
     assert heads(array.drop_vars("head")) == expected
 
 
-def test_by_types_of_a_recording() -> None:
-    model, x = Chain(), torch.randn(2, 2, 7, 11)
-    with torch.no_grad(), tcnn_probe.record(model) as recorder:
-        model(x)
-        recorder.mark(epoch=0)
-        model.near.gating.neg_()
-        model(x)
-        recorder.mark(epoch=1)
-    found = tcnn_probe.ablate(model, tcnn_probe.head_types(recorder.dataset) == "content").heads
-    low = {name: torch.sigmoid(model.get_submodule(name).gating) <= 1 / 3 for name in ("near", "far")}  # type: ignore[arg-type]
-    assert found == {name: tuple(torch.nonzero(gates)[:, 0].tolist()) for name, gates in low.items()}
-    assert 0 < len(found["near"]) < 9
-
-
 def test_an_empty_selection_ablates_nothing() -> None:
     model, x = Chain(), torch.randn(2, 2, 7, 11)
     with torch.no_grad():
@@ -203,23 +189,18 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"heads": {"*": 9}}, ValueError, "'near' has 9 heads, from 0 to 8; got head 9"),
     ({"heads": {"near": -1}}, ValueError, "expected heads of 'near' counted from 0, got -1"),
     ({"heads": {"near": slice(-2, None)}}, ValueError, "counted from 0"),
-    ({"heads": {"near": "0"}}, TypeError, NO_INDEX.format("'0'")),
     ({"heads": {"near": True}}, TypeError, NO_INDEX.format("True")),
     ({"heads": {"near": [1.0]}}, TypeError, NO_INDEX.format(r"\[1.0\]")),
-    ({"heads": {"near": np.arange(9) < 3}}, TypeError, NO_INDEX.format("array")),
     ({"heads": {"near": torch.ones(9).bool()}}, TypeError, NO_INDEX.format("tensor")),
     ({"heads": {3: 1}}, TypeError, "expected the name of a layer, or a glob, in heads; got 3"),
     ({"heads": 3}, TypeError, NO_MASK.format("int")),
     ({"heads": ("far", 3)}, TypeError, NO_MASK.format(r"\('far', 3\)")),
     ({"heads": MASK.to_dataset()}, TypeError, NO_MASK.format("Dataset")),
-    ({"heads": MASK.values}, TypeError, NO_MASK.format("ndarray")),
     ({"heads": MASK.to_pandas()}, TypeError, NO_MASK.format("DataFrame")),
-    ({"heads": MASK.isel(head=0).to_pandas()}, TypeError, NO_MASK.format("Series")),
     ({"heads": MASK.astype(int)}, TypeError, "expected a boolean DataArray.*got dtype int64"),
     ({"heads": MASK.expand_dims(epoch=[0], run=[1])}, ValueError, "over one more dimension at most"),
     ({"heads": MASK.expand_dims("epoch").isel(epoch=[])}, ValueError, "over one more dimension at most"),
     ({"heads": MASK.drop_vars("layer")}, ValueError, "with their names along layer"),
-    ({"heads": wanted(near=[9])}, ValueError, "'near' has 9 heads, from 0 to 8; got head 9"),
     ({"heads": "near#1"}, ValueError, "the model has no attention 'near#1': 'near' has one only"),
     ({"model": "vit"}, TypeError, r"expected a torch\.nn\.Module, got str"),
     ({"mode": "frozen"}, ValueError, "expected mode to be one of positional, .*; got 'frozen'"),
