@@ -1,4 +1,4 @@
-"""How sure a mean over images is, or over images and whatever else was drawn."""
+"""Bootstrap intervals for means over images, and over seeds and images."""
 
 from collections.abc import Sequence
 
@@ -18,22 +18,23 @@ def bootstrap_interval(
 ) -> xr.DataArray:
     """Percentile bootstrap interval for the mean along a dimension, or along several that cross.
 
-    Of several, such as ("seed", "image") where each seed saw the same images, each is resampled by itself and a value
-    counts as often as all its labels are drawn (Owen 2007, The Pigeonhole Bootstrap), so the interval is wide if any
-    of them matters. Of very few labels, as three seeds are, it can say little: it knows those three only.
+    Several dimensions cross if, for example, each seed saw the same images: ("seed", "image"). Each is then resampled
+    by itself, and a value counts as often as all of its labels are drawn (Owen 2007, The Pigeonhole Bootstrap). So the
+    interval is wide if any of the dimensions matters. With very few labels, such as three seeds, it says little about
+    other seeds.
 
     Args:
         values: for example ``tcnn_probe.faithfulness(...).pointing_game``; NaNs are left out.
-        dim: what is resampled.
-        confidence: of the interval.
-        resamples: how often.
-        seed: the same one gives the same interval.
+        dim: the dimension, or dimensions, to resample.
+        confidence: of the interval, between 0 and 1.
+        resamples: number of resamples.
+        seed: of the random generator.
 
     Returns:
         ``values`` without ``dim`` and with a dimension "bound": "low" and "high". NaN for fewer than two values.
 
     Raises:
-        ValueError: no such dimension, or a confidence that is none.
+        ValueError: no such dimension, or a confidence that is not between 0 and 1.
     """
     dims = [dim] if isinstance(dim, str) else list(dim)
     for name in dims:
@@ -56,10 +57,10 @@ def bootstrap_interval(
 
 
 def tails(confidence: float) -> list[float]:
-    """The quantiles that an interval lies between.
+    """Quantiles at the two ends of an interval.
 
     Raises:
-        ValueError: a confidence that is none.
+        ValueError: a confidence that is not between 0 and 1.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"expected a confidence between 0 and 1, got {confidence!r}")
@@ -72,11 +73,11 @@ def resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray
 
     Args:
         values: any number of axes.
-        resamples: how often.
-        seed: the same one draws the same.
+        resamples: number of resamples.
+        seed: of the random generator.
     """
     there = ~np.isnan(values)
-    for axis in range(values.ndim):  # what has no value at all is not drawn
+    for axis in range(values.ndim):  # labels without any value are not drawn
         others = tuple(other for other in range(values.ndim) if other != axis)
         some = np.flatnonzero(there.any(others))
         values, there = values.take(some, axis), there.take(some, axis)

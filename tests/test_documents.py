@@ -33,7 +33,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("name", "least"),
     [
-        ("ablation.md", 5),
+        ("ablation.md", 4),
         ("corruptions.md", 4),
         ("heads.md", 5),
         ("plots.md", 5),

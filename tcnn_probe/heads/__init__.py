@@ -1,6 +1,6 @@
 """What kind of attention a head has: convolutional or content, local or global.
 
-:func:`tcnn_probe.head_types` labels a recording; the functions here are what it consists of, with plain arrays.
+:func:`tcnn_probe.head_types` labels a recording; the functions here are its parts, on plain arrays.
 """
 
 from tcnn_probe.heads.classify import head_types

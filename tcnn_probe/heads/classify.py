@@ -2,14 +2,14 @@
 
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.heads.features import Features, Grid, features_of
-from tcnn_probe.heads.mixture import Mixture, fit_mixture
+from tcnn_probe.heads.features import Features, features_of
+from tcnn_probe.heads.mixture import fit_mixture
 from tcnn_probe.heads.thresholds import GATED, PLAIN, Thresholds, gated_types, plain_types
 
 __all__ = ["head_types"]
@@ -27,6 +27,7 @@ _FEATURES = {
     "gated": ("gate", "positional_entropy / uniform_entropy", "attention_distance / uniform_distance"),
     "plain": ("attention_distance / uniform_distance", "entropy / uniform_entropy"),
 }
+_NAMES = {"gated": GATED, "plain": PLAIN}
 
 
 def head_types(
@@ -36,10 +37,9 @@ def head_types(
     gate: Sequence[float] = Thresholds.gate,
     distance: Sequence[float] = Thresholds.distance,
     entropy: float = Thresholds.entropy,
-    grid: Grid | None = None,
     seed: int = 0,
 ) -> xr.DataArray:
-    """What kind of attention each head has, at each mark of a recording.
+    """Give each head of a recording a type, at each mark.
 
     ::
 
@@ -49,51 +49,46 @@ def head_types(
 
     Heads of layers with gates (GPSA, ConViT) are "convolutional", "content" or "mixed", those of plain attention
     "local", "global" or "mixed". :class:`~tcnn_probe.heads.Thresholds` and the attribute ``definitions`` say from where
-    to where; distances and entropies count as shares of those of even attention on the same grid.
+    to where. Distances and entropies count as shares of what they are if attention is uniform on the same grid.
 
     "thresholds" looks at each head and mark by itself: later marks change no label. "mixture" fits one to three
-    Gaussians to the gate, positional entropy and distance of all heads and marks at once (to distance and entropy, of
-    plain attention), gives each component the type that its mean has by the thresholds, and each head the type that is
-    most probable; so a type means the same at all marks, but more marks can move the fit, and with it labels. Two
-    components can be of one type.
+    Gaussians to the gate, positional entropy and distance of all heads and marks at once (of plain attention, to
+    distance and entropy). Each component has the type that its mean has by the thresholds, and each head the type that
+    is most probable. So a type means the same at all marks, but more marks can move the fit, and with it labels. Two
+    components can have one type.
 
     Args:
-        ds: what :func:`tcnn_probe.record` made: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection.
+        ds: a recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection of one.
         method: "thresholds" or "mixture" (scikit-learn's).
         gate, distance, entropy: the thresholds.
-        grid: rows and columns of keys, of all layers or by name or glob, where ``uniform_entropy`` and
-            ``uniform_distance`` were not recorded, as by older versions; padding counts if it is part of it.
         seed: of the mixture.
 
     Returns:
         strings with the dims of ``ds.attention_distance``, dtype object, named "head_type". "" where there is no head,
-        or where a number that is needed is not finite: ``attrs["unlabelled"]`` says of which layers and why, in JSON.
-        Of the mixture also the coordinates ``posterior_convolutional``, ...: they sum to one over the types, and are
-        NaN where there is no label; ``attrs["mixture"]`` has the components, in JSON.
+        or where a number that is needed is not finite: ``attrs["unlabelled"]`` names the layers and the reasons, in
+        JSON. Of the mixture also the coordinates ``posterior_convolutional``, ...: they sum to one over the types, and
+        are NaN where there is no label; ``attrs["mixture"]`` has the components, in JSON.
 
     Raises:
-        ValueError: a variable that is needed is missing, an unknown method, thresholds that do not ascend, or a grid
-            for a layer that is not there.
-        TypeError: no dataset, or something else that is none of what it should be.
+        ValueError: a variable that is needed is missing, an unknown method, or thresholds that do not ascend.
+        TypeError: no dataset, or an argument of another type.
     """
     if method not in ("thresholds", "mixture"):
         raise ValueError(f"expected method='thresholds' or 'mixture', got {method!r}")
     thresholds = Thresholds(gate, distance, entropy)
     seed = operator.index(seed)
-    features = features_of(ds, grid, entropies=method == "mixture")
+    features = features_of(ds, entropies=method == "mixture")
     attrs = _attrs(method, thresholds, features)
     posterior: dict[str, np.ndarray] = {}
     if method == "thresholds":
-        of_kinds = {kind: _types(kind, points, thresholds) for kind, (_, _, points) in _kinds(features).items()}
-        labels = np.where(features.gated, of_kinds["gated"], of_kinds["plain"])
+        by_kind = {kind: _types(kind, points, thresholds) for kind, (_, points) in _kinds(features).items()}
+        labels = np.where(features.gated, by_kind["gated"], by_kind["plain"])
     else:
         labels, posterior, mixtures = _by_mixture(features, thresholds, seed)
         attrs |= {"seed": seed, "mixture": json.dumps(mixtures)}
     types = features.reach.copy(data=labels).rename("head_type")
     types.attrs = attrs
-    types = types.assign_coords(
-        {f"posterior_{name}": (types.dims, value, _about(name)) for name, value in posterior.items()}
-    )
+    types = types.assign_coords({f"posterior_{one}": (types.dims, p, _about(one)) for one, p in posterior.items()})
     alone = {dim: 0 for dim in ("layer", "head") if dim not in ds.attention_distance.dims}
     return types.isel(alone).transpose(*ds.attention_distance.dims)
 
@@ -120,15 +115,15 @@ def _about(name: str) -> dict[str, str]:
     }
 
 
-def _kinds(features: Features) -> dict[str, tuple[tuple[str, ...], np.ndarray, np.ndarray]]:
-    """For each kind of attention its types, whether a head is of it, and what its types depend on, (..., F)."""
+def _kinds(features: Features) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """By kind of attention, which heads have it, (...), and what their types depend on, (..., F)."""
     of_gated, of_plain = (features.gate, features.spread, features.reach), (features.reach, features.evenness)
     gated = features.gated.values
-    return {"gated": (GATED, gated, np.stack(of_gated, -1)), "plain": (PLAIN, ~gated, np.stack(of_plain, -1))}
+    return {"gated": (gated, np.stack(of_gated, -1)), "plain": (~gated, np.stack(of_plain, -1))}
 
 
 def _types(kind: str, points: np.ndarray, thresholds: Thresholds) -> np.ndarray:
-    """By the thresholds: (..., F) -> (...)."""
+    """Types by the thresholds: (..., F) -> (...)."""
     if kind == "plain":
         return plain_types(points[..., 0], thresholds)
     return gated_types(points[..., 0], points[..., 1], points[..., 2], thresholds)
@@ -137,34 +132,30 @@ def _types(kind: str, points: np.ndarray, thresholds: Thresholds) -> np.ndarray:
 def _by_mixture(
     features: Features, thresholds: Thresholds, seed: int
 ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, Any]]:
-    """Labels; the posterior of each type that heads of these kinds can have; and what the mixtures are."""
+    """Labels; the posterior of each type that heads of these kinds can have; and the mixtures in plain JSON."""
     shape = features.gated.shape
     labels = np.full(shape, "", dtype=object)
     posterior: dict[str, np.ndarray] = {}
     mixtures = {}
-    for kind, (names, of_kind, points) in _kinds(features).items():
+    for kind, (of_kind, points) in _kinds(features).items():
         where = of_kind & np.isfinite(points).all(-1)
         if not where.any():
             continue
         mixture = fit_mixture(points[where], seed=seed)
         components = _types(kind, mixture.means, thresholds)
         found = mixture.posterior(points[where])
-        of_types = {name: found[:, components == name].sum(1) for name in names}
-        order = ("mixed", *names[:2])  # of types that are equally probable, the first
-        labels[where] = np.array(order, dtype=object)[np.argmax([of_types[name] for name in order], axis=0)]
-        for name, value in of_types.items():
+        by_type = {name: found[:, components == name].sum(1) for name in _NAMES[kind]}
+        order = ("mixed", *_NAMES[kind][:2])  # of types that are equally probable, the first
+        labels[where] = np.array(order, dtype=object)[np.argmax([by_type[name] for name in order], axis=0)]
+        for name, value in by_type.items():
             posterior.setdefault(name, np.zeros(shape))[where] = value
-        mixtures[kind] = _said(mixture, kind, components)
+        mixtures[kind] = {
+            "features": _FEATURES[kind],
+            "components": components.tolist(),
+            "weights": mixture.weights.tolist(),
+            "means": mixture.means.tolist(),
+            "covariances": mixture.covariances.tolist(),
+            "bic": list(mixture.bic),
+            "converged": mixture.converged,
+        }
     return labels, {name: np.where(labels != "", value, np.nan) for name, value in posterior.items()}, mixtures
-
-
-def _said(mixture: Mixture, kind: str, components: np.ndarray) -> Mapping[str, Any]:
-    return {
-        "features": _FEATURES[kind],
-        "components": components.tolist(),
-        "weights": mixture.weights.tolist(),
-        "means": mixture.means.tolist(),
-        "covariances": mixture.covariances.tolist(),
-        "bic": list(mixture.bic),
-        "converged": mixture.converged,
-    }

@@ -1,43 +1,37 @@
-"""What types of heads are made of, out of a recording: gates, and entropies and distances as shares of even ones."""
+"""Numbers that types of heads depend on: gates, entropies and distances, these as shares of uniform attention's."""
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import reduce
 from operator import or_
-from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.attention.uniform import uniform_distance
-
-__all__ = ["Features", "Grid", "features_of"]
-
-Grid = Sequence[int] | Mapping[str, Sequence[int]]
+__all__ = ["Features", "features_of"]
 
 _OF_HEADS = ("gate", "positional_entropy", "entropy", "attention_distance")
-_EVEN = {
+_SCALES = {
     "positional_entropy": "uniform_entropy",
     "entropy": "uniform_entropy",
     "attention_distance": "uniform_distance",
 }
+_ALWAYS = ("attention_distance", "uniform_entropy", "uniform_distance")
 _RECORD = "tcnn_probe.record(model) records it of GPSA, ConViT and softmax attention"
 
 
 @dataclass(frozen=True)
 class Features:
-    """Of every head, each of the same dims, (marks, "layer", "head"); NaN where there is none.
+    """What is known of every head: arrays with the same dims, (marks, "layer", "head"), NaN where there is no head.
 
     Args:
         gated: whether the layer has gates.
         gate: share of positional attention.
-        spread: entropy of the positional part, as a share of that of even attention.
-        evenness: entropy of the whole attention, as a share of that of even attention.
-        reach: distance of the whole attention, as a share of that of even attention.
-        why: of layers with heads that lack something, what.
+        spread: entropy of the positional part, as a share of that of uniform attention.
+        evenness: entropy of the whole attention, as a share of that of uniform attention.
+        reach: distance of the whole attention, as a share of that of uniform attention.
+        why: by layer, what its heads lack for a label.
     """
 
     gated: xr.DataArray
@@ -48,32 +42,27 @@ class Features:
     why: Mapping[str, str]
 
 
-def features_of(ds: xr.Dataset, grid: Grid | None, *, entropies: bool) -> Features:
-    """See :class:`Features`.
+def features_of(ds: xr.Dataset, *, entropies: bool) -> Features:
+    """Take the features out of a recording.
 
     Args:
         ds: a recording, with the dims "layer" and "head" or with these as coordinates.
-        grid: rows and columns of keys, of all layers or by name or glob; for layers without ``uniform_*``.
-        entropies: whether the entropy of the whole attention of plain layers is needed.
+        entropies: whether the entropy of the whole attention is needed, of layers without gates.
 
     Raises:
-        TypeError: ``ds`` is no dataset, or ``grid`` no grid.
-        ValueError: a variable that is needed is missing.
+        TypeError: ``ds`` is no dataset.
+        ValueError: a variable or coordinate that is needed is missing.
     """
     found = _loaded(ds)
+    like = found.attention_distance
+    raw = {name: found[name] if name in found else xr.full_like(like, np.nan) for name in _OF_HEADS}
     gated = _gated(found)
-    finite = [xr.apply_ufunc(np.isfinite, found[name]) for name in _OF_HEADS if name in found]
-    there = reduce(or_, finite)
-    there = there.any([dim for dim in there.dims if dim not in ("layer", "head")])
+    there = reduce(or_, (np.isfinite(one) for one in raw.values())).any(like.dims[:-2])
     if entropies and "entropy" not in found and (~gated & there).any():
         raise ValueError(f"expected 'entropy' in the dataset, which the mixture needs: {_RECORD}")
-    heads = there.any("head")
-    even = _even(found, grid, {"uniform_entropy": heads & (gated | entropies), "uniform_distance": heads})
-    like = found.attention_distance
-    nothing = xr.full_like(like, np.nan)
-    shares = {name: found[name] / even[scale] if name in found else nothing for name, scale in _EVEN.items()}
-    arrays = (gated, found.get("gate", nothing), *(shares[name] for name in _EVEN), there)
-    gated, gate, spread, evenness, reach, there = (one.broadcast_like(like).transpose(*like.dims) for one in arrays)
+    shares = {name: one / found[_SCALES[name]] if name in _SCALES else one for name, one in raw.items()}
+    arrays = (gated, there, *shares.values())
+    gated, there, gate, spread, evenness, reach = (one.broadcast_like(like).transpose(*like.dims) for one in arrays)
     needed = {"gate": (gate, gated), "positional_entropy": (spread, gated), "attention_distance": (reach, there)}
     needed |= {"entropy": (evenness, ~gated)} if entropies else {}
     lacking = {name: there & need & ~np.isfinite(value) for name, (value, need) in needed.items()}
@@ -82,16 +71,17 @@ def features_of(ds: xr.Dataset, grid: Grid | None, *, entropies: bool) -> Featur
 
 
 def _loaded(ds: xr.Dataset) -> xr.Dataset:
-    """The numbers that count, in memory, with the dims (marks, "layer", "head")."""
+    """The variables that count, in memory, with the dims (marks, "layer", "head")."""
     if not isinstance(ds, xr.Dataset):
         what = "; of a tree, tree['heads'].dataset" if isinstance(ds, xr.DataTree) else ""
         raise TypeError(f"expected an xarray.Dataset that tcnn_probe.record has made{what}, got {type(ds).__name__}")
-    if "attention_distance" not in ds:
-        raise ValueError(f"expected 'attention_distance' in the dataset, got {_names(ds)}: {_RECORD}")
+    for name in _ALWAYS:
+        if name not in ds:
+            raise ValueError(f"expected {name!r} in the dataset, got {_names(ds)}: {_RECORD}")
     for dim in ("layer", "head"):
         if dim not in ds.coords:
             raise ValueError(f"expected the coordinate {dim!r}, as recorded, got {list(ds.coords)}")
-    found = ds[[name for name in (*_OF_HEADS, *dict.fromkeys(_EVEN.values())) if name in ds]].compute()
+    found = ds[[name for name in dict.fromkeys((*_OF_HEADS, *_SCALES.values())) if name in ds]].compute()
     for dim in ("head", "layer"):
         if dim not in found.dims:
             found = found.expand_dims(dim)
@@ -109,55 +99,10 @@ def _gated(found: xr.Dataset) -> xr.DataArray:
     return gated
 
 
-def _even(found: xr.Dataset, grid: Grid | None, needed: Mapping[str, xr.DataArray]) -> dict[str, xr.DataArray]:
-    """The scales by name, where they are not recorded by the grid; ``needed`` says of which layers."""
-    layers = [str(name) for name in found.layer.values]
-    cells = {layer: (np.arange(rows), np.arange(columns)) for layer, (rows, columns) in _grids(grid, layers).items()}
-    by_grid = {
-        "uniform_entropy": {layer: math.log(len(y) * len(x)) for layer, (y, x) in cells.items()},
-        "uniform_distance": {layer: uniform_distance(y, y, x, x) for layer, (y, x) in cells.items()},
-    }
-    even = {}
-    for name, values in by_grid.items():
-        scale = xr.DataArray([values.get(layer, np.nan) for layer in layers], {"layer": found.layer}, ("layer",))
-        if name in found:
-            scale = found[name].fillna(scale)
-        elif (lacking := needed[name] & scale.isnull()).any():
-            first = layers[int(lacking.values.argmax())]
-            raise ValueError(
-                f"expected {name!r} in the dataset, which recordings of older versions do not have; give the grid of "
-                f"keys instead: grid=(rows, columns), or by layer, grid={{{first!r}: (rows, columns)}}"
-            )
-        even[name] = scale
-    return even
-
-
-def _grids(grid: Grid | None, layers: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """By layer."""
-    if grid is None:
-        return {}
-    given = grid if isinstance(grid, Mapping) else {"*": grid}
-    grids: dict[str, tuple[int, int]] = {}
-    for pattern, size in given.items():
-        if not (isinstance(size, Sequence) and len(size) == 2 and all(_is_count(one) for one in size)):
-            raise TypeError(
-                f"expected grid=(rows, columns), two integers of at least 1, or these by layer, got {grid!r}"
-            )
-        chosen = [layer for layer in layers if layer == pattern or fnmatchcase(layer, pattern)]
-        if not chosen:
-            raise ValueError(f"no layer {pattern!r} to have a grid; the dataset has {layers}")
-        grids |= {layer: (int(size[0]), int(size[1])) for layer in chosen}
-    return grids
-
-
-def _is_count(given: Any) -> bool:
-    return isinstance(given, (int, np.integer)) and not isinstance(given, bool) and int(given) >= 1
-
-
 def _reasons(
     lacking: Mapping[str, xr.DataArray], there: xr.DataArray, recorded: Mapping[str, Mapping[str, str]]
 ) -> dict[str, str]:
-    """Which layers have heads, or are, without a label, and why.
+    """By layer, why it, or some of its heads, have no label.
 
     Args:
         lacking: for each variable, where it is needed and not finite.
@@ -170,7 +115,7 @@ def _reasons(
         for name, where in lacking.items():
             if where.isel(layer=at).any():
                 known = recorded.get(name, {}).get(layer)
-                what = f"{name} / {_EVEN[name]}" if name in _EVEN else name
+                what = f"{name} / {_SCALES[name]}" if name in _SCALES else name
                 told.append(f"{what} is not finite" + (f" ({known})" if known else ""))
         if told:
             why[layer] = "; ".join(told)

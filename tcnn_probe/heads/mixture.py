@@ -1,4 +1,4 @@
-"""A Gaussian mixture of heads, by scikit-learn."""
+"""A Gaussian mixture of heads, fitted by scikit-learn."""
 
 import warnings
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ __all__ = ["Mixture", "fit_mixture"]
 
 _COMPONENTS = 3
 _INITIALISATIONS = 3
-_LEAST_DEVIATION = 0.03  # of shares: heads that are all but equal are no infinitely good component
+_LEAST_DEVIATION = 0.03  # of shares: without it a few heads that are nearly equal would be a perfect component
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Mixture:
         weights: shape (K,), which sum to one.
         means: shape (K, F).
         covariances: shape (K, F, F).
-        bic: Bayesian information criterion of 1, 2, ... components, of which the least was chosen.
-        converged: whether the expectation maximisation did.
+        bic: Bayesian information criterion of 1, 2, ... components; the number with the least was chosen.
+        converged: whether expectation maximisation converged.
     """
 
     weights: np.ndarray
@@ -33,16 +33,16 @@ class Mixture:
     _model: Any
 
     def posterior(self, points: np.ndarray) -> np.ndarray:
-        """How probable each component is, given a point: (n, F) -> (n, K), rows sum to one."""
+        """Probability of each component, given a point: (n, F) -> (n, K), rows sum to one."""
         return np.asarray(self._model.predict_proba(points), dtype=np.float64)
 
 
 def fit_mixture(points: np.ndarray, *, seed: int = 0) -> Mixture:
-    """One to three Gaussians with full covariances, as many as the Bayesian information criterion says.
+    """Fit one to three Gaussians with full covariances; the Bayesian information criterion says how many.
 
-    Features are shares of the same size, and count as they are: scaled to unit variance, heads that differ by a
-    hundredth would be three kinds. No component is narrower than a deviation of 0.03, and there are no more of them
-    than different points. The points' order does not matter.
+    Features are shares of the same size and are not rescaled: scaled to unit variance, heads that differ by a
+    hundredth would be three kinds. No component is narrower than a standard deviation of 0.03, and there are no more
+    components than different points. The order of the points does not matter.
 
     Args:
         points: finite, shape (n, F), n >= 1.

@@ -1,4 +1,4 @@
-"""Types of heads by thresholds: plain arrays in, plain arrays out."""
+"""Types of heads by thresholds, on plain arrays."""
 
 import math
 from collections.abc import Sequence
@@ -11,22 +11,23 @@ import numpy as np
 __all__ = ["GATED", "PLAIN", "Thresholds", "gated_types", "plain_types"]
 
 GATED = ("convolutional", "content", "mixed")
-"""Of heads with a gate between positional and content attention."""
+"""Types of heads with a gate between positional and content attention."""
 PLAIN = ("local", "global", "mixed")
-"""Of heads of plain softmax attention."""
+"""Types of heads of plain softmax attention."""
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Between types. A head exactly at a threshold has the type beyond it, not "mixed".
+    """Where one type ends and the next begins. A head exactly at a threshold is not "mixed".
 
     Args:
-        gate: share of positional attention, up to which a head is content and from which it can be convolutional. By
-            default, one of the two parts has at least twice the weight of the other.
-        distance: share of the distance that even attention would have, up to which plain attention is local and from
-            which it is global.
-        entropy: share of the entropy of even attention, log N, that the positional part of a convolutional head has at
-            most: 0.75 is, in effect, N^0.75 pixels, 27 of 81.
+        gate: share of positional attention, up to which a head is "content" and from which it can be convolutional. By
+            default, one of the two parts has at least twice the weight of the other. "content" is the name of a type:
+            a low gate alone does not show that attention depends on the image.
+        distance: share of the distance of uniform attention, up to which plain attention is local and from which it is
+            global.
+        entropy: share of the entropy of uniform attention, log N, that the positional part of a convolutional head has
+            at most: 0.75 is, in effect, N^0.75 pixels, 27 of 81.
 
     Raises:
         TypeError, ValueError: no numbers, or not in this order.
@@ -37,7 +38,7 @@ class Thresholds:
     entropy: float = 0.75
 
     def __post_init__(self) -> None:
-        """Refuse what would not order heads."""
+        """Refuse thresholds that do not ascend."""
         for name, most in (("gate", 1.0), ("distance", math.inf)):
             given = getattr(self, name)
             try:
@@ -57,15 +58,15 @@ class Thresholds:
 def gated_types(gate: np.ndarray, spread: np.ndarray, reach: np.ndarray, thresholds: Thresholds) -> np.ndarray:
     """Types of heads with gated positional attention (T-CNN, Eq. 7).
 
-    ``content``: the gate is at or below the first threshold. ``convolutional``: it is at or above the second; the
-    positional part is concentrated, as that of a kernel tap is; and the head looks no farther than even attention
-    would, which leaves out a corner that all queries look into (and the outermost taps of a kernel half as large again
-    as the image). ``mixed``: all others.
+    ``content``: the gate is at or below the first threshold. ``convolutional``: it is at or above the second, the
+    positional part is concentrated, as that of a kernel tap is, and the head looks no farther than uniform attention
+    does. That leaves out a corner that all queries look into (and the outermost taps of a kernel half as large again as
+    the image). ``mixed``: all others.
 
     Args:
         gate: sigma(lambda), any shape.
-        spread: entropy of the positional attention, as a share of that of even attention, same shape.
-        reach: distance of the whole attention, as a share of that of even attention, same shape.
+        spread: entropy of the positional attention, as a share of that of uniform attention, same shape.
+        reach: distance of the whole attention, as a share of that of uniform attention, same shape.
         thresholds: between the types.
 
     Returns:
@@ -83,7 +84,7 @@ def plain_types(reach: np.ndarray, thresholds: Thresholds) -> np.ndarray:
     """Types of heads of softmax attention: ``local``, ``global`` or, between the two, ``mixed``.
 
     Args:
-        reach: distance of the attention, as a share of that of even attention, any shape.
+        reach: distance of the attention, as a share of that of uniform attention, any shape.
         thresholds: between the types.
 
     Returns:

@@ -1,85 +1,88 @@
-"""What heads add to the output of their layer, measured by running it without the others."""
+"""What heads add to the output of their layer, measured by running a copy of it without the others."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from timm.models import convit
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from tcnn_model import GPSA
+from tcnn_probe.attention.verification import tolerance
+from tcnn_probe.hooks.copy_safe import CopySafeHook
 from tcnn_probe.hooks.modes import aside
-from tcnn_probe.interventions.hook_points import Bare, seam_of
+from tcnn_probe.interventions.edits import Edit
+from tcnn_probe.interventions.gates import gate_editor
+from tcnn_probe.interventions.hook_points import Editing, edits_head_outputs, hook_point
 
-__all__ = ["Call", "check_adding_up", "first_tensor", "images_first", "term", "with_first_tensor"]
-
-_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}
-
-
-class Call:
-    """A call of a layer, to be done again.
-
-    Args:
-        layer: its name, for messages.
-        number: of the attention in question, among those that the layer asks for in a call.
-        args, kwargs: of the call.
-    """
-
-    def __init__(self, layer: str, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.layer, self.number, self._args, self._kwargs = layer, number, args, kwargs
-
-    def run(self, module: nn.Module, zeroed: Callable[[int], Sequence[int]], *, frozen: bool = False) -> Tensor:
-        """What a layer gives in eval mode with some heads zeroed: of how many there are, which.
-
-        Args:
-            module: to run, past its own hooks, unseen by recorders.
-            zeroed: from the number of heads to indices.
-            frozen: whether its parameters are constants.
-        """
-
-        def plan(call: int, count: int, queries: int) -> tuple[Sequence[int], Sequence[int]]:
-            return (zeroed(count) if call == self.number else ()), ()
-
-        constants = {f"layer.{name}": p.detach() for name, p in module.named_parameters()} if frozen else {}
-        bare = Bare(module)
-        with aside(), _evaluating(module), seam_of(module, plan, [*self._args, *self._kwargs.values()]):
-            return first_tensor(functional_call(bare, constants, self._args, self._kwargs), self.layer)
+__all__ = ["Terms", "first_tensor", "images_first", "with_first_tensor"]
 
 
-def term(call: Call, module: nn.Module, heads: Sequence[int], *, frozen: bool = False) -> Tensor:
-    """What some heads of ``module`` add to its output, of the output's shape."""
-    alone = call.run(module, lambda count: [head for head in range(count) if head not in heads], frozen=frozen)
-    return alone - call.run(module, range, frozen=frozen)
+@dataclass
+class Terms:
+    """What heads of a layer add to its output in a call: in eval mode, for constant parameters, unseen by recorders."""
+
+    module: nn.Module
+    layer: str  # its name
+    number: int  # of the attention in question, among those that the layer asks for in a call
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    gates: Sequence[Edit] = ()
+
+    def of(self, *groups: Sequence[int]) -> list[Tensor]:
+        """The term of each group of heads, of the output's shape, with the images along its first axis."""
+        nothing = self._run(only=())
+        return [self._run(only=heads) - nothing for heads in groups]
+
+    @torch.no_grad()
+    def check(self, heads: Sequence[int]) -> None:
+        """Refuse a layer in which what some heads add depends on what the others give."""
+        if isinstance(self.module, GPSA | convit.GPSA):
+            return
+        whole = self._run()
+        off = whole - self._run(without=heads) - self.of(heads)[0]
+        off, size = (x.nan_to_num(0, 0, 0).abs().amax() for x in (off, whole))  # by what the model was given
+        if bool(off > tolerance(whole.dtype) * size):
+            raise ValueError(
+                f"the heads of {self.layer!r} do not add up: something that mixes them, such as a norm, follows, so "
+                f"that none has a term of its own; mode='zero', or 'mean' over queries, can be done"
+            )
+
+    def _run(self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()) -> Tensor:
+        """What the layer gives with ``only`` some of its heads, or all, and ``without`` others."""
+
+        def plan(number: int, count: int, queries: int) -> tuple[Sequence[int], Sequence[int]]:
+            zeroed = [head for head in range(count) if head in without or (only is not None and head not in only)]
+            return (zeroed if number == self.number else ()), ()
+
+        twin = _frozen(self.module, {})
+        vars(twin).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())
+        point = hook_point(twin, plan, [*self.args, *self.kwargs.values()])
+        edits_head_outputs(twin, lambda: point)
+        with aside(), Editing(gate_editor(twin, self.gates), point):
+            output = twin(*self.args, **self.kwargs)
+        return images_first(twin, first_tensor(output, self.layer))
 
 
-@torch.no_grad()
-def check_adding_up(call: Call, module: nn.Module, heads: Sequence[int]) -> None:
-    """Whether what some heads add depends on what the others give.
-
-    Raises:
-        ValueError: it does.
-    """
-    if isinstance(module, GPSA | convit.GPSA):
-        return
-    whole = call.run(module, lambda count: ())
-    off = whole - call.run(module, lambda count: heads) - term(call, module, heads)
-    tolerance = _TOLERANCE.get(whole.dtype, 1e-3)
-    off, whole = (x.nan_to_num(0, 0, 0).abs().amax() for x in (off, whole))  # by what the model was given
-    if bool(off > tolerance * whole):
-        raise ValueError(
-            f"the heads of {call.layer!r} do not add up: something that mixes them, such as a norm, follows, so that "
-            f"none has a term of its own; mode='zero', or 'mean' over queries, can be done"
-        )
+def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
+    """A copy in eval mode with constants for parameters: it shares their memory, and what it writes is its own."""
+    if module not in copies:
+        copies[module] = twin = module.__new__(type(module))
+        vars(twin).update(vars(module))
+        parameters = {name: None if p is None else p.detach() for name, p in module._parameters.items()}
+        children = {name: None if m is None else _frozen(m, copies) for name, m in module._modules.items()}
+        vars(twin).update(training=False, _parameters=parameters, _buffers={**module._buffers}, _modules=children)
+        for name, hooks in vars(module).items():
+            if name.startswith(("_forward_", "_backward_")):  # those before and after a forward can be part of it
+                kept = [(n, h) for n, h in hooks.items() if "back" not in name and not isinstance(h, CopySafeHook)]
+                vars(twin)[name] = OrderedDict(kept)
+    return copies[module]
 
 
 def first_tensor(output: Any, layer: str) -> Tensor:
-    """The output of a layer, or the first of several.
-
-    Raises:
-        TypeError: it is no tensor.
-    """
+    """The output of a layer, or the first of several."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise TypeError(f"expected {layer!r} to give a tensor, or several; got {type(first).__name__}")
@@ -95,16 +98,3 @@ def images_first(module: nn.Module, output: Tensor) -> Tensor:
     """A layer's output with the images along its first axis; applied again, as it was."""
     swapped = isinstance(module, nn.MultiheadAttention) and not module.batch_first and output.ndim == 3
     return output.transpose(0, 1) if swapped else output
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """In eval mode, without dropout or statistics of batches."""
-    training = [part for part in module.modules() if part.training]
-    try:
-        for part in training:
-            part.training = False
-        yield
-    finally:
-        for part in training:
-            part.training = True

@@ -1,79 +1,68 @@
-"""Gates and locality strengths of some heads edited: of our GPSA layers and of timm's ConViT."""
+"""Gates of some heads set to 1 or 0 while their layer runs: of our GPSA layers and of timm's ConViT."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from timm.models import convit
 from torch import Tensor, nn
 
 from tcnn_model import GPSA
-from tcnn_model.gpsa.layer import inverse_softplus
 from tcnn_probe.interventions.edits import Edit
 
-__all__ = ["edited_parameters", "keep_locality", "put_locality_back", "why_not"]
+__all__ = ["GATES", "GateEditor", "gate_editor", "why_not"]
 
-_LAMBDA = {"positional": math.inf, "content": -math.inf}  # whose sigmoid is 1 and 0, exactly
+GATES: Mapping[str, float] = {"positional": 1.0, "content": 0.0}
+
+_SIGMOID = {torch.sigmoid, Tensor.sigmoid, torch.special.expit}
+_SAME_NUMBERS = {Tensor.view, Tensor.reshape, Tensor.unsqueeze, Tensor.to, Tensor.float, Tensor.double}
 
 
 def why_not(module: nn.Module, mode: str) -> str | None:
-    """Why a layer cannot do a mode that edits parameters, None if it can or the mode edits none."""
-    if mode in _LAMBDA:
-        able, needs = isinstance(module, GPSA | convit.GPSA), "gates (tcnn_model.GPSA, or timm's ConViT)"
-    elif mode == "frozen":
-        able, needs = isinstance(module, GPSA), "a locality strength of its own (tcnn_model.GPSA)"
-    else:
+    """Why a layer cannot do a mode that edits gates; None if it can, or if the mode edits none."""
+    if mode not in GATES:
         return None
-    if not able:
-        return f"mode={mode!r} needs {needs}"
-    name = "raw_locality" if mode == "frozen" else _gates_of(module)
+    if not isinstance(module, GPSA | convit.GPSA):
+        return f"mode={mode!r} needs gates (tcnn_model.GPSA, or timm's ConViT)"
+    name = _name_of_gating(module)
     return None if name in module._parameters else f"its {name!r} is parametrized"
 
 
-def edited_parameters(module: nn.Module, edits: Sequence[Edit]) -> dict[str, Tensor]:
-    """What takes the place of parameters, differentiable with respect to them; of several edits the last one counts."""
-    edited: dict[str, Tensor] = {}
+def gate_editor(module: nn.Module, edits: Sequence[Edit]) -> "GateEditor | None":
+    """What edits the gates of a layer during one call, if any of them is to be; of several edits the last counts."""
+    forced: dict[int, float] = {}
     for edit in edits:
-        if edit.mode in _LAMBDA:
-            name = _gates_of(module)
-            gates = _present(edited, module, name)
-            edited[name] = gates.masked_fill(_mask(edit, gates), _LAMBDA[edit.mode])
-        elif edit.mode == "frozen":
-            raw = _present(edited, module, "raw_locality")
-            assert edit.kept is not None
-            kept = edit.kept.to(raw)
-            if edit.locality_strength is not None:
-                alpha = torch.full(raw.shape, edit.locality_strength, dtype=torch.float64, device="cpu")
-                kept = inverse_softplus(alpha).to(raw)
-            edited["raw_locality"] = torch.where(_mask(edit, raw), kept, raw)
-    return edited
+        if edit.mode in GATES:
+            gating: Tensor = getattr(module, _name_of_gating(module))
+            forced |= dict.fromkeys(edit.heads.of(len(gating), edit.layer), GATES[edit.mode])
+    return GateEditor(gating, forced) if forced else None
 
 
-def keep_locality(edit: Edit, raw: Tensor) -> None:
-    """Remember what alpha is."""
-    edit.kept = raw.detach().clone()
+class GateEditor:
+    """Follows the gating parameter of a layer to its sigmoid, and gives the gates of some heads another value.
+
+    The other gates stay differentiable with respect to the parameter, lambda of shape (heads,), which is never touched.
+    """
+
+    def __init__(self, gating: Tensor, forced: Mapping[int, float]) -> None:
+        self._forms = [gating]
+        self._forced = torch.full((len(gating),), math.nan)
+        self._forced[list(forced)] = torch.tensor(list(forced.values()))
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a torch function gives; NotImplemented if it is not given the parameter, in one of its forms."""
+        if func not in _SIGMOID and func not in _SAME_NUMBERS:
+            return NotImplemented
+        if not args or not any(args[0] is form for form in self._forms):
+            return NotImplemented
+        given = func(*args, **kwargs)
+        if func in _SAME_NUMBERS:
+            self._forms.append(given)
+            return given
+        forced = self._forced.to(given).view(given.shape)
+        return torch.where(forced.isnan(), given, forced)
 
 
-@torch.no_grad()
-def put_locality_back(edit: Edit, raw: Tensor) -> None:
-    """Undo what weight decay, momentum or anything else did to alpha of the frozen heads."""
-    assert edit.kept is not None
-    kept = torch.where(_mask(edit, raw), edit.kept.to(raw), raw)
-    if not torch.equal(kept, raw):
-        raw.copy_(kept)
-
-
-def _gates_of(module: nn.Module) -> str:
+def _name_of_gating(module: nn.Module) -> str:
     return "gating" if isinstance(module, GPSA) else "gating_param"
-
-
-def _present(edited: dict[str, Tensor], module: nn.Module, name: str) -> Tensor:
-    given = edited.get(name, module._parameters[name])
-    assert given is not None
-    return given
-
-
-def _mask(edit: Edit, parameter: Tensor) -> Tensor:
-    mask = torch.zeros(parameter.shape, dtype=torch.bool)
-    mask[list(edit.heads.of(len(parameter), edit.layer))] = True
-    return mask.to(parameter.device)

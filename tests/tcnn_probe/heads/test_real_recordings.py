@@ -1,6 +1,8 @@
 """Types of heads whose attention was made so, recorded."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,18 @@ from torch.nn.functional import scaled_dot_product_attention
 import tcnn_model
 import tcnn_probe
 
+READ = """
+import sys, xarray
 
-def tcnn() -> nn.Module:
-    """Three GPSA layers of 9 heads on 5 x 7 pixels, as the papers start them."""
-    torch.manual_seed(0)
-    cnn = timm.create_model("resnet18", in_chans=1, num_classes=2)
-    layers = [f"layer4.{name}" for name in ("0.conv2", "1.conv1", "1.conv2")]
-    return tcnn_model.reparameterize(cnn, layers=layers, input_size=(1, 160, 224)).eval()
+class Blocked:
+    def find_spec(self, name, *args):
+        if name.partition(".")[0] in ("torch", "timm"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocked())
+from tcnn_probe.heads import head_types
+print(head_types(xarray.open_zarr(sys.argv[1]), "mixture").values.tolist())
+"""
 
 
 def recorded(model: nn.Module, *size: int, path: Path | None = None) -> xr.Dataset:
@@ -31,54 +38,47 @@ def recorded(model: nn.Module, *size: int, path: Path | None = None) -> xr.Datas
 
 
 def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
-    model = tcnn()
-    first = next(iter(tcnn_model.gpsa_layers(model).values()))
-    size = (1, 1, 160, 224)
-    types = tcnn_probe.head_types(recorded(model, *size))
-    assert types.dims == ("epoch", "layer", "head")
-    assert types.shape == (1, 3, 9)
-    assert (types == "convolutional").all()
-    with torch.no_grad():
-        first.gating[2:5] = -3.0
-    names = ["convolutional"] * 2 + ["content"] * 3 + ["convolutional"] * 4
-    ds = recorded(model, *size, path=tmp_path / "run.zarr")
-    for method in ("thresholds", "mixture"):
-        types = tcnn_probe.head_types(ds, method).isel(epoch=0)  # type: ignore[arg-type]
-        assert types[0].values.tolist() == names
-        assert (types[1:] == "convolutional").all()
-        assert json.loads(types.attrs["unlabelled"]) == {}
-    of_tree = tcnn_probe.head_types(tcnn_probe.open(tmp_path / "run.zarr")["heads"].dataset, "mixture")
-    assert of_tree.isel(epoch=0).values.tolist() == types.values.tolist()
-    typed = ds.assign(head_type=types)
-    assert typed.head_type.sel(layer="layer4.0.conv2", head=3).item() == "content"
+    """Three GPSA layers of 9 heads on 5 x 7 pixels, as the papers start them, and then heads that are no convolution.
 
-
-@pytest.mark.parametrize(("kernel", "size"), [(3, (2, 3)), (3, (7, 7)), (3, (5, 11)), (5, (4, 5)), (7, (7, 7))])
-@pytest.mark.parametrize("strength", [1.0, 20.0])
-def test_convolutions_are_convolutional(kernel: int, size: tuple[int, int], strength: float) -> None:
-    """At the papers' start, where content has a quarter of the weight, and where the layer is the convolution itself.
-
-    Taps of 7 x 7 on 7 x 7 pixels look up to 4.2 pixels away, and even attention 5.5 on average.
+    The types are read again where neither torch nor timm can be imported.
     """
     torch.manual_seed(0)
-    layer = tcnn_model.GPSA(8, 2, kernel, padding=kernel // 2, locality_strength=strength, gating=strength)
-    types = tcnn_probe.head_types(recorded(nn.Sequential(layer).eval(), 2, 8, *size))
-    assert (types == "convolutional").all()
-    assert types.size == kernel**2
-
-
-def test_heads_that_are_positional_and_no_convolution() -> None:
-    model = tcnn()
+    cnn = timm.create_model("resnet18", in_chans=1, num_classes=2)
+    names = [f"layer4.{name}" for name in ("0.conv2", "1.conv1", "1.conv2")]
+    model = tcnn_model.reparameterize(cnn, layers=names, input_size=(1, 160, 224)).eval()
     first, second, third = tcnn_model.gpsa_layers(model).values()
+    size, conv = (1, 1, 160, 224), "convolutional"
+    types = tcnn_probe.head_types(recorded(model, *size))
+    assert types.shape == (1, 3, 9)
+    assert (types == conv).all()
+    with torch.no_grad():
+        first.gating[2:5] = -3.0
+    expected = [[conv] * 2 + ["content"] * 3 + [conv] * 4, [conv] * 9, [conv] * 9]
+    ds = recorded(model, *size, path=tmp_path / "run.zarr")
+    assert tcnn_probe.head_types(ds).values.tolist() == [expected]
+    done = subprocess.run([sys.executable, "-c", READ, tmp_path / "run.zarr"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{[expected]}\n", "")
     with torch.no_grad():
         first.gating.fill_(20.0)
         first.raw_locality.fill_(-4.0)  # no locality: averages
         second.gating.fill_(0.0)  # both by half
         third.gating.fill_(20.0)
         third.center[8] = torch.tensor([40.0, 40.0])  # all queries look into one corner
-    types = tcnn_probe.head_types(recorded(model, 1, 1, 160, 224)).isel(epoch=0)
-    assert (types[:2] == "mixed").all()
-    assert types[2].values.tolist() == ["convolutional"] * 8 + ["mixed"]
+    types = tcnn_probe.head_types(recorded(model, *size))
+    assert types.values.tolist() == [[["mixed"] * 9, ["mixed"] * 9, [conv] * 8 + ["mixed"]]]
+
+
+@pytest.mark.parametrize(("kernel", "size", "strength"), [(3, (2, 3), 1.0), (5, (4, 5), 20.0), (7, (7, 7), 20.0)])
+def test_convolutions_are_convolutional(kernel: int, size: tuple[int, int], strength: float) -> None:
+    """At the papers' start, where content has a quarter of the weight, and where the layer is the convolution itself.
+
+    Taps of 7 x 7 on 7 x 7 pixels look up to 4.2 pixels away, and uniform attention 5.5 on average.
+    """
+    torch.manual_seed(0)
+    layer = tcnn_model.GPSA(8, 2, kernel, padding=kernel // 2, locality_strength=strength, gating=strength)
+    types = tcnn_probe.head_types(recorded(nn.Sequential(layer).eval(), 2, 8, *size))
+    assert (types == "convolutional").all()
+    assert types.size == kernel**2
 
 
 class Near(nn.Module):
@@ -94,35 +94,21 @@ class Near(nn.Module):
 
 
 def test_plain_attention() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 2, 8, stride=8), Near()).eval()
-    ds = recorded(model, 2, 3, 40, 56)
-    for method in ("thresholds", "mixture"):
-        types = tcnn_probe.head_types(ds, method)  # type: ignore[arg-type]
-        assert types.values.tolist() == [[["local", "global"]]]
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=(80, 112), depth=2, embed_dim=6).eval()
-    assert (tcnn_probe.head_types(recorded(vit, 2, 3, 80, 112)) == "global").all()
+    near = nn.Sequential(nn.Conv2d(3, 2, 8, stride=8), Near()).eval()
+    assert tcnn_probe.head_types(recorded(near, 2, 3, 40, 56)).values.tolist() == [[["local", "global"]]]
+    cait = timm.create_model("cait_xxs24_224", img_size=(80, 112), depth=1, embed_dim=8, num_heads=2).eval()
+    types = tcnn_probe.head_types(recorded(cait, 1, 3, 80, 112)).isel(epoch=0)
+    assert (types[0] == "global").all()
+    assert (types[1:] == "").all()  # class attention has no distance
+    told = json.loads(types.attrs["unlabelled"])
+    assert sorted(told) == sorted(types.layer.values[1:].tolist())
+    assert all("attention_distance / uniform_distance is not finite (" in why for why in told.values())
 
 
 def test_a_convit_has_both_kinds() -> None:
     options: dict[str, Any] = {"depth": 3, "local_up_to_layer": 2, "embed_dim": 6, "num_heads": 9, "num_classes": 3}
     torch.manual_seed(0)
-    model = timm.create_model("convit_tiny", img_size=112, **options).eval()
-    ds = recorded(model, 1, 3, 112, 112)
-    types = tcnn_probe.head_types(ds).isel(epoch=0)
-    assert (types[:2] == "convolutional").all()
-    assert (types[2] == "global").all()
-    of_mixture = tcnn_probe.head_types(ds, "mixture").isel(epoch=0)
-    assert of_mixture.values.tolist() == types.values.tolist()
-    assert set(json.loads(of_mixture.attrs["mixture"])) == {"gated", "plain"}
-
-
-def test_attention_pools_have_no_type_and_say_why() -> None:
-    model = timm.create_model("cait_xxs24_224", img_size=(80, 112), depth=1, embed_dim=8, num_heads=2).eval()
-    types = tcnn_probe.head_types(recorded(model, 1, 3, 80, 112)).isel(epoch=0)
-    assert (types.sel(layer="blocks.0.attn") != "").all()
-    rest = types.layer.values[1:].tolist()
-    assert rest
-    assert (types.sel(layer=rest) == "").all()
-    told = json.loads(types.attrs["unlabelled"])
-    assert sorted(told) == sorted(rest)
-    assert all("attention_distance / uniform_distance is not finite (" in why for why in told.values())
+    ds = recorded(timm.create_model("convit_tiny", img_size=112, **options).eval(), 1, 3, 112, 112)
+    for method in ("thresholds", "mixture"):
+        types = tcnn_probe.head_types(ds, method)  # type: ignore[arg-type]
+        assert types.values.tolist() == [[["convolutional"] * 9] * 2 + [["global"] * 9]]

@@ -13,7 +13,7 @@ from tcnn_model import GPSA, gpsa_layers, reparameterize
 from tcnn_model.gpsa.reference import gpsa_reference
 from tests.tcnn_probe.networks import Chain, scatter
 
-BACKENDS = ["auto", "dense", "blocks"]
+pytestmark = pytest.mark.numerical
 
 
 def layer(**options: object) -> GPSA:
@@ -42,35 +42,37 @@ def images(count: int = 3, seed: int = 0) -> Tensor:
     return torch.randn(count, 4, 5, 7, generator=torch.Generator().manual_seed(seed))
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(found.flatten(2).double(), expected, rtol=tolerance, atol=tolerance)
+def close(found: Tensor, expected: Tensor) -> None:
+    """Sums of a few hundred products of size one, in float32: 1e-4 is a thousand roundings."""
+    torch.testing.assert_close(found.flatten(2).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["auto", "dense", "blocks"])
 @pytest.mark.parametrize(("mode", "gate"), [("positional", math.inf), ("content", -math.inf)])
-def test_gates_of_some_heads(mode: str, gate: float, backend: str) -> None:
+def test_gates(mode: str, gate: float, backend: str) -> None:
+    """Of some heads by hand; of all heads nothing of the other attention is left, not one bit."""
     model, x = layer(backend=backend), images()
     gating = model.gating.detach().double()
     gating[[1, 4]] = gate
-    with tcnn_probe.ablate(model, {"": [1, 4]}, mode) as ablation:  # type: ignore[arg-type]
-        close(model(x), by_hand(model, x, gating=gating))
-    assert ablation.heads == {"": (1, 4)}
-    assert ablation.mode == mode
-    close(model(x), by_hand(model, x))
+    with torch.no_grad():
+        with tcnn_probe.ablate(model, {"": [1, 4]}, mode):  # type: ignore[arg-type]
+            close(model(x), by_hand(model, x, gating=gating))
+            assert torch.equal(model.gate, torch.sigmoid(model.gating))  # between forwards it is the model's own
+        close(model(x), by_hand(model, x))
+        with tcnn_probe.ablate(model, mode=mode):  # type: ignore[arg-type]
+            expected = model(x)
+            (model.query if mode == "positional" else model.center).mul_(-3)
+            assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gates_are_exact(backend: str) -> None:
-    """Not one bit of the other attention is left: content that is not finite does not show."""
-    model, x = layer(backend=backend), images()
-    with torch.no_grad(), tcnn_probe.ablate(model, mode="positional"):
-        expected = model(x)
-        model.query.mul_(-3)
-        assert torch.equal(model(x), expected)
-    with torch.no_grad(), tcnn_probe.ablate(model, mode="content"):
-        expected = model(x)
-        model.center.add_(1)
-        assert torch.equal(model(x), expected)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_gates_in_other_precisions(dtype: torch.dtype) -> None:
+    model, x = layer(dtype=dtype), images().to(dtype)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.gating[[1, 4]] = math.inf
+        with tcnn_probe.ablate(model, {"": [1, 4]}, "positional"):
+            assert torch.equal(model(x), twin(x))
 
 
 def test_all_gates_at_one_give_the_convnet_back() -> None:
@@ -86,53 +88,53 @@ def test_all_gates_at_one_give_the_convnet_back() -> None:
         expected = cnn(x)
         assert (model(x) - expected).abs().max() > 1e-2
         with tcnn_probe.ablate(model, mode="positional") as ablation:
-            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-3)
     assert ablation.heads == {name: tuple(range(9)) for name in gpsa_layers(model)}
 
 
-@pytest.mark.parametrize("heads", [[0], [2, 5], range(6)])
-def test_zeroed_heads(heads: list[int]) -> None:
+@torch.no_grad()
+def test_zeroed_and_averaged_heads() -> None:
     model, x = layer(), images()
-    with tcnn_probe.ablate(model, {"": heads}):
-        found = model(x)
-    close(found, by_hand(model, x, heads=[head for head in range(6) if head not in heads]))
-
-
-def test_without_any_head_the_bias_is_left() -> None:
-    model, x = layer(), images()
-    assert model.bias is not None
-    with tcnn_probe.ablate(model):
-        assert torch.equal(model(x), model.bias[:, None, None].expand_as(model(x)))
-
-
-def test_heads_that_are_not_finite_can_be_zeroed() -> None:
-    model, x = layer(), images()
-    with torch.no_grad():
-        model.center[2] = math.nan
-        with tcnn_probe.ablate(model, {"": 2}):
-            assert model(x).isfinite().all()
-
-
-def test_mean_over_queries() -> None:
-    model, x = layer(), images()
+    for heads in ([0], [2, 5]):
+        with tcnn_probe.ablate(model, {"": heads}):
+            close(model(x), by_hand(model, x, heads=[head for head in range(6) if head not in heads]))
     with tcnn_probe.ablate(model, {"": [1, 3]}, "mean"):
         found = model(x)
     mean = by_hand(model, x, heads=[1, 3], bias=False).mean(2, keepdim=True)
     close(found, by_hand(model, x, heads=[0, 2, 4, 5]) + mean)
+    assert model.bias is not None
+    with tcnn_probe.ablate(model):  # the bias is left, exactly
+        assert torch.equal(model(x), model.bias[:, None, None].expand_as(model(x)))
+    model.center[2] = math.nan
+    with tcnn_probe.ablate(model, {"": 2}):
+        assert model(x).isfinite().all()
 
 
+@torch.no_grad()
 def test_mean_over_images() -> None:
-    """Of as many batches as are given, and of images as they are without it."""
+    """Of as many batches as are given, gone through once; a mean of what enclosing ablations have made of the heads."""
     model, x, seen = nn.Sequential(layer()), images(), images(5, seed=1)
-    own = model[0]
-    with tcnn_probe.ablate(model, ("0", [1, 3]), "mean", images=[seen[:2], seen[2:]]):
-        found = model(x)
-        alone = model(x[1:2])
+    own, calls = model[0], []
+    handle = model.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
+    ablation = tcnn_probe.ablate(model, {"0": [1, 3]}, "mean", images=iter([(seen[:2], torch.arange(2)), seen[2:]]))
     mean = by_hand(own, seen, heads=[1, 3], bias=False).mean(0, keepdim=True)
-    close(found, by_hand(own, x, heads=[0, 2, 4, 5]) + mean)
-    torch.testing.assert_close(alone, found[1:2], rtol=1e-5, atol=1e-5)
+    for _ in range(2):
+        with ablation:
+            close(model(x), by_hand(own, x, heads=[0, 2, 4, 5]) + mean)
+            close(model(x[1:2]), by_hand(own, x[1:2], heads=[0, 2, 4, 5]) + mean)
+    handle.remove()
+    assert calls == [2, 3, 3, 1, 3, 1]
+    gating = torch.full((6,), math.inf, dtype=torch.float64)
+    mean = by_hand(own, seen, heads=[1], bias=False, gating=gating).mean(0, keepdim=True)
+    with (
+        tcnn_probe.ablate(model, "0", "positional"),
+        tcnn_probe.ablate(model, {"0": [0, 1]}, "mean", images=seen),
+        tcnn_probe.ablate(model, {"0": 0}),
+    ):
+        close(model(x), by_hand(own, x, heads=[2, 3, 4, 5], gating=gating) + mean)
 
 
+@torch.no_grad()
 def test_heads_of_another_layer_put_in() -> None:
     model, x = nn.Sequential(layer(), nn.ReLU()), images()
     source = copy.deepcopy(model)
@@ -141,25 +143,13 @@ def test_heads_of_another_layer_put_in() -> None:
     with tcnn_probe.ablate(model, {"0": slice(1, 3)}, "replaced", source=source) as ablation:
         found = model(x)
     terms = by_hand(source[0], x, heads=[1, 2], bias=False)
-    expected = by_hand(model[0], x, heads=[0, 3, 4, 5]) + terms
-    close(found, expected.clamp_min(0), 1e-4)
+    close(found, (by_hand(model[0], x, heads=[0, 3, 4, 5]) + terms).clamp_min(0))
     assert ablation.heads == {"0": (1, 2)}
-
-
-def test_all_heads_of_another_layer_are_that_layer_but_for_the_bias() -> None:
-    model, x = layer(), images()
-    source = copy.deepcopy(model)
-    for parameter in source.parameters():
-        nn.init.normal_(parameter)
-    assert model.bias is not None
-    assert source.bias is not None
-    difference = (model.bias - source.bias)[:, None, None]
-    with tcnn_probe.ablate(model, mode="replaced", source=source):
-        torch.testing.assert_close(model(x), source(x) + difference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
+    """Not even under other gates: those that are put in have their own."""
     model, x = Chain(), torch.randn(2, 2, 7, 11)
     source = model if same else copy.deepcopy(model)
     with torch.no_grad():
@@ -169,10 +159,10 @@ def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
             tcnn_probe.ablate(model, "near", "positional"),
         ):
             gated = model(x)
-        with tcnn_probe.ablate(model, {"near": [0, 2, 3, 4, 6, 7, 8]}, "positional"):  # not those that are put in
-            torch.testing.assert_close(model(x), gated, rtol=1e-6, atol=1e-6)
+        with tcnn_probe.ablate(model, {"near": [0, 2, 3, 4, 6, 7, 8]}, "positional"):
+            torch.testing.assert_close(model(x), gated, rtol=1e-4, atol=1e-4)
         with tcnn_probe.ablate(model, ["near", "far"], "replaced", source=source):
-            torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
     assert (gated - expected).abs().max() > 1e-3
 
 
@@ -189,24 +179,8 @@ def test_gradients_are_those_of_what_runs() -> None:
     taps = torch.ones(6, dtype=torch.float64)
     taps[[0, 2]] = 0
     twin.zero_grad()
-    weight, gating = twin.weight, twin.gating
     mask = torch.tensor([False, False, True, True, False, False])
-    changed = {"weight": weight * taps.view(2, 3), "gating": torch.where(mask, 40.0, gating)}
+    changed = {"weight": twin.weight * taps.view(2, 3), "gating": torch.where(mask, 40.0, twin.gating)}
     torch.func.functional_call(twin, changed, y).pow(2).sum().backward()
     expected = [y.grad, *(parameter.grad for parameter in twin.parameters())]
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
-
-
-def test_entered_again_it_has_the_means_it_had() -> None:
-    model, seen, x = nn.Sequential(layer()), images(3, seed=1), images(2)
-    calls: list[int] = []
-    handle = model.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
-    ablation = tcnn_probe.ablate(model, "0", "mean", images=iter([seen]))  # which can be gone through once
-    outputs = []
-    for _ in range(2):
-        with ablation:
-            outputs.append(model(x))
-    handle.remove()
-    assert calls == [3, 2, 2]
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0)
-    assert not torch.allclose(outputs[0], model(x))

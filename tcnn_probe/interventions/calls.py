@@ -1,0 +1,120 @@
+"""Following the calls of a module, each thread by itself."""
+
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tcnn_probe.hooks.copy_safe import after_call, before_call
+from tcnn_probe.hooks.modes import Mode, take_off
+
+__all__ = ["Call", "Calls"]
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a module, or of a replica of it, in a frame of torch; ``modes`` are left when it is over."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    frame: FrameType
+    modes: list[Mode] = field(default_factory=list)
+    over: bool = False
+
+
+C = TypeVar("C", bound=Call)
+
+
+class Calls(Generic[C]):
+    """Follows the calls of a module between :meth:`attach` and :meth:`detach`; calls within a call belong to it.
+
+    Torch tells hooks of no ``KeyboardInterrupt`` and the like: what a call that ends so leaves in its thread is cleared
+    by the module's next call there, or by :meth:`detach`.
+    """
+
+    def __init__(self, module: nn.Module, kind: type[C]) -> None:
+        self.module, self._kind = module, kind
+        self._running: dict[int, C] = {}  # by thread
+        self._handles: list[RemovableHandle] = []
+        self._attached, self._lock = False, threading.RLock()
+
+    def begins(self, call: C) -> None:
+        """Called before the module runs."""
+
+    def returns(self, call: C, output: Any) -> Any:
+        """Called after it; anything but None replaces the output."""
+
+    def attach(self) -> None:
+        """Hook the module."""
+        self._attached = True
+        self._handles.append(before_call(self.module, self._begin))
+        self._handles.append(after_call(self.module, self._return, first=True))
+        self._handles.append(after_call(self.module, self._end, always=True))
+
+    def detach(self) -> None:
+        """Remove the hooks, once calls that other threads are in the middle of have ended; may be repeated."""
+        with self._lock:
+            self._attached = False
+            self._leave()
+            frames = sys._current_frames()
+            for thread, call in self._running.items():
+                call.over = not _is_under(frames.get(thread), call.frame)
+            while self._handles and all(call.over for call in self._running.values()):
+                self._handles.pop().remove()
+
+    def current(self) -> C | None:
+        """The call that is running in this thread."""
+        call = self._running.get(threading.get_ident())
+        return call if call is not None and _is_under(sys._getframe(), call.frame) else None
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self.current() is None:
+            self._leave()  # what was interrupted
+            if self._attached and (frame := _innermost_call()) is not None:
+                self._running[threading.get_ident()] = call = self._kind(module, args, kwargs, frame)
+                try:
+                    self.begins(call)
+                except BaseException:
+                    self._leave()
+                    raise
+
+    def _return(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        call = self.current()
+        if call is None or call.frame is not _innermost_call():
+            return None
+        take_off(call.modes)
+        return self.returns(call, output)
+
+    def _end(self, module: nn.Module, *rest: Any) -> None:
+        call = self.current()
+        if call is not None and call.frame is _innermost_call():
+            self._leave()
+            if not self._attached:
+                self.detach()
+
+    def _leave(self) -> None:
+        call = self._running.pop(threading.get_ident(), None)
+        if call is not None:
+            call.over = True
+            take_off(call.modes)
+
+
+def _innermost_call() -> FrameType | None:
+    """The innermost frame in which torch calls a module."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    return frame
+
+
+def _is_under(frame: FrameType | None, running: FrameType) -> bool:
+    """Whether a frame was called, directly or not, from another one; if so, that one is running."""
+    while frame is not None and frame is not running:
+        frame = frame.f_back
+    return frame is running

@@ -1,0 +1,121 @@
+"""One ablated model in several threads: outputs are as alone, and the model is left as it was."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_model import GPSA
+from tests.tcnn_probe.contracts.helpers import Trace, clean
+from tests.tcnn_probe.networks import scatter
+
+
+class Both(nn.Module):
+    """Gated attention, then softmax attention: (B, 2, H, W) -> (B, H * W, 6)."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.gated = scatter(GPSA(2, 6, 3, padding=1), seed)
+        self.softmax = nn.MultiheadAttention(6, 3, batch_first=True)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.gated(x).flatten(2).mT
+        return self.softmax(tokens, tokens, tokens, need_weights=False)[0]
+
+
+X = torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(0))
+
+
+def ablated(model: Both, *, terms: bool = True) -> ExitStack:
+    """Every mode at once, or those that do not run a layer again."""
+    stack = ExitStack()
+    stack.enter_context(tcnn_probe.ablate(model, {"gated": [0, 1, 2]}, "positional"))
+    stack.enter_context(tcnn_probe.ablate(model, {"gated": 3}, "content"))
+    stack.enter_context(tcnn_probe.ablate(model, {"gated": 4, "softmax": 0}))
+    stack.enter_context(tcnn_probe.ablate(model, {"gated": 5}, "mean"))
+    if terms:
+        stack.enter_context(tcnn_probe.ablate(model, {"softmax": 1}, "mean", images=X))
+        stack.enter_context(tcnn_probe.ablate(model, {"gated": 6, "softmax": 2}, "replaced", source=Both(1)))
+    return stack
+
+
+@pytest.fixture(autouse=True)
+def hurried() -> Iterator[None]:
+    """Threads take turns all the time, and in the end nothing is left of hooks and modes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+    assert clean()
+
+
+def run(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(("terms", "forwards"), [(False, 150), (True, 15)], ids=["gates and heads", "terms too"])
+def test_three_threads(terms: bool, forwards: int) -> None:
+    model, equal = Both(), []
+    before = Trace(model)
+    with ablated(model, terms=terms), torch.no_grad():
+        expected = model(X)
+
+    @torch.no_grad()
+    def work() -> None:
+        equal.extend(torch.equal(model(X), expected) for _ in range(forwards))
+
+    with ablated(model, terms=terms):
+        run([threading.Thread(target=work) for _ in range(3)])
+        with tcnn_probe.record(model) as recorder:
+            run([threading.Thread(target=work) for _ in range(3)])
+            recorder.mark(epoch=0)
+    assert equal == [True] * 6 * forwards  # in three threads, twice
+    assert recorder.dataset.gate.sel(layer="gated").values[0, :4].tolist() == [1, 1, 1, 0]
+    assert before == Trace(model)
+
+
+@pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), None], ids=["exit", "interrupt", "returns"])
+def test_a_thread_that_is_in_the_middle_of_a_forward(error: BaseException | None) -> None:
+    """When the ablation ends its layer ends as it began; one that was torn down leaves nothing behind."""
+    model, outputs = Both(), []
+    before, inside, ended = Trace(model), threading.Event(), threading.Event()
+
+    def stop(module: nn.Module, args: tuple[Tensor]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            if error is not None:
+                raise error
+            inside.set()
+            ended.wait()
+
+    @torch.no_grad()
+    def work() -> None:
+        with suppress(SystemExit, KeyboardInterrupt):
+            outputs.append(model(X))
+        inside.set()
+        ended.wait()
+        outputs.append(model(X))
+
+    thread = threading.Thread(target=work)
+    with torch.no_grad():
+        plain = model(X)
+        with ablated(model), model.softmax.register_forward_pre_hook(stop):
+            expected = model(X)
+            thread.start()
+            inside.wait()
+            assert torch.equal(model(X), expected)
+        assert torch.equal(model(X), plain)
+        ended.set()
+        thread.join()
+        assert all(map(torch.equal, outputs, [expected, plain] if error is None else [plain]))
+        assert torch.equal(model(X), plain)
+    assert before == Trace(model)
