@@ -25,10 +25,8 @@ LOCK = ".tcnn_probe.lock"
 class DurableStore(LocalStore):
     """A directory in which an object is on the disk, whole and under its name, when ``set`` returns.
 
-    zarr's own store leaves it to the system when data reach the disk, which may be half a minute later.
-
-    Args:
-        root: the directory. It is never made here: if it is gone, ``set`` raises FileNotFoundError.
+    zarr's own store leaves it to the system when data reach the disk, which may be half a minute later. The directory
+    is never made here: if it is gone, ``set`` raises FileNotFoundError.
     """
 
     def __init__(self, root: Path, *, read_only: bool = False) -> None:
@@ -37,7 +35,6 @@ class DurableStore(LocalStore):
 
     async def set(self, key: str, value: Buffer) -> None:
         """Write an object to a temporary name, rename it, and wait until the disk has it and its new folders."""
-        self._check_writable()
         await asyncio.to_thread(self._put, key, value.to_bytes())
 
     def _put(self, key: str, data: bytes) -> None:
@@ -68,7 +65,7 @@ class Lock:
     A file in the directory names the holder; it goes when the lock is released. Forked processes do not inherit it.
 
     Args:
-        folder: which exists.
+        folder: to be written to.
         name: of the recording, for messages.
 
     Raises:
@@ -78,53 +75,59 @@ class Lock:
     def __init__(self, folder: Path, name: str) -> None:
         import fcntl  # not on Windows, where recordings can be read
 
-        self.path = folder / LOCK
+        self._paths = [folder / LOCK]
         while True:
             try:
-                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+                self._file = os.open(self._paths[0], os.O_RDWR | os.O_CREAT, 0o666)
             except FileNotFoundError as error:
                 raise StoreError(f"{name} was deleted or moved while it was recorded") from error
-            self._close = weakref.finalize(self, os.close, self._file)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.read(self._file, 1000).decode(errors="replace") or "another recorder"
-                self._close()
+                os.close(self._file)
                 raise StoreError(f"{name} is being written by {holder}: one recorder at a time") from None
             except OSError:
                 pass  # a file system without locks: what another recorder commits is noticed all the same
-            if self._is_there():
+            if _is_same(self._paths[0], self._file):
                 break
-            self._close()  # its former holder deleted it meanwhile
+            os.close(self._file)  # its former holder deleted it meanwhile
+        self._free = weakref.finalize(self, _free, self._paths, self._file)
+        _held.add(self)
         os.ftruncate(self._file, 0)
         since = datetime.now().isoformat(" ", "seconds")
         os.write(self._file, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
-        _held.add(self)
 
     @property
     def held(self) -> bool:
         """Whether it was not released, and this is not a forked process."""
-        return self._close.alive
+        return self._free.alive
 
     def release(self) -> None:
         """Free it; may be called again."""
-        if self.held:
-            if self._is_there():
-                self.path.unlink()
-            self._close()
+        self._free()
 
-    def _is_there(self) -> bool:
-        try:
-            return os.path.samestat(self.path.stat(), os.fstat(self._file))
-        except OSError:
-            return False
+    def moved(self, folder: Path) -> None:
+        """Take note that the directory has another name."""
+        self._paths[0] = folder / LOCK
 
     def forget(self) -> None:
-        """In a forked process: the lock is its parent's."""
-        self._close()
+        """Leave it to the parent, in a forked process."""
+        if self._free.detach():
+            os.close(self._file)
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _free(paths: list[Path], file: int) -> None:
+    if _is_same(paths[0], file):
+        paths[0].unlink()
+    os.close(file)
+
+
+def _is_same(path: Path, file: int) -> bool:
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(file))
 
 
 def _forget_all() -> None:
@@ -146,21 +149,21 @@ def new_directory(directory: Path) -> Iterator[tuple[DurableStore, Lock]]:
         StoreError: it was made by somebody else meanwhile.
     """
     made = [folder for folder in directory.parents if not folder.exists()]
-    there = partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.init")
+    there = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.init")
     lock: Lock | None = None
     try:
-        partial.mkdir(parents=True)
+        there.mkdir(parents=True)
         _delete_unfinished(directory)
-        lock = Lock(partial, directory.name)
-        yield DurableStore(partial), lock
+        lock = Lock(there, directory.name)
+        yield DurableStore(there), lock
         try:
-            os.replace(partial, directory)
+            os.replace(there, directory)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             raise StoreError(f"another recorder writes here: {directory.name} was made meanwhile") from error
         there = directory
-        lock.path = there / LOCK
+        lock.moved(directory)
         for folder in (directory, *made):
             _sync_folder(folder.parent)
     except BaseException:

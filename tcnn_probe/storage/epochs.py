@@ -28,7 +28,7 @@ Mark = int | float
 class EpochStore:
     """The marks of one recording; one writer at a time.
 
-    Looks at what is there and changes nothing before :meth:`append`.
+    Looks at what is there and changes nothing before :meth:`hold` or :meth:`append`.
 
     Args:
         target: path of a directory, ".zarr" by custom; a URL; a zarr store; or None to keep everything in memory.
@@ -42,14 +42,12 @@ class EpochStore:
     def __init__(self, target: Target, *, along: str = "epoch") -> None:
         self._place, self._along = find(target), along
         self._root = Root.read(self._place)
-        self._place.check_writable(self._root is not None)
+        self._place.check_writable(exists=self._root is not None)
+        self._marks = () if self._root is None else self._resumed(self._root)
         self._begun: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
-        self._marks: tuple[Mark, ...] = ()
         self._lock: Lock | None = None
         self._attempted: bytes | None = None
         self._wrote = self._closed = False
-        if self._root is not None:
-            self._marks = self._resumed(self._root)
 
     @property
     def groups(self) -> Mapping[str, Group] | None:
@@ -93,20 +91,20 @@ class EpochStore:
             raise StoreError(f"{self._place.name} is a recording of something else ({found}): choose another path")
 
     def hold(self) -> None:
-        """Become the one that writes to the recording, if there is one; :meth:`append` does it otherwise.
+        """Become the one that writes to the recording, if there is one yet; :meth:`append` does it otherwise.
 
         Raises:
             StoreError: another recorder writes to it, or it is not as this one left it.
         """
-        if self._root is None or self._closed:
+        if self._root is None:
             return
         self._check_unchanged()  # before anything is made there
-        if self._place.directory is not None and (self._lock is None or not self._lock.held):
+        if self._place.directory is not None and not self._holds:
             self._lock = Lock(self._place.directory, self._place.name)
             try:
                 self._check_unchanged()
             except BaseException:
-                self._release()
+                self._lock.release()
                 raise
 
     def append(
@@ -136,34 +134,40 @@ class EpochStore:
         if self._closed:
             raise StoreError(f"{self._place.name} was closed: open it again to continue it")
         mark = self._as_stored(mark)
-        old = self._root
-        if old is None:
+        self.hold()
+        root = self._root
+        if root is None:
             if self._begun is None:
                 raise StoreError(f"{self._place.name} holds nothing yet: create() comes first")
-            base = Root.new(*self._begun, self._along, "int64" if isinstance(mark, int) else "float64")
-        else:
-            base = old
-            self.hold()
-        rows = self._rows(base, values, scalars)
-        rows |= {path: np.array(mark) for path in base.growing if path.rpartition("/")[2] == self._along}
-        new = base.with_mark(scalars, attrs or {})
-        if old is None:
-            self._make(mark, new, rows)
-        else:
-            self._attempted = new.text
-            run(self._write(mark, new, rows))
+            root = Root.new(*self._begun, self._along, "int64" if isinstance(mark, int) else "float64")
+        rows = self._rows(root, values, scalars)
+        rows |= {path: np.array(mark) for path in root.growing if path.rpartition("/")[2] == self._along}
+        new = root.with_mark(scalars, attrs or {})
+        if self._root is None and self._place.directory is not None:
+            with new_directory(self._place.directory) as (store, lock):
+                run(commit(store, None, new, rows))
+            self._lock = lock
+            self._committed(mark, new)
+            return
+        if self._root is None:
+            if self._place.root() not in (None, self._attempted):
+                raise StoreError(f"another recorder writes to {self._place.name}: it was made meanwhile")
+            run(put(self._place.store, UNFINISHED, b""))
+        self._attempted = new.text
+        run(self._write(mark, new, rows))
+        if len(self._marks) == 1:
+            with suppress(Exception):  # harmless where it stays
+                run(self._place.store.delete(UNFINISHED))
 
     def close(self) -> None:
         """Let others write. What is there can still be read; may be called again."""
-        if self._closed:
-            return
-        self._closed = True
-        root = self._root
         with suppress(OSError, StoreError):  # a full disk: these are for those who read without the root's metadata
-            if root is not None and self._wrote:
+            if self._root is not None and self._wrote and not self._closed and self._holds:
                 self._check_unchanged()
-                run(all_of(documents_beside(self._writer, root.growing)))
-        self._release()
+                run(all_of(documents_beside(self._writer, self._root.growing)))
+        self._closed = True
+        if self._lock is not None:
+            self._lock.release()
 
     def dataset(self) -> xr.Dataset:
         """The root group: the committed marks, read when looked at."""
@@ -175,13 +179,22 @@ class EpochStore:
         self._existing()
         return open_tree(self._place.store)
 
+    @property
+    def _holds(self) -> bool:
+        return self._place.directory is None or (self._lock is not None and self._lock.held)
+
+    @property
+    def _writer(self) -> Store:
+        directory = self._place.directory
+        return self._place.store if directory is None else DurableStore(directory)
+
     def _existing(self) -> Root:
         if self._root is None:
             raise StoreError(f"{self._place.name} holds nothing yet: create() and append() come first")
         return self._root
 
     def _resumed(self, root: Root) -> tuple[Mark, ...]:
-        """The marks of a recording that is there."""
+        """The marks of a recording that is to be continued."""
         if root.along != self._along:
             raise StoreError(f"{self._place.name} has its marks along {root.along!r}, expected {self._along!r}")
         if REPACKED in root.attributes:
@@ -192,29 +205,12 @@ class EpochStore:
         except UNREADABLE as error:
             raise StoreError(f"{self._place.name} has a damaged {self._along!r}: {error}") from error
 
-    def _make(self, mark: Mark, new: Root, rows: Mapping[str, np.ndarray]) -> None:
-        """Write the first mark, and with it the recording."""
-        if self._place.directory is not None:
-            with new_directory(self._place.directory) as (store, lock):
-                run(commit(store, None, new, rows))
-            self._lock, self._root, self._marks, self._wrote = lock, new, (mark,), True
-            return
-        if self._place.root() not in (None, self._attempted):
-            raise StoreError(f"another recorder writes to {self._place.name}: it was made meanwhile")
-        self._attempted = new.text
-        run(put(self._place.store, UNFINISHED, b""))
-        run(self._write(mark, new, rows))
-        with suppress(Exception):  # harmless where it stays
-            run(self._place.store.delete(UNFINISHED))
-
     async def _write(self, mark: Mark, new: Root, rows: Mapping[str, np.ndarray]) -> None:
         await commit(self._writer, self._root, new, rows)
-        self._root, self._marks, self._wrote = new, (*self._marks, mark), True
+        self._committed(mark, new)  # here, as an interrupt from the keyboard may come before run() returns
 
-    @property
-    def _writer(self) -> Store:
-        directory = self._place.directory
-        return self._place.store if directory is None else DurableStore(directory)
+    def _committed(self, mark: Mark, new: Root) -> None:
+        self._root, self._marks, self._wrote = new, (*self._marks, mark), True
 
     def _check_unchanged(self) -> None:
         """Whether the root is as this store left it.
@@ -228,14 +224,8 @@ class EpochStore:
             found = Root.read(self._place)
             count = 0 if found is None else found.length
             raise StoreError(
-                f"another recorder writes to {self._place.name}: expected {root.length} marks in it, found {count}"
-                + (", and other metadata" if count == root.length else "")
+                f"another recorder writes to {self._place.name}: {root.length} marks were left in it, {count} are there"
             )
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
 
     def _as_stored(self, mark: object) -> Mark:
         there = self._marks
@@ -273,13 +263,13 @@ class EpochStore:
                 if rows[inner].shape != group.shape(name):
                     raise ValueError(f"{inner}: expected shape {group.shape(name)}, got {rows[inner].shape}")
         for name, scalar in scalars.items():
-            taken = name not in root.scalars if name in root.documents else self._holds(name)
+            taken = name not in root.scalars if name in root.documents else self._keeps(name)
             if name == HEADS or not is_name(name) or taken:
                 raise ValueError(f"{name!r} is the name of something else there: give the scalar another one")
             rows[name] = np.array(float(scalar))
         return rows
 
-    def _holds(self, name: str) -> bool:
+    def _keeps(self, name: str) -> bool:
         """Whether somebody else has an array or a group of this name in the store."""
         text = run(get(self._place.store, f"{name}/{ROOT}")) if self._root is not None and is_name(name) else None
         return text is not None and GIVEN not in text.decode(errors="replace")  # else of a run that was killed

@@ -86,7 +86,7 @@ class Place:
         """The error for a place that is taken."""
         return StoreError(f"{self.name} holds something else than a recording ({what}): choose another path")
 
-    def check_writable(self, exists: bool) -> None:
+    def check_writable(self, *, exists: bool) -> None:
         """Refuse a directory that cannot be written, or made, as far as this shows without a try.
 
         Raises:

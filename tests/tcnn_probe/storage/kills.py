@@ -10,26 +10,14 @@ from pathlib import Path
 
 import xarray as xr
 
-from tcnn_probe import storage as store
+import tcnn_probe
 from tests.tcnn_probe.storage.tables import GROUPS, MAPS, assert_holds, values
 
-__all__ = ["IMPORTS", "WRITER", "kill_and_resume", "read", "read_while_it_writes", "run_and_kill", "start"]
+__all__ = ["WRITER", "kill_and_resume", "read", "read_while_it_writes", "run_and_kill"]
 
-PACKAGE, TESTS = Path(store.__file__).parents[1], Path(__file__).parents[1]
-
-# Imports the store without the package's __init__: a start takes half a second, not five. It brings no torch.
-IMPORTS = f"""
-import sys, types
-for name, place in (("tcnn_probe", {str(PACKAGE)!r}), ("tests.tcnn_probe", {str(TESTS)!r})):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [place]
+WRITER = """
+import sys
 from tests.tcnn_probe.storage.tables import add, create
-assert not any(sys.modules.get(name) for name in ("torch", "timm"))
-"""
-
-WRITER = (
-    IMPORTS
-    + """
 print("ready", flush=True)
 store = create(sys.argv[1])
 epoch = len(store.marks)
@@ -38,12 +26,11 @@ while True:
     print(epoch, flush=True)
     epoch += 1
 """
-)
 
 
-def start(script: str, path: Path) -> subprocess.Popen[str]:
+def _start(script: str, path: Path) -> subprocess.Popen[str]:
     """A writer that has imported what it needs."""
-    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", script, str(path)]
     writer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     assert writer.stdout.readline() == "ready\n", writer.communicate()[1]
@@ -52,7 +39,7 @@ def start(script: str, path: Path) -> subprocess.Popen[str]:
 
 def run_and_kill(script: str, path: Path, *, epochs: int, after: float) -> list[int]:
     """The epochs that a writer announced before it was killed, ``after`` seconds from when it announced ``epochs``."""
-    with start(script, path) as writer:
+    with _start(script, path) as writer:
         announced = [writer.stdout.readline() for _ in range(epochs)]
         time.sleep(after)
         died = writer.poll() is not None
@@ -88,7 +75,7 @@ def kill_and_resume(path: Path, *, kills: int, seed: int) -> int:
 def read_while_it_writes(path: Path, *, seconds: float) -> list[int]:
     """Open the store again and again while a writer appends; the number of epochs that each look found."""
     seen: list[int] = []
-    with start(WRITER, path) as writer:
+    with _start(WRITER, path) as writer:
         try:
             assert writer.stdout.readline() == "0\n"
             end = time.monotonic() + seconds
@@ -102,7 +89,7 @@ def read_while_it_writes(path: Path, *, seconds: float) -> list[int]:
 
 def _look(path: Path) -> int:
     """The groups are opened one after the other here, so each by its own length; and all at once, as a tree."""
-    tree = store.open_recording(path)
+    tree = tcnn_probe.open(path)
     for name in ["heads", *(group for group in GROUPS if group)]:
         group = tree[name].to_dataset()
         assert group.epoch.values.tolist() == tree.epoch.values.tolist() == list(range(tree.sizes["epoch"]))

@@ -11,7 +11,6 @@ import pytest
 import xarray as xr
 
 from tcnn_probe.storage import open_recording
-from tests.tcnn_probe.storage.kills import IMPORTS
 from tests.tcnn_probe.storage.tables import GROUPS, LAYERS, MAPS, add, create, values
 
 
@@ -61,7 +60,8 @@ def test_plain_metadata(tmp_path: Path) -> None:
 
 
 PLOT = """
-import warnings
+import sys, warnings
+sys.modules |= dict.fromkeys(("torch", "timm", "captum", "tcnn_model"))
 warnings.simplefilter("error")
 import xarray as xr
 ds = xr.open_zarr(sys.argv[1])
@@ -73,8 +73,8 @@ lines = ds.gate.sel(layer="層").plot.line(x="epoch")
 print(*(line.get_ydata()[-1].item() for line in lines))
 scales = xr.open_zarr(sys.argv[1], group="layer_scale").scale
 scales.isel(epoch=0).plot(x="channel")
-from tcnn_probe.storage import open_recording
-assert open_recording(sys.argv[1])["heads"].gate.identical(ds.gate)
+import tcnn_probe
+assert tcnn_probe.open(sys.argv[1])["heads"].gate.identical(ds.gate)
 """
 
 
@@ -82,8 +82,7 @@ def test_read_and_plotted_without_torch_and_timm(tmp_path: Path) -> None:
     store = create(tmp_path / "run.zarr")
     for mark in (0, 1):
         add(store, mark)
-    blocked = "import sys\nsys.modules |= dict.fromkeys(('torch', 'timm', 'captum', 'tcnn_model'))\n"
-    command = [sys.executable, "-c", blocked + IMPORTS + PLOT, tmp_path / "run.zarr"]
+    command = [sys.executable, "-c", PLOT, tmp_path / "run.zarr"]
     env = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(Path(__file__).parents[3])}
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
