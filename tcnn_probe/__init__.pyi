@@ -27,8 +27,7 @@ from .recording.recorder import Recorder as Recorder
 from .recording.recorder import record as record
 from .schema import Variable as Variable
 from .storage import StoreError as StoreError
-from .storage import compact as compact
-from .storage import migrate as migrate
 from .storage import open as open
+from .storage import repack as repack
 
 __version__: str

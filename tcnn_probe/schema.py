@@ -1,12 +1,13 @@
 """The shape of a recording: groups of labelled arrays, all of which grow along the marks."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["COORDINATES", "COUNTS", "SCHEMA_VERSION", "Group", "Variable"]
+__all__ = ["COORDINATES", "COUNTS", "SCHEMA_VERSION", "Group", "Variable", "difference"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,31 @@ class Group:
         """Lengths of a variable's dimensions, without that of the marks."""
         lengths = {"layer": len(self.layers), **self.sizes}
         return tuple(lengths[dim] for dim in self.variables[variable].dims)
+
+
+def difference(there: Mapping[str, Group], here: Mapping[str, Group]) -> str | None:
+    """Name the first difference between the groups of a store and those to be recorded; None if they agree."""
+    for old, new in zip(_facts(there), _facts(here), strict=True):
+        for fact in {**old, **new}:
+            if fact not in old or fact not in new or old[fact] != new[fact]:
+                return f"{fact}: {old.get(fact, 'absent')} there, {new.get(fact, 'absent')} here"
+    return None
+
+
+def _facts(groups: Mapping[str, Group]) -> list[dict[str, Any]]:
+    """What makes two recordings the same, from the coarse to the fine."""
+    kinds: list[dict[str, Any]] = [{f"group {path!r}": "present" for path in groups}, {}, {}, {}, {}, {}]
+    for path, group in groups.items():
+        where = f"in group {path!r}, " if path else ""
+        layers = json.loads(json.dumps({name: dict(about) for name, about in group.layers.items()}))
+        kinds[1] |= {f"{where}layer {name!r}": about for name, about in layers.items()}
+        kinds[2] |= {f"{where}order of layers": list(layers)}
+        kinds[3] |= {f"{where}dimension {name!r}": size for name, size in group.sizes.items()}
+        kinds[4] |= {f"{where}labels along {name!r}": list(labels) for name, labels in group.coords.items()}
+        for name, about in group.variables.items():
+            dims = ", ".join(about.dims)
+            kinds[5][f"{where}variable {name!r}"] = f"{about.dtype} of ({dims}), units {about.units!r}"
+    return kinds
 
 
 COUNTS: dict[str, Variable] = {

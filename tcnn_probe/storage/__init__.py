@@ -1,17 +1,19 @@
 """A recording in zarr, to which whole marks are added: the only package that knows zarr.
 
-Every object of a mark is written first. Then the root ``zarr.json``, whose consolidated metadata states the length of
-every array of every group, is replaced in one step, and that replacement is the commit: a run killed at any moment
-leaves a store that opens and holds every mark committed before, and a reader never sees half a mark. What the root
-states is never written again with other values. This needs a store whose objects appear whole, which zarr's
-``LocalStore`` gives since 3.1.3 (temporary name, then rename).
+How a mark becomes durable (:mod:`tcnn_probe.storage.commit`): every chunk of the mark is written first, each to a
+temporary name that is then renamed, and brought to the disk. Then the root ``zarr.json`` is replaced in one step. It
+states how long every array of every group is, so this replacement is the commit: before it nobody sees the mark,
+after it everybody sees all of it. A run that is killed, or a machine that loses power, keeps each mark whose
+``append`` returned; a reader never sees half a mark. Nothing in a recording is ever deleted.
+
+One recorder writes at a time. In a directory a lock sees to that; everywhere the root is compared before each mark
+with the one that this recorder wrote last.
 """
 
-from tcnn_probe.storage.compaction import compact
 from tcnn_probe.storage.epochs import EpochStore
-from tcnn_probe.storage.errors import StoreError, WriteError
-from tcnn_probe.storage.migration import migrate
+from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.reading import open_recording
 from tcnn_probe.storage.reading import open_recording as open  # noqa: A004 (the public name)
+from tcnn_probe.storage.repacking import repack
 
-__all__ = ["EpochStore", "StoreError", "WriteError", "compact", "migrate", "open", "open_recording"]
+__all__ = ["EpochStore", "StoreError", "open", "open_recording", "repack"]

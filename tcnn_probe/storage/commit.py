@@ -1,30 +1,25 @@
-"""The root ``zarr.json``: what a recording is, and how many marks of it are committed."""
+"""The root ``zarr.json``, which says what a recording is and how many marks it has; to replace it is to commit one."""
 
+import asyncio
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from zarr.abc.store import Store
+
 from tcnn_probe.schema import COORDINATES, SCHEMA_VERSION, Group, Variable
-from tcnn_probe.storage.chunks import (
-    GIVEN,
-    Document,
-    coordinates,
-    is_map,
-    new_array,
-    own_document,
-    own_length,
-    with_length,
-)
+from tcnn_probe.storage.chunks import Document, array_document, is_map, label_document, open_array, with_length
 from tcnn_probe.storage.errors import StoreError
-from tcnn_probe.storage.place import ROOT, Place
+from tcnn_probe.storage.place import ROOT, Place, put
 
-__all__ = ["ALONG", "LAYERS", "VERSION", "Root", "given", "marks_variable", "new_recording", "parsed"]
+__all__ = ["GIVEN", "REPACKED", "UNREADABLE", "Root", "all_of", "commit", "documents_beside", "is_name"]
 
-VERSION = "tcnn_probe_schema"
-ALONG = "along"
-LAYERS = "layers"
-COORDS = "coords"
+VERSION, ALONG, LAYERS, COORDS, REPACKED = "tcnn_probe_schema", "along", "layers", "coords", "repacked"
+GIVEN = "As given to mark()."
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What metadata raise that are not as they should be."""
 
 
 @dataclass(frozen=True)
@@ -34,51 +29,79 @@ class Root:
     Args:
         attributes: of the root group.
         documents: for the path of each array and further group its ``zarr.json``, with the committed lengths.
-        text: the object itself.
+        text: the object as stored.
+        labels: values of the coordinates, of a recording that is not stored yet.
     """
 
     attributes: Mapping[str, Any]
     documents: Mapping[str, Document]
     text: bytes
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, attributes: Mapping[str, Any], documents: Mapping[str, Document]) -> "Root":
-        """The root to be written."""
+    def of(cls, attributes: Mapping[str, Any], documents: Mapping[str, Document], **labels: Any) -> "Root":
+        """Make the root to be written. Raises ValueError if an attribute is no plain JSON."""
         consolidated = {"kind": "inline", "must_understand": False, "metadata": documents}
-        document = {
-            "attributes": attributes,
-            "zarr_format": 3,
-            "consolidated_metadata": consolidated,
-            "node_type": "group",
-        }
-        return cls(attributes, documents, json.dumps(document, allow_nan=False).encode())
+        document = _group_document(attributes) | {"consolidated_metadata": consolidated}
+        try:
+            return cls(attributes, documents, json.dumps(document, allow_nan=False).encode(), **labels)
+        except TypeError as error:
+            raise ValueError(f"expected attributes that are plain JSON: {error}") from error
+
+    @classmethod
+    def new(cls, groups: Mapping[str, Group], attrs: Mapping[str, Any], along: str, dtype: str) -> "Root":
+        """Make the root of a recording without marks, which are to be of this dtype."""
+        documents: dict[str, Document] = {}
+        labels: dict[str, np.ndarray] = {}
+        mark = Variable((), "", **COORDINATES.get(along, {"long_name": along, "description": GIVEN}), dtype=dtype)
+        for path, group in groups.items():
+            parts = path.split("/")
+            for count in range(1, len(parts)):
+                documents.setdefault("/".join(parts[:count]), _group_document({}))
+            documents |= {path: _group_document(_tables(group))} if path else {}
+            documents[_join(path, along)] = array_document(mark, (), along)
+            for name, variable in group.variables.items():
+                documents[_join(path, name)] = array_document(variable, group.shape(name), along, maps=group.maps)
+            ranges = {name: range(size) for name, size in group.sizes.items()}
+            for name, values in {
+                **({"layer": [*group.layers]} if group.layers else {}),
+                **ranges,
+                **group.coords,
+            }.items():
+                inner = _join(path, name)
+                documents[inner], labels[inner] = label_document(name, values)
+        attributes = {**attrs, VERSION: SCHEMA_VERSION, ALONG: along, **_tables(groups[""])}
+        return cls.of(attributes, documents, labels=labels)
 
     @classmethod
     def read(cls, place: Place) -> "Root | None":
-        """What is at a place, None if it is vacant.
+        """Read the root at a place, None if nothing is there.
 
         Raises:
-            StoreError: something else, or a recording of another schema version.
+            StoreError: something else, a recording of another schema version, or a damaged one.
         """
         text = place.root()
         if text is None:
             return None
-        document = parsed(text, place)
-        version = document["attributes"][VERSION]
+        try:
+            document = json.loads(text)
+            attributes = document["attributes"]
+            version = attributes[VERSION]
+        except UNREADABLE as error:
+            raise place.something_else(f"a {ROOT} of something else, or a damaged one") from error
         if version != SCHEMA_VERSION:
-            older = isinstance(version, int) and version < SCHEMA_VERSION
-            advice = f"tcnn_probe.migrate({place.name!r}) upgrades it" if older else "it needs a newer tcnn_probe"
-            raise StoreError(f"{place.name} has schema version {version}, expected {SCHEMA_VERSION}: {advice}")
-        root = cls(document["attributes"], document["consolidated_metadata"]["metadata"], text)
-        lengths = {path: root.documents[path]["shape"][0] for path in root.growing}
-        if len(set(lengths.values())) != 1 or root.along not in lengths:
-            raise StoreError(f"{place.name} has arrays of unequal lengths along {root.along!r}: {lengths}")
+            raise StoreError(f"{place.name} has schema version {version!r}, expected {SCHEMA_VERSION}")
+        try:
+            root = cls(attributes, document["consolidated_metadata"]["metadata"], text)
+            root._check(place.store)
+        except UNREADABLE as error:
+            raise StoreError(f"{place.name} has damaged metadata: {error!r}") from error
         return root
 
     @property
     def along(self) -> str:
         """Name of the marks' coordinate."""
-        return self.attributes.get(ALONG, "epoch")
+        return self.attributes[ALONG]
 
     @property
     def length(self) -> int:
@@ -86,104 +109,127 @@ class Root:
         return self.documents[self.along]["shape"][0]
 
     @property
-    def growing(self) -> list[str]:
-        """Paths of the arrays over the marks."""
-        arrays = {path: about for path, about in self.documents.items() if about["node_type"] == "array"}
-        return [path for path, about in arrays.items() if (about.get("dimension_names") or [None])[0] == self.along]
+    def arrays(self) -> dict[str, Document]:
+        """The documents of all arrays."""
+        return {path: about for path, about in self.documents.items() if about["node_type"] == "array"}
 
     @property
-    def scalars(self) -> list[str]:
-        """Names of the root variables that came with marks."""
-        return [path for path in self.growing if path != self.along and given(self.documents[path])]
+    def growing(self) -> dict[str, Document]:
+        """The documents of the arrays over the marks."""
+        return {path: about for path, about in self.arrays.items() if about["dimension_names"][0] == self.along}
+
+    @property
+    def scalars(self) -> set[str]:
+        """Names of the numbers that came with marks."""
+        given = {path for path, about in self.growing.items() if about["attributes"].get("description") == GIVEN}
+        return {path for path in given if "/" not in path and len(self.documents[path]["shape"]) == 1} - {self.along}
 
     def groups(self) -> dict[str, Group]:
-        """The groups as they were created; units, names and descriptions as stored."""
-        attributes = {"": {LAYERS: "{}", **self.attributes}}
+        """Give the groups as they were created; units, names and descriptions as stored."""
+        attributes = {"": self.attributes}
         for path, about in self.documents.items():
-            if about["node_type"] == "group" and LAYERS in about.get("attributes", {}):
+            if about["node_type"] == "group" and LAYERS in about["attributes"]:
                 attributes[path] = about["attributes"]
         return {path: self._group(path, about) for path, about in attributes.items()}
 
+    def with_mark(self, scalars: Iterable[str], attrs: Mapping[str, Any]) -> "Root":
+        """Give the root that commits one mark more, which came with these numbers and attributes."""
+        documents = dict(self.documents)
+        for name in scalars:
+            documents.setdefault(name, array_document(Variable((), "", name, GIVEN), (), self.along))
+        growing = Root(self.attributes, documents, b"").growing
+        documents |= {path: with_length(about, self.length + 1) for path, about in growing.items()}
+        return Root.of({**self.attributes, **attrs}, documents, labels=self.labels)
+
     def _group(self, path: str, attributes: Mapping[str, Any]) -> Group:
-        prefix = f"{path}/" if path else ""
         variables, sizes, maps = {}, {}, False
-        for name, about in self.documents.items():
-            if about["node_type"] != "array" or not name.startswith(prefix) or "/" in name.removeprefix(prefix):
+        for name, about in self.arrays.items():
+            parent, _, short = name.rpartition("/")
+            dims = tuple(about["dimension_names"])
+            if parent != path or short in (self.along, "layer") or name in self.scalars:
                 continue
-            short = name.removeprefix(prefix)
-            dims = about.get("dimension_names") or []
-            if dims[:1] == [self.along]:
-                if short != self.along and not (path == "" and given(about)):
-                    text = {key: about["attributes"].get(key, "") for key in ("units", "long_name", "description")}
-                    variables[short] = Variable(tuple(dims[1:]), **text, dtype=about["data_type"])
-                    maps |= is_map(about)
-            elif dims == [short] and short != "layer":
+            if dims[0] == self.along:
+                text = {key: about["attributes"].get(key, "") for key in ("units", "long_name", "description")}
+                variables[short] = Variable(dims[1:], **text, dtype=str(np.dtype(about["data_type"])))
+                maps |= is_map(about)
+            elif dims == (short,):
                 sizes[short] = about["shape"][0]
         layers, coords = (json.loads(attributes.get(name, "{}")) for name in (LAYERS, COORDS))
-        return Group(variables, layers, sizes, maps, coords)
+        if not all(isinstance(table, dict) for table in (layers, *layers.values(), coords)):
+            raise TypeError(f"the layer table of {path!r} is none")
+        group = Group(variables, layers, sizes, maps, coords)
+        for name in variables:
+            if self.documents[_join(path, name)]["shape"] != [self.length, *group.shape(name)]:
+                raise ValueError(f"{_join(path, name)} has another shape than its dimensions")
+        return group
+
+    def _check(self, store: Store) -> None:
+        """Whether it is what a recording writes. Raises one of ``UNREADABLE`` if not."""
+        for path, about in self.documents.items():
+            if not all(is_name(part) for part in path.split("/")):
+                raise ValueError(f"{path!r} is no path in a recording")
+            if about["node_type"] == "array":
+                shape = open_array(store, path, about).shape
+                if len(shape) != len(about["dimension_names"]) or list(shape) != about["shape"]:
+                    raise ValueError(f"{path} has other dimensions than names")
+            elif about["node_type"] != "group":
+                raise ValueError(f"{path} is a {about['node_type']!r}")
+        lengths = {path: about["shape"][0] for path, about in self.growing.items()}
+        if len(set(lengths.values())) != 1 or not all(_join(path, self.along) in lengths for path in self.groups()):
+            raise ValueError(f"its arrays have unequal lengths along {self.along!r}: {lengths}")
 
 
-def parsed(text: bytes, place: Place) -> dict[str, Any]:
-    """The root metadata of a zarr group, of any schema version.
+async def commit(store: Store, old: Root | None, new: Root, values: Mapping[str, np.ndarray]) -> None:
+    """Write a mark: first everything that it consists of, then the root that counts it.
+
+    Args:
+        store: which is written.
+        old: the root that is there, None if none is.
+        new: the root with one mark more.
+        values: of the mark, by path. An array that has none gets its fill value.
 
     Raises:
-        StoreError: it is none, or not that of a recording.
+        StoreError: the chunk to which the mark is added is damaged.
     """
+    there = {} if old is None else old.documents
+    writes = documents_beside(store, {path: about for path, about in new.documents.items() if path not in there})
+    for path in new.labels.keys() - there.keys():
+        writes.append(_write(store, path, new.documents[path], 0, new.labels[path]))
+    for path, about in new.growing.items():
+        first = old.length if old is not None and path in there else 0  # of a new one, also what a killed run left
+        block = np.full((new.length - first, *about["shape"][1:]), float(about["fill_value"]), about["data_type"])
+        if path in values:
+            block[-1] = values[path]
+        writes.append(_write(store, path, about, first, block))
+    await all_of(writes)
+    await put(store, ROOT, new.text)
+
+
+def documents_beside(store: Store, documents: Mapping[str, Document]) -> list[Coroutine[Any, Any, None]]:
+    """Write the objects beside the chunks of arrays, for those who read without the root's metadata."""
+    return [put(store, f"{path}/{ROOT}", json.dumps(about).encode()) for path, about in documents.items()]
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Do all, and raise the first error when none is under way any more: it would land on what is done about it."""
+    for ended in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(ended, BaseException):
+            raise ended
+
+
+def is_name(text: str) -> bool:
+    """Whether a text may be a part of a path: never one that leads out of the store."""
+    return bool(text) and not text.startswith(".") and not {*text} & {*"/\\\0"} and text != ROOT
+
+
+async def _write(store: Store, path: str, document: Document, first: int, values: np.ndarray) -> None:
     try:
-        document = json.loads(text)
-        if document["node_type"] == "group" and VERSION in document["attributes"]:
-            document["consolidated_metadata"]["metadata"].items()
-            return document
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise place.something_else() from error
-    raise place.something_else()
+        await open_array(store, path, document).setitem((slice(first, first + len(values)), ...), values)
+    except ValueError as error:
+        raise StoreError(f"the last chunk of {path!r} in {store} is damaged: {error}") from error
 
 
-def given(document: Document) -> bool:
-    """Whether an array holds a scalar that came with a mark."""
-    return document["attributes"].get("description") == GIVEN and len(document["shape"]) == 1
-
-
-def new_recording(groups: Mapping[str, Group], attrs: Mapping[str, Any], along: str) -> tuple[Root, dict[str, bytes]]:
-    """A recording without marks.
-
-    Returns:
-        Its root, and every object of it, the root's own included.
-    """
-    objects: dict[str, bytes] = {}
-    documents: dict[str, Document] = {}
-    attributes: dict[str, Any] = {**attrs, VERSION: SCHEMA_VERSION, ALONG: along, **_tables(groups[""])}
-    for path in groups:
-        for inner in [*_parents(path), path] if path else []:
-            documents.setdefault(inner, _group_document({}))
-        if path:
-            documents[path] = _group_document(_tables(groups[path]))
-    for path, group in groups.items():
-        prefix = f"{path}/" if path else ""
-        arrays = {along: new_array(marks_variable(along), (), along)}
-        for name, variable in group.variables.items():
-            arrays[name] = new_array(variable, group.shape(name), along, maps=group.maps)
-        documents |= {prefix + name: about for name, about in arrays.items()}
-        for key, data in coordinates(group).items():
-            objects[prefix + key] = data
-            if key.endswith("/zarr.json"):
-                documents[prefix + key.removesuffix("/zarr.json")] = json.loads(data)
-    root = Root.of(attributes, documents)
-    growing = set(root.growing)
-    for path, about in documents.items():
-        own = with_length(about, own_length(about, 0)) if path in growing else about
-        objects |= own_document(path, own)
-    objects[ROOT] = root.text
-    return root, objects
-
-
-def marks_variable(along: str, dtype: str = "int64") -> Variable:
-    """The marks' own coordinate."""
-    about = COORDINATES.get(along, {"long_name": along, "description": GIVEN})
-    return Variable((), "", **about, dtype=dtype)
-
-
-def _group_document(attributes: dict[str, Any]) -> Document:
+def _group_document(attributes: Mapping[str, Any]) -> Document:
     return {"attributes": attributes, "zarr_format": 3, "node_type": "group"}
 
 
@@ -194,6 +240,5 @@ def _tables(group: Group) -> dict[str, str]:
     return {name: json.dumps(table, allow_nan=False) for name, table in tables.items()}
 
 
-def _parents(path: str) -> list[str]:
-    parts = path.split("/")
-    return ["/".join(parts[:count]) for count in range(1, len(parts))]
+def _join(group: str, name: str) -> str:
+    return f"{group}/{name}" if group else name

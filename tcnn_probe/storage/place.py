@@ -1,103 +1,132 @@
-"""Where a recording is kept: memory, a directory, a URL or a zarr store, and what is there now."""
+"""Where a recording is kept: memory, a directory, a URL or a zarr store, and whether it can be there."""
 
-import errno
 import os
-import shutil
-import time
-import uuid
-from collections.abc import Mapping
+import threading
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from zarr.abc.store import Store
+from zarr.buffer import default_buffer_prototype
+
+# zarr's own event loop: the connections of a remote store belong to the loop that zarr reads them in.
+from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LocalStore, MemoryStore
 
 from tcnn_probe.storage.errors import StoreError
-from tcnn_probe.storage.objects import Objects
 
-__all__ = ["ROOT", "Place", "Target", "find"]
+__all__ = ["ROOT", "UNFINISHED", "Place", "Target", "find", "get", "put", "run"]
 
 Target = None | str | os.PathLike[str] | Store
+T = TypeVar("T")
 
 ROOT = "zarr.json"
-_UNFINISHED = ".tcnn_probe.init"
+UNFINISHED = ".tcnn_probe.init"
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in zarr's thread. Interrupted from the keyboard, it ends first: nothing is written later."""
+    ended = threading.Event()
+
+    async def watched() -> T:
+        try:
+            return await work
+        finally:
+            ended.set()
+
+    try:
+        return sync(watched())
+    except BaseException:
+        ended.wait(60)
+        raise
+
+
+async def get(store: Store, key: str) -> bytes | None:
+    """An object of a store, None if there is none."""
+    buffer = await store.get(key, default_buffer_prototype())
+    return None if buffer is None else buffer.to_bytes()
+
+
+async def put(store: Store, key: str, data: bytes) -> None:
+    """Write an object of a store."""
+    await store.set(key, default_buffer_prototype().buffer.from_bytes(data))
 
 
 @dataclass(frozen=True)
 class Place:
-    """A store, with the directory it is in if it was given as a path, and its name for messages."""
+    """A store to read from, the directory it is in if it is in one, and its name for messages."""
 
-    objects: Objects
+    store: Store
     directory: Path | None
     name: str
 
     def root(self) -> bytes | None:
-        """The root ``zarr.json`` of what is here, None if nothing is.
+        """The root ``zarr.json``, None if there is none.
 
         Raises:
-            StoreError: something that is no zarr group of format 3.
+            StoreError: something is there and no zarr group of format 3.
         """
-        if self.directory is not None and _is_vacant(self.directory):
-            return None
-        if self.directory is not None and not self.directory.is_dir():
-            raise self.something_else("a file")
-        text = self.objects.get(ROOT)
-        if text is None and not self.objects.is_empty() and self.objects.get(_UNFINISHED) is None:
-            raise self.something_else()
+        if self.directory is None:
+            text = run(get(self.store, ROOT))
+            there = [] if text is not None else run(self._names())
+        else:
+            if self.directory.exists() and not self.directory.is_dir():
+                raise self.something_else("a file")
+            path = self.directory / ROOT
+            text = path.read_bytes() if path.is_file() else None
+            there = [path.name for path in self.directory.iterdir()] if self.directory.exists() else []
+        if text is None and there and UNFINISHED not in there:
+            raise self.something_else(str(sorted(there)[:3]))
         return text
 
-    def something_else(self, what: str | None = None) -> StoreError:
+    def something_else(self, what: str) -> StoreError:
         """The error for a place that is taken."""
-        what = str(self.objects.names("")[:3]) if what is None else what
         return StoreError(f"{self.name} holds something else than a recording ({what}): choose another path")
 
-    def fill(self, objects: Mapping[str, bytes]) -> None:
-        """Write a whole recording where there is nothing; killed meanwhile, there still is none."""
-        if self.directory is not None:
-            _fill_directory(self.directory, objects)
-            return
-        self.objects.clear()  # of a creation that was killed
-        self.objects.put({_UNFINISHED: b""})
-        self.objects.put({key: data for key, data in objects.items() if key != ROOT})
-        self.objects.put({ROOT: objects[ROOT]})
-        self.objects.delete([_UNFINISHED])
+    def check_writable(self, *, exists: bool) -> None:
+        """Refuse a directory that cannot be written, or made, as far as this shows without a try.
 
-    def clear_partial(self) -> None:
-        """Delete what a killed run had begun to write."""
-        if isinstance(self.objects.store, LocalStore):
-            for leftover in self.objects.store.root.rglob("*.partial"):
-                leftover.unlink(missing_ok=True)
-        if self.objects.get(_UNFINISHED) is not None:
-            self.objects.delete([_UNFINISHED])
+        Raises:
+            StoreError: naming the folder that is in the way.
+        """
+        if self.directory is not None:
+            folders = (self.directory,) if exists else self.directory.parents
+            there = next(folder for folder in folders if folder.exists())
+            if not there.is_dir():
+                raise StoreError(f"{self.directory} cannot be made: the file {there} stands in its way")
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise StoreError(f"{self.directory} cannot be written: no permission to write in {there}")
+
+    async def _names(self) -> list[str]:
+        return [name.strip("/") async for name in self.store.list_dir("")]
 
 
 def find(target: Target, *, writable: bool = True) -> Place:
     """The place that a target means: None is memory, a string with "://" a URL, other strings are paths.
 
     Raises:
-        StoreError: an empty path, a file in the way of a directory, a URL that cannot be opened, a store that cannot
-            be written.
+        StoreError: an empty path, a URL that cannot be opened, a store that cannot be written.
     """
     if target is None:
-        return Place(Objects(MemoryStore()), None, "memory")
+        return Place(MemoryStore(), None, "memory")
+    if type(target) is LocalStore and not (writable and target.read_only):
+        target = target.root
     if isinstance(target, Store):
-        abilities = not target.read_only and target.supports_writes and target.supports_deletes
-        if writable and not (abilities and target.supports_listing):
-            raise StoreError(f"expected a store that can be written, listed and deleted from, got {target}")
-        return Place(Objects(target), None, str(target))
+        if writable and (target.read_only or not (target.supports_writes and target.supports_listing)):
+            raise StoreError(f"expected a store that can be written and listed, got {target}")
+        return Place(target, None, str(target))
     text = os.fspath(target)
     if text.startswith("file://"):
         text = url2pathname(urlsplit(text).path)
     elif "://" in text:
-        return Place(Objects(_at_url(text)), None, text)
+        return Place(_at_url(text), None, text)
     if not text:
         raise StoreError("expected the path of a directory, got an empty one; None keeps the recording in memory")
     directory = Path(text).expanduser().resolve()  # the working directory may change while recording
-    if any(parent.exists() and not parent.is_dir() for parent in directory.parents):
-        raise _in_the_way(directory)
-    return Place(Objects(LocalStore(directory)), directory, str(directory))
+    return Place(LocalStore(directory, read_only=True), directory, str(directory))
 
 
 def _at_url(url: str) -> Store:
@@ -108,33 +137,3 @@ def _at_url(url: str) -> Store:
             f"{url} cannot be opened ({error}): URLs need the package fsspec and, for most protocols, one more, such "
             f"as s3fs for s3:// or gcsfs for gs://; a zarr store object can be given instead"
         ) from error
-
-
-def _is_vacant(directory: Path) -> bool:
-    return not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
-
-
-def _in_the_way(directory: Path) -> StoreError:
-    return StoreError(f"{directory} cannot be made: a file stands in its way")
-
-
-def _fill_directory(directory: Path, objects: Mapping[str, bytes]) -> None:
-    """Under another name first, then renamed."""
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise _in_the_way(directory) from error
-    partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.init")
-    try:
-        Objects(LocalStore(partial)).put(objects)
-        try:
-            os.replace(partial, directory)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            raise StoreError(f"another recorder writes to this store: {directory.name} was made meanwhile") from error
-    except BaseException:
-        for pause in (0, 0.01, 0.1):  # interrupted from the keyboard, zarr's thread may still be writing
-            time.sleep(pause)
-            shutil.rmtree(partial, ignore_errors=True)
-        raise

@@ -6,11 +6,11 @@ from typing import Any, cast
 import xarray as xr
 from zarr.abc.store import Store
 
-from tcnn_probe.storage.commit import Root
+from tcnn_probe.storage.commit import UNREADABLE, Root
 from tcnn_probe.storage.errors import StoreError
-from tcnn_probe.storage.place import find
+from tcnn_probe.storage.place import Place, find
 
-__all__ = ["HEADS", "open_dataset", "open_recording", "open_tree"]
+__all__ = ["HEADS", "existing", "open_dataset", "open_recording", "open_tree"]
 
 HEADS = "heads"
 
@@ -23,28 +23,40 @@ def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
 
     Returns:
         A tree of lazily loaded groups, all over the same marks. At its root are the attributes and the scalars that
-        came with marks; in "heads" the numbers of each head, which are the root group of the store; under their own
-        paths, such as "maps/6x14x14", the other groups. (They have other layers and heads than the numbers, and a
-        :class:`xarray.DataTree` holds below a node only what is aligned with it.)
+        came with marks; in "heads" the numbers of each head; under their own paths, such as "maps/6x14x14", the other
+        groups. ``xr.open_zarr`` alone gives scalars and numbers of heads as one dataset, which cannot be the root
+        here: a :class:`xarray.DataTree` holds below a node only what is aligned with it, and maps are of other layers.
 
     Raises:
-        StoreError: nothing is there, or no recording, or one of another schema version.
+        StoreError: nothing is there, or no recording, or a damaged one, or one of another schema version.
     """
     place = find(target, writable=False)
+    existing(target, place)
+    try:
+        return open_tree(place.store)
+    except UNREADABLE as error:
+        raise StoreError(f"{place.name} has damaged metadata: {error!r}") from error
+
+
+def existing(target: object, place: Place) -> Root:
+    """Give the root of a recording that is to be read.
+
+    Raises:
+        StoreError: nothing is there, or something else.
+    """
     root = Root.read(place)
     if target is None or root is None:
         raise StoreError(f"{place.name} holds no recording: nothing is there")
-    return open_tree(place.objects.store)
+    return root
 
 
 def open_dataset(store: Store) -> xr.Dataset:
-    """The root group: numbers of heads, and scalars."""
+    """Open the root group: numbers of heads, and scalars."""
     return xr.open_zarr(store, chunks=None, consolidated=True)
 
 
 def open_tree(store: Store) -> xr.DataTree:
-    """See :func:`open_recording`."""
-    # All groups from one look at the root, so that all are of the same marks.
+    """Open all groups, from one look at the root, so that all are of the same marks."""
     groups = xr.open_groups(cast("Any", store), engine="zarr", chunks=None, consolidated=True)
     root = groups.pop("/")
     along = root.attrs["along"]

@@ -1,41 +1,69 @@
 """Recordings for the store whose every value follows from a number given with the mark."""
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import xarray as xr
+from zarr.storage import MemoryStore
 
 from tcnn_probe.schema import Group, Variable
 from tcnn_probe.storage import EpochStore
 
-__all__ = ["GROUPS", "MAPS", "add", "assert_holds", "create", "datasets", "values"]
+__all__ = [
+    "GROUPS",
+    "LAYERS",
+    "MAPS",
+    "Crash",
+    "Remote",
+    "add",
+    "assert_holds",
+    "contents",
+    "create",
+    "dies",
+    "steps",
+    "values",
+]
 
 MAPS = "maps/5x3x11"
-LAYERS = {name: {"kind": "gpsa", "heads": heads} for name, heads in (("a.conv", 5), ("b.conv", 3), ("c.conv", 5))}
+LAYERS = {name: {"kind": "gpsa", "heads": heads} for name, heads in (("a.conv", 5), ("слой#1", 3), ("層", 5))}
 GROUPS = {
     "": Group(
         {
             "gate": Variable(("layer", "head"), "1", "gate", "The gate."),
             "entropy": Variable(("layer", "head"), "nat", "entropy", "The entropy."),
-            "images": Variable(("layer",), "1", "images", "How many."),
+            "images": Variable(("layer",), "1", "images", "How many.", dtype="int64"),
         },
         LAYERS,
         {"head": 5},
     ),
     "layer_scale": Group(
         {"scale": Variable(("layer", "channel"), "1", "scale", "The scale.")},
-        {"a.ls1": {"kind": "scale"}, "a.ls2": {"kind": "scale"}},
+        {"a.ls1": {"kind": "scale"}, "": {"kind": "scale"}},
         {"channel": 7},
+        coords={"channel": list("abcdefg")},
     ),
     MAPS: Group(
         {"saliency": Variable(("layer", "image", "head", "y", "x"), "1", "saliency", "The map.", dtype="float16")},
-        {"a.conv": LAYERS["a.conv"], "c.conv": LAYERS["c.conv"]},
+        {"a.conv": LAYERS["a.conv"], "層": LAYERS["層"]},
         {"image": 2, "head": 5, "y": 3, "x": 11},
         maps=True,
+        coords={"image": [3, 17]},
     ),
 }
+
+
+class Crash(BaseException):
+    """No error that code would handle."""
+
+
+class Remote(MemoryStore):
+    """Stands for a store that is no directory."""
 
 
 def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
@@ -54,7 +82,7 @@ def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
 
 
 def create(target: Any, **options: Any) -> EpochStore:
-    """A store with the groups, made or resumed."""
+    """A store with the groups, new or resumed."""
     store = EpochStore(target, **options)
     if store.groups is None:
         store.create(GROUPS, {"made_by": "a test"})
@@ -63,17 +91,20 @@ def create(target: Any, **options: Any) -> EpochStore:
     return store
 
 
-def add(store: EpochStore, mark: float, seed: int | None = None, *, wait: bool = True, **scalars: float) -> None:
+def add(store: EpochStore, mark: float, seed: int | None = None, **scalars: float) -> None:
     """A mark with the values of a seed, which is the mark itself unless another is given."""
-    store.append(mark, values(int(mark) if seed is None else seed), scalars, wait=wait)
+    store.append(mark, values(int(mark) if seed is None else seed), scalars)
 
 
-def datasets(source: EpochStore | Path) -> dict[str, xr.Dataset]:
-    """Each group as plain xarray opens it; of a store that is not a directory, as its tree has it."""
-    if isinstance(source, Path):
-        return {path: xr.open_zarr(source, group=path or None, chunks=None) for path in GROUPS}
-    tree = source.tree()
-    return {path: source.dataset() if path == "" else tree[path].to_dataset() for path in GROUPS}
+def dies(store: EpochStore) -> None:
+    """What remains of a writer that was killed: the system frees its lock, the file stays."""
+    if store._lock is not None:
+        store._lock.forget()
+
+
+def contents(root: Path) -> dict[str, bytes | None]:
+    """All that lies under a directory."""
+    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
 
 
 def assert_holds(
@@ -83,7 +114,7 @@ def assert_holds(
     *,
     along: str = "epoch",
 ) -> None:
-    """A store or directory holds these marks with the values of their seeds, and nothing else.
+    """A store, or a directory as plain xarray opens it, holds these marks with the values of their seeds, no more.
 
     Args:
         source: what to read.
@@ -92,19 +123,52 @@ def assert_holds(
         along: name of the marks' coordinate.
     """
     seeds = seeds if isinstance(seeds, Mapping) else {mark: mark for mark in seeds}
-    for path, ds in datasets(source).items():
-        group = GROUPS[path]
+    for path, group in GROUPS.items():
+        if isinstance(source, Path):
+            ds = xr.open_zarr(source, group=path or None, chunks=None)
+        else:
+            ds = source.dataset() if path == "" else source.tree()[path].to_dataset()
         assert ds[along].values.tolist() == list(seeds)
-        assert ds.layer.values.tolist() == list(group.layers)
-        assert all(ds[dim].values.tolist() == list(range(size)) for dim, size in group.sizes.items())
+        assert ds.layer.dtype.kind == "U"
+        labels = {"layer": group.layers, **{dim: range(n) for dim, n in group.sizes.items()}, **group.coords}
+        assert all(ds[dim].values.tolist() == list(there) for dim, there in labels.items())
         for name, about in group.variables.items():
-            there = ds[name]
-            assert there.dims == (along, *about.dims)
-            assert there.dtype == about.dtype
-            expected = [values(seed)[path][name] for seed in seeds.values()]
-            np.testing.assert_array_equal(there.values, np.stack(expected) if expected else there.values[:0])
+            assert (ds[name].dims, ds[name].dtype) == ((along, *about.dims), about.dtype)
+            np.testing.assert_array_equal(ds[name].values, [values(seed)[path][name] for seed in seeds.values()])
         further = set(ds.data_vars) - set(group.variables)
         if path or scalars is not None:
             assert further == (set() if path else set(scalars or {}))
         for name in further & set(scalars or {}):
             np.testing.assert_array_equal(ds[name].values, [scalars[name].get(mark, np.nan) for mark in seeds])
+
+
+@contextmanager
+def steps(crash_at: int | None = None, on: str = "", error: Any = Crash) -> Iterator[list[str]]:
+    """Record the steps by which objects are written, and let one of them, and all after it, fail.
+
+    They are "set KEY" in a remote store; "fsync PATH" and "replace PATH" in directories, PATH being the new name.
+
+    Args:
+        crash_at: number of the step.
+        on: pattern of the steps that count, and are given.
+        error: to be raised.
+    """
+    done: list[str] = []
+
+    def step(what: str) -> None:
+        if re.search(on, what):
+            done.append(what)
+            if crash_at is not None and len(done) > crash_at:
+                raise error()
+
+    replace, original = os.replace, Remote.set
+
+    async def remote_set(self: Any, key: str, value: Any) -> None:
+        step(f"set {key}")
+        await original(self, key, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: step(f"fsync {Path(f'/proc/self/fd/{file}').readlink()}"))
+        patch.setattr(os, "replace", lambda old, new: (step(f"replace {new}"), replace(old, new)))
+        patch.setattr(Remote, "set", remote_set)
+        yield done

@@ -1,248 +1,205 @@
-"""A run that fails at any write leaves the marks before it, and can be continued. Kills proper are in test_kill.py."""
+"""A run that fails at any step of a write leaves the marks before it, and can be continued."""
 
 import errno
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import zarr
-from zarr.storage import LocalStore
+import xarray as xr
 
 from tcnn_probe.storage import EpochStore, open_recording
-from tcnn_probe.storage import chunks as layout
-from tests.tcnn_probe.storage.crashes import Crash, Remote, crash_at_write, crash_when
-from tests.tcnn_probe.storage.tables import MAPS, add, assert_holds, create, values
+from tcnn_probe.storage.directory import DurableStore
+from tests.tcnn_probe.storage.tables import (
+    MAPS,
+    Crash,
+    Remote,
+    add,
+    assert_holds,
+    contents,
+    create,
+    dies,
+    steps,
+    values,
+)
+
+# What is there changes with these; the last step of a mark is that the root's folder is on the disk.
+WRITES = r"^replace|^set|^fsync .*(run.zarr|/b)$"
 
 
 def place(kind: str, folder: Path) -> Any:
     return folder / "run.zarr" if kind == "directory" else Remote()
 
 
-def until_it_succeeds(attempt: Callable[[], object], check: Callable[[], object]) -> list[str]:
-    """Let something fail at its first write, then at its second, ..., until it does not; ``check`` after each."""
-    number = 0
-    while True:
-        with crash_at_write(number) as asked:
-            try:
-                attempt()
-            except Crash:
-                number += 1
-            else:
-                assert number == len(asked)
-                return asked
-        check()
-
-
-@pytest.mark.parametrize("resumed", [False, True], ids=["same store", "opened again"])
-@pytest.mark.parametrize("fresh", [{}, {"fresh": 0.5}], ids=["same scalars", "new scalar"])
-@pytest.mark.parametrize("kind", ["directory", "remote"])
-def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str, fresh: dict[str, float], resumed: bool) -> None:
-    target = place(kind, tmp_path)
-    store = create(target)
-    add(store, 0, top1=0.25)
-    asked_for = []
-
-    def check() -> None:
-        nonlocal store
-        assert_holds(store, [0], {"top1": {0: 0.25}})
-        assert store.marks == (0,)
-        if resumed:
-            store = create(target)
-            assert_holds(store, [0], {"top1": {0: 0.25}})
-        asked_for.append(1)
-
-    asked = until_it_succeeds(lambda: add(store, 1, 9, top1=9.0, **fresh), check)
-    assert asked[-1] == "zarr.json"
-    assert len(asked_for) == len(asked) >= 9
-    scalars = {"top1": {0: 0.25, 1: 9.0}} | {name: {1: value} for name, value in fresh.items()}
-    assert_holds(store, {0: 0, 1: 9}, scalars)
-    assert_holds(create(target), {0: 0, 1: 9}, scalars)
-
-
-@pytest.mark.parametrize("kind", ["directory", "remote"])
-def test_crash_at_every_write_of_the_creation(tmp_path: Path, kind: str) -> None:
-    number = 0
-    while True:
-        (tmp_path / str(number)).mkdir()
+@pytest.mark.parametrize(("kind", "resumed"), [("directory", False), ("directory", True), ("remote", True)])
+def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str, resumed: bool) -> None:
+    for number in count():
         target = place(kind, tmp_path / str(number))
-        with crash_at_write(number) as asked:
+        store = create(target)
+        add(store, 0, top1=0.25)
+        with steps(number, WRITES) as done:
             try:
-                create(target)
+                add(store, 1, 9, top1=9.0, fresh=9.0)
                 break
             except Crash:
-                number += 1
-        if kind == "directory":
-            assert list(target.parent.iterdir()) == []
+                landed = done[-1].startswith("fsync")  # after the root: there, but not announced
+        assert store.marks == (0,)
+        if not landed:
+            assert_holds(store, [0], {"top1": {0: 0.25}})
+        if resumed:
+            dies(store)
+            store = create(target)
+        if not (landed and resumed):
+            add(store, 1, fresh=0.5)
+            assert_holds(store, [0, 1], {"top1": {0: 0.25}, "fresh": {1: 0.5}})
+    assert number == len(done) > 10
+    assert landed == (kind == "directory")
+    assert_holds(create(target) if kind == "remote" else target, {0: 0, 1: 9})
+
+
+@pytest.mark.parametrize("kind", ["directory", "remote"])
+def test_crash_at_every_write_of_the_first_mark(tmp_path: Path, kind: str) -> None:
+    target = place(kind, tmp_path / "a" / "b")
+    store = create(target)
+    for number in count():
+        with steps(number, WRITES) as done:
+            try:
+                add(store, 0, 9, fresh=0.5)
+                break
+            except Crash:
+                pass
+        assert store.groups is None
+        assert not list(tmp_path.iterdir())
         with pytest.raises(ValueError, match="nothing is there"):
             open_recording(target)
-        again = create(target)
-        assert_holds(again, [])
-        add(again, 0)
-        assert_holds(create(target), [0])
-    assert number == len(asked) > 20
-    assert kind == "directory" or asked[-1] == "zarr.json"
+        store = create(target) if number % 2 else store
+    assert number == len(done) > 20
+    assert_holds(store, {0: 9}, {"fresh": {0: 0.5}})
+    assert kind == "directory" or ".tcnn_probe.init" not in target._store_dict
 
 
-def test_unfinished_creation_is_not_mistaken_for_a_recording_of_the_user() -> None:
-    store = Remote()
-    with crash_when(lambda number, key: key == "zarr.json"), pytest.raises(Crash):
-        create(store)
-    assert EpochStore(store).groups is None
-    create(store)
-    assert ".tcnn_probe.init" not in store._store_dict
-    assert_holds(create(store), [])
-
-
-def test_write_that_lands_after_the_creation_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt from the keyboard does not stop zarr's thread."""
-    late: list[threading.Timer] = []
-
-    async def fail(self: LocalStore, key: str, value: Any) -> None:
-        def land() -> None:
-            (self.root / "gate").mkdir(parents=True, exist_ok=True)
-            (self.root / "gate" / "zarr.json").write_text("{}")
-
-        late.append(threading.Timer(0.005, land))
-        late[-1].start()
-        raise Crash
-
-    monkeypatch.setattr(LocalStore, "set", fail)
-    with pytest.raises(Crash):
-        create(tmp_path / "run.zarr")
-    for timer in late:
-        timer.join()
-    assert late
-    assert list(tmp_path.iterdir()) == []
+def test_first_mark_that_is_refused_fixes_nothing(tmp_path: Path) -> None:
+    store = create(tmp_path / "run.zarr")
+    with pytest.raises(ValueError, match="could not convert"):
+        store.append(1, values(1), {"top1": "high"})  # type: ignore[dict-item]
+    assert (store.groups, store.marks, list(tmp_path.iterdir())) == (None, (), [])
+    store.create(store._begun[0] | {}, {"made_by": "another"})
+    add(store, 0.5, 1)
+    assert_holds(tmp_path / "run.zarr", {0.5: 1})
+    assert store.attrs["made_by"] == "another"
 
 
 def test_crash_at_every_write_of_closing(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-
-    def attempt() -> None:
+    for number in count():
         store = create(path)
-        add(store, len(store.marks))
-        with crash_at_write(number):
-            store.close()
-
-    number = 0
-    while True:
-        try:
-            attempt()
-            break
-        except Crash:
-            number += 1
-        assert_holds(path, list(range(number)))
-    assert number > 5
-    assert_holds(path, list(range(number + 1)))
-    assert zarr.open_group(path, mode="r", use_consolidated=False)["gate"].shape[0] == number + 1
+        add(store, number)
+        with steps(number, "^replace") as done:
+            try:
+                store.close()
+                break
+            except Crash:
+                dies(store)
+        assert xr.open_zarr(path).epoch.values.tolist() == list(range(number + 1))
+    assert number == len(done) == 8
+    assert_holds(path, list(range(9)))
+    own = xr.open_zarr(path, group=MAPS, consolidated=False)
+    np.testing.assert_array_equal(own.saliency[8], values(8)[MAPS]["saliency"])
 
 
-@pytest.mark.parametrize("key", ["zarr.json", "gate/c/0/0/0", "fresh/c/0", f"{MAPS}/saliency/c/1/0/0/0/0/0"])
-def test_full_disk(tmp_path: Path, key: str) -> None:
+def full_disk() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "on", ["run.zarr/.zarr.json.partial$", "gate/c/0/0/0$", "fresh/c/0$", "saliency/c/1/0/0/0/0/0$"]
+)
+def test_full_disk(tmp_path: Path, on: str) -> None:
     store = create(tmp_path / "run.zarr")
     add(store, 0, top1=0.25)
-
-    def full() -> OSError:
-        return OSError(errno.ENOSPC, "No space left on device")
-
-    with crash_when(lambda number, asked: asked == key, full):
-        for _ in range(2):
-            with pytest.raises(OSError, match="No space left"):
-                add(store, 1, 9, top1=9.0, fresh=9.0)
-            assert store.marks == (0,)
-            assert_holds(tmp_path / "run.zarr", [0], {"top1": {0: 0.25}})
+    for _ in range(2):
+        with steps(0, on, full_disk), pytest.raises(OSError, match="No space left"):
+            add(store, 1, 9, top1=9.0, fresh=9.0)
+        assert store.marks == (0,)
+        assert_holds(tmp_path / "run.zarr", [0], {"top1": {0: 0.25}})
     add(store, 1, top1=0.5, fresh=1.0)
     assert_holds(tmp_path / "run.zarr", [0, 1], {"top1": {0: 0.25, 1: 0.5}, "fresh": {1: 1.0}})
-
-
-def test_full_disk_when_it_is_closed(tmp_path: Path) -> None:
-    """What close() gives back is spare room: that it cannot harms no mark."""
-    store = create(tmp_path / "run.zarr")
-    add(store, 0)
-    with crash_when(lambda number, asked: True, lambda: OSError(errno.ENOSPC, "No space left on device")) as asked:
-        store.close()
+    with steps(0, "", full_disk) as asked:
+        store.close()  # what it writes is for those who read without the root: that it cannot harms no mark
     assert asked
-    assert_holds(tmp_path / "run.zarr", [0])
+    assert not list(tmp_path.rglob(".*"))
 
 
-def test_commit_that_landed_and_was_reported_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = create(tmp_path / "run.zarr")
-    original = LocalStore.set
-
-    async def lands(self: LocalStore, key: str, value: Any) -> None:
-        await original(self, key, value)
-        if key == "zarr.json":
-            raise TimeoutError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "set", lands)
-        with pytest.raises(TimeoutError):
-            add(store, 0, 9)
+def test_leftovers_of_a_crashed_mark_are_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scalar that comes again in a later chunk; a map that is all NaN; half a file of a killed process."""
+    monkeypatch.setattr("tcnn_probe.storage.chunks._MARKS_PER_CHUNK", (1, 3))
+    path = tmp_path / "run.zarr"
+    store = create(path)
     add(store, 0)
-    add(store, 1)
-    assert_holds(tmp_path / "run.zarr", [0, 1])
-
-
-def test_scalar_of_a_crashed_mark_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the name comes again, in a later chunk."""
-    monkeypatch.setattr(layout, "_MARKS_PER_CHUNK", (1, 3))
-    for resumed in (False, True):
-        path = tmp_path / str(resumed)
-        store = create(path)
-        with crash_when(lambda number, key: key == "zarr.json"), pytest.raises(Crash):
-            add(store, 0, 9, fresh=9.0)
-        store = create(path) if resumed else store
-        assert (path / "fresh").exists() == (not resumed)
-        for mark in range(5):
-            add(store, mark, **({"fresh": 4.0} if mark == 4 else {}))
-        assert_holds(path, list(range(5)), {"fresh": {4: 4.0}})
-
-
-def test_own_metadata_of_a_crashed_mark_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mark with which the arrays grow fails before that is written: it is for those who read without the root."""
-    monkeypatch.setattr(layout, "_MARKS_PER_CHUNK", (1, 3))
-    store = create(tmp_path / "run.zarr")
-    for mark in range(3):
-        add(store, mark)
-    with crash_at_write(0), pytest.raises(Crash):
-        add(store, 3)
-    add(store, 3)
-    group = zarr.open_group(tmp_path / "run.zarr", mode="r", use_consolidated=False)
-    assert (group["gate"].shape[0], group["epoch"].shape[0]) == (6, 6)
-
-
-def test_values_of_a_crashed_mark_are_forgotten(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
+    with steps(0, "run.zarr/zarr.json$"), pytest.raises(Crash):
+        add(store, 1, 9, fresh=9.0)
+    (path / MAPS / "saliency" / "c" / "1" / "0" / "0" / "0" / "0" / ".0.partial").write_bytes(b"half a sh")
+    dies(store)
+    before = contents(path)
     store = create(path)
-    add(store, 0, top1=0.0)
-    with crash_when(lambda number, key: key == "zarr.json"), pytest.raises(Crash):
-        add(store, 1, 9, top1=9.0)
-    add(create(path), 2)
-    assert_holds(path, [0, 2], {"top1": {0: 0.0}})
-
-
-def test_temporary_files_of_a_killed_run_are_no_trouble(tmp_path: Path) -> None:
-    """zarr writes to ``<name>.<random>.partial`` before it renames, so a kill can leave these anywhere."""
-    path = tmp_path / "run.zarr"
-    add(create(path), 0)
-    for folder in (path, path / "gate", path / "gate" / "c" / "0" / "0"):
-        (folder / "zarr.0123456789abcdef.partial").write_bytes(b"half a fi")
-    assert_holds(path, [0])
-    store = create(path)
-    add(store, 1, fresh=0.5)
-    assert_holds(path, [0, 1], {"fresh": {1: 0.5}})
+    assert contents(path) == before
+    empty = values(1)
+    empty[MAPS] = {name: np.full_like(value, np.nan) for name, value in empty[MAPS].items()}
+    store.append(1, empty, {})
+    assert open_recording(path)[MAPS].saliency[1].isnull().all()
+    for mark in range(2, 5):
+        add(store, mark, **({"fresh": 4.0} if mark == 4 else {}))
+    assert open_recording(path).fresh.values.tolist()[-1] == 4.0
+    assert open_recording(path).fresh[:-1].isnull().all()
+    store.close()
     assert not list(path.rglob("*.partial"))
 
 
-def test_maps_that_are_all_fill_after_a_crashed_mark(tmp_path: Path) -> None:
-    """A shard without values is no object: the one of the crashed mark must go."""
+def test_unfinished_creation_is_cleared_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    pid = os.fork()
+    if not pid:
+        os.replace = lambda *_: os._exit(0)
+        add(create(path), 0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    for name in (".run.zarr.mine.init", ".run2.zarr.x.init", "run.zarr.init"):
+        (tmp_path / name).mkdir()
+    (left,) = [folder for folder in tmp_path.iterdir() if len(folder.name) > 30]
+    assert EpochStore(path).groups is None
+    assert left.exists()
+    add(create(path), 0)
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "run.zarr",
+        ".run.zarr.mine.init",
+        ".run2.zarr.x.init",
+        "run.zarr.init",
+    }
+
+
+@pytest.mark.parametrize("slow", ["gate/c/0/0/0", "zarr.json"])
+def test_interrupt_from_the_keyboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    """What is under way ends before the interrupt is raised, so that it cannot land on what comes next."""
     store = create(tmp_path / "run.zarr")
-    empty = values(0)
-    empty[MAPS] = {name: np.full_like(value, np.nan) for name, value in empty[MAPS].items()}
-    with crash_when(lambda number, key: key == "zarr.json"), pytest.raises(Crash):
-        add(store, 0, 9)
-    store.append(0, empty, {})
-    assert open_recording(tmp_path / "run.zarr")[MAPS].saliency.isnull().all()
+    add(store, 0)
+    original: Callable[..., None] = DurableStore._put
+
+    def slowly(self: DurableStore, key: str, data: bytes) -> None:
+        if key == slow:
+            threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
+            time.sleep(0.4)
+        original(self, key, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DurableStore, "_put", slowly)
+        with pytest.raises(KeyboardInterrupt):
+            add(store, 1, 9)
+    assert store.marks == (0, 1)
+    add(store, 2)
+    assert_holds(tmp_path / "run.zarr", {0: 0, 1: 9, 2: 2})

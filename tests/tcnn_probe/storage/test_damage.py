@@ -1,0 +1,110 @@
+"""Stores that are damaged, or made to do harm: an error that says so, never other values, never a look outside."""
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zarr
+
+from tcnn_probe.storage import EpochStore, StoreError, open_recording, repack
+from tests.tcnn_probe.storage.tables import MAPS, add, assert_holds, contents, create
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    store = create(tmp_path / "run.zarr")
+    for mark in (0, 1):
+        add(store, mark, top1=0.5)
+    store.close()
+    return tmp_path / "run.zarr"
+
+
+def test_every_flipped_byte_of_every_chunk_is_noticed(path: Path, tmp_path: Path) -> None:
+    """In each file at eight places: numbers, shards and their index, labels, the marks themselves."""
+    chance, files = random.Random(0), [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"]
+    assert len(files) > 18
+    for file in files:
+        name, whole = str(file.relative_to(path)).split("/c/")[0], file.read_bytes()
+        places = [0, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(6))]
+        damaged = [whole[:n] + bytes([whole[n] ^ (1 << chance.randrange(8))]) + whole[n + 1 :] for n in places]
+        for data in (*damaged, whole[: len(whole) // 2]):
+            file.write_bytes(data)
+            with pytest.raises(ValueError, match=r"checksum|bytes"):
+                zarr.open_group(path, mode="r")[name][...]
+        if name in ("epoch", "gate", "top1", "layer_scale/scale"):  # which the next mark goes on from
+            with pytest.raises(StoreError, match=f"'{name}'"):
+                add(store := create(path), 2)
+            if name != "epoch":
+                store.close()
+        with pytest.raises(StoreError, match=f"'{name}' in .*run.zarr is damaged"):
+            repack(path, tmp_path / "packed.zarr")
+        assert not (tmp_path / "packed.zarr").exists()
+        file.write_bytes(whole)
+    add(create(path), 2)
+    assert_holds(path, [0, 1, 2])
+
+
+def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        yield (*at, key)
+        yield from places(tree[key], (*at, key))
+
+
+WRONG = [None, -1, 2**70, 0.5, "", "x", [], ["x"], {}, {"x": 1}, "delete"]
+
+
+def test_damaged_roots_are_refused_or_read(path: Path) -> None:
+    """Each part of the root deleted, or put in the place of which is something else: no error but StoreError."""
+    text = (path / "zarr.json").read_text()
+    root, chance, refused = json.loads(text), random.Random(1), 0
+    for at in chance.sample(sorted(places(root), key=str), 150):
+        damaged, wrong = copy.deepcopy(root), chance.choice(WRONG)
+        inner = damaged
+        for key in at[:-1]:
+            inner = inner[key]
+        if wrong == "delete":
+            del inner[at[-1]]
+        else:
+            inner[at[-1]] = wrong
+        (path / "zarr.json").write_text(json.dumps(damaged))
+        try:
+            open_recording(path)
+            store = EpochStore(path)
+            store.check(store.groups)
+        except StoreError:
+            refused += 1
+    assert refused > 75
+    for broken in ("", text[:100], text[:-1], "[]", "3", '"x"', "\x00", '{"attributes": []}'):
+        (path / "zarr.json").write_text(broken)
+        for read in (open_recording, EpochStore):
+            with pytest.raises(StoreError, match="or a damaged one"):
+                read(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../victim", "{tmp}/victim", "maps/../../victim", "gate/../../victim", "", ".", "a//b"]
+)
+def test_paths_in_metadata_are_not_followed(path: Path, tmp_path: Path, name: str) -> None:
+    add(create(tmp_path / "victim"), 0)
+    root = json.loads((path / "zarr.json").read_text())
+    documents = root["consolidated_metadata"]["metadata"]
+    documents[name.format(tmp=tmp_path)] = documents["top1"]
+    (path / "zarr.json").write_text(json.dumps(root))
+    before = contents(tmp_path)
+    for use in (open_recording, EpochStore, lambda path: repack(path, tmp_path / "packed.zarr")):
+        with pytest.raises(StoreError, match="is no path in a recording"):
+            use(path)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(("name", "shape"), [("gate", [3, 3, 5]), (f"{MAPS}/saliency", [2, 2, 2, 5, 3, 12])])
+def test_lengths_that_do_not_fit(path: Path, name: str, shape: list[int]) -> None:
+    root = json.loads((path / "zarr.json").read_text())
+    root["consolidated_metadata"]["metadata"][name]["shape"] = shape
+    (path / "zarr.json").write_text(json.dumps(root))
+    with pytest.raises(StoreError, match=r"damaged metadata.*(unequal lengths|another shape)"):
+        open_recording(path)

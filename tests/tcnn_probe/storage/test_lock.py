@@ -1,0 +1,194 @@
+"""One writer at a time; whoever only looks changes nothing."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tcnn_probe.storage import EpochStore, StoreError, open_recording
+from tcnn_probe.storage.directory import LOCK
+from tests.tcnn_probe.storage.tables import GROUPS, Remote, add, assert_holds, contents, create
+
+HELD = "run.zarr is being written by process {} on .* since 20.*: one recorder at a time"
+
+
+@contextmanager
+def child(work: Callable[[], object]) -> Iterator[int]:
+    """Do something in a forked process that then lives until this ends; it fails if that raises."""
+    (read, ready), (wait, go) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(go)
+            work()
+            os.write(ready, b"1")
+            os.read(wait, 1)
+        finally:
+            os._exit(0)
+    os.close(ready)
+    assert os.read(read, 1) == b"1", "the child failed"
+    try:
+        yield pid
+    finally:
+        for file in (go, read, wait):
+            os.close(file)
+        os.waitpid(pid, 0)
+
+
+def test_second_recorder_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    first = create(path)
+    add(first, 0)
+    second = create(path)
+    for use in (second.hold, lambda: add(second, 1, 7)):
+        with pytest.raises(StoreError, match=HELD.format(os.getpid())):
+            use()
+    add(first, 1)
+    first.close()
+    with pytest.raises(
+        StoreError, match=r"another recorder writes to .*run.zarr: 1 marks were left in it, 2 are there"
+    ):
+        second.hold()
+    second.close()
+    assert not (path / LOCK).exists()
+    third = create(path)
+    third.hold()
+    with pytest.raises(StoreError, match="is being written by"):
+        add(create(path), 2)
+    add(third, 2)
+    assert_holds(path, [0, 1, 2])
+
+
+def test_holder_in_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    with child(lambda: globals().update(kept=add(store := create(path), 0) or store)) as pid:
+        store = create(path)
+        with pytest.raises(StoreError, match=HELD.format(pid)):
+            add(store, 1)
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert (path / LOCK).exists()
+        add(store, 1)  # the holder is dead
+    assert str(os.getpid()) in (path / LOCK).read_text()
+    assert_holds(path, [0, 1])
+
+
+def test_forked_process_has_no_right_to_write_and_leaves_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    store = create(path)
+    add(store, 0)
+
+    def work() -> None:
+        with pytest.raises(StoreError, match=HELD.format(os.getppid())):
+            add(store, 1, 7)
+        store.close()
+
+    with child(work):
+        add(store, 1)
+        store.close()
+        add(create(path), 2)  # though the child lives
+    assert_holds(path, [0, 1, 2])
+
+
+def test_process_forked_after_a_mark_ends(tmp_path: Path) -> None:
+    """As workers of a DataLoader do, which leave through what they find registered."""
+    store = create(tmp_path / "run.zarr")
+    add(store, 0)
+    worker = multiprocessing.get_context("fork").Process(target=store.dataset().load)
+    worker.start()
+    worker.join(10)
+    assert worker.exitcode == 0
+
+
+def test_two_that_begin_the_same(tmp_path: Path) -> None:
+    for target in (tmp_path / "run.zarr", Remote()):
+        first, second = create(target), create(target)
+        add(first, 0)
+        with pytest.raises(StoreError, match=r"another recorder writes .*made meanwhile"):
+            add(second, 0, 7)
+        assert_holds(first, [0])
+    assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["no locks", "remote"])
+def test_where_there_are_no_locks_the_root_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    target = Remote() if remote else tmp_path / "run.zarr"
+    first = create(target)
+    add(first, 0)
+    second = create(target)
+    add(first, 1)
+    with pytest.raises(StoreError, match=r"another recorder writes to .*: 1 marks were left in it, 2 are there"):
+        add(second, 1, 7)
+    second.close()
+    add(first, 2)
+    assert_holds(first, [0, 1, 2])
+
+
+def test_looking_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    store = create(path)
+    add(store, 0)
+    store.close()
+    for name in (".0.partial", "epoch.partial", "mine/c.0", "c.0", "model.pt.partial"):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(b"precious")
+    (path / "gate" / "c" / ".tcnn_probe.init").write_bytes(b"")
+    before = contents(path)
+    store = create(path)
+    store.dataset().load()
+    open_recording(path).load()
+    with pytest.raises(StoreError, match="recording of something else"):
+        store.check({"": GROUPS[""]})
+    with pytest.raises(StoreError, match="later than the last"):
+        add(store, 0)
+    store.close()
+    assert contents(path) == before
+    store = create(path)
+    add(store, 1)
+    store.close()
+    assert {name: data for name, data in contents(path).items() if data == b"precious"} == {
+        name: data for name, data in before.items() if data == b"precious"
+    }
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("instead", ["nothing", "an empty directory", "another recording", "something else"])
+def test_store_that_vanished(tmp_path: Path, instead: str, resumed: bool) -> None:
+    path = tmp_path / "run.zarr"
+    store = create(path)
+    add(store, 0)
+    if resumed:
+        store.close()
+        store = create(path)
+    path.rename(tmp_path / "old.zarr")
+    if instead == "another recording":
+        other = EpochStore(path)
+        other.create(GROUPS, {"made_by": "another"})
+        add(other, 0)
+    elif instead != "nothing":
+        path.mkdir()
+        (path / "notes.txt").write_text("") if instead == "something else" else None
+    before = contents(tmp_path)
+    with pytest.raises(StoreError, match=r"deleted or moved|another recorder writes to|something else"):
+        add(store, 1)
+    store.close()
+    unlocked = {name: data for name, data in before.items() if name != f"old.zarr/{LOCK}"}
+    assert {name: data for name, data in contents(tmp_path).items() if name != f"old.zarr/{LOCK}"} == unlocked
+    shutil.rmtree(path, ignore_errors=True)
+    (tmp_path / "old.zarr").rename(path)
+    store = EpochStore(path)
+    add(store, 1)
+    assert_holds(path, [0, 1])
