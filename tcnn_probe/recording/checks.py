@@ -14,9 +14,8 @@ from tcnn_probe.recording.classes import Classes
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.dataset import MAPS_OF_CLASSES
 from tcnn_probe.recording.options import Sampling
-from tcnn_probe.schema import Group
+from tcnn_probe.schema import Group, difference
 from tcnn_probe.storage import EpochStore, StoreError
-from tcnn_probe.storage.comparison import difference
 
 __all__ = ["check_epoch", "check_probes", "check_resumed", "check_same_recording", "check_scalars"]
 

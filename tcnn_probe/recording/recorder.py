@@ -109,6 +109,7 @@ class Recorder:
             check_probes(chosen, self._collector, model, self._sampling, self._classes, chose_layers=layers is not None)
             with self._ranks.agreed():
                 check_same_recording(self._store, self._collector, model, self._sampling, self._classes)
+                self._store.hold()
             undo.pop_all()
 
     @property
@@ -254,8 +255,8 @@ class Recorder:
         if self._store.groups is None:
             images = {"images": json.dumps(self._sampling.images)}  # of which maps are kept
             self._store.create(groups, provenance(self._model) | images | self._reasons())
-        self._groups = groups
         self._store.append(number, assemble(entries, groups), scalars, attrs=self._reasons())
+        self._groups = groups
         return warned
 
     def _reasons(self) -> dict[str, str]:
