@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from tcnn_model.conversion.selection import LayerFilter, select_layers
 from tcnn_probe.hooks.modes import aside
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "progress_bar",
     "untouched",
     "unwrap",
+    "wanted_layers",
 ]
 
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -46,6 +48,21 @@ def layer_names(model: nn.Module) -> dict[nn.Module, str]:
     for name, module in inner.named_modules():
         names[module] = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     return {module: names.get(module, "") for module in (*names, *model.modules())}
+
+
+def wanted_layers(model: nn.Module, layers: LayerFilter | None) -> frozenset[str] | None:
+    """Names that ``layers`` chooses among all modules; None for all.
+
+    Raises:
+        ValueError: a name or glob that is none of the model's, or a module's name that could be a second attention's.
+    """
+    named = {name: module for module, name in layer_names(model).items()}
+    chosen = named if layers is None else select_layers(named, layers, what="layers")
+    if strange := [name for name in chosen if "#" in name]:
+        raise ValueError(
+            f"expected names of modules without '#', as 'name#1' is a second attention; got {strange[0]!r}"
+        )
+    return None if layers is None else frozenset(chosen)
 
 
 def check_model(model: nn.Module) -> None:

@@ -3,12 +3,8 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch import nn
-
 from tcnn_model.conversion.selection import LayerFilter, matching
-from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import Probe
-from tcnn_probe.provenance import provenance
 from tcnn_probe.recording.accumulator import EpochSums
 from tcnn_probe.recording.classes import Classes
 from tcnn_probe.recording.collector import Collector
@@ -26,7 +22,6 @@ Everything = Mapping[tuple[str, str], EpochSums]  # by layer and probe
 def check_probes(
     probes: Sequence[Probe],
     collector: Collector,
-    model: nn.Module,
     sampling: Sampling,
     classes: Classes,
     *,
@@ -50,11 +45,11 @@ def check_probes(
     if not collector.sums and not collector.sees_forwards:
         where = " among those asked for" if chose_layers else ""
         why = f": {collector.missing}" if collector.missing else ""
-        raise ValueError(f"{type(unwrap(model)).__name__} has no layer{where} for the probes {kinds}{why}")
+        raise ValueError(f"{collector.model_class} has no layer{where} for the probes {kinds}{why}")
 
 
 def check_same_recording(
-    store: EpochStore, collector: Collector, model: nn.Module, sampling: Sampling, classes: Classes
+    store: EpochStore, about: Mapping[str, str], collector: Collector, sampling: Sampling, classes: Classes
 ) -> None:
     """Refuse a store of another model, other layers, images or classes, as far as these are known before a forward.
 
@@ -64,7 +59,6 @@ def check_same_recording(
     groups, attrs = store.groups, store.attrs
     if groups is None or attrs is None:
         return
-    about = provenance(model)
     for name, what in (("model_class", "class"), ("model_architecture", "architecture")):
         then, now = attrs.get(name), about.get(name)
         if now is not None and then is not None and then != now:
@@ -75,9 +69,8 @@ def check_same_recording(
         for layer, table in group.layers.items() if path.startswith(MAPS_OF_CLASSES) else ():
             if (chosen := table["classes"]) != classes.plain:
                 raise StoreError(f"the store has maps of {layer!r} with classes={chosen}, got classes={classes.plain}")
-    modules = set(layer_names(model).values())
     for layer in (layer for group in groups.values() for layer in group.layers):
-        if layer.split("#")[0] not in modules:
+        if layer.split("#")[0] not in collector.order:
             raise StoreError(f"the store is a recording of other layers ({layer!r} there, absent in this model)")
     for one in collector.sums.values():
         table = groups[one.probe.place].layers if one.probe.place in groups else {}
@@ -115,7 +108,6 @@ def check_scalars(names: Iterable[str], groups: Groups) -> None:
 def check_epoch(
     found: Everything,
     collector: Collector,
-    model: nn.Module,
     sampling: Sampling,
     asked: LayerFilter | None,
     groups: Groups | None,
@@ -127,7 +119,6 @@ def check_epoch(
     Args:
         found: by all ranks.
         collector: of this one.
-        model: recorded.
         sampling: which forwards and images.
         asked: for which layers.
         groups: of the recording, None before its first mark.
@@ -163,7 +154,7 @@ def check_epoch(
     if not found:
         seen = f"; layers that look like attention: {unsupported}" if unsupported else ""
         raise RuntimeError(
-            f"nothing to mark: no attention was seen in {type(unwrap(model)).__name__} (with {training}, which are not "
+            f"nothing to mark: no attention was seen in {collector.model_class} (with {training}, which are not "
             f"measured){seen}. If it did see images in {sampling.mode}, it has no layer that can be recorded: "
             f"tcnn_model.reparameterize(model) turns the last convolutions of a CNN into GPSA layers, and probes= "
             f"measures other layers"

@@ -45,7 +45,8 @@ class Collector(AttentionListener):
     Attributes:
         sums: by layer and kind of probe.
         missing: {variable: {layer: why}} of layers that are recorded without it.
-        order: place of each layer in the model.
+        order: place of each module in the model, by name; of further attentions of one as well.
+        model_class: name of the model's class.
         training_forwards: how many began in training mode.
         lock: held while a forward is added up; to be held from reading the sums to :meth:`reset`.
 
@@ -71,6 +72,7 @@ class Collector(AttentionListener):
         self._chosen = frozenset(sampling.images)
         self._attention_probes = [probe for probe in probes if probe.attention is not None]
         self._names = layer_names(model)
+        self.model_class = type(unwrap(model)).__name__
         self.order = {name: place for place, name in enumerate(self._names.values())}
         self.sums: dict[tuple[str, str], Accumulator] = {}
         self.missing: dict[str, dict[str, str]] = {}

@@ -1,17 +1,13 @@
-"""Which layers, forwards and images are measured: what a recorder is told, checked before anything is attached."""
+"""Which forwards and images are measured: what a recorder is told, checked before anything is attached."""
 
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
-
-from tcnn_model.conversion.selection import LayerFilter, select_layers
-from tcnn_probe.models import layer_names
 from tcnn_probe.schema import COORDINATES
 
-__all__ = ["Sampling", "When", "check_along", "check_integer", "image_numbers", "wanted_layers"]
+__all__ = ["Sampling", "When", "check_along", "check_integer", "image_numbers"]
 
 When = Literal["eval", "train", "always"]
 _MODES = {"eval": "eval mode", "train": "training mode", "always": "any mode"}
@@ -77,18 +73,3 @@ def image_numbers(images: int | Collection[int] | None) -> tuple[int, ...]:
     if any(number < 0 for number in chosen) or (isinstance(images, int) and images < 0):
         raise ValueError(f"expected numbers of images from 0, got {images!r}")
     return chosen
-
-
-def wanted_layers(model: nn.Module, layers: LayerFilter | None) -> frozenset[str] | None:
-    """Names that ``layers`` chooses among all modules; None for all.
-
-    Raises:
-        ValueError: a name or glob that is none of the model's, or a module's name that could be a second attention's.
-    """
-    named = {name: module for module, name in layer_names(model).items()}
-    chosen = named if layers is None else select_layers(named, layers, what="layers")
-    if strange := [name for name in chosen if "#" in name]:
-        raise ValueError(
-            f"expected names of modules without '#', as 'name#1' is a second attention; got {strange[0]!r}"
-        )
-    return None if layers is None else frozenset(chosen)

@@ -12,7 +12,7 @@ import xarray as xr
 from torch import nn
 
 from tcnn_model.conversion.selection import LayerFilter
-from tcnn_probe.models import check_model
+from tcnn_probe.models import check_model, wanted_layers
 from tcnn_probe.probes import DEFAULT, Probe, find_probes
 from tcnn_probe.provenance import provenance
 from tcnn_probe.recording.accumulator import EpochSums
@@ -22,7 +22,7 @@ from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.dataset import LayerValues, assemble, groups_of, layer_values, map_values, without_strangers
 from tcnn_probe.recording.distributed import Ranks, whole_parameters
 from tcnn_probe.recording.marks import a_or_an, as_mark, as_numbers
-from tcnn_probe.recording.options import Sampling, When, check_along, check_integer, image_numbers, wanted_layers
+from tcnn_probe.recording.options import Sampling, When, check_along, check_integer, image_numbers
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore
 
@@ -106,9 +106,10 @@ class Recorder:
             self._marks = self._ranks.gather(self._store.marks)[0]
             self._collector = Collector(model, chosen, wanted, self._sampling, self._classes, prefix_tokens)
             undo.callback(self._collector.remove)
-            check_probes(chosen, self._collector, model, self._sampling, self._classes, chose_layers=layers is not None)
+            check_probes(chosen, self._collector, self._sampling, self._classes, chose_layers=layers is not None)
             with self._ranks.agreed():
-                check_same_recording(self._store, self._collector, model, self._sampling, self._classes)
+                about = provenance(model)
+                check_same_recording(self._store, about, self._collector, self._sampling, self._classes)
                 self._store.hold()
             undo.pop_all()
 
@@ -243,7 +244,7 @@ class Recorder:
     ) -> list[str]:
         """Store an epoch; nothing is changed where it is refused. Returns what to warn of."""
         self._check_order(number)
-        check_epoch(found, self._collector, self._model, self._sampling, self._asked, self._groups, missed=missed)
+        check_epoch(found, self._collector, self._sampling, self._asked, self._groups, missed=missed)
         sums = [self._collector.sums[key] for key in found]
         entries = layer_values(sums, found) + map_values(sums, self._sampling.images, self._classes)
         groups = self._groups or groups_of(entries, self._collector.order)
