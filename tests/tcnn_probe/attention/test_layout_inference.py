@@ -39,7 +39,7 @@ class Seeing(nn.Module):
     def __init__(self, way: Callable[["Seeing", Tensor], Tensor], heads: int = HEADS, more: int = 1) -> None:
         super().__init__()
         self.stem, self.attend, self.among = nn.Conv2d(3, DIM, 8, 8), Attend(heads), Attend(heads)
-        self.more, self.way = nn.Parameter(torch.randn(1, more, DIM)), way
+        self.norm, self.more, self.way = nn.LayerNorm(DIM), nn.Parameter(torch.randn(1, more, DIM)), way
         sharpen(self, 2.2)
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -107,6 +107,12 @@ CASES = {
     ),
     # (B, T, N, C) with one frame: the layer is given (B, 1, 16, C), and 1 x 16 is no grid of these images.
     "frames": (Seeing(lambda m, x: m.attend(m.tokens(x)[:, None])), square(), same(grid(4, 4), arrange=as_it_is)),
+    # No module is given (B, C, H, W) after the images: (B, H, W, C) shows the grid.
+    "channels last": (
+        Seeing(lambda m, x: m.attend(m.norm(F.avg_pool2d(x.repeat(1, 4, 1, 1), 8).movedim(1, 3)).flatten(1, 2))),
+        square(),
+        PATCHES,
+    ),
     "one head": (Seeing(patches, heads=1), square(), PATCHES),
     "B = heads": (Seeing(patches), square(3), PATCHES),
     "B = N": (Seeing(patches), square(16), PATCHES),

@@ -29,6 +29,14 @@ def vit(model: str, prefix: int = 1, *, class_token: bool = True, gain: float = 
     return Family(model, partial(timm.create_model, model, **SMALL), SIZE, layouts, gain)
 
 
+def hiera(size: tuple[int, int], heads: int) -> Family:
+    """Tokens in the order of units of 32 x 32 pixels."""
+    options = {"embed_dim": 24, "num_heads": heads, "stages": (1, 1, 1), "q_pool": 2}
+    model = partial(timm.create_model, "hiera_tiny_224", img_size=size, **options)
+    layouts = {"*": Layout(None, None, arrange=windows_last)}
+    return Family(f"hiera_{heads}_heads", model, size, layouts, flattest=0.97)
+
+
 FAMILIES = [
     vit("vit_tiny_patch16_224"),
     vit("vit_base_patch16_xp_224"),  # a block that is its own attention
@@ -44,13 +52,8 @@ FAMILIES = [
         (48, 80),
         {"*": Layout(*[grid(3, 5, prefix=4)] * 2)},
     ),
-    Family(  # its tokens are in the order of its units
-        "hiera",
-        partial(timm.create_model, "hiera_tiny_224", **HIERA),
-        (224, 224),
-        {"*": Layout(None, None, arrange=windows_last)},
-        flattest=0.97,
-    ),
+    hiera((64, 96), heads=6),  # as many units as heads
+    hiera((32, 32), heads=3),  # one unit
     Family(
         "sam2",
         partial(timm.create_model, "sam2_hiera_tiny", **HIERA),

@@ -75,18 +75,18 @@ def gcvit() -> Family:
 
 
 def nest() -> Family:
-    """Windows of 4 x 4, at last one of them: all of the image."""
-    small = {"embed_dims": (8, 8, 8), "num_heads": (2, 2, 4), "depths": (1, 1, 1), "img_size": 64}
+    """Windows of 4 x 4: 16 of them, 4, as many as heads, and 1, all of the image."""
+    small = {"embed_dims": (8, 8, 8), "num_heads": (2, 4, 4), "depths": (1, 1, 1), "img_size": 64}
     return Family("nest", partial(Nest, **small), (64, 64), {"*": same(grid(4, 4), arrange=windows_last)})
 
 
 def volo() -> Family:
-    """Each pixel of 4 x 6 says how its 3 x 3 neighbours attend to each other; then 2 x 3 patches, and a class token."""
+    """2 x 1 pixels, as many as heads, say how their 3 x 3 neighbours attend to each other; then 2 x 1 patches."""
     small = {"layers": (1, 1), "embed_dims": (16, 16), "num_heads": (2, 4), "downsamples": (True, False)}
     more = {"outlook_attention": (True, False), "mlp_ratio": 1.0, "stem_hidden_dim": 8, "use_mix_token": False}
-    outlook, asked = same(grid(3, 3), arrange=windows_last), Layout(None, grid(2, 3, prefix=1), class_query=True)
-    layouts = {"network.0*": outlook, "post*": asked, **OF_SIX}
-    return Family("volo", partial(VOLO, **SMALL, **small, **more), SIZE, layouts, 2.2, flattest=0.97)
+    outlook, asked = same(grid(3, 3), arrange=windows_last), Layout(None, grid(2, 1, prefix=1), class_query=True)
+    layouts = {"network.0*": outlook, "post*": asked, "*": same(grid(2, 1))}
+    return Family("volo", partial(VOLO, img_size=(32, 16), **small, **more), (32, 16), layouts, 2.2, flattest=0.97)
 
 
 def tnt() -> Family:
