@@ -1,7 +1,7 @@
-"""Draws every corruption at every severity, ``corruptions.png`` beside it, and prints the table of ``corruptions.md``.
+"""Draw every corruption at every severity as ``corruptions.png``, and print the table of ``corruptions.md``.
 
-python docs/corruptions.py                  # a few seconds; --size for other images, --out says where to
-python docs/corruptions.py --milliseconds   # how long each takes instead
+python docs/corruptions.py                  # a few seconds; --size is that of the image, --out another file
+python docs/corruptions.py --milliseconds   # print how long each takes instead
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def table() -> str:
-    """Of the names, parameters and scaling, as markdown."""
+    """Markdown table of names, parameters and scaling."""
     lines = ["| group | corruption | what it does | parameters at severities 1 to 5 | random | below 224 pixels |"]
     lines.append("|---|---|---|---|---|---|")
     for each in CORRUPTIONS.values():
@@ -50,7 +50,7 @@ def _values(values: tuple[float, ...]) -> str:
 
 
 def photograph(size: int) -> NDArray[Any]:
-    """Scikit-learn's sample image china.jpg, its middle, (size, size, 3)."""
+    """Middle of scikit-learn's sample image china.jpg, shape (size, size, 3)."""
     from sklearn.datasets import load_sample_image
 
     middle = Image.fromarray(load_sample_image("china.jpg")).crop((130, 0, 557, 427))
@@ -58,7 +58,7 @@ def photograph(size: int) -> NDArray[Any]:
 
 
 def draw(image: NDArray[Any]) -> Image.Image:
-    """A column for each corruption, a row for each severity; pixel by pixel."""
+    """Figure with a column for each corruption and a row for each severity, images not resized."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -87,9 +87,9 @@ def draw(image: NDArray[Any]) -> Image.Image:
 
 
 def print_milliseconds(image: NDArray[Any]) -> None:
-    """Of each corruption, the mean over the severities."""
+    """Print the mean time of each corruption over the severities."""
     for name in CORRUPTIONS:
-        corrupt(image, name, 1)  # what is made once
+        corrupt(image, name, 1)  # makes what later calls reuse
         start = time.perf_counter()
         for severity in SEVERITIES:
             corrupt(image, name, severity)
