@@ -15,21 +15,6 @@ from zarr.storage import MemoryStore
 from tcnn_probe.schema import Group, Variable
 from tcnn_probe.storage import EpochStore
 
-__all__ = [
-    "GROUPS",
-    "LAYERS",
-    "MAPS",
-    "Crash",
-    "Remote",
-    "add",
-    "assert_holds",
-    "contents",
-    "create",
-    "dies",
-    "steps",
-    "values",
-]
-
 MAPS = "maps/5x3x11"
 LAYERS = {name: {"kind": "gpsa", "heads": heads} for name, heads in (("a.conv", 5), ("слой#1", 3), ("層", 5))}
 GROUPS = {
@@ -72,11 +57,9 @@ def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
     for path, group in GROUPS.items():
         found[path] = {}
         for number, (name, about) in enumerate(group.variables.items()):
-            shape = group.shape(name)
-            index = np.arange(np.prod(shape)).reshape(shape)
-            wide = 1e6 * seed + 1e3 * number + index
-            found[path][name] = (index + 661 * seed) % 2039 if group.maps else wide
-            found[path][name] = found[path][name].astype(about.dtype)
+            index = np.arange(np.prod(group.shape(name))).reshape(group.shape(name))
+            wide = (index + 661 * seed) % 2039 if group.maps else 1e6 * seed + 1e3 * number + index
+            found[path][name] = wide.astype(about.dtype)
     found[""]["gate"][1, 3:] = np.nan
     return found
 
@@ -94,6 +77,15 @@ def create(target: Any, **options: Any) -> EpochStore:
 def add(store: EpochStore, mark: float, seed: int | None = None, **scalars: float) -> None:
     """A mark with the values of a seed, which is the mark itself unless another is given."""
     store.append(mark, values(int(mark) if seed is None else seed), scalars)
+
+
+def recording(path: Path, marks: int = 1, **options: str) -> EpochStore:
+    """A closed recording of some marks."""
+    store = create(path, **options)
+    for mark in range(marks):
+        add(store, mark, top1=mark / 7)
+    store.close()
+    return store
 
 
 def dies(store: EpochStore) -> None:
@@ -116,11 +108,7 @@ def assert_holds(
 ) -> None:
     """A store, or a directory as plain xarray opens it, holds these marks with the values of their seeds, no more.
 
-    Args:
-        source: what to read.
-        seeds: by mark; a list is of marks that are their own seeds.
-        scalars: for each name the values by mark, and NaN for other marks. None: those there are not looked at.
-        along: name of the marks' coordinate.
+    Scalars are NaN for marks that are not named; with None, those there are not looked at.
     """
     seeds = seeds if isinstance(seeds, Mapping) else {mark: mark for mark in seeds}
     for path, group in GROUPS.items():
@@ -144,14 +132,9 @@ def assert_holds(
 
 @contextmanager
 def steps(crash_at: int | None = None, on: str = "", error: Any = Crash) -> Iterator[list[str]]:
-    """Record the steps by which objects are written, and let one of them, and all after it, fail.
+    """Record the steps of writing that match a pattern, and let one of them, and all after it, fail.
 
     They are "set KEY" in a remote store; "fsync PATH" and "replace PATH" in directories, PATH being the new name.
-
-    Args:
-        crash_at: number of the step.
-        on: pattern of the steps that count, and are given.
-        error: to be raised.
     """
     done: list[str] = []
 

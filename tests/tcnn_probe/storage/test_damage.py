@@ -11,15 +11,12 @@ import pytest
 import zarr
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording, repack
-from tests.tcnn_probe.storage.tables import MAPS, add, assert_holds, contents, create
+from tests.tcnn_probe.storage.tables import MAPS, add, assert_holds, contents, create, recording
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    store = create(tmp_path / "run.zarr")
-    for mark in (0, 1):
-        add(store, mark, top1=0.5)
-    store.close()
+    recording(tmp_path / "run.zarr", 2)
     return tmp_path / "run.zarr"
 
 
@@ -35,11 +32,10 @@ def test_every_flipped_byte_of_every_chunk_is_noticed(path: Path, tmp_path: Path
             file.write_bytes(data)
             with pytest.raises(ValueError, match=r"checksum|bytes"):
                 zarr.open_group(path, mode="r")[name][...]
-        if name in ("epoch", "gate", "top1", "layer_scale/scale"):  # which the next mark goes on from
-            with pytest.raises(StoreError, match=f"'{name}'"):
+        if name in ("gate", "top1", "layer_scale/scale"):  # which the next mark goes on from
+            with pytest.raises(StoreError, match=f"the last chunk of '{name}' in .*run.zarr is damaged"):
                 add(store := create(path), 2)
-            if name != "epoch":
-                store.close()
+            store.close()
         with pytest.raises(StoreError, match=f"'{name}' in .*run.zarr is damaged"):
             repack(path, tmp_path / "packed.zarr")
         assert not (tmp_path / "packed.zarr").exists()
@@ -54,22 +50,18 @@ def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(tree[key], (*at, key))
 
 
-WRONG = [None, -1, 2**70, 0.5, "", "x", [], ["x"], {}, {"x": 1}, "delete"]
-
-
 def test_damaged_roots_are_refused_or_read(path: Path) -> None:
-    """Each part of the root deleted, or put in the place of which is something else: no error but StoreError."""
+    """A part of the root deleted, or something else in its place: no error but StoreError."""
     text = (path / "zarr.json").read_text()
     root, chance, refused = json.loads(text), random.Random(1), 0
     for at in chance.sample(sorted(places(root), key=str), 150):
-        damaged, wrong = copy.deepcopy(root), chance.choice(WRONG)
-        inner = damaged
+        damaged = inner = copy.deepcopy(root)
+        wrong = chance.choice([None, -1, 2**70, 0.5, "", "x", [], ["x"], {}, {"x": 1}, "delete"])
         for key in at[:-1]:
             inner = inner[key]
+        inner[at[-1]] = wrong
         if wrong == "delete":
             del inner[at[-1]]
-        else:
-            inner[at[-1]] = wrong
         (path / "zarr.json").write_text(json.dumps(damaged))
         try:
             open_recording(path)
@@ -85,11 +77,9 @@ def test_damaged_roots_are_refused_or_read(path: Path) -> None:
                 read(path)
 
 
-@pytest.mark.parametrize(
-    "name", ["../victim", "{tmp}/victim", "maps/../../victim", "gate/../../victim", "", ".", "a//b"]
-)
+@pytest.mark.parametrize("name", ["../victim", "{tmp}/victim", "maps/../../victim", "", ".", "a//b"])
 def test_paths_in_metadata_are_not_followed(path: Path, tmp_path: Path, name: str) -> None:
-    add(create(tmp_path / "victim"), 0)
+    recording(tmp_path / "victim")
     root = json.loads((path / "zarr.json").read_text())
     documents = root["consolidated_metadata"]["metadata"]
     documents[name.format(tmp=tmp_path)] = documents["top1"]

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import multiprocessing
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,30 +13,30 @@ import pytest
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
 from tcnn_probe.storage.directory import LOCK
-from tests.tcnn_probe.storage.tables import GROUPS, Remote, add, assert_holds, contents, create
+from tests.tcnn_probe.storage.tables import GROUPS, Remote, add, assert_holds, contents, create, recording
 
 HELD = "run.zarr is being written by process {} on .* since 20.*: one recorder at a time"
 
 
 @contextmanager
 def child(work: Callable[[], object]) -> Iterator[int]:
-    """Do something in a forked process that then lives until this ends; it fails if that raises."""
-    (read, ready), (wait, go) = os.pipe(), os.pipe()
-    pid = os.fork()
-    if not pid:
+    """Do something in a forked process, which then lives until this ends."""
+    (told, tell), (wait, go) = os.pipe(), os.pipe()
+    if not (pid := os.fork()):
         try:
             os.close(go)
-            work()
-            os.write(ready, b"1")
+            kept = work()
+            os.write(tell, b"1")
             os.read(wait, 1)
+            del kept
         finally:
             os._exit(0)
-    os.close(ready)
-    assert os.read(read, 1) == b"1", "the child failed"
+    os.close(tell)
+    assert os.read(told, 1) == b"1", "the child failed"
     try:
         yield pid
     finally:
-        for file in (go, read, wait):
+        for file in (go, told, wait):
             os.close(file)
         os.waitpid(pid, 0)
 
@@ -52,9 +51,7 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
             use()
     add(first, 1)
     first.close()
-    with pytest.raises(
-        StoreError, match=r"another recorder writes to .*run.zarr: 1 marks were left in it, 2 are there"
-    ):
+    with pytest.raises(StoreError, match=r"another recorder writes to .*: 1 marks were left in it, 2 are there"):
         second.hold()
     second.close()
     assert not (path / LOCK).exists()
@@ -62,19 +59,25 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
     third.hold()
     with pytest.raises(StoreError, match="is being written by"):
         add(create(path), 2)
-    add(third, 2)
-    assert_holds(path, [0, 1, 2])
+    del third  # forgotten, not closed
+    assert not (path / LOCK).exists()
 
 
 def test_holder_in_another_process(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    with child(lambda: globals().update(kept=add(store := create(path), 0) or store)) as pid:
+
+    def work() -> EpochStore:
+        store = create(path)
+        add(store, 0)
+        return store
+
+    with child(work) as pid:
         store = create(path)
         with pytest.raises(StoreError, match=HELD.format(pid)):
             add(store, 1)
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert (path / LOCK).exists()
+        assert str(pid) in (path / LOCK).read_text()
         add(store, 1)  # the holder is dead
     assert str(os.getpid()) in (path / LOCK).read_text()
     assert_holds(path, [0, 1])
@@ -105,6 +108,7 @@ def test_process_forked_after_a_mark_ends(tmp_path: Path) -> None:
     worker.start()
     worker.join(10)
     assert worker.exitcode == 0
+    assert (tmp_path / "run.zarr" / LOCK).exists()
 
 
 def test_two_that_begin_the_same(tmp_path: Path) -> None:
@@ -118,9 +122,7 @@ def test_two_that_begin_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["no locks", "remote"])
-def test_where_there_are_no_locks_the_root_is_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
-) -> None:
+def test_without_locks_the_root_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -138,14 +140,13 @@ def test_where_there_are_no_locks_the_root_is_compared(
 
 
 def test_looking_changes_nothing(tmp_path: Path) -> None:
+    """Also not what looks like a leftover; nor does a mark that is refused, or made, delete any of it."""
     path = tmp_path / "run.zarr"
-    store = create(path)
-    add(store, 0)
-    store.close()
-    for name in (".0.partial", "epoch.partial", "mine/c.0", "c.0", "model.pt.partial"):
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_bytes(b"precious")
-    (path / "gate" / "c" / ".tcnn_probe.init").write_bytes(b"")
+    recording(path)
+    precious = [path / name for name in (".0.partial", "epoch.partial", "ckpt/c.0", "c.0", "gate/c/.tcnn_probe.init")]
+    for name in precious:
+        name.parent.mkdir(exist_ok=True)
+        name.write_bytes(b"precious")
     before = contents(path)
     store = create(path)
     store.dataset().load()
@@ -159,21 +160,19 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
     store = create(path)
     add(store, 1)
     store.close()
-    assert {name: data for name, data in contents(path).items() if data == b"precious"} == {
-        name: data for name, data in before.items() if data == b"precious"
-    }
+    assert all(name.read_bytes() == b"precious" for name in precious)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("instead", ["nothing", "an empty directory", "another recording", "something else"])
 def test_store_that_vanished(tmp_path: Path, instead: str, resumed: bool) -> None:
-    path = tmp_path / "run.zarr"
+    path, away = tmp_path / "run.zarr", tmp_path / "away.zarr"
     store = create(path)
     add(store, 0)
     if resumed:
         store.close()
         store = create(path)
-    path.rename(tmp_path / "old.zarr")
+    path.rename(away)
     if instead == "another recording":
         other = EpochStore(path)
         other.create(GROUPS, {"made_by": "another"})
@@ -184,11 +183,4 @@ def test_store_that_vanished(tmp_path: Path, instead: str, resumed: bool) -> Non
     before = contents(tmp_path)
     with pytest.raises(StoreError, match=r"deleted or moved|another recorder writes to|something else"):
         add(store, 1)
-    store.close()
-    unlocked = {name: data for name, data in before.items() if name != f"old.zarr/{LOCK}"}
-    assert {name: data for name, data in contents(tmp_path).items() if name != f"old.zarr/{LOCK}"} == unlocked
-    shutil.rmtree(path, ignore_errors=True)
-    (tmp_path / "old.zarr").rename(path)
-    store = EpochStore(path)
-    add(store, 1)
-    assert_holds(path, [0, 1])
+    assert contents(tmp_path) == before

@@ -19,7 +19,7 @@ SCALARS = st.dictionaries(st.sampled_from(["top1", "loss", "lr"]), st.floats(-9,
 class Histories(RuleBasedStateMachine):
     """The model: for each mark its seed, for each scalar its values by mark."""
 
-    store: EpochStore
+    store: EpochStore | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,22 +44,18 @@ class Histories(RuleBasedStateMachine):
         with steps(crash) as done:
             try:
                 add(self.store, mark, self.count, **scalars)
-                there = True
             except Crash:
                 assert self.store.marks == tuple(self.seeds)
-                there = killed and self.seeds and f"replace {self.target}/zarr.json" in done[:-1]
                 if killed:
                     dies(self.store)
                     self.store = create(self.target)
-        if there:
-            self.seeds[mark] = self.count
-            for name, value in scalars.items():
-                self.scalars.setdefault(name, {})[mark] = value
-        elif self.seeds and f"replace {self.target}/zarr.json" in done[:-1]:
-            add(self.store, mark, self.count, **scalars)  # it is there unannounced: readers see it until it is again
-            self.seeds[mark] = self.count
-            for name, value in scalars.items():
-                self.scalars.setdefault(name, {})[mark] = value
+                if not (self.seeds and f"replace {self.target}/zarr.json" in done[:-1]):
+                    return  # nothing of it is there
+                if not killed:  # it is there unannounced, and tried again
+                    add(self.store, mark, self.count, **scalars)
+        self.seeds[mark] = self.count
+        for name, value in scalars.items():
+            self.scalars.setdefault(name, {})[mark] = value
 
     @rule(close=st.booleans())
     def resume(self, close: bool) -> None:
@@ -77,24 +73,19 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        if hasattr(self, "store"):
+        if self.seeds:
             assert self.store.marks == tuple(self.seeds)
-            if self.seeds:
-                assert_holds(self.store, self.seeds, self.scalars)
-                assert open_recording(self.target)[MAPS].sizes["epoch"] == len(self.seeds)
+            assert_holds(self.store, self.seeds, self.scalars)
+            assert open_recording(self.target)[MAPS].sizes["epoch"] == len(self.seeds)
 
     def teardown(self) -> None:
-        if hasattr(self, "store"):
+        if self.store is not None:
             self.store.close()
         self.patch.undo()
         shutil.rmtree(self.folder)
 
 
 Histories.TestCase.settings = settings(
-    max_examples=15,
-    stateful_step_count=12,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
+    max_examples=12, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 test_random_histories = Histories.TestCase
