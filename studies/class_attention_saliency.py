@@ -90,9 +90,10 @@ def main(arguments: list[str] | None = None) -> int:
 def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
     """What to train, in this order, and on which images."""
     if args.data == "digits":
+        size = args.img_size
         torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
         loaders = digits_loaders(
-            size=64, batch_size=args.batch_size, seed=args.seed, limit=args.limit, clutter=args.clutter
+            size=size, batch_size=args.batch_size, seed=args.seed, limit=args.limit, clutter=args.clutter
         )
         scale = args.epochs / 14
         first, on, last = (max(2, round(n * scale)) for n in (15, 7, 4))
@@ -101,7 +102,7 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
             Run("ResNet, average pooling", lambda models: copy.deepcopy(models["ResNet"]), on, 3e-3),
             Run(
                 "ResNet, attention pooling",
-                lambda m: add_attention_pool(m["ResNet"], init_values=0.1, input_size=(1, 64, 64)),
+                lambda m: add_attention_pool(m["ResNet"], init_values=0.1, input_size=(1, size, size)),
                 on,
                 3e-3,
             ),
@@ -221,12 +222,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=int, help=epochs)
     add("--batch-size", type=int, help="images per step (default: 32)")
     add("--lr", type=float, default=1e-4, help="of fine-tuning on --data (default: 1e-4)")
-    add_machine(training, small="900 digits without clutter, fewer epochs, about a minute")
+    add_machine(training, small="6 epochs, half a minute")
     add = parser.add_argument_group("saliency").add_argument
     add("--images", type=int, help="validation images to explain, spread evenly (default: 48; 32 of --data)")
-    add("--show", type=int, default=5, help="of these, how many are drawn and recorded (default: 5)")
+    add("--show", type=int, help="of these, how many are drawn and recorded (default: 5)")
     add("--every", type=int, help="epochs from one look to the next; the first and the last are looked at (default: 5)")
-    add("--steps", type=int, default=12, help="of deletion and insertion, and of integrated gradients (default: 12)")
+    add("--steps", type=int, help="of deletion and insertion, and of integrated gradients (default: 12)")
     add("--tolerance", type=float, default=4.0, help="of the pointing game, in pixels (default: 4)")
 
     add_output(parser)
@@ -237,12 +238,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--data and --model belong together, and --pretrained goes with them; without, it is the digits")
     if not digits and (args.small or args.limit or args.clutter is not None):
         parser.error("--small, --limit and --clutter are for the digits, not for --data")
-    defaults = {"batch_size": 32, "epochs": 14, "clutter": 6, "images": 48, "every": 5}
+    defaults = {"img_size": 64, "batch_size": 32, "epochs": 14, "clutter": 6, "images": 48, "every": 5}
     if args.small:
-        defaults |= {"epochs": 8, "limit": 900, "clutter": 0, "images": 16, "every": 8, "batch_size": 16}
+        defaults |= {"img_size": 32, "limit": 400, "clutter": 0, "batch_size": 16, "epochs": 6, "every": 6}
+        defaults |= {"images": 16, "show": 2, "steps": 4}
     if not digits:
         defaults = {"batch_size": 32, "epochs": 0, "images": 32, "every": 5}
     fill_in(args, defaults)
+    fill_in(args, {"show": 5, "steps": 12})
     if args.epochs < (1 if digits else 0) or min(args.images, args.show, args.every, args.steps) < 1:
         parser.error("--epochs, --images, --show, --every and --steps must be at least 1")
     return args

@@ -1,29 +1,31 @@
-"""How spread out, and how far, convolutional and content heads look: by epoch, layer and part of attention.
+"""How evenly and how far convolutional and low-gate heads look, by epoch and layer (T-CNN paper, Figs. 4 and 5).
 
     python studies/head_entropy.py
 
-The T-CNN paper shows gates and attention spans (Fig. 4) and a few maps (Fig. 5). Here every head of a fine-tuned
-Transformed CNN is typed at each epoch (``tcnn_probe.head_types``: convolutional, content or mixed), and the positional
-and the content part of its attention (Eq. 7) are measured apart: their entropy, and the mean distance from a query to
-what it attends to. A small ResNet learns real handwritten digits in cluttered scenes; its last stage is then
-reparameterized and fine-tuned.
+Takes about 2 minutes on one CPU core.
 
-Takes about 2 minutes, on one CPU core. Writes into results/:
-head_entropy.png              a column a layer: A how many heads are of each type, B entropy and C distance of the two
-                              parts, means over the heads of each type; dotted, what they would be of even attention, to
-                              padding too (content attends to real pixels only: log 64 = 4.16 nat at most)
+What one should see (head_entropy.png): before fine-tuning every head is convolutional. In the first GPSA layer heads
+stay so; in the last one gates fall, and low-gate heads appear. The positional part of every head remains as narrow as
+that of a convolution, a pixel or two; the content part of every head is spread over the whole image and, after so short
+a training, hardly narrower than even attention. So the types differ in which of the two parts the gate lets through,
+and much less in what these parts are: a low-gate head here looks everywhere alike.
+
+How: a small ResNet learns handwritten digits in cluttered scenes; its last stage is then reparameterized as gated
+positional self-attention (GPSA) and fine-tuned. At each epoch every head is typed (``tcnn_probe.head_types``; its type
+"content", a gate of at most 1/3, is called "low-gate" here), and the positional and the content part of its attention
+(Eq. 7) are measured apart: their entropy, and the mean distance from a query to what it attends to.
+
+Writes into results/:
+head_entropy.png              a column for each layer: A heads of each type, B entropy and C distance of the two parts,
+                              means over the heads of each type; dotted: even attention, to padding too (content
+                              attends to real pixels only: log 64 = 4.16 nat at most)
 head_entropy.zarr             the numbers behind it, by head, with the types: xarray.open_zarr
 head_entropy_recording.zarr   what tcnn_probe recorded, the distances of the parts among it: tcnn_probe.open
 
-What one should see: before fine-tuning every head is convolutional, in every layer. In the first GPSA layer they stay
-so; in the later ones heads turn into content heads, or stay between the two. The positional part, of whichever type,
-remains that of a convolution and reaches a pixel or two; the content part is spread over the whole image and, after so
-short a training, hardly narrower than even attention. What tells the types apart is then less what the two parts are
-than which of them the gate lets through. The script ends by checking that all heads start convolutional and some turn
-to content, and that the whole attention of these is more spread out and reaches further than that of convolutional
-heads.
+It ends by checking that all heads start convolutional and some end with a low gate, and that the whole attention of
+these is more spread out and reaches further than that of convolutional heads.
 
-On one's own images, as the papers did on ImageNet with a GPU:
+On your own images, as the papers did on ImageNet with a GPU:
 
     python studies/head_entropy.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
         --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
@@ -31,7 +33,6 @@ On one's own images, as the papers did on ImageNet with a GPU:
 
 import argparse
 import sys
-from dataclasses import replace
 
 import matplotlib as mpl
 import torch
@@ -42,13 +43,11 @@ from matplotlib.lines import Line2D
 from torch import Tensor
 
 import tcnn_probe
+from common.head_types import COLORS, PAIR, WORDS
 from common.options import add_output, study_parser
 from common.training import add_training, begin, settle
-from tcnn_model import GPSA
-from tcnn_probe.attention.statistics import gated_attention_statistics
-from tcnn_probe.plot.style import OKABE_ITO, wrapped
+from tcnn_model import GPSA, gpsa
 
-TYPES = {"convolutional": OKABE_ITO["blue"], "mixed": OKABE_ITO["green"], "content": OKABE_ITO["vermillion"]}
 PARTS = {"positional": "-", "content": "--"}
 WHOLE = ("gate", "entropy", "attention_distance", "content_entropy", "positional_entropy")
 EVEN = ("uniform_entropy", "uniform_distance")
@@ -69,13 +68,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def distances_of_parts(call: tcnn_probe.ForwardCall) -> dict[str, Tensor]:
-    """Distance of attention with the gate wholly at one of its parts: (B, heads) each."""
-    attention = call.module.gated_attention(call.inputs[0])
-    gates = {"positional": torch.ones_like(attention.gate), "content": torch.zeros_like(attention.gate)}
-    return {
-        f"{part}_distance": gated_attention_statistics(replace(attention, gate=gate))["attention_distance"]
-        for part, gate in gates.items()
-    }
+    """Mean distance of attention with the gate at 1 and at 0, (B, heads) each."""
+    a = call.module.gated_attention(call.inputs[0])
+    distances = {}
+    for part, gate in (("positional", torch.ones_like(a.gate)), ("content", torch.zeros_like(a.gate))):
+        values = a.key[:, :1, :, :1]  # any will do
+        statistics = gpsa(a.query, a.key, values, a.position, gate, y=a.y, x=a.x, statistics=True)[1]
+        distances[f"{part}_distance"] = statistics.attention_distance.mean(-1)
+    return distances
 
 
 DISTANCES = tcnn_probe.Probe(
@@ -96,7 +96,7 @@ DISTANCES = tcnn_probe.Probe(
 
 
 def numbers(recorded: xr.Dataset, distances: xr.Dataset) -> xr.Dataset:
-    """What is drawn, (epoch, layer, head), with the types of the heads."""
+    """What is drawn, (epoch, layer, head), with the type of each head."""
     parts = distances[[f"{part}_distance" for part in PARTS]].assign_coords(layer=recorded.layer, head=recorded["head"])
     found = recorded[[*WHOLE, *EVEN, "top1"]].assign(parts.data_vars)
     return found.assign(head_type=tcnn_probe.head_types(recorded))
@@ -104,14 +104,14 @@ def numbers(recorded: xr.Dataset, distances: xr.Dataset) -> xr.Dataset:
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 def draw(found: xr.Dataset) -> Figure:
-    """A column a layer; rows: counts of the types, entropies, distances."""
+    """A column for each layer; rows: counts of the types, entropies, distances."""
     columns = found.sizes["layer"]
     figure = Figure(figsize=(max(6.4, 2.4 * columns + 0.6), 7), layout="constrained")
     axes = figure.subplots(3, columns, squeeze=False, sharex=True, sharey="row")
     for column, layer in enumerate(found.layer.values):
         one = found.sel(layer=layer)
         counts(axes[0, column], one)
-        axes[0, column].set_title(wrapped(layer, 24), fontsize=9)
+        axes[0, column].set_title(layer, fontsize=9)
         parts(axes[1, column], one, "entropy", one.uniform_entropy)
         parts(axes[2, column], one, "distance", one.uniform_distance)
         axes[2, column].set_xlabel("epoch")
@@ -120,30 +120,34 @@ def draw(found: xr.Dataset) -> Figure:
     for row, (letter, label) in enumerate(zip("ABC", labels, strict=True)):
         axes[row, 0].set(ylabel=label, ylim=(0, None))
         axes[row, 0].set_title(letter, loc="left", fontweight="bold")
-    handles = [Line2D([], [], color=color, lw=2.5) for color in TYPES.values()]
+    handles = [Line2D([], [], color=color, lw=2.5) for color in COLORS.values()]
     handles += [Line2D([], [], color="0.3", ls=ls) for ls in (*PARTS.values(), ":")]
-    names = [*(f"{name} heads" for name in TYPES), *(f"{part} part" for part in PARTS), "if attention were even"]
+    names = [
+        *(f"{WORDS[name]} heads" for name in COLORS),
+        *(f"{part} part" for part in PARTS),
+        "if attention were even",
+    ]
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
 def counts(axes: Axes, one: xr.Dataset) -> None:
-    """Of each type, by epoch."""
-    for name, color in TYPES.items():
+    """How many heads are of each type, by epoch."""
+    for name, color in COLORS.items():
         axes.plot(one.epoch, (one.head_type == name).sum("head"), color=color, marker="o", ms=3, lw=1.8)
 
 
 def parts(axes: Axes, one: xr.Dataset, measure: str, even: xr.DataArray) -> None:
-    """Both parts, mean over the heads of each type; where there is none of a type there is no line."""
+    """A line for each part and type, the mean over its heads; none where no head is of the type."""
     for part, ls in PARTS.items():
-        for name, color in TYPES.items():
+        for name, color in COLORS.items():
             mean = one[f"{part}_{measure}"].where(one.head_type == name).mean("head")
             axes.plot(one.epoch, mean, color=color, ls=ls, marker="o", ms=3, lw=1.5)
     axes.plot(one.epoch, even, color="0.3", ls=":", lw=1)
 
 
 def table(found: xr.Dataset) -> str:
-    """By type at the end, over all layers."""
+    """Means by type at the end, over all layers."""
     last = found.isel(epoch=-1)
     columns = {
         "entropy": "H(whole)",
@@ -157,26 +161,26 @@ def table(found: xr.Dataset) -> str:
         f"\nmeans over the heads of each type after epoch {int(last.epoch)}; entropies in nat, distances in pixels"
     ]
     lines.append(f"{'type':14} heads" + "".join(f"{title:>13}" for title in columns.values()))
-    for name in TYPES:
+    for name in COLORS:
         heads = last.head_type == name
         cells = "".join(f"{float(last[variable].where(heads).mean()):13.2f}" for variable in columns)
-        lines.append(f"{name:14} {int(heads.sum()):5d}" + (cells if bool(heads.any()) else ""))
+        lines.append(f"{WORDS[name]:14} {int(heads.sum()):5d}" + (cells if bool(heads.any()) else ""))
     even = [float(last[name].mean()) for name in EVEN]
     lines.append(f"if attention were even, entropy {even[0]:.2f} and distance {even[1]:.2f}, mean over layers")
     return "\n".join(lines)
 
 
 def check(found: xr.Dataset) -> int:
-    """Whether heads start convolutional, and those that turn to content look further and more widely than the rest."""
+    """0 if all heads start convolutional, and low-gate heads end looking further and more evenly than those, else 1."""
     first, last = found.isel(epoch=0), found.isel(epoch=-1)
     heads = int(first.gate.notnull().sum())
     start = int((first.head_type == "convolutional").sum())
     print(f"check: {start} of {heads} heads start convolutional{'' if start == heads else ', NOT all'}")
     measures = {"entropy": "nat", "attention_distance": "pixels"}
-    kinds = [last[list(measures)].where(last.head_type == name) for name in ("convolutional", "content")]
-    ends = [int((last.head_type == name).sum()) for name in ("convolutional", "content")]
+    kinds = [last[list(measures)].where(last.head_type == name) for name in PAIR]
+    ends = [int((last.head_type == name).sum()) for name in PAIR]
     print(
-        f"check: at the end {ends[0]} are convolutional and {ends[1]} content{'' if all(ends) else ': NOT both kinds'}"
+        f"check: at the end {ends[0]} are convolutional and {ends[1]} low-gate{'' if all(ends) else ': NOT both kinds'}"
     )
     if not all(ends):
         return 1
@@ -185,7 +189,7 @@ def check(found: xr.Dataset) -> int:
         low, high = (float(kind[variable].mean()) for kind in kinds)
         verdict = "larger" if high > low else "NOT larger"
         name = variable.replace("_", " ")
-        print(f"check: {name} of content heads {verdict}: {high:.2f} {unit}, convolutional {low:.2f}")
+        print(f"check: {name} of low-gate heads {verdict}: {high:.2f} {unit}, convolutional {low:.2f}")
         seen = seen and high > low
     return 0 if seen else 1
 
@@ -193,10 +197,10 @@ def check(found: xr.Dataset) -> int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    add_training(parser, small="400 digits without clutter, 4 epochs, 20 seconds")
+    add_training(parser, small="4 epochs, 10 seconds")
     add_output(parser)
     args = parser.parse_args(arguments)
-    settle(parser, args, small={"limit": 400, "cnn_epochs": 2})
+    settle(parser, args)
     return args
 
 

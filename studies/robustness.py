@@ -1,24 +1,28 @@
-"""Whether a T-CNN is more robust, or just trained for longer (T-CNN paper, Figs. 1 and 3; ICLR submission, Table 3).
+"""Whether a T-CNN is more robust, or just trained for longer (T-CNN paper, Figs. 1, 3; ICLR submission, Table 3).
 
     python studies/robustness.py
 
-A small ResNet learns real handwritten digits in cluttered scenes. It then goes on for as long in two ways: as it is
-(the control that the papers do not have), and with its last stage reparameterized as gated positional self-attention
-(T-CNN). The three are shown the same validation images: clean, with the 15 corruptions of ImageNet-C at 5 severities,
-and after the adversarial attacks FGSM and PGD within 1/255 of each pixel.
+Takes about 2 minutes on one CPU core.
 
-Takes about 2 minutes, on one CPU core. Writes into results/:
+What one should see (robustness.png): corruptions and attacks hurt all three models, more so at higher severities. The
+papers find the T-CNN ahead of the CNN that it came from, most on blurred and faint images. The control shows how much
+of this the longer training explains: on digits, most or all of it, and which of the two is ahead differs between seeds.
+The last lines that are printed say what the intervals of this run support.
+
+How: a small ResNet learns handwritten digits in cluttered scenes. It is then fine-tuned for as long in two ways: as it
+is (the control that the papers do not have), and with its last stage reparameterized as gated positional self-attention
+(T-CNN). The three models are shown the same validation images: clean, with the 15 corruptions of ImageNet-C at 5
+severities, and after the adversarial attacks FGSM and PGD within 1/255 of each pixel.
+
+Writes into results/:
 robustness.png          accuracy of the three A clean and by group of corruptions and B under attack (Fig. 1, Table 3);
                         improvement over the CNN C by group and D by severity (Fig. 3), with 95 % intervals over images
 robustness.zarr         every answer of every model, and the accuracies: xarray.open_zarr
 robustness_heads.zarr   what tcnn_probe recorded of the T-CNN's heads
 
-What one should see: corruptions and attacks hurt all three, more so at higher severities. The papers find the T-CNN
-ahead of the CNN that it came from, most on blurred and faint images. The control shows how much of this is the longer
-training: on digits, most or all of it, and which of the two is ahead differs between seeds; the last lines say what the
-intervals of this run support. The script ends by checking that the models learned, and that damage grows with severity.
+It ends by checking that the models learned, and that damage grows with severity.
 
-On one's own images, here as the papers did on ImageNet with a GPU, with further test sets by their folders:
+On your own images, here as the papers did on ImageNet with a GPU, with further test sets by their folders:
 
     python studies/robustness.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
         --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 \
@@ -36,9 +40,8 @@ from torch import nn
 
 import tcnn_probe
 from common.data import PixelBatches
-from common.options import add_output, fill_in, study_parser
+from common.options import FEW_CORRUPTIONS, add_output, fill_in, study_parser
 from common.training import add_training, begin, settle
-from tcnn_probe.perturbations.summary import share_right
 
 CNN, CONTROL, TCNN = "CNN", "CNN, fine-tuned", "T-CNN, fine-tuned"
 
@@ -46,7 +49,7 @@ CNN, CONTROL, TCNN = "CNN", "CNN, fine-tuned", "T-CNN, fine-tuned"
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 1 if not."""
     args = parse(arguments)
-    study = begin("robustness", args, stages=3, later=("severities", "epsilon", "images", "variant"))
+    study = begin("robustness", args, stages=3, later=("corruptions", "severities", "epsilon", "images", "variant"))
     variants = open_variants(study.cnn, args)
     study.train_cnn()
     control = copy.deepcopy(study.cnn)
@@ -58,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = tcnn_probe.robustness(
         {CNN: study.cnn, CONTROL: control, TCNN: tcnn},
         images,
+        corruptions=args.corruptions,
         severities=args.severities,
         normalization=images.normalization,
         attacks={"fgsm": {"epsilon": args.epsilon}, "pgd": {"epsilon": args.epsilon, "step": args.epsilon / 2}},
@@ -74,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def open_variants(model: nn.Module, args: argparse.Namespace) -> list[tcnn_probe.Variant]:
-    """The further test sets; of ImageNet-C every corruption at every severity is one."""
+    """The further test sets; each corruption at each severity of ImageNet-C is one."""
     options = {"model": model, "batch_size": args.batch_size, "workers": args.workers}
     found = []
     for name, folder in args.variant:
@@ -113,15 +117,20 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
     return figure
 
 
-def table(results: xr.Dataset) -> str:
-    """Accuracy by model: clean, by group, under attack, on further test sets."""
-    groups = list(dict.fromkeys(results.group.values.tolist()))
-    columns = {"clean": results.clean_accuracy}
+def accuracies(results: xr.Dataset) -> dict[str, xr.DataArray]:
+    """Accuracy of each model, by condition: clean, group of corruptions, attack, further test set."""
     by_group = results.accuracy.mean(["severity", "seed"]).groupby("group").mean()
-    columns |= {group: by_group.sel(group=group) for group in groups}
-    columns |= {str(a): results.adversarial_accuracy.sel(attack=a).mean("seed") for a in results.attack.values}
+    found = {"clean": results.clean_accuracy}
+    found |= {group: by_group.sel(group=group) for group in dict.fromkeys(results.group.values.tolist())}
+    found |= {str(a): results.adversarial_accuracy.sel(attack=a).mean("seed") for a in results.attack.values}
     if "variant" in results.dims:
-        columns |= {str(v): results.variant_accuracy.sel(variant=v) for v in results.variant.values}
+        found |= {str(v): results.variant_accuracy.sel(variant=v) for v in results.variant.values}
+    return found
+
+
+def table(results: xr.Dataset) -> str:
+    """Accuracy by model and condition."""
+    columns = accuracies(results)
     lines = [f"\naccuracy on {results.sizes['image']} validation images, corruptions averaged over severities"]
     lines.append(f"{'':<18}" + "".join(f"{name:>11}" for name in columns))
     for model in results.model.values:
@@ -132,26 +141,25 @@ def table(results: xr.Dataset) -> str:
 
 def verdicts(results: xr.Dataset, classes: int) -> str:
     """What the intervals say of the T-CNN against the CNN, and against the CNN that was trained for as long."""
-    lines = []
+    lines, reached = [], accuracies(results)
     for baseline in (CNN, CONTROL):
         lines.append(f"\nT-CNN against {baseline!r}, difference in accuracy with 95 % interval over images:")
         for by in (None, "group", "attack"):
             found = tcnn_probe.improvement(results, baseline, by, relative=False).sel(model=TCNN)
-            best = share_right(results, by).mean("image").sel(model=[baseline, TCNN]).max("model")
-            if by is None:
-                found, best = found.expand_dims(by=["clean"]), best.expand_dims(by=["clean"])
-            for place, label in enumerate(found[by or "by"].values):
-                cell = found.isel({by or "by": place})
+            found = found.expand_dims(at=["clean"]) if by is None else found.rename({by: "at"})
+            for label in found["at"].values.tolist():
+                cell = found.sel(at=label)
                 low, high = cell.interval.values
                 verdict = "T-CNN ahead" if low > 0 else "T-CNN behind" if high < 0 else "not distinguishable"
-                verdict += " (both near chance)" if best[place] < 1.5 / classes else ""
+                best = float(reached[label].sel(model=[baseline, TCNN]).max())
+                verdict += " (both near chance)" if best < 1.5 / classes else ""
                 lines.append(f"  {label:<8} {float(cell.improvement):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}")
     lines.append("One training seed: the intervals are over images alone, and another training may differ by more.")
     return "\n".join(lines)
 
 
 def check(results: xr.Dataset, classes: int) -> int:
-    """Whether the models learned, and the strongest corruptions hurt more than the weakest."""
+    """0 if the models learned and the strongest corruptions hurt more than the weakest, else 1."""
     worst = float(results.clean_accuracy.min())
     learned = worst > 2 / classes
     if not learned:
@@ -169,9 +177,10 @@ def check(results: xr.Dataset, classes: int) -> int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    add_training(parser, small="600 digits without clutter, 4 epochs, two severities, half a minute")
+    add_training(parser, small="4 epochs, 5 corruptions, 2 severities, 20 seconds")
     add = parser.add_argument_group("perturbations").add_argument
     add("--images", type=int, help="validation images to perturb, spread evenly (default: 150; all of --data)")
+    add("--corruptions", nargs="+", choices=tcnn_probe.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
     add("--severities", type=int, nargs="+", choices=range(1, 6), help="of the corruptions (default: 1 2 3 4 5)")
     add("--epsilon", type=float, default=1 / 255, help="of the attacks, in pixels of 0 to 1 (default: 1/255)")
     add(
@@ -187,8 +196,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, folder in args.variant:
         if not Path(folder or "?").is_dir():
             parser.error(f"--variant: expected NAME=FOLDER with a folder, got {name}={folder}")
-    settle(parser, args, small={"cnn_epochs": 12})
-    fill_in(args, {"severities": [1, 5] if args.small else [1, 2, 3, 4, 5]})
+    settle(parser, args)
+    if args.small:
+        fill_in(args, {"severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
+    fill_in(args, {"severities": [1, 2, 3, 4, 5]})
     if args.data == "digits":
         fill_in(args, {"images": 40 if args.small else 150})
         if args.variant:

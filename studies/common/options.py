@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["add_data", "add_machine", "add_output", "fill_in", "study_parser"]
+__all__ = ["FEW_CORRUPTIONS", "add_data", "add_machine", "add_output", "fill_in", "study_parser"]
+
+FEW_CORRUPTIONS = ["shot_noise", "defocus_blur", "fog", "contrast", "pixelate"]
+"""At least one of each group: for ``--small``."""
 
 
 def study_parser(document: str | None) -> argparse.ArgumentParser:
@@ -16,7 +19,7 @@ def study_parser(document: str | None) -> argparse.ArgumentParser:
 
 
 def add_data(parser: argparse.ArgumentParser, *, model: str, pretrained: str, img_size: str) -> None:
-    """Model and images: the digits, or the user's own. What it is given are the helps that differ."""
+    """Options for the model and the images; the arguments are the help texts that differ between studies."""
     add = parser.add_argument_group("model and data").add_argument
     add("--model", help=model)
     add("--pretrained", nargs="?", const=True, default=False, metavar="FILE", help=pretrained)
@@ -28,17 +31,17 @@ def add_data(parser: argparse.ArgumentParser, *, model: str, pretrained: str, im
 
 
 def add_machine(group: Any, *, small: str) -> None:
-    """Where and how it runs; ``small`` says what the quick look is."""
+    """Options for where and how it runs; ``small`` says what ``--small`` changes."""
     add = group.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: cuda if there is one)")
     add("--amp", action="store_true", help="train in bfloat16 autocast")
     add("--workers", type=int, default=4, help="processes that load --data (default: 4)")
     add("--seed", type=int, default=0, help="(default: 0)")
-    add("--small", action="store_true", help=f"a quick look: {small}")
+    add("--small", action="store_true", help=f"a quick look: 32 x 32 pixels, few digits, no clutter, {small}")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Where it writes, and what becomes of what is there."""
+    """Options for the output folder, and for a run that is there already."""
     parser.add_argument_group("output").add_argument("--out", default="results", help="folder (default: results)")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--resume", action="store_true", help="continue the run in --out")
@@ -46,7 +49,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Give what the user left open."""
+    """Set the options that the user did not give."""
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -1,4 +1,4 @@
-"""What the studies of Transformed CNNs share: a CNN is trained, goes on as it is, and goes on with attention."""
+"""The trainings of the studies of Transformed CNNs: a CNN, the CNN for longer, and its T-CNN."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ __all__ = ["Training", "add_training", "begin", "settle"]
 
 
 def add_training(parser: argparse.ArgumentParser, *, small: str) -> None:
-    """Model, data and training on the command line."""
+    """Options for the model, the data and the training; ``small`` says what else ``--small`` changes."""
     add_data(
         parser,
         model="timm name of a CNN (default: a small ResNet built from timm)",
@@ -47,13 +47,12 @@ def settle(
     args: argparse.Namespace,
     *,
     digits: Mapping[str, Any] | None = None,
-    small: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuse what does not go together, and fill in what the user left open.
+    """Refuse options that do not go together, and set those that the user did not give.
 
     Args:
         parser, args: of the study.
-        digits, small: the study's further defaults for the digits, and for ``--small``.
+        digits: the study's own defaults for the digits.
     """
     on_digits = args.data == "digits"
     if args.model is None and (args.pretrained or not on_digits):
@@ -63,7 +62,7 @@ def settle(
     defaults = {"img_size": 64, "epochs": 6, "cnn_epochs": 15, "batch_size": 32, "lr": 1e-3, "clutter": 6}
     defaults |= digits or {}
     if args.small:
-        defaults |= {"epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 600, "clutter": 0, **(small or {})}
+        defaults |= {"img_size": 32, "epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 400, "clutter": 0}
     if not on_digits:
         defaults = {"img_size": 224, "epochs": 50, "batch_size": 256, "lr": 1e-4}
     fill_in(args, defaults)
@@ -74,7 +73,7 @@ def settle(
 
 
 def begin(study: str, args: argparse.Namespace, *, stages: int, later: tuple[str, ...] = ()) -> "Training":
-    """Model, data and output folder; what cannot be is refused now, before anything is trained or written.
+    """Model, data and output folder; refuses what is not possible before anything is trained or written.
 
     Args:
         study: its name.

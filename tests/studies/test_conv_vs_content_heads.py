@@ -1,18 +1,20 @@
 """What the study concludes from made answers: nothing that its intervals do not support."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import xarray as xr
 
 import conv_vs_content_heads as study
-from tests.studies.conftest import Refusal
 
 CONDITIONS = ["clean", "blur", "PGD"]
+SOME = {"content": [0.1, 0.4, 0.1], "random": [0.1, 0.1, 0.3]}
 
 
-def made(content: list[float], random: list[float], *, convolutional: float = 0.3, seed: int = 0) -> xr.DataTree:
-    """Two trainings of 200 images: 0.9 right, less by what is given for each condition when heads are zeroed."""
-    draw = np.random.default_rng(seed).random((2, 1, 1, 1, 200))
+def made(content: list[float], random: list[float], *, convolutional: float = 0.3) -> xr.DataTree:
+    """Two trainings of 200 images: 0.9 right, less by what is given for each condition when heads are removed."""
+    draw = np.random.default_rng(0).random((2, 1, 1, 1, 200))
     losses = {
         "nothing": [0.0] * 3,
         "convolutional": [convolutional] * 3,
@@ -40,35 +42,31 @@ def made(content: list[float], random: list[float], *, convolutional: float = 0.
     return xr.DataTree.from_dict({"types": xr.Dataset({"right": right, "head_type": types}), "heads": heads})
 
 
-def test_no_difference_is_said_to_be_none() -> None:
-    said = study.sentence(made([0.2] * 3, [0.2] * 3))
-    assert "worth not distinguishably more or less than as many random heads on clean, blur, PGD." in said
-    assert "is not distinguishable from that on clean images on blur, PGD." in said
+@pytest.mark.parametrize(
+    ("content", "random", "beside_random", "beside_clean"),
+    [
+        ([0.2] * 3, [0.2] * 3, "not distinguishable on clean, blur, PGD.", "not distinguishable on blur, PGD."),
+        (
+            [0.1, 0.4, 0.1],
+            [0.1, 0.1, 0.3],
+            "more on blur; less on PGD; not distinguishable on clean.",
+            "larger on blur; smaller on PGD.",
+        ),
+        ([0.1, 0.3, 0.1], [0.4] * 3, "less on clean, blur, PGD.", "larger on blur; not distinguishable on PGD."),
+        ([0.4] * 3, [0.1] * 3, "more on clean, blur, PGD.", "not distinguishable on blur, PGD."),
+    ],
+    ids=["none", "either side", "less everywhere", "on clean images alike"],
+)
+def test_sentence(content: list[float], random: list[float], beside_random: str, beside_clean: str) -> None:
+    said = study.sentence(made(content, random))
+    assert "In these 2 trainings of one CNN, removing the low-gate heads costs, compared with" in said
+    assert f"as many random heads: {beside_random} Compared" in said
+    assert f"Compared with clean images, that difference is: {beside_clean} (95 %" in said
     assert "over sets of random heads (1 in each) and 200 images, not corrected for looking at 3 conditions" in said
-    assert said.endswith("support no difference on any condition.")
+    assert content != random or said.endswith("support no difference on any condition.")
 
 
-def test_what_is_beyond_zero_is_said_by_condition() -> None:
-    said = study.sentence(made([0.1, 0.4, 0.1], [0.1, 0.1, 0.3]))
-    assert "In these 2 trainings" in said
-    assert "worth more than as many random heads on blur; less than as many random heads on PGD;" in said
-    assert "not distinguishably more or less than as many random heads on clean" in said
-    assert "higher than that on clean images on blur; lower than that on clean images on PGD" in said
-
-
-def test_worth_less_everywhere_and_least_so_on_blur() -> None:
-    said = study.sentence(made([0.1, 0.3, 0.1], [0.4, 0.4, 0.4]))
-    assert "worth less than as many random heads on clean, blur, PGD." in said
-    assert "higher than that on clean images on blur; not distinguishable from that on clean images on PGD." in said
-
-
-def test_a_difference_on_clean_images_alike_is_not_one_of_robustness() -> None:
-    said = study.sentence(made([0.4] * 3, [0.1] * 3))
-    assert "worth more than as many random heads on clean, blur, PGD. Their" in said
-    assert "is not distinguishable from that on clean images on blur, PGD." in said
-
-
-def test_trainings_without_content_heads_are_not_counted() -> None:
+def test_trainings_without_low_gate_heads_are_not_counted() -> None:
     tree = made([0.4] * 3, [0.1] * 3)
     right = tree["types"].right
     of_content = right.ablation.isin(["content", "random for content"])
@@ -78,37 +76,28 @@ def test_trainings_without_content_heads_are_not_counted() -> None:
     assert "support no difference" in said  # one training says nothing of others
 
 
-def test_table_has_the_means() -> None:
-    tree = made([0.1, 0.4, 0.1], [0.1, 0.1, 0.3])
+def test_table_and_figure_have_the_means() -> None:
+    tree = made(**SOME)
+    right = tree["types"].right
     lines = study.table(tree).splitlines()
-    assert "  seed 0: convolutional 1, content 1, mixed 0" in lines
-    blur = next(
-        line for line in lines[lines.index("  seed 1: convolutional 0, content 1, mixed 1") :] if "blur" in line
-    )
-    right = tree["types"].right.sel(condition="blur")
-    lost = float((right.sel(ablation="nothing") - right.sel(ablation="convolutional")).mean())
-    assert f"{lost:+.3f} [" in blur
+    assert "  seed 0: convolutional 1, mixed 0, low-gate 1" in lines
+    lost = float((right.sel(ablation="nothing") - right.sel(ablation="convolutional")).sel(condition="blur").mean())
+    assert f"{lost:+.3f} [" in next(line for line in lines if line.startswith("  blur"))
     singles = lines[next(n for n, line in enumerate(lines) if "without one head" in line) :]
     row = next(line for line in singles if "clean" in line).split()
-    first = tree["types"].right.sel(condition="clean")[0]  # the one training with a convolutional head
+    first = right.sel(condition="clean")[0]  # the one training with a convolutional head
     assert row[1] == f"{float((first.sel(ablation='nothing') - first.sel(ablation='convolutional')).mean()):+.3f}"
     assert row[4] == "+0.000"
-
-
-def test_figure_shows_each_set_and_head() -> None:
-    tree = made([0.1, 0.4, 0.1], [0.1, 0.1, 0.3])
-    figure = study.draw(tree)
-    bars, points = figure.axes
+    bars, points = study.draw(tree).axes
     heights = {c.get_label(): [bar.get_height() for bar in c] for c in bars.containers if hasattr(c, "patches")}
-    right = tree["types"].right
     lost = (right.sel(ablation="nothing") - right.sel(ablation="content")).mean(["training", "draw", "image"])
-    np.testing.assert_allclose(heights["content heads"], lost)
+    np.testing.assert_allclose(heights["low-gate heads"], lost)
     assert sum(len(dots.get_offsets()) for dots in points.collections) == 4  # two heads, twice; not the one missing
 
 
 @pytest.mark.parametrize("kind", study.PAIR)
 def test_a_type_that_no_training_has(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    tree = made([0.1, 0.4, 0.1], [0.1, 0.1, 0.3])
+    tree = made(**SOME)
     types = tree["types"].head_type
     right = tree["types"].right.drop_sel(ablation=[kind, f"random for {kind}"]).reindex(ablation=study.SETS)
     tree["types"]["right"] = right
@@ -116,35 +105,17 @@ def test_a_type_that_no_training_has(kind: str, capsys: pytest.CaptureFixture[st
     assert " none " in study.table(tree)
     assert study.draw(tree).axes
     assert study.check(tree, 10) == 1
-    assert f"NO {kind} heads" in capsys.readouterr().out
+    assert f"NO {study.WORDS[kind]} heads" in capsys.readouterr().out
     assert ("nothing can be said" in study.sentence(tree)) == (kind == "content")
 
 
-def test_the_check_can_fail(capsys: pytest.CaptureFixture[str]) -> None:
-    tree = made([0.1] * 3, [0.1] * 3)
-    assert study.check(tree, 10) == 0
-    assert study.check(made([0.1] * 3, [0.1] * 3, convolutional=0.0), 10) == 1
-    assert "does NOT hurt" in capsys.readouterr().out
-    assert study.check(tree, 2) == 1
-    one_is_bad = tree.copy(deep=True)
-    one_is_bad["types"]["right"] = tree["types"].right.where(tree["types"].right.training == 0, 0)
-    assert study.check(one_is_bad, 10) == 1
-    assert "did NOT learn" in capsys.readouterr().out
-    types = tree["types"].head_type
-    tree["types"]["head_type"] = types.where(types != "content", "mixed")
-    assert study.check(tree, 10) == 1
-    assert "NO content heads" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--seeds", "0"], "at least 1"),
-        (["--severities", "6"], "invalid choice"),
-        (["--mode", "swap"], "invalid choice"),
-        (["--images", "1"], "--images and --head-images 2"),
-        (["--data", "."], "need --model"),
-    ],
+    ("changed", "classes", "message"),
+    [({}, 10, None), ({"convolutional": 0.0}, 10, "does NOT hurt"), ({}, 2, "did NOT learn")],
+    ids=["seen", "no cost", "nothing learned"],
 )
-def test_wrong_options_say_so_and_write_nothing(refusal: Refusal, options: list[str], message: str) -> None:
-    assert message in refusal(study, options)
+def test_the_check_can_fail(
+    changed: dict[str, Any], classes: int, message: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert study.check(made(**SOME, **changed), classes) == (message is not None)
+    assert (message or "hurts") in capsys.readouterr().out

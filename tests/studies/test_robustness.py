@@ -1,26 +1,23 @@
 """What the study says of made results: no more than their intervals support."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import xarray as xr
 
 import robustness as study
-from tests.studies.conftest import Refusal
 
 MODELS = [study.CNN, study.CONTROL, study.TCNN]
 GROUPS = {"fog": "weather", "snow": "weather", "contrast": "digital"}
 
 
 def made(chances: list[float], *, harder: float = 0.4) -> xr.Dataset:
-    """300 images: so often right when clean, less by ``harder`` at severity 5 and in blurred weather."""
+    """150 images: so often right when clean, less by ``harder`` at severity 5 and in blurred weather."""
     random = np.random.default_rng(0)
     by_severity = np.array([0.0, harder])[:, None, None]
-    draw = random.random((3, 3, 2, 1, 300))
+    draw = random.random((3, 3, 2, 1, 150))
     right = draw < np.array(chances)[:, None, None, None, None] - by_severity
-    clean = random.random((3, 300)) < np.array(chances)[:, None]
-    attacked = random.random((3, 2, 1, 300)) < np.array(chances)[:, None, None, None] - 0.2
+    clean = random.random((3, 150)) < np.array(chances)[:, None]
+    attacked = random.random((3, 2, 1, 150)) < np.array(chances)[:, None, None, None] - 0.2
     return xr.Dataset(
         {
             "correct": (("model", "corruption", "severity", "seed", "image"), right),
@@ -54,7 +51,6 @@ def test_verdicts_are_those_of_the_intervals() -> None:
     assert behind.count("T-CNN behind") == 10
     assert "another training may differ" in behind
     assert "chance" not in behind
-    assert study.verdicts(made([0.8, 0.8, 0.6]), 3).count("(both near chance)") == 0
     assert study.verdicts(made([0.4, 0.4, 0.3]), 4).count("(both near chance)") == 8  # all but clean images
 
 
@@ -76,34 +72,3 @@ def test_the_check_can_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did NOT learn" in capsys.readouterr().out
     one = made([0.6, 0.8, 0.8]).isel(severity=[1])
     assert study.check(one, 10) == 0  # against clean images
-
-
-def test_figure_shows_all_models_and_attacks() -> None:
-    figure = study.draw(made([0.6, 0.7, 0.8]), 10)
-    assert [axes.get_title("left")[0] for axes in figure.axes] == ["A", "B", "C", "D"]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*MODELS, "chance"]
-    ticks = [[label.get_text() for label in axes.get_xticklabels()] for axes in figure.axes]
-    assert ticks == [
-        ["clean", "weather", "digital"],
-        ["fgsm", "pgd"],
-        ["clean", "weather", "digital"],
-        ["clean", "1", "5"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--severities", "6"], "invalid choice"),
-        (["--epsilon", "0"], "--epsilon positive"),
-        (["--images", "1"], "--images must be at least 2"),
-        (["--data", "."], "need --model"),
-    ],
-)
-def test_wrong_options_say_so_and_write_nothing(refusal: Refusal, options: list[str], message: str) -> None:
-    assert message in refusal(study, options)
-
-
-def test_further_test_sets_must_be_there(refusal: Refusal, tmp_path: Path) -> None:
-    assert "expected NAME=FOLDER with a folder" in refusal(study, ["--variant", "imagenet-a"])
-    assert "goes with --data" in refusal(study, ["--variant", f"imagenet-a={tmp_path}"])

@@ -1,4 +1,4 @@
-"""Heads taken away, by type, at random and one by one; and what a model then gets right, by condition."""
+"""Which heads are taken away, and what a model gets right without them, by condition."""
 
 import os
 import shutil
@@ -11,33 +11,27 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import PixelBatches
+from common.head_types import PAIR
 
 __all__ = ["CLEAN", "NOTHING", "Sets", "conditions", "random_heads", "single_heads", "type_sets"]
 
 Sets = Mapping[str, xr.DataArray | None]
-"""Boolean arrays (layer, head) by name; None takes nothing away."""
+"""Boolean arrays (layer, head) by name; True is a head that is taken away, None takes nothing away."""
 
 NOTHING, CLEAN = "nothing", "clean"
-_ALONE = ("contrast",)  # a corruption shown by itself as well: the paper's guess is of faint images
+_ALONE = ("contrast",)  # a condition of its own as well: the paper guesses that faint images need content
 
 
 def type_sets(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
-    """No heads; and all heads of each type, "convolutional" and "content", that there are.
-
-    Args:
-        types: of one model's heads, (layer, head).
-    """
-    kinds = [kind for kind in ("convolutional", "content") if bool((types == kind).any())]
-    return {NOTHING: None} | {kind: types == kind for kind in kinds}
+    """Nothing, and all heads of each type that the model has; ``types`` has the dims (layer, head)."""
+    return {NOTHING: None} | {kind: types == kind for kind in PAIR if bool((types == kind).any())}
 
 
-def random_heads(
-    types: xr.DataArray, kinds: Sequence[str], draws: int, rng: np.random.Generator
-) -> dict[str, xr.DataArray | None]:
-    """For each type so many sets of as many heads as it has, drawn from all heads of the model alike."""
+def random_heads(types: xr.DataArray, draws: int, rng: np.random.Generator) -> dict[str, xr.DataArray | None]:
+    """For each type ``draws`` sets of as many heads as it has, drawn from all heads of the model."""
     there = np.flatnonzero(types.values.ravel() != "")
     sets = {}
-    for kind in kinds:
+    for kind in PAIR:
         count = int((types == kind).sum())
         for draw in range(draws if count else 0):
             chosen = np.zeros(types.size, bool)
@@ -47,7 +41,7 @@ def random_heads(
 
 
 def single_heads(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
-    """Each head by itself, as "layer:head"."""
+    """One set for each head, named "layer:head"."""
     sets = {}
     for (row, column), kind in np.ndenumerate(types.values):
         if kind != "":
@@ -64,6 +58,7 @@ def conditions(
     sets: Sets,
     batches: PixelBatches,
     reference: Sequence[Tensor] | None,
+    corruptions: Sequence[str] | None,
     severities: Sequence[int],
     epsilon: float,
     seed: int,
@@ -74,22 +69,25 @@ def conditions(
 
     Args:
         model: in eval mode.
-        sets: names with "#" are draws of one thing.
+        sets: a name before "#" is one thing, drawn several times.
         batches: the images.
-        reference: batches of images over which heads are averaged, as the model takes them; None: they are zeroed.
+        reference: batches of images, as the model takes them; the output of a removed head is replaced by its mean
+            over them. None: by zeros.
+        corruptions: names, or None for all.
         severities: of the corruptions.
         epsilon: of PGD.
         seed: of corruptions and PGD.
         device: where the model is.
-        part: a finished part of the study, read if it is there and else written.
+        part: where the answers are kept; they are read from there if they were measured before.
 
     Returns:
-        ``right`` (ablation, draw, condition, image): 1 and 0, or the share of corruptions and severities.
+        ``right`` (ablation, draw, condition, image): the share of right answers over corruptions and severities.
     """
     if not part.exists():
         results = tcnn_probe.robustness(
             {name: without(model, heads, reference) for name, heads in sets.items()},
             batches,
+            corruptions=corruptions,
             severities=severities,
             attacks={"pgd": {"epsilon": epsilon, "step": epsilon / 2}},
             seeds=(seed,),
@@ -120,12 +118,12 @@ def without(
 
 
 def by_condition(results: xr.Dataset) -> xr.Dataset:
-    """From answers to every corruption to means by condition; of what is not drawn all draws are the same."""
+    """Means of the answers by condition; where nothing is drawn at random, all draws are the same."""
     corrupted = results.correct.astype(float).mean(["severity", "seed"])
     groups = list(dict.fromkeys(results.group.values.tolist()))
     parts = {CLEAN: results.clean_correct.astype(float)}
     parts |= {group: corrupted.sel(corruption=(results.group == group).values).mean("corruption") for group in groups}
-    parts |= {name: corrupted.sel(corruption=name, drop=True) for name in _ALONE}
+    parts |= {name: corrupted.sel(corruption=name, drop=True) for name in _ALONE if name in results.corruption}
     parts["PGD"] = results.adversarial_correct.astype(float).mean("seed").sel(attack="pgd", drop=True)
     names = xr.DataArray(list(parts), dims="condition", name="condition")
     right = xr.concat([row.reset_coords(drop=True) for row in parts.values()], names)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import xarray as xr
 
-from common.ablations import by_condition, random_heads, single_heads, type_sets, without
+from common.head_removal import by_condition, random_heads, single_heads, type_sets, without
 from tcnn_model import GPSA
 
 TYPES = xr.DataArray(
@@ -17,38 +17,34 @@ TYPES = xr.DataArray(
 )
 
 
-def chosen(heads: xr.DataArray | None) -> list[tuple[str, int]]:
-    if heads is None:
-        return []
-    return [(layer, head) for layer in "ab" for head in range(3) if bool(heads.sel(layer=layer, head=head))]
+def chosen(sets: Mapping[str, xr.DataArray | None]) -> dict[str, list[tuple[str, int]]]:
+    """By name, the heads of each set."""
+    every = [(layer, head) for layer in "ab" for head in range(3)]
+    return {
+        name: [] if heads is None else [at for at in every if bool(heads.sel(layer=at[0], head=at[1]))]
+        for name, heads in sets.items()
+    }
 
 
-def test_types() -> None:
-    sets = type_sets(TYPES)
-    assert list(sets) == ["nothing", "convolutional", "content"]
-    assert chosen(sets["nothing"]) == []
-    assert chosen(sets["convolutional"]) == [("a", 1)]
-    assert chosen(sets["content"]) == [("a", 0), ("b", 1), ("b", 2)]
+def test_heads_of_types_and_single_ones() -> None:
+    assert chosen(type_sets(TYPES)) == {
+        "nothing": [],
+        "convolutional": [("a", 1)],
+        "content": [("a", 0), ("b", 1), ("b", 2)],
+    }
     assert list(type_sets(TYPES.where(TYPES != "content", "mixed"))) == ["nothing", "convolutional"]
+    there = [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)]  # one head is missing
+    assert chosen(single_heads(TYPES)) == {f"{layer}:{head}": [(layer, head)] for layer, head in there}
 
 
 def test_random_heads_are_as_many_and_any() -> None:
-    seen: set[tuple[str, int]] = set()
-    sets = random_heads(TYPES, ("convolutional", "content"), 40, np.random.default_rng(0))
-    assert len(sets) == 80
-    for name, heads in sets.items():
-        kind = name.partition("#")[0].removeprefix("random for ")
-        assert len(chosen(heads)) == {"convolutional": 1, "content": 3}[kind]
-        seen |= set(chosen(heads))
-    assert seen == {("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)}  # never the one that is not there
-    without_any = random_heads(TYPES.where(TYPES != "content", "mixed"), ("content",), 3, np.random.default_rng(0))
-    assert without_any == {}
-
-
-def test_single_heads() -> None:
-    sets: Mapping[str, xr.DataArray | None] = single_heads(TYPES)
-    assert list(sets) == ["a:0", "a:1", "b:0", "b:1", "b:2"]
-    assert [chosen(heads) for heads in sets.values()] == [[(n[0], int(n[2]))] for n in sets]
+    sets = chosen(random_heads(TYPES, 40, np.random.default_rng(0)))
+    counts = {"convolutional": 1, "content": 3}
+    assert {name: len(heads) for name, heads in sets.items()} == {
+        f"random for {kind}#{draw}": count for kind, count in counts.items() for draw in range(40)
+    }
+    assert {head for heads in sets.values() for head in heads} == set(chosen({"": TYPES != ""})[""])
+    assert random_heads(TYPES.where(TYPES == "mixed", ""), 3, np.random.default_rng(0)) == {}
 
 
 def test_without_takes_heads_away_for_the_call_alone() -> None:

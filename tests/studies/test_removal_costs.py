@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 from scipy.stats import t as student
 
-from common.comparing import beyond_these_trainings, beyond_zero, mean_and_interval
+from common.removal_costs import beyond_these_trainings, beyond_zero, mean_and_interval
 
 
 def made(random: np.random.Generator, trainings: int, between: float) -> xr.DataArray:

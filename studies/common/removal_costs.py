@@ -1,0 +1,87 @@
+"""What taking heads away costs in accuracy, and intervals for it."""
+
+import numpy as np
+import xarray as xr
+from scipy.stats import t as student
+
+import tcnn_probe
+from common.head_removal import NOTHING
+from common.head_types import PAIR
+
+__all__ = [
+    "DRAWN",
+    "WITHIN",
+    "beyond_these_trainings",
+    "beyond_zero",
+    "by_side",
+    "costs",
+    "differences",
+    "head_costs",
+    "interval_in_words",
+    "mean_and_interval",
+]
+
+DRAWN = ("draw", "image")
+
+WITHIN = "contrast"
+"""A condition that the digital group holds as well: left out of means over conditions."""
+
+
+def costs(right: xr.DataArray, ablation: str) -> xr.DataArray:
+    """Accuracy lost: (training, draw, condition, image)."""
+    return right.sel(ablation=NOTHING, drop=True) - right.sel(ablation=ablation, drop=True)
+
+
+def differences(right: xr.DataArray) -> dict[str, xr.DataArray]:
+    """By type, how much more it costs than as many random heads: (training, draw, condition, image)."""
+    return {kind: costs(right, kind) - costs(right, f"random for {kind}") for kind in PAIR}
+
+
+def head_costs(heads: xr.Dataset) -> xr.DataArray:
+    """What each head by itself costs: (training, layer, head, draw, condition, image)."""
+    names = [[f"{layer}:{head}" for head in heads["head"].values] for layer in heads.layer.values]
+    labels = xr.DataArray(names, {"layer": heads.layer, "head": heads["head"]}, ("layer", "head"))
+    right = heads.right.reindex(ablation=[NOTHING, *labels.values.ravel()])  # NaN of heads that a layer lacks
+    cost = right.sel(ablation=NOTHING, drop=True) - right.sel(ablation=labels).drop_vars("ablation")
+    return cost.transpose("training", "layer", "head", "draw", "condition", "image")
+
+
+def mean_and_interval(values: xr.DataArray) -> tuple[float, float, float]:
+    """Mean, and a bootstrap interval over random draws of heads and images, for these trainings as they are."""
+    low, high = tcnn_probe.bootstrap_interval(values.mean("training"), DRAWN).values
+    return float(values.mean()), float(low), float(high)
+
+
+def interval_in_words(values: xr.DataArray) -> str:
+    """The mean and the interval as text."""
+    mean, low, high = mean_and_interval(values)
+    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" if mean == mean else "none"
+
+
+def beyond_these_trainings(values: xr.DataArray) -> tuple[float, float]:
+    """A t interval for the mean over all possible trainings and images.
+
+    Two or three trainings are too few to resample; trainings and images each add their variance.
+    """
+    by_training = values.mean(DRAWN).dropna("training")
+    count = by_training.sizes["training"]
+    if count < 2:
+        return np.nan, np.nan
+    by_image = values.mean(["training", "draw"])
+    variance = float(by_training.var(ddof=1)) / count + float(by_image.var(ddof=1)) / by_image.size
+    half = float(student.ppf(0.975, count - 1)) * variance**0.5
+    return float(by_training.mean()) - half, float(by_training.mean()) + half
+
+
+def by_side(values: xr.DataArray, above: str, below: str, neither: str) -> list[tuple[str, str]]:
+    """On which conditions the interval lies above zero, below it or about it: the words for it, and the conditions."""
+    found: dict[str, list[str]] = {above: [], below: [], neither: []}
+    for condition in values.condition.values:
+        _, low, high = mean_and_interval(values.sel(condition=condition))
+        found[above if low > 0 else below if high < 0 else neither].append(str(condition))
+    return [(words, ", ".join(names)) for words, names in found.items() if names]
+
+
+def beyond_zero(interval: tuple[float, float]) -> bool:
+    """Whether zero lies outside."""
+    return interval[0] > 0 or interval[1] < 0

@@ -1,0 +1,67 @@
+"""What the study of removed heads prints: a table of costs, and a sentence on what their intervals support."""
+
+import xarray as xr
+
+from common.head_removal import CLEAN, NOTHING
+from common.head_types import PAIR, WORDS
+from common.removal_costs import (
+    beyond_these_trainings,
+    beyond_zero,
+    by_side,
+    costs,
+    differences,
+    head_costs,
+    interval_in_words,
+)
+
+__all__ = ["sentence", "table"]
+
+
+def table(tree: xr.DataTree) -> str:
+    """Accuracy, what types cost, what random heads cost, and the difference with its interval, by condition."""
+    right, heads = tree["types"].right.load(), tree["heads"].dataset.load()
+    types = tree["types"].head_type.load()
+    lines = ["heads by type, of each training:"]
+    for training in types.training.values:
+        of_one = types.sel(training=training)
+        counts = ", ".join(f"{words} {int((of_one == kind).sum())}" for kind, words in WORDS.items())
+        lines.append(f"  seed {training}: {counts}")
+    for kind, difference in differences(right).items():
+        lines.append(f"\nwithout the {WORDS[kind]} heads: accuracy lost, with 95 % intervals over draws and images")
+        lines.append(f"  {'':<10}{'accuracy':>9}  {'these heads':<25}{'as many at random':<25}{'difference':<25}")
+        for condition in right.condition.values:
+            whole = float(right.sel(ablation=NOTHING, condition=condition).mean())
+            cells = [costs(right, kind), costs(right, f"random for {kind}"), difference]
+            words = [interval_in_words(cell.sel(condition=condition)) for cell in cells]
+            lines.append(f"  {condition:<10}{whole:>9.3f}  " + "".join(f"{word:<25}" for word in words))
+    cost = head_costs(heads)
+    lines.append("\nwithout one head: accuracy lost, mean over the heads of a type")
+    lines.append(f"  {'':<10}" + "".join(f"{WORDS[kind]:<25}" for kind in PAIR))
+    for condition in cost.condition.values:
+        means = [cost.sel(condition=condition).where(heads.head_type == kind).mean(["layer", "head"]) for kind in PAIR]
+        lines.append(f"  {condition:<10}" + "".join(f"{interval_in_words(mean):<25}" for mean in means))
+    return "\n".join(lines)
+
+
+def sentence(tree: xr.DataTree) -> str:
+    """What the intervals support, and nothing more."""
+    right = tree["types"].right.load()
+    difference = differences(right)["content"]
+    there = difference.notnull().any(["draw", "condition", "image"])
+    if not bool(there.any()):
+        return "\nNo training had low-gate heads: nothing can be said of them."
+    excess = (difference - difference.sel(condition=CLEAN)).drop_sel(condition=CLEAN)
+    beside_random = by_side(difference, "more on", "less on", "not distinguishable on")
+    beside_clean = by_side(excess, "larger on", "smaller on", "not distinguishable on")
+    own, against = ("; ".join(map(" ".join, found)) for found in (beside_random, beside_clean))
+    conditions = [str(name) for name in right.condition.values]
+    others = [name for name in conditions if beyond_zero(beyond_these_trainings(difference.sel(condition=name)))]
+    count = int(there.sum())
+    these = f"In these {count} trainings" if count > 1 else "In one training"
+    sizes = f"sets of random heads ({right.sizes['draw']} in each) and {right.sizes['image']} images"
+    return (
+        f"\n{these} of one CNN, removing the low-gate heads costs, compared with as many random heads: {own}. "
+        f"Compared with clean images, that difference is: {against}. (95 % bootstrap intervals over {sizes}, not "
+        f"corrected for looking at {len(conditions)} conditions.) For other trainings, t intervals support "
+        f"{'a difference on ' + ', '.join(others) if others else 'no difference on any condition'}."
+    )
