@@ -10,8 +10,8 @@ query pixel and any images, can be drawn again in seconds, without training:
 
 What one should see (attention_maps.png): at epoch 0 each head looks most at the pixel of its own kernel tap, next to
 the query. At the end the heads of the first layer still do, with gates near 1. The lower a gate is, the fainter is the
-tap, and the more evenly the head looks at the rest of the image. By how much a map differs between two images is
-printed: a few hundredths of the attention at most after so short a training, so hardly any of it follows what is there.
+tap, and the more evenly the head looks at the rest of the image. How far maps differ between two images is printed:
+after so short a training by nothing in the first layers, and by a small share of the attention in the last.
 
 How: a small ResNet learns handwritten digits in cluttered scenes; its last stage is reparameterized as gated positional
 self-attention (GPSA) and fine-tuned.

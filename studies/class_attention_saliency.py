@@ -1,32 +1,38 @@
-"""What a convnet looks at, by construction and by gradients (PatchConvNet paper, Figs. 1 and 2), and which is right.
+"""What a convnet looks at, by attention and by gradients (PatchConvNet paper, Figs. 1 and 2), and which is right.
 
     python studies/class_attention_saliency.py
 
-A small ResNet with average pooling and a small PatchConvNet learn real handwritten digits in cluttered scenes. The
-ResNet goes on with a learned pooling in place of its average (``tcnn_model.add_attention_pool``) and, as the control,
-as it is; the PatchConvNet goes on with one token for each class (``tcnn_model.specialize``). Every few epochs saliency
-by each method is held against where the digit is, and against what the model does when pixels are taken away.
+Takes about 3 minutes on one CPU core.
 
-Takes about 3 minutes, on one CPU core. Writes into results/:
+What one should see: class attention of the PatchConvNet, on 16 x 16 patches and without any gradient, comes within 4
+pixels (one patch) of the digit far more often than chance, and more often than Grad-CAM. Gradients of single pixels
+meet the very strokes more often. In the ResNet, whose last feature map has 4 x 4 cells, class attention finds the digit
+less often; its accuracy is about the same with the learned pooling as without. studies/README.md has the ranges of
+several seeds; the table that is printed has this run's numbers, and the last lines compare class attention with
+Grad-CAM, image by image, with intervals. After so short a training the tokens of the classes look at almost the same
+places.
+
+How: a small ResNet with average pooling and a small PatchConvNet learn handwritten digits in cluttered scenes. The
+ResNet is trained on with a learned pooling in place of its average (``tcnn_model.add_attention_pool``) and, as the
+control, as it is; the PatchConvNet is trained on with one token for each class (``tcnn_model.specialize``). Every few
+epochs the saliency of each method is compared with where the digit is, and with what the model does when pixels are
+removed. Occlusion is coarse here (windows of a quarter of the image), and integrated gradients take 12 steps.
+
+Writes into results/:
 class_attention_saliency_maps.png       images, and maps of the models side by side (Fig. 1 of the paper)
 class_attention_saliency_classes.png    maps of the three likeliest classes of each image (Fig. 2)
 class_attention_saliency.png            faithfulness by epoch and method, with 95 % bootstrap intervals over images
-class_attention_saliency.zarr           the numbers behind it, a group a model: xarray.open_datatree
+class_attention_saliency.zarr           the numbers behind it, a group for each model: xarray.open_datatree
 class_attention_saliency_*.zarr         what tcnn_probe recorded of each model's pooling, at every epoch
 
-What one should see: the ResNet is as accurate with the learned pooling as without. Its class attention, on 4 x 4
-coarse pixels, hardly finds the digit; that of the PatchConvNet, on 16 x 16, comes within 4 pixels (one patch) of it far
-more often than chance, with no gradient, but seldom lies on the very strokes, and the gradients of single pixels beat
-it. The table gives the numbers and the last lines hold class attention against Grad-CAM, image by image, with
-intervals. After so short a specialisation the tokens of the classes look at almost the same places. The script ends by
-checking that the models learned, and that the PatchConvNet's class attention comes near the digit more often than
-chance. Occlusion here is coarse (windows of a quarter of the image), and integrated gradients take 12 steps.
+It ends by checking that the models learned, and that the class attention of the PatchConvNet comes near the digit more
+often than chance.
 
-On a model and images of one's own, trained (the maps alone, in a minute or so) or, with --epochs, to be fine-tuned, a
-convnet with attention in place of its pooling:
+On your own model and images: a trained model (maps alone, in a minute or so), or with --epochs one to be fine-tuned (a
+convnet with attention in place of its pooling as well):
 
-    python studies/class_attention_saliency.py --model resnet50 --pretrained --data path/to/imagenet --epochs 10
     python studies/class_attention_saliency.py --model deit_small_patch16_224 --pretrained --data path/to/imagenet
+    python studies/class_attention_saliency.py --model resnet50 --pretrained --data path/to/imagenet --epochs 10
 """
 
 import argparse

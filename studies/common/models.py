@@ -1,9 +1,10 @@
 """Small models for the digits of the studies."""
 
+import timm
 from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 
-from tcnn_model.models.patchconvnet import PatchConvNet
+import tcnn_model  # noqa: F401 (registers PatchConvNet with timm)
 
 __all__ = ["small_patchconvnet", "small_resnet"]
 
@@ -19,7 +20,8 @@ def small_resnet() -> nn.Module:
 
 def small_patchconvnet() -> nn.Module:
     """A PatchConvNet for 64 x 64 scenes: width 32, four blocks, 16 x 16 patches of 4 x 4 pixels."""
-    model = PatchConvNet(32, 4, 10, in_chans=1, init_values=1.0, norm_layer="batchnorm2d")
+    shape = {"embed_dim": 32, "depth": 4, "num_classes": 10, "in_chans": 1}
+    model = timm.create_model("patchconvnet_s60", **shape, init_values=1.0, norm_layer="batchnorm2d")
     for convolution in (model.stem[0], model.stem[2]):
         convolution.stride = 1, 1
     for layer in model.modules():
