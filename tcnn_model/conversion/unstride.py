@@ -19,7 +19,8 @@ _TRIAL_PIXELS = 24  # at least, along each axis, where an operation is compared 
 
 def is_strided(call: Call) -> bool:
     """Whether a call is a single operation (not a block of them) that reduces resolution by its own stride."""
-    return call.reduces and max(_stride(call.module)) > 1 and next(call.module.children(), None) is None
+    parts = call.module.children()
+    return call.reduces and max(_stride(call.module)) > 1 and all(next(p.parameters(), None) is None for p in parts)
 
 
 def unstride(call: Call, module: nn.Module) -> nn.Module:

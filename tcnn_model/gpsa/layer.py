@@ -52,6 +52,8 @@ class GPSA(nn.Module):
         center: Delta as (dy, dx) in input pixels, shape (heads, 2).
         gating: lambda, shape (heads,).
         raw_locality: alpha before the softplus, shape (heads,).
+        head_outputs: ``nn.Identity`` through which A_h X W_val of all heads pass, shape (B, heads, N_query, C_in),
+            before W_out: the place for a forward hook that reads or edits heads.
 
     Shape:
         (B, C_in, H, W) -> (B, C_out, H_out, W_out), any H and W at least as large as the kernel after padding.
@@ -115,6 +117,7 @@ class GPSA(nn.Module):
         self.raw_locality = parameter(self.heads)
         self.center = parameter(self.heads, 2)
         self.gating = parameter(self.heads)
+        self.head_outputs = nn.Identity()
         self._initialise(alpha, gates)
 
     @torch.no_grad()
@@ -260,7 +263,7 @@ class GPSA(nn.Module):
 
     def combine(self, gathered: Tensor, attention: GatedAttention) -> Tensor:
         """W_out of all heads and the bias: (B, heads, N_query, C_in) -> (B, C_out, H_out, W_out)."""
-        gathered = gathered.unflatten(2, (attention.y.queries, attention.x.queries))
+        gathered = self.head_outputs(gathered).unflatten(2, (attention.y.queries, attention.x.queries))
         if self.groups == 1:
             taps = self.weight.permute(0, 2, 3, 1).flatten(1)  # (C_out, heads * C_in)
             return F.linear(gathered.permute(0, 2, 3, 1, 4).flatten(3), taps, self.bias).permute(0, 3, 1, 2)

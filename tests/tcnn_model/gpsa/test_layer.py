@@ -1,14 +1,18 @@
 """The layer itself: initial values, views, shapes and errors."""
 
+import copy
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tcnn_model import GPSA, gpsa_layers
-from tests.tcnn_model.helpers import random
+from tests.tcnn_model.helpers import disturb, random
 
 
 def test_centres_are_the_offsets_of_the_taps_row_major() -> None:
@@ -77,6 +81,45 @@ def test_state_is_parameters_alone() -> None:
     layer(random(1, 3, 5, 7, dtype=torch.float32))  # caches nothing
     assert set(layer.state_dict()) == names
     assert set(GPSA(3, 5, 3, bias=False).state_dict()) == names - {"bias"}
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_heads_can_be_edited_before_the_projection(copied: Callable[[GPSA], GPSA], groups: int) -> None:
+    """Without a head's output the layer computes what it does without that head's tap."""
+    layer = copied(disturb(GPSA(3, 6, (2, 3), padding=1, groups=groups, dtype=torch.float64)))
+    x, seen = random(2, 3, 5, 7), []
+    without = copy.deepcopy(layer)
+    with torch.no_grad():
+        without.weight[:, :, 1, 0] = 0
+
+    def edit(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        seen.append(output.shape)
+        return output * (torch.arange(6) != 3)[:, None, None]
+
+    with layer.head_outputs.register_forward_hook(edit):
+        edited = layer(x)
+    assert seen == [(2, 6, 6 * 7, 3)]
+    assert torch.equal(edited, without(x))
+    assert not torch.equal(edited, layer(x))
+
+
+def test_a_function_mode_sees_the_gates() -> None:
+    layer, x = GPSA(3, 5, 3, gating=-30.0), torch.zeros(1, 3, 5, 7)
+
+    class Opened(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.sigmoid and args[0] is layer.gating:
+                self.seen += 1
+                return torch.ones(9)
+            return func(*args, **(kwargs or {}))
+
+    with Opened() as mode:
+        assert torch.equal(layer.gated_attention(x).gate, torch.ones(9))
+        layer(x)
+    assert mode.seen == 2
 
 
 @pytest.mark.parametrize("grid", [(5, 7), (3, 2), (1, 11)])
