@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "unknown name": (Chain, {"layers": "nearr"}, ValueError, r"no layers match 'nearr'; did you mean 'near'"),
     "unknown glob": (Chain, {"layers": ["near", "layer4.*"]}, ValueError, r"match 'layer4\.\*'"),
     "no names": (Chain, {"layers": []}, ValueError, "layers is empty"),
-    "predicate": (Chain, {"layers": lambda name, module: False}, ValueError, "chose none of the 3"),
+    "predicate": (Chain, {"layers": lambda name, module: False}, ValueError, "chose none of the 5 layers"),
     "unknown probe": (Chain, {"probes": ["softmacks"]}, ValueError, "no probe 'softmacks'; did you mean 'softmax'"),
     "no probes": (Chain, {"probes": []}, ValueError, "probes is empty"),
     "no probe": (Chain, {"probes": [3]}, TypeError, "expected a tcnn_probe.Probe or the name of one, got 3"),
