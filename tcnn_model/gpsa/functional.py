@@ -11,7 +11,7 @@ from tcnn_model import kernels
 from tcnn_model.gpsa.attention import GatedAttention, check_values, product
 from tcnn_model.gpsa.blocks import mix_and_apply
 from tcnn_model.gpsa.positional import Axis, apply_separable
-from tcnn_model.gpsa.precision import at_least_float32, autocast_dtype, widen, widest, without_autocast
+from tcnn_model.gpsa.precision import at_least_float32, autocast_dtype, without_autocast
 from tcnn_model.gpsa.statistics import AttentionStatistics, apply_and_measure, measure
 
 __all__ = ["Backend", "attend", "attend_and_measure", "check_backend", "gpsa"]
@@ -117,7 +117,7 @@ def attend_and_measure(
     attention, values, chosen = _prepare(attention, values, backend)
     with without_autocast(values):
         if chosen == "triton":
-            output, measured = _kernels(attention, values, statistics=True)
+            output, measured = kernels.gated_attention(attention, values, statistics=True)
             assert measured is not None
             return output, measured
         differentiable = (values, attention.query, attention.key, attention.position, attention.gate)
@@ -191,14 +191,7 @@ def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
 
 
 def _triton(attention: GatedAttention, values: Tensor) -> Tensor:
-    return _kernels(attention, values, statistics=False)[0]
-
-
-def _kernels(
-    attention: GatedAttention, values: Tensor, *, statistics: bool
-) -> tuple[Tensor, AttentionStatistics | None]:
-    query, key, position, gate = attention.query, attention.key, widest(attention.position), widen(attention.gate)
-    return kernels.gated_attention(query, key, values, position, gate, attention.y, attention.x, statistics=statistics)
+    return kernels.gated_attention(attention, values)[0]
 
 
 _APPLY = {"dense": _dense, "blocks": _blocks, "fused": _fused, "triton": _triton}
