@@ -171,7 +171,7 @@ def gradients(output: Tensor, tensors: Tensors, upstream: Tensor) -> Tensors:
 def assert_as_the_equations(
     function: Callable[..., tuple[Tensor, AttentionStatistics | None]], tensors: Tensors, y: Axis, x: Axis, c: float = 8
 ) -> None:
-    """At most c eps sum|terms| from the equations in float64: output, statistics, and gradients where they are recorded.
+    """At most c eps sum|terms| from the equations in float64: output, statistics, gradients where they are recorded.
 
     Rounding was seen to reach 2, in float64, where it is partly that of the equations themselves. Statistics are in
     float32 at least, gradients have the rounding of the queries.

@@ -40,18 +40,15 @@ NARROW: dict[str, dict[str, Any]] = {
     "nf_resnet50": {"depths": (1, 1, 2, 3), "channels": (32, 64, 96, 128)},
     "tf_efficientnetv2_s": {"channel_multiplier": 0.125, "depth_multiplier": 0.2},
     "convnext_tiny": {"depths": (1, 1, 2, 3), "dims": (8, 16, 24, 32)},
-    "convnextv2_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
+    "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
     "inception_next_atto": {"depths": (1, 1, 1, 1)},
     "t_resnet50": {**_BOTTLENECK, "layers": (1, 1, 1, 1)},
-    "ghostnet_050": {"drop_rate": 0.0},
 }
 # These have no arguments for a narrower relative, and are small or the smallest of their kind.
 _FULL_SIZE = (
-    "regnety_002",
     "efficientnet_b0",
     "mobilenetv3_small_050",
     "repvgg_b0",
-    "hrnet_w18_small",
 )
 
 

@@ -19,9 +19,7 @@ LAST_STAGE = {
     "resnetv2_50d_gn": [f"stages.3.blocks.{i}.conv2" for i in range(3)],
     "vgg11_bn": ["features.22", "features.25"],
     "densenet121": [f"features.denseblock4.denselayer{i}.conv2" for i in range(1, 17)],
-    "regnety_002": [f"s4.b{i}.conv2.conv" for i in range(1, 8)],
     "efficientnet_b0": [*(f"blocks.5.{i}.conv_dw" for i in range(4)), "blocks.6.0.conv_dw"],  # no conv_head
-    "mobilenetv3_small_050": [f"blocks.4.{i}.conv_dw" for i in range(3)],
     "convnext_tiny": ["stages.3.downsample.1", *(f"stages.3.blocks.{i}.conv_dw" for i in range(3))],
     "res2net50_26w_4s": [f"layer4.{i}.convs.{j}" for i in range(3) for j in range(3)],
     "skresnet50": [f"layer4.{i}.conv2.paths.{j}.conv" for i in range(3) for j in range(2)],
