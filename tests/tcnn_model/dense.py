@@ -55,7 +55,7 @@ class Case:
 _FAR = ((-40.0, 80.0 * 300, -80.0 * 300), (-20.0, 40.0 * 1.5, 0.0), (0.0, 0.0, 0.0))
 _GATES = {"content": (0.0, 0.0, 0.0), "positional": (1.0, 1.0, 1.0), "both": (0.999999, 1e-7, 0.5)}
 EXTREMES = {
-    name: Case(Axis(3, 1, 1, 3), Axis(7, 1, 2, 3), 3, 2, 5, gate=gate, v_pos=_FAR, sharpness=30.0)
+    name: Case(Axis(3, 2, 1, 3), Axis(7, 2, 2, 3), 3, 2, 5, gate=gate, v_pos=_FAR, sharpness=30.0)
     for name, gate in _GATES.items()
 }
 

@@ -45,7 +45,7 @@ def test_extremes(name: str) -> None:
 @pytest.mark.usefixtures("small_blocks")
 def test_gradients_are_the_numerical_ones() -> None:
     """Every element of every argument, so the sizes are small: the cases above are the large ones."""
-    case = Case(Axis(2, 1, 1, 3), Axis(3, 2, 1, 3), 1, 1, 1)
+    case = Case(Axis(1, 1, 1, 3), Axis(3, 2, 1, 3), 1, 1, 1)
     tensors = case.inputs()
 
     def function(*arguments: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def test_any_strides() -> None:
     assert torch.equal(flat, dense)  # also where all strides of the upstream gradient are zero
 
 
-@pytest.mark.parametrize("wanted", NAMES)
+@pytest.mark.parametrize("wanted", ["key", "values", "gate"])
 def test_only_the_gradients_that_are_wanted(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tcnn_model.kernels import backward
 
@@ -69,7 +69,7 @@ def test_only_the_gradients_that_are_wanted(wanted: str, monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of opcheck's own
 def test_opcheck() -> None:
     arguments = (*CASE.inputs(torch.float32).values(), list(Line.of(CASE.y)), list(Line.of(CASE.x)))
-    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]  # the rest is compiled below
     results = torch.library.opcheck(torch.ops.tcnn_model.gated_attention_statistics, arguments, test_utils=tests)
     assert set(results.values()) == {"SUCCESS"}
 

@@ -100,11 +100,11 @@ def test_trying_draws_no_random_numbers_and_arguments_reach_the_pool() -> None:
 
 @torch.no_grad()
 def test_gflops_of_the_papers_resnet() -> None:
-    """Thesis, 5.3: 4.6 against 4.1, in multiply-adds."""
-    for model, expected in ((on_meta("resnet50"), 4.1), (add_attention_pool(on_meta("resnet50")), 4.6)):
-        with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-            model.eval()(torch.empty(1, 3, 224, 224, device="meta"))
-        assert counter.get_total_flops() / 2e9 == pytest.approx(expected, abs=0.06)
+    """Thesis, 5.3: 4.6 against 4.1 without, in multiply-adds."""
+    model = add_attention_pool(on_meta("resnet50"), inplace=True)
+    with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        model.eval()(torch.empty(1, 3, 224, 224, device="meta"))
+    assert counter.get_total_flops() / 2e9 == pytest.approx(4.6, abs=0.06)
 
 
 # Copies

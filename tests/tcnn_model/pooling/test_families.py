@@ -21,7 +21,7 @@ HEADS = {  # what has to take a pooled vector, or one for each class
     "1 x 1 convolution, activation, Linear": "mobilenetv3_small_050",
     "a hidden Linear": "convnext_atto",
 }
-OTHERS = ("resnet18", "convnext_tiny", "vgg11_bn", "inception_next_atto", "t_resnet50")
+OTHERS = ("resnet18", "convnext_tiny", "inception_next_atto", "t_resnet50")
 
 
 def small(name: str) -> Any:
