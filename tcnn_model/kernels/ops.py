@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model.gpsa.attention import GatedAttention
-from tcnn_model.gpsa.precision import widen, widest
+from tcnn_model.gpsa.precision import at_least_float32, widen, widest
 from tcnn_model.gpsa.statistics import AttentionStatistics
 from tcnn_model.kernels import launch
 from tcnn_model.kernels.grid import Grid, Line
@@ -77,7 +77,7 @@ def _output(q: Tensor, v: Tensor) -> Tensor:
 
 
 def _normaliser(q: Tensor) -> Tensor:
-    return q.new_empty((2, *q.shape[:3]), dtype=launch.wide(q.dtype))
+    return q.new_empty((2, *q.shape[:3]), dtype=at_least_float32(q.dtype))
 
 
 @torch.library.custom_op("tcnn_model::gated_attention", mutates_args=())
@@ -88,7 +88,7 @@ def _forward(
 
     grid = Grid.unpack(y, x)
     with torch.cuda.device_of(q):
-        table = tables.positional_table(position, grid, launch.wide(q.dtype))
+        table = tables.positional_table(position, grid, at_least_float32(q.dtype))
         normaliser, _ = forward.content_normaliser(q, k)
         out, _ = forward.mix(q, k, v, normaliser, gate, table, grid)
     return out, normaliser, table
@@ -102,7 +102,7 @@ def _forward_with_statistics(
 
     grid = Grid.unpack(y, x)
     with torch.cuda.device_of(q):
-        table = tables.positional_table(position, grid, launch.wide(q.dtype))
+        table = tables.positional_table(position, grid, at_least_float32(q.dtype))
         normaliser, content_entropy = forward.content_normaliser(q, k, statistics=True)
         out, measured = forward.mix(q, k, v, normaliser, gate, table, grid, statistics=True)
     assert content_entropy is not None
@@ -158,13 +158,13 @@ def _backward_values(
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, position: Tensor, gate: Tensor, y: list[int], x: list[int]) -> Any:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     normaliser = _normaliser(q)
     return _output(q, v), normaliser, normaliser.new_empty(q.shape[1], 12, q.shape[2])
 
 
 @_forward_with_statistics.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, position: Tensor, gate: Tensor, y: list[int], x: list[int]) -> Any:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     normaliser = _normaliser(q)
     table = normaliser.new_empty(q.shape[1], 12, q.shape[2])
     per_query = (normaliser.new_empty(q.shape[:3]) for _ in range(3))
@@ -172,39 +172,19 @@ def _(q: Tensor, k: Tensor, v: Tensor, position: Tensor, gate: Tensor, y: list[i
 
 
 @_backward_queries.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    normaliser: Tensor,
-    gate: Tensor,
-    table: Tensor,
-    grad: Tensor,
-    y: list[int],
-    x: list[int],
-) -> Any:
+def _(q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, *rest: Any) -> Any:
     heads = q.shape[1]
     position, share = (q.new_empty(shape, dtype=torch.float64) for shape in ((heads, 3), (heads,)))
     return launch.padded_empty(*q.shape, like=q), position, share, torch.empty_like(normaliser[0])
 
 
 @_backward_keys.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, grad: Tensor, content_mean: Tensor) -> Tensor:
+def _(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
     return launch.padded_empty(*k.shape, like=k)
 
 
 @_backward_values.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    normaliser: Tensor,
-    gate: Tensor,
-    table: Tensor,
-    grad: Tensor,
-    y: list[int],
-    x: list[int],
-) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return launch.padded_empty(*v.shape, like=v)
 
 
