@@ -1,4 +1,4 @@
-"""What a convolution module really computes: filters, bias, stride, padding, seen in the one call it makes.
+"""The convolution that a module computes: filters, bias, stride and padding, seen in the one call that it makes.
 
 Weight-standardised and "same"-padded layers are subclasses of ``nn.Conv2d`` with a forward of their own. Rather than
 retype their formulas, the forward is run and the arguments it hands to ``conv2d`` are taken.
@@ -6,19 +6,18 @@ retype their formulas, the forward is run and the arguments it hands to ``conv2d
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tcnn_model.gpsa.positional import Axis
+from tcnn_model.gpsa.positional import Axis, Padding, axes
 
-__all__ = ["Convolution", "Padding", "describe"]
+__all__ = ["Convolution", "describe"]
 
 Pair = tuple[int, int]
-Padding = Pair | Literal["same"]
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,7 @@ class Convolution:
 
     def axes(self, height: int, width: int) -> tuple[Axis, Axis]:
         """The two spatial axes for an input of height x width pixels."""
-        py, px = (self.padding, self.padding) if isinstance(self.padding, str) else self.padding
-        spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-        return Axis(height, self.stride[0], py, spans[0]), Axis(width, self.stride[1], px, spans[1])
+        return axes((height, width), self.kernel_size, self.stride, self.padding, self.dilation)
 
 
 def describe(module: nn.Module) -> Convolution:

@@ -12,7 +12,7 @@ __all__ = ["updated_feature_info"]
 
 
 def updated_feature_info(model: nn.Module, before: Iterable[Call], after: Iterable[Call]) -> Any:
-    """``model.feature_info`` for what the model becomes: stages on a doubled grid reduce half as much.
+    """The ``feature_info`` of a converted model: stages on a doubled grid reduce half as much.
 
     Args:
         model: as yet unconverted. Neither it nor its class is changed.

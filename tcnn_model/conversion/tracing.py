@@ -1,4 +1,4 @@
-"""Seeing at which resolution each module of a network works, by running it once with hooks."""
+"""The resolution at which each module of a network works, seen by running it once with hooks."""
 
 import copy
 from dataclasses import dataclass, replace

@@ -24,7 +24,7 @@ def is_strided(call: Call) -> bool:
 
 
 def unstride(call: Call, module: nn.Module) -> nn.Module:
-    """The same operation at stride 1, on the same grid: its output at every s-th pixel is the strided output.
+    """Make an operation of stride 1 on the same grid, whose output at every s-th pixel is the strided output.
 
     Where it would fall short of the grid (2 x 2 convolutions and pools without padding, 3 x 3 without padding), its
     input is extended equally on both sides, an odd pixel to the right and down: for a pool the border is repeated, so

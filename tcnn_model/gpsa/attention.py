@@ -1,4 +1,4 @@
-"""What gated positional self-attention attends to in one batch, before it meets the values (T-CNN paper, Eq. 7).
+"""The gated attention of one batch, before it is applied to the values (T-CNN paper, Eq. 7).
 
 Everything that has such attention, our :class:`~tcnn_model.GPSA` and timm's ConViT layers, can be described by one
 :class:`GatedAttention`: :func:`~tcnn_model.gpsa` applies it, a probe measures it.
@@ -30,7 +30,7 @@ class GatedAttention:
         x: horizontal axis.
 
     Raises:
-        TypeError: what should be a floating tensor or an :class:`Axis` is none.
+        TypeError: an argument that is no floating tensor, or no :class:`Axis`.
         ValueError: shapes that do not fit each other or the grid, an empty grid, or a mixture of devices or dtypes.
     """
 
@@ -86,7 +86,7 @@ class GatedAttention:
         return log_rows.narrow(2, self.y.before, self.y.length), log_cols.narrow(2, self.x.before, self.x.length)
 
     def factors_on_pixels(self) -> tuple[Tensor, Tensor]:
-        """Of :meth:`factors` the columns of real pixels."""
+        """The factors without the columns of the padding, (heads, y.queries, H) and (heads, x.queries, W)."""
         log_rows, log_cols = self.log_factors_on_pixels()
         return log_rows.exp(), log_cols.exp()
 

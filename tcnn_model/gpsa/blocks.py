@@ -62,7 +62,7 @@ def mix_and_apply(
 
 
 @mix_and_apply.register_fake
-def _(query: Tensor, key: Tensor, values: Tensor, log_rows: Tensor, log_cols: Tensor, gate: Tensor) -> Tensor:
+def _(query: Tensor, key: Tensor, values: Tensor, *rest: Tensor) -> Tensor:
     return _empty_output(query, values)
 
 
@@ -113,17 +113,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    d_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    values: Tensor,
-    log_rows: Tensor,
-    log_cols: Tensor,
-    gate: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    empty = [torch.empty_like(x) for x in (query, key, values, log_rows, log_cols, gate)]
-    return empty[0], empty[1], empty[2], empty[3], empty[4], empty[5]
+def _(d_output: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in inputs)
 
 
 def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

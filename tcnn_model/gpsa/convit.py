@@ -51,7 +51,7 @@ def accelerate(model: nn.Module) -> "Acceleration":
 
 
 class Acceleration:
-    """What :func:`accelerate` did, to be undone once by ``remove()`` or at the end of a ``with`` statement."""
+    """Handle of :func:`accelerate`: ``remove()``, or the end of a ``with`` statement, undoes it."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._classes = [(layer, type(layer)) for layer in layers]
@@ -74,10 +74,10 @@ class Acceleration:
 
 
 def convit_attention(layer: convit.GPSA, qk: Tensor) -> GatedAttention:
-    """The attention of a ConViT layer on the square grid that the layer itself takes its tokens to lie on.
+    """Describe the attention of a ConViT layer, on the square grid that its tokens lie on.
 
     Args:
-        layer: of heads heads of d channels.
+        layer: the layer, unchanged.
         qk: output of its ``qk`` projection, shape (B, N, 2 * heads * d).
 
     Raises:

@@ -11,7 +11,7 @@ from tcnn_model import kernels
 from tcnn_model.gpsa.attention import GatedAttention, check_values, product
 from tcnn_model.gpsa.blocks import mix_and_apply
 from tcnn_model.gpsa.positional import Axis, apply_separable
-from tcnn_model.gpsa.precision import at_least_float32, autocast_dtype, widen, widest, without_autocast
+from tcnn_model.gpsa.precision import at_least_float32, autocast_dtype, without_autocast
 from tcnn_model.gpsa.statistics import AttentionStatistics, apply_and_measure, measure
 
 __all__ = ["Backend", "attend", "attend_and_measure", "check_backend", "gpsa"]
@@ -95,7 +95,7 @@ def gpsa(
         shape (B, heads, N_query, C), with the dtype of the values; or that and the statistics.
 
     Raises:
-        TypeError: what should be a floating tensor or an Axis is none.
+        TypeError: an argument that is no floating tensor, or no Axis.
         ValueError: shapes that do not fit each other or the grid, an empty grid, a mixture of devices or dtypes, a
             backend that does not exist or cannot do this.
     """
@@ -104,7 +104,7 @@ def gpsa(
 
 
 def attend(attention: GatedAttention, values: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """As :func:`gpsa`, for an attention already described."""
+    """Apply a described attention: the output of :func:`gpsa`, shape (B, heads, N_query, C)."""
     attention, values, chosen = _prepare(attention, values, backend)
     with without_autocast(values):
         return _APPLY[chosen](attention, values)
@@ -113,11 +113,11 @@ def attend(attention: GatedAttention, values: Tensor, *, backend: Backend = "aut
 def attend_and_measure(
     attention: GatedAttention, values: Tensor, *, backend: Backend = "auto"
 ) -> tuple[Tensor, AttentionStatistics]:
-    """As :func:`gpsa` with statistics, for an attention already described."""
+    """Apply and measure a described attention: the output and statistics of :func:`gpsa`."""
     attention, values, chosen = _prepare(attention, values, backend)
     with without_autocast(values):
         if chosen == "triton":
-            output, measured = _kernels(attention, values, statistics=True)
+            output, measured = kernels.gated_attention(attention, values, statistics=True)
             assert measured is not None
             return output, measured
         differentiable = (values, attention.query, attention.key, attention.position, attention.gate)
@@ -127,7 +127,7 @@ def attend_and_measure(
 
 
 def _prepare(attention: GatedAttention, values: Tensor, backend: Backend) -> tuple[GatedAttention, Tensor, Backend]:
-    """What autocast makes of the arguments, and the backend to use; raises if there is none that can."""
+    """The arguments as autocast lowers them, and the backend to use; raises if it cannot do this."""
     dtype = autocast_dtype(attention.query)
     attention = replace(attention, query=attention.query.to(dtype), key=attention.key.to(dtype))
     values = values.to(autocast_dtype(values))
@@ -141,7 +141,7 @@ def _prepare(attention: GatedAttention, values: Tensor, backend: Backend) -> tup
 
 
 def check_backend(backend: Backend) -> Backend:
-    """The backend, if there is one of that name."""
+    """Return the backend; raise if there is none of that name."""
     if backend not in get_args(Backend):
         raise ValueError(f"expected backend to be one of {', '.join(get_args(Backend))}; got {backend!r}")
     return backend
@@ -191,14 +191,7 @@ def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
 
 
 def _triton(attention: GatedAttention, values: Tensor) -> Tensor:
-    return _kernels(attention, values, statistics=False)[0]
-
-
-def _kernels(
-    attention: GatedAttention, values: Tensor, *, statistics: bool
-) -> tuple[Tensor, AttentionStatistics | None]:
-    query, key, position, gate = attention.query, attention.key, widest(attention.position), widen(attention.gate)
-    return kernels.gated_attention(query, key, values, position, gate, attention.y, attention.x, statistics=statistics)
+    return kernels.gated_attention(attention, values)[0]
 
 
 _APPLY = {"dense": _dense, "blocks": _blocks, "fused": _fused, "triton": _triton}

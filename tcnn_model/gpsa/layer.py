@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tcnn_model.conversion.convolution import Convolution, describe
 from tcnn_model.gpsa.attention import GatedAttention
 from tcnn_model.gpsa.functional import Backend, attend, check_backend
-from tcnn_model.gpsa.positional import Axis, gaussian_position
+from tcnn_model.gpsa.positional import Axis, axes, gaussian_position
 from tcnn_model.gpsa.precision import widen, widest
 
 __all__ = ["GPSA", "gpsa_layers", "inverse_softplus"]
@@ -42,7 +42,7 @@ class GPSA(nn.Module):
         qk_dim: channels d of queries and keys per head; ``max(1, in_channels // heads)`` unless given.
         locality_strength: initial alpha > 0, in 1 / pixel^2: one number, or one per head.
         gating: initial lambda, one number, or one per head.
-        backend: how attention is computed, see :func:`~tcnn_model.gpsa`; kept as an attribute that may be changed.
+        backend: how attention is computed, as in :func:`~tcnn_model.gpsa`; an attribute that may be changed later.
 
     Attributes:
         weight, bias: the convolution's own, (C_out, C_in / groups, k_h, k_w) and (C_out,): W_out of all heads. So a
@@ -134,7 +134,8 @@ class GPSA(nn.Module):
         taps = [(r, c) for r in range(self.kernel_size[0]) for c in range(self.kernel_size[1])]
         dy, dx = self.dilation
         # With "same" padding queries sit at the centre of the kernel, whatever the size of the image.
-        py, px = ((e - 1) // 2 for e in self._extents()) if isinstance(self.padding, str) else self.padding
+        middle = dy * (self.kernel_size[0] - 1) // 2, dx * (self.kernel_size[1] - 1) // 2
+        py, px = middle if isinstance(self.padding, str) else self.padding
         self.center.copy_(torch.tensor([(r * dy - py, c * dx - px) for r, c in taps]))
         self.gating.copy_(gates)
 
@@ -206,27 +207,21 @@ class GPSA(nn.Module):
         return gaussian_position(alpha, widest(self.center))
 
     def axes(self, height: int, width: int) -> tuple[Axis, Axis]:
-        """Query and key positions along y and x for an input of height x width pixels.
+        """Describe the two spatial axes of an input of height x width pixels.
 
         Raises:
             ValueError: the padded input is smaller than the kernel.
         """
-        extents, padding = self._extents(), self.padding
-        py, px = (padding, padding) if isinstance(padding, str) else padding
-        y, x = Axis(height, self.stride[0], py, extents[0]), Axis(width, self.stride[1], px, extents[1])
+        y, x = axes((height, width), self.kernel_size, self.stride, self.padding, self.dilation)
         if y.queries < 1 or x.queries < 1 or height < 1 or width < 1:
             raise ValueError(
-                f"feature map smaller than the kernel: expected at least {extents[0]} x {extents[1]} pixels after "
+                f"feature map smaller than the kernel: expected at least {y.extent} x {x.extent} pixels after "
                 f"padding {self.padding!r}, got a feature map of {height} x {width}"
             )
         return y, x
 
-    def _extents(self) -> list[int]:
-        """Pixels spanned by the kernel along y and x."""
-        return [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-
     def gated_attention(self, x: Tensor) -> GatedAttention:
-        """What attends to what for input ``x`` (B, C_in, H, W), in parts: see :class:`GatedAttention`."""
+        """Describe the attention for an input (B, C_in, H, W): queries, keys, positions and gates."""
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f"expected an input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}")
         axis_y, axis_x = self.axes(x.shape[2], x.shape[3])

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from tcnn_model.gpsa.precision import widest
 
-__all__ = ["Axis", "apply_separable", "gaussian_position", "log_positional_factors"]
+__all__ = ["Axis", "Padding", "apply_separable", "axes", "gaussian_position", "log_positional_factors"]
+
+Pair = tuple[int, int]
+Padding = Pair | Literal["same"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,13 @@ class Axis:
     def key_positions(self, like: Tensor) -> Tensor:
         """Key pixels, shape (keys,), with the dtype and device of ``like``."""
         return torch.arange(self.keys, dtype=like.dtype, device=like.device) - self.before
+
+
+def axes(size: Pair, kernel_size: Pair, stride: Pair, padding: Padding, dilation: Pair) -> tuple[Axis, Axis]:
+    """The vertical and the horizontal axis of a convolution-like layer on a map of ``size`` (H, W)."""
+    py, px = (padding, padding) if isinstance(padding, str) else padding
+    extents = [d * (k - 1) + 1 for d, k in zip(dilation, kernel_size, strict=True)]
+    return Axis(size[0], stride[0], py, extents[0]), Axis(size[1], stride[1], px, extents[1])
 
 
 def gaussian_position(locality_strength: Tensor, center: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ __all__ = ["AttentionStatistics", "apply_and_measure", "measure"]
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """Of every query of gated attention, in float32 (float64 where the attention is in float64), without gradients.
+    """Entropies, distances and sums of a gated attention, for every query.
 
+    In float32, or float64 where the attention is in float64, and without gradients.
     A is the whole attention, C its content and P its positional part. A and P are distributions over the real pixels
     and the zero padding, C over real pixels only. Entropies are in nats, distances in input pixels of the layer.
 
@@ -73,18 +74,18 @@ def _in_blocks(attention: GatedAttention, values: Tensor | None) -> tuple[Tensor
     for at in blocks_of_queries(query, key):
         image, which, block = at
         if image == 0:  # the same for all images
-            place = _place(attention, rows, cols, which, block, wide)
+            positions = _positional_block(attention, rows, cols, which, block, wide)
         logits = query[at] @ key[image, which].transpose(1, 2)
         content = torch.softmax(logits, -1)
         top, log_share = logits.amax(-1, keepdim=True), content.amax(-1).log()  # of the key most attended to
         results["lse"][at] = top[..., 0] - log_share
         # -sum C log C with log C = (logits - top) + log_share
         results["content"][at] = -log_share - content.mul(logits.sub_(top)).sum(-1)
-        mixed = content.lerp_(place.positional, place.gate)
+        mixed = content.lerp_(positions.positional, positions.gate)
         if output is not None and values is not None:
             output[at] = mixed.to(values.dtype) @ values[image, which if values.shape[1] > 1 else slice(None)]
-        results["entropy"][at] = _entropy(mixed) + place.entropy_on_padding
-        results["distance"][at] = (mixed * place.distance).sum(-1) + place.distance_on_padding
+        results["entropy"][at] = _entropy(mixed) + positions.entropy_on_padding
+        results["distance"][at] = (mixed * positions.distance).sum(-1) + positions.distance_on_padding
         received[image, which] += mixed.sum(1)
     along_y, along_x = _entropy(rows).to(wide), _entropy(cols).to(wide)  # the entropy of a product is the sum of theirs
     statistics = AttentionStatistics(
@@ -99,26 +100,19 @@ def _in_blocks(attention: GatedAttention, values: Tensor | None) -> tuple[Tensor
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What a block of queries of some heads has in common for all images.
+class _PositionalBlock:
+    """Positional attention of a block of queries: the same for all images."""
 
-    Args:
-        positional: P at the real pixels, shape (heads, queries, H * W).
-        distance: from each query to each real pixel, shape (queries, H * W).
-        entropy_on_padding, distance_on_padding: what the padding contributes, shape (heads, queries).
-        gate: shape (heads, 1, 1).
-    """
-
-    positional: Tensor
-    distance: Tensor
-    entropy_on_padding: Tensor
+    positional: Tensor  # P at the real pixels, (heads, queries, H * W)
+    distance: Tensor  # from each query to each real pixel, (queries, H * W)
+    entropy_on_padding: Tensor  # what the padding contributes, (heads, queries)
     distance_on_padding: Tensor
-    gate: Tensor
+    gate: Tensor  # (heads, 1, 1)
 
 
-def _place(
+def _positional_block(
     attention: GatedAttention, rows: Tensor, cols: Tensor, heads: slice, queries: slice, dtype: torch.dtype
-) -> _Place:
+) -> _PositionalBlock:
     y, x, gate = attention.y, attention.x, attention.gate[heads, None, None].to(dtype)
     index = torch.arange(y.queries * x.queries, device=rows.device)[queries]
     at_row, at_col = index // x.queries, index % x.queries
@@ -129,7 +123,7 @@ def _place(
     real = (..., slice(y.before, y.before + y.length), slice(x.before, x.before + x.length))
     beyond = gate[..., None] * positional
     beyond[real] = 0
-    return _Place(
+    return _PositionalBlock(
         positional=positional[real].flatten(2),
         distance=distance[real].flatten(1),
         entropy_on_padding=_entropy(beyond.flatten(2)),

@@ -1,4 +1,4 @@
-"""Gated positional self-attention on the GPU (Triton), in memory linear in the number of pixels. See README.md."""
+"""Gated positional self-attention on the GPU (Triton), in memory linear in the number of pixels (README.md)."""
 
 from tcnn_model.kernels.ops import available, gated_attention
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_model.kernels import launch
 from tcnn_model.kernels.grid import Grid
 from tcnn_model.kernels.tables import padding_statistics
@@ -153,7 +154,7 @@ def content_normaliser(q: Tensor, k: Tensor, *, statistics: bool = False) -> tup
     batch, heads, n_q, dim = q.shape
     q, k = launch.aligned(q), launch.aligned(k)
     size = launch.blocks("lse", q, dim)
-    normaliser = launch.empty(2, batch, heads, n_q, like=q, dtype=launch.wide(q.dtype))
+    normaliser = launch.empty(2, batch, heads, n_q, like=q, dtype=at_least_float32(q.dtype))
     entropy = launch.empty(batch, heads, n_q, like=normaliser) if statistics else None
     _lse[(batch * heads * triton.cdiv(n_q, size.queries),)](
         q, k, normaliser, normaliser if entropy is None else entropy, *launch.strides(q), *launch.strides(k),

@@ -42,7 +42,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def unpack(cls, y: list[int], x: list[int]) -> "Grid":
-        """Undo the operator's ``list(Line)``."""
+        """Make the grid of an operator's two lists of integers."""
         return cls(Line(*y), Line(*x))
 
     @property

@@ -1,4 +1,4 @@
-"""What every launch of a kernel needs: memory for its results, and the sizes of its tiles."""
+"""Launching kernels: memory for their results, and the sizes of their tiles."""
 
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tcnn_model.gpsa.precision import at_least_float32
 
 __all__ = [
     "Blocks",
@@ -21,7 +23,6 @@ __all__ = [
     "triton_dtype",
     "unit",
     "using_blocks",
-    "wide",
 ]
 
 Pass = Literal["lse", "mix", "queries", "keys", "values"]
@@ -101,14 +102,9 @@ def empty(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor
 
 
 def padded_empty(*shape: int, like: Tensor) -> Tensor:
-    """As :func:`empty`, with rows that lie a multiple of 16 bytes apart."""
+    """Uninitialised memory with rows that lie a multiple of 16 bytes apart."""
     *outer, row = shape
     return empty(*outer, row + -row % unit(like.dtype), like=like)[..., :row]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are kept in: float32, and float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
@@ -123,7 +119,7 @@ def numerics(dtype: torch.dtype) -> dict[str, Any]:
     import triton
 
     return {
-        "ACC": triton_dtype(wide(dtype)),
+        "ACC": triton_dtype(at_least_float32(dtype)),
         "UNIT": unit(dtype),
         "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         "INTERPRETED": triton.knobs.runtime.interpret,

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_model.kernels.grid import Grid, Line
-from tcnn_model.kernels.launch import wide
 
 __all__ = [
     "backward_keys",
@@ -82,7 +82,7 @@ def padding_statistics(gate: Tensor, table: Tensor, grid: Grid) -> tuple[Tensor,
 
 
 def _logits(q: Tensor, k: Tensor) -> Tensor:
-    dtype = wide(q.dtype)
+    dtype = at_least_float32(q.dtype)
     return q.to(dtype) @ k.to(dtype).mT * (q.shape[-1] ** -0.5 * _LOG2E)
 
 

@@ -1,4 +1,4 @@
-"""What positional attention needs to know of each query, and what falls on the padding (Triton).
+"""Tables of positional attention: what it is for each query, and how much falls on the padding (Triton).
 
 Neither depends on the image. ``reference.py`` has the same functions in PyTorch.
 """
@@ -169,7 +169,7 @@ def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor
 
 
 def padding_statistics(gate: Tensor, table: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """What the padding adds to the entropy (nats) and to the attention distance, the same for every image.
+    """Entropy (nats) and attention distance that the padding adds, the same for every image.
 
     Args:
         gate: shape (heads,).

@@ -1,1 +1,1 @@
-"""Model families of the papers, in timm's registry."""
+"""Model families of the papers, in timm's registry: T-ResNet and PatchConvNet."""

@@ -47,9 +47,10 @@ class Block(nn.Module):
 
 
 class PatchConvNet(nn.Module):
-    """See the module. Takes images of any height and width; there is a patch for every 16 x 16 pixels.
+    """A trunk of residual blocks at one resolution, pooled by attention (PatchConvNet paper, Fig. 3).
 
-    Patch (i, j) is centred at pixel (16 i, 16 j), as its strided convolutions are, not in the middle of these.
+    Images of any height and width are split into one patch for every 16 x 16 pixels. Patch (i, j) is centred at pixel
+    (16 i, 16 j), as its strided convolutions are, not in the middle of these.
 
     Args:
         embed_dim, depth: d and N, the two parameters of the family.
@@ -133,7 +134,7 @@ class PatchConvNet(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new classifier, not trained yet; per class, new tokens too, the rest of the pooling as it is.
+        """Replace the classifier by a new one, not trained yet; per class, the tokens too.
 
         Args:
             num_classes: 0 for none: features are then (B, d), or (B, K, d) of the tokens as they are.
@@ -171,7 +172,7 @@ class PatchConvNet(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """timm's: what chosen blocks give, (B, d, H / 16, W / 16) each, and the features.
+        """Outputs of chosen blocks, (B, d, H / 16, W / 16) each, and the features, as timm asks for them.
 
         Args:
             x: images, shape (B, C, H, W).
@@ -194,7 +195,7 @@ class PatchConvNet(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """timm's: drop blocks after the last one asked for and, if ``prune_head``, pooling and classifier."""
+        """Drop blocks after the last one asked for and, if ``prune_head``, pooling and classifier."""
         wanted, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_head:

@@ -1,1 +1,1 @@
-"""Attention in place of a convnet's average pooling."""
+"""Attention-based aggregation: learned pooling in place of a convnet's average pooling."""

@@ -80,7 +80,7 @@ def add_attention_pool(
 
 
 def specialize(model: nn.Module, *, inplace: bool = False) -> nn.Module:
-    """From a trained single token to one token for each class, to be fine-tuned (PatchConvNet paper, §3.1).
+    """Turn a trained single token into one token for each class, to be fine-tuned (PatchConvNet paper, §3.1).
 
     Each class gets a copy of the token, and the classifier's row as its score; all else stays. The maps of all classes
     are then the same, until they are trained. What changes at once: with a token a class only patches are among the
@@ -177,7 +177,7 @@ def _without_conv_mlp(model: nn.Module) -> None:
 
 
 def _check_hooks(model: Any, place: _Place, per_class: bool) -> None:
-    """What is taken away must not carry hooks, which would be lost."""
+    """Raise if a module that is taken away carries hooks: they would be lost."""
     leaving = list(model.get_submodule(place.name).modules())
     if per_class:
         leaving.append(model.get_classifier())
@@ -208,7 +208,7 @@ def _classes(model: Any) -> int:
 
 
 def _like(model: nn.Module) -> Tensor:
-    """What has the model's device and dtype."""
+    """A tensor with the model's device and dtype."""
     return next(model.parameters(), torch.empty(0))
 
 

@@ -49,7 +49,7 @@ class PatchAttention(nn.Module):
 
     @classmethod
     def of(cls, attention: nn.Module, tokens: int) -> "PatchAttention":
-        """With the very layers of a ``cait.ClassAttn``."""
+        """Make one of the very layers of a ``cait.ClassAttn``."""
         theirs: Any = attention
         ours = cls(theirs.q.in_features, theirs.num_heads, tokens=tokens, device="meta")
         for name, layer in theirs.named_children():
@@ -129,7 +129,7 @@ class AttentionPool2d(nn.Module):
         return self.num_classes is not None
 
     def reset_tokens(self, num_classes: int) -> None:
-        """New tokens, not trained yet, for so many classes; the block stays as it is.
+        """Replace the tokens by new ones, not trained yet, for so many classes; the block stays as it is.
 
         Raises:
             ValueError: there is a single token, of no class; or no classes.
@@ -143,7 +143,7 @@ class AttentionPool2d(nn.Module):
         self.num_classes = self.block.attn.tokens = num_classes
 
     def specialize(self, num_classes: int) -> None:
-        """The single token copied for each class, with the block's own weights: see :func:`tcnn_model.specialize`.
+        """Copy the single token for each class; the block keeps its weights (:func:`tcnn_model.specialize`).
 
         Raises:
             ValueError: there is a token for each class already; or no classes.
@@ -158,7 +158,7 @@ class AttentionPool2d(nn.Module):
         self.num_classes = num_classes
 
     def reset_parameters(self) -> None:
-        """Tokens and weights from a normal distribution of standard deviation 0.02, cut at 2; biases 0."""
+        """Draw tokens and weights from a normal distribution of standard deviation 0.02, cut at 2; set biases to 0."""
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -180,7 +180,7 @@ class ClassScores(nn.Linear):
 
     @classmethod
     def of(cls, classifier: nn.Module) -> "ClassScores":
-        """With the rows of a classifier, a Linear or a 1 x 1 convolution; a Linear's very parameters.
+        """Make one of a classifier's rows: a Linear's very parameters, or those of a 1 x 1 convolution.
 
         Raises:
             ValueError: any other layer, or one whose weight is computed from other parameters.

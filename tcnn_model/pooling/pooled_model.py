@@ -1,4 +1,4 @@
-"""What a timm model that pools by attention is made of: its pool, and a class that knows of it."""
+"""A timm model that pools by attention: its pool, and a class whose methods know of the pool."""
 
 from functools import cache
 from typing import Any
@@ -54,7 +54,7 @@ class AttentionPooled(nn.Module):
     _pooled_at: str  # the pool's name, of each model
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """timm's; with a token a class, what comes before their scores has shape (B, K, features)."""
+        """Class scores, (B, K), as timm's; with ``pre_logits`` and a token a class, features (B, K, d)."""
         base: Any = super()
         y = base.forward_head(x, pre_logits=pre_logits)
         attention = self._pool.attention
@@ -62,7 +62,7 @@ class AttentionPooled(nn.Module):
         return y.reshape(x.shape[0], attention.num_classes, -1) if tokens else y
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None, **options: Any) -> None:
-        """timm's; the attention pool stays, with new tokens where there is one a class.
+        """Replace the classifier, as timm does; the attention pool stays, with new tokens where there is one a class.
 
         Args:
             num_classes: 0 for none; the tokens, if there is one a class, are then left as they are.
@@ -119,7 +119,7 @@ def _restore(base: Any) -> nn.Module:
 
 
 def exchange_classifier(model: Any) -> None:
-    """Scores of one token a class, with the rows of the classifier in whose place they stand.
+    """Replace the classifier by the scores of one token a class, with the classifier's rows.
 
     Raises:
         ValueError: the model does not say which layer is its classifier, or it is one without rows.

@@ -1,1 +1,1 @@
-"""Fine-tuning."""
+"""Fine-tuning of T-CNNs: the loop over epochs, parameter groups and stochastic depth."""

@@ -25,7 +25,7 @@ Batches = DataLoader[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class EpochResult:
-    """What an epoch came to. Accuracies are top-1 in [0, 1]; losses are means per image in nats.
+    """Losses and accuracies of an epoch. Accuracies are top-1 in [0, 1]; losses are means per image in nats.
 
     ``lr`` is that of the weights, not of the gates, at the epoch's last step.
 

@@ -1,16 +1,16 @@
-"""Each benchmark compares things that compute the same, and prints what it says it prints."""
+"""Each benchmark compares things that compute the same, and prints what it says it prints. Models are tiny here."""
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
 import torch
 
 import contest
 
-ROOT = Path(__file__).parents[2]
 SMALL = {
     "backends": ["--batch", "1"],
     "convit_layer": ["--sides", "3", "5"],
@@ -20,18 +20,29 @@ SMALL = {
     "tcnn_layer": ["--sides", "3", "--batch", "1", "--channels", "9"],
     "whole_model": ["--size", "64", "--batch", "1"],
 }
+TINY: dict[str, dict[str, Any]] = {
+    "resnet": {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)},
+    "vit": {"depth": 1, "embed_dim": 12, "num_heads": 3},
+    "patchconvnet": {"depth": 1, "embed_dim": 16},
+}
 
 
 def test_every_benchmark_is_here() -> None:
-    assert {p.stem for p in (ROOT / "benchmarks").glob("*.py")} == {*SMALL, "contest"}
+    assert {p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")} == {*SMALL, "contest"}
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_contestant_takes_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = timm.create_model
+
+    def tiny(model: str, **options: Any) -> torch.nn.Module:
+        smaller = next(value for key, value in TINY.items() if key in model)
+        return create(model, **{**options, **smaller})
+
+    monkeypatch.setattr(timm, "create_model", tiny)
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # the C++ compiler is not what is tested
     benchmark = importlib.import_module(name)
-    arguments = benchmark.parser().parse_args(SMALL[name])
-    contests = benchmark.contests(arguments)
+    contests = benchmark.contests(benchmark.parser().parse_args(SMALL[name]))
     assert contests
     for contestants in list(contests.values())[:3]:
         assert len(contestants) > 1
@@ -39,15 +50,25 @@ def test_every_contestant_takes_a_step(name: str, monkeypatch: pytest.MonkeyPatc
             prepare()()
 
 
-def test_table_of_ratios_and_memory() -> None:
-    command = [sys.executable, ROOT / "benchmarks" / "convit_layer.py", "--sides", "7", "--rounds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "7 x 7: largest difference of outputs" in done.stdout
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "tokens" in line]
-    assert [row[1] for row in rows] == ["timm", "tcnn_model.accelerate"]
+def _main(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    benchmark = importlib.import_module("convit_layer")
+    monkeypatch.setattr(sys, "argv", ["convit_layer.py", "--sides", "7", "--rounds", "1", *options])
+    contest.main(benchmark.parser(), benchmark.contests)
+
+
+def test_table_of_ratios_and_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(
+        contest, "_memory_in_child", lambda name, contestant: 2**20 * (4 if contestant == "timm" else 1)
+    )
+    _main(monkeypatch)
+    printed = capsys.readouterr().out
+    assert "7 x 7: largest difference of outputs" in printed
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "tokens" in line]
+    assert [(row[1], *row[4:]) for row in rows] == [("timm", "4", "1.0"), ("tcnn_model.accelerate", "1", "4.0")]
     assert rows[0][2] == "1"
     assert float(rows[1][2]) > 0
+    _main(monkeypatch, "--child", "7 x 7 tokens", "timm")
+    assert int(capsys.readouterr().out) >= 0
 
 
 def test_memory_against_resolution(
@@ -56,26 +77,16 @@ def test_memory_against_resolution(
     """Tables and figure of a report, with memory that grows like the area but for one that grows like its square."""
     benchmark = importlib.import_module("resolution_memory")
     arguments = benchmark.parser().parse_args(["--sizes", "10", "20", "30", "--figure", str(tmp_path / "figure.png")])
-    every = benchmark.contests(arguments)
 
-    def pretend(every: contest.Mapping[str, contest.Contest]) -> dict[str, dict[str, int]]:
-        return {
-            size: {label: 2**20 * (int(size) ** 4 if "not" in label else 3 * int(size) ** 2) for label in contestants}
-            for size, contestants in every.items()
-        }
+    def pretend(size: str, label: str) -> int:
+        return 2**20 * (int(size) ** 4 if "not" in label else 3 * int(size) ** 2)
 
-    monkeypatch.setattr(contest, "memory", pretend)
-    benchmark.report(arguments, every)
+    monkeypatch.setattr(contest, "_memory_in_child", pretend)
+    benchmark.report(arguments, benchmark.contests(arguments))
     rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in capsys.readouterr().out.splitlines()[3:8]}
     assert [cell.strip() for cell in rows["ResNet-50"]] == ["300", "1200", "2700", "1.00", "1.00 - 1.00", "1.0000"]
     assert [cell.strip() for cell in rows["ViT-S, not fused"]][3:5] == ["2.00", "2.00 - 2.00"]
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-def test_memory_of_each_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "_memory_in_child", lambda name, contestant: f"{contestant} of {name}")
-    found = contest.memory({"a": {"x": None, "y": None}, "b": {"x": None}})
-    assert found == {"a": {"x": "x of a", "y": "y of a"}, "b": {"x": "x of b"}}
 
 
 def test_marking_is_timed_in_memory_and_on_disk(capsys: pytest.CaptureFixture[str]) -> None:

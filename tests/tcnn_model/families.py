@@ -21,44 +21,39 @@ def _csp(name: str) -> dict[str, Any]:
 _BASIC = {"channels": (8, 16, 24, 32)}
 _BOTTLENECK = {"layers": (1, 1, 2, 3), "channels": (8, 16, 24, 32)}
 _GROUPED = {**_BOTTLENECK, "channels": (16, 32, 48, 64)}
-_V2 = {"layers": (1, 1, 2, 3), "channels": (32, 64, 96, 128)}
-_SMALLER: dict[str, dict[str, Any]] = {
+NARROW: dict[str, dict[str, Any]] = {
     "resnet18": _BASIC,
-    "resnet34": {**_BASIC, "layers": (1, 1, 2, 3)},
-    "wide_resnet50_2": {**_BOTTLENECK, "channels": (16, 16, 24, 32)},
-    "resnet50_gn": {**_BOTTLENECK, "channels": (32, 32, 64, 64)},
-    "resnetv2_50": _V2,
-    "resnetv2_50d_gn": {**_V2, "channels": (128, 128, 256, 256)},
-    "vgg16_bn": {"mlp_ratio": 0.01},
+    "resnetv2_50": {"layers": (1, 1, 2, 3), "channels": (32, 64, 96, 128)},
+    "resnetv2_50d_gn": {"layers": (1, 1, 2, 3), "channels": (128, 128, 256, 256)},
+    "vgg11_bn": {"mlp_ratio": 0.01},
     "densenet121": {"growth_rate": 8, "block_config": (1, 1, 2, 16)},
     "darknet53": _csp("darknet53"),
     "darknetaa53": _csp("darknetaa53"),
     "cspresnet50": _csp("cspresnet50"),
     "dla34": {"channels": (8, 8, 16, 16, 24, 32)},
     "resnext50_32x4d": _GROUPED,
+    "resnetrs50": _BOTTLENECK,
     "res2net50_26w_4s": _BOTTLENECK,
-    "skresnet50": {**_BOTTLENECK, "channels": (16, 16, 32, 48)},
     "resnest50d": _BOTTLENECK,
+    "skresnet50": {**_BOTTLENECK, "channels": (16, 16, 32, 48)},
     "resnetv2_50x1_bit": {"channels": (128, 128, 256, 256)},
     "nf_resnet50": {"depths": (1, 1, 2, 3), "channels": (32, 64, 96, 128)},
     "tf_efficientnetv2_s": {"channel_multiplier": 0.125, "depth_multiplier": 0.2},
     "convnext_tiny": {"depths": (1, 1, 2, 3), "dims": (8, 16, 24, 32)},
+    "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
+    "inception_next_atto": {"depths": (1, 1, 1, 1)},
+    "t_resnet50": {**_BOTTLENECK, "layers": (1, 1, 1, 1)},
 }
 # These have no arguments for a narrower relative, and are small or the smallest of their kind.
 _FULL_SIZE = (
-    "regnetx_032",
-    "regnety_032",
     "efficientnet_b0",
-    "mobilenetv3_large_100",
+    "mobilenetv3_small_050",
     "repvgg_b0",
-    "hrnet_w18",
-    "xception41",
-    "ghostnet_100",
 )
 
 
 def build(name: str, **options: Any) -> nn.Module:
     """A small relative of a timm model, in eval mode, with 3 classes and random norms."""
     torch.manual_seed(0)
-    smaller = {} if name in _FULL_SIZE else _SMALLER.get(name, _BOTTLENECK)
-    return randomise_norms(timm.create_model(name, **{"num_classes": 3, **smaller, **options})).eval()
+    narrow = {} if name in _FULL_SIZE else NARROW.get(name, _BOTTLENECK)
+    return randomise_norms(timm.create_model(name, **{"num_classes": 3, **narrow, **options})).eval()

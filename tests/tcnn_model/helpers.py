@@ -23,6 +23,34 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
+_SAME = {torch.float64: 1e-8, torch.float32: 1e-4}  # of the largest value: plain and generous
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str = "") -> None:
+    """Both are one function computed in two ways in one dtype.
+
+    Rounding stays a hundred times below the bound, also in whole networks; a mistake in any term is far above it.
+    """
+    error = relative_error(actual, expected)
+    assert error <= _SAME[expected.dtype], f"{what}: off by {error:.2g} of the largest value"
+
+
+def assert_rounding(actual: Tensor, exact: Tensor, terms: Tensor, c: float, dtype: torch.dtype, what: str) -> None:
+    """Every element is finite and at most ``c * eps * terms`` from the exact one.
+
+    Args:
+        exact: computed independently in float64.
+        terms: the sum of the absolute values of the terms that ``exact`` is the sum of, in float64.
+        dtype: whose eps counts: the one that was computed in.
+    """
+    assert actual.shape == exact.shape == terms.shape, what
+    assert bool(actual.isfinite().all()), what
+    error = (actual.detach().double() - exact.detach()).abs()
+    allowed = (torch.finfo(dtype).eps * terms.detach()).clamp(min=1e-300)
+    worst = float((error / allowed).max())
+    assert worst <= c, f"{what}: off by {worst:.3g} eps sum|terms|, expected at most {c}"
+
+
 def on_meta(name: str, **options: Any) -> nn.Module:
     """A timm model without storage; before timm 1.0.21 models can only be moved there."""
     try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tcnn_model import GPSA, gpsa_layers, reparameterize
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import SHARP, random, relative_error, snapshot
+from tests.tcnn_model.helpers import SHARP, assert_same, random, relative_error, snapshot
 
 CONVERTED = ["layer4.0.conv2", "layer4.1.conv2", "layer4.2.conv2"]
 
@@ -35,14 +35,7 @@ def test_input_model_is_untouched(cnn: nn.Module) -> None:
 
 
 def test_hooks_of_the_user_do_not_see_the_rehearsal(cnn: nn.Module) -> None:
-    seen: list[Tensor] = []
-    cnn.get_submodule("layer2").register_forward_hook(lambda module, inputs, output: seen.append(output))
-    reparameterize(cnn)
-    assert seen == []
-
-
-def test_hooks_that_read_values_do_not_stop_a_conversion(cnn: nn.Module) -> None:
-    cnn.get_submodule("layer2").register_forward_hook(lambda module, inputs, output: print(output.mean().item()))
+    cnn.get_submodule("layer2").register_forward_hook(lambda *_: pytest.fail("seen"))
     assert list(gpsa_layers(reparameterize(cnn))) == CONVERTED
 
 
@@ -89,7 +82,7 @@ def test_checkpoint_of_the_cnn_fills_the_tcnn(cnn: nn.Module) -> None:
     own = ("query", "key", "value", "raw_locality", "center", "gating")
     assert result.missing_keys == [f"{name}.{parameter}" for name in CONVERTED for parameter in own]
     x = random(1, 3, 64, 96, dtype=torch.float32)
-    assert relative_error(tcnn(x), reparameterize(other, **SHARP)(x)) < 1e-5
+    assert_same(tcnn(x), reparameterize(other, **SHARP)(x))
 
 
 def _through_a_file(model: nn.Module) -> nn.Module:
@@ -108,26 +101,22 @@ def _through_its_state(model: nn.Module) -> nn.Module:
     return fresh
 
 
-def _compiled(model: nn.Module) -> Any:
-    torch.compiler.reset()
-    return torch.compile(model, backend="eager")
-
-
-@pytest.mark.parametrize("travel", [copy.deepcopy, _through_a_file, _through_its_state, _compiled])
+@pytest.mark.parametrize("travel", [copy.deepcopy, _through_a_file, _through_its_state])
 @torch.no_grad()
 def test_result_travels(cnn: nn.Module, travel: Callable[[nn.Module], nn.Module]) -> None:
     tcnn = reparameterize(cnn)
     x = random(1, 3, 64, 96, dtype=torch.float32)
-    assert relative_error(travel(tcnn)(x), tcnn(x)) < 1e-5
+    assert_same(travel(tcnn)(x), tcnn(x))
 
 
 @torch.no_grad()
 def test_result_in_half_precision(cnn: nn.Module) -> None:
-    tcnn = reparameterize(cnn)
+    """To 30 eps of float16 after fifteen layers."""
     x = random(1, 3, 64, 96, dtype=torch.float32)
+    tcnn = reparameterize(cnn, **SHARP)
     expected = tcnn(x)
-    assert relative_error(tcnn.half()(x.half()), expected) < 0.03
-    assert relative_error(reparameterize(cnn.half(), **SHARP)(x.half()), reparameterize(cnn.float(), **SHARP)(x)) < 0.03
+    for narrow in (tcnn.half(), reparameterize(cnn.half(), **SHARP)):
+        assert relative_error(narrow(x.half()), expected) < 0.03
 
 
 @torch.no_grad()
@@ -137,7 +126,7 @@ def test_converting_twice_converts_further(cnn: nn.Module) -> None:
     twice = reparameterize(once, layers="layer3", stride="keep", **SHARP)
     assert list(gpsa_layers(twice)) == ["layer3.0.conv2", "layer3.1.conv2", *CONVERTED]
     x = random(1, 3, 64, 96)
-    assert relative_error(twice(x), cnn(x)) < 1e-8
+    assert_same(twice(x), cnn(x))
 
 
 class _Shared(nn.Module):
@@ -163,7 +152,7 @@ def test_sharing_stays_sharing() -> None:
     assert result.third.weight is result.first.weight
     assert result.third.weight is not model.third.weight
     x = random(1, 3, 11, 13)
-    assert relative_error(result(x), model(x)) < 1e-8
+    assert_same(result(x), model(x))
 
 
 def test_a_convolution_by_itself() -> None:
@@ -173,4 +162,4 @@ def test_a_convolution_by_itself() -> None:
     with contextlib.suppress(ValueError):  # it has no parent to hold another layer: saying so would do as well
         result = reparameterize(conv, **SHARP)
     assert isinstance(result, GPSA)
-    assert relative_error(result(x), conv(x)) < 1e-8
+    assert_same(result(x), conv(x))

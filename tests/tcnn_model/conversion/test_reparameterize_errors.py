@@ -1,7 +1,6 @@
 """Models and arguments that cannot be converted: a message that says why, and a model that is as it was."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,13 +27,10 @@ def _refused(model: nn.Module, message: str, **arguments: Any) -> None:
     [
         ("vit_tiny_patch16_224", "no convolution to reparameterize: the last stage of VisionTransformer"),
         ("botnet26t_256", "no convolution to reparameterize: the last stage of ByobNet .* of 8 in the model"),
-        ("hrnet_w18", "use stride='keep'"),
+        ("hrnet_w18_small", "use stride='keep'"),
         ("efficientformer_l1", "stages.3.downsample.conv at stride 1 the network no longer runs .*use stride='keep'"),
         ("coatnet_nano_cc_224", r"stages\.3\.blocks\.0\.down\.pool, .*at stride 1 the network no longer runs"),
-        ("inception_v3", "at stride 1 the network no longer runs .*use stride='keep'"),
-        ("nasnetalarge", "from different first pixels, .*use stride='keep'"),
         ("efficientnet_cc_b0_4e", r"no convolution to reparameterize: .*blocks\.5\.0\.conv_dw \(CondConv2d\)"),
-        ("mixer_s16_224", "no convolution to reparameterize"),
     ],
 )
 def test_models_that_cannot_be_converted(name: str, message: str) -> None:
@@ -42,8 +38,8 @@ def test_models_that_cannot_be_converted(name: str, message: str) -> None:
 
 
 def test_what_cannot_be_unstrided_can_be_kept() -> None:
-    hrnet = on_meta("hrnet_w18", num_classes=3)
-    assert len(gpsa_layers(reparameterize(hrnet, stride="keep"))) > 10
+    hrnet = on_meta("hrnet_w18_small", num_classes=3)
+    assert len(gpsa_layers(reparameterize(hrnet, stride="keep"))) == 10
 
 
 @pytest.mark.parametrize(
@@ -68,12 +64,11 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     assert gpsa_layers(cnn) == {}
 
 
-def test_size_of_an_image_that_the_model_does_not_take() -> None:
-    _refused(build("resnet18"), "could not run ResNet on an image of 5 x 64 x 64", input_size=(5, 64, 64))
-
-
-def test_image_too_small_to_tell_stages_apart() -> None:
-    _refused(build("resnet18"), "too small to tell stages apart: .* works on 1 x 1", input_size=(3, 32, 32))
+def test_size_of_an_image() -> None:
+    cnn = build("resnet18")
+    cnn.note = torch.zeros(3)  # a tensor that stays behind, and that nothing fails for
+    _refused(cnn, "could not run ResNet on an image of 5 x 64 x 64: pass input_size", input_size=(5, 64, 64))
+    _refused(cnn, "too small to tell stages apart: .* works on 1 x 1", input_size=(3, 32, 32))
 
 
 def test_a_second_time() -> None:
@@ -84,20 +79,15 @@ def test_a_second_time() -> None:
 
 def test_layer_of_the_classifier() -> None:
     message = r"not used by the model's feature extractor.*\['pre_logits\.fc1'\]"
-    _refused(build("vgg16_bn"), message, layers="pre_logits.fc1")
+    _refused(build("vgg11_bn"), message, layers="pre_logits.fc1")
 
 
 @pytest.mark.parametrize(
-    "attach",
-    [
-        lambda conv: conv.register_forward_hook(lambda *_: None),
-        lambda conv: conv.register_forward_pre_hook(lambda *_: None),
-        lambda conv: conv.register_full_backward_hook(lambda *_: None),
-    ],
+    "attach", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
 )
-def test_convolution_with_a_hook(attach: Callable[[nn.Module], Any]) -> None:
+def test_convolution_with_a_hook(attach: str) -> None:
     cnn = build("resnet50")
-    handle = attach(cnn.get_submodule("layer4.1.conv2"))
+    handle = getattr(cnn.get_submodule("layer4.1.conv2"), attach)(lambda *_: None)
     _refused(cnn, r"cannot reparameterize 'layer4\.1\.conv2': it carries hooks.*remove them first")
     handle.remove()
     assert len(gpsa_layers(reparameterize(cnn))) == 3
@@ -107,12 +97,6 @@ def test_convolution_with_a_computed_weight() -> None:
     cnn = build("resnet50")
     nn.utils.parametrizations.weight_norm(cnn.get_submodule("layer4.1.conv2"))
     _refused(cnn, r"cannot reparameterize 'layer4\.1\.conv2'.*(?i:parametrized)")
-
-
-def test_padding_that_is_not_zero() -> None:
-    cnn = build("resnet50")
-    cnn.get_submodule("layer4.2.conv2").padding_mode = "circular"
-    _refused(cnn, r"'layer4\.2\.conv2': expected padding_mode='zeros', got 'circular'")
 
 
 def test_model_that_does_not_run_on_images() -> None:
@@ -149,12 +133,6 @@ def test_tensor_that_does_not_move_with_the_model() -> None:
     del model.mean
     model.register_buffer("mean", mean)
     assert len(gpsa_layers(reparameterize(model))) == 4
-
-
-def test_tensor_that_nothing_fails_for() -> None:
-    cnn = build("resnet18")
-    cnn.note = torch.zeros(3)
-    _refused(cnn, "could not run ResNet on an image of 5 x 64 x 64: pass input_size", input_size=(5, 64, 64))
 
 
 def test_pruned_model() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tcnn_model import GPSA
-from tests.tcnn_model.helpers import disturb, random, relative_error
+from tests.tcnn_model.helpers import assert_same, disturb, random
 
 
 @pytest.fixture
@@ -17,13 +17,12 @@ def layer() -> GPSA:
     return disturb(GPSA(5, 7, (3, 2), stride=(2, 1), padding=1))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_without_graph_breaks(layer: GPSA, backend: str) -> None:
+def test_compiles_without_graph_breaks(layer: GPSA) -> None:
     torch.compiler.reset()
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for grid in ((5, 7), (11, 3)):
         x = random(2, 5, *grid, dtype=torch.float32)
-        assert relative_error(compiled(x), layer(x)) < 1e-6
+        assert_same(compiled(x), layer(x))
     compiled(x).sum().backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
@@ -40,17 +39,6 @@ def test_copies(layer: GPSA) -> None:
         assert repr(twin) == repr(layer)
 
 
-def test_state_dict_through_a_file(layer: GPSA) -> None:
-    x = random(2, 5, 7, 11, dtype=torch.float32)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    fresh = GPSA(5, 7, (3, 2), stride=(2, 1), padding=1)
-    assert not torch.equal(fresh(x), layer(x))
-    fresh.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(fresh(x), layer(x))
-
-
 def test_state_of_the_convolution_fills_its_own_names(layer: GPSA) -> None:
     conv = torch.nn.Conv2d(5, 7, (3, 2), stride=(2, 1), padding=1)
     result = layer.load_state_dict(conv.state_dict(), strict=False)
@@ -60,20 +48,10 @@ def test_state_of_the_convolution_fills_its_own_names(layer: GPSA) -> None:
 
 def test_channels_last(layer: GPSA) -> None:
     x = random(2, 5, 7, 11, dtype=torch.float32)
-    assert relative_error(layer(x.to(memory_format=torch.channels_last)), layer(x)) < 1e-6
+    assert_same(layer(x.to(memory_format=torch.channels_last)), layer(x))
 
 
 def test_empty_batch(layer: GPSA) -> None:
     x = torch.zeros(0, 5, 7, 11)
     expected = torch.nn.functional.conv2d(x, layer.weight, stride=(2, 1), padding=1)
     assert layer(x).shape == expected.shape
-
-
-def test_backward_reaches_every_parameter_and_accumulates(layer: GPSA) -> None:
-    x = random(2, 5, 7, 11, dtype=torch.float32)
-    layer(x).sum().backward()
-    once = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
-    assert set(once) == set(layer.state_dict())
-    layer(x).sum().backward()
-    for name, gradient in once.items():
-        assert torch.allclose(layer.get_parameter(name).grad, 2 * gradient, rtol=1e-5, atol=1e-6), name

@@ -3,25 +3,26 @@
 import pytest
 import torch
 
-from tcnn_model.gpsa.positional import Axis
+from tcnn_model import Axis
 from tcnn_model.kernels import reference
 from tcnn_model.kernels.grid import Grid, Line
-from tests.tcnn_model.kernels.dense import DEVICE, Case, apply, error, gradients, measure
+from tests.tcnn_model.dense import DEVICE, Case, apply, gradients, measure, terms
+from tests.tcnn_model.helpers import assert_rounding, random
 
-CASES = [
-    Case(Axis(5, 1, 1, 3), Axis(7, 2, 1, 3), 2, 3, 5, batch=2, name="padded"),
-    Case(Axis(7, 2, "same", 3), Axis(3, 2, "same", 3), 3, 7, 3, shared=False, name="strided"),
-    Case(Axis(2, 1, 0, 1), Axis(5, 1, 0, 3), 2, 1, 1, name="unpadded"),
-]
-pytestmark = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+CASES = {
+    "padded": Case(Axis(5, 1, 1, 3), Axis(7, 2, 1, 3), 2, 3, 5, batch=2),
+    "strided": Case(Axis(7, 2, "same", 3), Axis(3, 2, "same", 3), 3, 7, 3, shared=False),
+    "unpadded": Case(Axis(2, 1, 0, 1), Axis(5, 1, 0, 3), 2, 1, 1),
+}
+pytestmark = [pytest.mark.numerical, pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))]
 
 
 def test_against_the_papers_equations(case: Case) -> None:
     grid = Grid(Line.of(case.y), Line.of(case.x))
-    tensors = case.inputs(torch.float64)
+    tensors = case.inputs()
     exact = apply(tensors, case.y, case.x)
-    weight = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
-    expected, measured = gradients(exact, tensors), measure(tensors, case.y, case.x)
+    upstream = random(*exact.shape, seed=7).to(DEVICE)
+    expected = {**gradients(exact, tensors, upstream), **measure(tensors, case.y, case.x), "output": exact}
     q, k, v, position, gate = (tensor.detach() for tensor in tensors.values())
 
     table = reference.positional_table(position, grid, torch.float64)
@@ -29,24 +30,24 @@ def test_against_the_papers_equations(case: Case) -> None:
     out, statistics = reference.mix(q, k, v, normaliser, gate, table, grid, statistics=True)
     assert statistics is not None
     assert content_entropy is not None
-    assert error(out, exact) < 1e-13
-    for actual, name in zip(statistics, ("entropy", "attention_distance", "received"), strict=True):
-        assert error(actual, measured[name]) < 1e-13
-    assert error(content_entropy, measured["content_entropy"]) < 1e-13
-
-    dq, dposition, dgate, mean = reference.backward_queries(q, k, v, normaliser, gate, table, grid, weight)
-    dk = reference.backward_keys(q, k, v, normaliser, gate, weight, mean)
-    dv = reference.backward_values(q, k, v, normaliser, gate, table, grid, weight)
-    for actual, name in ((dq, "q"), (dk, "k"), (dv, "v"), (dposition, "position"), (dgate, "gate")):
-        assert error(actual, expected[name]) < 1e-12, name
+    entropy, distance, received = statistics
+    ours = {"output": out, "entropy": entropy, "attention_distance": distance, "received": received}
+    dq, dposition, dgate, mean = reference.backward_queries(q, k, v, normaliser, gate, table, grid, upstream)
+    ours |= {"content_entropy": content_entropy, "query": dq, "position": dposition, "gate": dgate}
+    ours["key"] = reference.backward_keys(q, k, v, normaliser, gate, upstream, mean)
+    ours["values"] = reference.backward_values(q, k, v, normaliser, gate, table, grid, upstream)
+    bounds = terms(tensors, case.y, case.x, upstream)
+    for name, actual in ours.items():
+        assert_rounding(actual, expected[name], bounds[name], 8, torch.float64, name)
 
 
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
 def test_against_the_kernels(case: Case) -> None:
+    """To 1e-10 of the largest value: float64 rounds a hundred times finer, and any mistake in a term is far above."""
     from tcnn_model.kernels import backward, forward, tables
 
     grid = Grid(Line.of(case.y), Line.of(case.x))
-    q, k, v, position, gate = (tensor.detach() for tensor in case.inputs(torch.float64).values())
+    q, k, v, position, gate = (tensor.detach() for tensor in case.inputs().values())
     table = reference.positional_table(position, grid, torch.float64)
     normaliser, _ = reference.content_normaliser(q, k)
     out, _ = reference.mix(q, k, v, normaliser, gate, table, grid)
@@ -62,8 +63,8 @@ def test_against_the_kernels(case: Case) -> None:
     ]
     for module, name, arguments in calls:
         ours, theirs = getattr(module, name)(*arguments), getattr(reference, name)(*arguments)
-        if isinstance(ours, torch.Tensor):
-            ours, theirs = (ours,), (theirs,)
-        for actual, expected in zip(ours, theirs, strict=True):
+        pairs = [(ours, theirs)] if isinstance(ours, torch.Tensor) else zip(ours, theirs, strict=True)
+        for actual, expected in pairs:
             if expected is not None:
-                assert torch.allclose(actual, expected, rtol=1e-11, atol=1e-12), name
+                largest = float(expected.abs().max())
+                torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10 * largest, msg=name)

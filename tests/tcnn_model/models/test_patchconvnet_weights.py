@@ -12,7 +12,9 @@ from torch import Tensor
 
 from tcnn_model import specialize
 from tcnn_model.models.patchconvnet import PatchConvNet
-from tests.tcnn_model.helpers import random, relative_error
+from tests.tcnn_model.helpers import assert_same, random
+
+pytestmark = pytest.mark.numerical
 
 D, DEPTH, K = 16, 3, 5
 SMALL = {"embed_dim": D, "depth": DEPTH, "num_classes": K}
@@ -102,7 +104,7 @@ def _load(kind: str, weights: dict[str, Tensor], path: Path, **options: Any) -> 
 def test_published_weights_give_the_published_function(kind: str, classes: int | None, tmp_path: Path) -> None:
     weights, x = _published(classes), random(2, 3, 48, 80, dtype=torch.float32)
     model = _load(kind, weights, tmp_path)
-    assert relative_error(model(x), _original(weights, x)) < 1e-5
+    assert_same(model(x), _original(weights, x))
 
 
 @torch.no_grad()
@@ -126,7 +128,7 @@ def test_published_weights_for_other_classes(classes: int | None, tmp_path: Path
 def test_published_weights_of_other_images(tmp_path: Path) -> None:
     model = _load(KINDS[0], _published(None), tmp_path, in_chans=1)
     expected = _published(None)["patch_embed.proj.0.0.weight"].sum(1, keepdim=True)
-    assert torch.allclose(model.stem[0].weight, expected, atol=1e-6)
+    assert_same(model.stem[0].weight, expected)
 
 
 @torch.no_grad()

@@ -1,15 +1,15 @@
 """The T-CNNs in timm's registry."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
 from timm.models import get_pretrained_cfg
-from torch import nn
 
 from tcnn_model import gpsa_layers, reparameterize
-from tests.tcnn_model.helpers import CONVOLUTIONAL, on_meta, random, randomise_norms, relative_error
+from tests.tcnn_model.helpers import CONVOLUTIONAL, assert_same, on_meta, random, randomise_norms
 
 NAMES = {
     *(f"t_resnetrs{depth}" for depth in (50, 101, 152, 200, 270, 350)),
@@ -23,7 +23,7 @@ def test_all_are_listed() -> None:
     assert set(timm.list_models("t_resnet*")) == NAMES
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", ["t_resnetrs50", "t_resnet101d"])
 def test_each_is_its_cnn_converted(name: str) -> None:
     short = {"layers": (1, 1, 1, 2)}
     tcnn = on_meta(name, **short)
@@ -37,10 +37,6 @@ def test_each_is_its_cnn_converted(name: str) -> None:
     [
         ("t_resnetrs50", 38.0, 3),
         ("t_resnetrs101", 66.0, 3),
-        ("t_resnetrs152", 89.0, 3),
-        ("t_resnetrs200", 95.6, 3),
-        ("t_resnetrs270", 133.0, 4),
-        ("t_resnetrs350", 167.1, 4),
     ],
 )
 def test_parameters_as_published(name: str, millions: float, layers: int) -> None:
@@ -61,34 +57,20 @@ def test_arguments_of_both() -> None:
     assert {layer.qk_dim for layer in gpsa_layers(tcnn).values()} == {5}
     x = random(2, 1, 64, 96, dtype=torch.float32)
     assert tcnn(x).shape == (2, 3)
-    assert relative_error(tcnn(x), cnn(x)) < 1e-4
-
-
-def _saved_cnn(path: Path, **arguments: object) -> nn.Module:
-    cnn = randomise_norms(timm.create_model("resnet50", **arguments))
-    torch.save(cnn.state_dict(), path)
-    return cnn
+    assert_same(tcnn(x), cnn(x))
 
 
 def test_pretrained_weights_are_those_of_the_cnn(tmp_path: Path) -> None:
-    cnn = _saved_cnn(tmp_path / "cnn.pth", **SMALL)
-    overlay = {"file": str(tmp_path / "cnn.pth")}
-    tcnn = timm.create_model("t_resnet50", pretrained=True, pretrained_cfg_overlay=overlay, **SMALL)
-    expected = reparameterize(cnn)
-    for name, parameter in cnn.named_parameters():
-        assert torch.equal(tcnn.get_parameter(name), parameter), name
-        assert torch.equal(expected.get_parameter(name), parameter), name
-    for name, buffer in cnn.named_buffers():
-        assert torch.equal(tcnn.get_buffer(name), buffer), name
-    assert list(gpsa_layers(tcnn)) == list(gpsa_layers(expected)) == ["layer4.0.conv2", "layer4.1.conv2"]
-
-
-def test_pretrained_with_another_head(tmp_path: Path) -> None:
-    cnn = _saved_cnn(tmp_path / "cnn.pth", **SMALL)
-    overlay = {"file": str(tmp_path / "cnn.pth")}
-    tcnn = timm.create_model("t_resnet50", pretrained=True, num_classes=3, pretrained_cfg_overlay=overlay, **SMALL)
-    assert tcnn.get_classifier().out_features == 3
-    assert torch.equal(tcnn.get_parameter("layer4.1.conv2.weight"), cnn.get_parameter("layer4.1.conv2.weight"))
+    cnn = randomise_norms(timm.create_model("resnet50", **SMALL))
+    torch.save(cnn.state_dict(), tmp_path / "cnn.pth")
+    pretrained: Any = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(tmp_path / "cnn.pth")}, **SMALL}
+    tcnn = timm.create_model("t_resnet50", **pretrained)
+    assert list(gpsa_layers(tcnn)) == ["layer4.0.conv2", "layer4.1.conv2"]
+    for name, value in cnn.state_dict().items():
+        assert torch.equal(tcnn.state_dict()[name], value), name
+    other = timm.create_model("t_resnet50", num_classes=3, **pretrained)
+    assert other.get_classifier().out_features == 3
+    assert torch.equal(other.get_parameter("layer4.1.conv2.weight"), cnn.get_parameter("layer4.1.conv2.weight"))
 
 
 def test_checkpoint_of_the_tcnn(tmp_path: Path) -> None:
@@ -99,19 +81,16 @@ def test_checkpoint_of_the_tcnn(tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_tags_point_at_the_weights_of_the_cnn(name: str) -> None:
-    base = name.removeprefix("t_")
-    tags = timm.list_models(f"{base}.*", pretrained=True)
-    assert {f"t_{tag}" for tag in tags} == set(timm.list_models(f"{name}.*", pretrained=True))
-    for tag in tags:
-        ours, theirs = get_pretrained_cfg(f"t_{tag}"), get_pretrained_cfg(tag)
-        for key in ("hf_hub_id", "url", "input_size", "mean", "std", "crop_pct"):
-            assert getattr(ours, key) == getattr(theirs, key), (tag, key)
-    assert get_pretrained_cfg(name).tag == get_pretrained_cfg(base).tag
-
-
-def test_hub_id_of_a_tag() -> None:
+def test_tags_point_at_the_weights_of_the_cnn() -> None:
+    for name in sorted(NAMES):
+        base = name.removeprefix("t_")
+        tags = timm.list_models(f"{base}.*", pretrained=True)
+        assert {f"t_{tag}" for tag in tags} == set(timm.list_models(f"{name}.*", pretrained=True))
+        for tag in tags:
+            ours, theirs = get_pretrained_cfg(f"t_{tag}"), get_pretrained_cfg(tag)
+            for key in ("hf_hub_id", "url", "input_size", "mean", "std", "crop_pct"):
+                assert getattr(ours, key) == getattr(theirs, key), (tag, key)
+        assert get_pretrained_cfg(name).tag == get_pretrained_cfg(base).tag
     assert get_pretrained_cfg("t_resnet50.a1_in1k").hf_hub_id == "timm/resnet50.a1_in1k"
 
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from tcnn_model import AttentionPool2d
 from tcnn_model.pooling.attention_pool import ClassScores, PatchAttention
-from tests.tcnn_model.helpers import random, relative_error
+from tests.tcnn_model.helpers import assert_same, random, relative_error
+
+pytestmark = pytest.mark.numerical
 
 D, H, W, B, K = 11, 3, 5, 2, 7
 
@@ -55,19 +57,11 @@ def slow(pool: Any, features: Tensor, own: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def test_a_single_token_is_the_papers() -> None:
-    pool, x = disturbed(AttentionPool2d(D, mlp_ratio=3)), random(B, D, H, W)
-    expected = torch.stack([slow(pool, image, None) for image in x])
-    assert pool(x).shape == (B, D)
-    assert relative_error(pool(x), expected) < 1e-12
-
-
-@torch.no_grad()
-def test_a_token_a_class_is_a_loop_over_classes() -> None:
-    pool, x = disturbed(AttentionPool2d(D, K, mlp_ratio=3)), random(B, D, H, W)
-    expected = torch.stack([torch.stack([slow(pool, image, token) for token in pool.cls_token[0]]) for image in x])
-    assert pool(x).shape == (B, K, D)
-    assert relative_error(pool(x), expected) < 1e-12
+def test_pooling_is_the_papers() -> None:
+    single, several, x = disturbed(AttentionPool2d(D)), disturbed(AttentionPool2d(D, K)), random(B, D, H, W)
+    assert_same(single(x), torch.stack([slow(single, image, None) for image in x]))
+    expected = [torch.stack([slow(several, image, token) for token in several.cls_token[0]]) for image in x]
+    assert_same(several(x), torch.stack(expected))
 
 
 @torch.no_grad()
@@ -82,12 +76,11 @@ def test_the_block_is_timms() -> None:
     }
     theirs.load_state_dict(pool.block.state_dict())
     tokens = theirs(x.flatten(2).transpose(1, 2), pool.cls_token.expand(B, -1, -1))[:, 0]
-    assert relative_error(pool(x), pool.norm(tokens)) < 1e-6
+    assert_same(pool(x), pool.norm(tokens))
 
 
-@pytest.mark.parametrize("classes", [None, K])
-def test_fused_is_unfused(classes: int | None) -> None:
-    pool, x = disturbed(AttentionPool2d(D, classes)), random(B, D, H, W).requires_grad_()
+def test_fused_is_unfused() -> None:
+    pool, x = disturbed(AttentionPool2d(D, K)), random(B, D, H, W).requires_grad_()
     results = []
     for fused in (True, False):
         pool.block.attn.fused_attn = fused
@@ -95,7 +88,7 @@ def test_fused_is_unfused(classes: int | None) -> None:
         gradients = torch.autograd.grad(y.square().sum(), [x, *pool.parameters()])
         results.append([y, *gradients])
     for fused, unfused in zip(*results, strict=True):
-        assert torch.allclose(fused, unfused, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(fused, unfused, rtol=1e-8, atol=1e-9)  # near 1, but one gradient is zero
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -117,7 +110,7 @@ def test_several_heads(fused: bool) -> None:
         rows = slice(4 * head, 4 * head + 4)
         q, k, v = (x @ m.weight[rows].T + m.bias[rows] for m in (attention.q, attention.k, attention.v))
         parts.append((q[:, :2] @ k[:, 2:].transpose(1, 2) / 2).softmax(-1) @ v[:, 2:])
-    assert relative_error(attention(x), attention.proj(torch.cat(parts, -1))) < 1e-12
+    assert_same(attention(x), attention.proj(torch.cat(parts, -1)))
 
 
 @torch.no_grad()
@@ -137,7 +130,7 @@ def test_scores_are_of_their_own_tokens() -> None:
     scores = ClassScores.of(linear)
     expected = torch.stack([linear(tokens[:, k])[:, k] for k in range(K)], 1)
     for form in (tokens, tokens.flatten(0, 1), tokens.flatten(0, 1)[:, :, None, None]):
-        assert relative_error(scores(form), expected) < 1e-12
+        assert_same(scores(form), expected)
     assert scores.weight is linear.weight
 
 
@@ -147,10 +140,10 @@ def test_scores_of_other_classifiers() -> None:
     conv.weight.requires_grad_(False)
     scores = ClassScores.of(conv)
     expected = torch.stack([conv(tokens[:, k, :, None, None])[:, k, 0, 0] for k in range(K)], 1)
-    assert relative_error(scores(tokens), expected) < 1e-12
+    assert_same(scores(tokens), expected)
     assert (scores.weight.requires_grad, scores.bias.requires_grad) == (False, True)
     unbiased = nn.Linear(D, K, bias=False).double()
-    assert torch.allclose(ClassScores.of(unbiased)(tokens), (tokens * unbiased.weight).sum(-1))
+    assert_same(ClassScores.of(unbiased)(tokens), (tokens * unbiased.weight).sum(-1))
 
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(3, 5, 3), nn.Conv2d(4, 4, 1, groups=2), nn.Identity()])
@@ -180,7 +173,7 @@ def test_specialized_by_exactly_so_much() -> None:
     expected = pool.norm(expected + block.gamma_2 * block.mlp(block.norm2(expected)))
     single = pool(x)
     pool.specialize(K)
-    assert relative_error(pool(x), expected.expand(-1, K, -1)) < 1e-12
+    assert_same(pool(x), expected.expand(-1, K, -1))
     assert relative_error(pool(x)[:, 0], single) > 1e-3
 
 

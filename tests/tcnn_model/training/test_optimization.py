@@ -1,3 +1,5 @@
+"""Parameter groups and stochastic depth."""
+
 import math
 
 import pytest
@@ -9,7 +11,7 @@ from torch import nn
 from tcnn_model import GPSA, gpsa_layers, parameter_groups
 from tcnn_model.training.optimization import set_drop_path
 from tests.tcnn_model.helpers import on_meta
-from tests.tcnn_model.training.helpers import tiny_cnn, tiny_tcnn
+from tests.tcnn_model.tiny_models import tiny_cnn, tiny_tcnn
 
 
 def _setting(model: nn.Module, **arguments: float) -> dict[str, tuple[float, float]]:
@@ -44,15 +46,12 @@ def test_rates_and_decay() -> None:
 
 
 def test_group_names() -> None:
-    assert {group["name"] for group in parameter_groups(tiny_tcnn())} == {"gates", "decayed", "undecayed"}
-    assert {group["name"] for group in parameter_groups(tiny_cnn())} == {"decayed", "undecayed"}
-
-
-def test_frozen_gates_leave_no_empty_group() -> None:
     model = tiny_tcnn()
+    assert {group["name"] for group in parameter_groups(model)} == {"gates", "decayed", "undecayed"}
     for layer in gpsa_layers(model).values():
         layer.gating.requires_grad_(False)
-    assert {group["name"] for group in parameter_groups(model)} == {"decayed", "undecayed"}
+    for ungated in (model, tiny_cnn()):
+        assert {group["name"] for group in parameter_groups(ungated)} == {"decayed", "undecayed"}
 
 
 def test_the_model_may_be_a_layer() -> None:

@@ -1,0 +1,169 @@
+"""Families of timm convnets: the CNN's own function at its stride, and at stride 1 that of a CNN un-strided by hand."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tcnn_model import reparameterize
+from tests.tcnn_model.families import build
+from tests.tcnn_model.helpers import (
+    CONVOLUTIONAL,
+    SHARP,
+    assert_every_layer_counts,
+    assert_same,
+    random,
+    relative_error,
+)
+
+pytestmark = pytest.mark.numerical
+
+
+def _windows(x: Tensor) -> Tensor:
+    """The four pixels of every 2 x 2 window, with the last row and column repeated: (4, B, C, H, W)."""
+    below = torch.cat([x[:, :, 1:], x[:, :, -1:]], dim=2)
+    return torch.stack([y for rows in (x, below) for y in (rows, torch.cat([rows[..., 1:], rows[..., -1:]], dim=3))])
+
+
+class _Average(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _windows(x).mean(0)
+
+
+class _Maximum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _windows(x).amax(0)
+
+
+class _Blur(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (1, 1, 1, 1), mode="reflect")
+        rows = (x[:, :, :-2] + 2 * x[:, :, 1:-1] + x[:, :, 2:]) / 4
+        return (rows[..., :-2] + 2 * rows[..., 1:-1] + rows[..., 2:]) / 4
+
+
+class Unstrided(NamedTuple):
+    """What carries the stride of a last stage: what keeps its grid once the stride is 1, pools with what replaces them,
+    and 2 x 2 convolutions, which then need a pixel of zeros to the right and below."""
+
+    convolutions: Sequence[str]
+    pools: Mapping[str, Callable[[], nn.Module]] = MappingProxyType({})
+    windows: Sequence[str] = ()
+
+
+_V2 = "stages.3.blocks.0"
+BY_HAND = {
+    "resnet18": Unstrided(("layer4.0.conv1", "layer4.0.downsample.0")),
+    "resnetaa50": Unstrided(("layer4.0.downsample.0",), {"layer4.0.aa": _Average}),
+    "resnetblur50": Unstrided(("layer4.0.downsample.0",), {"layer4.0.aa": _Blur}),
+    "resnext50_32x4d": Unstrided(("layer4.0.conv2", "layer4.0.downsample.0")),
+    "resnetv2_50d_gn": Unstrided((f"{_V2}.conv2",), {f"{_V2}.downsample.pool": _Average}),
+    "resnetv2_50x1_bit": Unstrided((f"{_V2}.conv2", f"{_V2}.downsample.conv")),
+    "nf_resnet50": Unstrided(("stages.3.0.conv2",), {"stages.3.0.downsample.pool": _Average}),
+    "res2net50_26w_4s": Unstrided(
+        (*(f"layer4.0.convs.{i}" for i in range(3)), "layer4.0.pool", "layer4.0.downsample.0")
+    ),
+    "skresnet50": Unstrided(
+        ("layer4.0.conv2.paths.0.conv", "layer4.0.conv2.paths.1.conv", "layer4.0.downsample.0"),
+    ),
+    "resnest50d": Unstrided(("layer4.0.avd_last",), {"layer4.0.downsample.0": _Average}),
+    "darknetaa53": Unstrided((), {"stages.4.conv_down.0": _Average}),
+    "cspresnet50": Unstrided(("stages.3.conv_down.conv",)),
+    "dla34": Unstrided(("level5.tree1.conv1",), {"level5.downsample": _Maximum}),
+    "tf_efficientnetv2_s": Unstrided(("blocks.5.0.conv_dw",)),
+    "convnext_tiny": Unstrided((), windows=("stages.3.downsample.1",)),
+    "repvgg_b0": Unstrided(("stages.3.0.conv_kxk.conv", "stages.3.0.conv_1x1.conv")),
+    "vgg11_bn": Unstrided(()),  # their strides stand in a pool of its own, before the last stage
+    "densenet121": Unstrided(()),
+}
+_NO_ODD_STAGES = ("dla34", "resnetaa50")  # refused by the CNNs themselves
+
+
+def _unstride_by_hand(cnn: nn.Module, what: Unstrided) -> nn.Module:
+    model: Any = copy.deepcopy(cnn)
+    for conv in what.convolutions:
+        model.get_submodule(conv).stride = (1, 1)
+    for pool, replacement in what.pools.items():
+        model.set_submodule(pool, replacement(), strict=True)
+    for window in what.windows:
+        conv = model.get_submodule(window)
+        model.set_submodule(window, nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), conv), strict=True)
+        conv.stride = (1, 1)
+    return model
+
+
+def _assert_unstrided(cnn: Any, what: Unstrided, x: Tensor, **layers: str) -> None:
+    by_hand: Any = _unstride_by_hand(cnn, what)
+    tcnn: Any = reparameterize(cnn, **layers, **SHARP)
+    features = tcnn.forward_features(x)
+    assert_same(features, by_hand.forward_features(x))
+    assert features.shape[-1] == (2 if any(what) else 1) * cnn.forward_features(x).shape[-1]
+    assert_same(tcnn(x), by_hand(x))
+    assert_every_layer_counts(tcnn, x)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@torch.no_grad()
+def test_keep_is_the_cnn_and_unit_the_unstrided_one(name: str) -> None:
+    cnn = build(name).double()
+    x = random(1, 3, 64 if name in _NO_ODD_STAGES else 80, 96)
+    same = reparameterize(cnn, stride="keep", **SHARP)
+    assert_same(same(x), cnn(x))
+    _assert_unstrided(cnn, BY_HAND[name], x)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "nf_resnet50"])
+@torch.no_grad()
+def test_keep_is_the_same_function_in_float32(name: str) -> None:
+    cnn, x = build(name), random(1, 3, 64, 96, dtype=torch.float32)
+    assert_same(reparameterize(cnn, stride="keep", **CONVOLUTIONAL)(x), cnn(x))
+    assert relative_error(reparameterize(cnn, stride="keep")(x), cnn(x)) > 1e-3  # where fine-tuning starts
+
+
+EARLIER = {
+    "resnext50_32x4d": ("layer2", Unstrided(("layer2.0.conv2", "layer2.0.downsample.0"))),
+    "resnest50d": ("layer3", Unstrided(("layer3.0.avd_last",), {"layer3.0.downsample.0": _Average})),
+    "convnext_tiny": ("stages.2", Unstrided((), windows=("stages.2.downsample.1",))),
+}
+
+
+@pytest.mark.parametrize("name", EARLIER)
+@torch.no_grad()
+def test_earlier_stage(name: str) -> None:
+    """The later stages then work on a grid twice as large."""
+    layers, what = EARLIER[name]
+    _assert_unstrided(build(name).double(), what, random(1, 3, 64, 96), layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "grid"),
+    [
+        ("resnet50", "layer4.0", (4, 6)),
+        ("resnet50d", "layer4.0", (5, 7)),
+        ("resnetblur50", "layer4.0", (5, 7)),
+        ("resnetaa50", "layer4.0", (4, 6)),  # the CNN itself refuses odd ones
+        ("resnest50d", "layer4.0", (5, 7)),
+        ("res2net50_26w_4s", "layer4.0", (5, 6)),
+        ("nf_resnet50", "stages.3.0", (5, 7)),
+        ("convnext_tiny", "stages.3.downsample.1", (6, 4)),
+        ("tf_efficientnetv2_s", "blocks.5.0.conv_dw", (6, 4)),
+    ],
+)
+@torch.no_grad()
+def test_unit_passes_through_the_strided_grid(name: str, block: str, grid: tuple[int, int]) -> None:
+    """After the first block of the last stage, every second pixel is what the strided block gave.
+
+    A "same" convolution of an even image starts at its second pixel.
+    """
+    cnn = build(name).double()
+    phase = 1 if name.startswith("tf_") else 0
+    strided, unit = cnn.get_submodule(block), reparameterize(cnn, **SHARP).get_submodule(block)
+    first = next(m for m in strided.modules() if isinstance(m, nn.Conv2d))
+    x = random(1, first.in_channels, *grid)
+    assert unit(x).shape[-2:] == grid
+    assert_same(unit(x)[:, :, phase::2, phase::2], strided(x))

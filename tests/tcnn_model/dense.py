@@ -1,0 +1,199 @@
+"""The slow way, from the paper's equations, in float64: every N x N tensor formed, one pixel offset at a time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcnn_model import AttentionStatistics, Axis
+from tests.tcnn_model.helpers import assert_rounding, random
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAMES = ("query", "key", "values", "position", "gate")
+MEASURED = ("log_sum_exp", "entropy", "content_entropy", "positional_entropy", "attention_distance", "received")
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one gated attention, and its gates and v_pos unless they are random."""
+
+    y: Axis
+    x: Axis
+    heads: int
+    dim: int
+    channels: int
+    shared: bool = True
+    batch: int = 1
+    gate: tuple[float, ...] | None = None
+    v_pos: tuple[tuple[float, float, float], ...] | None = None
+    sharpness: float = 1.0  # of the queries
+
+    def inputs(self, dtype: torch.dtype = torch.float64) -> Tensors:
+        """The five arguments by name, leaves that want a gradient; position in float64."""
+        n_q, n_k = self.y.queries * self.x.queries, self.y.length * self.x.length
+        alpha, center = 0.1 + random(self.heads, 1, seed=4).abs(), 2 * random(self.heads, 2, seed=5)
+        position = torch.cat((-alpha, 2 * alpha * center), dim=1)
+        gate = torch.sigmoid(random(self.heads, seed=6))
+        if self.v_pos is not None:
+            position = torch.tensor(self.v_pos, dtype=torch.float64)
+        if self.gate is not None:
+            gate = torch.tensor(self.gate, dtype=torch.float64)
+        tensors = {
+            "query": self.sharpness * random(self.batch, self.heads, n_q, self.dim, seed=1, dtype=dtype),
+            "key": random(self.batch, self.heads, n_k, self.dim, seed=2, dtype=dtype),
+            "values": random(self.batch, 1 if self.shared else self.heads, n_k, self.channels, seed=3, dtype=dtype),
+            "position": position,
+            "gate": gate.to(torch.promote_types(dtype, torch.float32)),
+        }
+        return {name: tensor.to(DEVICE).requires_grad_() for name, tensor in tensors.items()}
+
+
+# Content attention to one key, logits of a few hundred; positions far outside of the map, on an edge, and uniform.
+_FAR = ((-40.0, 80.0 * 300, -80.0 * 300), (-20.0, 40.0 * 1.5, 0.0), (0.0, 0.0, 0.0))
+_GATES = {"content": (0.0, 0.0, 0.0), "positional": (1.0, 1.0, 1.0), "both": (0.999999, 1e-7, 0.5)}
+EXTREMES = {
+    name: Case(Axis(3, 2, 1, 3), Axis(7, 2, 2, 3), 3, 2, 5, gate=gate, v_pos=_FAR, sharpness=30.0)
+    for name, gate in _GATES.items()
+}
+
+
+class Attention(NamedTuple):
+    """A, C and P of Eq. (7) over the extended grid, N_key = y.keys * x.keys; C is zero on the padding."""
+
+    whole: Tensor  # (B, heads, N_query, N_key)
+    content: Tensor  # (B, heads, N_query, N_key)
+    positional: Tensor  # (heads, N_query, N_key)
+    logits: Tensor  # of content, (B, heads, N_query, H * W)
+    offset: Tensor  # from query to key as (dy, dx), (N_query, N_key, 2)
+    real: Tensor  # which keys are pixels of the image, (N_key,)
+
+
+def attention(tensors: Tensors, y: Axis, x: Axis) -> Attention:
+    """The attention by its definition, in float64."""
+    query, key, _, position, gate = (tensors[name].double() for name in NAMES)
+    keys = [(j, i) for j in range(-y.before, y.length + y.after) for i in range(-x.before, x.length + x.after)]
+    rows, columns = ([a.first_query + n * a.stride for n in range(a.queries)] for a in (y, x))
+    offset = torch.tensor([[(j - b, i - a) for j, i in keys] for b in rows for a in columns]).to(query)
+    real = torch.tensor([0 <= j < y.length and 0 <= i < x.length for j, i in keys], device=query.device)
+    positional = torch.softmax(torch.einsum("hr,qkr->hqk", position, _r(offset)), dim=-1)
+    logits = torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5
+    content = logits.new_zeros(*logits.shape[:3], len(real))
+    content[..., real] = torch.softmax(logits, -1)
+    share = gate[:, None, None]
+    return Attention((1 - share) * content + share * positional, content, positional, logits, offset, real)
+
+
+def _r(offset: Tensor) -> Tensor:
+    """The papers' r = (||delta||^2, delta_1, delta_2), (N_query, N_key, 3)."""
+    return torch.cat((offset.square().sum(-1, keepdim=True), offset), dim=-1)
+
+
+def apply(tensors: Tensors, y: Axis, x: Axis) -> Tensor:
+    """The output, (B, heads, N_query, C)."""
+    seen = attention(tensors, y, x)
+    return seen.whole[..., seen.real] @ tensors["values"].double()
+
+
+def measure(tensors: Tensors, y: Axis, x: Axis) -> Tensors:
+    """Every statistic, by its definition."""
+    seen = attention(tensors, y, x)
+    return {
+        "log_sum_exp": seen.logits.logsumexp(-1),
+        "entropy": torch.special.entr(seen.whole).sum(-1),
+        "content_entropy": torch.special.entr(seen.content).sum(-1),
+        "positional_entropy": torch.special.entr(seen.positional).sum(-1),
+        "attention_distance": (seen.whole * seen.offset.norm(dim=-1)).sum(-1),
+        "received": seen.whole[..., seen.real].sum(-2),
+    }
+
+
+@torch.no_grad()
+def terms(tensors: Tensors, y: Axis, x: Axis, upstream: Tensor, sizes: tuple[Tensor, Tensor] | None = None) -> Tensors:
+    """For the output, each gradient and each statistic: the sum of the absolute values of its terms, in float64.
+
+    A logit is rounded by eps times the terms that it is the sum of, and what the softmax makes of it by that much of
+    itself: so each weight counts 1 + those terms times. ``1 - gate`` is a sum of two terms as well. ``sizes`` are those
+    of the terms of queries and keys, where these are computed themselves.
+    """
+    query, key, values, position, gate = (tensors[name].detach().double() for name in NAMES)
+    seen, scale, upstream = attention(tensors, y, x), query.shape[-1] ** -0.5, upstream.double().abs()
+    real, share, r = seen.real, gate[:, None, None], _r(seen.offset)
+    of_query, of_key = (query.abs(), key.abs()) if sizes is None else sizes
+    size = scale * of_query @ of_key.mT
+    content = seen.content[..., real]
+    rounded = torch.zeros_like(seen.content)
+    rounded[..., real] = content * (1 + size + (content * size).sum(-1, keepdim=True))
+    positional = seen.positional * (1 + _positional_size(position, seen))
+    whole = (1 + share) * rounded + share * positional
+
+    grad = upstream @ values.abs().mT  # of A, on real keys
+    inner = rounded[..., real]
+    grad_logits = (1 + share) * inner * (grad + (inner * grad).sum(-1, keepdim=True))
+    mean_r = torch.einsum("hqk,qkr->hqr", positional, r.abs())
+    reach = r[:, real].abs() + mean_r[:, :, None]  # (heads, N_query, H * W, 3)
+    weighted = (positional[..., real] * grad).sum(0)
+    log_c, log_p, log_a = (part.clamp(min=1e-300).log().abs() for part in (seen.content, seen.positional, seen.whole))
+    return {
+        "output": whole[..., real] @ values.abs(),
+        "query": scale * grad_logits @ key.abs(),
+        "key": scale * grad_logits.mT @ query.abs(),
+        "values": (whole[..., real].mT @ upstream).sum_to_size(values.shape),
+        "position": gate[:, None] * torch.einsum("hqk,hqkr->hr", weighted, reach),
+        "gate": ((inner + positional[..., real]) * grad).sum((0, 2, 3)),
+        "log_sum_exp": size.amax(-1) + seen.logits.logsumexp(-1).abs(),
+        "entropy": (whole * (1 + log_a)).sum(-1),
+        "content_entropy": (rounded * (1 + log_c)).sum(-1),
+        "positional_entropy": (positional * (1 + log_p)).sum(-1),
+        "attention_distance": (whole * seen.offset.norm(dim=-1)).sum(-1),
+        "received": whole[..., real].sum(-2),
+    }
+
+
+def _positional_size(position: Tensor, seen: Attention) -> Tensor:
+    """Terms of the positional logits, counted from each query's best key, and of their normaliser."""
+    logits = torch.einsum("hr,qkr->hqk", position, _r(seen.offset))
+    best = logits.argmax(-1)  # (heads, N_query)
+    there = torch.stack([seen.offset[torch.arange(len(seen.offset)), one] for one in best])[:, :, None]
+    away = seen.offset - there  # (heads, N_query, N_key, 2)
+    curvature, linear = position[:, None, None, :1], position[:, None, None, 1:]
+    slope = 2 * curvature * there + linear
+    return (curvature.abs() * away.square() + (slope * away).abs()).sum(-1) - seen.positional.amax(-1, True).log()
+
+
+def gradients(output: Tensor, tensors: Tensors, upstream: Tensor) -> Tensors:
+    """The gradients of all tensors, by name."""
+    return dict(zip(tensors, torch.autograd.grad(output, tuple(tensors.values()), upstream.to(output)), strict=True))
+
+
+def assert_as_the_equations(
+    function: Callable[..., tuple[Tensor, AttentionStatistics | None]], tensors: Tensors, y: Axis, x: Axis, c: float = 8
+) -> None:
+    """At most c eps sum|terms| from the equations in float64: output, statistics, gradients where they are recorded.
+
+    Rounding was seen to reach 2, in float64, where it is partly that of the equations themselves. Statistics are in
+    float32 at least, gradients have the rounding of the queries.
+    """
+    dtype = tensors["query"].dtype
+    output, statistics = function(*tensors.values(), y=y, x=x, statistics=True)
+    assert output.dtype == dtype
+    assert output.requires_grad == torch.is_grad_enabled()
+    exact_tensors = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
+    with torch.enable_grad():
+        exact = apply(exact_tensors, y, x)
+    upstream = random(*exact.shape, seed=7, dtype=dtype).to(DEVICE)
+    bounds = terms(tensors, y, x, upstream)
+    assert_rounding(output, exact, bounds["output"], c, dtype, "output")
+    if output.requires_grad:
+        expected = gradients(exact, exact_tensors, upstream)
+        for name, gradient in gradients(output, tensors, upstream).items():
+            assert gradient.dtype == tensors[name].dtype
+            assert_rounding(gradient, expected[name], bounds[name], c, dtype, f"gradient of {name}")
+    wide: Any = torch.promote_types(dtype, torch.float32)
+    for name, wanted in measure(exact_tensors, y, x).items():
+        actual = getattr(statistics, name)
+        assert actual.dtype == wide
+        assert not actual.requires_grad
+        assert_rounding(actual, wanted, bounds[name], c, wide, name)
