@@ -44,8 +44,8 @@ class SoftmaxAttention(nn.Module):
 
 def test_every_attention_is_shown_as_the_model_has_it() -> None:
     torch.manual_seed(0)
-    for model in (vit(), Several().eval()):
-        x, before, seen = images(), Trace(model), dict[str, Tensor]()
+    for model in (vit().double(), Several().eval().double()):
+        x, before, seen = images().double(), Trace(model), dict[str, Tensor]()
         expected = {whole.layer: whole.weights for whole in attention_of(model, x) if whole.weights.ndim == 4}
         output = model(x)
         with tcnn_probe.attention_stream(
@@ -57,7 +57,9 @@ def test_every_attention_is_shown_as_the_model_has_it() -> None:
         assert list(s.layers) == list(expected)
         for layer, weights in expected.items():
             assert s.layers[layer] is model.get_submodule(layer.split("#")[0])
-            np.testing.assert_allclose(seen[layer][:, 0].detach(), weights, atol=1e-5)
+            np.testing.assert_allclose(
+                seen[layer][:, 0].detach(), weights, rtol=0, atol=1e-10
+            )  # in float64, of logits up to 1e3
     assert list(expected) == ["blocks.0", "blocks.0#1"]
     assert s.unsupported == {"gate": "a softmax that weighs no values in a matrix product"}
 
