@@ -1,7 +1,6 @@
 """The fine-tuning loop of the T-CNN paper (Sec. 3, "Training details"), as an iterator over epochs."""
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+from tcnn_model.training.checkpoint import read_checkpoint, write_checkpoint
 from tcnn_model.training.optimization import parameter_groups, set_drop_path
+from tcnn_model.training.seeding import check_repeatable, seed_everything
 
 __all__ = ["EpochResult", "evaluate", "finetune"]
 
@@ -82,10 +83,11 @@ def finetune(
         drop_path_rate: stochastic depth (:func:`~tcnn_model.training.optimization.set_drop_path`); None: its own.
         device: to train on; the model's own unless given.
         amp: bfloat16 autocast.
-        seed: each epoch seeds torch's global generators with ``seed + epoch``, so a resumed run repeats what an
-            uninterrupted one would have done; None leaves them alone.
-        checkpoint: file written after each epoch, whole or not at all. If it exists the run resumes from it: its
-            epochs are yielded again without being trained, the last one after a fresh validation.
+        seed: each epoch seeds Python's, NumPy's and torch's global generators with ``seed + epoch``, and those that
+            the loaders have of their own, so a resumed run repeats what an uninterrupted one would have done. None
+            leaves them alone.
+        checkpoint: file written to the disk after each epoch, whole or not at all. If it exists the run resumes from
+            it: its epochs are yielded again without being trained, the last one after a fresh validation.
         progress: show progress bars.
         name: of the progress bar.
 
@@ -93,7 +95,8 @@ def finetune(
         :class:`EpochResult`, epochs 0 to ``epochs``.
 
     Raises:
-        ValueError: settings out of range; a checkpoint of a run with other settings; a loader without batches.
+        ValueError: settings out of range; a checkpoint that is damaged or of a run with other settings; a loader
+            without batches, or with a seed one whose workers persist.
     """
     if epochs < 1 or not 0 <= warmup_epochs < epochs:
         raise ValueError(f"expected 0 <= warmup_epochs < epochs, got warmup_epochs={warmup_epochs}, epochs={epochs}")
@@ -101,6 +104,8 @@ def finetune(
         raise ValueError(f"expected label_smoothing in [0, 1), got {label_smoothing}")
     if len(train_loader) == 0 or len(val_loader) == 0:
         raise ValueError(f"empty loader: {len(train_loader)} training and {len(val_loader)} validation batches")
+    if seed is not None:
+        check_repeatable(train_loader, val_loader)
     settings = {
         "epochs": epochs,
         "lr": lr,
@@ -113,7 +118,7 @@ def finetune(
         "steps_per_epoch": len(train_loader),
     }
     target = next(model.parameters()).device if device is None else torch.device(device)
-    saved = _read(checkpoint, settings, target)
+    saved = None if checkpoint is None else read_checkpoint(checkpoint, settings, target)
     if drop_path_rate is not None and set_drop_path(model, drop_path_rate) == 0 and drop_path_rate > 0:
         raise ValueError(f"drop_path_rate={drop_path_rate}, but {type(model).__name__} has no block with a drop_path")
     model.to(target)
@@ -129,6 +134,10 @@ def finetune(
     def train(epoch: int) -> tuple[float, float]:
         return _train_epoch(model, train_loader, optimizer, schedule, epoch, label_smoothing, target, amp, progress)
 
+    def state() -> dict[str, Any]:
+        weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return weights | {"settings": settings, "history": [asdict(result) for result in history]}
+
     def run() -> Iterator[EpochResult]:
         yield from history[:-1]
         # The last epoch of the checkpoint is validated again, for those who record.
@@ -136,7 +145,7 @@ def finetune(
         with tqdm(total=epochs, initial=first, desc=name, unit="epoch", disable=not progress) as bar:
             for epoch in range(first, epochs + 1):
                 if seed is not None:
-                    torch.manual_seed(seed + epoch)
+                    seed_everything(seed + epoch, train_loader, val_loader)
                 if epoch < len(history):
                     trained = (history[epoch].train_loss, history[epoch].train_top1)
                 else:
@@ -148,7 +157,8 @@ def finetune(
                 bar.update(epoch > first)
                 if epoch == len(history):
                     history.append(result)
-                    _write(checkpoint, model, optimizer, settings, history)
+                    if checkpoint is not None:
+                        write_checkpoint(checkpoint, state())
                 yield result
 
     return run()
@@ -222,31 +232,3 @@ def _totals(logits: Tensor, loss: Tensor, labels: Tensor) -> Tensor:
     """[sum of losses, number correct, number of images]."""
     correct = (logits.argmax(1) == labels).sum()
     return torch.stack([loss.double() * len(labels), correct.double(), correct.new_tensor(len(labels)).double()])
-
-
-def _write(
-    path: str | Path | None,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    settings: dict[str, Any],
-    history: list[EpochResult],
-) -> None:
-    if path is None:
-        return
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "settings": settings}
-    partial = path.with_name(path.name + ".partial")
-    torch.save(state | {"history": [asdict(result) for result in history]}, partial)
-    os.replace(partial, path)
-
-
-def _read(path: str | Path | None, settings: dict[str, Any], device: torch.device) -> dict[str, Any] | None:
-    if path is None or not Path(path).exists():
-        return None
-    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    before = state["settings"]
-    differing = [f"{k}: {before.get(k)} there, {v} now" for k, v in settings.items() if before.get(k) != v]
-    if differing:
-        raise ValueError(f"checkpoint {Path(path).name} is of a run with other settings ({'; '.join(differing)})")
-    return state

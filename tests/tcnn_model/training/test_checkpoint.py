@@ -1,12 +1,16 @@
 """Runs that were interrupted go on as if they had not been."""
 
 import copy
+import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from tcnn_model import EpochResult, finetune
 from tests.tcnn_model.tiny_models import batches, tiny_cnn, tiny_tcnn, validation_batches
@@ -111,3 +115,62 @@ def test_checkpoint_of_another_model(tmp_path: Path) -> None:
     _run(tiny_cnn(), tmp_path / "run.pt", stop=0)
     with pytest.raises((RuntimeError, ValueError), match=r"layer4\.0\.conv1"):
         _run(tiny_tcnn(), tmp_path / "run.pt")
+
+
+class Augmented(Dataset[tuple[Tensor, int]]):
+    """Images that Python's and NumPy's global generators change, as much of today's augmentation does."""
+
+    def __init__(self) -> None:
+        self._images = torch.randn(6, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._images[index] * random.random() + float(np.random.rand()), index % 3  # noqa: NPY002
+
+
+def _augmented(**options: Any) -> DataLoader[tuple[Tensor, int]]:
+    return DataLoader(Augmented(), 3, shuffle=True, generator=torch.Generator(), **options)
+
+
+def test_resumed_run_draws_the_same_random_numbers(tmp_path: Path) -> None:
+    def train(path: Path | None, stop: int) -> nn.Module:
+        random.seed(stop)
+        np.random.seed(stop)  # noqa: NPY002
+        model, loader = tiny_tcnn(), _augmented()
+        loader.generator.manual_seed(stop)  # type: ignore[union-attr]
+        for result in finetune(model, loader, validation_batches(), checkpoint=path, progress=False, **SETTINGS):
+            if result.epoch == stop:
+                break
+        return model
+
+    expected = train(None, 4)
+    train(tmp_path / "run.pt", 1)
+    _assert_same(train(tmp_path / "run.pt", 4), expected)
+
+
+def test_workers_that_persist_are_refused() -> None:
+    loader = _augmented(num_workers=1, persistent_workers=True)
+    with pytest.raises(ValueError, match="persistent_workers=False, or no seed"):
+        finetune(tiny_tcnn(), loader, validation_batches(), **SETTINGS)
+
+
+def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    _run(tiny_tcnn(), path, stop=0)
+    whole = path.read_bytes()
+    torch.save({"settings": {}}, tmp_path / "other.pt")
+    for content in (b"", whole[: len(whole) // 2], b"not a checkpoint", (tmp_path / "other.pt").read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"run\.pt is damaged, or no checkpoint of tcnn_model\.finetune"):
+            _run(tiny_tcnn(), path)
+
+
+def test_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append("fsync"), sync(file)))
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("replace"), replace(*names)))
+    _run(tiny_tcnn(), tmp_path / "run.pt", stop=0)
+    assert done == ["fsync", "replace", "fsync"]

@@ -1,0 +1,39 @@
+"""Every source of random numbers that a training run draws from, set to one seed."""
+
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+__all__ = ["check_repeatable", "seed_everything"]
+
+Batches = DataLoader[tuple[Tensor, Tensor]]
+
+
+def seed_everything(seed: int, *loaders: Batches) -> None:
+    """Seed Python, NumPy, torch, and the generators that the loaders and their samplers have of their own.
+
+    Workers of a loader follow: torch seeds them from the loader's generator, or else from its own, when an epoch
+    begins.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (what augmentation draws from is the global generator)
+    torch.manual_seed(seed)
+    generators = (getattr(part, "generator", None) for loader in loaders for part in (loader, loader.sampler))
+    for generator in {id(one): one for one in generators if isinstance(one, torch.Generator)}.values():
+        generator.manual_seed(seed)
+
+
+def check_repeatable(*loaders: Batches) -> None:
+    """Refuse loaders that cannot repeat an epoch.
+
+    Raises:
+        ValueError: workers live longer than an epoch, and draw from generators that nobody seeds again.
+    """
+    if any(loader.num_workers and loader.persistent_workers for loader in loaders):
+        raise ValueError(
+            "with seed= a resumed run repeats what an uninterrupted one would have done, which persistent workers "
+            "cannot: give a loader with persistent_workers=False, or no seed"
+        )
