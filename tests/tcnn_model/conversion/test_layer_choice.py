@@ -87,59 +87,27 @@ def test_unit_stride_halves_the_reduction(layers: str | list[str] | None, expect
     assert _reductions(cnn) == _reductions(reparameterize(cnn, layers=layers, stride="keep")) == [2, 4, 8, 16, 32]
 
 
-def test_reductions_do_not_depend_on_the_size_of_the_trial_image() -> None:
-    tcnn = reparameterize(build("resnet18"), input_size=(3, 80, 112))  # 5 x 7 at the last stage's input
-    assert _reductions(tcnn) == [2, 4, 8, 16, 16]
-
-
 @torch.no_grad()
-def test_feature_extractor() -> None:
-    cnn = build("resnet50", features_only=True, num_classes=0, out_indices=(1, 4))
-    tcnn = reparameterize(cnn)
-    assert list(gpsa_layers(tcnn)) == BOTTLENECKS
-    assert tcnn.feature_info.reduction() == [4, 16]
-    assert cnn.feature_info.reduction() == [4, 32]
-    assert [tuple(f.shape) for f in tcnn(torch.zeros(1, 3, 64, 96))] == [(1, 32, 16, 24), (1, 128, 4, 6)]
-    same = reparameterize(cnn.double(), stride="keep", **SHARP)
-    x = random(1, 3, 64, 96)
-    for actual, expected in zip(same(x), cnn(x), strict=True):
-        assert_same(actual, expected)
-
-
-def _plain_cnn(padding: int) -> nn.Sequential:
+@pytest.mark.parametrize("padding", [1, 0])
+def test_plain_sequential(padding: int) -> None:
+    """Without padding the last convolution shrinks its map by a border, which is no stride to be taken out."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(2, 5, 5, stride=2, padding=2),
-        nn.ReLU(),
-        nn.Sequential(nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(7, 11, 3, padding=padding)),
-        nn.ReLU(),
-        nn.Conv2d(11, 3, 1),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-    ).double()
-
-
-@torch.no_grad()
-def test_plain_sequential() -> None:
-    cnn = _plain_cnn(padding=1)
+    stage = nn.Sequential(nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(7, 11, 3, padding=padding))
+    head = (nn.ReLU(), nn.Conv2d(11, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    cnn = nn.Sequential(nn.Conv2d(2, 5, 5, stride=2, padding=2), nn.ReLU(), stage, *head).double()
     x = random(1, 2, 37, 53)
+    if padding == 0:
+        for stride in ("unit", "keep"):
+            same = reparameterize(cnn, layers="2.2", stride=stride, **SHARP)
+            assert isinstance(same.get_submodule("2.2"), GPSA)
+            assert_same(same(x), cnn(x))
+        return
     same = reparameterize(cnn, stride="keep", **SHARP)
     assert list(gpsa_layers(same)) == ["2.0", "2.2"]
     assert_same(same(x), cnn(x))
     unit = reparameterize(cnn, **SHARP)
-    cnn[2][0].stride = (1, 1)
+    stage[0].stride = (1, 1)
     assert_same(unit(x), cnn(x))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("stride", ["unit", "keep"])
-def test_convolution_without_stride_or_padding(stride: str) -> None:
-    """It shrinks its map by a border, which is no stride that could be taken out."""
-    cnn = _plain_cnn(padding=0)
-    x = random(1, 2, 37, 53)
-    same = reparameterize(cnn, layers="2.2", stride=stride, **SHARP)
-    assert isinstance(same.get_submodule("2.2"), GPSA)
-    assert_same(same(x), cnn(x))
 
 
 def test_hint_names_close_layers() -> None:

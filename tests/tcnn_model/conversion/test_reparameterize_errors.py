@@ -47,15 +47,12 @@ def test_what_cannot_be_unstrided_can_be_kept() -> None:
     [
         ({"layers": "layer5"}, "no k x k convolutions match 'layer5'"),
         ({"layers": "layer4.*.conv7"}, r"no k x k convolutions match 'layer4\.\*\.conv7'"),
-        ({"layers": ["layer4.0.conv1", "nothing"]}, "no k x k convolutions match 'nothing'"),
-        ({"layers": "fc"}, "no k x k convolutions match 'fc'"),
+        ({"layers": ["layer4.0.conv1", "fc"]}, "no k x k convolutions match 'fc'"),
         ({"layers": "layer4.0.downsample.*"}, "no k x k convolutions match"),  # 1 x 1
         ({"layers": lambda name, conv: False}, "the predicate chose none of the 17 k x k convolutions"),
         ({"layers": []}, "layers is empty"),
         ({"stride": "half"}, "expected stride='unit' or 'keep', got 'half'"),
         ({"locality_strength": 0.0}, "'layer4.0.conv1': locality_strength must be positive"),
-        ({"gating": float("nan")}, "gating must be one finite number"),
-        ({"qk_dim": 0}, "qk_dim must be an integer of at least 1"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -101,19 +98,9 @@ def test_convolution_with_a_computed_weight() -> None:
 
 def test_model_that_does_not_run_on_images() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(7, 5), nn.Unflatten(1, (5, 1, 1)), nn.Conv2d(5, 3, 3, padding=1))
-    _refused(model, r"could not run Sequential on an image of 5 x 224 x 224: pass input_size=\(C, H, W\)")
-
-
-def test_exception_of_the_model_is_quoted() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 5, 3, padding=1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise ValueError("only on Sundays")
-
-    _refused(Broken(), "only on Sundays")
+    _refused(
+        model, r"could not run Sequential on an image of 5 x 224 x 224: pass input_size=\(C, H, W\).*RuntimeError: "
+    )
 
 
 class _Normalising(nn.Module):

@@ -12,6 +12,7 @@ from timm.models import convit
 from torch import Tensor, nn
 
 from tcnn_model import accelerate
+from tcnn_model.gpsa import convit as accelerated
 from tests.tcnn_model.helpers import assert_same, default_dtype, random, relative_error, seeded, snapshot
 
 pytestmark = pytest.mark.numerical
@@ -62,10 +63,15 @@ def test_same_output_and_gradients(options: dict[str, Any]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9, msg=name)  # some are zero, those here near 1
 
 
-def test_gate_and_position_get_gradients() -> None:
+def test_gate_and_position_get_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is our attention that runs."""
+    calls: list[int] = []
+    original = accelerated.attend
+    monkeypatch.setattr(accelerated, "attend", lambda *a: calls.append(1) or original(*a))
     model = _model()
     with accelerate(model):
         model(_images()).square().sum().backward()
+    assert len(calls) == 2
     layer = model.get_submodule("blocks.0.attn")
     for parameter in (layer.gating_param, layer.pos_proj.weight, layer.qk.weight):
         assert float(parameter.grad.abs().min()) > 0
@@ -88,26 +94,20 @@ def test_nothing_of_it_remains() -> None:
     assert torch.equal(model(_images()), output)
 
 
-def test_old_weights_load_and_new_ones_are_theirs() -> None:
-    model, x = _model(), _images()
-    other = _model()
+def test_hooks_still_see_the_layers_and_weights_still_load() -> None:
+    model, other = _model(), _model()
+    seen: list[str] = []
+    for name in ("blocks.0.attn", "blocks.0.attn.qk", "blocks.0.attn.v", "blocks.0.attn.proj", "blocks.2.attn.qkv"):
+        for each in (model, other):
+            each.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    expected = model(_images())
+    plain, seen[:] = sorted(seen), []
     with torch.no_grad():
         other.get_parameter("blocks.0.attn.v.weight").zero_()
     with accelerate(other):
         other.load_state_dict(model.state_dict())
-        assert_same(other(x), model(x))
+        assert_same(other(_images()), expected)
         model.load_state_dict(other.state_dict())
-
-
-def test_hooks_still_see_the_layers() -> None:
-    model = _model()
-    seen: list[str] = []
-    for name in ("blocks.0.attn", "blocks.0.attn.qk", "blocks.0.attn.v", "blocks.0.attn.proj", "blocks.2.attn.qkv"):
-        model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
-    model(_images())
-    plain, seen[:] = sorted(seen), []
-    with accelerate(model):
-        model(_images())
     assert sorted(seen) == plain
 
 

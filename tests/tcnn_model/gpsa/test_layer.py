@@ -120,16 +120,6 @@ def test_a_function_mode_sees_the_gates() -> None:
     assert mode.seen == 2
 
 
-@pytest.mark.parametrize("grid", [(5, 7), (3, 2), (1, 11)])
-def test_shapes_are_those_of_the_convolution(grid: tuple[int, int]) -> None:
-    arguments: dict[str, Any] = {"kernel_size": (3, 5), "stride": (2, 3), "padding": (1, 2)}
-    x = torch.zeros(2, 3, *grid)
-    layer = GPSA(3, 5, **arguments)
-    expected = nn.Conv2d(3, 5, **arguments)(x).shape
-    assert layer(x).shape == expected
-    assert layer.attention(x).shape == (2, 15, expected[2] * expected[3], (grid[0] + 2) * (grid[1] + 4))
-
-
 def test_layers_of_a_model_by_name() -> None:
     model = nn.Sequential(nn.Conv2d(3, 5, 1), nn.ModuleDict({"a": GPSA(5, 5, 3), "b": GPSA(5, 2, 1)}))
     assert gpsa_layers(model) == {"1.a": model.get_submodule("1.a"), "1.b": model.get_submodule("1.b")}
@@ -146,22 +136,17 @@ def test_repr_shows_the_arguments() -> None:
     ("arguments", "message"),
     [
         ({"groups": 4}, "groups must divide in_channels and out_channels; got groups=4, in_channels=6, out_channels=4"),
-        ({"groups": 3}, "groups must divide .* out_channels=4"),
         ({"groups": 0}, "groups must divide"),
         ({"qk_dim": 0}, "qk_dim must be an integer of at least 1; got 0"),
         ({"qk_dim": 2.5}, "qk_dim must be an integer of at least 1; got 2.5"),
         ({"stride": 1.5}, r"stride must be one integer or two; got 1.5"),
         ({"kernel_size": (3, 0)}, r"kernel_size must be at least 1; got \(3, 0\)"),
         ({"kernel_size": (3, 3, 3)}, r"kernel_size .*\(3, 3, 3\)"),
-        ({"stride": 0}, "stride must be at least 1; got 0"),
-        ({"dilation": 0}, "dilation must be at least 1; got 0"),
         ({"padding": -1}, "padding must be at least 0; got -1"),
         ({"locality_strength": 0.0}, "locality_strength must be positive; got 0"),
         ({"locality_strength": [1.0] * 8 + [-2.0]}, "locality_strength must be positive"),
-        ({"locality_strength": math.nan}, "locality_strength must be one finite number or one for each of the 9 heads"),
         ({"locality_strength": [1.0] * 8}, "locality_strength must be one finite number or one for each of the 9"),
         ({"gating": math.inf}, "gating must be one finite number or one for each of the 9 heads; got inf"),
-        ({"gating": [1.0, 2.0]}, "gating must be one finite number or one for each of the 9 heads"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ from timm.optim import create_optimizer_v2, param_groups_layer_decay
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tcnn_model import AttentionPool2d, parameter_groups, specialize
+from tcnn_model import AttentionPool2d, parameter_groups
 from tcnn_model.pooling.attention_pool import ClassScores
 from tests.tcnn_model.helpers import assert_same, seeded
 
@@ -169,30 +169,20 @@ def test_checkpointed_gradients_are_the_same(kind: str) -> None:
     assert len(ran) == 4
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_reset_of_a_single_token() -> None:
-    model, x = _small(), torch.randn(2, 3, 48, 80)
-    pooled, pool = model.forward_head(model.forward_features(x), pre_logits=True), model.pool
-    model.reset_classifier(0)
-    assert torch.equal(model(x), pooled)
-    model.reset_classifier(4)
-    assert model(x).shape == (2, 4)
-    assert model.pool is pool
-    assert (model.num_classes, model.head.training) == (4, False)
-
-
-@torch.no_grad()
-def test_reset_of_a_token_a_class() -> None:
-    model, x = _small(KINDS[1]), torch.randn(2, 3, 48, 80)
-    block = model.pool.block
-    pooled = model.forward_head(model.forward_features(x), pre_logits=True)
+def test_reset_of_the_classifier(kind: str) -> None:
+    model, x = _small(kind), torch.randn(2, 3, 48, 80)
+    pooled, pool, block = model.forward_head(model.forward_features(x), pre_logits=True), model.pool, model.pool.block
     model.reset_classifier(0)
     assert torch.equal(model(x), pooled)
     model.reset_classifier(7)
     assert model(x).shape == (2, 7)
-    assert model.pool.cls_token.shape == (1, 7, D)
+    assert (model.num_classes, model.head.training) == (7, False)
+    assert model.pool is pool
     assert model.pool.block is block
-    assert isinstance(model.get_classifier(), ClassScores)
+    assert model.pool.cls_token.shape == (1, 7 if model.per_class else 1, D)
+    assert isinstance(model.get_classifier(), ClassScores) == model.per_class
     model.reset_classifier(0, "")
     assert not model.per_class
     assert torch.equal(model(x), model.forward_features(x))
@@ -241,24 +231,3 @@ def test_exports_with_any_batch() -> None:
     program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2, max=64)}})
     other = torch.randn(3, 3, 32, 48)
     assert_same(program.module()(other), model(other))
-
-
-def test_specialized() -> None:
-    model, x = _small(), torch.randn(2, 3, 48, 80)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    special: Any = specialize(model)
-    assert (model.per_class, special.per_class) == (False, True)
-    assert {name: (value == before[name]).all() for name, value in model.state_dict().items()} == dict.fromkeys(
-        before, True
-    )
-    after = special.state_dict()
-    assert all(torch.equal(after[name], before[name]) for name in before if name != "pool.cls_token")
-    assert torch.equal(after["pool.cls_token"], before["pool.cls_token"].expand(1, K, D))
-    with torch.no_grad():
-        row = special.forward_head(special.forward_features(x), pre_logits=True)[:, 2]
-        assert_same(special(x)[:, 2], model.head(row)[:, 2])
-    loaded = _small(KINDS[1])
-    loaded.load_state_dict(after)
-    assert torch.equal(loaded(x), special(x))
-    special.reset_classifier(4)
-    assert special(x).shape == (2, 4)

@@ -73,14 +73,6 @@ def test_pretrained_weights_are_those_of_the_cnn(tmp_path: Path) -> None:
     assert torch.equal(other.get_parameter("layer4.1.conv2.weight"), cnn.get_parameter("layer4.1.conv2.weight"))
 
 
-def test_checkpoint_of_the_tcnn(tmp_path: Path) -> None:
-    saved = timm.create_model("t_resnet50", num_classes=3, **SMALL)
-    torch.save(saved.state_dict(), tmp_path / "tcnn.pth")
-    loaded = timm.create_model("t_resnet50", checkpoint_path=str(tmp_path / "tcnn.pth"), num_classes=3, **SMALL)
-    for name, tensor in saved.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
-
-
 def test_tags_point_at_the_weights_of_the_cnn() -> None:
     for name in sorted(NAMES):
         base = name.removeprefix("t_")

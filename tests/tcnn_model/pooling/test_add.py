@@ -12,17 +12,15 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tcnn_model import AttentionPool2d, add_attention_pool, finetune, parameter_groups, reparameterize, specialize
+from tcnn_model import AttentionPool2d, add_attention_pool, parameter_groups, reparameterize, specialize
 from tcnn_model.pooling.attention_pool import ClassScores, PatchAttention
 from tests.tcnn_model.helpers import assert_same, on_meta, random, snapshot
 from tests.tcnn_model.tiny_models import (
     CLASSES,
     POOL_SIZE,
-    batches,
     pooled_cnn,
     tiny_cnn,
     tiny_tcnn,
-    validation_batches,
 )
 
 
@@ -208,18 +206,6 @@ def test_of_a_transformed_cnn_and_before_it() -> None:
         groups = {group["name"]: {names[id(p)] for p in group["params"]} for group in parameter_groups(model)}
         assert "global_pool.attention.cls_token" in groups["undecayed"]
         assert groups["gates"]
-
-
-def test_finetuned() -> None:
-    pooled = add_attention_pool(tiny_cnn(), per_class=True, input_size=POOL_SIZE)
-    token = pooled.get_parameter("global_pool.attention.cls_token")
-    before = token.detach().clone()
-    results = list(
-        finetune(pooled, batches(), validation_batches(), epochs=2, warmup_epochs=1, lr=1e-2, progress=False, seed=0)
-    )
-    assert [result.epoch for result in results] == [0, 1, 2]
-    assert not torch.equal(token, before)
-    assert results[-1].val_loss < results[0].val_loss
 
 
 @torch.no_grad()

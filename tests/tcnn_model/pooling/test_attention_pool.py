@@ -7,6 +7,7 @@ import pytest
 import torch
 from timm.models.cait import LayerScaleBlockClassAttn
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from tcnn_model import AttentionPool2d
 from tcnn_model.pooling.attention_pool import ClassScores, PatchAttention
@@ -146,15 +147,14 @@ def test_scores_of_other_classifiers() -> None:
     assert_same(ClassScores.of(unbiased)(tokens), (tokens * unbiased.weight).sum(-1))
 
 
-@pytest.mark.parametrize("layer", [nn.Conv2d(3, 5, 3), nn.Conv2d(4, 4, 1, groups=2), nn.Identity()])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv2d(3, 5, 3), nn.Conv2d(4, 4, 1, groups=2), nn.Identity(), weight_norm(nn.Linear(3, 5))],
+    ids=["3 x 3", "grouped", "none", "computed"],
+)
 def test_no_scores_of_what_is_no_classifier(layer: nn.Module) -> None:
     with pytest.raises(ValueError, match="expected a classifier that is a Linear or a 1 x 1 convolution, got"):
         ClassScores.of(layer)
-
-
-def test_no_scores_of_a_computed_weight() -> None:
-    with pytest.raises(ValueError, match="expected a classifier that is a Linear"):
-        ClassScores.of(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 5)))
 
 
 @torch.no_grad()
@@ -190,15 +190,6 @@ def test_specialized_with_the_very_weights() -> None:
     assert (pool.num_classes, pool.block.attn.tokens, pool.block.attn.fused_attn) == (K, K, False)
     assert pool.block.attn.attn_drop.p == 0.3
     assert not any(module.training for module in pool.modules())
-
-
-def test_new_tokens() -> None:
-    pool = AttentionPool2d(D, K).double()
-    block = dict(pool.block.named_parameters())
-    pool.reset_tokens(K + 2)
-    assert pool.cls_token.shape == (1, K + 2, D)
-    assert pool(random(B, D, H, W)).shape == (B, K + 2, D)
-    assert all(parameter is block[name] for name, parameter in pool.block.named_parameters())
 
 
 def test_errors() -> None:

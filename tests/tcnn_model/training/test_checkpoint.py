@@ -82,10 +82,7 @@ def test_checkpoint_is_one_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.pt"
     _run(tiny_tcnn(), path, stop=1)
     assert [file.name for file in path.parent.iterdir()] == ["run.pt"]
-    state = torch.load(path, weights_only=True)
-    assert len(state["history"]) == 2
-    _run(tiny_tcnn(), tmp_path / "text.pt", stop=0)
-    assert _run(tiny_tcnn(), str(tmp_path / "text.pt"), stop=0)[0].epoch == 0
+    assert len(torch.load(path, weights_only=True)["history"]) == 2
 
 
 SETTINGS_OF_ANOTHER_RUN: list[tuple[dict[str, Any], str]] = [

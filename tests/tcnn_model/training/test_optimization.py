@@ -60,12 +60,6 @@ def test_the_model_may_be_a_layer() -> None:
     assert found["gating"] == (0.1, 0.0)
 
 
-def test_without_decay_gates_stay_apart() -> None:
-    found = _setting(tiny_tcnn(), weight_decay=0.0)
-    assert {decay for _, decay in found.values()} == {0.0}
-    assert [name for name, (lr, _) in found.items() if lr == 0.1] == ["layer4.0.conv1.gating", "layer4.0.conv2.gating"]
-
-
 def test_what_the_model_exempts_is_exempt() -> None:
     class Exempting(nn.Module):
         def __init__(self) -> None:
@@ -101,9 +95,6 @@ def test_drop_path_acts_in_training_only() -> None:
     assert torch.equal(model(x), model(x))
     model.get_submodule("layer4").train()
     assert not torch.equal(model(x), model(x))
-
-
-def test_model_without_residual_blocks() -> None:
     assert set_drop_path(nn.Sequential(nn.Conv2d(3, 5, 3)), 0.1) == 0
 
 
