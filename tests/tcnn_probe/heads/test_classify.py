@@ -181,16 +181,6 @@ def test_mixture_of_known_clusters() -> None:
     xr.testing.assert_identical(tcnn_probe.head_types(ds.isel(head=order), "mixture"), types.isel(head=order))
 
 
-def test_components_that_cross_keep_their_meaning() -> None:
-    """One head goes from convolution to content while another goes the other way."""
-    gate = 0.5 - 0.4 * np.tanh(np.linspace(-4, 4, 31))
-    down, up = np.tile(gate[:, None], (1, 5)), np.tile(gate[::-1, None], (1, 5))
-    gates = np.clip(np.hstack([down, up]) + np.random.default_rng(0).normal(0, 0.02, (31, 10)), 0, 1)
-    types = tcnn_probe.head_types(recording({"a": gated(gates, 0.3, 0.9 - 0.6 * gates)}, 31), "mixture")
-    expected = [["convolutional"] * 5 + ["content"] * 5, ["content"] * 5 + ["convolutional"] * 5]
-    assert types.values[[0, -1], 0].tolist() == expected
-
-
 def test_two_components_of_one_type() -> None:
     """Two clusters of content heads: their posteriors add up."""
     rng = np.random.default_rng(0)

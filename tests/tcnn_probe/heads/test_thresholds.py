@@ -49,19 +49,6 @@ def test_types_at_and_beside_every_threshold(thresholds: Thresholds) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "spread", "reach", "expected"),
-    [
-        (0.73, 0.49, 0.44, "convolutional"),  # a T-CNN as the papers start it, on 7 x 7
-        (1.0, 1.0, 1.0, "mixed"),  # positional attention without any locality: an average of all
-        (1.0, 0.1, 1.3, "mixed"),  # every query looks into the same corner
-        (0.0, 0.1, 0.1, "content"),
-    ],
-)
-def test_examples(gate: float, spread: float, reach: float, expected: str) -> None:
-    assert gated_types(*np.array([[gate], [spread], [reach]]), Thresholds()).tolist() == [expected]
-
-
-@pytest.mark.parametrize(
     ("given", "error", "told"),
     [
         ({"gate": 0.5}, TypeError, "expected two thresholds for gate, got 0.5"),
