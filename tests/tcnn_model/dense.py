@@ -52,7 +52,7 @@ class Case:
 
 
 # Content attention to one key, logits of a few hundred; positions far outside of the map, on an edge, and uniform.
-_FAR = ((-40.0, 80.0 * 300, -80.0 * 300), (-20.0, 40.0 * 1.5, 0.0), (0.0, 0.0, 0.0))
+_FAR = ((-40.3, 80.6 * 301.7, -80.6 * 299.3), (-20.7, 41.4 * 1.5, 0.0), (0.0, 0.0, 0.0))
 _GATES = {"content": (0.0, 0.0, 0.0), "positional": (1.0, 1.0, 1.0), "both": (0.999999, 1e-7, 0.5)}
 EXTREMES = {
     name: Case(Axis(3, 2, 1, 3), Axis(7, 2, 2, 3), 3, 2, 5, gate=gate, v_pos=_FAR, sharpness=30.0)
