@@ -180,7 +180,8 @@ class Training:
             for result in self.fine_tune(model, file, title, seed=seed):
                 recorder.mark(if_marked="skip", **scalars(result), **asdict(result))
                 after(model, result)
-            return model, recorder.dataset.load()
+            dataset = recorder.dataset.load()
+        return model, dataset.assign_coords(layer=dataset.layer.astype(object))  # zarr warns of fixed-width text
 
     def _train(self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any) -> Iterator[EpochResult]:
         self._stage += 1
