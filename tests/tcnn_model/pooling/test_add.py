@@ -44,19 +44,6 @@ def test_old_weights_and_what_is_computed() -> None:
     assert torch.equal(pooled(x), cnn.fc(expected))
 
 
-@torch.no_grad()
-def test_a_token_a_class() -> None:
-    cnn, x = tiny_cnn().eval(), _images()
-    pooled = pooled_cnn(cnn, per_class=True)
-    features = pooled.forward_features(x)
-    tokens = pooled.global_pool.attention(features)
-    assert tokens.shape == (2, CLASSES, 16)
-    assert torch.equal(pooled.forward_head(features, pre_logits=True), tokens)
-    expected = torch.stack([cnn.fc(tokens[:, k])[:, k] for k in range(CLASSES)], 1)
-    assert_same(pooled(x), expected)
-    assert isinstance(pooled.get_classifier(), ClassScores)
-
-
 def test_in_place_or_not() -> None:
     cnn = tiny_cnn()
     weights = dict(cnn.named_parameters())
