@@ -16,7 +16,7 @@ PARTS: dict[str, set[str]] = {
     "bootstrap": set(),
     "hooks": set(),
     "models": {"hooks"},
-    "provenance": set(),
+    "provenance": {"models"},
     "attention": {"hooks", "models"},
     "storage": {"schema"},
     "heads": {"schema"},
@@ -24,7 +24,7 @@ PARTS: dict[str, set[str]] = {
     "recording": {"attention", "hooks", "models", "probes", "provenance", "schema", "storage"},
     "interventions": {"attention", "hooks", "models"},
     "attribution": {"attention", "models", "provenance"},
-    "perturbations": {"bootstrap", "models", "provenance"},
+    "perturbations": {"bootstrap", "hooks", "models", "provenance"},
     "plot": {"bootstrap", "heads", "perturbations", "schema"},
 }
 

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import os
 import shutil
-import socket
 import uuid
 import weakref
 from collections.abc import Iterator
@@ -96,7 +95,7 @@ class Lock:
         _held.add(self)
         os.ftruncate(self._file, 0)
         since = datetime.now().isoformat(" ", "seconds")
-        os.write(self._file, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
+        os.write(self._file, f"process {os.getpid()} since {since}".encode())
 
     @property
     def held(self) -> bool:

@@ -21,8 +21,6 @@ from common.models import small_resnet
 from common.training import Training
 from tcnn_model import reparameterize
 
-pytestmark = pytest.mark.xdist_group("studies")  # one worker, as each study runs once
-
 STUDIES = sorted(path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py"))
 SMALL = ["--small", "--device", "cpu"]
 LAYERS = [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]

@@ -268,6 +268,6 @@ def test_forward_mode_differentiation() -> None:
 
     alone = derivative()
     with tcnn_probe.record(model, images=[0]) as recorder:
-        assert torch.equal(derivative(), alone)
+        torch.testing.assert_close(derivative(), alone)  # where something was compiled before, torch takes another path
         recorder.mark(epoch=0)
         check_entropies(recorder, expected, images=3)
