@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import tcnn_probe
+from tcnn_probe.attention import stream
+from tcnn_probe.attention.rebuild import discrepancy
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.contracts.helpers import Trace, clean, images, vit
 
@@ -107,3 +109,15 @@ def test_nothing_of_a_forward_is_kept() -> None:
         model(images())
         gc.collect()
         assert not any(type(x) is tcnn_probe.AttentionCall for x in gc.get_objects())
+
+
+def test_each_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[nn.Module] = []
+    monkeypatch.setattr(
+        stream, "discrepancy", lambda seen, module: (checked.append(module), discrepancy(seen, module))[1]
+    )
+    model = vit()
+    with tcnn_probe.attention_stream(model, lambda call: None):
+        for _ in range(3):
+            model(images())
+    assert checked == [block.attn for block in model.blocks]
