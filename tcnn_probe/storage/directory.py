@@ -151,8 +151,8 @@ def new_directory(directory: Path) -> Iterator[tuple[DurableStore, Lock]]:
     there = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.init")
     lock: Lock | None = None
     try:
-        there.mkdir(parents=True)
         _delete_unfinished(directory)
+        there.mkdir(parents=True)
         lock = Lock(there, directory.name)
         yield DurableStore(there), lock
         try:
@@ -179,8 +179,7 @@ def _delete_unfinished(directory: Path) -> None:
     """Delete what killed runs left of their attempts to make this directory."""
     with suppress(OSError):  # as when the parent cannot be listed
         for folder in directory.parent.iterdir():
-            ours = folder.name.startswith(f".{directory.name}.") and folder.suffix == ".init"
-            if ours and (folder / LOCK).exists():
+            if folder.name.startswith(f".{directory.name}.") and folder.suffix == ".init":
                 with suppress(StoreError):  # its maker lives
                     lock = Lock(folder, folder.name)
                     shutil.rmtree(folder, ignore_errors=True)

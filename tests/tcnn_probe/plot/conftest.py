@@ -9,6 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_screen() -> Iterator[None]:
+    plt.close("all")  # what other tests left open
     before = mpl.get_backend()
     plt.switch_backend("Agg")
     settings = dict(mpl.rcParams)
