@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 import shutil
 import uuid
 import weakref
@@ -179,7 +180,7 @@ def _delete_unfinished(directory: Path) -> None:
     """Delete what killed runs left of their attempts to make this directory."""
     with suppress(OSError):  # as when the parent cannot be listed
         for folder in directory.parent.iterdir():
-            if folder.name.startswith(f".{directory.name}.") and folder.suffix == ".init":
+            if re.fullmatch(rf"\.{re.escape(directory.name)}\.[0-9a-f]{{32}}\.init", folder.name):
                 with suppress(StoreError):  # its maker lives
                     lock = Lock(folder, folder.name)
                     shutil.rmtree(folder, ignore_errors=True)
