@@ -154,39 +154,3 @@ def test_public_names_need_no_optional_dependency() -> None:
 def test_importing_the_probe_imports_little() -> None:
     program = "import tcnn_probe\nassert not {'torch', 'timm', 'xarray', 'zarr', 'matplotlib'} & {*sys.modules}"
     _run_without((), program)
-
-
-def test_reading_needs_no_torch(tmp_path: Path) -> None:
-    """A recording opens, types of heads are decided and plots are drawn on a laptop without torch and timm."""
-    import tests.tcnn_probe.storage.tables as tables
-
-    store = tables.create(tmp_path / "run.zarr")
-    tables.add(store, 0)
-    store.close()
-    program = f"""
-import matplotlib
-matplotlib.use("Agg")
-import numpy as np
-import xarray as xr
-import tcnn_probe
-tree = tcnn_probe.open({str(tmp_path / "run.zarr")!r})
-ds = tree.dataset
-heads = xr.Dataset(
-    {{
-        "gate": (("epoch", "layer", "head"), np.full((1, 1, 2), 0.9)),
-        "positional_entropy": (("epoch", "layer", "head"), np.full((1, 1, 2), 0.1)),
-        "attention_distance": (("epoch", "layer", "head"), np.full((1, 1, 2), 1.0)),
-        "uniform_entropy": (("epoch", "layer"), np.full((1, 1), 3.0)),
-        "uniform_distance": (("epoch", "layer"), np.full((1, 1), 4.0)),
-    }},
-    {{"epoch": [0], "layer": ["a"], "head": [0, 1]}},
-)
-assert (tcnn_probe.head_types(heads) == "convolutional").all()
-tcnn_probe.plot.evolution(heads.gate)
-maps = xr.DataArray(np.ones((2, 4, 5)), dims=("head", "y", "x"))
-tcnn_probe.plot.attention_grid(maps)
-correct = xr.Dataset({{"correct_clean": (("model", "image"), np.ones((1, 4), bool))}}, {{"model": ["cnn"]}})
-assert callable(tcnn_probe.plot.robustness)
-assert "torch" not in [name for name, module in sys.modules.items() if module is not None]
-"""
-    _run_without(("torch", "timm"), program)

@@ -63,7 +63,6 @@ def image_loaders(model: nn.Module, data: str, *, size: int, batch_size: int, wo
                 drop_last=training,
                 num_workers=workers,
                 pin_memory=torch.cuda.is_available(),
-                persistent_workers=workers > 0,
             )
         )
     return loaders[0], loaders[1]

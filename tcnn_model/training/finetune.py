@@ -96,7 +96,7 @@ def finetune(
 
     Raises:
         ValueError: settings out of range; a checkpoint that is damaged or of a run with other settings; a loader
-            without batches, or with a seed one whose workers persist.
+            without batches; with a seed, a training loader whose workers persist.
     """
     if epochs < 1 or not 0 <= warmup_epochs < epochs:
         raise ValueError(f"expected 0 <= warmup_epochs < epochs, got warmup_epochs={warmup_epochs}, epochs={epochs}")
@@ -105,7 +105,7 @@ def finetune(
     if len(train_loader) == 0 or len(val_loader) == 0:
         raise ValueError(f"empty loader: {len(train_loader)} training and {len(val_loader)} validation batches")
     if seed is not None:
-        check_repeatable(train_loader, val_loader)
+        check_repeatable(train_loader)
     settings = {
         "epochs": epochs,
         "lr": lr,

@@ -26,13 +26,13 @@ def seed_everything(seed: int, *loaders: Batches) -> None:
         generator.manual_seed(seed)
 
 
-def check_repeatable(*loaders: Batches) -> None:
-    """Refuse loaders that cannot repeat an epoch.
+def check_repeatable(loader: Batches) -> None:
+    """Refuse a loader that cannot repeat an epoch.
 
     Raises:
         ValueError: workers live longer than an epoch, and draw from generators that nobody seeds again.
     """
-    if any(loader.num_workers and loader.persistent_workers for loader in loaders):
+    if loader.num_workers and loader.persistent_workers:
         raise ValueError(
             "with seed= a resumed run repeats what an uninterrupted one would have done, which persistent workers "
             "cannot: give a loader with persistent_workers=False, or no seed"

@@ -103,7 +103,7 @@ def find_methods(method: Any, options: Mapping[str, Mapping[str, Any]]) -> list[
 
 
 def name_of(method: Any) -> str:
-    """Of a method: its own, or that of the function or its class."""
+    """The name of a method: its own, or that of the function or its class."""
     return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
 
 

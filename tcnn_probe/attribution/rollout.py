@@ -99,7 +99,7 @@ class _Tokens:
         self._token = (seen + before) / 2
 
     def map(self) -> Tensor:
-        """Of the class token, shape (B, h, w)."""
+        """The map of the class token, shape (B, h, w)."""
         if self._last is None or self._product is None:
             raise ValueError(f"no attention was seen in this model; {WITHOUT_CLASS_TOKEN}")
         patches, query = self._last.layout.keys, self._last.class_query

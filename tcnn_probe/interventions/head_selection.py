@@ -1,6 +1,5 @@
 """Which heads of a model ``heads=`` stands for: names or globs, a mapping, or a boolean DataArray."""
 
-import re
 import reprlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,8 +21,6 @@ from tcnn_probe.models import layer_names
 __all__ = ["HeadSelection", "choose"]
 
 HeadSelection = str | Iterable[str] | Mapping[str, Any] | xr.DataArray | None
-
-_CALLED = re.compile("Attn|Attention")
 
 
 def choose(model: nn.Module, heads: HeadSelection, mode: Mode) -> list[Edit]:
@@ -154,7 +151,7 @@ def _attention_layers(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     They are called so, or have heads and neither contain nor belong to one that is called so. Of several, one inside of
     the other, the innermost.
     """
-    called = [name for name, m in modules.items() if isinstance(m, GPSA) or _CALLED.search(type(m).__name__)]
+    called = [name for name, m in modules.items() if isinstance(m, GPSA) or known.looks_like_attention(m)]
     others = [name for name, m in modules.items() if head_count(m) is not None and name not in called]
     others = [name for name in others if not any(_within(a, name) or _within(name, a) for a in called)]
     alike = [*called, *others]

@@ -140,7 +140,7 @@ def as_attacks(asked: str | Collection[str] | Mapping[str, Mapping[str, Any]]) -
 
 
 def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
-    """Of the cross-entropy, with respect to the images; parameters' own gradients are not touched."""
+    """The gradient of the cross-entropy with respect to the images; parameters' own gradients are not touched."""
     images = images.detach().requires_grad_()
     scores = classifier(images)
     check_labels(labels, scores.shape[1])

@@ -78,7 +78,7 @@ def corrupt(
 
 
 def _draws(corruption: Corruption, seed: int, number: int) -> RandomState:
-    """Of an image. ``RandomState``, unlike numpy's newer generators, draws the same in every version of numpy."""
+    """The random numbers of one image; ``RandomState`` draws the same in every version of numpy."""
     place = list(CORRUPTIONS).index(corruption.name)
     return RandomState(MT19937(SeedSequence(seed, spawn_key=(place, number))))
 

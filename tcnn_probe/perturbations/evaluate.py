@@ -159,7 +159,7 @@ class _Measurement:
         return np.concatenate(rows, -1)
 
     def coordinates(self) -> dict[str, Any]:
-        """Of the arrays per image."""
+        """The dimensions of the arrays by image."""
         groups = [CORRUPTIONS[name].group for name in self.corruptions]
         names = {"model": self.models, "corruption": self.corruptions, "attack": self.attacks}
         found: dict[str, Any] = {dim: np.array(list(labels), dtype=object) for dim, labels in names.items()}

@@ -136,7 +136,7 @@ def _picture(axes: "Axes", image: NDArray[Any], query: tuple[int, int] | None, g
 
 
 def _cell(query: tuple[int, int], size: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
-    """Of a grid over an image of this size, the cell that has the pixel."""
+    """The cell that has the pixel, in a grid over an image of this size."""
     return query[0] * grid[0] // size[0], query[1] * grid[1] // size[1]
 
 
