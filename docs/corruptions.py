@@ -35,13 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def table() -> str:
-    """Markdown table of names, parameters and scaling."""
-    lines = ["| group | corruption | what it does | parameters at severities 1 to 5 | random | below 224 pixels |"]
-    lines.append("|---|---|---|---|---|---|")
+    """Markdown table of names and parameters."""
+    lines = ["| group | corruption | what it does | parameters at severities 1 to 5 | random |"]
+    lines.append("|---|---|---|---|---|")
     for each in CORRUPTIONS.values():
         parameters = "; ".join(f"{name} {_values(values)}" for name, values in each.parameters.items())
-        cells = each.group, f"`{each.name}`", each.description, parameters, each.random, each.scaling
-        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+        cells = each.group, f"`{each.name}`", each.description, parameters, each.random
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("``", "`"))
     return "\n".join(lines)
 
 

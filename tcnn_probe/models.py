@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,15 +18,17 @@ from tcnn_probe.hooks.modes import aside
 __all__ = [
     "as_images",
     "batches",
-    "check_batch_size",
     "check_model",
+    "class_indices",
     "class_scores",
+    "floating_tensor",
     "layer_names",
     "named_in_errors",
     "progress_bar",
     "untouched",
     "unwrap",
     "wanted_layers",
+    "whole_number",
 ]
 
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -137,16 +140,44 @@ def as_images(images: Any, expected: str = "as the model takes them, floating po
     return images
 
 
-def check_batch_size(batch_size: int) -> None:
-    """Refuse what is no positive integer."""
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ValueError(f"expected a positive integer for batch_size, got {batch_size!r}")
+def whole_number(number: Any, what: str, least: int = 0, most: int | None = None) -> int:
+    """The number as an int; TypeError if it is none, ValueError if it is out of range."""
+    expected = f"expected an integer from {least}{'' if most is None else f' to {most}'} for {what}, got {number!r}"
+    if not isinstance(number, Integral) or isinstance(number, bool):
+        raise TypeError(expected)
+    if (found := int(number)) < least or (most is not None and found > most):
+        raise ValueError(expected)
+    return found
+
+
+def class_indices(given: Any, what: str, classes: int | None = None) -> Tensor:
+    """Indices of classes as an int64 tensor on the CPU, a copy of any shape.
+
+    Raises:
+        TypeError, ValueError: they are none, or none of so many classes.
+    """
+    try:
+        indices = torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"expected class indices for {what}, got {given!r}") from error
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
+        raise TypeError(f"expected class indices for {what}, got {indices.dtype}")
+    if (wrong := indices[(indices < 0) | (indices >= (torch.inf if classes is None else classes))]).numel():
+        span = "" if classes is None else f" to {classes - 1}"
+        raise ValueError(f"expected {what} from 0{span}, got {int(wrong[0])}")
+    return indices.to(torch.int64, copy=True)
+
+
+def floating_tensor(model: nn.Module) -> Tensor | None:
+    """A parameter or buffer, which says what dtype and device the model's images need; None if it has none."""
+    tensors = (x for group in (model.parameters(), model.buffers()) for x in group)
+    return next((x for x in tensors if x.is_floating_point()), None)
 
 
 def batches(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[tuple[slice, Tensor]]:
     """Copies of the images, some at a time, in the model's dtype and on its device; and which they are."""
-    tensors = (x for group in (model.parameters(), model.buffers()) for x in group if x.is_floating_point())
-    like = next(tensors, images)
+    like = floating_tensor(model)
+    like = images if like is None else like
     for start in range(0, len(images), batch_size):
         which = slice(start, min(start + batch_size, len(images)))
         yield which, images[which].detach().to(like.device, like.dtype, copy=True)

@@ -105,7 +105,7 @@ def captum_maps(
 
 
 def _attribute(cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any]) -> Any:
-    """What captum gives. Attributes that DeepLift and LRP leave on modules, after an exception too, are removed."""
+    """What captum gives. What DeepLift and LRP leave on modules, after an exception too, is removed."""
     by_gradient = not issubclass(cls, captum("attr").PerturbationAttribution)
     before = [(module, {*vars(module)}) for module in model.modules()]
     try:
@@ -126,14 +126,12 @@ def _those_of(function: Any, values: dict[str, Any]) -> dict[str, Any]:
 def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, ...]]:
     """Shape (C, height, width) of the windows, and of the steps between them, as captum calls them."""
     channels, *size = images.shape[1:]
-    side = _pair([max(1, round(length / 8)) for length in size] if window is None else window)
-    step = _pair([max(1, length // 2) for length in side] if stride is None else stride)
+    window = [max(1, round(length / 8)) for length in size] if window is None else window
+    side = (window, window) if isinstance(window, int) else tuple(window)
+    stride = [max(1, length // 2) for length in side] if stride is None else stride
+    step = (stride, stride) if isinstance(stride, int) else tuple(stride)
     if any(not 0 < part <= whole for part, whole in zip(side, size, strict=True)):
         raise ValueError(f"expected a window within the image's {tuple(size)} pixels, got {window}")
     if any(not 0 < part <= whole for part, whole in zip(step, side, strict=True)):
         raise ValueError(f"expected a stride from 1 to the window's {side} pixels, got {stride}")
     return {"sliding_window_shapes": (channels, *side), "strides": (channels, *step)}
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])

@@ -21,8 +21,8 @@ class _Seen:
     """A layer with class tokens."""
 
     alone: bool  # they are its only queries
-    maps: Tensor | None  # (B, h, w)
-    reason: str  # why there are none
+    maps: Tensor | None = None  # (B, h, w)
+    reason: str = ""  # why there are none
 
 
 @torch.no_grad()
@@ -36,9 +36,8 @@ def class_attention(
 ) -> tuple[Tensor, str]:
     """Attention of the class token to the patches, mean over heads, with no post-processing but the interpolation.
 
-    Where each class has a token of its own (:class:`tcnn_model.AttentionPool2d`, ``per_class``), the map is that of the
-    target's; otherwise it does not depend on the target. Weights are those of the softmax: CaiT's talking heads, which
-    mix the heads of its trunk afterwards, are not in its class attention. (PatchConvNet paper, §4; thesis, 3.7.2.5.)
+    If each class has a token of its own (:class:`tcnn_model.AttentionPool2d`, ``per_class``), the map is that of the
+    target's token; otherwise it does not depend on the target. (PatchConvNet paper, §4; thesis, 3.7.2.5.)
 
     Args:
         model: with class attention, or an attention pool, or class tokens.
@@ -59,19 +58,17 @@ def class_attention(
 
     def look(call: AttentionCall) -> None:
         per_class = isinstance(call.module, PatchAttention)
-        if call.class_query is None and not per_class and call.queries > 1:
-            return
+        has_token = per_class or call.class_query is not None
         rows = call.images * call.windows  # windows of an image, or more images than were given
-        if rows != len(images):
-            counts = f"{rows} times, where {len(images)} images were given"
-            found[call.name] = _Seen(False, None, f"it attends {counts}: its maps are not those of the images")
-        elif call.class_query is not None or per_class:
+        if has_token and rows == len(images):
             found[call.name] = _of_class_tokens(call, target, per_class)
+        elif rows != len(images) and (has_token or call.queries == 1):
+            counts = f"{rows} times, where {len(images)} images were given"
+            found[call.name] = _Seen(False, reason=f"it attends {counts}: its maps are not those of the images")
 
     with attention_stream(model, look) as stream:
         model(images)
-    found = {name: seen for name, seen in found.items() if name in stream.layers}
-    name = _choose(found, layer)
+    name = _choose({name: seen for name, seen in found.items() if name in stream.layers}, layer)
     maps = found[name].maps
     if maps is None:
         raise ValueError(f"{name!r} has no map: {found[name].reason}")
@@ -79,27 +76,25 @@ def class_attention(
 
 
 def _of_class_tokens(call: AttentionCall, target: Tensor, per_class: bool) -> _Seen:
-    query, keys = call.class_query, call.layout.keys
-    alone = per_class or call.layout.queries is None
+    alone, keys = per_class or call.layout.queries is None, call.layout.keys
     if keys is None:
-        return _Seen(alone, None, f"its patches lie on no known grid: {call.layout.reason}")
+        return _Seen(alone, reason=f"its patches lie on no known grid: {call.layout.reason}")
     if per_class:
         weights = torch.cat([call.weights(slice(at, at + 1), image) for image, at in enumerate(target.tolist())])
     else:
-        assert query is not None
-        weights = call.weights(slice(query, query + 1))
+        assert call.class_query is not None
+        weights = call.weights(slice(call.class_query, call.class_query + 1))
     of_patches = weights[:, 0, :, 0, keys.prefix :].mean(1)  # (B, windows, heads, queries, keys) before
-    return _Seen(alone, of_patches.unflatten(-1, (keys.height, keys.width)), "")
+    return _Seen(alone, of_patches.unflatten(-1, (keys.height, keys.width)))
 
 
 def _choose(found: dict[str, _Seen], layer: str | None) -> str:
-    if layer is not None:
-        if layer not in found:
-            raise ValueError(f"expected a layer with class tokens: one of {list(found)}, got {layer!r}")
-        return layer
+    if layer is not None and layer not in found:
+        raise ValueError(f"expected a layer with class tokens: one of {list(found)}, got {layer!r}")
     if not found:
         raise ValueError(
             f"no class token attends in this model, so that there is no class attention; {WITHOUT_CLASS_TOKEN}"
         )
-    found = {name: seen for name, seen in found.items() if seen.maps is not None} or found
-    return next((name for name, seen in found.items() if seen.alone), list(found)[-1])
+    with_map = {name: seen for name, seen in found.items() if seen.maps is not None} or found
+    usual = next((name for name, seen in with_map.items() if seen.alone), list(with_map)[-1])
+    return usual if layer is None else layer

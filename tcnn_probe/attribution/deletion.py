@@ -1,13 +1,13 @@
 """Deletion and insertion: the probability of a class while pixels go, or come, in the order of their saliency."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tcnn_probe.attribution.pixels import background
-from tcnn_probe.models import batches, class_scores
+from tcnn_probe.models import batches, class_scores, whole_number
 
 __all__ = ["area_under", "deletion_curve", "insertion_curve", "pixel_order"]
 
@@ -29,9 +29,7 @@ def deletion_curve(
 
     Args:
         model: gives class scores, of which a softmax is taken.
-        images: shape (B, C, H, W).
-        maps: saliency, shape (B, H, W).
-        target: class of each image, shape (B,).
+        images, maps, target: images (B, C, H, W), their saliency (B, H, W), and their classes (B,).
         steps: S; at step i, round(i H W / S) pixels are replaced; no more steps than pixels.
         baseline: what replaces them: a number, 0 being the grey of images normalised by their mean; or an image.
         batch_size: images in the model at a time.
@@ -40,7 +38,8 @@ def deletion_curve(
     Returns:
         share of pixels replaced, (S + 1,), and probabilities, (B, S + 1), NaN for a map with a NaN; float64.
     """
-    return _curve(model, images, maps, target, baseline, True, steps, batch_size, seed)
+    end = background(baseline, images)
+    return _curve(model, images, end, maps, target, steps=steps, batch_size=batch_size, seed=seed)
 
 
 def insertion_curve(
@@ -66,7 +65,8 @@ def insertion_curve(
     Returns:
         share of pixels put in, (S + 1,), and probabilities, (B, S + 1), as of :func:`deletion_curve`.
     """
-    return _curve(model, images, maps, target, start, False, steps, batch_size, seed)
+    beginning = background(start, images)
+    return _curve(model, beginning, images, maps, target, steps=steps, batch_size=batch_size, seed=seed)
 
 
 def area_under(shares: Tensor, curve: Tensor) -> Tensor:
@@ -88,31 +88,29 @@ def pixel_order(maps: Tensor, seed: int = 0) -> Tensor:
 @torch.no_grad()
 def _curve(
     model: nn.Module,
-    images: Tensor,
+    before: Tensor,
+    after: Tensor,
     maps: Tensor,
     target: Tensor,
-    without: Any,
-    deleting: bool,
+    *,
     steps: int,
     batch_size: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """From the images to what is there without their pixels, or back."""
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"expected a positive number of steps, got {steps!r}")
+    """Probabilities while pixels change from what they are ``before`` to what they are ``after``."""
     order, pixels = pixel_order(maps, seed), maps[0].numel()
-    steps = min(steps, pixels)
+    steps = min(whole_number(steps, "steps", 1), pixels)
     counts = [round(step * pixels / steps) for step in range(steps + 1)]
-    curve = torch.empty(len(images), steps + 1, dtype=torch.float64)
-    for which, some in batches(model, images, batch_size):
-        before, after = (some, background(without, some))[:: 1 if deleting else -1]
-        place = order[which].to(some.device).view(len(some), 1, *some.shape[2:])
-        at_once = max(1, batch_size // len(some))
+    curve = torch.empty(len(before), steps + 1, dtype=torch.float64)
+    for which, old in batches(model, before, batch_size):
+        new = after[which].to(old)
+        place = order[which].to(old.device).view(len(old), 1, *old.shape[2:])
+        at_once = max(1, batch_size // len(old))
         for first in range(0, steps + 1, at_once):
             now = counts[first : first + at_once]
-            mixed = torch.cat([torch.where(place < count, after, before) for count in now])
+            mixed = torch.cat([torch.where(place < count, new, old) for count in now])
             wanted = target[which].cpu().repeat(len(now))[:, None]
             scores = class_scores(model, mixed).cpu().double().softmax(1).gather(1, wanted)
-            curve[which, first : first + len(now)] = scores.view(len(now), len(some)).T
+            curve[which, first : first + len(now)] = scores.view(len(now), len(old)).T
     curve[maps.flatten(1).isnan().any(1).cpu()] = torch.nan
     return torch.tensor(counts, dtype=torch.float64) / pixels, curve

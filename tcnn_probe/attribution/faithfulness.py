@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -16,9 +16,8 @@ from tcnn_probe.attribution.deletion import area_under
 from tcnn_probe.attribution.given_maps import as_masks, find_attributions, targets_of
 from tcnn_probe.attribution.methods import Attribution, as_json
 from tcnn_probe.attribution.metrics import METRICS, Metric
-from tcnn_probe.attribution.saliency import maps_of
-from tcnn_probe.attribution.targets import find_targets
-from tcnn_probe.models import as_images, check_batch_size, progress_bar, untouched
+from tcnn_probe.attribution.saliency import find_targets, maps_of
+from tcnn_probe.models import as_images, progress_bar, untouched, whole_number
 from tcnn_probe.provenance import provenance
 
 __all__ = ["faithfulness"]
@@ -54,11 +53,9 @@ def faithfulness(
         print(tcnn_probe.bootstrap_interval(scores.sel(attribution="gradcam").pointing_game))
 
     The metrics are "deletion_auc", "insertion_auc", "energy_inside", "pointing_game", "infidelity", "sensitivity" and
-    "rank_correlation". :data:`tcnn_probe.attribution.METRICS` says what each is, its range, and whether higher is
-    better; the functions of these names in :mod:`tcnn_probe.attribution` (``deletion_curve`` and ``insertion_curve``
-    with ``area_under`` for the first two) take plain tensors. A constant map says nothing and scores as chance does:
-    pixels of equal saliency go in random order, several maxima count by their share on the mask, and its correlation
-    is NaN. A map with a NaN has NaN for scores.
+    "rank_correlation". The functions of these names in :mod:`tcnn_probe.attribution` (``deletion_curve`` and
+    ``insertion_curve`` with ``area_under`` for the first two) take plain tensors. A constant map scores as chance does,
+    and its correlation is NaN. A map with a NaN has NaN for scores.
 
     Args:
         model: gives a score for each class, shape (B, K).
@@ -90,43 +87,46 @@ def faithfulness(
         ModuleNotFoundError: captum is needed, and not installed.
     """
     images = as_images(images)
-    check_batch_size(batch_size)
+    batch_size = whole_number(batch_size, "batch_size", 1)
     attributions = find_attributions(saliency, images, options or {})
     masks = None if masks is None else as_masks(masks, images)
     chosen = _choose(metrics, attributions, masks is not None)
     given = targets_of(attributions) if target is None else target
     settings = {"steps": steps, "baseline": baseline, "start": start, "tolerance": tolerance, "samples": samples}
     settings |= {"radius": radius, "seed": seed}
-    used = {name: _used(metric.function, settings) for name, metric in chosen.items()}
-    found: dict[str, list[Tensor]] = {name: [] for name in chosen}
+    variables: dict[str, xr.Variable] = {}
     total = len(attributions) * (1 + len(chosen)) * len(images)
     with untouched(model), progress_bar(total, "faithfulness", progress) as bar:
         targets = find_targets(model, images, given, batch_size)
         maps = [maps_of(one, model, images, targets, batch_size, bar.update)[0] for one in attributions]
         for name, metric in chosen.items():
+            used = {key: settings[key] for key in inspect.signature(metric.function).parameters if key in settings}
+            scores = []
             for one, judged in zip(attributions, maps, strict=True):
                 if metric.takes == "masks":
-                    score = metric.function(judged, masks, **used[name])
+                    score = metric.function(judged, masks, **used)
                 elif metric.takes == "others":
                     score = torch.stack([metric.function(judged, other) for other in maps])
                 elif metric.takes == "method" and one.explain is None:
                     score = torch.full((len(images),), torch.nan, dtype=torch.float64)
                 else:
                     what = partial(_explain, one, model, batch_size) if metric.takes == "method" else judged
-                    score = metric.function(model, images, what, targets, batch_size=batch_size, **used[name])
-                found[name].append(area_under(*score) if isinstance(score, tuple) else score)
+                    score = metric.function(model, images, what, targets, batch_size=batch_size, **used)
+                scores.append(area_under(*score) if isinstance(score, tuple) else score)
                 bar.update(len(images))
+            dims = ("attribution", *(["other"] if metric.takes == "others" else []), "image")
+            attrs = metric.attrs | {"options": as_json(used)}
+            variables[name] = xr.Variable(dims, torch.stack(scores).numpy(), attrs)
+    if "sensitivity" in chosen:
+        missing = {one.name: _MAPS_ALONE for one in attributions if one.explain is None}
+        variables["sensitivity"].attrs["missing"] = json.dumps(missing)
 
     names = np.array([one.name for one in attributions], dtype=object)
     coords = {"attribution": names, "image": range(len(images)), "target": ("image", targets.numpy())}
     if "rank_correlation" in chosen:
         coords["other"] = names
-    variables = {name: _variable(chosen[name], torch.stack(scores), used[name]) for name, scores in found.items()}
-    if "sensitivity" in chosen:
-        missing = {one.name: _MAPS_ALONE for one in attributions if one.explain is None}
-        variables["sensitivity"].attrs["missing"] = json.dumps(missing)
-    packages = [one.packages for one in attributions] + [metric.packages for metric in chosen.values()]
-    attrs = provenance(model, *sorted(set().union(*packages)))
+    by_captum = [one.packages for one in attributions] + [("captum",) for one in chosen.values() if one.needs_captum]
+    attrs = provenance(model, *sorted(set().union(*by_captum)))
     attrs["attributions"] = json.dumps({one.name: dict(one.about) for one in attributions})
     return xr.Dataset(variables, coords, attrs)
 
@@ -148,20 +148,11 @@ def _choose(
             raise ValueError(f"{name!r} needs masks, which say where the objects are: masks=, shape (B, H, W)")
         if METRICS[name].takes == "method" and given and metrics is not None:
             raise ValueError(f"{name!r} needs methods, by name or as functions; {given[0]!r} was {_MAPS_ALONE}")
-        if METRICS[name].packages:
+        if METRICS[name].needs_captum:
             captum("metrics")
     return {name: METRICS[name] for name in names}
-
-
-def _used(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: settings[name] for name in inspect.signature(function).parameters if name in settings}
 
 
 def _explain(one: Attribution, model: nn.Module, batch_size: int, images: Tensor, targets: Tensor) -> Tensor:
     assert one.explain is not None
     return one.explain(model, images, targets, batch_size)[0]
-
-
-def _variable(metric: Metric, values: Tensor, options: Mapping[str, Any]) -> xr.Variable:
-    dims = ("attribution", "other", "image") if metric.takes == "others" else ("attribution", "image")
-    return xr.Variable(dims, values.numpy(), metric.attrs | {"options": as_json(options)})

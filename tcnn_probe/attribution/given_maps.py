@@ -15,17 +15,12 @@ __all__ = ["as_masks", "find_attributions", "targets_of"]
 
 
 def find_attributions(saliency: Any, images: Tensor, options: Mapping[str, Mapping[str, Any]]) -> list[Attribution]:
-    """What ``saliency`` stands for, in :func:`tcnn_probe.faithfulness`.
-
-    Raises:
-        ValueError, TypeError: nothing that can be judged, or maps of another shape than the images.
-    """
-    if isinstance(saliency, xr.DataArray):
-        if "attribution" in saliency.dims:
-            saliency = saliency.to_dataset("attribution")
-        else:
-            name = saliency.coords.get("attribution", saliency.attrs.get("method", "saliency"))
-            saliency = {str(np.array(name)): saliency}
+    """What :func:`tcnn_probe.faithfulness` is asked to judge: maps that are given, and methods to compute now."""
+    if isinstance(saliency, xr.DataArray) and "attribution" in saliency.dims:
+        saliency = saliency.to_dataset("attribution")
+    elif isinstance(saliency, xr.DataArray):
+        name = saliency.coords.get("attribution", saliency.attrs.get("method", "saliency"))
+        saliency = {str(np.array(name)): saliency}
     if isinstance(saliency, (Tensor, np.ndarray)):
         raise TypeError("maps without a name: give them as {'name': maps}")
     if not isinstance(saliency, Mapping):
@@ -39,18 +34,14 @@ def find_attributions(saliency: Any, images: Tensor, options: Mapping[str, Mappi
             found.append(replace(find_methods(one, of_one)[0], name=str(name)))
         else:
             found.append(_given(one, images, str(name)))
-    computed = {one.name for one in found if one.explain}
-    if strange := next((name for name in options if name not in computed), None):
-        raise ValueError(f"options for {strange!r}, which is none of the methods to compute: {sorted(computed)}")
+    computed = [one.name for one in found if one.explain]
+    if strange := [name for name in options if name not in computed]:
+        raise ValueError(f"options for {strange[0]!r}, which is none of the methods to compute: {computed}")
     return found
 
 
 def targets_of(attributions: Sequence[Attribution]) -> Tensor | None:
-    """Which classes the given maps are of, shape (B,); None if none of them says.
-
-    Raises:
-        ValueError: they are of different ones.
-    """
+    """Which classes the given maps are of, shape (B,); None if none of them says."""
     known = [(one.name, one.targets) for one in attributions if one.targets is not None]
     for name, targets in known[1:]:
         if not torch.equal(targets, known[0][1]):
@@ -59,13 +50,8 @@ def targets_of(attributions: Sequence[Attribution]) -> Tensor | None:
 
 
 def as_masks(masks: Any, images: Tensor) -> Tensor:
-    """Masks as a bool tensor, shape (B, H, W), on the CPU.
-
-    Raises:
-        TypeError, ValueError: they are none, or of another shape than the images.
-    """
-    given = _tensor(masks)
-    _check_shape(given, images, "masks")
+    """Masks as a bool tensor, shape (B, H, W), on the CPU."""
+    given = _of_images(masks, images, "masks")
     if given.dtype != torch.bool:
         raise TypeError(f"expected masks of dtype bool, True on the object, got {given.dtype}")
     return given
@@ -76,22 +62,20 @@ def _given(maps: Any, images: Tensor, name: str) -> Attribution:
     if isinstance(maps, xr.DataArray):
         if {*maps.dims} != {"image", "y", "x"}:
             raise ValueError(f"expected maps of {name!r} with the dims (image, y, x), got {maps.dims}")
-        targets = _tensor(maps.coords["target"]) if "target" in maps.coords else None
+        targets = torch.from_numpy(np.array(maps.target)) if "target" in maps.coords else None
         maps = maps.transpose("image", "y", "x")
-    try:
-        given = _tensor(maps)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"expected maps, a method's name or a function for {name!r}, got {maps!r}") from error
-    _check_shape(given, images, f"maps of {name!r}")
+    given = _of_images(maps, images, f"maps of {name!r}")
     given = given.to(torch.promote_types(given.dtype, torch.float32))
     return Attribution(name, {"definition": "given as maps"}, maps=given, targets=targets)
 
 
-def _tensor(values: Any) -> Tensor:
-    return values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
-
-
-def _check_shape(values: Tensor, images: Tensor, what: str) -> None:
+def _of_images(values: Any, images: Tensor, what: str) -> Tensor:
+    """A tensor on the CPU, shape (B, H, W) as the images."""
+    try:
+        given = values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"expected {what}, an array (B, H, W), got {values!r}") from error
     expected = (len(images), *images.shape[2:])
-    if tuple(values.shape) != expected:
-        raise ValueError(f"expected {what} of shape {expected}, got {tuple(values.shape)}")
+    if tuple(given.shape) != expected:
+        raise ValueError(f"expected {what} of shape {expected}, got {tuple(given.shape)}")
+    return given

@@ -1,7 +1,6 @@
 """Which layer's map is explained: the one that was named, or the last one that gives a feature map."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,24 +15,12 @@ __all__ = ["find_layer", "last_spatial_layer"]
 
 
 def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
-    """A layer's name and itself, from either.
-
-    Raises:
-        ValueError: the model has none such.
-    """
+    """A layer's name and itself, from either."""
     for module, name in layer_names(model).items():
         if module is layer or name == layer:
             return name, module
     what = repr(layer) if isinstance(layer, str) else f"this {type(layer).__name__}"
     raise ValueError(f"the model has no layer {what}; model.named_modules() has their names")
-
-
-@dataclass
-class _Ran:
-    name: str
-    module: nn.Module
-    is_map: bool  # it gave a feature map
-    mixes_tokens: bool  # it has parts, and goes from tokens to tokens
 
 
 @torch.no_grad()
@@ -45,29 +32,33 @@ def last_spatial_layer(model: nn.Module, images: Tensor) -> tuple[str, nn.Module
     """
     maps = FeatureMaps(Prefix())
     maps.enter([images], whole_model=True)
-    ran: list[_Ran] = []
     names = layer_names(model)
     pools = {part for module in names if isinstance(module, AttentionPool2d) for part in module.modules()}
+    parted = {module for module in names if [*module.children()]} - pools
+    last: tuple[str, nn.Module] | None = None
+    afterwards: list[str] = []  # modules with parts that go from tokens to tokens, since that one
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        has_parts = module not in pools and next(module.children(), None) is not None
-        mixes = has_parts and bool(inputs) and _are_tokens(inputs[0], maps) and _are_tokens(output, maps)
-        ran.append(_Ran(names[module], module, _is_map(output, maps), mixes))
+        nonlocal last
+        if _is_map(output, maps):
+            last = names[module], module
+            afterwards.clear()
+        elif module in parted and inputs and _are_tokens(inputs[0], maps) and _are_tokens(output, maps):
+            afterwards.append(names[module])
 
     with ExitStack() as hooks:
         for module in names:
             hooks.callback(module.register_forward_hook(note).remove)
         model(images)
-    last = next((i for i in reversed(range(len(ran))) if ran[i].is_map), None)
     if last is None:
         raise ValueError("no layer gives a feature map (B, C, H, W) of more than one pixel: name one with layer=")
-    if after := next((one.name for one in ran[last + 1 :] if one.mixes_tokens), None):
+    if afterwards:
         raise ValueError(
-            f"this model works on tokens ({after!r}, after the last feature map, that of {ran[last].name!r}), of which "
-            "GradCAM knows no map: name a layer that gives a feature map (B, C, H, W) with layer=, or use "
+            f"this model works on tokens ({afterwards[0]!r}, after the last feature map, that of {last[0]!r}), and "
+            "GradCAM knows no map of these: name a layer that gives a feature map (B, C, H, W) with layer=, or use "
             "'class_attention' or 'rollout', if there is a class token, or 'integrated_gradients' or 'occlusion'"
         )
-    return ran[last].name, ran[last].module
+    return last
 
 
 def _is_map(x: Any, maps: FeatureMaps) -> bool:

@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from tcnn_probe.attribution.captum_methods import captum_class, captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.rollout import rollout
 
-__all__ = ["METHODS", "Attribution", "Method", "OwnMethod", "as_json", "find_methods", "name_of"]
+__all__ = ["METHODS", "Attribution", "Method", "OwnMethod", "as_json", "find_methods", "first_paragraph", "name_of"]
 
 OwnMethod = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """A method of the user's: model, images (B, C, H, W) and targets (B,) to maps (B, H, W)."""
@@ -23,9 +24,9 @@ OwnMethod = Callable[[nn.Module, Tensor, Tensor], Tensor]
 class Method:
     """What a method is."""
 
-    computed_by: Callable[..., tuple[Tensor, str]] | str  # a function of this package, or a class of captum.attr
-    definition: str
+    computed_by: Callable[..., Any] | str  # a function, whose docstring defines it; or a class of captum.attr
     source: str
+    definition: str = ""
     units: str = "score of the class"
     options: Mapping[str, Any] = field(default_factory=dict)  # defaults, where they are not captum's
 
@@ -33,39 +34,31 @@ class Method:
 METHODS: Mapping[str, Method] = {
     "class_attention": Method(
         class_attention,
-        "Attention weight, mean over heads, of the class token (the target's, where each class has one) on each patch; "
-        "interpolated to pixels, and nothing else.",
         "Touvron et al. 2021, Augmenting Convolutional networks with attention-based aggregation, section 3",
-        "1",
+        units="1",
     ),
-    "rollout": Method(
-        rollout,
-        "Row of the class token in the product over layers of (W + I) / 2, W being attention, mean over heads; "
-        "interpolated to pixels.",
-        "Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers",
-        "1",
-    ),
+    "rollout": Method(rollout, "Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers", units="1"),
     "gradcam": Method(
         "LayerGradCam",
-        "Feature maps of a layer weighted by the mean gradient of the target's score, summed; interpolated to pixels.",
         "Selvaraju et al. 2017, Grad-CAM",
+        "Feature maps of a layer weighted by the mean gradient of the target's score, summed; interpolated to pixels.",
         options={"relu_attributions": True},
     ),
     "integrated_gradients": Method(
         "IntegratedGradients",
-        "Difference from a baseline times the mean gradient of the target's score between the two, sum over channels.",
         "Sundararajan et al. 2017, Axiomatic Attribution for Deep Networks",
+        "Difference from a baseline times the mean gradient of the target's score between the two, sum over channels.",
         options={"n_steps": 32},
     ),
     "input_x_gradient": Method(
         "InputXGradient",
-        "Pixel times gradient of the target's score, sum over channels.",
         "Shrikumar et al. 2016, Not Just a Black Box",
+        "Pixel times gradient of the target's score, sum over channels.",
     ),
     "occlusion": Method(
         "Occlusion",
-        "Fall of the target's score when a window is covered, mean over the windows that cover the pixel.",
         "Zeiler & Fergus 2014, Visualizing and Understanding Convolutional Networks",
+        "Fall of the target's score when a window is covered, mean over the windows that cover the pixel.",
     ),
 }
 
@@ -83,16 +76,10 @@ class Attribution:
 
 
 def find_methods(method: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Attribution]:
-    """The methods that were asked for: a name, a class of captum or a function, or several; with options by name.
-
-    Raises:
-        ValueError: a name that is unknown or comes twice, or options of a method that was not asked for.
-        TypeError: an option that the method does not have, or lacks.
-        ModuleNotFoundError: captum is needed, and not there.
-    """
+    """The methods that were asked for: a name, a class of captum or a function, or several; with options by name."""
     several = [method] if isinstance(method, str) or callable(method) else method
     if not isinstance(several, Sequence) or not several:
-        raise _no_method(method)
+        several = [method]
     found = [_find_method(one, options.get(name_of(one), {})) for one in several]
     names = [one.name for one in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -110,34 +97,38 @@ def name_of(method: Any) -> str:
 def _find_method(method: Any, given: Mapping[str, Any]) -> Attribution:
     name = name_of(method)
     known = METHODS.get(method) if isinstance(method, str) else None
-    if known and callable(function := known.computed_by):
-        if strange := sorted(given.keys() - inspect.signature(function).parameters.keys()):
-            raise TypeError(f"{name!r} has no option {strange[0]!r}")
-        return Attribution(name, _about(known, given), lambda m, x, target, _: function(m, x, target, **given))
-    if cls := captum_class(known.computed_by if known else method):
-        known = known or Method(method, "As captum computes it, sum over channels.", "", "")
-        return Attribution(
-            name,
-            _about(known, options := {**known.options, **given}, f"captum's {cls.__name__}"),
-            lambda m, x, target, batch_size: captum_maps(cls, m, x, target, batch_size=batch_size, **options),
-            packages=("captum",),
+    function = known.computed_by if known else method
+    if cls := captum_class(function):
+        known = known or Method(method, "", "As captum computes it, sum over channels.", units="")
+        options = {**known.options, **given}
+        about = _about(known, options, f"captum's {cls.__name__}")
+        return Attribution(name, about, partial(_by_captum, cls, options), packages=("captum",))
+    if not callable(function):
+        raise ValueError(
+            f"expected a method, one of {list(METHODS)}, a class of captum.attr or its name, or a function "
+            f"(model, images, target) -> maps, or several of these; got {method!r}"
         )
-    if not callable(method):
-        raise _no_method(method)
-    if given:
-        raise TypeError(f"{name!r} is a function of yours: bind its options yourself, as functools.partial does")
-    about = _about(Method(method, inspect.getdoc(method) or "a method of the user's", "", ""), {})
-    return Attribution(name, about, lambda m, x, target, _: (_checked(method, name, m, x, target), ""))
+    if known is None:
+        if given:
+            raise TypeError(f"{name!r} is a function of yours: bind its options yourself, as functools.partial does")
+        return Attribution(name, _about(Method(method, "", units=""), {}), partial(_by_user, method, name))
+    if strange := sorted(given.keys() - inspect.signature(function).parameters.keys()):
+        raise TypeError(f"{name!r} has no option {strange[0]!r}")
+    return Attribution(name, _about(known, given), lambda m, x, target, _: function(m, x, target, **given))
 
 
 def _about(method: Method, options: Mapping[str, Any], by: str = "") -> dict[str, str]:
-    said = {name: value for name, value in options.items() if name != "layer"}
     return {
         "units": method.units,
-        "definition": method.definition,
+        "definition": method.definition or first_paragraph(method.computed_by) or "a method of the user's",
         "source": "; by ".join(part for part in (method.source, by) if part),
-        "options": as_json(said),
+        "options": as_json({name: value for name, value in options.items() if name != "layer"}),
     }
+
+
+def first_paragraph(described: object) -> str:
+    """What a docstring begins with, in one line."""
+    return " ".join((inspect.getdoc(described) or "").split("\n\n")[0].split())
 
 
 def as_json(options: Mapping[str, Any]) -> str:
@@ -145,20 +136,19 @@ def as_json(options: Mapping[str, Any]) -> str:
     return json.dumps(options, default=lambda x: f"of shape {tuple(x.shape)}" if hasattr(x, "shape") else str(x))
 
 
-def _checked(method: OwnMethod, name: str, model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
-    """What a method of the user's gives."""
+def _by_captum(
+    cls: type, options: Mapping[str, Any], model: nn.Module, images: Tensor, target: Tensor, batch_size: int
+) -> tuple[Tensor, str]:
+    return captum_maps(cls, model, images, target, batch_size=batch_size, **options)
+
+
+def _by_user(
+    method: OwnMethod, name: str, model: nn.Module, images: Tensor, target: Tensor, batch_size: int
+) -> tuple[Tensor, str]:
     with torch.enable_grad():
         maps = method(model, images, target)
     expected = (len(images), *images.shape[2:])
-    if not isinstance(maps, Tensor):
-        raise TypeError(f"expected the method {name!r} to give a tensor, got {type(maps).__name__}")
-    if tuple(maps.shape) != expected:
-        raise ValueError(f"expected the method {name!r} to give shape {expected}, got {tuple(maps.shape)}")
-    return maps.detach()
-
-
-def _no_method(method: Any) -> ValueError:
-    return ValueError(
-        f"expected a method, one of {list(METHODS)}, a class of captum.attr or its name, or a function "
-        f"(model, images, target) -> maps, or several of these; got {method!r}"
-    )
+    if not isinstance(maps, Tensor) or tuple(maps.shape) != expected:
+        got = f"shape {tuple(maps.shape)}" if isinstance(maps, Tensor) else type(maps).__name__
+        raise TypeError(f"expected the method {name!r} to give a tensor of shape {expected}, got {got}")
+    return maps.detach(), ""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tcnn_probe.attribution.captum_methods import captum
 from tcnn_probe.attribution.pixels import background
-from tcnn_probe.models import batches
+from tcnn_probe.models import batches, whole_number
 
 __all__ = ["infidelity", "random_squares", "sensitivity"]
 
@@ -85,7 +85,7 @@ def sensitivity(
     """
     if not radius > 0:
         raise ValueError(f"expected a positive radius, got {radius!r}")
-    _check_samples(samples)
+    samples = whole_number(samples, "samples", 1)
     noise = torch.rand(samples, *images.shape[1:], generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
     def maps_of(given: Tensor | tuple[Tensor, ...], target: Tensor) -> tuple[Tensor]:
@@ -102,7 +102,7 @@ def sensitivity(
 
 def random_squares(samples: int, size: tuple[int, int], seed: int) -> Tensor:
     """Shape (samples, H, W), True inside."""
-    _check_samples(samples)
+    samples = whole_number(samples, "samples", 1)
     generator = torch.Generator().manual_seed(seed)
     squares = torch.zeros(samples, *size, dtype=torch.bool)
     for square in squares:
@@ -131,8 +131,3 @@ def _common(images: Tensor, target: Tensor, samples: int, batch_size: int) -> di
     """What both of captum's metrics are told of some images."""
     at_once = min(max(batch_size, len(images)), len(images) * samples)
     return {"target": target.to(images.device), "n_perturb_samples": samples, "max_examples_per_batch": at_once}
-
-
-def _check_samples(samples: int) -> None:
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"expected a positive number of samples, got {samples!r}")

@@ -13,11 +13,7 @@ _MODES = {"bilinear": "bilinear", "nearest": "nearest-exact"}
 
 
 def to_pixels(maps: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    """Maps of patches, shape (B, h, w), at the resolution of the images: (B, H, W), float32 at least.
-
-    Raises:
-        ValueError: an unknown interpolation.
-    """
+    """Maps of patches, shape (B, h, w), at the resolution of the images: (B, H, W), float32 at least."""
     if interpolation not in _MODES:
         raise ValueError(f"expected interpolation='bilinear' or 'nearest', got {interpolation!r}")
     maps = maps.to(torch.promote_types(maps.dtype, torch.float32))
@@ -27,11 +23,7 @@ def to_pixels(maps: Tensor, size: tuple[int, int], interpolation: str) -> Tensor
 
 
 def background(value: Any, images: Tensor) -> Tensor:
-    """What pixels are replaced by, for each of the images (B, C, H, W): a number, an image, or "blur".
-
-    Raises:
-        ValueError: none of these.
-    """
+    """What pixels are replaced by, for each of the images (B, C, H, W): a number, an image, or "blur"."""
     if isinstance(value, str):
         if value != "blur":
             raise ValueError(f"expected 'blur', a number or an image, got {value!r}")

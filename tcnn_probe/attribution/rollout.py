@@ -17,10 +17,9 @@ __all__ = ["rollout"]
 def rollout(model: nn.Module, images: Tensor, target: Tensor, *, interpolation: str = "bilinear") -> tuple[Tensor, str]:
     """Row of the class token in A_L ... A_1, where A_l = (W_l + I) / 2 and W_l is layer l's attention, mean over heads.
 
-    Each layer is multiplied as it is seen: one N x N matrix an image is held, whatever the depth. Class attention with
-    the token as its only query (CaiT, attention pools) counts as a layer that leaves the patches as they are. Of CaiT's
-    talking heads W is the softmax, before the heads are mixed. (Abnar & Zuidema 2020, Quantifying Attention Flow in
-    Transformers, §3.)
+    One N x N matrix an image is held, whatever the depth. Class attention with the token as its only query (CaiT,
+    attention pools) is a layer that leaves the patches as they are. For CaiT's talking heads W is the softmax, before
+    the heads are mixed. (Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers, §3.)
 
     Args:
         model: a vision transformer of one resolution with a class token.

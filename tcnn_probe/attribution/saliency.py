@@ -8,11 +8,18 @@ import xarray as xr
 from torch import Tensor, nn
 
 from tcnn_probe.attribution.methods import Attribution, OwnMethod, find_methods, name_of
-from tcnn_probe.attribution.targets import find_targets
-from tcnn_probe.models import as_images, batches, check_batch_size, progress_bar, untouched
+from tcnn_probe.models import (
+    as_images,
+    batches,
+    class_indices,
+    class_scores,
+    progress_bar,
+    untouched,
+    whole_number,
+)
 from tcnn_probe.provenance import provenance
 
-__all__ = ["maps_of", "saliency"]
+__all__ = ["find_targets", "maps_of", "saliency"]
 
 
 def saliency(
@@ -33,10 +40,9 @@ def saliency(
         maps = tcnn_probe.saliency(model, images, method=["class_attention", "gradcam"], gradcam={"layer": "blocks"})
         maps.gradcam.sel(image=0).plot(yincrease=False)
 
-    Methods are those of :data:`tcnn_probe.attribution.METHODS`, which says what each is ("class_attention", "rollout",
-    "gradcam", "integrated_gradients", "input_x_gradient", "occlusion"), and the classes of captum.attr that attribute,
-    or their names ("GuidedBackprop"). Their options are those of :func:`class_attention` and :func:`rollout`, and of
-    :func:`captum_maps`, in :mod:`tcnn_probe.attribution`: plain functions of tensors.
+    Methods are "class_attention", "rollout", "gradcam", "integrated_gradients", "input_x_gradient", "occlusion" and the
+    classes of captum.attr that attribute, or their names ("GuidedBackprop"). Their options are those of the functions
+    :func:`class_attention`, :func:`rollout` and :func:`captum_maps` in :mod:`tcnn_probe.attribution`.
 
     The model runs in eval mode and is afterwards as it was: flags, gradients, hooks. Calls on one model from several
     threads wait for each other.
@@ -58,9 +64,8 @@ def saliency(
         ``xarray.Dataset`` of these, by name. Float64 of a float64 model, else float32.
 
     Raises:
-        ValueError: images, targets, a method or an option that cannot be; or a model without what the method needs.
-        TypeError: no module, no floating-point images, an option that the method does not have, or a model that does
-            not give scores.
+        ValueError, TypeError: images, targets, a method or an option that cannot be; or a model without what the method
+            needs, or without scores.
         ModuleNotFoundError: captum is needed, and not installed.
     """
     alone = isinstance(method, str) or callable(method)
@@ -72,7 +77,7 @@ def saliency(
     elif wrong := next((name for name, value in options.items() if not isinstance(value, dict)), None):
         raise TypeError(f"with several methods, expected the options of each as a dict, got {wrong}={options[wrong]!r}")
     methods, images = find_methods(method, options), as_images(images)
-    check_batch_size(batch_size)
+    batch_size = whole_number(batch_size, "batch_size", 1)
     labelled = {}
     with untouched(model):
         targets = find_targets(model, images, target, batch_size)
@@ -84,6 +89,20 @@ def saliency(
                 attrs |= provenance(model, *one.packages)
                 labelled[one.name] = xr.DataArray(maps.numpy(), coords, ("image", "y", "x"), one.name, attrs)
     return labelled[methods[0].name].rename("saliency") if alone else xr.Dataset(labelled)
+
+
+@torch.no_grad()
+def find_targets(
+    model: nn.Module, images: Tensor, target: int | Sequence[int] | Tensor | None, batch_size: int
+) -> Tensor:
+    """Classes, shape (B,): the model's own prediction, one class for all images, or those given."""
+    if target is None:
+        return torch.cat([class_scores(model, some).argmax(1).cpu() for _, some in batches(model, images, batch_size)])
+    classes = class_scores(model, next(batches(model, images, 1))[1]).shape[1]
+    given = class_indices(target, "targets", classes)
+    if given.ndim and given.shape != images.shape[:1]:
+        raise ValueError(f"expected one target, or {len(images)}: one an image; got shape {tuple(given.shape)}")
+    return given.expand(len(images)).clone()
 
 
 def maps_of(

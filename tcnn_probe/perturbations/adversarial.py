@@ -1,7 +1,6 @@
 """Adversarial images: small steps of all pixels in the direction that raises the model's loss."""
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,28 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tcnn_probe.perturbations.checks import as_labels, as_pixels, check_labels, whole_number
+from tcnn_probe.models import whole_number
+from tcnn_probe.perturbations.checks import as_labels, as_pixels, check_labels
 from tcnn_probe.perturbations.classifier import Classifier, Model, Normalization, as_classifier, quiet
 
 __all__ = ["Ascent", "as_attacks", "fgsm", "pgd"]
 
 
 def fgsm(
-    model: Model,
-    images: Any,
-    labels: Any,
-    *,
-    epsilon: float = 1 / 255,
-    normalization: Normalization | None = None,
+    model: Model, images: Any, labels: Any, *, epsilon: float = 1 / 255, normalization: Normalization | None = None
 ) -> Tensor:
     """One step of length ε along the sign of the loss's gradient, x + ε sign ∇ₓL(x, y), cut off at 0 and 1.
 
-    (Goodfellow et al. 2015, Explaining and harnessing adversarial examples, §4.) See :func:`pgd`, of which this is one
-    step of length ε without a random start.
+    This is :func:`pgd` with one step of length ε and no random start, and takes the same arguments. (Goodfellow et al.
+    2015, Explaining and harnessing adversarial examples, §4.)
     """
-    return pgd(
-        model, images, labels, epsilon=epsilon, step=epsilon, steps=1, random_start=False, normalization=normalization
-    )
+    options: dict[str, Any] = {"epsilon": epsilon, "step": epsilon, "normalization": normalization}
+    return pgd(model, images, labels, steps=1, random_start=False, **options)
 
 
 def pgd(
@@ -61,13 +55,13 @@ def pgd(
     Args:
         model: a module, which runs in eval mode and is afterwards as it was; or a function, which is called as it is.
             From normalised images to scores, shape (B, K).
-        images: in pixel space, shape (B, C, H, W), in [0, 1]: as they are before normalisation.
+        images: in pixel space, shape (B, C, H, W), in [0, 1], before normalisation.
         labels: their classes, shape (B,).
-        epsilon: how far each pixel may move; of a range of 1, at most 1 (which is as far as there is).
+        epsilon: how far each pixel may move, at most 1.
         step: length of a step, at most 1.
-        steps: how many.
-        random_start: from a uniformly random point within ε of the image (cut off at 0 and 1), not from the image.
-        seed: of that point; image i of the batch has that of (seed, first + i), whatever the batch is.
+        steps: number of steps.
+        random_start: whether to start at a uniformly random point within ε of the image, not at the image itself.
+        seed: of that point, which for image i of the batch depends on (seed, first + i) alone.
         first: number of the batch's first image.
         normalization: (mean, std), applied before the model, each a number or one for each channel; None for that of
             timm's ``pretrained_cfg``; ((0,), (1,)) for none.
@@ -100,43 +94,37 @@ class Ascent:
 
     def __post_init__(self) -> None:
         for name, length in (("epsilon", self.epsilon), ("step", self.step)):
-            number = isinstance(length, (int, float)) and not isinstance(length, bool) and math.isfinite(length)
-            if not number or length <= 0:
-                raise ValueError(f"expected a positive number for {name}, of a range of 1, got {length!r}")
-            if length > 1:
-                hint = f"; did you mean {length:g} / 255?" if length <= 255 else ""
-                raise ValueError(f"expected {name} of pixels in [0, 1], 1 at most, got {length!r}{hint}")
+            if not 0 < length <= 1:
+                hint = f"; did you mean {length:g} / 255?" if 1 < length <= 255 else ""
+                raise ValueError(f"expected {name} above 0 and at most 1, the range of pixels, got {length!r}{hint}")
         whole_number(self.steps, "steps", 1)
 
     @torch.enable_grad()
     def __call__(self, classifier: Classifier, images: Tensor, labels: Tensor, seed: int, first: int) -> Tensor:
         """Adversarial images, shape (B, C, H, W), of checked ones; within ``quiet``."""
-        origin = classifier.place(images)
-        low, high = _box(origin, self.epsilon)
-        found = origin
+        found = classifier.place(images)
+        low, high = _box(found, self.epsilon)
         if self.random_start:
-            start = _random_start(origin.shape, self.epsilon, seed, first).to(origin)
-            found = (origin + start).clamp(low, high)
+            start = _random_start(found.shape, self.epsilon, seed, first).to(found)
+            found = (found + start).clamp(low, high)
         for _ in range(self.steps):
             direction = _gradient(classifier, found, labels).sign()  # 0 of NaN
             found = (found + self.step * direction).clamp(low, high)
         return found.to(images.device)
 
 
-def _fgsm(epsilon: float = 1 / 255) -> Ascent:
+def _one_step(epsilon: float = 1 / 255) -> Ascent:
     return Ascent(epsilon, step=epsilon, steps=1, random_start=False)
-
-
-_ATTACKS = {"fgsm": _fgsm, "pgd": Ascent}
 
 
 def as_attacks(asked: str | Collection[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, Ascent]:
     """Attacks by name, from their names or options; FGSM first."""
-    named = {asked: {}} if isinstance(asked, str) else asked
-    options = dict(named) if isinstance(named, Mapping) else {name: {} for name in named}
-    if unknown := [name for name in options if name not in _ATTACKS]:
-        raise ValueError(f"expected attacks among {', '.join(_ATTACKS)}; got {unknown[0]!r}")
-    return {name: attack(**options[name]) for name, attack in _ATTACKS.items() if name in options}
+    known: dict[str, Callable[..., Ascent]] = {"fgsm": _one_step, "pgd": Ascent}
+    names = (asked,) if isinstance(asked, str) else tuple(asked)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"expected attacks among {', '.join(known)}; got {unknown[0]!r}")
+    options = asked if isinstance(asked, Mapping) else {}
+    return {name: attack(**options.get(name, {})) for name, attack in known.items() if name in names}
 
 
 def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:

@@ -1,21 +1,19 @@
-"""Checks of what perturbations are given: images in pixel space, labels, whole numbers, names."""
+"""Checks of what perturbations are given: images in pixel space, labels, several distinct options."""
 
 from collections.abc import Collection
-from numbers import Integral
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tcnn_probe.models import as_images
+from tcnn_probe.models import as_images, class_indices, whole_number
 
-__all__ = ["as_labels", "as_pixels", "check_distinct", "check_labels", "check_range", "whole_number", "whole_numbers"]
+__all__ = ["as_labels", "as_pixels", "check_distinct", "check_labels", "check_range", "whole_numbers"]
 
 _SLACK = 1e-4  # what rounding may leave beyond [0, 1] when a normalisation is undone
 
 
 def check_range(low: float, high: float) -> None:
-    """Refuse values that are not in [0, 1]; NaN is none that is."""
+    """Refuse values that are not in [0, 1], or NaN."""
     if not (low >= -_SLACK and high <= 1 + _SLACK):
         raise ValueError(
             f"expected images in pixel space, in [0, 1], before normalisation; got values from {low:.4g} to {high:.4g}:"
@@ -24,7 +22,7 @@ def check_range(low: float, high: float) -> None:
 
 
 def as_pixels(images: Any) -> Tensor:
-    """Images in pixel space as a tensor, shape (B, C, H, W), floating point, in [0, 1]; TypeError, ValueError."""
+    """Images in pixel space as a tensor, shape (B, C, H, W), floating point, in [0, 1]."""
     images = as_images(images, "in pixel space, floating point in [0, 1] (of bytes: images / 255)").detach()
     low, high = (float(x) for x in images.aminmax())
     check_range(low, high)
@@ -32,18 +30,11 @@ def as_pixels(images: Any) -> Tensor:
 
 
 def as_labels(labels: Any, images: int) -> Tensor:
-    """Classes of the images, shape (B,), int64; TypeError, ValueError."""
-    try:
-        given = torch.as_tensor(labels).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"expected class indices for labels, got {type(labels).__name__}") from error
-    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        raise TypeError(f"expected class indices for labels, got {given.dtype}")
-    if given.shape != (images,):
-        raise ValueError(f"expected {images} labels, one for each image, got shape {tuple(given.shape)}")
-    if (given < 0).any():
-        raise ValueError(f"expected labels from 0, got {int(given.min())}")
-    return given.to(torch.int64, copy=True)
+    """Classes of the images, shape (B,), int64."""
+    found = class_indices(labels, "labels")
+    if found.shape != (images,):
+        raise ValueError(f"expected {images} labels, one for each image, got shape {tuple(found.shape)}")
+    return found
 
 
 def check_labels(labels: Tensor, classes: int, who: str = "the model") -> None:
@@ -52,17 +43,6 @@ def check_labels(labels: Tensor, classes: int, who: str = "the model") -> None:
         raise ValueError(f"expected labels (B, {classes}), {who} having {classes} classes; got (B, {labels.shape[1]})")
     if labels.ndim == 1 and (top := int(labels.max())) >= classes:
         raise ValueError(f"expected labels from 0 to {classes - 1}, {who} having {classes} classes; got {top}")
-
-
-def whole_number(number: Any, what: str, least: int = 0, most: int | None = None) -> int:
-    """The number as an int; TypeError if it is none, ValueError if it is out of range."""
-    span = f"an integer from {least}" + (f" to {most}" if most is not None else "")
-    if not isinstance(number, Integral) or isinstance(number, bool):
-        raise TypeError(f"expected {span} for {what}, got {number!r}")
-    found = int(number)
-    if found < least or (most is not None and found > most):
-        raise ValueError(f"expected {span} for {what}, got {number!r}")
-    return found
 
 
 def whole_numbers(given: Any, what: str, least: int = 0, most: int | None = None) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from numpy.random import MT19937, RandomState, SeedSequence
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tcnn_probe.perturbations.checks import check_range, whole_number
+from tcnn_probe.models import whole_number
+from tcnn_probe.perturbations.checks import check_range
 from tcnn_probe.perturbations.corruptions.frost_pictures import read_photographs
 from tcnn_probe.perturbations.corruptions.resampling import scale_of
 from tcnn_probe.perturbations.corruptions.table import CORRUPTIONS, Corruption, named_corruption
@@ -21,13 +22,7 @@ Images = TypeVar("Images", Tensor, NDArray[Any])
 
 
 def corrupt(
-    images: Images,
-    corruption: str,
-    severity: int,
-    *,
-    seed: int = 0,
-    first: int = 0,
-    frost: Any = None,
+    images: Images, corruption: str, severity: int, *, seed: int = 0, first: int = 0, frost: Any = None
 ) -> Images:
     """Corrupt images as those of ImageNet-C were, by one of 15 corruptions.
 
@@ -39,8 +34,7 @@ def corrupt(
 
     At 224 x 224 the parameters are the published ones, which are for that size. In smaller images lengths are scaled by
     the shorter side over 224; larger ones get the published lengths, as they are. An image's random draws follow from
-    the seed, the corruption and the image's number alone: not from the batch that it comes in, and they are the same
-    for each severity, so far as the corruption draws the same things. Global random number generators are not touched.
+    the seed, the corruption and the image's number alone. Global random number generators are not touched.
     (Hendrycks & Dietterich 2019, §3 and their code; ``docs/corruptions.md`` says where ours departs from it.)
 
     Args:
@@ -68,10 +62,13 @@ def corrupt(
         options["photographs"] = read_photographs(frost)
     batch = _as_batch(images)
     corrupted: Any = torch.empty_like(batch) if isinstance(batch, Tensor) else np.empty_like(batch)
+    scale, in_bytes = scale_of(batch.shape[1:]), batch.dtype == np.uint8
     for number, image in enumerate(batch):
-        random = _draws(chosen, seed, first + number)
-        damaged = chosen.function(_as_pixels(image), random, scale_of(image.shape), **options)
-        corrupted[number] = _as_values(np.clip(damaged, 0, 1), image)
+        values = image.double().numpy() if isinstance(image, Tensor) else image.astype(np.float64)
+        pixels = values / 255 if in_bytes else np.clip(values, 0, 1)
+        damaged = np.clip(chosen.function(pixels, _draws(chosen, seed, first + number), scale, **options), 0, 1)
+        damaged = np.rint(damaged * 255) if in_bytes else damaged
+        corrupted[number] = torch.from_numpy(damaged) if isinstance(batch, Tensor) else damaged
     if isinstance(images, Tensor):
         return corrupted.permute(0, 3, 1, 2).reshape(images.shape).contiguous().to(images.device)
     return corrupted.reshape(images.shape)
@@ -84,7 +81,7 @@ def _draws(corruption: Corruption, seed: int, number: int) -> RandomState:
 
 
 def _as_batch(images: Any) -> Any:
-    """A view, (B, H, W, C), of a tensor on the CPU or an array; TypeError, ValueError."""
+    """A view, (B, H, W, C), of a tensor on the CPU or an array."""
     if not isinstance(images, Tensor | np.ndarray):
         raise TypeError(f"expected a tensor or a numpy array of images, got {type(images).__name__}")
     batch: Any = _of_tensor(images) if isinstance(images, Tensor) else _of_array(images)
@@ -114,16 +111,3 @@ def _of_array(images: NDArray[Any]) -> NDArray[Any]:
             f"{images.shape}; a batch without channels is images[..., None], and channels come first in tensors only"
         )
     return images[None, ..., None] if images.ndim == 2 else images[None] if images.ndim == 3 else images
-
-
-def _as_pixels(image: Any) -> NDArray[Any]:
-    """Float64 in [0, 1], a copy."""
-    values = image.double().numpy() if isinstance(image, Tensor) else image.astype(np.float64)
-    return values / 255 if image.dtype == np.uint8 else np.clip(values, 0, 1)
-
-
-def _as_values(pixels: NDArray[Any], image: Any) -> Any:
-    """The way back, to what can be written into a batch of such images."""
-    if isinstance(image, Tensor):
-        return torch.from_numpy(pixels)
-    return np.rint(pixels * 255) if image.dtype == np.uint8 else pixels

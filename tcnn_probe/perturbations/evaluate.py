@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import xarray as xr
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from tcnn_probe.models import check_batch_size, progress_bar
+from tcnn_probe.models import progress_bar, whole_number
 from tcnn_probe.perturbations.adversarial import Ascent, as_attacks
 from tcnn_probe.perturbations.checks import as_labels, as_pixels, check_distinct, check_labels, whole_numbers
 from tcnn_probe.perturbations.classifier import Classifier, Model, Normalization, as_classifier, quiet
@@ -52,8 +52,8 @@ def robustness(
         print(ds.accuracy.groupby("group").mean(["corruption", "severity", "seed"]).to_pandas())
 
     A prediction is the class of the highest score, the first of equal ones. With a NaN among the scores it is wrong,
-    which is counted in ``attrs["nan_scores"]`` and warned of. Each model is attacked itself, with the true classes;
-    ``adversarial_accuracy`` is over all images, those it had wrong before included.
+    which is counted in ``attrs["nan_scores"]`` and warned of. Each model is attacked itself, with the true classes, and
+    also on images that it had wrong before.
 
     Args:
         models: a module, which runs in eval mode and is afterwards as it was, or a function, which is called as it is
@@ -64,28 +64,29 @@ def robustness(
         labels: classes, shape (N,).
         corruptions: names in ``tcnn_probe.CORRUPTIONS``, or groups of them; None for all, () for none.
         severities: 1 to 5.
-        attacks: of "fgsm" and "pgd"; () for none. With options of :func:`tcnn_probe.fgsm` and :func:`tcnn_probe.pgd`:
-            ``{"pgd": {"epsilon": 2 / 255, "steps": 10}}``.
+        attacks: of "fgsm" and "pgd"; () for none. With options: ``{"pgd": {"epsilon": 2 / 255, "steps": 10}}``.
         seeds: of what is random in corruptions and attacks; image i is that of (seed, i), whatever the batches are.
-        variants: other test sets, see :func:`tcnn_probe.imagenet_variant`.
-        normalization: see :func:`tcnn_probe.pgd`; or by the models' names.
-        frost: see :func:`tcnn_probe.corrupt`.
+        variants: other test sets (:func:`tcnn_probe.imagenet_variant`).
+        normalization: as of :func:`tcnn_probe.pgd`; or by the models' names.
+        frost: as of :func:`tcnn_probe.corrupt`.
         batch_size: of a tensor or an array.
         device: where images are put; None: where each module is, and for functions, where they are.
         progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
 
     Returns:
-        a dataset of what was asked for, ready for ``to_zarr``. Per image, bool: ``clean_correct`` (model, image),
-        ``correct`` (model, corruption, severity, seed, image), ``adversarial_correct`` (model, attack, seed, image).
-        Their means over images are ``clean_accuracy``, ``accuracy`` and ``adversarial_accuracy``, and of the variants
-        ``variant_accuracy`` (model, variant), each with its binomial standard error √(p(1 - p)/n) under the same name
-        with ``_se``; ``variant_images`` (variant) is n. Coordinates: ``group`` of each corruption, ``label`` of each
-        image. ``attrs`` hold definitions, sources, options and versions.
+        a dataset of what was asked for. Per image, bool: ``clean_correct`` (model, image), ``correct`` (model,
+        corruption, severity, seed, image), ``adversarial_correct`` (model, attack, seed, image). Their means over
+        images: ``clean_accuracy``, ``accuracy``, ``adversarial_accuracy``; and ``variant_accuracy`` (model, variant)
+        over ``variant_images`` (variant). Each mean has its binomial standard error √(p(1 - p)/n), with ``_se`` added
+        to its name. Coordinates: ``group`` of each corruption, ``label`` of each image.
 
     Raises:
         ValueError, TypeError: models, images, labels or options that cannot be.
     """
-    members, sets = _as_models(models), _as_variants(variants)
+    members = dict(models) if isinstance(models, Mapping) else {"model": models}
+    if not members:
+        raise ValueError("expected one model at least, got none")
+    sets = _as_variants(variants)
     measuring = _Measurement(
         members,
         _by_model(normalization, members),
@@ -163,14 +164,17 @@ class _Measurement:
         groups = [CORRUPTIONS[name].group for name in self.corruptions]
         names = {"model": self.models, "corruption": self.corruptions, "attack": self.attacks}
         found: dict[str, Any] = {dim: np.array(list(labels), dtype=object) for dim, labels in names.items()}
-        found |= {"group": ("corruption", np.array(groups, dtype=object))}
+        found["group"] = "corruption", np.array(groups, dtype=object)
         return found | {"severity": list(self.severities), "seed": list(self.seeds)}
 
     def attrs(self) -> dict[str, str]:
         """Options, found numbers and versions."""
-        kinds = {name: getattr(model, "__name__", type(model).__name__) for name, model in self.models.items()}
-        options = {"models": kinds, "normalization": self.normalized, "nan_scores": self.nan}
-        options |= {"attacks": {name: vars(ascent) for name, ascent in self.attacks.items()}}
+        options = {
+            "models": {name: getattr(model, "__name__", type(model).__name__) for name, model in self.models.items()},
+            "normalization": self.normalized,
+            "nan_scores": self.nan,
+            "attacks": {name: vars(ascent) for name, ascent in self.attacks.items()},
+        }
         about = versions() | {"frost": "made" if self.frost is None else "given"}
         return about | {name: json.dumps(option) for name, option in options.items()}
 
@@ -197,11 +201,8 @@ class _Measurement:
             if seed != self.seeds[0] and not ascent.random_start:
                 rows.append(rows[-1])
                 continue
-            right = []
-            for name, judge in judges.items():
-                worse = ascent(judge, images, labels, seed, first)
-                right.append(self._right({name: judge}, worse, labels))
-            rows.append(np.concatenate(right))
+            attacked = ((name, judge, ascent(judge, images, labels, seed, first)) for name, judge in judges.items())
+            rows.append(np.concatenate([self._right({name: judge}, x, labels) for name, judge, x in attacked]))
         return np.stack(rows, 1).reshape(len(judges), len(self.attacks), len(self.seeds), len(images))
 
     @torch.no_grad()
@@ -218,22 +219,6 @@ class _Measurement:
                 self.nan[name] += int(nan.sum())
             self.done(1)
         return np.stack(rows)
-
-
-def _as_models(models: Any) -> dict[str, Model]:
-    """Models by name; TypeError, ValueError."""
-    named = dict(models) if isinstance(models, Mapping) else {"model": models}
-    if not named:
-        raise ValueError("expected one model at least, got none")
-    for name, model in named.items():
-        if not isinstance(name, str):
-            raise TypeError(f"expected names of models, got {name!r}")
-        if not callable(model) or isinstance(model, type):
-            raise TypeError(
-                f"expected a module or a function from images to scores, or a mapping from names to these; got "
-                f"{type(model).__name__}"
-            )
-    return named
 
 
 def _by_model(given: Any, models: Mapping[str, Model]) -> dict[str, Normalization | None]:
@@ -256,20 +241,16 @@ def _as_variants(given: Any) -> tuple[Variant, ...]:
 def _as_batches(images: Any, labels: Any, batch_size: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int | None]:
     """Batches of images and labels, each checked when it is due; and how many there are, if that is known."""
     if isinstance(images, Tensor | np.ndarray):
-        check_batch_size(batch_size)
+        step = whole_number(batch_size, "batch_size", 1)
         pixels = as_pixels(images)
-        if labels is None:
-            raise ValueError("expected labels of the images, or an iterable of (images, labels) batches; got no labels")
         targets = as_labels(labels, len(pixels))
-        starts = range(0, len(pixels), batch_size)
-        return ((pixels[i : i + batch_size], targets[i : i + batch_size]) for i in starts), len(starts)
-    if not isinstance(images, Iterable) or isinstance(images, str | nn.Module):
+        starts = range(0, len(pixels), step)
+        return ((pixels[i : i + step], targets[i : i + step]) for i in starts), len(starts)
+    if not isinstance(images, Iterable) or labels is not None:
         raise TypeError(
-            "expected images as a tensor or an array (N, C, H, W), or an iterable of (images, labels) batches; got "
-            f"{type(images).__name__}"
+            "expected images, a tensor or an array (N, C, H, W), and labels, or only an iterable of (images, labels) "
+            f"batches; got {type(images).__name__}"
         )
-    if labels is not None:
-        raise ValueError("expected no labels beside an iterable of (images, labels) batches")
     return (_as_batch(each) for each in images), len(images) if isinstance(images, Sized) else None
 
 
@@ -277,7 +258,8 @@ def _as_batch(batch: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise TypeError(f"expected batches (images, labels), got {type(batch).__name__}")
     pixels, labels = as_pixels(batch[0]), batch[1]
-    several = isinstance(labels, Tensor) and labels.dtype == torch.bool
-    if several and (labels.ndim != 2 or len(labels) != len(pixels)):
+    if not isinstance(labels, Tensor) or labels.dtype != torch.bool:
+        return pixels, as_labels(labels, len(pixels))
+    if labels.ndim != 2 or len(labels) != len(pixels):
         raise ValueError(f"expected labels of {len(pixels)} images, (B,), or, bool, (B, K); got {tuple(labels.shape)}")
-    return pixels, labels.detach().cpu() if several else as_labels(labels, len(pixels))
+    return pixels, labels.detach().cpu()

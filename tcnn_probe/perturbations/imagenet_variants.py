@@ -13,8 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from tcnn_probe.models import check_batch_size, unwrap
-from tcnn_probe.perturbations.checks import whole_number
+from tcnn_probe.models import unwrap, whole_number
 
 __all__ = ["Variant", "imagenet_variant"]
 
@@ -24,11 +23,13 @@ _CLASSES = 1000
 
 @dataclass(frozen=True)
 class Variant:
-    """A test set; one of your own, too.
+    """A test set, of your own too.
 
-    ``loader`` gives, each time, batches of images in pixel space, (B, C, H, W) in [0, 1], and labels: (B,), or, where
-    several classes are right, (B, K), bool. ``classes`` are those of the model's that the prediction is taken of; None
-    for all.
+    Attributes:
+        name: its label in the results.
+        loader: batches of images in pixel space, (B, C, H, W) in [0, 1], and labels: (B,), or, where several classes
+            are right, (B, K), bool.
+        classes: those of the model's among which the prediction is chosen; None for all.
     """
 
     name: str
@@ -49,34 +50,29 @@ def imagenet_variant(
 ) -> Variant:
     """Open a published variant of ImageNet's validation set on disk, for :func:`tcnn_probe.robustness`.
 
-    ================ ============================================ =====================================================
-    name             folders under ``root``                       what counts as right
-    ================ ============================================ =====================================================
-    "imagenet"       ``n01440764/``, ..., of 1000 classes         the class
-    "imagenet-a"     the same, of 200 classes                     the class, the best of these 200
-    "imagenet-r"     the same, of 200 classes                     the class, the best of these 200
-    "imagenet-v2"    ``0/``, ..., ``999/``: class indices         the class
-    "imagenet-c"     ``<corruption>/<severity>/n01440764/``, ...  the class
-    "imagenet-real"  ``ILSVRC2012_val_*.JPEG``, in any folders    any of the labels; images without labels are left out
-    ================ ============================================ =====================================================
+    Under ``root`` lie
 
-    Folders are read by timm, which also has the classes and labels. Images are resized and cropped as the model's
-    configuration says (as timm's validation does: at its test size, where it has one), and stay in pixel space. Those
-    of ImageNet-C are 224 x 224 as published, and shown as they are.
+    - "imagenet": ``n01440764/``, ..., a folder for each of 1000 classes;
+    - "imagenet-a", "imagenet-r": the same for 200 classes, of which the prediction is the best;
+    - "imagenet-v2": ``0/`` to ``999/``, named by class indices;
+    - "imagenet-c": ``<corruption>/<severity>/n01440764/``, ...;
+    - "imagenet-real": ``ILSVRC2012_val_*.JPEG``, in any folders. Any of an image's labels is right; images without
+      labels are left out.
+
+    Folders are read by timm, which also has the classes and labels. Images are resized and cropped as in timm's
+    validation of the model, and stay in pixel space. Those of ImageNet-C are 224 x 224 and shown as they are.
 
     Sources: ImageNet-A, Natural Adversarial Examples, and -R, The Many Faces of Robustness (Hendrycks et al. 2021);
     -C, Benchmarking Neural Network Robustness (Hendrycks & Dietterich 2019); -ReaL, Are we done with ImageNet? (Beyer
     et al. 2020); -V2, Do ImageNet Classifiers Generalize to ImageNet? (Recht et al. 2019).
 
     Args:
-        name: see above.
-        root: the folder.
-        model: one of timm's, for whose configuration images are resized and cropped; None: as timm does by default.
+        name, root: as above.
+        model: one of timm's, whose configuration says how images are resized and cropped; None for timm's default.
         size: of images, height and width; None for that of the model, or 224.
         batch_size: images at a time.
         workers: processes that read images.
-        corruption: of ImageNet-C: the folder's name.
-        severity: of ImageNet-C: 1 to 5.
+        corruption, severity: of ImageNet-C only: names of the folders.
 
     Raises:
         FileNotFoundError: no such folder.
@@ -87,31 +83,27 @@ def imagenet_variant(
     """
     if name not in _NAMES:
         raise ValueError(f"expected one of {', '.join(_NAMES)}; got {name!r}")
-    check_batch_size(batch_size)
     folder, full = Path(root), name
     if name == "imagenet-c":
-        severity = whole_number(severity, "severity", 1, 5)
         folder, full = folder / str(corruption) / str(severity), f"{name}/{corruption}/{severity}"
-        if size not in (None, 224, (224, 224)):
-            raise ValueError(f"images of imagenet-c are 224 x 224, and shown as they are: got size={size!r}")
         model, size = None, 224
     elif corruption is not None or severity is not None:
         raise ValueError(f"only imagenet-c has a corruption and a severity, not {name}")
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     transform = _transform(model, size, whole=name == "imagenet-c")
-    classes = None if name == "imagenet-real" else _classes(name)
-    samples = _really_labelled(folder) if classes is None else _by_class(folder, classes, name)
+    classes = _classes(name)
+    samples = _really_labelled(folder) if name == "imagenet-real" else _by_class(folder, classes, name)
     generator = torch.Generator()  # of its own: torch's global state is not advanced
-    loader = DataLoader(_Images(samples, transform), batch_size, num_workers=workers, generator=generator)
-    masked = name in ("imagenet-a", "imagenet-r")
-    return Variant(full, loader, tuple(sorted(classes.values())) if classes and masked else None)
+    images, batch_size = _Images(samples, transform), whole_number(batch_size, "batch_size", 1)
+    loader = DataLoader(images, batch_size, num_workers=workers, generator=generator)
+    return Variant(full, loader, tuple(sorted(classes.values())) if len(classes) < _CLASSES else None)
 
 
 class _Images(Dataset[tuple[Tensor, Any]]):
     """Images by path, each with its class, or with all classes that are right, (K,), bool.
 
-    timm's own dataset would put the next image in the place of one that cannot be read.
+    An image that cannot be read is an error; timm's own dataset would put the next one in its place.
     """
 
     def __init__(self, samples: list[tuple[str, Any]], transform: Any) -> None:
@@ -156,10 +148,9 @@ def _by_class(folder: Path, classes: dict[str, int], name: str) -> list[tuple[st
     found = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     unknown = [each for each in found if each not in classes]
     if unknown or not found:
-        what = "class indices, 0 to 999" if name == "imagenet-v2" else "WordNet ids such as n01443537"
         raise ValueError(
-            f"expected folders named by {what}, of the {len(classes)} classes of {name}, in {folder}; got "
-            f"{', '.join(unknown[:5]) or 'none'}"
+            f"expected folders such as {next(iter(classes))}, of the {len(classes)} classes of {name}, in {folder}; "
+            f"got {', '.join(unknown[:5]) or 'none'}"
         )
     if len(found) < len(classes):
         warnings.warn(
@@ -187,14 +178,12 @@ def _transform(model: nn.Module | None, size: int | tuple[int, int] | None, whol
     """From an image of PIL's to a tensor (3, H, W) in [0, 1], by timm; the whole or as configured."""
     from timm.data import create_transform, resolve_data_config
 
-    config = None if model is None else getattr(unwrap(model), "pretrained_cfg", None)
-    if model is not None and not config:
+    configured = None if model is None else getattr(unwrap(model), "pretrained_cfg", None)
+    if model is not None and not configured:
         raise ValueError("the model has no pretrained_cfg of timm's: give size instead of model")
-    if size is None and model is None:
-        size = 224
-    sides = (size, size) if isinstance(size, int) else size
+    size = 224 if size is None and model is None else size
     args: dict[str, Any] = {"crop_pct": 1.0 if whole else None}
-    if sides is not None:
-        args["input_size"] = (3, *(whole_number(side, "size", 1) for side in sides))
-    config = resolve_data_config(args, pretrained_cfg=config, use_test_size=True)
+    if size is not None:
+        args["input_size"] = (3, size, size) if isinstance(size, int) else (3, *size)
+    config = resolve_data_config(args, pretrained_cfg=configured, use_test_size=True)
     return create_transform(**config | {"mean": (0.0,) * 3, "std": (1.0,) * 3})

@@ -13,22 +13,20 @@ __all__ = ["as_dataset", "improvement", "mean_corruption_error", "share_right"]
 
 _RULE = "the highest score is the label's; of equal scores the first is the highest; a NaN among them is wrong"
 
-# By the name of the answers per image: the name of their mean, the dimensions of that, and what they are answers to.
-_MEANS = {
-    "clean_correct": ("clean_accuracy", ("model",), "of the images as they are"),
-    "correct": (
-        "accuracy",
+# By the kind of answers ("clean_correct", "clean_accuracy", ...): the dimensions of their means, and what they are of.
+_KINDS = {
+    "clean_": (("model",), "of the images as they are"),
+    "": (
         ("model", "corruption", "severity", "seed"),
         "of the images corrupted as those of ImageNet-C (Hendrycks & Dietterich 2019)",
     ),
-    "adversarial_correct": (
-        "adversarial_accuracy",
+    "adversarial_": (
         ("model", "attack", "seed"),
         "of images perturbed to raise this model's loss (FGSM: Goodfellow et al. 2015; PGD: Madry et al. 2018)",
     ),
 }
-_ANSWERS: dict[str | None, str] = {None: "clean_correct", "attack": "adversarial_correct"}
-_ANSWERS |= dict.fromkeys(("group", "corruption", "severity"), "correct")
+_KIND_BY: dict[str | None, str] = {None: "clean_", "attack": "adversarial_"}
+_KIND_BY |= dict.fromkeys(("group", "corruption", "severity"), "")
 
 
 def as_dataset(
@@ -42,15 +40,15 @@ def as_dataset(
     Args:
         right: bool, by the name of the variable, images last; and "label", the class of each image.
         variants: by name, answers on other test sets, (model, image), bool.
-        coordinates: of the dimensions but "image" and "variant"; those that there are not are left out.
+        coordinates: of the dimensions but "image" and "variant"; those of other dimensions are left out.
         attrs: of the dataset.
     """
     variables: dict[str, xr.Variable] = {}
-    for name, (mean, dims, words) in _MEANS.items():
-        if name in right:
+    for kind, (dims, words) in _KINDS.items():
+        if (answers := right.get(f"{kind}correct")) is not None:
             about = {"long_name": f"right {words}", "definition": _RULE}
-            variables[name] = xr.Variable((*dims, "image"), right[name], about)
-            variables |= _means(mean, dims, right[name].mean(-1), right[name].shape[-1], words)
+            variables[f"{kind}correct"] = xr.Variable((*dims, "image"), answers, about)
+            variables |= _means(f"{kind}accuracy", dims, answers.mean(-1), answers.shape[-1], words)
     if variants:
         images = np.array([answers.shape[1] for answers in variants.values()])
         shares = np.stack([answers.mean(1) for answers in variants.values()], 1)
@@ -82,18 +80,16 @@ def improvement(
     """Compare each model's accuracy with a baseline's: ``accuracy / baseline's - 1`` (T-CNN paper, Fig. 3).
 
     Args:
-        results: of :func:`tcnn_probe.robustness`.
+        results: what :func:`tcnn_probe.robustness` gave.
         baseline: name of the model that the others are compared with.
         by: "group" of corruptions, "corruption" or "severity" (the others averaged over); "attack"; None for clean
             images.
-        relative: the difference as a share of the baseline's accuracy, else in accuracy.
-        confidence, resamples, seed: of the interval, a percentile bootstrap over images in which both models see the
-            same ones.
+        relative: whether to divide the difference by the baseline's accuracy.
+        confidence, resamples, seed: of the interval, a percentile bootstrap over images, the same for both models.
 
     Returns:
-        ``improvement`` (model, by) of the models but the baseline, in units of 1, and ``interval`` (model, by, bound)
-        with bound "low" and "high". If relative, there is no improvement where the baseline is never right, and no
-        interval where that is so in even one resample: both NaN; ``relative=False`` has them.
+        ``improvement`` (model, by) of the other models, in units of 1, and ``interval`` (model, by, bound) with bound
+        "low" and "high". NaN if relative, where the baseline is never right: in any resample, for the interval.
 
     Raises:
         TypeError: no Dataset.
@@ -129,8 +125,7 @@ def improvement(
 def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
     """Corruption errors relative to a baseline's, and their mean, the mCE; as a ratio, where papers give per cent.
 
-    With the error rates E of model f at corruption c and severity s, means over seeds (of those seeds and severities
-    that ``ds`` has, one perhaps, selected):
+    With the error rates E of model f at corruption c and severity s, means over seeds:
 
     - CE_c = Σ_s E_{s,c}^f / Σ_s E_{s,c}^baseline: below 1, fewer errors than the baseline's;
     - relative CE_c = Σ_s (E_{s,c}^f - E_clean^f) / Σ_s (E_{s,c}^baseline - E_clean^baseline): how much is lost to
@@ -140,7 +135,7 @@ def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
     their baseline is AlexNet on ImageNet.)
 
     Args:
-        ds: what :func:`tcnn_probe.robustness` gave.
+        ds: what :func:`tcnn_probe.robustness` gave, or a part of it: severities and seeds, or one of them.
         baseline: one of its models.
 
     Returns:
@@ -176,9 +171,9 @@ def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
 
 def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
     """The share of right answers of each image, (model, by, image) or (model, image); see :func:`improvement`."""
-    if by not in _ANSWERS:
-        raise ValueError(f"expected by to be one of {', '.join(map(repr, _ANSWERS))}, got {by!r}")
-    name = _ANSWERS[by]
+    if by not in _KIND_BY:
+        raise ValueError(f"expected by to be one of {', '.join(map(repr, _KIND_BY))}, got {by!r}")
+    name = f"{_KIND_BY[by]}correct"
     _check_results(results, name)
     right = results[name].astype(float)
     if missing := [dim for dim in ("model", "image") if dim not in right.dims]:

@@ -20,7 +20,7 @@ __all__ = ["along_a_line", "defocus_blur", "glass_blur", "motion_blur", "zoom_bl
 def defocus_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, radius: int, smoothing: float
 ) -> NDArray[Any]:
-    """Convolves with a disc, whose edge a Gaussian of deviation ``smoothing`` softens; borders are mirrored."""
+    """Convolves with a disc, its edge softened by a Gaussian of deviation ``smoothing``; borders are mirrored."""
     from scipy.signal import fftconvolve
 
     kernel = _disc(radius, smoothing, scale)
@@ -51,7 +51,7 @@ def _disc(radius: int, smoothing: float, scale: float) -> NDArray[Any]:
 def glass_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, deviation: float, reach: int, rounds: int
 ) -> NDArray[Any]:
-    """Gaussian blur, each pixel replaced by one nearby, and blur again.
+    """Blurs, replaces each pixel by one nearby, and blurs again.
 
     Pixels are replaced one after the other, from the last to the first, so that some travel far. (The published code
     means to swap two pixels; on an image with channels its second assignment does nothing.)
@@ -96,7 +96,7 @@ def _displaced(height: int, width: int, random: RandomState, scale: float, reach
 def motion_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, radius: int, deviation: float
 ) -> NDArray[Any]:
-    """Blurs along a line, of random direction within 45 degrees of the x axis; see :func:`along_a_line`."""
+    """Blurs along a line, of random direction within 45 degrees of the x axis."""
     return along_a_line(image, radius, deviation, random.uniform(-45, 45), scale)
 
 
@@ -121,7 +121,7 @@ def along_a_line(image: NDArray[Any], radius: int, deviation: float, angle: floa
 
 
 def zoom_blur(image: NDArray[Any], random: RandomState, scale: float, *, until: float, step: float) -> NDArray[Any]:
-    """Mean of the image and of its middle, enlarged by 1, 1 + step, ... below ``until``."""
+    """Averages the image and its middle enlarged by 1, 1 + step, ... below ``until``."""
     single = image.astype(np.float32)
     total, factors = single.copy(), np.arange(1, until, step)
     for factor in factors:

@@ -21,12 +21,7 @@ _COLOUR, _CONTRAST = (0.57, 0.65, 0.69), 0.1  # mean and standard deviation
 
 
 def read_photographs(given: Any) -> list[NDArray[Any]]:
-    """Pictures of frost from a folder, or from arrays; each (H, W, 3), float64 in [0, 1].
-
-    Raises:
-        TypeError: neither.
-        ValueError: no picture, or one of another shape or range.
-    """
+    """Pictures of frost from a folder, or from arrays; each (H, W, 3), float64 in [0, 1]."""
     if isinstance(given, str | Path):
         files = sorted(p for p in Path(given).glob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg"))
         given = [_read(file) for file in files]

@@ -71,7 +71,7 @@ def frost(
 
 
 def fog(image: NDArray[Any], random: RandomState, scale: float, *, added: float, decay: float) -> NDArray[Any]:
-    """Adds a fractal height map times ``added``, over an image of any size, and scales the sum to the image's maximum.
+    """Adds a fractal height map times ``added``, and scales the sum to the image's maximum.
 
     The map's detail weakens by ``decay`` at each halving of its length.
     """

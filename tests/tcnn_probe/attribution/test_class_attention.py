@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +25,6 @@ DISTILLED, SIGLIP = "deit_tiny_distilled_patch16_224", "vit_base_patch16_siglip_
 CASES = {
     "cait": (lambda: transformer(CAIT), SIZE, "blocks_token_only.0.attn", 1, None),
     "cait, second block": (lambda: transformer(CAIT), SIZE, "blocks_token_only.1.attn", 1, "blocks_token_only.1.attn"),
-    "deit": (lambda: transformer(DEIT), SIZE, "blocks.1.attn", 1, None),
     "deit, distilled": (lambda: transformer(DISTILLED), SIZE, "blocks.1.attn", 2, None),
     "latent pool": (lambda: transformer(SIGLIP), SIZE, "attn_pool", 0, None),
     "patchconvnet": (patchconvnet, CONVOLVED, "pool.block.attn", 1, None),
@@ -68,21 +66,10 @@ def test_dtype_of_the_model(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(maps.values, by_hand, atol=1e-10 if dtype == torch.float64 else 0.05)
 
 
-SWIN = "swin_tiny_patch4_window7_224"
-WINDOWS = {"img_size": SIZE, "embed_dim": 8, "depths": (2,), "num_heads": (2,), "window_size": (2, 5)}
-
-
-def make(name: str, **options: Any) -> nn.Module:
-    return timm.create_model(name, num_classes=3, **options)
-
-
 @pytest.mark.parametrize(
     ("model", "layer", "message"),
     [
-        (lambda: make("resnet10t"), None, "no class token attends in this model.*'gradcam'.*need no class token"),
-        (lambda: transformer(DEIT, class_token=False, global_pool="avg"), None, "no class token attends"),
-        (lambda: make(SWIN, **WINDOWS), None, "no class token attends"),
-        (lambda: transformer(DEIT), "blocks.7.attn", r"one of \['blocks.0.attn', 'blocks.1.attn'\], got 'blocks.7"),
+        (lambda: transformer(DEIT, class_token=False, global_pool="avg"), None, "no class token attends.*'gradcam'.*"),
         (lambda: transformer(CAIT), "blocks.0.attn", r"one of \['blocks_token_only.0.attn', .*got 'blocks.0.attn'"),
         (lambda: transformer(DEIT), nn.ReLU(), "no layer this ReLU"),
     ],
@@ -95,19 +82,17 @@ def test_no_class_attention(model: Any, layer: Any, message: str) -> None:
 class Crops(nn.Module):
     """Scores of the images and of what else is made of them, in one batch."""
 
-    def __init__(self, more: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.more = more
         self.model = patchconvnet()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(torch.cat([x, x[: self.more].flip(-1)]))[: len(x)]
+        return self.model(torch.cat([x, x.flip(-1)]))[: len(x)]
 
 
-@pytest.mark.parametrize(("more", "times"), [(2, 4), (1, 3)])
-def test_other_images_than_those_given(more: int, times: int) -> None:
-    with pytest.raises(ValueError, match=f"attends {times} times, where 2 images were given"):
-        tcnn_probe.saliency(Crops(more).eval(), torch.randn(2, 3, *CONVOLVED))
+def test_other_images_than_those_given() -> None:
+    with pytest.raises(ValueError, match="attends 4 times, where 2 images were given"):
+        tcnn_probe.saliency(Crops().eval(), torch.randn(2, 3, *CONVOLVED))
 
 
 class Ring(nn.Module):

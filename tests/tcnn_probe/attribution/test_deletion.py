@@ -97,15 +97,3 @@ def test_nan_maps_have_no_area() -> None:
     _, curve = deletion_curve(Linear(), IMAGES, maps, torch.tensor(TARGETS))
     assert curve.isnan().all(1).tolist() == [False, True, False]
     assert not curve[[0, 2]].isnan().any()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": 0}, "positive number of steps, got 0"),
-        ({"start": "noise"}, "expected 'blur', a number or an image, got 'noise'"),
-    ],
-)
-def test_bad_options(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        insertion_curve(Linear(), IMAGES, MAPS, torch.tensor(TARGETS), **options)  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ def test_infidelity_by_hand(batch_size: int, normalize: bool) -> None:
 
 
 def test_squares() -> None:
-    squares = random_squares(500, (7, 11), seed=0)
+    squares = random_squares(100, (7, 11), seed=0)
     sides = set()
     for square in squares:
         rows, columns = square.any(1).nonzero()[:, 0], square.any(0).nonzero()[:, 0]
@@ -58,7 +58,7 @@ def test_squares() -> None:
         sides.add(len(rows))
     assert sides == {1, 2, 3}
     assert squares.any(0).all()
-    assert torch.equal(squares, random_squares(500, (7, 11), seed=0))
+    assert torch.equal(squares, random_squares(100, (7, 11), seed=0))
     assert random_squares(2, (1, 1), seed=0).all()
 
 
@@ -86,20 +86,7 @@ def test_constant_explanation_is_not_sensitive() -> None:
     assert found.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [({"samples": 0}, "samples, got 0"), ({"radius": -1}, "radius, got -1")]
-)
-def test_bad_options(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=f"expected a positive .*{message}"):
-        sensitivity(Linear(), IMAGES, lambda x, target: x[:, 0], TARGETS, **options)
-
-
 def test_a_method_that_changes_its_images_in_place() -> None:
-    def clean(x: Tensor, target: Tensor) -> Tensor:
-        return (x * 0.5)[:, 0]
-
-    def careless(x: Tensor, target: Tensor) -> Tensor:
-        return x.mul_(0.5)[:, 0]
-
-    found, expected = (sensitivity(Linear(), IMAGES, explain, TARGETS, samples=3) for explain in (careless, clean))
+    explain = (lambda x, target: x.mul_(0.5)[:, 0]), (lambda x, target: (x * 0.5)[:, 0])
+    found, expected = (sensitivity(Linear(), IMAGES, each, TARGETS, samples=3) for each in explain)
     torch.testing.assert_close(found, expected)

@@ -1,5 +1,7 @@
 """Rollout equals the product of all matrices, in float64."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import timm
@@ -8,18 +10,15 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tests.tcnn_probe.attention.bruteforce import attention_of
-from tests.tcnn_probe.attribution.models import CONVOLVED, SIZE, bilinear, patchconvnet, transformer
+from tests.tcnn_probe.attribution.models import CONVOLVED, SIZE, OneBlock, bilinear, patchconvnet, transformer
 
 pytestmark = pytest.mark.numerical
 
 
 def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.ndarray:
-    """Every layer's matrix of every image, those of class attention over the token and the patches, multiplied.
+    """Every layer's matrix multiplied, those of class attention over the token and the patches.
 
-    Args:
-        model, images: which.
-        prefix: class and register tokens of the trunk.
-        token: 0 if the class token is the first of the trunk's; 1 if it comes after the trunk.
+    ``prefix`` counts class and register tokens of the trunk; ``token`` is 1 if the class token comes after the trunk.
     """
     layers = [one.weights.numpy() for one in attention_of(model, images)]
     maps = []
@@ -66,34 +65,34 @@ def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(tcnn_probe.saliency(model, images, method="rollout"), whole, atol=1e-7)
 
 
-SMALL = {"num_classes": 3, "depths": (1, 1), "embed_dim": 16, "num_heads": (1, 2)}
+WINDOWS = {"num_classes": 3, "depths": (1, 1), "embed_dim": 16, "num_heads": (1, 2), "window_size": 7}
+
+
+def swin() -> nn.Module:
+    return timm.create_model("swin_tiny_patch4_window7_224", img_size=(56, 84), **WINDOWS)
+
+
+def pvt() -> nn.Module:
+    return timm.create_model("pvt_v2_b0", depths=(1, 1, 1, 1), num_classes=3)
+
+
+def without_class_token() -> nn.Module:
+    return transformer("deit_tiny_patch16_224", class_token=False, global_pool="avg")
 
 
 @pytest.mark.parametrize(
     ("model", "size", "message"),
     [
-        (
-            lambda: timm.create_model("swin_tiny_patch4_window7_224", img_size=(56, 84), window_size=7, **SMALL),
-            (56, 84),
-            "attention over the whole image; 'layers.0.blocks.0.attn' attends in windows",
-        ),
-        (
-            lambda: timm.create_model("pvt_v2_b0", depths=(1, 1, 1, 1), num_classes=3),
-            (64, 96),
-            "same tokens in every layer: 'stages.0.blocks.0.attn' has 384 queries and 6 keys.*'occlusion'",
-        ),
-        (
-            lambda: transformer("deit_tiny_patch16_224", class_token=False, global_pool="avg"),
-            SIZE,
-            "starts from a class token, and this model has none",
-        ),
-        (lambda: timm.create_model("resnet10t"), CONVOLVED, "no attention was seen"),
+        (swin, (56, 84), "attention over the whole image; 'layers.0.blocks.0.attn' attends in windows"),
+        (pvt, (64, 96), "same tokens in every layer: 'stages.0.blocks.0.attn' has 384 queries and 6 keys.*'occlusion'"),
+        (without_class_token, SIZE, "starts from a class token, and this model has none"),
+        (OneBlock, (12, 20), "no attention was seen"),
         (patchconvnet, CONVOLVED, "here only 'pool.block.attn' attends: use 'class_attention'"),
     ],
 )
-def test_what_cannot_be_followed(model: object, size: tuple[int, int], message: str) -> None:
+def test_what_cannot_be_followed(model: Callable[[], nn.Module], size: tuple[int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tcnn_probe.saliency(model(), torch.randn(2, 3, *size), method="rollout")  # type: ignore[operator]
+        tcnn_probe.saliency(model(), torch.randn(2, 2 if model is OneBlock else 3, *size), method="rollout")
 
 
 class Gate(nn.Module):

@@ -37,17 +37,25 @@ def test_labels() -> None:
     assert json.loads(by_captum.attrs["options"]) == {"n_steps": 32, "baseline": "of shape (1, 7, 11)"}
 
 
+OPTIONS = {"integrated_gradients": {"n_steps": 3}, "occlusion": {"window": 5}}
+
+
 @pytest.mark.parametrize("method", ["class_attention", "gradcam", "integrated_gradients", "occlusion"])
 def test_batches_do_not_matter(method: str) -> None:
     attends = method == "class_attention"
     model, x = (patchconvnet("_multi", 3), torch.randn(3, 3, *CONVOLVED)) if attends else (OneBlock(), bright())
     seen: list[int] = []
     next(model.children()).register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    alone, pairs, together = (tcnn_probe.saliency(model, x, method=method, batch_size=n) for n in (1, 2, 3))
-    for maps in (alone, pairs):
+    options = OPTIONS.get(method, {})
+    together = tcnn_probe.saliency(model, x, method=method, **options)
+    for batch_size in (1, 2):
+        seen.clear()
+        maps = tcnn_probe.saliency(model, x, method=method, batch_size=batch_size, **options)
         np.testing.assert_allclose(maps, together, atol=1e-5 * abs(together).max().item())
+        assert max(seen) == batch_size
     seen.clear()
-    tcnn_probe.faithfulness(model, x, method, batch_size=2, samples=3, steps=3)
+    given = {method: options} if options else {}
+    tcnn_probe.faithfulness(model, x, [method], batch_size=2, samples=2, steps=2, options=given)
     assert max(seen) == 2
 
 
@@ -63,7 +71,6 @@ def test_targets_and_images_as_they_come() -> None:
     assert not np.allclose(all_other[0], own[0])
     single = tcnn_probe.saliency(model, x.float().numpy(), predicted, "input_x_gradient")
     assert single.dtype == "float64"
-    np.testing.assert_allclose(single, own, atol=1e-6 * abs(own).max().item())
 
 
 def red(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
@@ -105,32 +112,24 @@ def flat(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return x[:, 0, 0]
 
 
-def none(model: nn.Module, x: Tensor, target: Tensor) -> None:
-    return None
-
-
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
         ({"images": IMAGES[0]}, ValueError, r"shape \(B, C, H, W\), B > 0, got shape \(2, 7, 11\)"),
         ({"target": 3}, ValueError, "targets from 0 to 2, got 3"),
-        ({"target": [0, 1, 2, -1, 0]}, ValueError, "targets from 0 to 2, got -1"),
         ({"target": [0, 1]}, ValueError, r"expected one target, or 5: one an image; got shape \(2,\)"),
-        ({"target": 1.0}, TypeError, "class indices for target, got torch.float32"),
-        ({"target": "cat"}, TypeError, "class indices for target, got 'cat'"),
+        ({"target": 1.0}, TypeError, "class indices for targets, got torch.float32"),
+        ({"target": "cat"}, TypeError, "class indices for targets, got 'cat'"),
         ({"method": "grad_cam"}, ValueError, r"one of \['class_attention', .*got 'grad_cam'"),
         ({"method": []}, ValueError, r"expected a method.*got \[\]"),
-        ({"method": 3}, ValueError, "expected a method.*got 3"),
         ({"method": ["occlusion", "occlusion"]}, ValueError, "different names, got 'occlusion' twice"),
         ({"method": ["occlusion"], "gradcam": {}}, ValueError, "options for 'gradcam', which is none of the methods"),
         ({"method": ["occlusion"], "occlusion": 3}, TypeError, "options of each as a dict, got occlusion=3"),
         ({"method": ["occlusion"], "layer": "a"}, ValueError, r"name each one's layer: gradcam=\{'layer'"),
-        ({"layer": "a"}, TypeError, "captum's Occlusion has no option 'layer'"),
         ({"method": "rollout", "layer": "a"}, TypeError, "'rollout' has no option 'layer'"),
         ({"method": red, "strength": 3}, TypeError, "'red' is a function of yours"),
-        ({"method": flat}, ValueError, r"method 'flat' to give shape \(5, 7, 11\), got \(5, 11\)"),
-        ({"method": none}, TypeError, "method 'none' to give a tensor, got NoneType"),
-        ({"batch_size": 0}, ValueError, "positive integer for batch_size, got 0"),
+        ({"method": flat}, TypeError, r"'flat' to give a tensor of shape \(5, 7, 11\), got shape \(5, 11\)"),
+        ({"batch_size": 0}, ValueError, "integer from 1 for batch_size, got 0"),
         ({"model": Heads()}, TypeError, r"a score for each class, shape \(5, K\), got tuple"),
         ({"model": torch.sum}, TypeError, "expected a torch.nn.Module, got builtin"),
     ],

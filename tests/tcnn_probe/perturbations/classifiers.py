@@ -4,8 +4,6 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from tests.tcnn_probe.attention.sharpen import sharpen
-
 SIZE = (13, 19)
 NORMALIZATION = ([0.3, 0.5, 0.4], [0.2, 0.25, 0.3])
 NONE = ((0,), (1,))
@@ -29,22 +27,11 @@ class Small(nn.Module):
         return self.head(self.drop(nn.functional.gelu(self.second(x)).mean((2, 3)))) * 9
 
 
-class Brightness(nn.Module):
-    """Class k of ``classes`` where the mean pixel is in [k, k + 1) / classes."""
-
-    def __init__(self, classes: int = 4) -> None:
-        super().__init__()
-        self.register_buffer("centres", (torch.arange(classes) + 0.5) / classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return -((x.mean((1, 2, 3))[:, None] - self.centres) ** 2)
-
-
-def resnet() -> nn.Module:
-    """A timm model: it has a pretrained_cfg."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return sharpen(timm.create_model("resnet10t", num_classes=5))
+def configured() -> nn.Module:
+    """Like a model of timm's, it has a pretrained_cfg."""
+    model = Small()
+    model.pretrained_cfg = timm.create_model("test_resnet").pretrained_cfg
+    return model
 
 
 def pixels(count: int, channels: int = 3, seed: int = 0, size: tuple[int, int] = SIZE) -> Tensor:

@@ -61,20 +61,17 @@ def test_bytes_tensors_and_arrays_agree(name: str, batch: NDArray[Any]) -> None:
     assert grey.shape == (3, 23, 37, 1)
 
 
+def global_generators() -> list[Any]:
+    return [random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())]  # noqa: NPY002
+
+
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_draws_follow_from_the_seed_and_the_images_number(name: str, batch: NDArray[Any]) -> None:
-    """Neither from the batch nor from global generators, which are not touched."""
-    for seed in (1, 2):
-        np.random.seed(seed)  # noqa: NPY002
-        torch.manual_seed(seed)
-        random.seed(seed)
-        together = corrupt(batch, name, 2, seed=np.int64(11), first=40)  # type: ignore[arg-type]
-        np.testing.assert_array_equal(corrupt(batch[2], name, 2, seed=11, first=42), together[2])
-    drawn = np.random.random(), torch.rand(()).item(), random.random()  # noqa: NPY002
-    np.random.seed(2)  # noqa: NPY002
-    torch.manual_seed(2)
-    random.seed(2)
-    assert drawn == (np.random.random(), torch.rand(()).item(), random.random())  # noqa: NPY002
+    """Neither from the batch nor from global generators, of which no number is taken."""
+    before = global_generators()
+    together = corrupt(batch, name, 2, seed=np.int64(11), first=40)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(corrupt(batch[2], name, 2, seed=11, first=42), together[2])
+    assert global_generators() == before
     for other in ({"seed": 11, "first": 41}, {"seed": 12, "first": 40}):
         differs = (corrupt(batch, name, 2, **other)[0] != together[0]).any()  # type: ignore[arg-type]
         assert differs == bool(CORRUPTIONS[name].random)
@@ -122,7 +119,8 @@ def test_pictures_of_frost_can_be_given(batch: NDArray[Any], tmp_path: Path) -> 
     blue = np.zeros((300, 400, 3), np.uint8)
     blue[..., 2] = 255
     Image.fromarray(blue).save(tmp_path / "blue.png")
-    for frost in ([blue], tmp_path, str(tmp_path)):
+    (tmp_path / "readme.txt").write_text("not a picture")
+    for frost in ([blue], [blue / 255], tmp_path, str(tmp_path)):
         found = corrupt(batch / 255, "frost", 1, frost=frost)
         np.testing.assert_allclose(found, np.clip(batch / 255 + [0, 0, 0.4], 0, 1), atol=1e-12)
     grey = corrupt(batch[..., :1] / 255, "frost", 2, frost=[blue, blue])
@@ -143,6 +141,7 @@ TENSOR = torch.full((2, 3, 9, 11), 0.5)
 @pytest.mark.parametrize(
     ("images", "error", "message"),
     [
+        ([[0.5]], TypeError, "tensor or a numpy array of images, got list"),
         (IMAGE > 1, TypeError, "uint8, or of floats .*, got bool"),
         ((TENSOR * 255).byte(), TypeError, "floating-point tensor .* got torch.uint8"),
         (TENSOR[0, 0], ValueError, r"\(C, H, W\) or \(B, C, H, W\) .* got shape \(9, 11\)"),
@@ -164,10 +163,8 @@ def test_what_are_no_images(images: Any, error: type[Exception], message: str) -
     ("arguments", "options", "error", "message"),
     [
         (("gausian_noise", 1), {}, ValueError, "got 'gausian_noise'; did you mean 'gaussian_noise'?"),
-        (("vignette", 1), {}, ValueError, "expected one of gaussian_noise, .*, jpeg_compression; got 'vignette'$"),
         ((3, 1), {}, TypeError, "expected the name of a corruption, got 3"),
         (("fog", 6), {}, ValueError, "integer from 1 to 5 for severity, got 6"),
-        (("fog", 2.0), {}, TypeError, "integer from 1 to 5 for severity, got 2.0"),
         (("fog", 1), {"seed": -1}, ValueError, "integer from 0 for seed, got -1"),
         (("fog", 1), {"first": 0.5}, TypeError, "integer from 0 for first, got 0.5"),
         (("frost", 1), {"frost": "nowhere"}, ValueError, "expected at least one picture of frost"),

@@ -104,15 +104,17 @@ def test_no_error_relative_to_a_baseline_without_errors(results: xr.Dataset) -> 
     assert found.group_corruption_error.isnull().all("model").sel(group=["weather", "noise"]).values.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("by", ["group", "corruption", "severity", "attack", None])
-def test_what_was_selected(results: xr.Dataset, by: str | None) -> None:
-    for one in ({"corruption": "fog"}, {"severity": 5}, {"seed": 3}, {"attack": "pgd"}):
-        several = {name: [label] for name, label in one.items()}
-        found, expected = (improvement(results.sel(each), "cnn", by, resamples=30) for each in (one, several))
-        assert found.improvement.dims == ("model",) if by is None else ("model", by)
-        xr.testing.assert_identical(*(each.reset_coords(drop=True) for each in (found, expected)))
-        found, expected = (mean_corruption_error(results.sel(each), "cnn") for each in (one, several))
-        xr.testing.assert_allclose(*(each.reset_coords(drop=True) for each in (found, expected)))
+@pytest.mark.parametrize(
+    ("by", "dim", "label"),
+    [("group", "corruption", "fog"), ("severity", "severity", 5), ("attack", "attack", "pgd"), (None, "seed", 3)],
+)
+def test_what_was_selected(results: xr.Dataset, by: str | None, dim: str, label: str | int) -> None:
+    one, several = results.sel({dim: label}), results.sel({dim: [label]})
+    found, expected = (improvement(each, "cnn", by, resamples=30) for each in (one, several))
+    assert found.improvement.dims == (("model",) if by is None else ("model", by))
+    xr.testing.assert_identical(*(each.reset_coords(drop=True) for each in (found, expected)))
+    found, expected = (mean_corruption_error(each, "cnn") for each in (one, several))
+    xr.testing.assert_allclose(*(each.reset_coords(drop=True) for each in (found, expected)))
 
 
 def test_what_is_refused(results: xr.Dataset) -> None:

@@ -45,19 +45,14 @@ def test_same_as_the_reference(
     assert np.abs(theirs - image).mean() > 1  # it did something
 
 
-@pytest.mark.parametrize("name", [name for name in CORRUPTIONS if name not in ("frost", "elastic_transform")])
-def test_whole_images_at_the_published_size(
-    name: str, reference: Any, image: NDArray[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["shot_noise", "motion_blur", "snow", "contrast"])
+def test_whole_images_at_the_published_size(name: str, reference: Any, image: NDArray[Any]) -> None:
+    """What corrupt() adds: random numbers, the scale, rounding to uint8."""
     large = np.asarray(Image.fromarray(image).resize((227, 224), Image.Resampling.BICUBIC))
     draws = _draws(CORRUPTIONS[name], 3, 7)
-    bits = MT19937()
-    bits.state = draws.get_state(legacy=False)
-    monkeypatch.setattr(np.random, "default_rng", lambda *_: Generator(bits))
-    monkeypatch.setattr(Image, "NEAREST", Image.Resampling.BOX)
     ours = corrupt(large, name, 2, seed=3, first=7)
     theirs = damaged(reference, name, large, 2, draws)
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.502 + DIFFERENCE[name])  # rounded to uint8
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.502 + DIFFERENCE[name])
 
 
 @pytest.mark.parametrize("severity", [1, 3, 5])
