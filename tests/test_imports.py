@@ -130,27 +130,29 @@ def test_the_walk_finds_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert bool(_violations("tcnn_probe", LOOP)) == expected
 
 
-def _run_without(packages: tuple[str, ...], program: str) -> None:
-    """Run a program where these packages are not installed.
+NAMES = """
+import sys
+import tcnn_probe
+assert not {'torch', 'timm', 'xarray', 'zarr', 'matplotlib'} & {*sys.modules}, "importing the probe imports little"
+
+optional = dict.fromkeys(("captum", "scipy", "triton", "matplotlib", "sklearn", "studies"))
+sys.modules.update(optional | dict.fromkeys(("zarr", "xarray", "tcnn_probe")))
+import tcnn_model
+for name in tcnn_model.__all__:
+    getattr(tcnn_model, name)
+
+del sys.modules["zarr"], sys.modules["xarray"], sys.modules["tcnn_probe"]
+import tcnn_probe
+for name in tcnn_probe.__all__:
+    getattr(tcnn_probe, name)
+"""
+
+
+def test_public_names_need_no_optional_dependency() -> None:
+    """``tcnn_model`` needs torch and timm only; of the probe's names none needs an optional package to be there.
 
     None in sys.modules makes an import raise ModuleNotFoundError, and reads as "not installed" to find_spec, which is
     what torch asks about Triton.
     """
-    program = f"import sys\nsys.modules.update(dict.fromkeys({packages!r}))\n{program}"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", NAMES], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_tcnn_model_needs_torch_and_timm_only() -> None:
-    others = ("zarr", "xarray", "captum", "scipy", "triton", "matplotlib", "sklearn", "tcnn_probe", "studies")
-    _run_without(others, "import tcnn_model\nfor name in tcnn_model.__all__:\n    getattr(tcnn_model, name)")
-
-
-def test_public_names_need_no_optional_dependency() -> None:
-    others = ("captum", "scipy", "triton", "matplotlib", "sklearn", "studies")
-    _run_without(others, "import tcnn_probe\nfor name in tcnn_probe.__all__:\n    getattr(tcnn_probe, name)")
-
-
-def test_importing_the_probe_imports_little() -> None:
-    program = "import tcnn_probe\nassert not {'torch', 'timm', 'xarray', 'zarr', 'matplotlib'} & {*sys.modules}"
-    _run_without((), program)
