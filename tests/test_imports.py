@@ -105,6 +105,14 @@ def test_dependency_direction(folder: str, forbidden: set[str]) -> None:
     assert _violations(folder, forbidden) == []
 
 
+def test_studies_use_the_public_surface_only() -> None:
+    public = {"tcnn_model", "tcnn_probe", "tcnn_probe.attribution", "tcnn_probe.plot"}
+    names = [(f.name, name) for f in (ROOT / "studies").rglob("*.py") for name in _imports(f)]
+    ours = [(file, name) for file, name in names if name.startswith(("tcnn_model.", "tcnn_probe."))]
+    assert ours
+    assert [one for one in ours if one[1] not in public and one[1].rpartition(".")[0] not in public] == []
+
+
 def test_only_studies_and_their_tests_import_studies() -> None:
     files = [f for f in ROOT.rglob("*.py") if f.relative_to(ROOT).parts[0] in ("benchmarks", "docs", "tests")]
     files = [f for f in files if f.relative_to(ROOT).parts[:2] != ("tests", "studies") and f.parent != ROOT / "tests"]
