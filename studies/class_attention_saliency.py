@@ -52,6 +52,7 @@ from common.models import small_patchconvnet, small_resnet
 from common.options import add_data, add_machine, add_output, fill_in, study_parser
 from common.output import OutputError, RunOutput
 from common.saliency_figures import draw_by_class, draw_faithfulness, draw_maps
+from common.saliency_report import report
 from tcnn_model import AttentionPool2d, add_attention_pool, specialize
 
 
@@ -147,51 +148,6 @@ def check_classes(model: nn.Module, probed: Probed) -> None:
         print(f"the images are taken for the first {folders} of the model's {classes} classes; if not, --num-classes")
 
 
-def report(tree: xr.DataTree, tolerance: float) -> str:
-    """Accuracy and every measure at the end, by model and method, with 95 % intervals over images."""
-    columns = {
-        "pointing_game": f"pointing ({tolerance:g} px)",
-        "pointing_game_exact": "pointing (0 px)",
-        "energy_inside": "energy inside",
-        "deletion_auc": "deletion AUC",
-        "insertion_auc": "insertion AUC",
-    }
-    lines = []
-    for name, node in tree.children.items():
-        last = node.dataset.isel(epoch=-1)
-        measures = [measure for measure in columns if measure in last]
-        lines.append(f"\n{name}: accuracy {float(last.top1):.3f} after epoch {int(last.epoch)}")
-        lines.append(f"{'':21}" + "".join(f"{columns[measure]:>20}" for measure in measures))
-        for method in last.attribution.values:
-            cells = []
-            for measure in measures:
-                values = last[measure].sel(attribution=method)
-                low, high = tcnn_probe.bootstrap_interval(values).values
-                cells.append(f"{float(values.mean()):.2f} [{low:.2f}, {high:.2f}]")
-            lines.append(f"{method:21}" + "".join(f"{cell:>20}" for cell in cells))
-    count = next(iter(tree.children.values())).sizes["image"]
-    lines.append(f"\nmeans over {count} validation images, 95 % bootstrap intervals over them; one seed")
-    if any("pointing_game" in node for node in tree.children.values()):
-        lines.append(f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of it")
-    for name, node in tree.children.items():
-        last = node.dataset.isel(epoch=-1)
-        if "pointing_game" in last and {"class_attention", "gradcam"} <= set(last.attribution.values):
-            for measure in ("pointing_game", "pointing_game_exact"):
-                lines += [f"{columns[measure]}, {name}: {beside_gradcam(last[measure])}"]
-    return "\n".join(lines)
-
-
-def beside_gradcam(hits: xr.DataArray) -> str:
-    """Class attention's hits beside Grad-CAM's, image by image."""
-    ours, theirs = (hits.sel(attribution=method) for method in ("class_attention", "gradcam"))
-    low, high = tcnn_probe.bootstrap_interval(ours - theirs).values
-    verdict = "is ahead" if low > 0 else "is behind" if high < 0 else "and Grad-CAM are not distinguishable"
-    return (
-        f"class attention {float(ours.mean()):.2f}, Grad-CAM {float(theirs.mean()):.2f}, "
-        f"difference {float((ours - theirs).mean()):+.2f} [{low:+.2f}, {high:+.2f}]: class attention {verdict}"
-    )
-
-
 def check(tree: xr.DataTree, *, trained: bool = True) -> int:
     """Whether the models learned, and class attention beats chance: where the digit is, or when pixels are removed."""
     seen = True
@@ -228,7 +184,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=int, help=epochs)
     add("--batch-size", type=int, help="images per step (default: 32)")
     add("--lr", type=float, default=1e-4, help="of fine-tuning on --data (default: 1e-4)")
-    add_machine(training, small="6 epochs, half a minute")
+    add_machine(training, small="6 epochs, 20 seconds")
     add = parser.add_argument_group("saliency").add_argument
     add("--images", type=int, help="validation images to explain, spread evenly (default: 48; 32 of --data)")
     add("--show", type=int, help="of these, how many are drawn and recorded (default: 5)")
@@ -247,7 +203,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     defaults = {"img_size": 64, "batch_size": 32, "epochs": 14, "clutter": 6, "images": 48, "every": 5}
     if args.small:
         defaults |= {"img_size": 32, "limit": 400, "clutter": 0, "batch_size": 16, "epochs": 6, "every": 6}
-        defaults |= {"images": 16, "show": 2, "steps": 4}
+        defaults |= {"images": 12, "show": 2, "steps": 4}
     if not digits:
         defaults = {"batch_size": 32, "epochs": 0, "images": 32, "every": 5}
     fill_in(args, defaults)

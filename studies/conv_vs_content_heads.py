@@ -97,7 +97,8 @@ def one_training(study: Training, seed: int) -> tuple[xr.Dataset, xr.Dataset]:
     options |= {"device": args.device, "seed": seed, "reference": None}
     if args.mode == "mean":
         torch.manual_seed(args.seed)
-        options["reference"] = [images for images, _ in islice(study.loaders[0], -(-128 // args.batch_size))]
+        count = 32 if args.small else 128
+        options["reference"] = [images for images, _ in islice(study.loaders[0], -(-count // args.batch_size))]
 
     def right(title: str, sets: Sets, images: int) -> xr.Dataset:
         how = zlib.crc32(repr([getattr(args, name) for name in MEASURED]).encode())
@@ -180,7 +181,7 @@ def check(tree: xr.DataTree, classes: int) -> int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    add_training(parser, small="1 seed, 5 corruptions, few images, half a minute")
+    add_training(parser, small="1 seed, 4 corruptions, few images, 20 seconds")
     add = parser.add_argument_group("interventions").add_argument
     add("--seeds", type=int, help="trainings of the T-CNN, from --seed on (default: 3)")
     add("--mode", choices=("mean", "zero"), default="mean", help="what replaces a head's output (default: mean)")
@@ -195,7 +196,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     defaults = {"seeds": 3, "draws": 3, "images": 64, "head_images": 16}
     if args.small:
         defaults = {"seeds": 1, "draws": 2, "images": 24, "head_images": 2, "corruptions": FEW_CORRUPTIONS}
-        fill_in(args, {"cnn_epochs": 8})
     settle(parser, args, digits={"epochs": 5})
     if args.data != "digits":
         defaults = {"seeds": 3, "draws": 3, "images": 1000, "head_images": 200}

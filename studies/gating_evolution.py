@@ -38,7 +38,7 @@ import tcnn_probe
 from common.options import add_output, study_parser
 from common.training import add_training, begin, settle
 from tcnn_model import EpochResult
-from tcnn_probe.plot.style import RED, in_order
+from tcnn_probe.plot import OKABE_ITO
 
 Run = list[EpochResult]
 
@@ -63,14 +63,15 @@ def draw(dataset: xr.Dataset, training: Run) -> Figure:
     """Fig. 4 of the paper, with a panel for the entropies."""
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     axes = figure.subplot_mosaic("AB;CD", sharex=False)
-    colors = in_order(len(dataset.layer))
+    count = len(dataset.layer)
+    colors = list(mpl.colormaps["viridis"].resampled(count + 1)(range(count)))  # without its lightest
 
     a = axes["A"]
     if training:
         before = [r.epoch - training[-1].epoch for r in training]
         a.plot(before, [r.top1 for r in training], color="0.6", label="CNN, training")
     a.plot(dataset.epoch, dataset.control_top1, color="0.25", ls="--", label="CNN, fine-tuned (control)")
-    a.plot(dataset.epoch, dataset.top1, color=RED, lw=2, label="T-CNN, fine-tuned")
+    a.plot(dataset.epoch, dataset.top1, color=OKABE_ITO["vermillion"], lw=2, label="T-CNN, fine-tuned")
     a.axvline(0, color="0.8", lw=1, zorder=0)
     a.text(0, 0.03, " reparameterized", transform=a.get_xaxis_transform(), color="0.4")
     a.set(ylabel="validation accuracy", title="accuracy", xlabel="epoch after reparameterization")

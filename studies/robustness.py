@@ -177,7 +177,7 @@ def check(results: xr.Dataset, classes: int) -> int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    add_training(parser, small="4 epochs, 5 corruptions, 2 severities, 20 seconds")
+    add_training(parser, small="4 epochs, 4 corruptions, 2 severities, 20 seconds")
     add = parser.add_argument_group("perturbations").add_argument
     add("--images", type=int, help="validation images to perturb, spread evenly (default: 150; all of --data)")
     add("--corruptions", nargs="+", choices=tcnn_probe.CORRUPTIONS, metavar="NAME", help="(default: all 15)")

@@ -105,6 +105,14 @@ def test_dependency_direction(folder: str, forbidden: set[str]) -> None:
     assert _violations(folder, forbidden) == []
 
 
+def test_studies_use_the_public_surface_only() -> None:
+    public = {"tcnn_model", "tcnn_probe", "tcnn_probe.attribution", "tcnn_probe.plot"}
+    names = [(f.name, name) for f in (ROOT / "studies").rglob("*.py") for name in _imports(f)]
+    ours = [(file, name) for file, name in names if name.startswith(("tcnn_model.", "tcnn_probe."))]
+    assert ours
+    assert [one for one in ours if one[1] not in public and one[1].rpartition(".")[0] not in public] == []
+
+
 def test_only_studies_and_their_tests_import_studies() -> None:
     files = [f for f in ROOT.rglob("*.py") if f.relative_to(ROOT).parts[0] in ("benchmarks", "docs", "tests")]
     files = [f for f in files if f.relative_to(ROOT).parts[:2] != ("tests", "studies") and f.parent != ROOT / "tests"]
@@ -130,27 +138,29 @@ def test_the_walk_finds_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert bool(_violations("tcnn_probe", LOOP)) == expected
 
 
-def _run_without(packages: tuple[str, ...], program: str) -> None:
-    """Run a program where these packages are not installed.
+NAMES = """
+import sys
+import tcnn_probe
+assert not {'torch', 'timm', 'xarray', 'zarr', 'matplotlib'} & {*sys.modules}, "importing the probe imports little"
+
+optional = dict.fromkeys(("captum", "scipy", "triton", "matplotlib", "sklearn", "studies"))
+sys.modules.update(optional | dict.fromkeys(("zarr", "xarray", "tcnn_probe")))
+import tcnn_model
+for name in tcnn_model.__all__:
+    getattr(tcnn_model, name)
+
+del sys.modules["zarr"], sys.modules["xarray"], sys.modules["tcnn_probe"]
+import tcnn_probe
+for name in tcnn_probe.__all__:
+    getattr(tcnn_probe, name)
+"""
+
+
+def test_public_names_need_no_optional_dependency() -> None:
+    """``tcnn_model`` needs torch and timm only; of the probe's names none needs an optional package to be there.
 
     None in sys.modules makes an import raise ModuleNotFoundError, and reads as "not installed" to find_spec, which is
     what torch asks about Triton.
     """
-    program = f"import sys\nsys.modules.update(dict.fromkeys({packages!r}))\n{program}"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", NAMES], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_tcnn_model_needs_torch_and_timm_only() -> None:
-    others = ("zarr", "xarray", "captum", "scipy", "triton", "matplotlib", "sklearn", "tcnn_probe", "studies")
-    _run_without(others, "import tcnn_model\nfor name in tcnn_model.__all__:\n    getattr(tcnn_model, name)")
-
-
-def test_public_names_need_no_optional_dependency() -> None:
-    others = ("captum", "scipy", "triton", "matplotlib", "sklearn", "studies")
-    _run_without(others, "import tcnn_probe\nfor name in tcnn_probe.__all__:\n    getattr(tcnn_probe, name)")
-
-
-def test_importing_the_probe_imports_little() -> None:
-    program = "import tcnn_probe\nassert not {'torch', 'timm', 'xarray', 'zarr', 'matplotlib'} & {*sys.modules}"
-    _run_without((), program)

@@ -107,7 +107,8 @@ class Follower:
         """Every measure of every method, the maps, and the probabilities of all classes, of this epoch."""
         images, labels, masks = self.probed.images, self.probed.labels, self.probed.masks
         side = max(2, images.shape[-1] // 4)
-        options = {"integrated_gradients": {"n_steps": self.args.steps}, "occlusion": {"window": side}}
+        covers = {"window": side, "stride": side if self.args.small else side // 2}
+        options = {"integrated_gradients": {"n_steps": self.args.steps}, "occlusion": covers}
         options = {name: of_method for name, of_method in options.items() if name in methods}
         batch = {"batch_size": self.args.batch_size}
         maps = tcnn_probe.saliency(model, images, labels, method=methods, **batch, **options)

@@ -4,7 +4,7 @@
 follows what is in the image is another question, so texts and figures say "low-gate".
 """
 
-from tcnn_probe.plot.style import OKABE_ITO
+from tcnn_probe.plot import OKABE_ITO
 
 __all__ = ["COLORS", "PAIR", "WORDS"]
 

@@ -8,10 +8,11 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from torch import Tensor
 
 import tcnn_probe
 from common.data import Probed
-from tcnn_probe.plot.style import OKABE_ITO, draw_image
+from tcnn_probe.plot import OKABE_ITO
 
 __all__ = ["draw_by_class", "draw_faithfulness", "draw_maps"]
 
@@ -96,7 +97,7 @@ def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
     figure = Figure(figsize=(1.75 * (1 + len(columns)), 1.75 * count + 0.9), layout="constrained")
     axes = figure.subplots(count, 1 + len(columns), squeeze=False)
     for row in range(count):
-        draw_image(axes[row, 0], probed.images[row].numpy())
+        _image(axes[row, 0], probed.images[row])
         axes[row, 0].set_ylabel(f"truth: {_short(probed.classes[int(probed.labels[row])])}")
         for column, (title, maps) in enumerate(columns, 1):
             _map(axes[row, column], maps.isel(image=row), probed, row)
@@ -125,7 +126,7 @@ def draw_by_class(recording: xr.DataTree, scores: xr.Dataset, probed: Probed, co
     figure = Figure(figsize=(1.75 * (1 + ranks) + 0.4, 1.95 * count + 0.6), layout="constrained")
     axes = figure.subplots(count, 1 + ranks, squeeze=False)
     for row in range(count):
-        draw_image(axes[row, 0], probed.images[row].numpy())
+        _image(axes[row, 0], probed.images[row])
         axes[row, 0].set_title(f"truth: {_short(probed.classes[int(probed.labels[row])])}", fontsize=9)
         for rank in range(ranks):
             which = int(last.class_index[row, rank])
@@ -135,6 +136,13 @@ def draw_by_class(recording: xr.DataTree, scores: xr.Dataset, probed: Probed, co
             axes[row, 1 + rank].set_title(f"{_short(name)} ({100 * share:.1f} %)", fontsize=9)
     figure.supxlabel(_legend(probed), fontsize=9)
     return figure
+
+
+def _image(panel: Axes, image: Tensor) -> None:
+    """An image (C, H, W), from its least value (black) to its largest."""
+    pixels = ((image - image.min()) / (image.max() - image.min())).permute(1, 2, 0)
+    panel.imshow(pixels.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=1)
+    panel.set(xticks=[], yticks=[])
 
 
 def _map(panel: Axes, values: xr.DataArray, probed: Probed, index: int) -> None:

@@ -80,9 +80,6 @@ def ablate(
         TypeError: no module, a compiled one, heads of a kind that is not listed above, or images that are no batches.
         RuntimeError: in a forward, a layer that was named asked for no attention; at the end, it did not run though
             the model did.
-
-    Warns:
-        UserWarning: a DataArray that is nowhere True and has none of the model's layers.
     """
     check_model(model)
     if mode not in get_args(Mode):

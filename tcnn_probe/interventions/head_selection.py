@@ -1,7 +1,6 @@
 """Which heads of a model ``heads=`` stands for: names or globs, a mapping, or a boolean DataArray."""
 
 import reprlib
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,9 +28,6 @@ def choose(model: nn.Module, heads: HeadSelection, mode: Mode) -> list[Edit]:
     Raises:
         ValueError: a layer or head that the model lacks, a layer that cannot do this, a DataArray of other dimensions.
         TypeError: ``heads`` is none of what it may be.
-
-    Warns:
-        UserWarning: a DataArray that is nowhere True and has none of the model's layers.
     """
     modules = {name: module for module, name in layer_names(model).items()}
     edits = []
@@ -40,14 +36,6 @@ def choose(model: nn.Module, heads: HeadSelection, mode: Mode) -> list[Edit]:
             if edit.count is not None:
                 edit.heads.of(edit.count, edit.layer)  # refuses what the layer lacks
             edits.append(edit)
-    if not edits and isinstance(heads, xr.DataArray):
-        theirs = [str(name) for name in np.atleast_1d(heads["layer"].values)]
-        if theirs and not any(_split(name, modules)[0] in modules for name in theirs):
-            warnings.warn(
-                f"nothing is ablated: heads is nowhere True, and {type(model).__name__} has none of its layers "
-                f"({reprlib.repr(theirs)[1:-1]}); is it of another model?",
-                stacklevel=3,
-            )
     return [edit for edit in edits if edit.heads.chosen != ()]
 
 
@@ -57,9 +45,9 @@ def _by_layer(heads: HeadSelection) -> Iterable[tuple[str | None, Any]]:
         return [(heads, None)]
     if isinstance(heads, xr.DataArray):
         return _of_array(heads)
-    if isinstance(heads, Mapping) and not isinstance(heads, xr.Dataset):
-        return list(heads.items())
-    if isinstance(heads, Iterable) and not isinstance(heads, xr.Dataset) and len(getattr(heads, "shape", (0,))) == 1:
+    if isinstance(heads, Iterable) and not isinstance(heads, xr.Dataset):
+        if isinstance(heads, Mapping):
+            return list(heads.items())
         names = list(heads)
         if all(isinstance(name, str) for name in names):
             return [(name, None) for name in names]

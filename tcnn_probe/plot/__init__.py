@@ -1,12 +1,12 @@
 """Plots of what was recorded and measured, on matplotlib's axes, from labelled arrays.
 
-Colours are ones that the colour-blind can tell apart (:mod:`tcnn_probe.plot.style`); matplotlib's settings are left
-alone.
+Colours are ones that the colour-blind can tell apart, ``OKABE_ITO`` by name; matplotlib's settings are left alone.
 """
 
 from tcnn_probe.plot.attention_maps import attention_grid
 from tcnn_probe.plot.evolution import evolution
 from tcnn_probe.plot.robustness import robustness
 from tcnn_probe.plot.saliency import saliency_overlay
+from tcnn_probe.plot.style import OKABE_ITO
 
-__all__ = ["attention_grid", "evolution", "robustness", "saliency_overlay"]
+__all__ = ["OKABE_ITO", "attention_grid", "evolution", "robustness", "saliency_overlay"]

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 import xarray as xr
+from matplotlib.figure import Figure
 
 import attention_maps
 import class_attention_saliency
@@ -17,6 +18,12 @@ TOGETHER = "--data and --model belong together"
 FEW = ["--num-classes", "2", "--workers", "0", "--device", "cpu"]
 QUICK = [*FEW, "--images", "2", "--steps", "3", "--batch-size", "4"]
 OPEN_FILES = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # timm leaves them open
+
+
+@pytest.fixture(autouse=True)
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are drawn, but not written, which takes long; test_small_forms.py writes them."""
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **options: None)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """Images of one's own, as the studies load them."""
 
 import random
+from pathlib import Path
 
 import numpy as np
+import pytest
+import timm
+import torch
 from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
 
-from common.data import RAND_AUGMENT
+from common.data import RAND_AUGMENT, image_loaders
 
 
 def test_no_random_augmentation_fails() -> None:
@@ -18,3 +22,18 @@ def test_no_random_augmentation_fails() -> None:
     )
     for _ in range(700):
         assert augment(image).size == (5, 7)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # timm leaves files open
+def test_a_folder_of_ones_own_is_loaded_by_workers(image_folder: Path) -> None:
+    """The validation images are those that the main process loads; training images are shuffled and augmented."""
+    model = timm.create_model("test_resnet", num_classes=2)
+    options = {"data": str(image_folder), "size": 32, "batch_size": 3}
+    (train, by_workers), (_, alone) = (image_loaders(model, **options, workers=count) for count in (2, 0))  # type: ignore[arg-type]
+    batches = [list(loader) for loader in (by_workers, alone)]
+    for (images, labels), (expected, classes) in zip(*batches, strict=True):
+        assert torch.equal(images, expected)
+        assert torch.equal(labels, classes)
+    assert torch.cat([labels for _, labels in batches[0]]).tolist() == [0] * 4 + [1] * 4
+    shapes = [(tuple(images.shape), len(labels)) for images, labels in train]
+    assert shapes == [((3, 3, 32, 32), 3)] * 2  # of eight images; the rest is dropped

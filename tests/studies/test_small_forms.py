@@ -1,11 +1,12 @@
 """Every study in its small form, run once: it ends well, leaves figures, and the right numbers."""
 
 import contextlib
+import copy
 import importlib
 import io
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ import pytest
 import torch
 import xarray as xr
 from PIL import Image
+from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import digits_loaders, probed_images
 from common.models import small_resnet
 from common.training import Training
-from tcnn_model import reparameterize
+from tcnn_model import EpochResult, reparameterize
 
 STUDIES = sorted(path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py"))
 SMALL = ["--small", "--device", "cpu"]
@@ -34,14 +36,33 @@ class Done(NamedTuple):
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]:
-    """Gives what ``python studies/NAME.py --small`` left; it runs once, whoever asks."""
+    """Gives what ``python studies/NAME.py --small`` left; it runs once, whoever asks.
+
+    The CNN, and its control, are the same for several studies: they are trained once.
+    """
     runs: dict[str, Done] = {}
-    threads = torch.get_num_threads()
+    trained: dict[str, tuple[list[EpochResult], dict[str, Tensor]]] = {}
+    threads, train = torch.get_num_threads(), Training._train
+
+    def train_once(study: Training, model: nn.Module, file: str, title: str, **recipe: Any) -> Iterator[EpochResult]:
+        if file not in ("cnn", "control"):
+            return train(study, model, file, title, **recipe)
+        key = repr((file, recipe))
+        if key not in trained:
+            trained[key] = list(train(study, model, file, title, **recipe)), copy.deepcopy(model.state_dict())
+        results, weights = trained[key]
+        model.load_state_dict(weights)
+        return iter(results)
 
     def wanted(name: str) -> Done:
         if name not in runs:
             out, printed = tmp_path_factory.mktemp(name), io.StringIO()
-            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            with (
+                contextlib.redirect_stdout(printed),
+                contextlib.redirect_stderr(printed),
+                pytest.MonkeyPatch.context() as patch,
+            ):
+                patch.setattr(Training, "_train", train_once)
                 code = importlib.import_module(name).main([*SMALL, "--out", str(out)])
             torch.set_num_threads(threads)
             runs[name] = Done(code, printed.getvalue(), out)
@@ -157,11 +178,11 @@ def test_class_attention_scores_every_model_and_method(small_run: Callable[[str]
         methods = ds.attribution.values.tolist()
         assert methods == [*([] if "average" in name else ["class_attention"]), *GRADIENTS, "chance"]
         assert ds.epoch.values.tolist() == [0, epochs]
-        assert dict(ds.saliency.sizes) == {"epoch": 2, "attribution": len(methods), "image": 16, "y": 32, "x": 32}
+        assert dict(ds.saliency.sizes) == {"epoch": 2, "attribution": len(methods), "image": 12, "y": 32, "x": 32}
         for measure in ("pointing_game", "pointing_game_exact", "energy_inside", "deletion_auc", "insertion_auc"):
             assert np.isfinite(ds[measure].values).all(), (name, measure)
         np.testing.assert_allclose(ds.probability.sum("class"), 1, rtol=1e-5)
-        masks = probed_images(digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)[1].dataset, 16).masks
+        masks = probed_images(digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)[1].dataset, 12).masks
         chance = ds.energy_inside.sel(attribution="chance")  # is the share of the image
         np.testing.assert_allclose(chance[0], masks.double().mean((1, 2)))
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import timm
 import torch
-from timm.models.cspnet import model_cfgs
+from timm.models import byobnet, cspnet
 from torch import nn
 
 from tests.tcnn_model.helpers import randomise_norms
 
 
 def _csp(name: str) -> dict[str, Any]:
-    config = model_cfgs[name]
+    config = cspnet.model_cfgs[name]
     depth = (*(1 for _ in config.stages.depth[1:]), config.stages.depth[-1])
     widths = tuple(width // 8 for width in config.stages.out_chs)
     return {"stem": replace(config.stem, out_chs=16), "stages": replace(config.stages, depth=depth, out_chs=widths)}
@@ -26,7 +26,7 @@ NARROW: dict[str, dict[str, Any]] = {
     "resnetv2_50": {"layers": (1, 1, 2, 3), "channels": (32, 64, 96, 128)},
     "resnetv2_50d_gn": {"layers": (1, 1, 2, 3), "channels": (128, 128, 256, 256)},
     "vgg11_bn": {"mlp_ratio": 0.01},
-    "densenet121": {"growth_rate": 8, "block_config": (1, 1, 2, 16)},
+    "densenet121": {"growth_rate": 8, "block_config": (1, 1, 2, 3)},
     "darknet53": _csp("darknet53"),
     "darknetaa53": _csp("darknetaa53"),
     "cspresnet50": _csp("cspresnet50"),
@@ -42,13 +42,16 @@ NARROW: dict[str, dict[str, Any]] = {
     "convnext_tiny": {"depths": (1, 1, 2, 3), "dims": (8, 16, 24, 32)},
     "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
     "inception_next_atto": {"depths": (1, 1, 1, 1)},
+    "repvgg_b0": {
+        "stem_chs": 16,
+        "blocks": tuple(replace(stage, d=1, c=stage.c // 16) for stage in byobnet.model_cfgs["repvgg_b0"].blocks),
+    },
     "t_resnet50": {**_BOTTLENECK, "layers": (1, 1, 1, 1)},
 }
 # These have no arguments for a narrower relative, and are small or the smallest of their kind.
 _FULL_SIZE = (
     "efficientnet_b0",
     "mobilenetv3_small_050",
-    "repvgg_b0",
 )
 
 

@@ -14,6 +14,19 @@ CLASSES = 3
 POOL_SIZE = (1, 64, 96)  # of images to find the pool of these with
 
 
+class Plain(nn.Module):
+    """A trunk, a pool and a classifier, without timm's interface: (B, 3, H, W) -> (B, 5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.ReLU())
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.pool(self.trunk(x)).flatten(1))
+
+
 def tiny_cnn() -> nn.Module:
     torch.manual_seed(0)
     cnn = ResNet(BasicBlock, [1, 1, 1, 1], channels=(8, 8, 16, 16), in_chans=1, num_classes=CLASSES)

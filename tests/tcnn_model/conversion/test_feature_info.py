@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tcnn_model import GPSA, reparameterize
+from tests.tcnn_model.families import NARROW
 from tests.tcnn_model.helpers import on_meta
 
 
@@ -56,13 +57,13 @@ def test_class_is_left_alone(inplace: bool) -> None:
         ("convnext_atto", {}),
         ("convnext_atto", {"feature_cls": "getter"}),
         ("convnext_atto", {"feature_cls": "hook"}),
-        ("edgenext_xx_small", {}),
+        ("edgenext_xx_small", {"depths": (1, 1, 1, 2)}),
         ("resnet18", {"feature_cls": "fx"}),
     ],
 )
 @torch.no_grad()
 def test_feature_extractors_of_timm(name: str, options: dict[str, Any]) -> None:
-    model: Any = on_meta(name, features_only=True, **options).eval()
+    model: Any = on_meta(name, features_only=True, **NARROW.get(name, {}), **options).eval()
     tcnn: Any = reparameterize(model)
     x = torch.zeros(1, 3, 96, 128, device="meta")
     assert tcnn.feature_info.reduction() == [96 // feature.shape[2] for feature in tcnn(x)]

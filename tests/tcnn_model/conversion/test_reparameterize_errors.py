@@ -15,11 +15,11 @@ from tests.tcnn_model.helpers import on_meta, snapshot
 
 
 def _refused(model: nn.Module, message: str, **arguments: Any) -> None:
+    """In place, where more could be left half-done; the copy of a model is converted by the same steps."""
     before = snapshot(model)
-    for inplace in (False, True):
-        with pytest.raises(ValueError, match=message):
-            reparameterize(model, inplace=inplace, **arguments)
-        assert snapshot(model) == before
+    with pytest.raises(ValueError, match=message):
+        reparameterize(model, **{"inplace": True, **arguments})
+    assert snapshot(model) == before
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_cannot_be_unstrided_can_be_kept() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layers": "layer5"}, "no k x k convolutions match 'layer5'"),
+        ({"layers": "layer5", "inplace": False}, "no k x k convolutions match 'layer5'"),
         ({"layers": "layer4.*.conv7"}, r"no k x k convolutions match 'layer4\.\*\.conv7'"),
         ({"layers": ["layer4.0.conv1", "fc"]}, "no k x k convolutions match 'fc'"),
         ({"layers": "layer4.0.downsample.*"}, "no k x k convolutions match"),  # 1 x 1
@@ -83,15 +83,15 @@ def test_layer_of_the_classifier() -> None:
     "attach", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
 )
 def test_convolution_with_a_hook(attach: str) -> None:
-    cnn = build("resnet50")
+    cnn = build("resnet18")
     handle = getattr(cnn.get_submodule("layer4.1.conv2"), attach)(lambda *_: None)
     _refused(cnn, r"cannot reparameterize 'layer4\.1\.conv2': it carries hooks.*remove them first")
     handle.remove()
-    assert len(gpsa_layers(reparameterize(cnn))) == 3
+    assert len(gpsa_layers(reparameterize(cnn))) == 4
 
 
 def test_convolution_with_a_computed_weight() -> None:
-    cnn = build("resnet50")
+    cnn = build("resnet18")
     nn.utils.parametrizations.weight_norm(cnn.get_submodule("layer4.1.conv2"))
     _refused(cnn, r"cannot reparameterize 'layer4\.1\.conv2'.*(?i:parametrized)")
 

@@ -15,13 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tcnn_model import AttentionPool2d, add_attention_pool, parameter_groups, reparameterize, specialize
 from tcnn_model.pooling.attention_pool import ClassScores, PatchAttention
 from tests.tcnn_model.helpers import assert_same, on_meta, random, snapshot
-from tests.tcnn_model.tiny_models import (
-    CLASSES,
-    POOL_SIZE,
-    pooled_cnn,
-    tiny_cnn,
-    tiny_tcnn,
-)
+from tests.tcnn_model.tiny_models import CLASSES, POOL_SIZE, Plain, pooled_cnn, tiny_cnn, tiny_tcnn
 
 
 def _images(batch: int = 2) -> torch.Tensor:
@@ -217,26 +211,15 @@ def test_of_a_vgg() -> None:
     assert without(x).shape == (2, 512)
 
 
-class _Mine(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.ReLU())
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.pool(self.trunk(x)).flatten(1))
-
-
 @torch.no_grad()
 def test_of_a_model_of_ones_own() -> None:
-    mine, x = _Mine(), torch.randn(2, 3, 48, 80)
+    mine, x = Plain(), torch.randn(2, 3, 48, 80)
     pooled: Any = add_attention_pool(mine)
-    assert type(pooled) is _Mine
+    assert type(pooled) is Plain
     assert torch.equal(pooled(x), mine.classifier(pooled.pool.attention(mine.trunk(x))))
     nothing_else = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
     assert add_attention_pool(nothing_else)(x).shape == (2, 3)
-    with pytest.raises(ValueError, match=r"_Mine does not say which layer is its classifier: no get_classifier\(\)"):
+    with pytest.raises(ValueError, match=r"Plain does not say which layer is its classifier: no get_classifier\(\)"):
         add_attention_pool(mine, per_class=True)
 
 

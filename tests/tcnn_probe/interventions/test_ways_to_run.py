@@ -1,0 +1,118 @@
+"""Models that run in other ways while they are ablated: in low precision, trained, checkpointed, compiled, again."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tcnn_probe
+from tcnn_model import GPSA
+from tests.tcnn_probe.contracts.helpers import images as vit_images
+from tests.tcnn_probe.contracts.helpers import vit
+from tests.tcnn_probe.interventions.ablations import CASES, OF_VIT
+from tests.tcnn_probe.networks import scatter
+
+
+@pytest.mark.parametrize("case", ["images", "positional", "replaced", "zero, vit", "replaced, vit"])
+def test_under_autocast_inference_and_channels_last(case: str) -> None:
+    make, given, options = CASES[case]
+    model, x = make(), given()
+    with tcnn_probe.ablate(model, **options):
+        expected = model(x).detach()
+        size = float(expected.abs().max())
+        with torch.inference_mode():
+            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4 * size)
+        found = model(x.to(memory_format=torch.channels_last))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * size)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(model(x).float(), expected, rtol=0.1, atol=0.1 * size)
+
+
+def test_training_with_dropout() -> None:
+    """What is run besides draws no random numbers, and is without dropout."""
+    model, x = vit(attn_drop_rate=0.4, proj_drop_rate=0.2), vit_images()
+    source = vit(seed=2, attn_drop_rate=0.4).train()
+    model.train()
+    found = []
+    for options in ({}, {"mode": "replaced", "source": source}, {"mode": "replaced", "source": source}):
+        torch.manual_seed(0)
+        with tcnn_probe.ablate(model, "blocks.1.attn", **options):  # type: ignore[arg-type]
+            found.append((model(x), torch.rand(1)))
+    assert torch.equal(found[1][0], found[2][0])
+    assert found[0][1] == found[1][1]
+    found[1][0].sum().backward()
+    assert all(parameter.grad is None for parameter in source.parameters())
+    assert source.blocks[0].attn.attn_drop.training
+    assert model.blocks[0].attn.qkv.weight.grad is not None
+
+
+def test_a_checkpointed_layer() -> None:
+    model, x = vit(), vit_images().requires_grad_()
+    with tcnn_probe.ablate(model, **OF_VIT):
+        model(x).sum().backward()
+        expected, x.grad = x.grad, None
+        model.set_grad_checkpointing()
+        model.train()
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+
+
+class Again(nn.Module):
+    """Calls its layer twice; the second layer calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = scatter(GPSA(3, 3, (3, 5), padding=(1, 2)))
+        self.itself = Itself()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.itself(self.layer(self.layer(x).tanh()).flatten(2).mT)
+
+
+class Itself(nn.Module):
+    """Three heads of one channel, of the tokens and then of what it makes of them."""
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        q = x.mT[..., None]
+        x = nn.functional.scaled_dot_product_attention(q, q, q)[..., 0].mT
+        return self(x, depth - 1) if depth else x
+
+
+@torch.no_grad()
+def test_layers_called_twice_and_by_themselves() -> None:
+    model, x = Again(), torch.randn(2, 3, 7, 11)
+    hand, plain = copy.deepcopy(model), model.layer(x)
+    hand.layer.weight[:, :, 1, 2] = 0
+    tokens = hand.layer(hand.layer(x).tanh()).flatten(2).mT.clone()
+    once = hand.itself(tokens, 0) * torch.tensor([0, 1, 1])
+    with tcnn_probe.ablate(model, {"layer": 7, "itself": 0}):
+        torch.testing.assert_close(model(x), hand.itself(once, 0))
+        torch.testing.assert_close(model.layer(x), hand.layer(x))
+    assert torch.equal(model.layer(x), plain)
+
+
+@torch.no_grad()
+def test_compiled_inside() -> None:
+    model, x = vit(), vit_images()
+    plain = model(x)
+    with tcnn_probe.ablate(model, **OF_VIT):
+        expected = model(x)
+        compiled = torch.compile(model, backend="eager")
+        torch.testing.assert_close(compiled(x), expected)
+    torch.testing.assert_close(compiled(x), plain)
+    with pytest.raises(TypeError, match="is compiled"):
+        tcnn_probe.ablate(compiled)
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_torchs_encoder_has_no_fast_path_meanwhile() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(12, 6, 24, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 12)
+    twin = copy.deepcopy(model)
+    twin.layers[1].self_attn.out_proj.weight.data.unflatten(1, (6, 2))[:, 1] = 0  # type: ignore[union-attr, operator]
+    with tcnn_probe.ablate(model, {"layers.1.self_attn": 1}):
+        torch.testing.assert_close(model(x), twin(x), rtol=1e-4, atol=1e-4)
