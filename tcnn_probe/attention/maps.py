@@ -3,7 +3,7 @@
 import json
 import operator
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -111,7 +111,6 @@ def attention_maps(
     names = layer_names(model)
     chosen = wanted_layers(model, layers)
     gated = [m for m, name in names.items() if isinstance(m, GATED_LAYERS) and (chosen is None or name in chosen)]
-    order = {name: place for place, name in enumerate(names.values())}
     many = []
     bar = progress_bar(len(images), "attention maps", progress)
     with untouched(model), torch.no_grad(), bar:
@@ -134,9 +133,13 @@ def attention_maps(
     if listener.missing:
         each = "; ".join(f"{layer}: {why}" for layer, why in listener.missing.items())
         warnings.warn(f"no attention maps of {len(listener.missing)} layers: {each}", RuntimeWarning, stacklevel=2)
-    found = _tree([_joined(parts) for parts in zip(*many, strict=True)], order, wanted)
+    order = {name: place for place, name in enumerate(names.values())}
+    joined = [_joined(parts) for parts in zip(*many, strict=True)]
+    joined.sort(key=lambda one: (order[one.layer.split("#")[0]], one.layer))
+    found = _tree(joined, wanted)
     root = xr.Dataset({"input": (("image", "channel", "input_y", "input_x"), images.cpu().numpy(), _ATTRS["input"])})
-    return xr.DataTree.from_dict({"/": root.assign_attrs(provenance(model), missing=json.dumps(missing)), **found})
+    about = {"layers": json.dumps([one.layer for one in joined]), "missing": json.dumps(missing)}
+    return xr.DataTree.from_dict({"/": root.assign_attrs(provenance(model) | about), **found})
 
 
 def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
@@ -169,10 +172,10 @@ def _joined(parts: Sequence[LayerMaps]) -> LayerMaps:
     return LayerMaps(first.layer, first.heads, first.keys, first.queries, arrays, first.gate)
 
 
-def _tree(found: Sequence[LayerMaps], order: Mapping[str, int], wanted: Wanted) -> dict[str, xr.Dataset]:
+def _tree(found: Sequence[LayerMaps], wanted: Wanted) -> dict[str, xr.Dataset]:
     """A dataset for each grid; layers that have nothing but class tokens' rows on it are apart."""
     nodes: dict[tuple[Any, ...], list[LayerMaps]] = {}
-    for one in sorted(found, key=lambda one: (order[one.layer.split("#")[0]], one.layer)):
+    for one in found:
         whole = "attention" in one.arrays
         nodes.setdefault((not whole, one.heads, one.keys, one.queries if whole else None), []).append(one)
     tree: dict[str, xr.Dataset] = {}

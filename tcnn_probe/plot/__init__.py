@@ -4,9 +4,10 @@ Colours are ones that the colour-blind can tell apart (:mod:`tcnn_probe.plot.sty
 alone.
 """
 
-from tcnn_probe.plot.attention_maps import attention_grid
+from tcnn_probe.plot.attention_grid import attention_grid
+from tcnn_probe.plot.attention_over_image import attention_maps
 from tcnn_probe.plot.evolution import evolution
 from tcnn_probe.plot.robustness import robustness
 from tcnn_probe.plot.saliency import saliency_overlay
 
-__all__ = ["attention_grid", "evolution", "robustness", "saliency_overlay"]
+__all__ = ["attention_grid", "attention_maps", "evolution", "robustness", "saliency_overlay"]
