@@ -15,8 +15,8 @@ from tcnn_model.conversion.selection import LayerFilter
 from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, Wanted
 from tcnn_probe.attention.stream import AttentionStream
+from tcnn_probe.images import as_images
 from tcnn_probe.models import (
-    as_images,
     batches,
     check_batch_size,
     check_model,
@@ -80,11 +80,12 @@ def attention_maps(
 
     Args:
         model: any module, not compiled.
-        images: as the model takes them, shape (B, C, H, W).
+        images: as the model takes them, shape (B, C, H, W); or pictures (PIL images, file names, bytes), which pass
+            through timm's evaluation transform for the model.
         layers: names, globs or a predicate ``(name, module) -> bool``; None for all.
         heads: indices of the heads to keep; None for all.
-        queries: where to look from, (y, x) in pixels of the images, or "class" for class tokens alone. None: from
-            everywhere, which is large: a ViT of 12 x 12 heads and 196 patches has 22 MB an image.
+        queries: where to look from, (y, x) in pixels of the images as the model takes them, or "class" for class
+            tokens alone. None: from everywhere: 22 MB an image for 12 layers of 12 heads and 196 patches.
         prefix_tokens: class and register tokens before the patches, where the model does not say (timm's do).
         batch_size: images at a time.
         max_bytes: refuse what is larger.
@@ -104,7 +105,7 @@ def attention_maps(
         TypeError: something is no model, or no images.
     """
     check_model(model)
-    images = as_images(images)
+    images = as_images(images, model)
     check_batch_size(batch_size)
     size = images.shape[2], images.shape[3]
     wanted = Wanted(_checked_queries(queries, size), _checked_heads(heads), size)
