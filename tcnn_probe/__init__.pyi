@@ -10,6 +10,7 @@ from .bootstrap import bootstrap_interval as bootstrap_interval
 from .heads import head_types as head_types
 from .interventions.ablation import Ablation as Ablation
 from .interventions.ablation import ablate as ablate
+from .loggers import scalars as scalars
 from .perturbations import CORRUPTIONS as CORRUPTIONS
 from .perturbations import Variant as Variant
 from .perturbations import corrupt as corrupt
