@@ -1,6 +1,7 @@
 from . import attribution as attribution
 from . import plot as plot
 from .attention.call import AttentionCall as AttentionCall
+from .attention.maps import attention_maps as attention_maps
 from .attention.stream import attention_stream as attention_stream
 from .attention.verification import ReconstructionError as ReconstructionError
 from .attribution import faithfulness as faithfulness
@@ -9,6 +10,7 @@ from .bootstrap import bootstrap_interval as bootstrap_interval
 from .heads import head_types as head_types
 from .interventions.ablation import Ablation as Ablation
 from .interventions.ablation import ablate as ablate
+from .loggers import scalars as scalars
 from .perturbations import CORRUPTIONS as CORRUPTIONS
 from .perturbations import Variant as Variant
 from .perturbations import corrupt as corrupt

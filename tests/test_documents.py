@@ -20,7 +20,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks(ROOT / "README.md")
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     images, labels = torch.randn(6, 3, 64, 96), torch.arange(6) % 3
     loader = DataLoader(TensorDataset(images, labels), batch_size=3)
     names: dict[str, object] = {"train_loader": loader, "val_loader": loader}
@@ -34,6 +34,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("name", "least"),
     [
         ("ablation.md", 4),
+        ("attention_maps.md", 4),
         ("corruptions.md", 4),
         ("heads.md", 5),
         ("plots.md", 5),

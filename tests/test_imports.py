@@ -14,10 +14,12 @@ ROOT = Path(__file__).parents[1]
 PARTS: dict[str, set[str]] = {
     "schema": set(),
     "bootstrap": set(),
+    "loggers": set(),
     "hooks": set(),
+    "images": set(),
     "models": {"hooks"},
     "provenance": {"models"},
-    "attention": {"hooks", "models"},
+    "attention": {"hooks", "images", "models", "provenance"},
     "storage": {"schema"},
     "heads": {"schema"},
     "probes": {"attention", "hooks", "schema"},
@@ -26,6 +28,7 @@ PARTS: dict[str, set[str]] = {
     "attribution": {"attention", "models", "provenance"},
     "perturbations": {"bootstrap", "hooks", "models", "provenance"},
     "plot": {"bootstrap", "heads", "perturbations", "schema"},
+    "command_line": {"plot", "storage"},
 }
 
 # The fine-tuning loop, and what the root of tcnn_model re-exports of it.

@@ -90,6 +90,22 @@ class GatedAttention:
         log_rows, log_cols = self.log_factors_on_pixels()
         return log_rows.exp(), log_cols.exp()
 
+    def on_pixels(self, queries: Tensor) -> Tensor:
+        """A of some queries over the real pixels, in float32 at least.
+
+        Args:
+            queries: their indices, shape (n,).
+
+        Returns:
+            shape (B, heads, n, H * W); what rows lack to one falls on the padding.
+        """
+        with without_autocast(self.query):
+            content = torch.softmax((widen(self.query[:, :, queries]) * self.scale) @ widen(self.key).mT, dim=-1)
+            rows, cols = self.factors_on_pixels()
+            at_y, at_x = queries // self.x.queries, queries % self.x.queries
+            positional = (rows[:, at_y, :, None] * cols[:, at_x, None, :]).flatten(2).to(content)
+            return torch.lerp(content, positional.expand_as(content), self.gate.to(content)[:, None, None])
+
     def content(self) -> Tensor:
         """Content attention over real pixels, dense, shape (B, heads, N_query, H * W), in float32 at least."""
         with without_autocast(self.query):

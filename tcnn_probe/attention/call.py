@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_probe.attention.layout import Layout
+from tcnn_probe.attention.windows import Windows
 
 __all__ = ["AttentionCall", "GivenLogits", "Logits", "ProductLogits"]
 
@@ -108,6 +109,7 @@ class AttentionCall:
         name: of the layer.
         class_token: whether the first token before the grid, if there is any, is a class token, and no register.
         distillation_token: whether the second one, if there is one, is a distillation token.
+        cut: where the windows lie in the image; None if there is one, or if it is not known.
     """
 
     BLOCK: ClassVar[int] = 1 << 18
@@ -121,6 +123,7 @@ class AttentionCall:
     name: str = ""
     class_token: bool = True
     distillation_token: bool = False
+    cut: Windows | None = None
 
     @property
     def block(self) -> int:

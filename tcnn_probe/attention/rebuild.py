@@ -12,6 +12,7 @@ from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import Layout
 from tcnn_probe.attention.token_grid import find_layout, pool_layout, token_counts
 from tcnn_probe.attention.verification import relative_difference, tolerance
+from tcnn_probe.attention.windows import find_windows
 from tcnn_probe.hooks.interception import SeenAttention
 
 __all__ = ["NoTokenAttentionError", "between_channels", "discrepancy", "head_count", "heads_axis", "rebuild"]
@@ -52,7 +53,8 @@ def rebuild(
         layout = Layout(None, None, seen.not_on_grid)
     elif layout is None:
         layout = find_layout(queries, keys, windows, running, maps)
-    return AttentionCall(module, images, windows, logits, layout, name, maps.class_token, maps.distillation_token)
+    cut = find_windows(running) if windows > 1 else None
+    return AttentionCall(module, images, windows, logits, layout, name, maps.class_token, maps.distillation_token, cut)
 
 
 @torch.no_grad()

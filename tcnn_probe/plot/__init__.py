@@ -1,12 +1,13 @@
 """Plots of what was recorded and measured, on matplotlib's axes, from labelled arrays.
 
-Colours are ones that the colour-blind can tell apart, ``OKABE_ITO`` by name; matplotlib's settings are left alone.
+Colours are ones that the colour-blind can tell apart, ``OKABE_ITO``; matplotlib's settings are left alone.
 """
 
-from tcnn_probe.plot.attention_maps import attention_grid
+from tcnn_probe.plot.attention_grid import attention_grid
+from tcnn_probe.plot.attention_over_image import attention_maps
 from tcnn_probe.plot.evolution import evolution
 from tcnn_probe.plot.robustness import robustness
 from tcnn_probe.plot.saliency import saliency_overlay
 from tcnn_probe.plot.style import OKABE_ITO
 
-__all__ = ["OKABE_ITO", "attention_grid", "evolution", "robustness", "saliency_overlay"]
+__all__ = ["OKABE_ITO", "attention_grid", "attention_maps", "evolution", "robustness", "saliency_overlay"]

@@ -112,7 +112,11 @@ def draw_map(axes: "Axes", values: NDArray[Any], height: float, width: float, **
 
 
 def draw_box(axes: "Axes", y: float, x: float, height: float, width: float) -> None:
-    """Draw a red box, y and x its upper left corner."""
+    """Draw a red box with a white edge, y and x its upper left corner."""
     from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
 
-    axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=RED, lw=1.5, clip_on=False))
+    edge = [withStroke(linewidth=2.5, foreground="w")]
+    axes.add_patch(
+        Rectangle((x, y), width, height, fill=False, edgecolor=RED, lw=1.5, clip_on=False, path_effects=edge)
+    )

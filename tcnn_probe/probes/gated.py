@@ -13,9 +13,8 @@ from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor
 
 from tcnn_model import GPSA as GPSALayer
-from tcnn_model import GatedAttention
-from tcnn_model.gpsa.convit import convit_attention
 from tcnn_model.gpsa.statistics import apply_and_measure, measure
+from tcnn_probe.attention.gated import gated_attention
 from tcnn_probe.attention.statistics import gated_attention_statistics
 from tcnn_probe.attention.uniform import uniform_gated_attention
 from tcnn_probe.probes.probe import ForwardCall, Probe
@@ -52,32 +51,19 @@ _VARIABLES: Mapping[str, Variable] = {
 }
 
 
-def _attention(layer: GPSALayer | ConViTLayer, x: Tensor) -> GatedAttention:
-    if isinstance(layer, GPSALayer):
-        return layer.gated_attention(x)
-    return convit_attention(layer, layer.qk.forward(x))  # not layer.qk(x): hooks that others have on it would run twice
-
-
 def _measure(call: ForwardCall) -> dict[str, Tensor]:
     """Of every image: (B, heads) each, (B,) of even attention."""
-    attention = _attention(call.module, call.inputs[0])
+    attention = gated_attention(call.module, call.inputs[0])
     return {**gated_attention_statistics(attention), **uniform_gated_attention(attention)}
 
 
 def _maps(call: ForwardCall, which: Sequence[int]) -> dict[str, Tensor]:
     """Maps over the real pixels of some images: (images, 1, heads, H, W) each."""
-    some = _attention(call.module, call.inputs[0][torch.as_tensor(which, device=call.inputs[0].device)])
+    some = gated_attention(call.module, call.inputs[0][torch.as_tensor(which, device=call.inputs[0].device)])
     y, x = some.y, some.x
     received = measure(some).received / some.query.shape[2]
-    rows, cols = some.factors_on_pixels()
-    row, col = y.queries // 2, x.queries // 2
-    content = torch.softmax(
-        (some.query[:, :, row * x.queries + col] * some.scale).to(received).unsqueeze(2)
-        @ some.key.to(received).transpose(2, 3),
-        -1,
-    )[:, :, 0]
-    positional = (rows[:, row, :, None] * cols[:, col, None, :]).flatten(1).to(received)
-    center = torch.lerp(content, positional.expand_as(content), some.gate.to(received)[:, None])
+    middle = y.queries // 2 * x.queries + x.queries // 2
+    center = some.on_pixels(torch.tensor([middle], device=received.device))[:, :, 0]
     maps = {"attention_received": received, "center_attention": center}
     return {name: value.unflatten(-1, (y.length, x.length)).unsqueeze(1) for name, value in maps.items()}
 
@@ -99,7 +85,7 @@ def _state(gate: Tensor, alpha: Tensor, y: Tensor, x: Tensor) -> dict[str, Tenso
 
 def _rebuild_gpsa(call: ForwardCall) -> Tensor:
     layer, x = call.module, call.inputs[0][:1]
-    attention = _attention(layer, x)
+    attention = gated_attention(layer, x)
     gathered, _ = apply_and_measure(attention, layer.values(x))
     return layer.combine(gathered, attention)
 
@@ -109,7 +95,7 @@ def _rebuild_convit(call: ForwardCall) -> Tensor | None:
     if layer.training and (layer.attn_drop.p > 0 or layer.proj_drop.p > 0):
         return None
     values = layer.v.forward(x).unflatten(2, (layer.num_heads, -1)).transpose(1, 2)
-    gathered, _ = apply_and_measure(_attention(layer, x), values)
+    gathered, _ = apply_and_measure(gated_attention(layer, x), values)
     return layer.proj.forward(gathered.transpose(1, 2).flatten(2))
 
 

@@ -1,0 +1,213 @@
+"""The attention of one forward, now: of any model, on the grids of its layers, as labelled arrays."""
+
+import json
+import operator
+import warnings
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import nn
+
+from tcnn_model.conversion.selection import LayerFilter
+from tcnn_probe.attention.gated import GATED_LAYERS
+from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, Wanted
+from tcnn_probe.attention.stream import AttentionStream
+from tcnn_probe.images import as_images
+from tcnn_probe.models import (
+    batches,
+    check_model,
+    layer_names,
+    progress_bar,
+    untouched,
+    wanted_layers,
+    whole_number,
+)
+from tcnn_probe.provenance import provenance
+
+__all__ = ["attention_maps"]
+
+Grid = tuple[int, int]
+Pixels = Sequence[tuple[int, int]]
+
+_ATTRS = {
+    "attention": {
+        "long_name": "attention",
+        "units": "1",
+        "description": "A_ij between tokens of the grid; what a row lacks to one goes to class or register tokens, "
+        "or to padding.",
+    },
+    "class_attention": {
+        "long_name": "class attention",
+        "units": "1",
+        "description": "A_0j of the class token over the keys on the grid; what it lacks to one it keeps, or spends on "
+        "other tokens before the grid.",
+    },
+    "attention_by_class": {
+        "long_name": "attention of the class's token",
+        "units": "1",
+        "description": "A_cj of the token of class c over the keys on the grid.",
+    },
+    "input": {"long_name": "image", "units": "1", "description": "What the model was given."},
+    "gate": {"long_name": "gate", "units": "1", "description": "sigma(lambda), share of positional attention."},
+}
+
+
+def attention_maps(
+    model: nn.Module,
+    images: Any,
+    *,
+    layers: LayerFilter | None = None,
+    heads: int | Collection[int] | None = None,
+    queries: Pixels | Literal["class"] | None = None,
+    prefix_tokens: int | None = None,
+    batch_size: int = 8,
+    max_bytes: int = 1 << 30,
+    progress: bool | None = None,
+) -> xr.DataTree:
+    """Give the attention of a model to these images: of every layer and head, on the grid of the layer.
+
+    ::
+
+        maps = tcnn_probe.attention_maps(vit, photograph, queries=[(112, 112)])
+        tcnn_probe.plot.attention_maps(maps)
+        maps["12x14x14"].attention.sel(layer="blocks.11.attn", head=3)  # (image, query, y, x)
+
+    Any model will do that can be recorded; fused attention is left on. The model runs once, in eval mode, and is then
+    as it was.
+
+    Args:
+        model: any module, not compiled.
+        images: as the model takes them, shape (B, C, H, W); or pictures (PIL images, file names, bytes), which pass
+            through timm's evaluation transform for the model.
+        layers: names, globs or a predicate ``(name, module) -> bool``; None for all.
+        heads: indices of the heads to keep; None for all.
+        queries: where to look from, (y, x) in pixels of the images as the model takes them, or "class" for class
+            tokens alone. None: from everywhere: 22 MB an image for 12 layers of 12 heads and 196 patches.
+        prefix_tokens: class and register tokens before the patches, where the model does not say (timm's do).
+        batch_size: images at a time.
+        max_bytes: refuse what is larger.
+        progress: whether to show a bar; None: after three seconds, on a terminal.
+
+    Returns:
+        a tree; its root holds the images as the model saw them, ``input``, and each further node the layers of one
+        grid, named "heads x rows x columns": ``attention``, dims (image, layer, head, query, y, x), or (image, layer,
+        head, query_y, query_x, y, x) from everywhere; ``class_attention``, dims (image, layer, head, y, x), where there
+        is a class token; ``attention_by_class``, dims (image, layer, head, class, y, x), of pools with a token for
+        each class; ``gate``, dims (layer, head), of gated layers. Windows (Swin, MaxViT) are put in their places in
+        the image, with 0 outside of the query's window. ``query_y`` and ``query_x`` are then the cell of each layer's
+        keys in which the query lies. Layers without maps are named, with the reason, in ``attrs["missing"]``.
+
+    Raises:
+        ValueError: no layer has attention whose grid is known; queries outside of the images; more than ``max_bytes``.
+        TypeError: something is no model, or no images.
+    """
+    check_model(model)
+    images = as_images(images, model)
+    batch_size = whole_number(batch_size, "batch_size", 1)
+    size = images.shape[2], images.shape[3]
+    wanted = Wanted(_checked_queries(queries, size), _checked_heads(heads), size)
+    names = layer_names(model)
+    chosen = wanted_layers(model, layers)
+    gated = [m for m, name in names.items() if isinstance(m, GATED_LAYERS) and (chosen is None or name in chosen)]
+    many = []
+    bar = progress_bar(len(images), "attention maps", progress)
+    with untouched(model), torch.no_grad(), bar:
+        for which, some in batches(model, images, batch_size):
+            listener = MapKeeper(wanted, gated, names, copies=-(-len(images) // len(some)), most=max_bytes)
+            stream = AttentionStream(model, listener, layers=chosen, skipped=gated, prefix_tokens=prefix_tokens)
+            try:
+                model(some)
+            finally:
+                stream.remove()
+            listener.check()
+            many.append(listener.found)
+            bar.update(which.stop - which.start)
+    missing = listener.missing | stream.unsupported
+    if not any(many[0]):
+        reasons = "".join(f"\n  {layer}: {why}" for layer, why in missing.items())
+        raise ValueError(
+            f"no layer of this {type(model).__name__} has attention maps{reasons or ': no softmax attention was seen'}"
+        )
+    if listener.missing:
+        each = "; ".join(f"{layer}: {why}" for layer, why in listener.missing.items())
+        warnings.warn(f"no attention maps of {len(listener.missing)} layers: {each}", RuntimeWarning, stacklevel=2)
+    order = {name: place for place, name in enumerate(names.values())}
+    joined = [_joined(parts) for parts in zip(*many, strict=True)]
+    joined.sort(key=lambda one: (order[one.layer.split("#")[0]], one.layer))
+    found = _tree(joined, wanted)
+    root = xr.Dataset({"input": (("image", "channel", "input_y", "input_x"), images.cpu().numpy(), _ATTRS["input"])})
+    about = {"layers": json.dumps([one.layer for one in joined]), "missing": json.dumps(missing)}
+    return xr.DataTree.from_dict({"/": root.assign_attrs(provenance(model) | about), **found})
+
+
+def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
+    if queries is None or (isinstance(queries, str) and queries == "class"):
+        return None if queries is None else ()
+    try:
+        pixels = [(operator.index(y), operator.index(x)) for y, x in queries]
+    except (TypeError, ValueError):
+        raise ValueError(f"expected queries=[(y, x), ...], pairs of integers, or 'class'; got {queries!r}") from None
+    outside = [pixel for pixel in pixels if not (0 <= pixel[0] < size[0] and 0 <= pixel[1] < size[1])]
+    if outside or not pixels:
+        got = outside[0] if outside else queries
+        raise ValueError(f"expected queries (y, x) inside of images of {size[0]} x {size[1]} pixels, got {got!r}")
+    return pixels
+
+
+def _checked_heads(heads: Any) -> list[int] | None:
+    if heads is None:
+        return None
+    chosen = [heads] if isinstance(heads, int) else list(heads)
+    if not chosen or any(isinstance(h, bool) or not isinstance(h, int) or h < 0 for h in chosen):
+        raise ValueError(f"expected indices of heads from 0, got {heads!r}")
+    return sorted(set(chosen))
+
+
+def _joined(parts: Sequence[LayerMaps]) -> LayerMaps:
+    """The maps of all batches."""
+    first = parts[0]
+    arrays = {name: torch.cat([part.arrays[name] for part in parts]) for name in first.arrays}
+    return LayerMaps(first.layer, first.heads, first.keys, first.queries, arrays, first.gate)
+
+
+def _tree(found: Sequence[LayerMaps], wanted: Wanted) -> dict[str, xr.Dataset]:
+    """A dataset for each grid; layers that have nothing but class tokens' rows on it are apart."""
+    nodes: dict[tuple[Any, ...], list[LayerMaps]] = {}
+    for one in found:
+        whole = "attention" in one.arrays
+        nodes.setdefault((not whole, one.heads, one.keys, one.queries if whole else None), []).append(one)
+    tree: dict[str, xr.Dataset] = {}
+    for (_, heads, keys, queries), layers in sorted(nodes.items(), key=lambda node: node[0][0]):
+        name = f"{heads}x{keys[0]}x{keys[1]}"
+        if queries not in (keys, None):
+            name += f"_from_{queries[0]}x{queries[1]}"
+        tree[name if name not in tree else f"{name}_class"] = _dataset(layers, wanted)
+    return tree
+
+
+def _dataset(layers: Sequence[LayerMaps], wanted: Wanted) -> xr.Dataset:
+    """Layers of one grid; NaN where one lacks what another has."""
+    first = layers[0]
+    heads = wanted.heads_of(first.heads)
+    coords: dict[str, Any] = {"layer": [one.layer for one in layers], "head": heads}
+    further: dict[str, tuple[str, ...]] = {"class_attention": (), "attention_by_class": ("class",)}
+    further["attention"] = ("query_y", "query_x") if wanted.queries is None else ("query",)
+    variables: dict[str, Any] = {}
+    for name, dims in further.items():
+        if (some := next((one.arrays[name] for one in layers if name in one.arrays), None)) is not None:
+            lacking = torch.full_like(some, torch.nan)
+            maps = torch.stack([one.arrays.get(name, lacking) for one in layers], 1)
+            variables[name] = (("image", "layer", "head", *dims, "y", "x"), maps.numpy(), _ATTRS[name])
+    gates = [one.gate for one in layers]
+    if any(gate is not None for gate in gates):
+        lacking = torch.full((len(heads),), torch.nan, dtype=torch.float64)
+        values = torch.stack([lacking if gate is None else gate for gate in gates])
+        variables["gate"] = (("layer", "head"), values.numpy(), _ATTRS["gate"])
+    if wanted.queries and first.queries is not None:
+        cells = np.array(wanted.cells(first.queries)) * first.keys // first.queries
+        at = zip(("query_y", "query_x", "pixel_y", "pixel_x"), (*cells.T, *np.array(wanted.queries).T), strict=True)
+        coords |= {name: ("query", values) for name, values in at}
+    return xr.Dataset(variables, coords)

@@ -1,0 +1,51 @@
+"""The numbers of one mark of a recording as a flat dict, for loggers."""
+
+import xarray as xr
+
+__all__ = ["scalars"]
+
+
+def scalars(ds: xr.Dataset, mark: int | float | None = None, *, heads: bool = False) -> dict[str, float]:
+    """Give the numbers of a mark as ``{"entropy/blocks.3.attn": 3.9, "top1": 0.8, ...}``, without those that are NaN.
+
+    ::
+
+        recorder.mark(epoch=epoch, top1=top1)
+        wandb.log(tcnn_probe.scalars(recorder.dataset))
+        for name, value in tcnn_probe.scalars(recorder.dataset).items():
+            writer.add_scalar(name, value, epoch)  # TensorBoard
+
+    Args:
+        ds: a recording: ``recorder.dataset``, or ``xr.open_zarr(path)``.
+        mark: of which epoch (or what was marked); None for the last.
+        heads: whether each head has a number, ``"entropy/blocks.3.attn/0"``; else the mean over a layer's heads.
+
+    Returns:
+        by variable, layer and head; scalars that were given to ``mark`` by their name.
+
+    Raises:
+        ValueError: no such mark; a dataset of another kind.
+    """
+    along = ds.attrs.get("along")
+    if along not in ds.dims:
+        raise ValueError("expected a recording: recorder.dataset, or xarray.open_zarr(path)")
+    if mark is not None and mark not in ds[along].values:
+        raise ValueError(f"there is no {along} {mark}; there are {ds[along].values.tolist()}")
+    now = ds.isel({along: -1}) if mark is None else ds.sel({along: mark})
+    found: dict[str, float] = {}
+    for name, values in now.data_vars.items():
+        if not heads and "head" in values.dims:
+            values = values.mean("head")
+        for place, value in zip(_names(values), values.values.ravel(), strict=True):
+            if values.dtype.kind in "fiu" and value == value:
+                found["/".join([str(name), *place])] = float(value)
+    return found
+
+
+def _names(values: xr.DataArray) -> list[list[str]]:
+    """Labels of each element, in row-major order."""
+    names: list[list[str]] = [[]]
+    for dim in values.dims:
+        labels = [str(label) for label in values[dim].values]
+        names = [[*before, label] for before in names for label in labels]
+    return names

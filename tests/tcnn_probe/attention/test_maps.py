@@ -1,0 +1,312 @@
+"""attention_maps: what a forward attends to, on the grid of the image, equals brute force in float64."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import timm
+import torch
+from timm.models.davit import DaVit, SpatialBlock
+from timm.models.twins import Twins
+from torch import Tensor, nn
+from torchvision.models.maxvit import MaxVit, PartitionAttentionLayer
+from torchvision.models.swin_transformer import SwinTransformer
+
+import tcnn_model
+import tcnn_probe
+from tcnn_model.gpsa.reference import gpsa_attention_reference
+from tests.tcnn_probe.attention.bruteforce import attention_of
+from tests.tcnn_probe.attention.sharpen import sharpen
+
+pytestmark = pytest.mark.numerical
+
+SIZE = (32, 48)
+VIT = {"patch_size": 8, "img_size": SIZE, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
+SWIN = {"patch_size": 4, "embed_dim": 8, "depths": (2,), "num_heads": (2,), "num_classes": 5}
+
+
+def small(name: str, **options: object) -> Callable[[], nn.Module]:
+    return partial(timm.create_model, name, **options)
+
+
+def run(make: Callable[[], nn.Module], size: tuple[int, int] = SIZE, count: int = 2) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = make().double().eval()
+    sharpen(model, 1.7)
+    return model, torch.randn(count, 3, *size, dtype=torch.float64)
+
+
+def on_grid(weights: Tensor, keys: tuple[int, int], queries: tuple[int, int]) -> np.ndarray:
+    """(B, heads, N_query, N_key) without the tokens before the grids."""
+    rows, columns = weights.shape[-2] - queries[0] * queries[1], weights.shape[-1] - keys[0] * keys[1]
+    return weights[:, :, rows:, columns:].unflatten(-1, keys).unflatten(2, queries).numpy()
+
+
+@pytest.mark.parametrize(
+    "name", ["deit_tiny_distilled_patch16_224", "eva02_tiny_patch14_224", "beit_base_patch16_224", "cait_xxs24_224"]
+)
+def test_equals_brute_force(name: str) -> None:
+    model, images = run(small(name, **VIT))
+    expected = {one.layer: one.weights for one in attention_of(model, images)}
+    tree = tcnn_probe.attention_maps(model, images, batch_size=1)
+    assert {layer for node in tree.children.values() for layer in node.layer.values} == expected.keys()
+    for node in tree.children.values():
+        for layer in node.layer.values:
+            maps, weights = node.dataset.sel(layer=layer), expected[layer]
+            if weights.shape[2] > 1:
+                np.testing.assert_allclose(maps.attention, on_grid(weights, (4, 6), (4, 6)), atol=1e-9)
+            if weights.shape[2] != 24:  # there is a class token among the queries
+                row = weights[:, :, 0, -24:].unflatten(-1, (4, 6))
+                np.testing.assert_allclose(maps.class_attention, row, atol=1e-9)
+
+
+def test_fused_attention_in_float32() -> None:
+    torch.manual_seed(0)
+    model, images = small("deit_tiny_patch16_224", **VIT)().eval(), torch.randn(2, 3, *SIZE)
+    assert model.blocks[0].attn.fused_attn
+    expected = {one.layer: one.weights for one in attention_of(model, images.double())}
+    maps = tcnn_probe.attention_maps(model, images)["3x4x6"]
+    for layer, weights in expected.items():
+        np.testing.assert_allclose(maps.attention.sel(layer=layer), on_grid(weights, (4, 6), (4, 6)), atol=1e-5)
+    np.testing.assert_array_equal(maps.query_y, range(4))
+
+
+def test_pooled_keys_and_strided_queries() -> None:
+    model, images = run(small("levit_128s"), (224, 224), 1)
+    weights = next(one.weights for one in attention_of(model, images) if "downsample" in one.layer)
+    maps = tcnn_probe.attention_maps(model, images, layers="*downsample*")["8x14x14_from_7x7"].attention[:, 0]
+    np.testing.assert_allclose(maps, on_grid(weights, (14, 14), (7, 7)), atol=1e-9)
+
+
+# Windows: (rows, columns) of the grid, of a window, shift, and which cell each token of each window is, by loops.
+
+
+def rolled_then_padded(grid, window, shift):  # type: ignore[no-untyped-def]  # timm's Swin
+    def cell(y: int, x: int) -> tuple[int, int] | None:
+        return ((y + shift[0]) % grid[0], (x + shift[1]) % grid[1]) if y < grid[0] and x < grid[1] else None
+
+    return neighbours(grid, window, cell)
+
+
+def padded_then_rolled(grid, window, shift):  # type: ignore[no-untyped-def]  # torchvision's and transformers' Swin
+    padded = [-(-n // side) * side for n, side in zip(grid, window, strict=True)]
+
+    def cell(y: int, x: int) -> tuple[int, int] | None:
+        y, x = (y + shift[0]) % padded[0], (x + shift[1]) % padded[1]
+        return (y, x) if y < grid[0] and x < grid[1] else None
+
+    return neighbours(grid, window, cell)
+
+
+def neighbours(grid, window, cell):  # type: ignore[no-untyped-def]
+    tops, lefts = range(0, grid[0], window[0]), range(0, grid[1], window[1])
+    return [[cell(y + i, x + j) for i in range(window[0]) for j in range(window[1])] for y in tops for x in lefts]
+
+
+def dilated(grid, window):  # type: ignore[no-untyped-def]  # MaxViT's grid attention
+    steps = grid[0] // window[0], grid[1] // window[1]
+    tokens = [(i * steps[0], j * steps[1]) for i in range(window[0]) for j in range(window[1])]
+    return [[(y + i, x + j) for i, j in tokens] for y in range(steps[0]) for x in range(steps[1])]
+
+
+def twins() -> nn.Module:
+    return Twins(embed_dims=(8,), num_heads=(2,), mlp_ratios=(1,), depths=(1,), sr_ratios=(7,), wss=(7,))
+
+
+def davit() -> nn.Module:
+    return DaVit(depths=(1,), embed_dims=(8,), num_heads=(2,), window_size=3)
+
+
+def torchvision_swin() -> nn.Module:
+    return SwinTransformer([4, 4], 8, [2], [2], [3, 4], num_classes=5, stochastic_depth_prob=0.0)
+
+
+def torchvision_maxvit() -> nn.Module:
+    return MaxVit((64, 64), 8, 4, [8], [1], 4, 0.0, num_classes=5)
+
+
+TIMM_SWIN = small("swin_tiny_patch4_window7_224", **SWIN, img_size=(28, 40), window_size=(3, 4))
+TIMM_SWIN_V2 = small("swinv2_tiny_window8_256", **SWIN, img_size=(28, 40), window_size=(3, 4))
+ATTN = "stages.0.blocks.0.attn"
+MAXVIT = small("maxvit_tiny_rw_224", img_size=(64, 96), embed_dim=(32,), depths=(1,), num_classes=5)
+
+
+BLOCKS, LAYERS = "layers.0.blocks", "blocks.0.layers.0.layers"
+NO_SHIFT, SWIN_GRID = (0, 0), ((7, 10), (3, 4))
+OF_SWIN = rolled_then_padded(*SWIN_GRID, (1, 2))
+CASES = {  # how to make the model, its images, the module that cuts windows, the attention in it, tokens of the windows
+    "swin": (TIMM_SWIN, (28, 40), f"{BLOCKS}.0", ".attn", rolled_then_padded(*SWIN_GRID, NO_SHIFT)),
+    "swin-shifted": (TIMM_SWIN, (28, 40), f"{BLOCKS}.1", ".attn", OF_SWIN),
+    "swinv2-shifted": (TIMM_SWIN_V2, (28, 40), f"{BLOCKS}.1", ".attn", OF_SWIN),
+    "torchvision-swin": (torchvision_swin, (28, 40), "features.1.1.attn", "", padded_then_rolled(*SWIN_GRID, (1, 2))),
+    "maxvit": (MAXVIT, (64, 96), f"{ATTN}_block", ".attn", rolled_then_padded((16, 24), (2, 3), NO_SHIFT)),
+    "maxvit-grid": (MAXVIT, (64, 96), f"{ATTN}_grid", ".attn", dilated((16, 24), (2, 3))),
+    "torchvision-maxvit": (
+        torchvision_maxvit,
+        (64, 64),
+        f"{LAYERS}.window_attention",
+        ".attn_layer.1",
+        rolled_then_padded((16, 16), (4, 4), NO_SHIFT),
+    ),
+    "torchvision-maxvit-grid": (
+        torchvision_maxvit,
+        (64, 64),
+        f"{LAYERS}.grid_attention",
+        ".attn_layer.1",
+        dilated((16, 16), (4, 4)),
+    ),
+    "davit": (davit, (28, 40), "stages.0.blocks.0.0", ".attn", rolled_then_padded((7, 10), (3, 3), NO_SHIFT)),
+    "twins": (twins, (40, 52), "blocks.0.0.attn", "", rolled_then_padded((10, 13), (7, 7), NO_SHIFT)),
+}
+
+
+@pytest.mark.parametrize(("make", "size", "cutter", "attention", "cells"), CASES.values(), ids=CASES)
+def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -> None:  # type: ignore[no-untyped-def]
+    model, images = run(make, size, 2)
+    for module in model.modules():
+        if isinstance(module, SpatialBlock):  # its convolutions carry neighbours into the window
+            for convolution in (module.cpe1.proj, module.cpe2.proj):
+                nn.init.zeros_(convolution.weight)
+    layer = cutter + attention
+    weights = next(one.weights for one in attention_of(model, images) if one.layer == layer)
+    weights = weights.flatten(0, -4).unflatten(0, (2, len(cells)))  # (B, windows, heads, N, N)
+    maps = next(iter(tcnn_probe.attention_maps(model, images, layers=layer).children.values())).attention[:, 0]
+    expected = np.zeros(maps.shape)
+    for w, window in enumerate(cells):
+        for q, query in enumerate(window):
+            for k, key in enumerate(window):
+                if query is not None and key is not None:
+                    expected[:, :, *query, *key] = weights[:, w, :, q, k]
+    np.testing.assert_allclose(maps, expected, atol=1e-9)
+    seen = (maps[0, :, 5, 8].values > 1e-20).any(0)
+    np.testing.assert_array_equal(seen, influence(model, cutter, images[:1], (5, 8)))
+
+
+def influence(model: nn.Module, cutter: str, images: Tensor, query: tuple[int, int]) -> np.ndarray:
+    """Which tokens of a module's input one token of its output depends on."""
+    module, given = model.get_submodule(cutter), []
+    handle = module.register_forward_pre_hook(lambda _, args: given.append(args))
+    model(images)
+    handle.remove()
+    (x, *others), channels = given[0], -1
+    if isinstance(module, (SpatialBlock, PartitionAttentionLayer)):
+        channels = 1
+    x = x.detach().requires_grad_()
+    output = module(x, *others)
+    if x.ndim == 3:
+        output = output.unflatten(1, others[0])
+    at = output.movedim(channels, -1)[0, *query]
+    grad = torch.autograd.grad((at * torch.randn_like(at)).sum(), x)[0].movedim(channels, -1).abs().amax(-1)[0]
+    return (grad.reshape(output.movedim(channels, -1).shape[1:3]) > 1e-20).numpy()
+
+
+def test_gated_layers() -> None:
+    torch.manual_seed(0)
+    model = tcnn_model.reparameterize(timm.create_model("resnet10t", num_classes=5), stride="keep").double().eval()
+    images = torch.randn(2, 3, 96, 160, dtype=torch.float64)
+    given: dict[str, Tensor] = {}
+    layers = tcnn_model.gpsa_layers(model)
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: given.update({name: inputs[0]}))
+    tree = tcnn_probe.attention_maps(model, images)
+    assert sum(len(node.layer) for node in tree.children.values()) == len(layers)
+    for node in tree.children.values():
+        for name in node.layer.values:
+            layer = layers[name]
+            dense = gpsa_attention_reference(
+                given[name],
+                query=layer.query.detach(),
+                key=layer.key.detach(),
+                locality_strength=layer.locality_strength.detach(),
+                center=layer.center.detach(),
+                gating=layer.gating.detach(),
+                kernel_size=layer.kernel_size,
+                stride=layer.stride,
+                padding=layer.padding,
+                dilation=layer.dilation,
+            )
+            maps = node.attention.sel(layer=name)
+            height, width = given[name].shape[2:]
+            pixels = (
+                dense.unflatten(-1, (height + 2, width + 2))[..., 1:-1, 1:-1]
+                .flatten(2, -3)
+                .unflatten(2, maps.shape[2:4])
+            )
+            np.testing.assert_allclose(maps, pixels, atol=1e-9)
+            np.testing.assert_allclose(node.gate.sel(layer=name), layer.gate.detach())
+
+
+def test_pool_with_a_token_for_each_class() -> None:
+    torch.manual_seed(0)
+    model = tcnn_model.add_attention_pool(timm.create_model("resnet10t", num_classes=5), per_class=True).double().eval()
+    images = torch.randn(1, 3, 64, 96, dtype=torch.float64)
+    maps = next(iter(tcnn_probe.attention_maps(model, images).children.values())).attention_by_class
+    assert maps.dims == ("image", "layer", "head", "class", "y", "x")
+    weights = attention_of(model, images)[-1].weights
+    np.testing.assert_allclose(maps[:, 0], weights.reshape(maps[:, 0].shape), atol=1e-9)
+
+
+def test_chosen_queries_heads_and_layers() -> None:
+    model, images = run(small("deit_tiny_patch16_224", **VIT))
+    whole = tcnn_probe.attention_maps(model, images)["3x4x6"]
+    some = tcnn_probe.attention_maps(model, images, layers="blocks.1*", heads=[2, 0], queries=[(31, 0), (9, 47)])[
+        "3x4x6"
+    ]
+    assert some["head"].values.tolist() == [0, 2]
+    assert some.layer.values.tolist() == ["blocks.1.attn"]
+    assert (some.query_y.values.tolist(), some.query_x.values.tolist()) == ([3, 1], [0, 5])
+    assert (some.pixel_y.values.tolist(), some.pixel_x.values.tolist()) == ([31, 9], [0, 47])
+    for number, (y, x) in enumerate([(3, 0), (1, 5)]):
+        expected = whole.attention.sel(layer="blocks.1.attn", head=[0, 2], query_y=y, query_x=x)
+        np.testing.assert_allclose(some.attention[:, 0, :, number], expected, atol=1e-12)
+    only = tcnn_probe.attention_maps(model, images, queries="class")["3x4x6"]
+    assert set(only.data_vars) == {"class_attention"}
+    np.testing.assert_array_equal(only.class_attention, whole.class_attention)
+
+
+def test_chosen_queries_of_shifted_windows() -> None:
+    model, images = run(TIMM_SWIN, (28, 40))
+    whole = tcnn_probe.attention_maps(model, images)["2x7x10"].attention
+    some = tcnn_probe.attention_maps(model, images, queries=[(27, 1), (0, 39)])["2x7x10"].attention
+    np.testing.assert_array_equal(some[:, :, :, 0], whole.sel(query_y=6, query_x=0))
+    np.testing.assert_array_equal(some[:, :, :, 1], whole.sel(query_y=0, query_x=9))
+
+
+def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
+    model, images = run(small("deit_tiny_patch16_224", **VIT))
+    model.train()
+    model.blocks[0].eval()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    tree = tcnn_probe.attention_maps(model, images)
+    assert all(str(vars(module)) == str(before[name]) for name, module in model.named_modules())
+    assert all(p.grad is None for p in model.parameters())
+    np.testing.assert_array_equal(tree.input, images)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"queries": [(32, 0)]}, r"queries \(y, x\) inside of images of 32 x 48 pixels, got \(32, 0\)"),
+        ({"queries": []}, "inside of images"),
+        ({"queries": "cls"}, "pairs of integers, or 'class'; got 'cls'"),
+        ({"queries": 3}, "pairs of integers"),
+        ({"heads": [-1]}, "indices of heads"),
+        ({"heads": [7]}, "no layer(.|\n)*blocks.0.attn: it has 3 heads"),
+        ({"max_bytes": 10_000}, r"at most 0.00 GB \(max_bytes\), got 0.00 GB: give queries"),
+        ({"layers": "blocks.7"}, "blocks.7"),
+        ({"batch_size": 0}, "batch_size"),
+    ],
+)
+def test_refusals(options: dict[str, object], message: str) -> None:
+    model, images = run(small("deit_tiny_patch16_224", **VIT))
+    with pytest.raises(ValueError, match=message):
+        tcnn_probe.attention_maps(model, images, **options)  # type: ignore[arg-type]
+
+
+def test_says_which_layers_have_no_maps() -> None:
+    with pytest.raises(ValueError, match="no layer of this Sequential has attention maps: no softmax"):
+        tcnn_probe.attention_maps(nn.Sequential(nn.Conv2d(3, 3, 1)), torch.randn(1, 3, 8, 8))
+    model = timm.create_model("xcit_nano_12_p16_224", depth=1, num_classes=5, img_size=32).eval()
+    tree = tcnn_probe.attention_maps(model, torch.randn(1, 3, 32, 32))
+    assert "between channels" in tree.attrs["missing"]

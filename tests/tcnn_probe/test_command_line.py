@@ -1,0 +1,105 @@
+"""The shell commands: what they print is what the recording holds, and what they refuse they refuse in a sentence."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import timm
+import torch
+
+import tcnn_model
+import tcnn_probe
+from tcnn_probe.command_line import main
+
+LAYERS = ["layer4.0.conv1", "layer4.0.conv2"]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two runs of a T-CNN with different gates, one of them an epoch longer."""
+    folder = tmp_path_factory.mktemp("stores")
+    for name, gating, epochs in (("a", 1.0, 2), ("b", 3.0, 3)):
+        torch.manual_seed(0)
+        model = tcnn_model.reparameterize(timm.create_model("resnet10t", num_classes=5), gating=gating).eval()
+        with tcnn_probe.record(model, folder / f"{name}.zarr", images=1) as recorder, torch.no_grad():
+            for epoch in range(epochs):
+                model(torch.randn(2, 3, 64, 96))
+                recorder.mark(epoch=epoch, top1=0.5 + epoch / 10)
+    return [str(folder / f"{name}.zarr") for name in "ab"]
+
+
+def test_scalars(stores: list[str]) -> None:
+    ds = tcnn_probe.open(stores[0])
+    ds = ds["heads"].to_dataset().assign(ds.to_dataset().data_vars).assign_attrs(ds.attrs)
+    flat = tcnn_probe.scalars(ds)
+    assert flat["top1"] == 0.6
+    assert flat[f"entropy/{LAYERS[1]}"] == pytest.approx(ds.entropy.sel(epoch=1, layer=LAYERS[1]).mean().item())
+    each = tcnn_probe.scalars(ds, 0, heads=True)
+    assert each["top1"] == 0.5
+    assert each[f"gate/{LAYERS[0]}/8"] == ds.gate.sel(epoch=0, layer=LAYERS[0], head=8)
+    assert all(isinstance(value, float) and np.isfinite(value) for value in (flat | each).values())
+    with pytest.raises(ValueError, match="there is no epoch 7"):
+        tcnn_probe.scalars(ds, 7)
+    with pytest.raises(ValueError, match="expected a recording"):
+        tcnn_probe.scalars(ds.drop_attrs())
+
+
+def test_show(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", stores[0]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 marks, epoch 0 to 1" in lines[0]
+    assert lines[1] == "also recorded: maps/9x4x6"
+    assert "  top1 0.6" in lines
+    row = next(line.split() for line in lines if line.startswith(LAYERS[0]))
+    header = next(line.split() for line in lines if "locality_strength" in line)
+    assert float(row[1 + header.index("gate")]) == pytest.approx(torch.sigmoid(torch.tensor(1.0)).item(), abs=1e-4)
+    assert any(line.startswith("types of heads: ") for line in lines)
+
+
+def test_compare(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *stores]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"at epoch 1: {stores[1]} minus {stores[0]}")
+    assert "top1 0.6 - 0.6 = 0" in out
+    gates = torch.sigmoid(torch.tensor([1.0, 3.0])).diff().item()
+    row = next(line.split() for line in out.splitlines() if line.startswith(LAYERS[0]))
+    assert float(row[1]) == pytest.approx(gates, abs=1e-4)
+
+
+def test_plot(stores: list[str], tmp_path: Path) -> None:
+    assert main(["plot", stores[1], "entropy", "-o", str(tmp_path / "entropy.png"), "--layers", "*conv2"]) == 0
+    picture = matplotlib.image.imread(tmp_path / "entropy.png")
+    assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "{tmp}/nowhere.zarr"], "nowhere.zarr"),
+        (["show", "{tmp}"], "{tmp}"),
+        (["plot", "{store}", "entropie", "-o", "x.png"], "has no 'entropie'; it has gate"),
+        (["plot", "{store}", "entropy", "-o", "x.png", "--layers", "blocks*"], "fits 'blocks*'; there are layer4"),
+        (["plot", "{store}", "entropy", "-o", "{tmp}/no/x.png"], "no/x.png"),
+        (["compare", "{store}", "{tmp}"], "{tmp}"),
+    ],
+)
+def test_refusals(
+    arguments: list[str], message: str, stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([text.format(tmp=tmp_path, store=stores[0]) for text in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tcnn-probe: ")
+    assert message.format(tmp=tmp_path) in error
+    assert error.count("\n") == 1
+
+
+def test_needs_no_torch(stores: list[str]) -> None:
+    code = "import sys; sys.modules['torch'] = sys.modules['timm'] = None; from tcnn_probe.command_line import main; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + f"sys.exit(main(['show', {stores[0]!r}]))"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert LAYERS[0] in done.stdout

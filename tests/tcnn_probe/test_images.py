@@ -1,0 +1,90 @@
+"""Images as people have them become what the model takes, by timm's own transform, or are refused in clear words."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
+from timm.data import create_transform, resolve_model_data_config
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_probe.images import as_images
+
+ARRAY = load_sample_image("china.jpg")  # (427, 640, 3), uint8
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    options = {"patch_size": 16, "img_size": 64, "embed_dim": 6, "depth": 1, "num_heads": 2, "num_classes": 5}
+    return timm.create_model("vit_tiny_patch16_224", **options)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Tensor:
+    config = resolve_model_data_config(timm.create_model("vit_tiny_patch16_224")) | {"input_size": (3, 64, 64)}
+    return create_transform(**config, is_training=False)(Image.fromarray(ARRAY))[None]
+
+
+def as_people_have_them(folder: Path) -> dict[str, Any]:
+    Image.fromarray(ARRAY).save(folder / "china.png")
+    picture = Image.fromarray(ARRAY)
+    return {
+        "pil": picture,
+        "rgba": picture.convert("RGBA"),
+        "list": [picture],
+        "path": folder / "china.png",
+        "name": [str(folder / "china.png")],
+        "array": ARRAY,
+        "batch": ARRAY[None],
+        "torchvision": torch.from_numpy(ARRAY.copy()).permute(2, 0, 1),
+    }
+
+
+def test_pictures_pass_through_the_models_transform(model: nn.Module, expected: Tensor, tmp_path: Path) -> None:
+    for name, image in as_people_have_them(tmp_path).items():
+        torch.testing.assert_close(as_images(image, model), expected, msg=name)
+    assert as_images([ARRAY, ARRAY[:200, :, 0]], model).shape == (2, 3, 64, 64)
+    grey = as_images(Image.fromarray(ARRAY).convert("L"), model)
+    assert grey.shape == (1, 3, 64, 64)
+
+
+def test_tensors_pass_as_they_are(model: nn.Module) -> None:
+    images = torch.randn(2, 3, 64, 64)
+    assert as_images(images, model) is images
+    torch.testing.assert_close(as_images(images[0], model), images[:1])
+    torch.testing.assert_close(as_images(list(images), model), images)
+    torch.testing.assert_close(as_images(images.numpy()[:, ::-1], model), images.flip(1))
+
+
+@pytest.mark.parametrize(
+    ("images", "error", "message"),
+    [
+        (torch.full((1, 3, 64, 64), 254.0), ValueError, "got values up to 254: divide by 255"),
+        (torch.rand(1, 64, 64, 3), ValueError, "channels first"),
+        (torch.ones(1, 3, 64, 64, dtype=torch.int64), TypeError, "got torch.int64"),
+        (torch.rand(64, 64), ValueError, r"got shape \(64, 64\)"),
+        (torch.rand(0, 3, 8, 8), ValueError, r"got shape \(0, 3"),
+        ("nowhere.png", FileNotFoundError, "nowhere.png"),
+        ({"a": 1}, TypeError, "got dict"),
+        (np.zeros((5, 6, 7), np.uint8), ValueError, "C of 1, 3 or 4"),
+    ],
+)
+def test_refusals(model: nn.Module, images: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        as_images(images, model)
+
+
+def test_pictures_for_a_model_whose_transform_nobody_knows() -> None:
+    with pytest.raises(TypeError, match="a Sequential is unknown, as it is no model of timm"):
+        as_images(ARRAY, nn.Sequential())
+
+
+def test_a_photograph_and_three_lines(model: nn.Module) -> None:
+    maps = tcnn_probe.attention_maps(model, Image.fromarray(ARRAY), queries=[(32, 32)])
+    figure = tcnn_probe.plot.attention_maps(maps)
+    assert len(figure.axes) == 1 + 2
