@@ -8,6 +8,7 @@ from .attribution import faithfulness as faithfulness
 from .attribution import saliency as saliency
 from .bootstrap import bootstrap_interval as bootstrap_interval
 from .heads import head_types as head_types
+from .images import as_images as as_images
 from .interventions.ablation import Ablation as Ablation
 from .interventions.ablation import ablate as ablate
 from .loggers import scalars as scalars

@@ -10,15 +10,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-__all__ = ["CONVENTION", "as_images", "as_pictures", "is_picture"]
+__all__ = ["as_batch", "as_images", "as_pictures"]
 
-CONVENTION = (
+_CONVENTION = (
     "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, file names, bytes"
 )
 _LARGEST = 20  # normalised pixels reach 3 or so; bytes that were not divided by 255 reach 255
 
 
-def is_picture(image: Any) -> bool:
+def _is_picture(image: Any) -> bool:
     """Whether this is one picture as people have them: PIL, a file name, or bytes (H, W), (H, W, C) or (C, H, W)."""
     if isinstance(image, (str, os.PathLike, Image.Image)):
         return True
@@ -32,48 +32,68 @@ def as_pictures(images: Any) -> list[Image.Image] | None:
         FileNotFoundError, PIL.UnidentifiedImageError: a file that is not there, or no image.
         ValueError: bytes of another shape.
     """
-    if is_picture(images):
+    if _is_picture(images):
         images = [images]
     elif isinstance(images, (np.ndarray, Tensor)):
         images = list(images) if images.ndim == 4 and images.dtype in (np.uint8, torch.uint8) else []
-    if not isinstance(images, Sequence) or not images or not all(map(is_picture, images)):
+    if not isinstance(images, Sequence) or not images or not all(map(_is_picture, images)):
         return None
     return [_as_pil(image) for image in images]
 
 
 def as_images(images: Any, model: nn.Module) -> Tensor:
-    """Images as a model takes them, shape (B, C, H, W), floating point; not copied if they are that.
+    """Give images as a model takes them; pictures pass through timm's evaluation transform for it.
 
-    Pictures pass through timm's evaluation transform for the model: resized, cropped, normalised.
+    ::
+
+        images = tcnn_probe.as_images(["cat.jpg", "dog.jpg"], model)
+        maps = tcnn_probe.saliency(model, images, method="gradcam")
+        tcnn_probe.plot.saliency_overlay(maps, images)
 
     Args:
-        images: one or several, see ``CONVENTION``; of one image, (C, H, W) will do.
-        model: whose they are to be.
+        images: a floating-point tensor or array (B, C, H, W) or (C, H, W), normalised as the model takes it, which is
+            not copied; or one picture or several: PIL images, names of files, uint8 of shape (H, W), (H, W, C) or
+            (C, H, W).
+        model: whose they are to be; of timm, if pictures are given.
+
+    Returns:
+        shape (B, C, H, W), floating point.
 
     Raises:
-        TypeError, ValueError: they are none, pixels from 0 to 255, or pictures for a model of which timm knows no
-            transform.
+        TypeError: they are none; pictures for a model of which timm knows no transform.
+        ValueError: another shape, or values as large as those of bytes.
+        OSError: a file that is not there, or no picture.
     """
     if (pictures := as_pictures(images)) is not None:
         transform = _transform(model)
         return torch.stack([transform(picture) for picture in pictures])
+    images = as_batch(images, _CONVENTION)
+    largest = float(images.detach().abs().amax())
+    if largest > _LARGEST and min(_config(model).get("std", (1,))) > 0.02:
+        raise ValueError(f"expected {_CONVENTION}; got values up to {largest:.4g}: divide by 255, then normalise")
+    return images
+
+
+def as_batch(images: Any, expected: str) -> Tensor:
+    """Images as a tensor (B, C, H, W), floating point; not copied if they are one.
+
+    Raises:
+        TypeError, ValueError: they are none; the message says what is expected.
+    """
     if isinstance(images, Sequence) and images and all(isinstance(x, (Tensor, np.ndarray)) for x in images):
         images = torch.stack([torch.as_tensor(x) for x in images])
     if not isinstance(images, Tensor):
         array = np.array(images)  # a copy: torch takes no array that is read-only or mirrored
         if array.dtype.kind not in "fiub":
-            raise TypeError(f"expected images, {CONVENTION}; got {type(images).__name__}")
+            raise TypeError(f"expected images, {expected}; got {type(images).__name__}")
         images = torch.from_numpy(array)
     images = images[None] if images.ndim == 3 else images
     if images.ndim != 4 or images.numel() == 0:
-        raise ValueError(f"expected images, {CONVENTION}; got shape {tuple(images.shape)}")
-    if images.shape[-1] in (1, 3, 4) and images.shape[1] > 4:
-        raise ValueError(f"expected channels first, {CONVENTION}; got shape {tuple(images.shape)}")
+        raise ValueError(f"expected images, {expected}; got shape {tuple(images.shape)}")
+    if images.shape[-1] in (1, 3, 4) and images.shape[1] > 4 and images.shape[2] > 4:
+        raise ValueError(f"expected images, {expected}; got channels last, shape {tuple(images.shape)}")
     if not images.is_floating_point():
-        raise TypeError(f"expected {CONVENTION}; got {images.dtype}")
-    if images.abs().amax() > _LARGEST and min(_config(model).get("std", (1,))) > 0.02:
-        largest = float(images.abs().amax())
-        raise ValueError(f"expected {CONVENTION}; got values up to {largest:.4g}: divide by 255, then normalise")
+        raise TypeError(f"expected images, {expected}; got {images.dtype}")
     return images
 
 

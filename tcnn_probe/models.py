@@ -7,7 +7,6 @@ from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -16,7 +15,6 @@ from tcnn_model.conversion.selection import LayerFilter, select_layers
 from tcnn_probe.hooks.modes import aside
 
 __all__ = [
-    "as_images",
     "batches",
     "check_model",
     "class_indices",
@@ -119,25 +117,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 module.training = training
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-
-
-def as_images(images: Any, expected: str = "as the model takes them, floating point and normalised") -> Tensor:
-    """Images as a tensor, shape (B, C, H, W), floating point; not copied if they are one.
-
-    Raises:
-        TypeError, ValueError: they are none.
-    """
-    if not isinstance(images, Tensor):
-        array = np.array(images)  # a copy: torch takes no array that is read-only or mirrored
-        if array.dtype.kind not in "fiub":
-            raise TypeError(f"expected images, a tensor or an array (B, C, H, W), got {type(images).__name__}")
-        images = torch.from_numpy(array)
-    if images.ndim != 4 or images.numel() == 0:
-        hint = "; of one image: images[None]" if images.ndim == 3 else ""
-        raise ValueError(f"expected images of shape (B, C, H, W), B > 0, got shape {tuple(images.shape)}{hint}")
-    if not images.is_floating_point():
-        raise TypeError(f"expected images {expected}, got {images.dtype}")
-    return images
 
 
 def whole_number(number: Any, what: str, least: int = 0, most: int | None = None) -> int:

@@ -25,8 +25,8 @@ PARTS: dict[str, set[str]] = {
     "probes": {"attention", "hooks", "schema"},
     "recording": {"attention", "hooks", "models", "probes", "provenance", "schema", "storage"},
     "interventions": {"attention", "hooks", "models"},
-    "attribution": {"attention", "models", "provenance"},
-    "perturbations": {"bootstrap", "hooks", "models", "provenance"},
+    "attribution": {"attention", "images", "models", "provenance"},
+    "perturbations": {"bootstrap", "hooks", "images", "models", "provenance"},
     "plot": {"bootstrap", "heads", "perturbations", "schema"},
     "command_line": {"plot", "storage"},
 }

@@ -17,7 +17,8 @@ from tcnn_probe.attribution.given_maps import as_masks, find_attributions, targe
 from tcnn_probe.attribution.methods import Attribution, as_json
 from tcnn_probe.attribution.metrics import METRICS, Metric
 from tcnn_probe.attribution.saliency import find_targets, maps_of
-from tcnn_probe.models import as_images, progress_bar, untouched, whole_number
+from tcnn_probe.images import as_images
+from tcnn_probe.models import progress_bar, untouched, whole_number
 from tcnn_probe.provenance import provenance
 
 __all__ = ["faithfulness"]
@@ -86,7 +87,7 @@ def faithfulness(
             asked for and lacks masks, or a method that can be computed again.
         ModuleNotFoundError: captum is needed, and not installed.
     """
-    images = as_images(images)
+    images = as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
     attributions = find_attributions(saliency, images, options or {})
     masks = None if masks is None else as_masks(masks, images)

@@ -8,8 +8,8 @@ import xarray as xr
 from torch import Tensor, nn
 
 from tcnn_probe.attribution.methods import Attribution, OwnMethod, find_methods, name_of
+from tcnn_probe.images import as_images
 from tcnn_probe.models import (
-    as_images,
     batches,
     class_indices,
     class_scores,
@@ -49,7 +49,8 @@ def saliency(
 
     Args:
         model: gives a score for each class, shape (B, K).
-        images: as the model takes them, shape (B, C, H, W), a tensor or an array, on any device.
+        images: as the model takes them, shape (B, C, H, W), a tensor or an array, on any device; or pictures, see
+            :func:`tcnn_probe.as_images`.
         target: the class to explain: one for all, or one an image; None for the model's own prediction.
         method: a name or class, as above; a function of yours ``(model, images, target) -> maps`` with tensors
             (B, C, H, W), (B,) and (B, H, W); or several of these.
@@ -76,7 +77,7 @@ def saliency(
         raise ValueError("with several methods, name each one's layer: gradcam={'layer': ...}")
     elif wrong := next((name for name, value in options.items() if not isinstance(value, dict)), None):
         raise TypeError(f"with several methods, expected the options of each as a dict, got {wrong}={options[wrong]!r}")
-    methods, images = find_methods(method, options), as_images(images)
+    methods, images = find_methods(method, options), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
     labelled = {}
     with untouched(model):

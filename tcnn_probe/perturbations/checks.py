@@ -3,9 +3,11 @@
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from tcnn_probe.models import as_images, class_indices, whole_number
+from tcnn_probe.images import as_batch, as_pictures
+from tcnn_probe.models import class_indices, whole_number
 
 __all__ = ["as_labels", "as_pixels", "check_distinct", "check_labels", "check_range", "whole_numbers"]
 
@@ -22,8 +24,14 @@ def check_range(low: float, high: float) -> None:
 
 
 def as_pixels(images: Any) -> Tensor:
-    """Images in pixel space as a tensor, shape (B, C, H, W), floating point, in [0, 1]."""
-    images = as_images(images, "in pixel space, floating point in [0, 1] (of bytes: images / 255)").detach()
+    """Images, or pictures of one size, in pixel space: shape (B, C, H, W), floating point, in [0, 1]."""
+    if (pictures := as_pictures(images)) is not None:
+        if len(sizes := {picture.size for picture in pictures}) > 1:
+            raise ValueError(f"expected pictures of one size, got {sorted(sizes)} (width, height): resize or crop them")
+        images = np.stack([np.asarray(picture, np.float32) / 255 for picture in pictures]).transpose(0, 3, 1, 2)
+    images = as_batch(
+        images, "a floating-point tensor (B, C, H, W) in [0, 1], before normalisation; or pictures"
+    ).detach()
     low, high = (float(x) for x in images.aminmax())
     check_range(low, high)
     return images if low >= 0 and high <= 1 else images.clamp(0, 1)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.random import MT19937, RandomState, SeedSequence
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from tcnn_probe.models import whole_number
@@ -18,7 +19,7 @@ __all__ = ["corrupt"]
 
 _LEAST = 8  # pixels along each side: pixelate leaves a quarter of them
 
-Images = TypeVar("Images", Tensor, NDArray[Any])
+Images = TypeVar("Images", Tensor, NDArray[Any], Image.Image)
 
 
 def corrupt(
@@ -39,8 +40,8 @@ def corrupt(
 
     Args:
         images: in [0, 1], before normalisation: a floating-point tensor of shape (C, H, W) or (B, C, H, W), on any
-            device; or an array of shape (H, W), (H, W, C) or (B, H, W, C), floating-point, or uint8 from 0 to 255.
-            C is 1 or 3, H and W are at least 8.
+            device; an array of shape (H, W), (H, W, C) or (B, H, W, C), floating-point, or uint8 from 0 to 255; or an
+            RGB or grey image of PIL. C is 1 or 3, H and W are at least 8.
         corruption: a name in ``tcnn_probe.CORRUPTIONS``.
         severity: 1 to 5.
         seed: of the random draws, from 0.
@@ -55,6 +56,8 @@ def corrupt(
         TypeError: images, a name, a severity or a number of another type.
         ValueError: another shape, values out of range or NaN, an unknown corruption, a severity from elsewhere.
     """
+    if isinstance(images, Image.Image):
+        return Image.fromarray(corrupt(np.asarray(images), corruption, severity, seed=seed, first=first, frost=frost))
     chosen = named_corruption(corruption)
     options: dict[str, Any] = dict(chosen.at(whole_number(severity, "severity", 1, 5)))
     seed, first = whole_number(seed, "seed"), whole_number(first, "first")
@@ -83,7 +86,7 @@ def _draws(corruption: Corruption, seed: int, number: int) -> RandomState:
 def _as_batch(images: Any) -> Any:
     """A view, (B, H, W, C), of a tensor on the CPU or an array."""
     if not isinstance(images, Tensor | np.ndarray):
-        raise TypeError(f"expected a tensor or a numpy array of images, got {type(images).__name__}")
+        raise TypeError(f"expected a tensor, an array or an image of PIL, got {type(images).__name__}")
     batch: Any = _of_tensor(images) if isinstance(images, Tensor) else _of_array(images)
     if min(batch.shape[1:3]) < _LEAST or not len(batch):
         shape = tuple(images.shape)

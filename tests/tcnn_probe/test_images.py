@@ -13,7 +13,7 @@ from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
 import tcnn_probe
-from tcnn_probe.images import as_images
+from tcnn_probe import as_images
 
 ARRAY = load_sample_image("china.jpg")  # (427, 640, 3), uint8
 
@@ -65,7 +65,7 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
     ("images", "error", "message"),
     [
         (torch.full((1, 3, 64, 64), 254.0), ValueError, "got values up to 254: divide by 255"),
-        (torch.rand(1, 64, 64, 3), ValueError, "channels first"),
+        (torch.rand(1, 64, 64, 3), ValueError, "got channels last"),
         (torch.ones(1, 3, 64, 64, dtype=torch.int64), TypeError, "got torch.int64"),
         (torch.rand(64, 64), ValueError, r"got shape \(64, 64\)"),
         (torch.rand(0, 3, 8, 8), ValueError, r"got shape \(0, 3"),

@@ -169,7 +169,6 @@ def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
     ("options", "message"),
     [
         ({"images": pixels(3) * 4 - 2}, r"in \[0, 1\], before normalisation; got values from -2 to 2: undo"),
-        ({"images": (pixels(3) * 255).byte()}, r"\(of bytes: images / 255\), got torch.uint8"),
         ({"labels": [0, 1]}, r"expected 3 labels, one for each image, got shape \(2,\)"),
         ({"labels": [0, 1, 5]}, "expected labels from 0 to 4, the model having 5 classes; got 5"),
         ({"labels": [0, 1, -100]}, "expected labels from 0, got -100"),

@@ -141,7 +141,7 @@ TENSOR = torch.full((2, 3, 9, 11), 0.5)
 @pytest.mark.parametrize(
     ("images", "error", "message"),
     [
-        ([[0.5]], TypeError, "tensor or a numpy array of images, got list"),
+        ([[0.5]], TypeError, "a tensor, an array or an image of PIL, got list"),
         (IMAGE > 1, TypeError, "uint8, or of floats .*, got bool"),
         ((TENSOR * 255).byte(), TypeError, "floating-point tensor .* got torch.uint8"),
         (TENSOR[0, 0], ValueError, r"\(C, H, W\) or \(B, C, H, W\) .* got shape \(9, 11\)"),
@@ -175,3 +175,10 @@ def test_what_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         corrupt(IMAGE, *arguments, **options)
+
+
+def test_an_image_of_pil_stays_one() -> None:
+    array = np.random.default_rng(0).integers(0, 256, (31, 43, 3), dtype=np.uint8)
+    blurred = tcnn_probe.corrupt(Image.fromarray(array), "defocus_blur", 2)
+    assert isinstance(blurred, Image.Image)
+    np.testing.assert_array_equal(np.asarray(blurred), tcnn_probe.corrupt(array, "defocus_blur", 2))
