@@ -179,6 +179,6 @@ def test_what_is_refused(
 
 def test_an_image_of_pil_stays_one() -> None:
     array = np.random.default_rng(0).integers(0, 256, (31, 43, 3), dtype=np.uint8)
-    blurred = tcnn_probe.corrupt(Image.fromarray(array), "defocus_blur", 2)
+    blurred = corrupt(Image.fromarray(array), "defocus_blur", 2)
     assert isinstance(blurred, Image.Image)
-    np.testing.assert_array_equal(np.asarray(blurred), tcnn_probe.corrupt(array, "defocus_blur", 2))
+    np.testing.assert_array_equal(np.asarray(blurred), corrupt(array, "defocus_blur", 2))
