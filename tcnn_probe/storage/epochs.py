@@ -15,6 +15,7 @@ from zarr.abc.store import Store
 
 from tcnn_probe.schema import Group, difference
 from tcnn_probe.storage.commit import GIVEN, REPACKED, UNREADABLE, Root, all_of, commit, documents_beside, is_name
+from tcnn_probe.storage.conditional import condition
 from tcnn_probe.storage.directory import DurableStore, Lock, new_directory
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.place import ROOT, UNFINISHED, Target, find, get, put, run
@@ -134,6 +135,7 @@ class EpochStore:
         if self._closed:
             raise StoreError(f"{self._place.name} was closed: open it again to continue it")
         mark = self._as_stored(mark)
+        only = None if self._place.directory is not None else run(condition(self._place.store, ROOT))
         self.hold()
         root = self._root
         if root is None:
@@ -154,7 +156,7 @@ class EpochStore:
                 raise StoreError(f"another recorder writes to {self._place.name}: it was made meanwhile")
             run(put(self._place.store, UNFINISHED, b""))
         self._attempted = new.text
-        run(self._write(mark, new, rows))
+        run(self._write(mark, new, rows, only))
         if len(self._marks) == 1:
             with suppress(Exception):  # harmless where it stays
                 run(self._place.store.delete(UNFINISHED))
@@ -205,8 +207,8 @@ class EpochStore:
         except UNREADABLE as error:
             raise StoreError(f"{self._place.name} has a damaged {self._along!r}: {error}") from error
 
-    async def _write(self, mark: Mark, new: Root, rows: Mapping[str, np.ndarray]) -> None:
-        await commit(self._writer, self._root, new, rows)
+    async def _write(self, mark: Mark, new: Root, rows: Mapping[str, np.ndarray], only: dict[str, Any] | None) -> None:
+        await commit(self._writer, self._root, new, rows, only)
         self._committed(mark, new)  # here, as an interrupt from the keyboard may come before run() returns
 
     def _committed(self, mark: Mark, new: Root) -> None:

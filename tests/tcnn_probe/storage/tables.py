@@ -100,19 +100,19 @@ def contents(root: Path) -> dict[str, bytes | None]:
 
 
 def assert_holds(
-    source: EpochStore | Path,
+    source: Any,
     seeds: Mapping[Any, int] | list[int],
     scalars: Mapping[str, Mapping[Any, float]] | None = None,
     *,
     along: str = "epoch",
 ) -> None:
-    """A store, or a directory as plain xarray opens it, holds these marks with the values of their seeds, no more.
+    """A store, or what plain xarray opens at a path or URL, holds these marks with the values of their seeds, no more.
 
     Scalars are NaN for marks that are not named; with None, those there are not looked at.
     """
     seeds = seeds if isinstance(seeds, Mapping) else {mark: mark for mark in seeds}
     for path, group in GROUPS.items():
-        if isinstance(source, Path):
+        if not isinstance(source, EpochStore):
             ds = xr.open_zarr(source, group=path or None, chunks=None)
         else:
             ds = source.dataset() if path == "" else source.tree()[path].to_dataset()
