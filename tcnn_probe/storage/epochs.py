@@ -2,6 +2,7 @@
 
 import math
 import operator
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Integral, Real
@@ -48,6 +49,8 @@ class EpochStore:
         self._begun: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
         self._lock: Lock | None = None
         self._attempted: bytes | None = None
+        # Two that add the same mark to a remote store must not write the same root: it shows whose it is.
+        self._writer_is = {} if target is None or self._place.directory else {"writer": uuid.uuid4().hex}
         self._wrote = self._closed = False
 
     @property
@@ -144,7 +147,7 @@ class EpochStore:
             root = Root.new(*self._begun, self._along, "int64" if isinstance(mark, int) else "float64")
         rows = self._rows(root, values, scalars)
         rows |= {path: np.array(mark) for path in root.growing if path.rpartition("/")[2] == self._along}
-        new = root.with_mark(scalars, attrs or {})
+        new = root.with_mark(scalars, {**(attrs or {}), **self._writer_is})
         if self._root is None and self._place.directory is not None:
             with new_directory(self._place.directory) as (store, lock):
                 run(commit(store, None, new, rows))

@@ -8,14 +8,15 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import xarray as xr
 from zarr.storage import ObjectStore
 
-from tcnn_probe.storage import StoreError, repack
+from tcnn_probe.storage import StoreError
 from tcnn_probe.storage import commit as module
 from tests.tcnn_probe.storage.soak import Child, write
-from tests.tcnn_probe.storage.tables import add, assert_holds, create
+from tests.tcnn_probe.storage.tables import add, assert_holds, create, values
 
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
 obstore = pytest.importorskip("obstore", reason="obstore is not installed")
@@ -38,15 +39,15 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def url(server: str, request: pytest.FixtureRequest) -> str:
-    return f"{server}/{hash(request.node.name)}.zarr"
+    return f"{server}/{request.node.name}.zarr".replace(" ", "-")
 
 
 def test_killed_and_resumed(url: str) -> None:
-    """Three writers are killed at any moment; then plain xarray reads what the documents say that it reads."""
+    """Two writers are killed at any moment; then plain xarray reads what the documents say that it reads."""
     chance, seeds = random.Random(0), list[int]()
-    for first in (100, 200, 300):
+    for first in (100, 200):
         writer = Child(write, url, first, 1000, False)
-        told = writer.numbers(2)
+        told = writer.numbers(1)
         time.sleep(chance.uniform(0, 0.3))
         told += writer.end(kill=True)
         assert told == list(range(len(seeds), len(seeds) + len(told)))
@@ -58,8 +59,8 @@ def test_killed_and_resumed(url: str) -> None:
     add(store, there, 7)
     store.close()
     assert_holds(url, dict(enumerate([*seeds, 7])))
-    repack(url, f"{url}.packed")
-    assert_holds(f"{url}.packed", dict(enumerate([*seeds, 7])))
+    ds = xr.open_zarr(url)
+    np.testing.assert_array_equal(ds.gate[-1], values(7)[""]["gate"])
 
 
 @pytest.mark.parametrize("through", ["s3fs", "obstore"])
