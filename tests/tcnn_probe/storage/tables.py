@@ -1,5 +1,6 @@
 """Recordings for the store whose every value follows from a number given with the mark."""
 
+import asyncio
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -9,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zarr
+import zarr.api.asynchronous
 from zarr.storage import MemoryStore
 
 from tcnn_probe.schema import Group, Variable
 from tcnn_probe.storage import EpochStore
+from tcnn_probe.storage.place import run
 
 MAPS = "maps/5x3x11"
 LAYERS = {name: {"kind": "gpsa", "heads": heads} for name, heads in (("a.conv", 5), ("слой#1", 3), ("層", 5))}
@@ -112,22 +114,28 @@ def assert_holds(
     those there are not looked at.
     """
     seeds = seeds if isinstance(seeds, Mapping) else {mark: mark for mark in seeds}
-    store = source._place.store if isinstance(source, EpochStore) else source
-    root = zarr.open_group(store, mode="r", use_consolidated=True)
+    found = run(_arrays(source._place.store if isinstance(source, EpochStore) else source))
     rows = [values(seed) for seed in seeds.values()]
     for path, group in GROUPS.items():
-        there = dict((root[path] if path else root).arrays())
         labels = {"layer": group.layers, **{dim: range(n) for dim, n in group.sizes.items()}, **group.coords}
         for name, expected in {along: seeds, **labels}.items():
-            assert there.pop(name)[...].tolist() == list(expected)
+            assert found.pop(f"{path}/{name}".strip("/"))[1].tolist() == list(expected)
         for name, about in group.variables.items():
-            array = there.pop(name)
-            assert (array.metadata.dimension_names, array.dtype) == ((along, *about.dims), about.dtype)
-            np.testing.assert_array_equal(array[...], [row[path][name] for row in rows])
-        if path or scalars is not None:
-            assert there.keys() == (set() if path else (scalars or {}).keys())
-        for name, given in (scalars or {}).items() if not path else ():
-            np.testing.assert_array_equal(there[name][...], [given.get(mark, np.nan) for mark in seeds])
+            dims, array = found.pop(f"{path}/{name}".strip("/"))
+            assert (dims, array.dtype) == ((along, *about.dims), about.dtype)
+            np.testing.assert_array_equal(array, [row[path][name] for row in rows])
+    if scalars is not None:
+        assert found.keys() == scalars.keys()
+        for name, given in scalars.items():
+            np.testing.assert_array_equal(found[name][1], [given.get(mark, np.nan) for mark in seeds])
+
+
+async def _arrays(store: Any) -> dict[str, tuple[tuple[str, ...], np.ndarray]]:
+    """Dims and values of all arrays, by path."""
+    group = await zarr.api.asynchronous.open_group(store, mode="r", use_consolidated=True)
+    members = [(path, array) async for path, array in group.members(max_depth=None) if hasattr(array, "dtype")]
+    found = await asyncio.gather(*(array.getitem(...) for _, array in members))
+    return {path: (array.metadata.dimension_names, there) for (path, array), there in zip(members, found, strict=True)}
 
 
 @contextmanager
