@@ -11,6 +11,7 @@ from zarr.abc.store import Store
 
 from tcnn_probe.schema import COORDINATES, SCHEMA_VERSION, Group, Variable
 from tcnn_probe.storage.chunks import Document, array_document, is_map, label_document, open_array, with_length
+from tcnn_probe.storage.conditional import put_if
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.place import ROOT, Place, put
 
@@ -179,7 +180,13 @@ class Root:
             raise ValueError(f"its arrays have unequal lengths along {self.along!r}: {lengths}")
 
 
-async def commit(store: Store, old: Root | None, new: Root, values: Mapping[str, np.ndarray]) -> None:
+async def commit(
+    store: Store,
+    old: Root | None,
+    new: Root,
+    values: Mapping[str, np.ndarray],
+    only: dict[str, Any] | None = None,
+) -> None:
     """Write a mark: first everything that it consists of, then the root that counts it.
 
     Args:
@@ -187,9 +194,10 @@ async def commit(store: Store, old: Root | None, new: Root, values: Mapping[str,
         old: the root that is there, None if none is.
         new: the root with one mark more.
         values: of the mark, by path. An array that has none gets its fill value.
+        only: on which condition the root is replaced, see :mod:`tcnn_probe.storage.conditional`.
 
     Raises:
-        StoreError: the chunk to which the mark is added is damaged.
+        StoreError: the chunk to which the mark is added is damaged; or the condition does not hold.
     """
     there = {} if old is None else old.documents
     writes = documents_beside(store, {path: about for path, about in new.documents.items() if path not in there})
@@ -202,7 +210,7 @@ async def commit(store: Store, old: Root | None, new: Root, values: Mapping[str,
             block[-1] = values[path]
         writes.append(_write(store, path, about, first, block))
     await all_of(writes)
-    await put(store, ROOT, new.text)
+    await put_if(store, ROOT, new.text, only)
 
 
 def documents_beside(store: Store, documents: Mapping[str, Document]) -> list[Coroutine[Any, Any, None]]:

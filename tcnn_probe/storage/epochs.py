@@ -2,6 +2,7 @@
 
 import math
 import operator
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Integral, Real
@@ -15,6 +16,7 @@ from zarr.abc.store import Store
 
 from tcnn_probe.schema import Group, difference
 from tcnn_probe.storage.commit import GIVEN, REPACKED, UNREADABLE, Root, all_of, commit, documents_beside, is_name
+from tcnn_probe.storage.conditional import condition
 from tcnn_probe.storage.directory import DurableStore, Lock, new_directory
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.place import ROOT, UNFINISHED, Target, find, get, put, run
@@ -47,6 +49,8 @@ class EpochStore:
         self._begun: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
         self._lock: Lock | None = None
         self._attempted: bytes | None = None
+        # Two that add the same mark to a remote store must not write the same root: it shows whose it is.
+        self._writer_is = {} if target is None or self._place.directory else {"writer": uuid.uuid4().hex}
         self._wrote = self._closed = False
 
     @property
@@ -134,6 +138,7 @@ class EpochStore:
         if self._closed:
             raise StoreError(f"{self._place.name} was closed: open it again to continue it")
         mark = self._as_stored(mark)
+        only = None if self._place.directory is not None else run(condition(self._place.store, ROOT))
         self.hold()
         root = self._root
         if root is None:
@@ -142,7 +147,7 @@ class EpochStore:
             root = Root.new(*self._begun, self._along, "int64" if isinstance(mark, int) else "float64")
         rows = self._rows(root, values, scalars)
         rows |= {path: np.array(mark) for path in root.growing if path.rpartition("/")[2] == self._along}
-        new = root.with_mark(scalars, attrs or {})
+        new = root.with_mark(scalars, {**(attrs or {}), **self._writer_is})
         if self._root is None and self._place.directory is not None:
             with new_directory(self._place.directory) as (store, lock):
                 run(commit(store, None, new, rows))
@@ -154,7 +159,7 @@ class EpochStore:
                 raise StoreError(f"another recorder writes to {self._place.name}: it was made meanwhile")
             run(put(self._place.store, UNFINISHED, b""))
         self._attempted = new.text
-        run(self._write(mark, new, rows))
+        run(self._write(mark, new, rows, only))
         if len(self._marks) == 1:
             with suppress(Exception):  # harmless where it stays
                 run(self._place.store.delete(UNFINISHED))
@@ -205,8 +210,8 @@ class EpochStore:
         except UNREADABLE as error:
             raise StoreError(f"{self._place.name} has a damaged {self._along!r}: {error}") from error
 
-    async def _write(self, mark: Mark, new: Root, rows: Mapping[str, np.ndarray]) -> None:
-        await commit(self._writer, self._root, new, rows)
+    async def _write(self, mark: Mark, new: Root, rows: Mapping[str, np.ndarray], only: dict[str, Any] | None) -> None:
+        await commit(self._writer, self._root, new, rows, only)
         self._committed(mark, new)  # here, as an interrupt from the keyboard may come before run() returns
 
     def _committed(self, mark: Mark, new: Root) -> None:

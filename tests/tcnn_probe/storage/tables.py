@@ -1,5 +1,6 @@
 """Recordings for the store whose every value follows from a number given with the mark."""
 
+import asyncio
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -9,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xarray as xr
+import zarr.api.asynchronous
 from zarr.storage import MemoryStore
 
 from tcnn_probe.schema import Group, Variable
 from tcnn_probe.storage import EpochStore
+from tcnn_probe.storage.place import run
 
 MAPS = "maps/5x3x11"
 LAYERS = {name: {"kind": "gpsa", "heads": heads} for name, heads in (("a.conv", 5), ("слой#1", 3), ("層", 5))}
@@ -100,34 +102,40 @@ def contents(root: Path) -> dict[str, bytes | None]:
 
 
 def assert_holds(
-    source: EpochStore | Path,
+    source: Any,
     seeds: Mapping[Any, int] | list[int],
     scalars: Mapping[str, Mapping[Any, float]] | None = None,
     *,
     along: str = "epoch",
 ) -> None:
-    """A store, or a directory as plain xarray opens it, holds these marks with the values of their seeds, no more.
+    """A store, or a path or URL, holds these marks with the values of their seeds, no more.
 
-    Scalars are NaN for marks that are not named; with None, those there are not looked at.
+    It is read through the root's metadata, as xarray does. Scalars are NaN for marks that are not named; with None,
+    those there are not looked at.
     """
     seeds = seeds if isinstance(seeds, Mapping) else {mark: mark for mark in seeds}
+    found = run(_arrays(source._place.store if isinstance(source, EpochStore) else source))
+    rows = [values(seed) for seed in seeds.values()]
     for path, group in GROUPS.items():
-        if isinstance(source, Path):
-            ds = xr.open_zarr(source, group=path or None, chunks=None)
-        else:
-            ds = source.dataset() if path == "" else source.tree()[path].to_dataset()
-        assert ds[along].values.tolist() == list(seeds)
-        assert ds.layer.dtype.kind == "U"
         labels = {"layer": group.layers, **{dim: range(n) for dim, n in group.sizes.items()}, **group.coords}
-        assert all(ds[dim].values.tolist() == list(there) for dim, there in labels.items())
+        for name, expected in {along: seeds, **labels}.items():
+            assert found.pop(f"{path}/{name}".strip("/"))[1].tolist() == list(expected)
         for name, about in group.variables.items():
-            assert (ds[name].dims, ds[name].dtype) == ((along, *about.dims), about.dtype)
-            np.testing.assert_array_equal(ds[name].values, [values(seed)[path][name] for seed in seeds.values()])
-        further = set(ds.data_vars) - set(group.variables)
-        if path or scalars is not None:
-            assert further == (set() if path else set(scalars or {}))
-        for name in further & set(scalars or {}):
-            np.testing.assert_array_equal(ds[name].values, [scalars[name].get(mark, np.nan) for mark in seeds])
+            dims, array = found.pop(f"{path}/{name}".strip("/"))
+            assert (dims, array.dtype) == ((along, *about.dims), about.dtype)
+            np.testing.assert_array_equal(array, [row[path][name] for row in rows])
+    if scalars is not None:
+        assert found.keys() == scalars.keys()
+        for name, given in scalars.items():
+            np.testing.assert_array_equal(found[name][1], [given.get(mark, np.nan) for mark in seeds])
+
+
+async def _arrays(store: Any) -> dict[str, tuple[tuple[str, ...], np.ndarray]]:
+    """Dims and values of all arrays, by path."""
+    group = await zarr.api.asynchronous.open_group(store, mode="r", use_consolidated=True)
+    members = [(path, array) async for path, array in group.members(max_depth=None) if hasattr(array, "dtype")]
+    found = await asyncio.gather(*(array.getitem(...) for _, array in members))
+    return {path: (array.metadata.dimension_names, there) for (path, array), there in zip(members, found, strict=True)}
 
 
 @contextmanager

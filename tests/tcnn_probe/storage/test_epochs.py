@@ -22,28 +22,28 @@ def test_chunks_are_of_a_bounded_size() -> None:
 
 @pytest.mark.parametrize("target", ["memory", "directory"])
 def test_marks_in_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
-    monkeypatch.setattr("tcnn_probe.storage.chunks._MARKS_PER_CHUNK", (1, 7))
+    monkeypatch.setattr("tcnn_probe.storage.chunks._MARKS_PER_CHUNK", (1, 4))
     path = Remote() if target == "memory" else tmp_path / "run.zarr"
     store = create(path)
-    for mark in range(17):
-        add(store, mark, **({"late": mark / 7} if mark > 9 else {}))
-        if mark in (5, 6, 7, 13):  # resumed on both sides of a boundary
+    for mark in range(9):
+        add(store, mark, **({"late": mark / 7} if mark > 5 else {}))
+        if mark in (2, 3, 4, 7):  # resumed on both sides of a boundary
             dies(store)
             store = create(path)
-    assert_holds(store, list(range(17)), {"late": {mark: mark / 7 for mark in range(10, 17)}})
+    assert_holds(store, list(range(9)), {"late": {mark: mark / 7 for mark in range(6, 9)}})
     assert store.groups == GROUPS
     store.close()
     own = zarr.open_group(path, mode="r", use_consolidated=False)
-    assert [own[name].shape[0] for name in ("epoch", "gate", "late", f"{MAPS}/saliency")] == [17] * 4
+    assert [own[name].shape[0] for name in ("epoch", "gate", "late", f"{MAPS}/saliency")] == [9] * 4
 
 
 def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
     store = EpochStore(tmp_path / "run.zarr")
     store.create({"": GROUPS[""]}, {})
-    for mark in range(259):
+    for mark in range(131):
         store.append(mark, {"": values(mark)[""]}, {})
     ds = xr.open_zarr(tmp_path / "run.zarr")
-    np.testing.assert_array_equal(ds.gate, [values(mark)[""]["gate"] for mark in range(259)])
+    np.testing.assert_array_equal(ds.gate, [values(mark)[""]["gate"] for mark in range(131)])
     assert len([p for p in tmp_path.rglob("*") if p.is_file()]) < 40
 
 

@@ -5,40 +5,31 @@ import fcntl
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
 from tcnn_probe.storage.directory import LOCK
+from tests.tcnn_probe.storage.soak import Child
 from tests.tcnn_probe.storage.tables import GROUPS, Remote, add, assert_holds, contents, create, recording
 
 HELD = "run.zarr is being written by process {} since 20.*: one recorder at a time"
 
 
-@contextmanager
-def child(work: Callable[[], object]) -> Iterator[int]:
-    """Do something in a forked process, which then lives until this ends."""
-    (told, tell), (wait, go) = os.pipe(), os.pipe()
-    if not (pid := os.fork()):
-        try:
-            os.close(go)
-            kept = work()
-            os.write(tell, b"1")
-            os.read(wait, 1)
-            del kept
-        finally:
-            os._exit(0)
-    os.close(tell)
-    assert os.read(told, 1) == b"1", "the child failed"
-    try:
-        yield pid
-    finally:
-        for file in (go, told, wait):
-            os.close(file)
-        os.waitpid(pid, 0)
+def child(work: Callable[[], object]) -> Child:
+    """A forked process that has done something, and lives until it is killed."""
+
+    def stay(tell: Callable[[int], object]) -> None:
+        kept = work()
+        tell(1)
+        signal.pause()
+        del kept
+
+    process = Child(stay)
+    assert process.numbers(1) == [1]
+    return process
 
 
 def test_second_recorder_is_refused(tmp_path: Path) -> None:
@@ -71,14 +62,12 @@ def test_holder_in_another_process(tmp_path: Path) -> None:
         add(store, 0)
         return store
 
-    with child(work) as pid:
-        store = create(path)
-        with pytest.raises(StoreError, match=HELD.format(pid)):
-            add(store, 1)
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert str(pid) in (path / LOCK).read_text()
-        add(store, 1)  # the holder is dead
+    holder, store = child(work), create(path)
+    with pytest.raises(StoreError, match=HELD.format(holder.pid)):
+        add(store, 1)
+    holder.end(kill=True)
+    assert str(holder.pid) in (path / LOCK).read_text()
+    add(store, 1)
     assert str(os.getpid()) in (path / LOCK).read_text()
     assert_holds(path, [0, 1])
 
@@ -93,10 +82,11 @@ def test_forked_process_has_no_right_to_write_and_leaves_the_lock(tmp_path: Path
             add(store, 1, 7)
         store.close()
 
-    with child(work):
-        add(store, 1)
-        store.close()
-        add(create(path), 2)  # though the child lives
+    forked = child(work)
+    add(store, 1)
+    store.close()
+    add(create(path), 2)  # though the child lives
+    forked.end(kill=True)
     assert_holds(path, [0, 1, 2])
 
 

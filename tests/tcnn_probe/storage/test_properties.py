@@ -63,6 +63,7 @@ class Histories(RuleBasedStateMachine):
             self.store.close()
         dies(self.store)
         self.store = create(self.target)
+        assert not self.seeds or open_recording(self.target)[MAPS].sizes["epoch"] == len(self.seeds)
 
     @precondition(lambda self: self.seeds)
     @rule()
@@ -76,7 +77,6 @@ class Histories(RuleBasedStateMachine):
         if self.seeds:
             assert self.store.marks == tuple(self.seeds)
             assert_holds(self.store, self.seeds, self.scalars)
-            assert open_recording(self.target)[MAPS].sizes["epoch"] == len(self.seeds)
 
     def teardown(self) -> None:
         if self.store is not None:
@@ -86,6 +86,6 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=7, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=5, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 test_random_histories = Histories.TestCase

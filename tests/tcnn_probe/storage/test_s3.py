@@ -1,0 +1,112 @@
+"""A recording on an S3-compatible server on this machine, through s3fs, as a URL, and through obstore."""
+
+import asyncio
+import errno
+import random
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from zarr.storage import ObjectStore
+
+from tcnn_probe.storage import StoreError
+from tcnn_probe.storage import commit as module
+from tests.tcnn_probe.storage.soak import Child, write
+from tests.tcnn_probe.storage.tables import add, assert_holds, create, values
+
+s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+obstore = pytest.importorskip("obstore", reason="obstore is not installed")
+moto = pytest.importorskip("moto.server", reason="moto is not installed")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    names = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**names, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
+            patch.setenv(f"AWS_{name}", value)
+        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
+        yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture
+def url(server: str, request: pytest.FixtureRequest) -> str:
+    return f"{server}/{request.node.name}.zarr".replace(" ", "-")
+
+
+def test_killed_and_resumed(url: str) -> None:
+    """Two writers are killed at any moment; then plain xarray reads what the documents say that it reads."""
+    chance, seeds = random.Random(0), list[int]()
+    for first in (100, 200):
+        writer = Child(write, url, first, 1000, False)
+        told = writer.numbers(1)
+        time.sleep(chance.uniform(0, 0.3))
+        told += writer.end(kill=True)
+        assert told == list(range(len(seeds), len(seeds) + len(told)))
+        there = xr.open_zarr(url).sizes["epoch"]
+        assert 0 <= there - told[-1] - 1 <= 1
+        seeds += [first + epoch for epoch in range(len(seeds), there)]
+        assert_holds(url, dict(enumerate(seeds)))
+    store = create(url)
+    add(store, there, 7)
+    store.close()
+    assert_holds(url, dict(enumerate([*seeds, 7])))
+    ds = xr.open_zarr(url)
+    np.testing.assert_array_equal(ds.gate[-1], values(7)[""]["gate"])
+
+
+@pytest.mark.parametrize("through", ["s3fs", "obstore"])
+@pytest.mark.parametrize("first", [True, False], ids=["first mark", "next mark"])
+def test_another_recorder_in_the_middle_of_a_mark(
+    url: str, monkeypatch: pytest.MonkeyPatch, through: str, first: bool
+) -> None:
+    """After the root was compared: the server refuses to replace it."""
+    at = obstore.store.from_url(url, client_options={"allow_http": True})
+    target = url if through == "s3fs" else ObjectStore(at)
+    count = 0 if first else 2
+    for mark in range(count):
+        add(create(target), mark)
+    slow, quick = create(target), create(target)
+    original, came = module.put_if, []
+
+    async def meanwhile(*given: Any) -> None:
+        if not came:
+            came.append(True)
+            await asyncio.to_thread(add, quick, count, 5)
+        await original(*given)
+
+    monkeypatch.setattr(module, "put_if", meanwhile)
+    with pytest.raises(StoreError, match=r"another recorder writes to .*: it was written to meanwhile"):
+        add(slow, count, 7)
+    assert slow.marks == tuple(range(count))
+    add(quick, count + 1)
+    assert_holds(target, {**{mark: mark for mark in range(count)}, count: 5, count + 1: count + 1})
+
+
+@pytest.mark.parametrize("what", ["answer lost", "no conditional writes"])
+def test_servers(url: str, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    original = s3fs.S3FileSystem._pipe_file
+
+    async def pipe_file(self: Any, path: str, data: bytes, **only: Any) -> None:
+        if what == "answer lost":
+            await original(self, path, data, **only)
+            if only:
+                raise OSError(errno.EIO, "connection lost")
+        elif only:
+            raise OSError(errno.ENOSYS, "A header you provided implies functionality that is not implemented")
+        else:
+            await original(self, path, data)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_pipe_file", pipe_file)
+    store = create(url)
+    for mark in range(2):
+        add(store, mark)
+    assert_holds(url, [0, 1])
