@@ -2,8 +2,8 @@ from . import attribution as attribution
 from . import plot as plot
 from .attention.call import AttentionCall as AttentionCall
 from .attention.maps import attention_maps as attention_maps
+from .attention.rebuild import ReconstructionError as ReconstructionError
 from .attention.stream import attention_stream as attention_stream
-from .attention.verification import ReconstructionError as ReconstructionError
 from .attribution import faithfulness as faithfulness
 from .attribution import saliency as saliency
 from .bootstrap import bootstrap_interval as bootstrap_interval

@@ -66,7 +66,7 @@ class ProductLogits(Logits):
         self._mask = None if mask is None else mask.expand(self.shape)
 
     def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
-        """See :class:`Logits`."""
+        """See :class:`Logits`: of a part of the products alone."""
         query, key = self._query[rows, :, queries].to(self.dtype), self._key[rows, :, keys].to(self.dtype)
         logits = query.new_empty(*query.shape[:3], key.shape[2]) if out is None else out
         each: tuple[Tensor, ...] = (logits, query, key)

@@ -55,7 +55,7 @@ HEADS: Mapping[str, int | str] = {
 """The axis of heads in (..., N_query, N_key); "merged" if heads are part of the first axis, "one" if there is none."""
 
 NOT_IN_RASTER_ORDER: Mapping[str, str] = {
-    "timm.models.hiera.MaskUnitAttention": "Hiera's tokens are ordered by mask unit, not by rows",
+    "timm.models.hiera.MaskUnitAttention": "Hiera's tokens are ordered by mask unit, not by rows"
 }
 
 LATENT_QUERIES: Mapping[str, str] = {
@@ -109,10 +109,7 @@ OWN_GRIDS: Mapping[str, Callable[[Any, int], tuple[Tokens, Tokens]]] = {
 }
 """Grids of queries and keys that the layer itself knows, from the layer and the number of keys."""
 
-SPREAD: Mapping[str, bool] = {
-    "timm.models.mobilevit.MobileVitBlock": True,
-    "timm.models.tnt.Block": False,
-}
+SPREAD: Mapping[str, bool] = {"timm.models.mobilevit.MobileVitBlock": True, "timm.models.tnt.Block": False}
 """Modules in which tokens are spread evenly over the image, though no feature map shows their grid.
 
 True if those of each window are: MobileViT's windows hold every n-th pixel. False if only those of whole images are.

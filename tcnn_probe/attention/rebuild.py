@@ -11,13 +11,25 @@ from tcnn_probe.attention.call import AttentionCall, GivenLogits, Logits, Produc
 from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import Layout
 from tcnn_probe.attention.token_grid import find_layout, pool_layout, token_counts
-from tcnn_probe.attention.verification import relative_difference, tolerance
 from tcnn_probe.attention.windows import find_windows
+from tcnn_probe.hooks.forwards import Running
 from tcnn_probe.hooks.interception import SeenAttention
 
-__all__ = ["NoTokenAttentionError", "between_channels", "discrepancy", "head_count", "heads_axis", "rebuild"]
+__all__ = [
+    "NoTokenAttentionError",
+    "ReconstructionError",
+    "Verification",
+    "between_channels",
+    "discrepancy",
+    "head_count",
+    "heads_axis",
+    "rebuild",
+    "relative_difference",
+    "tolerance",
+]
 
 _QUERIES_TO_CHECK = 64
+_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}  # their fused kernels round the attention too
 _HEAD_COUNTS = ("num_heads", "n_heads", "nhead", "heads", "n_head", "num_attention_heads")
 
 
@@ -25,15 +37,17 @@ class NoTokenAttentionError(Exception):
     """A softmax that is no attention between tokens; the message says what it is."""
 
 
-def rebuild(
-    seen: SeenAttention, name: str, running: Sequence[tuple[nn.Module, Sequence[Any]]], maps: FeatureMaps
-) -> AttentionCall:
+class ReconstructionError(RuntimeError):
+    """Attention as it is rebuilt for measuring is not the attention that the model used."""
+
+
+def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps) -> AttentionCall:
     """Turn what torch was asked for into attention of images, windows, heads, queries and keys.
 
     Args:
         seen: attention as torch was asked for it.
         name: of the layer, as it is recorded.
-        running: the modules that are running and their inputs, the outermost first; the last one asked for attention.
+        running: the modules that are running and their inputs; the last one asked for attention.
         maps: the feature maps of this forward.
 
     Raises:
@@ -107,16 +121,9 @@ def _alike(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def heads_axis(leading: Sequence[int], module: nn.Module, given: int | None = None) -> tuple[int | str, int]:
-    """Find the axis of heads in (..., N_query, N_key).
+    """Find the axis of heads among the sizes before N_query, and the number of heads.
 
-    Args:
-        leading: the sizes before N_query, at least one.
-        module: that asked for this attention.
-        given: the axis, if it is known.
-
-    Returns:
-        the axis, "merged" if heads are part of the first axis, or "one" if there is no such axis; and the number of
-        heads.
+    The axis is "merged" if heads are part of the first axis, and "one" if there is none; ``given`` if it is known.
     """
     axis: int | str | None = given if given is not None else known.lookup(known.HEADS, module)
     count = head_count(module) or 0
@@ -152,3 +159,50 @@ def between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
     features = [x for x in inputs if isinstance(x, Tensor) and x.ndim in (3, 4)]
     channels = {x.shape[-1] if x.ndim == 3 else x.shape[1] for x in features}
     return keys * heads in channels and keys not in token_counts(inputs)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The largest share of the output's largest value that rounding explains."""
+    return _TOLERANCE.get(dtype, 5e-3)
+
+
+def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
+    """The largest difference as a share of the largest expected value, shape () in float32, where that is finite."""
+    broken = ~expected.isfinite()  # by what the model was given
+    off, size = (x.masked_fill(broken, 0).abs().amax().float() for x in (rebuilt - expected, expected))
+    return off / size.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+class Verification:
+    """Comparisons of a forward, which are looked at when it has ended: reading one waits for the device."""
+
+    def __init__(self) -> None:
+        self._passed: set[str] = set()
+        self._open: list[tuple[str, Tensor, float]] = []
+
+    def begin(self) -> None:
+        """Forget what was compared in a forward that did not end."""
+        self._open = []
+
+    def needed(self, layer: str) -> bool:
+        """Whether no forward has shown yet that the layer is rebuilt rightly."""
+        return layer not in self._passed
+
+    def add(self, layer: str, off: Tensor, most: float) -> None:
+        """A relative difference, and the largest that may be."""
+        self._open.append((layer, off, most))
+
+    def settle(self) -> None:
+        """Look at all of them.
+
+        Raises:
+            ReconstructionError: some differ.
+        """
+        compared, self._open = self._open, []
+        wrong = {layer: share for layer, off, most in compared if not (share := float(off)) <= most}
+        if wrong:
+            raise ReconstructionError(
+                f"attention rebuilt from what reached it differs from the model's own output, by these shares of its "
+                f"largest value: {wrong}; record the other layers with layers=, or write a probe for this kind of layer"
+            )
+        self._passed |= {layer for layer, _, _ in compared}

@@ -12,9 +12,8 @@ from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.known_layers import NO_ATTENTION_MATRIX, looks_like_attention, lookup
 from tcnn_probe.attention.layout import prefix_of
-from tcnn_probe.attention.rebuild import NoTokenAttentionError, discrepancy, rebuild
-from tcnn_probe.attention.verification import Verification
-from tcnn_probe.hooks.forwards import Forwards
+from tcnn_probe.attention.rebuild import NoTokenAttentionError, Verification, discrepancy, rebuild
+from tcnn_probe.hooks.forwards import Forwards, Running
 from tcnn_probe.hooks.interception import SeenAttention, SeenOperand, SeenProduct
 from tcnn_probe.models import check_model, layer_names, named_in_errors
 
@@ -163,7 +162,7 @@ class AttentionStream:
         self._maps.enter(inputs, whole_model=entry is self._model)
         self._listener.begins(entry)
 
-    def asked(self, running: Sequence[tuple[nn.Module, Sequence[Any]]], seen: SeenAttention | SeenProduct) -> None:
+    def asked(self, running: Running, seen: SeenAttention | SeenProduct) -> None:
         """Rebuild an attention, or see whether a softmax weighs values."""
         if isinstance(seen, SeenProduct):
             self._confirm(seen)

@@ -1,6 +1,6 @@
 """Finds the layout of an attention: which grids its queries and keys lie on, from what the layer was given."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +10,10 @@ from tcnn_model import AttentionPool2d
 from tcnn_probe.attention import known_layers as known
 from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.hooks.forwards import Running
 
-__all__ = ["class_counts", "find_layout", "pool_layout", "token_counts"]
+__all__ = ["find_layout", "pool_layout", "token_counts"]
 
-Running = Sequence[tuple[nn.Module, Sequence[Any]]]
 Grid = tuple[int, int]  # rows and columns
 
 
@@ -26,7 +26,7 @@ def find_layout(queries: int, keys: int, windows: int, running: Running, maps: F
     Args:
         queries, keys: number of tokens in each window.
         windows: number of windows into which each image is divided.
-        running: the modules that are running and their inputs, the outermost first; the last one asked for attention.
+        running: the modules that are running and their inputs; the last one asked for attention.
         maps: the feature maps of this forward.
     """
     module, inputs = running[-1]
@@ -78,12 +78,6 @@ def pool_layout(queries: int, keys: int, running: Running, maps: FeatureMaps) ->
     else:
         reason = "the query is the class token, which lies on no grid"
     return Layout(None, key_tokens, reason, "classes" if pool.per_class else "tokens")
-
-
-def class_counts(names: Mapping[nn.Module, str]) -> dict[str, int]:
-    """Number of classes of each :class:`tcnn_model.AttentionPool2d` with a token for each class, by name."""
-    pools = {name: module for module, name in names.items() if isinstance(module, AttentionPool2d)}
-    return {name: pool.num_classes for name, pool in pools.items() if pool.num_classes is not None}
 
 
 def token_counts(inputs: Iterable[Any]) -> set[int]:

@@ -20,8 +20,12 @@ from torch.nn.modules import module as global_hooks
 from tcnn_probe.hooks.copy_safe import after_call, before_call
 from tcnn_probe.hooks.interception import Interception, SeenAttention, SeenProduct
 from tcnn_probe.hooks.modes import Mode, aside_depth, is_transformed, put_on, take_off, unseen
+from tcnn_probe.hooks.running import innermost_call, is_under
 
-__all__ = ["Forwards", "Listener", "call_of_a_module"]
+__all__ = ["Forwards", "Listener", "Running"]
+
+Running = Sequence[tuple[nn.Module, Sequence[Any]]]
+"""The modules that are running and their inputs, the outermost first."""
 
 
 class Listener(Protocol):
@@ -29,36 +33,25 @@ class Listener(Protocol):
 
     def wants(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
         """Whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
-        ...
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> None:
         """A forward begins."""
-        ...
 
-    def asked(self, running: Sequence[tuple[nn.Module, Sequence[Any]]], seen: SeenAttention | SeenProduct) -> None:
-        """A module has asked torch for attention or a matrix product: the last of those running, with their inputs."""
-        ...
+    def asked(self, running: Running, seen: SeenAttention | SeenProduct) -> None:
+        """A module, the last of those running, has asked torch for attention or a matrix product."""
 
     def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> bool:
         """A module has returned; whether :meth:`ran` should be called."""
-        ...
 
     def ran(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
         """What it returned."""
-        ...
 
     def ends(self, *, whole: bool, output: Any = None) -> None:
         """The forward has ended: whole, with the output of its entry, or by an exception."""
-        ...
 
 
 class Forwards:
-    """Attached from its making until :meth:`remove`.
-
-    Args:
-        model: to follow.
-        listener: called for each forward that it wants.
-    """
+    """Tells a listener of each forward of a model that it wants, from its making until :meth:`remove`."""
 
     def __init__(self, model: nn.Module, listener: Listener) -> None:
         self._listener = listener
@@ -100,8 +93,7 @@ class Forwards:
             self._handles.pop().remove()
 
     def _called(self, entry: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A call of the model, or of one of its children."""
-        caller, inputs = call_of_a_module(sys._getframe()), [*args, *kwargs.values()]
+        caller, inputs = innermost_call(sys._getframe()), [*args, *kwargs.values()]
         if not self._attached:
             self.remove()
             return
@@ -129,7 +121,6 @@ class Forwards:
             raise
 
     def _returned(self, entry: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """The return from such a call."""
         forward = self._outermost.get(threading.get_ident())
         if forward is None or forward.entry is not entry:
             return
@@ -183,9 +174,7 @@ class _Forward:
 
     def is_running(self, frame: FrameType | None) -> bool:
         """Whether ``frame`` was called, directly or not, from the call of the entry."""
-        while frame is not None and frame is not self._caller:
-            frame = frame.f_back
-        return frame is self._caller
+        return is_under(frame, self._caller)
 
     def goes_on(self) -> bool:
         """Whether its thread is still in it."""
@@ -196,15 +185,11 @@ class _Followed(_Forward):
     """One that is followed: the stack of running modules, and the modes and hooks that keep it."""
 
     def __init__(
-        self,
-        entry: nn.Module,
-        caller: FrameType | None,
-        inputs: Sequence[Any],
-        names: Mapping[nn.Module, str],
-        listener: Listener,
+        self, entry: nn.Module, caller: FrameType | None, inputs: Sequence[Any], names: Any, listener: Listener
     ) -> None:
         super().__init__(entry, caller)
-        self._names, self._listener = names, listener
+        self._names: Mapping[nn.Module, str] = names
+        self._listener = listener
         self._running: list[tuple[nn.Module, Sequence[Any]]] = [(entry, inputs)]
         self._quiet, self._aside = False, aside_depth()
         self._modes: list[Mode] = []
@@ -270,13 +255,6 @@ class _Followed(_Forward):
         if self._quiet or self.thread != threading.get_ident() or aside_depth() > self._aside:
             return False
         return module in self._names or next(module.parameters(), None) is not None
-
-
-def call_of_a_module(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame in which torch calls a module."""
-    while frame is not None and frame.f_code.co_filename != global_hooks.__file__:
-        frame = frame.f_back
-    return frame
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:

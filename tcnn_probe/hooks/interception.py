@@ -89,20 +89,20 @@ class Interception(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See :class:`torch.overrides.TorchFunctionMode`."""
+        """Call the function, and look at what it was."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if (describe := _DESCRIBE.get(func)) is not None:
-            self._hand_on(describe, output, args, kwargs)
+        if func in _DESCRIBE:
+            self._hand_on(func, output, args, kwargs)
         return output
 
     @torch.compiler.disable
-    def _hand_on(self, describe: "_Describe", output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _hand_on(self, func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch._C.DisableTorchFunction():
             if is_transformed(args):
                 return
         with unseen():
-            if (seen := describe(output, *args, **kwargs)) is not None:
+            if (seen := describe(func, output, args, kwargs)) is not None:
                 self._seen(seen)
 
 
@@ -245,8 +245,7 @@ def _einsum(output: Tensor, equation: Any, *operands: Any, **kwargs: Any) -> See
     return SeenProduct([SeenOperand.of(x) for x in flat if isinstance(x, Tensor)])
 
 
-_Describe = Callable[..., SeenAttention | SeenProduct | None]
-_DESCRIBE: dict[Any, _Describe] = {
+_DESCRIBE: dict[Any, Callable[..., SeenAttention | SeenProduct | None]] = {
     F.scaled_dot_product_attention: _fused,
     F.multi_head_attention_forward: _multihead,
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax),

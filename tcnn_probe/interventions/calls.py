@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tcnn_probe.hooks.copy_safe import after_call, before_call
 from tcnn_probe.hooks.modes import Mode, take_off
+from tcnn_probe.hooks.running import innermost_call, is_under
 
 __all__ = ["Call", "Calls"]
 
@@ -64,19 +65,19 @@ class Calls(Generic[C]):
             self._leave()
             frames = sys._current_frames()
             for thread, call in self._running.items():
-                call.over = not _is_under(frames.get(thread), call.frame)
+                call.over = not is_under(frames.get(thread), call.frame)
             while self._handles and all(call.over for call in self._running.values()):
                 self._handles.pop().remove()
 
     def current(self) -> C | None:
         """The call that is running in this thread."""
         call = self._running.get(threading.get_ident())
-        return call if call is not None and _is_under(sys._getframe(), call.frame) else None
+        return call if call is not None and is_under(sys._getframe(), call.frame) else None
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.current() is None:
             self._leave()  # what was interrupted
-            if self._attached and (frame := _innermost_call()) is not None:
+            if self._attached and (frame := innermost_call(sys._getframe())) is not None:
                 self._running[threading.get_ident()] = call = self._kind(module, args, kwargs, frame)
                 try:
                     self.begins(call)
@@ -86,14 +87,14 @@ class Calls(Generic[C]):
 
     def _return(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         call = self.current()
-        if call is None or call.frame is not _innermost_call():
+        if call is None or call.frame is not innermost_call(sys._getframe()):
             return None
         take_off(call.modes)
         return self.returns(call, output)
 
     def _end(self, module: nn.Module, *rest: Any) -> None:
         call = self.current()
-        if call is not None and call.frame is _innermost_call():
+        if call is not None and call.frame is innermost_call(sys._getframe()):
             self._leave()
             if not self._attached:
                 self.detach()
@@ -103,18 +104,3 @@ class Calls(Generic[C]):
         if call is not None:
             call.over = True
             take_off(call.modes)
-
-
-def _innermost_call() -> FrameType | None:
-    """The innermost frame in which torch calls a module."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
-        frame = frame.f_back
-    return frame
-
-
-def _is_under(frame: FrameType | None, running: FrameType) -> bool:
-    """Whether a frame was called, directly or not, from another one; if so, that one is running."""
-    while frame is not None and frame is not running:
-        frame = frame.f_back
-    return frame is running

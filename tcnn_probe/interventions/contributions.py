@@ -10,7 +10,7 @@ from timm.models import convit
 from torch import Tensor, nn
 
 from tcnn_model import GPSA
-from tcnn_probe.attention.verification import tolerance
+from tcnn_probe.attention.rebuild import tolerance
 from tcnn_probe.hooks.copy_safe import CopySafeHook
 from tcnn_probe.hooks.modes import aside
 from tcnn_probe.interventions.edits import Edit

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from tcnn_model import GPSA
 from tcnn_probe.attention.rebuild import between_channels, heads_axis
 from tcnn_probe.hooks.copy_safe import after_call
-from tcnn_probe.hooks.forwards import call_of_a_module
 from tcnn_probe.hooks.interception import SeenOperand, SeenProduct, describe
+from tcnn_probe.hooks.running import innermost_call
 
 __all__ = ["Editing", "HookPoint", "Plan", "edits_head_outputs", "hook_point"]
 
@@ -136,7 +136,7 @@ class _Asked(HookPoint):
 
     def _is_asking(self, frame: FrameType | None) -> bool:
         """Whether code running in this frame is the layer's own, not that of a layer inside of it."""
-        while (frame := call_of_a_module(frame)) is not None:
+        while (frame := innermost_call(frame)) is not None:
             module = frame.f_locals.get("self")
             if not isinstance(module, nn.Softmax | nn.Dropout):
                 return module is self._module

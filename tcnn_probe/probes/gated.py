@@ -6,6 +6,7 @@ That is ``-alpha ||delta - Delta||^2`` up to a constant, with ``alpha = -w_2`` a
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tcnn_probe.attention.gated import gated_attention
 from tcnn_probe.attention.statistics import gated_attention_statistics
 from tcnn_probe.attention.uniform import uniform_gated_attention
 from tcnn_probe.probes.probe import ForwardCall, Probe
-from tcnn_probe.probes.variables import DISTANCE, ENTROPY, EVEN, HEAD, MAPS, MEAN
+from tcnn_probe.probes.variables import DISTANCE, ENTROPY, HEAD, MAPS, MEAN, UNIFORM
 from tcnn_probe.schema import Variable
 
 __all__ = ["CONVIT", "GPSA"]
@@ -46,13 +47,13 @@ _VARIABLES: Mapping[str, Variable] = {
         f"Entropy of softmax(-alpha ||delta - Delta||^2) over real and padding pixels. {MEAN}",
     ),
     "attention_distance": DISTANCE,
-    **EVEN,
+    **UNIFORM,
     **MAPS,
 }
 
 
 def _measure(call: ForwardCall) -> dict[str, Tensor]:
-    """Of every image: (B, heads) each, (B,) of even attention."""
+    """Of every image: (B, heads) each, (B,) of uniform attention."""
     attention = gated_attention(call.module, call.inputs[0])
     return {**gated_attention_statistics(attention), **uniform_gated_attention(attention)}
 
@@ -114,14 +115,4 @@ GPSA = Probe(
     maps=_maps,
     rebuild=_rebuild_gpsa,
 )
-CONVIT = Probe(
-    "convit-gpsa",
-    _VARIABLES,
-    ConViTLayer,
-    group="",
-    facts=_facts,
-    state=_state_of_convit,
-    measure=_measure,
-    maps=_maps,
-    rebuild=_rebuild_convit,
-)
+CONVIT = replace(GPSA, kind="convit-gpsa", module_type=ConViTLayer, state=_state_of_convit, rebuild=_rebuild_convit)

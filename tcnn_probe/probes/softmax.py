@@ -8,7 +8,7 @@ from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.statistics import attention_received, attention_statistics
 from tcnn_probe.attention.uniform import uniform_softmax_attention
 from tcnn_probe.probes.probe import Probe
-from tcnn_probe.probes.variables import DISTANCE, ENTROPY, EVEN, HEAD, MAPS, MEAN
+from tcnn_probe.probes.variables import DISTANCE, ENTROPY, HEAD, MAPS, MEAN, UNIFORM
 from tcnn_probe.schema import Variable
 
 __all__ = ["SOFTMAX"]
@@ -41,7 +41,7 @@ SOFTMAX = Probe(
             "attention to class and register tokens",
             f"What queries on the grid spend on the class and register tokens before it. {MEAN}",
         ),
-        **EVEN,
+        **UNIFORM,
         **MAPS,
     },
     group="",

@@ -2,7 +2,7 @@
 
 from tcnn_probe.schema import Variable
 
-__all__ = ["CLASS_ENTROPY", "DISTANCE", "ENTROPY", "EVEN", "HEAD", "IMAGE_MEAN", "MAPS", "MAP_DIMS", "MEAN"]
+__all__ = ["CLASS_ENTROPY", "DISTANCE", "ENTROPY", "HEAD", "IMAGE_MEAN", "MAPS", "MAP_DIMS", "MEAN", "UNIFORM"]
 
 HEAD = ("layer", "head")
 MAP_DIMS = ("layer", "image", "window", "head", "y", "x")
@@ -26,18 +26,18 @@ DISTANCE = Variable(
     "over real and padding pixels. Softmax attention: between tokens of the grid, each at the centre of its cell "
     f"(at its first pixel where keys or queries are strided), rows renormalised over these. {MEAN}",
 )
-EVEN = {
+UNIFORM = {
     "uniform_entropy": Variable(
         ("layer",),
         "nat",
-        "entropy of even attention",
+        "entropy of uniform attention",
         "log N of the layer's N keys: what entropy would be if every query attended to all keys alike. Padding, class "
         f"tokens, and keys that a mask hides are among them, of windowed attention those of one window. {IMAGE_MEAN}",
     ),
     "uniform_distance": Variable(
         ("layer",),
         "pixel",
-        "distance of even attention",
+        "distance of uniform attention",
         "What attention_distance would be if every query attended to all keys alike: the mean distance between the "
         f"queries and keys of which that is made, whatever a mask hides. {IMAGE_MEAN}",
     ),

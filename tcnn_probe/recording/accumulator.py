@@ -18,25 +18,13 @@ __all__ = ["Accumulator", "EpochSums", "checked"]
 
 @dataclass
 class EpochSums:
-    """What is known of a layer when an epoch is marked: plain arrays, which ranks can send each other.
+    """What is known of a layer when an epoch is marked: plain arrays by variable, which ranks can send each other."""
 
-    Args:
-        images: that the layer saw.
-        nonfinite: of these, how many gave a NaN or an infinity.
-        sums: over images, of each variable.
-        counts: how many images gave each variable.
-        squares: summed over backward passes, of each variable.
-        passes: how many of these each variable had.
-        state: what the layer's parameters are.
-    """
-
-    images: int = 0
-    nonfinite: int = 0
-    sums: dict[str, np.ndarray] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    squares: dict[str, np.ndarray] = field(default_factory=dict)
-    passes: dict[str, int] = field(default_factory=dict)
-    state: dict[str, np.ndarray] = field(default_factory=dict)
+    images: int = 0  # that the layer saw
+    nonfinite: int = 0  # of these, that gave a NaN or an infinity
+    sums: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)  # over images, and over how many
+    squares: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)  # over backward passes, and how many
+    state: dict[str, np.ndarray] = field(default_factory=dict)  # of the layer's parameters
 
     @classmethod
     def together(cls, several: Iterable["EpochSums"]) -> "EpochSums":
@@ -47,25 +35,20 @@ class EpochSums:
             total.nonfinite += one.nonfinite
             total.state = total.state or one.state
             # Of passes too: hooks see a rank's own gradients, before they are averaged.
-            for what in ("sums", "counts", "squares", "passes"):
-                mine, other = getattr(total, what), getattr(one, what)
-                for name, value in other.items():
-                    mine[name] = mine[name] + value if name in mine else value
+            for mine, other in ((total.sums, one.sums), (total.squares, one.squares)):
+                for name, (value, number) in other.items():
+                    before, earlier = mine.get(name, (0, 0))
+                    mine[name] = before + value, earlier + number
         return total
 
     def means(self) -> dict[str, np.ndarray]:
         """Mean of each variable over the images that gave it, and root mean square over backward passes."""
-        means = {name: total / self.counts[name] for name, total in self.sums.items()}
-        return means | {name: np.sqrt(total / (self.passes[name] or np.nan)) for name, total in self.squares.items()}
+        means = {name: total / number for name, (total, number) in self.sums.items()}
+        return means | {name: np.sqrt(total / (number or np.nan)) for name, (total, number) in self.squares.items()}
 
 
 class Accumulator:
     """Sums over images, in float64 (float32 where the device has no float64), and maps of chosen images.
-
-    Args:
-        name: of the layer.
-        module: the layer.
-        probe: what to measure of it.
 
     Raises:
         NotMeasuredError: the probe cannot measure this layer.
@@ -97,20 +80,18 @@ class Accumulator:
 
     def add(self, measured: Mapping[str, Tensor], limit: int | None) -> None:
         """Add the images of a forward, (B, *dims) of each variable; the first ``limit`` of them if it is given."""
-        count = len(next(iter(measured.values()), ()))
-        count = count if limit is None else min(count, limit)
-        if not count:
-            return
-        broken = None
+        broken: Tensor | None = None
         for name, values in measured.items():
-            values = values[:count]
+            values = values[:limit]
+            if not len(values):
+                return
             _add(self._sums, name, values.sum(0, dtype=_sum_dtype(values)))
-            self._counts[name] += count
-            not_finite = ~values.isfinite().reshape(count, -1).all(1)
+            self._counts[name] += len(values)
+            not_finite = ~values.isfinite().reshape(len(values), -1).all(1)
             broken = not_finite if broken is None else broken | not_finite
-        assert broken is not None
-        self._nonfinite = broken.sum() if self._nonfinite is None else self._nonfinite + broken.sum()
-        self.images += count
+        if broken is not None:
+            self._nonfinite = broken.sum() if self._nonfinite is None else self._nonfinite + broken.sum()
+            self.images += len(broken)
 
     def add_maps(self, which: Sequence[int], maps: Mapping[str, Tensor]) -> None:
         """Keep maps of images, by their number in the epoch."""
@@ -159,10 +140,8 @@ class Accumulator:
         return EpochSums(
             images=self.images,
             nonfinite=0 if self._nonfinite is None else int(self._nonfinite),
-            sums={name: _array(self._sums[name]) for name in self._counts},
-            counts=dict(self._counts),
-            squares={name: _array(self._squares[name]) for name in passes},
-            passes=passes,
+            sums={name: (_array(self._sums[name]), number) for name, number in self._counts.items()},
+            squares={name: (_array(self._squares[name]), number) for name, number in passes.items()},
             state=self._state(),
         )
 
@@ -173,16 +152,13 @@ class Accumulator:
             return {}
         with named_in_errors(self.name), edited(self.module):
             state = checked(self.probe, self.probe.state(self.module), images=False)
-            return {name: _array(_whole(value)) for name, value in state.items()}
+            # All of a tensor that may be spread over ranks.
+            whole = {n: value.full_tensor() if hasattr(value, "full_tensor") else value for n, value in state.items()}
+            return {name: _array(value) for name, value in whole.items()}
 
 
 def checked(probe: Probe, measured: Mapping[str, Tensor], *, images: bool) -> Mapping[str, Tensor]:
-    """What a probe has measured, if it is what its variables say.
-
-    Args:
-        probe: that measured.
-        measured: its answer.
-        images: whether there should be a row for each image.
+    """What a probe has measured, if it is what its variables say; with a row for each image, if there are ``images``.
 
     Raises:
         TypeError, ValueError: it is not.
@@ -218,11 +194,6 @@ def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 def _array(value: Tensor) -> np.ndarray:
     return value.detach().double().cpu().numpy()
-
-
-def _whole(value: Tensor) -> Tensor:
-    """All of a tensor that may be spread over ranks."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _sum_dtype(values: Tensor) -> torch.dtype:

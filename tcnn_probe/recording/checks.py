@@ -4,34 +4,26 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from tcnn_model.conversion.selection import LayerFilter, matching
-from tcnn_probe.probes import Probe
 from tcnn_probe.recording.accumulator import EpochSums
-from tcnn_probe.recording.classes import Classes
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.dataset import MAPS_OF_CLASSES
-from tcnn_probe.recording.options import Sampling
+from tcnn_probe.recording.options import a_or_an
 from tcnn_probe.schema import Group, difference
 from tcnn_probe.storage import EpochStore, StoreError
 
-__all__ = ["check_epoch", "check_probes", "check_resumed", "check_same_recording", "check_scalars"]
+__all__ = ["check_epoch", "check_order", "check_probes", "check_resumed", "check_same_recording", "check_scalars"]
 
 Groups = Mapping[str, Group]
 Everything = Mapping[tuple[str, str], EpochSums]  # by layer and probe
 
 
-def check_probes(
-    probes: Sequence[Probe],
-    collector: Collector,
-    sampling: Sampling,
-    classes: Classes,
-    *,
-    chose_layers: bool,
-) -> None:
+def check_probes(collector: Collector, *, chose_layers: bool) -> None:
     """Refuse probes that no layer is for, as far as this is known before a forward, and maps that none has.
 
     Raises:
         ValueError: there are such.
     """
+    probes, sampling, classes = collector.probes, collector.sampling, collector.sampling.classes
     kinds = [probe.kind for probe in probes]
     if sampling.images and not any(probe.maps for probe in probes):
         raise ValueError(f"images= keeps maps, and none of the probes {kinds} has any")
@@ -41,22 +33,21 @@ def check_probes(
             raise ValueError(f"classes={classes.plain} chooses maps, and no layer or probe has one for each class")
         if not sampling.images:
             raise ValueError(f"classes={classes.plain} chooses maps, and there are none without images=")
-        classes.check(counts)
+        for pool, count in counts.items():
+            classes.check(pool, count)
     if not collector.sums and not collector.sees_forwards:
         where = " among those asked for" if chose_layers else ""
         why = f": {collector.missing}" if collector.missing else ""
         raise ValueError(f"{collector.model_class} has no layer{where} for the probes {kinds}{why}")
 
 
-def check_same_recording(
-    store: EpochStore, about: Mapping[str, str], collector: Collector, sampling: Sampling, classes: Classes
-) -> None:
+def check_same_recording(store: EpochStore, about: Mapping[str, str], collector: Collector) -> None:
     """Refuse a store of another model, other layers, images or classes, as far as these are known before a forward.
 
     Raises:
         StoreError: naming the first difference.
     """
-    groups, attrs = store.groups, store.attrs
+    groups, attrs, sampling = store.groups, store.attrs, collector.sampling
     if groups is None or attrs is None:
         return
     for name, what in (("model_class", "class"), ("model_architecture", "architecture")):
@@ -67,8 +58,8 @@ def check_same_recording(
         raise StoreError(f"the store keeps maps of the images {kept}, and images= asks for {list(sampling.images)}")
     for path, group in groups.items():
         for layer, table in group.layers.items() if path.startswith(MAPS_OF_CLASSES) else ():
-            if (chosen := table["classes"]) != classes.plain:
-                raise StoreError(f"the store has maps of {layer!r} with classes={chosen}, got classes={classes.plain}")
+            if (chosen := table["classes"]) != (classes := sampling.classes.plain):
+                raise StoreError(f"the store has maps of {layer!r} with classes={chosen}, got classes={classes}")
     for layer in (layer for group in groups.values() for layer in group.layers):
         if layer.split("#")[0] not in collector.order:
             raise StoreError(f"the store is a recording of other layers ({layer!r} there, absent in this model)")
@@ -105,21 +96,26 @@ def check_scalars(names: Iterable[str], groups: Groups) -> None:
             raise ValueError(f"{name!r} is the name of {what}: give the scalar another one")
 
 
+def check_order(along: str, number: int | float, marks: Sequence[int | float]) -> None:
+    """Refuse a mark that is there already, or that comes before the last one.
+
+    Raises:
+        ValueError: it does.
+    """
+    if number in marks:
+        raise ValueError(f"{along} {number} is already marked")
+    if marks and number < marks[-1]:
+        raise ValueError(f"expected {a_or_an(along)} later than the last one marked, {marks[-1]}, got {number}")
+
+
 def check_epoch(
-    found: Everything,
-    collector: Collector,
-    sampling: Sampling,
-    asked: LayerFilter | None,
-    groups: Groups | None,
-    *,
-    missed: bool,
+    found: Everything, collector: Collector, asked: LayerFilter | None, groups: Groups | None, *, missed: bool
 ) -> None:
     """Refuse to mark an epoch of which something is missing.
 
     Args:
         found: by all ranks.
         collector: of this one.
-        sampling: which forwards and images.
         asked: for which layers.
         groups: of the recording, None before its first mark.
         missed: whether attention is to be measured and no forward that could show any has begun.
@@ -127,7 +123,7 @@ def check_epoch(
     Raises:
         RuntimeError: with what is missing, why, and what to do.
     """
-    training = f"{collector.training_forwards} forwards in training mode"
+    sampling, training = collector.sampling, f"{collector.training_forwards} forwards in training mode"
     advice = "run some before mark()"
     if sampling.when == "eval":
         advice = "run the validation, with model.eval(), before mark()"
@@ -139,7 +135,7 @@ def check_epoch(
             f"nothing to mark: no image in {sampling.mode} reached {_some(idle)} since the previous mark ({training}); "
             f"{advice}"
         )
-    if found and not any(probe.runs or probe.state or found[key].passes for key, probe in probes.items()):
+    if found and not any(probe.runs or probe.state or found[key].squares for key, probe in probes.items()):
         raise RuntimeError(
             f"nothing to mark: no gradient reached {_some([name for name, _ in found])} since the previous mark; run "
             f"some backward passes before mark(), and see that the parameters are not frozen"

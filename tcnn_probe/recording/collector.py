@@ -8,21 +8,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tcnn_model import AttentionPool2d
 from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.rebuild import relative_difference, tolerance
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
-from tcnn_probe.attention.token_grid import class_counts
-from tcnn_probe.attention.verification import relative_difference, tolerance
 from tcnn_probe.hooks.edits import edited
 from tcnn_probe.models import layer_names, named_in_errors, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.recording.accumulator import Accumulator, checked
-from tcnn_probe.recording.classes import Classes
 from tcnn_probe.recording.options import Sampling
 
 __all__ = ["Collector"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Measured:
     """What one probe found in a forward that has not ended yet."""
 
@@ -30,19 +29,17 @@ class _Measured:
     module: nn.Module
     probe: Probe
     values: Mapping[str, Tensor]
-    chosen: Sequence[int] = ()  # numbers of images, in the epoch, of which there are maps
-    rows: Sequence[int] = ()  # and which of the forward's images these are
-    maps: Mapping[str, Tensor] | None = None
-
-    @property
-    def images(self) -> int:
-        return len(next(iter(self.values.values())))
+    images: int
+    before: int  # images of the layer that came earlier in the epoch
+    rows: Sequence[int]  # images of this forward of which there are maps
+    maps: Mapping[str, Tensor]
 
 
 class Collector(AttentionListener):
     """What is found between two marks.
 
     Attributes:
+        probes, sampling: as given.
         sums: by layer and kind of probe.
         missing: {variable: {layer: why}} of layers that are recorded without it.
         order: place of each module in the model, by name; of further attentions of one as well.
@@ -54,9 +51,8 @@ class Collector(AttentionListener):
         model: to follow.
         probes: what to measure.
         wanted: names of the layers to record, None for all.
-        sampling: which forwards and images.
-        classes: of which maps are kept, where there is a token for each.
-        prefix_tokens: class and register tokens before the grid, if the model does not say.
+        sampling: which forwards, images and classes.
+        prefix_tokens: as of :class:`AttentionStream`.
     """
 
     def __init__(
@@ -65,10 +61,9 @@ class Collector(AttentionListener):
         probes: Sequence[Probe],
         wanted: Collection[str] | None,
         sampling: Sampling,
-        classes: Classes,
         prefix_tokens: int | None,
     ) -> None:
-        self._model, self._wanted, self._sampling, self._classes = model, wanted, sampling, classes
+        self._model, self._wanted, self.probes, self.sampling = model, wanted, probes, sampling
         self._chosen = frozenset(sampling.images)
         self._attention_probes = [probe for probe in probes if probe.attention is not None]
         self._names = layer_names(model)
@@ -111,10 +106,14 @@ class Collector(AttentionListener):
 
     @property
     def class_counts(self) -> dict[str, int]:
-        """How many classes each pool has that has a token for each of them, if it or what is in it is wanted."""
+        """Number of classes of each pool with a token for each, if it or what is in it is wanted."""
         wanted = self._names.values() if self._wanted is None else self._wanted
-        counts = class_counts(self._names)
-        return {pool: n for pool, n in counts.items() if any(f"{name}.".startswith(f"{pool}.") for name in wanted)}
+        return {
+            name: pool.num_classes
+            for pool, name in self._names.items()
+            if isinstance(pool, AttentionPool2d) and pool.num_classes is not None
+            if any(f"{each}.".startswith(f"{name}.") for each in wanted)
+        }
 
     def remove(self) -> None:
         """Detach; may be called more than once."""
@@ -144,11 +143,11 @@ class Collector(AttentionListener):
         training = self._model.training
         self.training_forwards += training
         self._follow_gradients()
-        if not self.sees_forwards or not self._sampling.takes(training=training):
+        if not self.sees_forwards or not self.sampling.takes(training=training):
             return False
         number = self._entered[entry]
         self._entered[entry] += 1
-        return number % self._sampling.every == 0 and not self._is_full()
+        return number % self.sampling.every == 0 and not self._is_full()
 
     def begins(self, entry: nn.Module) -> None:
         """Begin anew."""
@@ -198,8 +197,6 @@ class Collector(AttentionListener):
         """Forget what was measured."""
         self._clear()
 
-    # Helpers.
-
     def _attach(self, name: str, module: nn.Module, probes: Sequence[Probe]) -> None:
         mine = [probe for probe in probes if probe.applies_to(module)]
         rivals = [probe for probe in mine if _has_heads(probe)][1:]
@@ -219,8 +216,7 @@ class Collector(AttentionListener):
         return self.sums[key]
 
     def _all(self) -> list[Accumulator]:
-        """As they are now, though another thread may add one."""
-        return list(self.sums.values())
+        return list(self.sums.values())  # as they are now, though another thread may add one
 
     def _lacks(self, layer: str, variables: Collection[str], why: str) -> None:
         for variable in variables:
@@ -236,7 +232,7 @@ class Collector(AttentionListener):
         self._images: Counter[tuple[str, str]] = Counter()  # of this forward
 
     def _is_full(self) -> bool:
-        most = self._sampling.max_images
+        most = self.sampling.max_images
         counts = [one.images for one in self._all() if one.probe.runs]
         return most is not None and bool(counts) and min(counts) >= most
 
@@ -250,39 +246,29 @@ class Collector(AttentionListener):
             self._pending.append(self._measured(one.name, one.module, probe, values, call))
 
     def _measured(
-        self,
-        layer: str,
-        module: nn.Module,
-        probe: Probe,
-        values: Mapping[str, Tensor],
-        call: AttentionCall | ForwardCall,
+        self, layer: str, module: nn.Module, probe: Probe, values: Mapping[str, Tensor], call: Any
     ) -> _Measured:
         """With the maps of those images that are chosen."""
-        one, key = _Measured(layer, module, probe, values), (layer, probe.kind)
+        key, images, most = (layer, probe.kind), len(next(iter(values.values()))), self.sampling.max_images
         before = self._images[key] + (self.sums[key].images if key in self.sums else 0)
-        self._images[key] += one.images
-        most = self._sampling.max_images
-        count = one.images if most is None else min(one.images, most - before)
-        rows = [i for i in range(count) if before + i in self._chosen] if self._chosen and probe.maps else []
-        if not rows or probe.maps is None:
-            return one
-        one.chosen, one.rows, one.maps = [before + i for i in rows], rows, probe.maps(call, rows)
-        for name in probe.of_classes & one.maps.keys():
-            self._classes.check({layer: one.maps[name].shape[1]})
-        if isinstance(call, AttentionCall) and call.layout.reason:
-            lacking = probe.of_images - one.maps.keys()
-            lacking -= probe.of_classes if one.maps else set()  # which are made of these
-            self._lacks(layer, lacking, call.layout.reason)
-        return one
+        self._images[key] += images
+        count = images if most is None else min(images, most - before)
+        rows = [row for row in range(count) if before + row in self._chosen] if self._chosen and probe.maps else []
+        maps = probe.maps(call, rows) if rows and probe.maps else {}
+        for name in probe.of_classes & maps.keys():
+            self.sampling.classes.check(layer, maps[name].shape[1])
+        if rows and isinstance(call, AttentionCall) and call.layout.reason:
+            lacking = probe.of_images - maps.keys()
+            self._lacks(layer, lacking - probe.of_classes if maps else lacking, call.layout.reason)
+        return _Measured(layer, module, probe, values, images, before, rows, maps)
 
     def _add(self, one: _Measured, output: Any) -> None:
-        sums, most = self._sums_of(one.layer, one.module, one.probe), self._sampling.max_images
+        sums, most = self._sums_of(one.layer, one.module, one.probe), self.sampling.max_images
         sums.add(one.values, None if most is None else most - sums.images)
-        if one.maps is not None:
-            maps, why = self._classes.of(one.maps, output, one.rows, one.images)
-            sums.add_maps(one.chosen, maps)
-            if why:
-                self._lacks(one.layer, one.probe.of_classes, why)
+        maps, why = self.sampling.classes.of(one.maps, output, one.rows, one.images)
+        sums.add_maps([one.before + row for row in one.rows], maps)
+        if why:
+            self._lacks(one.layer, one.probe.of_classes, why)
 
 
 def _has_heads(probe: Probe) -> bool:

@@ -1,51 +1,33 @@
 """From what was found of each layer to the groups of a recording and their values."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from tcnn_probe.probes import Probe
 from tcnn_probe.recording.accumulator import Accumulator, EpochSums
-from tcnn_probe.recording.classes import Classes
+from tcnn_probe.recording.options import Sampling
 from tcnn_probe.schema import COUNTS, Group, Variable
 
-__all__ = [
-    "MAPS_OF_CLASSES",
-    "LayerValues",
-    "assemble",
-    "groups_of",
-    "layer_values",
-    "map_values",
-    "without_strangers",
-]
+__all__ = ["MAPS_OF_CLASSES", "LayerValues", "assemble", "groups_of", "layer_values", "map_values", "without_strangers"]
 
 MAPS_OF_CLASSES = "maps/classes/"
 """Where the groups of these are."""
 
 
+@dataclass
 class LayerValues:
-    """What is to be stored of one layer in one group.
+    """What is to be stored of one layer in one group."""
 
-    Args:
-        place: path of the group.
-        layer: name.
-        maps: whether it is maps.
-
-    Attributes:
-        table: the layer's entry in the layer table.
-        variables: those that the layer's probes have in this group.
-        values: of those that have one, shape (*dims) without "layer".
-        coords: labels along dimensions.
-    """
-
-    def __init__(self, place: str, layer: str, *, maps: bool) -> None:
-        self.place, self.layer, self.maps = place, layer, maps
-        self.table: dict[str, Any] = {}
-        self.variables: dict[str, Variable] = {}
-        self.values: dict[str, np.ndarray] = {}
-        self.coords: dict[str, Sequence[Any]] = {}
+    place: str  # path of the group
+    layer: str
+    maps: bool  # whether it is maps
+    table: dict[str, Any] = field(default_factory=dict)  # what the layer table says of it
+    variables: dict[str, Variable] = field(default_factory=dict)  # that its probes have in this group
+    values: dict[str, np.ndarray] = field(default_factory=dict)  # where there are some, (*dims) without "layer"
+    coords: dict[str, Sequence[Any]] = field(default_factory=dict)  # labels along dimensions
 
     def add(self, probe: Probe, variables: Mapping[str, Variable], values: Mapping[str, np.ndarray]) -> None:
         """Add what one probe found."""
@@ -100,8 +82,9 @@ def layer_values(sums: Iterable[Accumulator], found: Mapping[tuple[str, str], Ep
     return list(layers.values())
 
 
-def map_values(sums: Iterable[Accumulator], images: Sequence[int], classes: Classes) -> list[LayerValues]:
+def map_values(sums: Iterable[Accumulator], sampling: Sampling) -> list[LayerValues]:
     """The maps of chosen images, and numbers beside them; layers whose maps have one shape share a group."""
+    images, classes = sampling.images, sampling.classes
     layers: dict[tuple[str, str], LayerValues] = {}
     for each in sums:
         for image, maps in each.maps.items():

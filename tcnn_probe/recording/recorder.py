@@ -16,13 +16,18 @@ from tcnn_probe.models import check_model, wanted_layers
 from tcnn_probe.probes import DEFAULT, Probe, find_probes
 from tcnn_probe.provenance import provenance
 from tcnn_probe.recording.accumulator import EpochSums
-from tcnn_probe.recording.checks import check_epoch, check_probes, check_resumed, check_same_recording, check_scalars
-from tcnn_probe.recording.classes import Classes
+from tcnn_probe.recording.checks import (
+    check_epoch,
+    check_order,
+    check_probes,
+    check_resumed,
+    check_same_recording,
+    check_scalars,
+)
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.dataset import LayerValues, assemble, groups_of, layer_values, map_values, without_strangers
 from tcnn_probe.recording.distributed import Ranks, whole_parameters
-from tcnn_probe.recording.marks import a_or_an, as_mark, as_numbers
-from tcnn_probe.recording.options import Sampling, When, check_along, check_integer, image_numbers
+from tcnn_probe.recording.options import Sampling, When, as_mark, as_scalars, check_along, check_integer
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore
 
@@ -94,8 +99,8 @@ class Recorder:
         if prefix_tokens is not None:
             check_integer("prefix_tokens", prefix_tokens, 0)
         self._model, self._along, self._asked = model, along, layers
-        self._sampling = Sampling(when, every, max_images, image_numbers(images))
-        self._classes, wanted, chosen = Classes.asked(classes), wanted_layers(model, layers), find_probes(probes)
+        sampling = Sampling.asked(when, every, max_images, images, classes)
+        wanted, chosen = wanted_layers(model, layers), find_probes(probes)
         self._named = [] if probes is None else [probe.kind for probe in chosen]
         self._ranks = Ranks(distributed)
         self._groups: Mapping[str, Group] | None = None
@@ -104,12 +109,11 @@ class Recorder:
                 self._store = EpochStore(store if self._ranks.writes else None, along=along)
                 undo.callback(self._store.close)
             self._marks = self._ranks.gather(self._store.marks)[0]
-            self._collector = Collector(model, chosen, wanted, self._sampling, self._classes, prefix_tokens)
+            self._collector = Collector(model, chosen, wanted, sampling, prefix_tokens)
             undo.callback(self._collector.remove)
-            check_probes(chosen, self._collector, self._sampling, self._classes, chose_layers=layers is not None)
+            check_probes(self._collector, chose_layers=layers is not None)
             with self._ranks.agreed():
-                about = provenance(model)
-                check_same_recording(self._store, about, self._collector, self._sampling, self._classes)
+                check_same_recording(self._store, provenance(model), self._collector)
                 self._store.hold()
             undo.pop_all()
 
@@ -152,12 +156,7 @@ class Recorder:
         self._check_marked()
         return self._store.tree()
 
-    def mark(
-        self,
-        *,
-        if_marked: Literal["error", "skip"] = "error",
-        **values: SupportsFloat,
-    ) -> None:
+    def mark(self, *, if_marked: Literal["error", "skip"] = "error", **values: SupportsFloat) -> None:
         """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``, and starts the next.
 
         Means are over all images and queries seen since the previous mark; gate, locality strength and centre are read
@@ -220,10 +219,10 @@ class Recorder:
         if self._along not in values:
             raise TypeError(f"mark() needs the {self._along}: mark({self._along}=..., top1=...)")
         number = as_mark(self._along, values.pop(self._along))
-        return number, as_numbers(values, self._along)
+        return number, as_scalars(values, self._along)
 
     def _gather(self) -> tuple[dict[tuple[str, str], EpochSums], bool]:
-        """What all ranks found, by layer and probe; and whether none has seen a forward in which attention could be."""
+        """What all ranks found, and whether none has seen a forward in which attention could be."""
         collector, sums = self._collector, self._collector.sums
         with whole_parameters(self._model), self._ranks.agreed():
             mine = {key: sums[key].found() for key in sorted(sums)}
@@ -243,10 +242,10 @@ class Recorder:
         missed: bool,
     ) -> list[str]:
         """Store an epoch; nothing is changed where it is refused. Returns what to warn of."""
-        self._check_order(number)
-        check_epoch(found, self._collector, self._sampling, self._asked, self._groups, missed=missed)
+        check_order(self._along, number, self.epochs)
+        check_epoch(found, self._collector, self._asked, self._groups, missed=missed)
         sums = [self._collector.sums[key] for key in found]
-        entries = layer_values(sums, found) + map_values(sums, self._sampling.images, self._classes)
+        entries = layer_values(sums, found) + map_values(sums, self._collector.sampling)
         groups = self._groups or groups_of(entries, self._collector.order)
         if self._groups is None and (stored := self._store.groups) is not None:
             check_resumed(stored, groups)
@@ -254,7 +253,7 @@ class Recorder:
         check_scalars(scalars, groups)
         warned = without_strangers(entries, groups) + _nonfinite(entries)
         if self._store.groups is None:
-            images = {"images": json.dumps(self._sampling.images)}  # of which maps are kept
+            images = {"images": json.dumps(self._collector.sampling.images)}  # of which maps are kept
             self._store.create(groups, provenance(self._model) | images | self._reasons())
         self._store.append(number, assemble(entries, groups), scalars, attrs=self._reasons())
         self._groups = groups
@@ -274,15 +273,6 @@ class Recorder:
             raise RuntimeError("rank 0 has the recording; open its store to read it elsewhere")
         if self._store.groups is None:
             raise RuntimeError(f"nothing is recorded yet: run a forward, then mark({self._along}=...)")
-
-    def _check_order(self, number: int | float) -> None:
-        marks = self.epochs
-        if number in marks:
-            raise ValueError(f"{self._along} {number} is already marked")
-        if marks and number < marks[-1]:
-            raise ValueError(
-                f"expected {a_or_an(self._along)} later than the last one marked, {marks[-1]}, got {number}"
-            )
 
     def _idle(self) -> list[str]:
         """Say once which probes were named and found no layer; of those that are there by default one is enough."""

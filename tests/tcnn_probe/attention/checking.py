@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tests.tcnn_probe.attention.bruteforce import Layout, Place, Whole, attention_of, entropy
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.contracts import helpers
 
 TOLERANCE = 1e-9  # nats and cells
 NUMBERS = ("entropy", "attention_distance", "prefix_attention", "class_entropy", "class_prefix_attention")
@@ -85,12 +86,8 @@ def recorded(
     model: nn.Module, batches: Sequence[Any], **options: Any
 ) -> tuple[xr.Dataset, tuple[str, ...], dict[str, str]]:
     """The epoch that these batches make, the layers, and what was not recorded."""
-    with tcnn_probe.record(model, **options) as recorder:
-        with torch.no_grad():
-            for batch in batches:
-                model(*batch) if isinstance(batch, tuple) else model(batch)
-        recorder.mark(epoch=0)
-        return recorder.dataset.isel(epoch=0).load(), recorder.layers, recorder.unsupported
+    recorder = helpers.recorded(model, *batches, **options)
+    return recorder.dataset.isel(epoch=0).load(), recorder.layers, recorder.unsupported
 
 
 def expect(

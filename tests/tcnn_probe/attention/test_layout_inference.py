@@ -12,6 +12,7 @@ import tcnn_probe
 from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
 from tests.tcnn_probe.attention.checking import TOLERANCE, as_it_is, check, merged, same
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.contracts.helpers import recorded
 
 pytestmark = pytest.mark.numerical
 
@@ -139,9 +140,7 @@ def test_registers_that_are_declared(count: int) -> None:
 
 def test_reasons_of_what_is_missing() -> None:
     for model, missing in ((Seeing(registers, more=9), ["attend"]), (Seeing(latents, more=9), ["attend", "among"])):
-        with tcnn_probe.record(model, images=1) as recorder, torch.no_grad():
-            model(square())
-            recorder.mark(epoch=0)
+        recorder = recorded(model, square(), images=1)
         assert [*recorder.missing["center_attention"]] == missing
         assert recorder.missing["attention_distance"].keys() == set(missing)
     assert recorder.missing["attention_received"].keys() == {"among"}
@@ -161,10 +160,10 @@ class Merged(Seeing):
         return torch.bmm(torch.softmax(torch.bmm(q, k.mT), -1), v)
 
 
-@pytest.mark.parametrize("name", ["num_heads", "n_heads", "nhead", "heads", "n_head", "num_attention_heads"])
-def test_merged_heads(name: str) -> None:
+@pytest.mark.parametrize(("name", "images"), [("num_heads", 5), ("num_attention_heads", HEADS)])
+def test_merged_heads(name: str, images: int) -> None:
     """How many there are is known from the layer, also if there are as many images."""
-    check(Merged(name), square(5 if name == "heads" else HEADS), {"": same(grid(4, 4), arrange=merged(HEADS))})
+    check(Merged(name), square(images), {"": same(grid(4, 4), arrange=merged(HEADS))})
 
 
 def test_merged_heads_that_nobody_counts() -> None:

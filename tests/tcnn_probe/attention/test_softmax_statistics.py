@@ -83,8 +83,8 @@ def check(call: AttentionCall, expected: Bounded) -> None:
         assert ((got[name] - value).abs() <= bound).all(), (name, got[name] - value, bound)
 
 
-@pytest.mark.parametrize(("block", "table"), [(1, 0), (211, 1 << 20), (1 << 18, 0), (1 << 18, 1 << 20)])
-@pytest.mark.parametrize("prefix", [0, 1, 5])
+@pytest.mark.parametrize(("block", "table"), [(1, 0), (211, 1 << 20), (1 << 18, 0)])
+@pytest.mark.parametrize("prefix", [0, 5])
 @pytest.mark.parametrize("form", ["plain", "given", "added", "hidden", "lowered", "huge", "swallowed"])
 def test_equals_brute_force(form: str, prefix: int, block: int, table: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionCall, "BLOCK", block)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import tcnn_probe
 
-__all__ = ["Trace", "check_entropies", "clean", "entropies", "entropy", "images", "vit"]
+__all__ = ["Trace", "check_entropies", "clean", "entropies", "entropy", "global_state", "images", "recorded", "vit"]
 
 
 def vit(seed: int = 0, **options: Any) -> VisionTransformer:
@@ -67,23 +67,45 @@ def check_entropies(recorder: tcnn_probe.Recorder, expected: Tensor, mark: int =
         assert set(ds.images.values.tolist()) == {images}
 
 
+def recorded(model: nn.Module, *batches: Any, **options: Any) -> tcnn_probe.Recorder:
+    """After one epoch; a tuple is a batch of several inputs."""
+    with torch.no_grad(), tcnn_probe.record(model, **options) as recorder:
+        for batch in batches:
+            model(*batch) if isinstance(batch, tuple) else model(batch)
+        recorder.mark(epoch=0)
+    return recorder
+
+
+_PLAIN = (dict, set, list, tuple)  # which torch.export makes anew
+
+
 class Trace:
-    """Everything in a model, and in torch itself, that a recorder could leave changed."""
+    """Everything in a model, and in torch itself, that a recorder could leave changed; objects by their identity."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
-        self.attributes = {name: set(vars(module)) for name, module in modules.items()}
-        self.hooks = {
-            (name, kind): list(hooks.items())  # in order
+        self.classes = {name: type(module) for name, module in modules.items()}
+        self.attributes = {
+            name: {key: None if isinstance(value, _PLAIN) else id(value) for key, value in vars(module).items()}
             for name, module in modules.items()
-            for kind, hooks in vars(module).items()
-            if "hooks" in kind and isinstance(hooks, dict)
         }
+        containers = {
+            (name, key): list(value.items()) if isinstance(value, dict) else sorted(map(str, value))
+            for name, module in modules.items()
+            for key, value in vars(module).items()
+            if isinstance(value, _PLAIN) and key not in ("_parameters", "_buffers")
+        }
+        self.hooks = {place: value for place, value in containers.items() if "hooks" in place[1]}  # in order
+        self.containers = {place: value for place, value in containers.items() if "hooks" not in place[1]}
         self.parameters = {
-            name: (p.requires_grad, None if p._backward_hooks is None else list(p._backward_hooks.items()))
+            name: (
+                id(p),
+                p.requires_grad,
+                None if not p._backward_hooks else list(p._backward_hooks.items()),
+                [key for key in vars(p) if not key.startswith("_dynamo")],  # a mark that torch.compile leaves
+            )
             for name, p in model.named_parameters()
         }
-        self.training = {name: module.training for name, module in modules.items()}
         self.state = {name: value.clone() for name, value in model.state_dict().items()}
         self.torch = global_state()
 

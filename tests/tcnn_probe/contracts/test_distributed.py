@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-SCENARIOS = ["values", "resume", "parameters", "classes", "training", "errors", "uneven"]
+SCENARIOS = ["values", "resume", "parameters", "classes", "errors", "uneven"]
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
@@ -28,9 +28,10 @@ def test_two_ranks(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        told = [process.communicate(timeout=120)[0] for process in processes]
+        told = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(told)
     assert [line.split()[1] for line in told[0].splitlines() if line.startswith("passed")] == SCENARIOS

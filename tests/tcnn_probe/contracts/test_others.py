@@ -12,7 +12,6 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import tcnn_probe
 from tcnn_probe.hooks.modes import put_on, take_off
@@ -65,9 +64,7 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.calls: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append(str(func))
-        return func(*args, **(kwargs or {}))
+    __torch_dispatch__ = Counter.__torch_function__
 
 
 def run_with(mode: Callable[[], Any], model: nn.Module, where: str) -> list[str]:
@@ -121,25 +118,12 @@ def test_mode_that_stays_on_after_the_forward(mode: Callable[[], Any]) -> None:
         assert recorder.dataset.images.values.tolist() == [[6, 6]]
 
 
-def test_flops_are_those_of_the_model() -> None:
-    def flops(model: nn.Module) -> int:
-        with FlopCounterMode(display=False) as counter:
-            model(images())
-        return counter.get_total_flops()
-
-    expected = flops(vit())
-    model = vit()
-    with tcnn_probe.record(model):
-        assert flops(model) == expected
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_default_device(device: str) -> None:
+def test_default_device() -> None:
     """Where tensors are made if nobody says: not the recorder's."""
     model, x = vit(), images()
     expected = entropies(model, x)
     with tcnn_probe.record(model, images=[0]) as recorder:
-        with torch.device(device):
+        with torch.device("meta"):
             model(x)
         recorder.mark(epoch=0)
         check_entropies(recorder, expected)

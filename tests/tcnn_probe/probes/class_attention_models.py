@@ -7,14 +7,13 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-import tcnn_probe
 from tcnn_model.models.patchconvnet import PatchConvNet
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 
-__all__ = ["CLASSES", "GRID", "LAYER", "by_class", "classes_of", "network", "pictures", "truth"]
+__all__ = ["CLASSES", "LAYER", "classes_of", "network", "pictures", "truth"]
 
-CLASSES, GRID, LAYER = 11, (3, 5), "pool.block.attn"
+CLASSES, LAYER = 11, "pool.block.attn"
 
 
 def network(classes: int = CLASSES, seed: int = 0, **options: Any) -> PatchConvNet:
@@ -36,12 +35,3 @@ def truth(model: nn.Module, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def classes_of(tree: xr.DataTree, shape: str = "3x5") -> xr.Dataset:
     return tree[f"maps/classes/{shape}"].to_dataset().sel(layer=LAYER)
-
-
-def by_class(model: nn.Module, batches: Any, **options: Any) -> xr.Dataset:
-    """What is recorded of one epoch."""
-    with torch.no_grad(), tcnn_probe.record(model, **options) as recorder:
-        for batch in batches:
-            model(batch)
-        recorder.mark(epoch=0)
-        return classes_of(recorder.tree).isel(epoch=0).load()

@@ -10,7 +10,7 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-import tcnn_probe
+from tests.tcnn_probe.contracts import helpers
 
 __all__ = ["VIT", "images", "inputs_in_float64", "recorded", "scattered", "small", "step"]
 
@@ -60,12 +60,8 @@ def _keep(seen: dict[str, Any], name: str, module: nn.Module, args: tuple[Any, .
 def recorded(model: nn.Module, probe: Any, *batches: Tensor, **about: Any) -> xr.Dataset:
     """The group of one probe after one epoch."""
     kind = probe if isinstance(probe, str) else probe.kind
-    with tcnn_probe.record(model, probes=probe, **about) as recorder:
-        with torch.no_grad():
-            for batch in batches:
-                model(batch)
-        recorder.mark(epoch=3)
-    return recorder.tree[kind].to_dataset().sel(epoch=3).load()
+    recorder = helpers.recorded(model, *batches, probes=probe, **about)
+    return recorder.tree[kind].to_dataset().sel(epoch=0).load()
 
 
 def step(model: nn.Module, batch: Tensor, times: float = 1.0) -> None:

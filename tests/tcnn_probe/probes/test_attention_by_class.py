@@ -15,26 +15,24 @@ import tcnn_probe
 from tcnn_model import AttentionPool2d
 from tcnn_model.pooling.attention_pool import ClassScores
 from tests.tcnn_probe.attention.bruteforce import entropy
-from tests.tcnn_probe.probes.class_attention_models import (
-    CLASSES,
-    GRID,
-    LAYER,
-    by_class,
-    classes_of,
-    network,
-    pictures,
-    truth,
-)
+from tests.tcnn_probe.contracts.helpers import recorded
+from tests.tcnn_probe.probes.class_attention_models import CLASSES, LAYER, classes_of, network, pictures, truth
 
 IMAGES = [1, 3, 6]
 
 pytestmark = pytest.mark.numerical
 
 
+def maps_of(recorder: tcnn_probe.Recorder, shape: str = "3x5") -> xr.Dataset:
+    return classes_of(recorder.tree, shape).isel(epoch=-1).load()
+
+
 def check(ds: xr.Dataset, model: nn.Module, x: Tensor, images: Sequence[int], classes: Any) -> None:
     """Entry by entry. ``classes`` are those expected of each image, None for the best three."""
     maps, scores = truth(copy.deepcopy(model), x)
     assert ds.attention_by_class.dims == ("image", "class", "y", "x")
+    assert ds.attention_by_class.dtype == ds.class_score.dtype == np.float32
+    assert ds.class_index.dtype == np.int64
     assert ds.image.values.tolist() == list(images)
     for place, image in enumerate(images):
         best = sorted(range(scores.shape[1]), key=lambda c: -scores[image, c])[:3] if classes is None else classes
@@ -45,63 +43,52 @@ def check(ds: xr.Dataset, model: nn.Module, x: Tensor, images: Sequence[int], cl
             np.testing.assert_allclose(ds.class_score[place, rank], scores[image, c], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("split", [[7], [2, 3, 2]], ids=str)
-def test_best_classes_by_the_model_s_own_output(split: list[int]) -> None:
+def test_best_classes_by_the_model_s_own_output() -> None:
     model, x = network(), pictures()
-    ds = by_class(model, x.split(split), images=IMAGES)
+    ds = maps_of(recorded(model, *x.split([2, 3, 2]), images=IMAGES))
     check(ds, model, x, IMAGES, None)
     assert ds["class"].values.tolist() == [0, 1, 2]
     assert len({tuple(row) for row in ds.class_index.values}) > 1
-    assert ds.attention_by_class.dtype == ds.class_score.dtype == np.float32
-    assert ds.class_index.dtype == np.int64
     assert float(ds.attention_by_class.max()) > 0.5
     np.testing.assert_allclose(ds.attention_by_class.sum(("y", "x")), 1, atol=1e-6)
 
 
-def test_classes_that_are_named() -> None:
+@pytest.mark.parametrize(
+    ("classes", "expected"),
+    [([9, 0, 4, 9], [9, 0, 4]), (np.array([4, 1]), [4, 1]), ({10, 1, 8}, [1, 8, 10])],
+    ids=["list", "array", "set"],
+)
+def test_classes_that_are_named(classes: Any, expected: list[int]) -> None:
     model, x = network(), pictures()
-    ds = by_class(model, x.split([2, 5]), images=IMAGES, classes=[9, 0, 4, 9])
-    check(ds, model, x, IMAGES, [9, 0, 4])
-    assert ds["class"].values.tolist() == [9, 0, 4]
-
-
-def test_best_classes_change_from_epoch_to_epoch() -> None:
-    model, x = network(), pictures()
-    with torch.no_grad(), tcnn_probe.record(model, images=IMAGES) as recorder:
-        for epoch in range(3):
-            model.head.bias.copy_(torch.zeros(CLASSES).scatter(0, torch.tensor([epoch, epoch + 4]), 50.0))
-            model(x)
-            recorder.mark(epoch=epoch)
-            check(classes_of(recorder.tree).sel(epoch=epoch).load(), model, x, IMAGES, None)
-        index = classes_of(recorder.tree).class_index
-    assert [set(index.sel(epoch=e, **{"class": [0, 1]}).values.flat) for e in range(3)] == [{0, 4}, {1, 5}, {2, 6}]
+    ds = maps_of(recorded(model, *x.split([2, 5]), images=IMAGES, classes=classes))
+    check(ds, model, x, IMAGES, expected)
+    assert ds["class"].values.tolist() == expected
 
 
 def test_numbers_of_a_layer_with_a_token_a_class() -> None:
     """Means over all tokens; none is taken for the class token, and nobody has a place."""
     model, x = network(), pictures()
     expected = entropy(truth(copy.deepcopy(model), x)[0]).mean()
-    with torch.no_grad(), tcnn_probe.record(model, images=1) as recorder:
-        model(x)
-        recorder.mark(epoch=0)
-        ds, tree, missing = recorder.dataset.squeeze().load(), recorder.tree, recorder.missing
+    recorder = recorded(model, x, images=1)
+    ds, tree, missing = recorder.dataset.squeeze().load(), recorder.tree, recorder.missing
     np.testing.assert_allclose([ds.entropy, ds.class_entropy], expected, atol=1e-4)
     assert not {"attention_distance", "prefix_attention", "class_prefix_attention"} & {n for n in ds if ds[n].notnull()}
     assert set(tree["maps/1x3x5"].data_vars) == {"attention_received"}
     assert missing.keys() == {"attention_distance", "uniform_distance", "center_attention"}
     assert "one for each class" in missing["attention_distance"][LAYER]
+    recorder = recorded(model, x, images=2, classes=None)
+    assert [*recorder.tree["maps"].children] == ["1x3x5"]
+    assert "attention_by_class" not in recorder.missing
 
 
-@pytest.mark.parametrize("classes", [1, 2, 15, 24], ids=["one", "two", "as many as patches", "as many as channels"])
+@pytest.mark.parametrize("classes", [1, 15, 24], ids=["one", "as many as patches", "as many as channels"])
 def test_shapes_that_could_be_something_else(classes: int) -> None:
     """A token a class is known by its pool, not by how many there are: 15 patches, 24 channels."""
     model, x = network(classes), pictures(3)
-    ds = by_class(model, [x], images=2, classes=5 if classes < 3 else 3)
+    recorder = recorded(model, x, images=2)
+    ds = maps_of(recorder)
     assert ds.sizes["class"] == min(classes, 3)
     check(ds, model, x, [0, 1], None)
-    with torch.no_grad(), tcnn_probe.record(model, images=2) as recorder:
-        model(x)
-        recorder.mark(epoch=0)
     assert "class_attention" not in recorder.tree["maps/1x3x5"]
     assert recorder.layers == (LAYER,)
     assert recorder.dataset.get("attention_distance", xr.DataArray(np.nan)).isnull().all()
@@ -115,60 +102,30 @@ class Wrapped(nn.Module):
         self.stem, self.output = nn.Conv2d(3, 24, 16, 16), output
         self.pools = nn.ModuleList([nn.ModuleDict({"pool": AttentionPool2d(24, CLASSES, init_values=1.0)})])
         self.head = ClassScores(24, CLASSES)
+        self.eval()
 
     def forward(self, x: Tensor) -> Any:
         return self.output(self.head(self.pools[0]["pool"](x=self.stem(x))))
 
 
+DEEP = "pools.0.pool.block.attn"
+
+
 def test_a_pool_anywhere_called_by_keyword() -> None:
-    model, x = Wrapped(lambda scores: scores).eval(), torch.randn(5, 3, 48, 80)
-    maps, scores = truth(copy.deepcopy(model), x)
-    with torch.no_grad(), tcnn_probe.record(model, images=5, classes=1) as recorder:
-        model(x)
-        recorder.mark(epoch=0)
-    ds = recorder.tree["maps/classes/3x5"].to_dataset().sel(layer="pools.0.pool.block.attn").squeeze(("epoch", "class"))
-    assert ds.class_index.values.tolist() == scores.argmax(1).tolist()
-    np.testing.assert_allclose(ds.attention_by_class, maps[range(5), scores.argmax(1)].reshape(5, *GRID), atol=1e-5)
-
-
-class AttentionPooledViews(nn.Module):
-    """Two views of each image, pooled one by one, in a model that looks like attention by its name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.pool = nn.Conv2d(3, 24, 16, 16), AttentionPool2d(24, CLASSES, init_values=1.0)
-        self.head = ClassScores(24, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = self.stem(x)
-        views = torch.stack([features, features.flip(3)], 1).flatten(0, 1)
-        return self.head(self.pool(views)).unflatten(0, (-1, 2)).mean(1)
-
-
-def test_several_views_of_an_image_have_no_one_map() -> None:
-    with torch.no_grad(), tcnn_probe.record(model := AttentionPooledViews().eval(), images=2) as recorder:
-        model(torch.randn(2, 3, 48, 80))
-        recorder.mark(epoch=0)
-    assert "classes" not in recorder.tree["maps"].children
-    assert LAYER in recorder.missing["attention_by_class"]
-    assert recorder.unsupported == {}
+    model, x = Wrapped(lambda scores: scores), pictures(5)
+    ds = recorded(model, x, images=5).tree["maps/classes/2x4"].to_dataset().sel(layer=DEEP, epoch=0)
+    check(ds, model, x, range(5), None)
 
 
 @pytest.mark.parametrize("output", [lambda s: {"logits": s}, lambda s: s[:, :5]], ids=["no tensor", "too few"])
 def test_an_output_that_is_no_score_for_each_class(output: Any) -> None:
-    model, x = Wrapped(output).eval(), torch.randn(2, 3, 48, 80)
-    with torch.no_grad(), tcnn_probe.record(model, images=2) as recorder:
-        model(x)
-        recorder.mark(epoch=0)
-        assert "classes" not in recorder.tree["maps"].children
-        reasons = recorder.missing
+    model, x = Wrapped(output), pictures(2)
+    recorder = recorded(model, x, images=2)
+    assert "classes" not in recorder.tree["maps"].children
     for name in ("attention_by_class", "class_index", "class_score"):
-        assert r"its output is none of shape (2, 11)" in reasons[name]["pools.0.pool.block.attn"]
-        assert "classes=[...]" in reasons[name]["pools.0.pool.block.attn"]
-    with torch.no_grad(), tcnn_probe.record(model, images=2, classes=[5]) as recorder:
-        model(x)
-        recorder.mark(epoch=0)
-        ds = recorder.tree["maps/classes/3x5"].to_dataset()
+        assert r"its output is none of shape (2, 11)" in recorder.missing[name][DEEP]
+        assert "classes=[...]" in recorder.missing[name][DEEP]
+    ds = recorded(model, x, images=2, classes=[5]).tree["maps/classes/2x4"].to_dataset()
     assert ds.class_score.isnull().all()
     assert ds.attention_by_class.notnull().all()
 
@@ -181,63 +138,54 @@ def test_a_part_of_the_model_called_by_itself() -> None:
         with torch.no_grad(), tcnn_probe.record(model, images=IMAGES, classes=classes) as recorder:
             model.forward_head(model.forward_features(x), pre_logits=True)
             recorder.mark(epoch=0)
-            tree, missing = recorder.tree, recorder.missing
         if classes == 3:
-            assert "the model was not called as a whole" in missing["attention_by_class"][LAYER]
-            assert "classes" not in tree["maps"].children
+            assert "the model was not called as a whole" in recorder.missing["attention_by_class"][LAYER]
+            assert "classes" not in recorder.tree["maps"].children
         else:
-            ds = classes_of(tree).isel(epoch=0)
-            found = ds.attention_by_class.values.reshape(3, 2, -1)
+            found = maps_of(recorder).attention_by_class.values.reshape(3, 2, -1)
             np.testing.assert_allclose(found, expected[IMAGES][:, classes], atol=1e-5)
-            assert "attention_by_class" not in missing
+            assert "attention_by_class" not in recorder.missing
 
 
-def test_two_grids_and_pools() -> None:
+class AttentionPooledViews(nn.Module):
+    """Two views of each image, pooled one by one, in a model that looks like attention by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pool = nn.Conv2d(3, 24, 16, 16), AttentionPool2d(24, CLASSES, init_values=1.0)
+        self.head = ClassScores(24, CLASSES)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.stem(x)
+        views = torch.stack([features, features.flip(3)], 1).flatten(0, 1)
+        return self.head(self.pool(views)).unflatten(0, (-1, 2)).mean(1)
+
+
+def test_several_views_of_an_image_have_no_one_map() -> None:
+    recorder = recorded(AttentionPooledViews(), pictures(2), images=2)
+    assert "classes" not in recorder.tree["maps"].children
+    assert LAYER in recorder.missing["attention_by_class"]
+    assert recorder.unsupported == {}
+
+
+def test_two_grids() -> None:
     """Images of another shape have a group of their own."""
     model, x, other = network(), pictures(2), pictures(2, (79, 31))
-    with torch.no_grad(), tcnn_probe.record(model, images=4) as recorder:
-        model(x)
-        model(other)
-        recorder.mark(epoch=0)
-        tree = recorder.tree
+    recorder = recorded(model, x, other, images=4)
     for shape, given, images in (("3x5", x, [0, 1]), ("5x2", other, [2, 3])):
-        ds = classes_of(tree, shape).isel(epoch=0)
+        ds = maps_of(recorder, shape)
         assert ds.image[ds.class_index[:, 0] >= 0].values.tolist() == images
-        picked = ds.sel(image=images)
-        check(picked.assign_coords(image=[0, 1]), model, given, [0, 1], None)
+        check(ds.sel(image=images).assign_coords(image=[0, 1]), model, given, [0, 1], None)
 
 
 def test_only_some_images_and_forwards() -> None:
     model, x = network(), pictures()
-    ds = by_class(model, x.split(1), images=[0, 2, 3, 5], max_images=3, every=2)
+    ds = maps_of(recorded(model, *x.split(1), images=[0, 2, 3, 5], max_images=3, every=2))
     check(ds.sel(image=[0, 2]).assign_coords(image=[0, 4]), model, x, [0, 4], None)
     assert (ds.class_index.sel(image=[3, 5]) == -1).all()
-    whole = by_class(model, [x], images=[0, 2, 3], max_images=3)
+    whole = maps_of(recorded(model, x, images=[0, 2, 3], max_images=3))
     assert whole.attention_by_class.isnull().all(("class", "y", "x")).values.tolist() == [False, False, True]
-
-
-def test_no_maps_of_classes() -> None:
-    with torch.no_grad(), tcnn_probe.record(model := network(), images=2, classes=None) as recorder:
-        model(pictures(2))
-        recorder.mark(epoch=0)
-    assert [*recorder.tree["maps"].children] == ["1x3x5"]
-    assert "attention_by_class" not in recorder.missing
-
-
-@pytest.mark.parametrize(("dtype", "off"), [(torch.float64, 1e-5), (torch.bfloat16, 0.2)], ids=str)
-def test_other_precisions(dtype: torch.dtype, off: float) -> None:
-    """bfloat16 rounds the features themselves, to 2^-9: maps of the same places, no more."""
-    model, x = network(), pictures()
-    whole = by_class(model, [x], images=IMAGES, classes=[0, 7])
-    ds = by_class(copy.deepcopy(model).to(dtype), [x.to(dtype)], images=IMAGES, classes=[0, 7])
-    assert ds.attention_by_class.dtype == np.float32
-    np.testing.assert_allclose(ds.attention_by_class.sum(("y", "x")), 1, atol=1e-5)
-    assert abs(ds.attention_by_class - whole.attention_by_class).mean() < off
-
-
-def test_indices_of_any_kind() -> None:
-    for classes, expected in ((np.array([4, 1]), [4, 1]), ({10, 1, 8}, [1, 8, 10])):
-        assert by_class(network(), [pictures()], images=2, classes=classes)["class"].values.tolist() == expected
 
 
 def test_classes_that_went_while_recording() -> None:
@@ -252,30 +200,23 @@ def test_classes_that_went_while_recording() -> None:
             recorder.mark(epoch=1)
 
 
-def stored(model: nn.Module, store: Any, epoch: int, classes: Any) -> xr.DataTree:
-    with torch.no_grad(), tcnn_probe.record(model, store, images=2, classes=classes) as recorder:
-        model(pictures())
-        recorder.mark(epoch=epoch)
-        return recorder.tree.load()
-
-
-@pytest.mark.parametrize("classes", [2, [9, 4]], ids=str)
-def test_round_trip_and_resume(tmp_path: Path, classes: Any) -> None:
-    path, model, memory = tmp_path / "run.zarr", network(), []
+def test_best_classes_change_from_epoch_to_epoch_and_run_to_run(tmp_path: Path) -> None:
+    model, x, path = network(), pictures(), tmp_path / "run.zarr"
     for epoch in range(3):
-        with torch.no_grad():
-            model.head.bias.normal_(std=3.0, generator=torch.Generator().manual_seed(epoch))
-        stored(model, path, epoch, classes)
-        memory.append(classes_of(stored(model, None, epoch, classes)))
-    found = classes_of(tcnn_probe.open(path).load())
-    xr.testing.assert_identical(found.drop_attrs(), xr.concat(memory, "epoch").drop_attrs())
-    assert found.class_index.attrs["long_name"] == "class"
+        with torch.no_grad(), tcnn_probe.record(model, path, images=IMAGES) as recorder:
+            model.head.bias.copy_(torch.zeros(CLASSES).scatter(0, torch.tensor([epoch, epoch + 4]), 50.0))
+            model(x)
+            recorder.mark(epoch=epoch)
+        check(maps_of(recorder), model, x, IMAGES, None)
+    index = classes_of(tcnn_probe.open(path).load()).class_index
+    assert index.attrs["long_name"] == "class"
+    assert [set(index.sel(epoch=e, **{"class": [0, 1]}).values.flat) for e in range(3)] == [{0, 4}, {1, 5}, {2, 6}]
 
 
-@pytest.mark.parametrize(("there", "here"), [(3, None), (3, [0, 1, 2]), ([0, 1], 3), ([0, 1], [1, 0])], ids=str)
+@pytest.mark.parametrize(("there", "here"), [(3, None), ([0, 1], [1, 0])], ids=str)
 def test_a_store_of_other_classes_is_refused(tmp_path: Path, there: Any, here: Any) -> None:
     path, model = tmp_path / "run.zarr", network()
-    stored(model, path, 0, there)
+    recorded(model, pictures(), store=path, images=2, classes=there)
     with pytest.raises(tcnn_probe.StoreError) as raised:
         tcnn_probe.record(model, path, images=2, classes=here)
     assert str(raised.value) == f"the store has maps of {LAYER!r} with classes={there}, got classes={here}"

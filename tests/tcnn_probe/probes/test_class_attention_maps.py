@@ -11,10 +11,10 @@ import xarray as xr
 from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
-import tcnn_probe
 from tcnn_model import AttentionPool2d
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.contracts.helpers import recorded
 
 SIZE = (24, 40)  # 3 x 5 patches of 8 x 8
 SMALL = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 7}
@@ -66,11 +66,7 @@ CASES = [
         lambda: transformer("deit_tiny_distilled_patch16_224"),
         dict.fromkeys(BLOCKS, Row(2, 0, distillation=1)),
     ),
-    Case(
-        "cait",
-        lambda: transformer("cait_xxs24_224"),
-        {f"blocks_token_only.{i}.attn": Row(1, 0) for i in range(2)},
-    ),
+    Case("cait", lambda: transformer("cait_xxs24_224"), {f"blocks_token_only.{i}.attn": Row(1, 0) for i in range(2)}),
     Case("two latents", lambda: with_latents(2), {"attn_pool": Row(0, None)}),
     Case("latents, averaged", lambda: with_latents(2, "avg"), {}),
     Case(
@@ -87,13 +83,10 @@ def peaked(model: nn.Module) -> nn.Module:
     return sharpen(model, gain=3.0)
 
 
-def recorded(model: nn.Module, pictures: Tensor) -> dict[str, xr.Dataset]:
+def maps_of(model: nn.Module, pictures: Tensor) -> dict[str, xr.Dataset]:
     """The maps of each layer that has some."""
-    with torch.no_grad(), tcnn_probe.record(model, images=IMAGES) as recorder:
-        for batch in pictures.split([1, 3, 1]):
-            model(batch)
-        recorder.mark(epoch=0)
-        groups = [group.to_dataset().load() for group in recorder.tree["maps"].leaves]
+    tree = recorded(model, *pictures.split([1, 3, 1]), images=IMAGES).tree
+    groups = [group.to_dataset().load() for group in tree["maps"].leaves]
     return {layer: group.isel(epoch=0).sel(layer=layer) for group in groups for layer in group.layer.values}
 
 
@@ -102,7 +95,7 @@ def test_equals_brute_force(case: Case) -> None:
     torch.manual_seed(0)
     model, pictures = peaked(case.build()), torch.randn(5, 3, *case.size)
     wholes = {whole.layer: whole.weights.numpy()[IMAGES] for whole in attention_of(model, pictures)}
-    maps = recorded(model, pictures)
+    maps = maps_of(model, pictures)
     assert case.rows.keys() <= wholes.keys()
     largest = 0.0
     for layer, row in case.rows.items():
@@ -139,10 +132,7 @@ def test_numbers_of_the_distillation_token() -> None:
     torch.manual_seed(0)
     model, pictures = peaked(transformer("deit_tiny_distilled_patch16_224")), torch.randn(5, 3, *SIZE)
     rows = np.stack([whole.weights.numpy()[:, :, 1] for whole in attention_of(model, pictures)])
-    with torch.no_grad(), tcnn_probe.record(model) as recorder:
-        model(pictures)
-        recorder.mark(epoch=0)
-    ds = recorder.dataset.isel(epoch=0)
+    ds = recorded(model, pictures).dataset.isel(epoch=0)
     np.testing.assert_allclose(ds.distillation_entropy, -(rows * np.log(rows)).sum(-1).mean(1), atol=1e-4)
     np.testing.assert_allclose(ds.distillation_prefix_attention, rows[..., :2].sum(-1).mean(1), atol=1e-5)
 
@@ -151,12 +141,9 @@ def test_a_user_s_distillation_token_has_a_name_and_a_latent_no_place() -> None:
     """Two tokens before the grid, of which the model says by ``dist_token`` that the second is one."""
     model = peaked(transformer("vit_tiny_patch16_224", reg_tokens=1))
     pictures = torch.randn(5, 3, *SIZE)
-    assert "distillation_attention" not in recorded(model, pictures)["blocks.0.attn"]
+    assert "distillation_attention" not in maps_of(model, pictures)["blocks.0.attn"]
     model.dist_token = model.reg_token
-    assert "distillation_attention" in recorded(model, pictures)["blocks.0.attn"]
-    model = peaked(with_latents(1))
-    with torch.no_grad(), tcnn_probe.record(model, images=1) as recorder:
-        model(pictures)
-        recorder.mark(epoch=0)
+    assert "distillation_attention" in maps_of(model, pictures)["blocks.0.attn"]
+    recorder = recorded(peaked(with_latents(1)), pictures, images=1)
     assert "latents" in recorder.missing["self_attention"]["attn_pool"]
     assert not any(name.startswith("distillation") or "by_class" in name for name in recorder.missing)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_model import GPSA, gpsa_layers
 from tests.tcnn_model.helpers import default_dtype
+from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.networks import Branches, Chain, inputs_of, scatter, small_resnet
 from tests.tcnn_probe.oracle import gpsa_statistics, gpsa_statistics_of_qk, summarise
 
@@ -29,11 +30,7 @@ def images(count: int = 7, channels: int = 2) -> Tensor:
 
 
 def record_epoch(model: nn.Module, x: Tensor, split: Sequence[int] = (7,)) -> xr.Dataset:
-    with tcnn_probe.record(model) as recorder, torch.no_grad():
-        for batch in x.split(list(split)):
-            model(batch)
-        recorder.mark(epoch=0)
-    return recorder.dataset.load()
+    return recorded(model, *x.split(list(split))).dataset.load()
 
 
 def assert_layer(ds: xr.Dataset, layer: str, expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
@@ -47,12 +44,12 @@ def assert_layer(ds: xr.Dataset, layer: str, expected: dict[str, Tensor], tolera
         assert np.isnan(got[len(mean) :]).all()
 
 
-@pytest.mark.parametrize("split", [(7,), (3, 4), (1,) * 7, (0, 7)], ids=str)
-def test_means_over_images_equal_brute_force_whatever_the_batches(split: tuple[int, ...]) -> None:
-    model, x = Chain(), images()
-    ds = record_epoch(model, x, split)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=str)
+def test_means_over_images_equal_brute_force_whatever_the_batches(dtype: torch.dtype, tolerance: float) -> None:
+    model, x = Chain().to(dtype), images().to(dtype)
+    ds = record_epoch(model, x, (0, 3, 4))
     for name, seen in inputs_of(model, ["near", "far"], x).items():
-        assert_layer(ds, name, gpsa_statistics(model.get_submodule(name), seen))
+        assert_layer(ds, name, gpsa_statistics(model.get_submodule(name), seen), tolerance)
     assert ds.images.values.tolist() == [[7, 7]]
     assert ds.nonfinite_images.values.tolist() == [[0, 0]]
 
@@ -111,9 +108,9 @@ def test_recording_changes_neither_outputs_nor_gradients_nor_random_numbers() ->
         return [output, *(p.grad for p in model.parameters() if p.grad is not None), torch.rand(3)]
 
     for make, x in ((Chain, images()), (convit, tokens())):
-        recorded = make()
-        with tcnn_probe.record(recorded, images=2):
-            for expected, got in zip(run(make(), x), run(recorded, x), strict=True):
+        watched = make()
+        with tcnn_probe.record(watched, images=2):
+            for expected, got in zip(run(make(), x), run(watched, x), strict=True):
                 assert torch.equal(expected, got)
 
 
@@ -141,20 +138,10 @@ def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> 
     assert recorder.dataset.images.values.tolist() == [[10]]
 
 
-def test_float64_model() -> None:
-    model, x = Chain().double(), images().double()
-    ds = record_epoch(model, x, (3, 4))
-    for name, seen in inputs_of(model, ["near", "far"], x).items():
-        assert_layer(ds, name, gpsa_statistics(model.get_submodule(name), seen), tolerance=1e-11)
-
-
-@pytest.mark.parametrize("autocast", [True, False])
-def test_half_precision(autocast: bool) -> None:
+def test_autocast() -> None:
     """From queries and keys as they were rounded."""
     model, x = nn.Sequential(scatter(GPSA(2, 3, 3, padding=1, qk_dim=4))).eval(), images()
-    if not autocast:
-        model, x = model.bfloat16(), x.bfloat16()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         ds, seen = record_epoch(model, x, (3, 4)), model[0].gated_attention(x)
     assert seen.query.dtype == torch.bfloat16
     assert_layer(ds, "0", gpsa_statistics_of_qk(model[0], x, seen.query, seen.key))
@@ -205,7 +192,7 @@ def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
     return summarise(layer.get_attention(x), content, positional, torch.sqrt(dy**2 + dx**2))
 
 
-@pytest.mark.parametrize(("side", "dtype"), [(5, torch.float32), (7, torch.float32), (5, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(("side", "dtype"), [(7, torch.float32), (5, torch.bfloat16)], ids=str)
 def test_convit_equals_brute_force_on_each_layers_own_input(side: int, dtype: torch.dtype) -> None:
     model, x = convit(side).to(dtype), tokens(side).to(dtype)
     with default_dtype(dtype):

@@ -20,8 +20,7 @@ def images(*broken: float) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, torch.float32), (-np.inf, torch.bfloat16)], ids=str)
 def test_recorded_as_nan_counted_and_told(value: float, dtype: torch.dtype) -> None:
     model, fine = Branches().to(dtype), images().to(dtype)
     with tcnn_probe.record(model) as recorder:

@@ -9,24 +9,16 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-import xarray as xr
-from torch import nn
 
 import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.networks import Chain
 
 IMAGES = torch.randn(2, 2, 5, 7, generator=torch.Generator().manual_seed(0))
 
 
-def marked(model: nn.Module, x: torch.Tensor = IMAGES) -> xr.Dataset:
-    with tcnn_probe.record(model) as recorder, torch.no_grad():
-        model(x)
-        recorder.mark(epoch=0)
-    return recorder.dataset
-
-
 def test_every_variable_says_what_it_is() -> None:
-    ds = marked(Chain())
+    ds = recorded(Chain(), IMAGES).dataset
     units = {"gate": "1", "locality_strength": "pixel-2", "attention_span": "pixel2", "center_y": "pixel"}
     units |= {"center_x": "pixel", "attention_distance": "pixel", "uniform_distance": "pixel"}
     units |= {"images": "1", "nonfinite_images": "1"}
@@ -42,7 +34,7 @@ def test_every_variable_says_what_it_is() -> None:
 
 def test_provenance() -> None:
     model = timm.create_model("convit_tiny", img_size=32, depth=1, embed_dim=2).eval()
-    attrs = marked(model, torch.randn(1, 3, 32, 32)).attrs
+    attrs = recorded(model, torch.randn(1, 3, 32, 32)).dataset.attrs
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", attrs["created_at"])
     assert attrs["creation_library"] == "tcnn_probe"
     assert attrs["creation_library_version"] == version("tcnn-probe")
@@ -51,7 +43,7 @@ def test_provenance() -> None:
     assert attrs["model_class"] == "ConVit"
     assert attrs["model_architecture"] == "convit_tiny"
     assert json.loads(attrs["layers"]) == {"blocks.0.attn": {"kind": "convit-gpsa", "heads": 4}}
-    ours = marked(Chain()).attrs
+    ours = recorded(Chain(), IMAGES).dataset.attrs
     assert ours["model_class"] == "Chain"
     assert "model_architecture" not in ours
     assert json.loads(ours["layers"]) == {"near": {"kind": "gpsa", "heads": 9}, "far": {"kind": "gpsa", "heads": 25}}

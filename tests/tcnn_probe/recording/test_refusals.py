@@ -26,8 +26,6 @@ CLASSES = "expected a number of classes, or the indices of some, got"
 RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "unknown name": (vit, {"layers": "block"}, ValueError, "no layers match 'block'; did you mean 'blocks'"),
     "unknown glob": (vit, {"layers": ["blocks", "layer4.*"]}, ValueError, r"match 'layer4\.\*'"),
-    "no names": (vit, {"layers": []}, ValueError, "layers is empty"),
-    "predicate": (vit, {"layers": lambda name, module: False}, ValueError, "the predicate chose none"),
     "name of a second attention": (with_strange_name, {}, ValueError, "names of modules without '#', .* got 'norm#1'"),
     "unknown probe": (vit, {"probes": "softmacks"}, ValueError, "no probe 'softmacks'; did you mean 'softmax'"),
     "no probes": (vit, {"probes": []}, ValueError, "probes is empty"),
@@ -44,12 +42,10 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
     "alone": (vit, {"distributed": True}, RuntimeError, "init_process_group"),
     "no module": (lambda: torch.ones(2), {}, TypeError, "expected a torch.nn.Module, got Tensor"),
     "no classes": (network, {"classes": 0}, ValueError, "classes of 1 or more, or None for no maps of classes; got 0"),
-    "no indices": (network, {"classes": []}, ValueError, r"the indices of classes, from 0, for classes; got \[\]"),
     "half a class": (network, {"classes": 1.5}, TypeError, f"{CLASSES} 1.5"),
     "truth value": (network, {"classes": [True]}, TypeError, rf"{CLASSES} \[True\]"),
     "class beyond": (network, {"images": 2, "classes": [2, 11]}, ValueError, "classes below 11, for 'pool', got 11"),
     "classes of none": (vit, {"images": 1, "classes": [1]}, ValueError, "no layer or probe has one for each class"),
-    "classes elsewhere": (network, {"images": 1, "classes": [1], "layers": "stem"}, ValueError, "no layer or probe"),
     "classes, no images": (network, {"classes": [1]}, ValueError, "there are none without images="),
 }
 
@@ -75,13 +71,10 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "marked already": ({"epoch": 3}, ValueError, "epoch 3 is already marked"),
     "going back": ({"epoch": 2}, ValueError, "expected an epoch later than the last one marked, 3, got 2"),
     "float epoch": ({"epoch": 4.0}, TypeError, "expected an integer for epoch, got 4.0"),
-    "string epoch": ({"epoch": "4"}, TypeError, "an integer for epoch"),
     "no epoch": ({"top1": 0.5}, TypeError, r"needs the epoch: mark\(epoch=\.\.\., top1=\.\.\.\)"),
     "epoch beyond int64": ({"epoch": 2**70}, ValueError, "fits in 64 bits"),
-    "list": ({"epoch": 4, "top1": [0.5]}, TypeError, r"number for 'top1', got \[0.5\]"),
     "numeral": ({"epoch": 4, "top1": "0.5"}, TypeError, "number for 'top1', got '0.5'"),
     "bytes": ({"epoch": 4, "top1": b"1.5"}, TypeError, "number for 'top1', got b'1.5'"),
-    "none": ({"epoch": 4, "top1": None}, TypeError, "number for 'top1', got None"),
     "vector": ({"epoch": 4, "top1": torch.ones(2)}, TypeError, r"number for 'top1', got tensor\(\[1., 1.\]\)"),
     "failing": ({"epoch": 4, "fresh": 1.0, "top1": NotANumber()}, TypeError, "number for 'top1'"),
     "variable": ({"epoch": 4, "gate": 1.0}, ValueError, "'gate' is the name of a recorded variable"),
@@ -99,16 +92,9 @@ def files(path: Path) -> dict[str, bytes]:
 NEAR, FAR = torch.randn(2, 3, 2, 5, 7, generator=torch.Generator().manual_seed(0))
 
 
-AFTER_A_MARK = ("marked already", "going back")
-
-
-@pytest.mark.parametrize(
-    ("case", "first"),
-    [(case, first) for case in MARK for first in (True, False) if not (first and case in AFTER_A_MARK)],
-)
-def test_mark(case: str, first: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [True, False])
+def test_mark(first: bool, tmp_path: Path) -> None:
     """What was seen is kept for another try. A first mark that is refused makes no store, and fixes no layers."""
-    values, error, message = MARK[case]
     model = Branches()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         if not first:
@@ -116,10 +102,12 @@ def test_mark(case: str, first: bool, tmp_path: Path) -> None:
             recorder.mark(epoch=3, top1=0.25)
         before = files(tmp_path)
         model(near=2 * NEAR, far=FAR)
-        with pytest.raises(error, match=message):
-            recorder.mark(**values)
-        assert files(tmp_path) == before
-        assert recorder.epochs == (() if first else (3,))
+        for case, (values, error, message) in MARK.items():
+            if not (first and case in ("marked already", "going back")):
+                with pytest.raises(error, match=message):
+                    recorder.mark(**values)
+                assert files(tmp_path) == before
+                assert recorder.epochs == (() if first else (3,))
         model(near=3 * NEAR, far=FAR)
         recorder.mark(epoch=4, top1=0.5)
         ds = recorder.dataset.load()
@@ -155,11 +143,7 @@ def test_nothing_to_mark(tmp_path: Path) -> None:
 
 
 NO_ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "a convolution": (
-        lambda: nn.Conv2d(2, 1, 3),
-        {},
-        r"no attention was seen in Conv2d.*reparameterize\(model\)",
-    ),
+    "a convolution": (lambda: nn.Conv2d(2, 1, 3), {}, r"no attention was seen in Conv2d.*reparameterize\(model\)"),
     "not there": (vit, {"layers": ["blocks.1", "norm"]}, "asked for 'norm', .* no attention was seen there"),
 }
 
@@ -183,7 +167,7 @@ def marked(model: nn.Module, path: Path, epoch: int, x: torch.Tensor, **options:
         recorder.mark(epoch=epoch)
 
 
-@pytest.mark.parametrize(("there", "here"), [(None, 1), (1, None), ([0, 2], [0, 1])], ids=str)
+@pytest.mark.parametrize(("there", "here"), [(None, 1), ([0, 2], [0, 1])], ids=str)
 def test_a_store_of_other_images_is_refused_at_the_call(there: Any, here: Any, tmp_path: Path) -> None:
     model = vit()
     marked(model, tmp_path / "run.zarr", 0, images(), images=there)
