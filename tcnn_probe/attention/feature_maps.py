@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tcnn_probe.attention.layout import Prefix
+from tcnn_probe.attention.layout import SpecialTokens
 
 __all__ = ["FeatureMaps"]
 
@@ -17,16 +17,14 @@ class FeatureMaps:
     Attributes:
         images: number of images in the batch; None if unknown.
         size: their height and width; None if unknown.
-        prefix: number of class and register tokens; None if neither the model nor the user says.
-        class_token: whether the first of these is a class token.
-        distillation_token: whether the second of these is a distillation token.
+        special: class and register tokens, as far as the model or the user says.
     """
 
-    def __init__(self, prefix: Prefix) -> None:
+    def __init__(self, special: SpecialTokens) -> None:
         self.images: int | None = None
         self.size: tuple[int, int] | None = None
-        self.prefix = prefix.count
-        self.class_token, self.distillation_token = prefix.class_token, prefix.distillation_token
+        self.special = special
+        self._joins: dict[int, tuple[int, ...]] = {}
         self._channels = 0
         self._maps: dict[tuple[int, int], None] = {}
 
@@ -37,6 +35,7 @@ class FeatureMaps:
         if whole_model or (is_map and given is not None and tuple(given.shape[2:]) not in self._maps):
             self.size, self._channels = None, 0
             self._maps.clear()
+            self._joins.clear()
         if is_map and given is not None:
             self.images = len(given)
             if self.size is None:
@@ -58,8 +57,32 @@ class FeatureMaps:
             elif value.ndim == 3 and (grid := self._cut(value)) is not None:
                 self._maps[grid] = None
 
+    def joins(self, lengths: tuple[int, ...]) -> None:
+        """Take note of tokens that are put behind each other: how many there are in each part."""
+        if len(lengths) > 1:
+            self._joins[sum(lengths)] = lengths
+
+    def around(self, count: int) -> tuple[int, int] | None:
+        """How many of so many tokens are before the grid, and after it; None if nothing shows it."""
+        if self.special.given:
+            return self.special.around
+        parts = self._parts(count)
+        cells = {rows * columns for rows, columns in self.grids()}
+        largest = max((length for length in parts if length in cells), default=0)
+        if len(parts) < 2 or not largest:
+            return self.special.around
+        place = parts.index(largest)
+        return sum(parts[:place]), sum(parts[place + 1 :])
+
+    def _parts(self, count: int) -> tuple[int, ...]:
+        """Of what so many tokens were joined, and these in turn."""
+        parts = self._joins.get(count, ())
+        return tuple(each for part in parts for each in (self._parts(part) or (part,)))
+
     def grids(self) -> Iterator[tuple[int, int]]:
-        """Sizes of the maps that have the images' shape, the best match first."""
+        """Sizes of the maps that have the images' shape, the best match first; what the user says goes before."""
+        if self.special.grid is not None:
+            yield self.special.grid
         if self.size is not None:
             yield from self._sorted(self._maps, self.size)
 

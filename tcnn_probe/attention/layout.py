@@ -1,4 +1,7 @@
-"""Where the tokens of an attention lie: class and register tokens first, then a grid in raster order."""
+"""Where the tokens of an attention lie: class and register tokens first, then a grid in raster order.
+
+Tokens that a model has after its grid are put before it when its attention is rebuilt.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Layout", "Prefix", "Tokens", "prefix_of"]
+__all__ = ["GivenTokens", "Layout", "SpecialTokens", "Tokens", "special_tokens"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Layout:
     Args:
         queries, keys: their grids; None where no grid is known.
         reason: why one of them is None, in words; empty if both are known.
+        advice: what the user can say about a grid that was not found; empty if there is nothing to say.
         asking: what the queries are: tokens of the image (or its class token alone), learnt latents, or class tokens,
             one for each class.
     """
@@ -56,6 +60,7 @@ class Layout:
     keys: Tokens | None
     reason: str = ""
     asking: Literal["tokens", "latents", "classes"] = "tokens"
+    advice: str = ""
 
     @property
     def prefix(self) -> int:
@@ -75,30 +80,75 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """Tokens before the grid.
+class GivenTokens:
+    """What the user says of a model's tokens, where the model does not.
 
     Args:
-        count: how many there are; None if nobody says.
+        prefix: class and register tokens before the grid.
+        class_token: whether the class token is the "first" or the "last" of all tokens, or there is "none".
+        grid: rows and columns of patches.
+
+    Raises:
+        ValueError: what cannot be.
+    """
+
+    prefix: int | None = None
+    class_token: Literal["first", "last", "none"] | None = None
+    grid: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        prefix, grid = self.prefix, self.grid
+        if prefix is not None and (not isinstance(prefix, int) or isinstance(prefix, bool) or prefix < 0):
+            raise ValueError(f"expected an integer from 0 for prefix_tokens, got {prefix!r}")
+        if self.class_token not in (None, "first", "last", "none"):
+            raise ValueError(f"expected class_token='first', 'last' or 'none', got {self.class_token!r}")
+        if grid is not None and not (
+            isinstance(grid, tuple) and len(grid) == 2 and all(isinstance(n, int) and n > 0 for n in grid)
+        ):
+            raise ValueError(f"expected grid=(rows, columns) of patches, got {grid!r}")
+
+    @property
+    def around(self) -> tuple[int, int] | None:
+        """How many tokens are before the grid, and after it; None if nothing is said."""
+        if self.class_token == "last":
+            return self.prefix or 0, 1
+        if self.prefix is None:
+            return (1, 0) if self.class_token == "first" else None
+        return self.prefix, 0
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Tokens of a model that are no patches.
+
+    Args:
+        around: how many are before the grid, and after it; None if nobody says.
         class_token: whether the first of them is a class token.
         distillation_token: whether the second of them is a distillation token, as in DeiT.
+        grid: rows and columns of patches, if the user says.
+        given: whether ``around`` is what the user says.
+        class_token_last: whether the class token is the last of all, as the user says.
     """
 
-    count: int | None = None
+    around: tuple[int, int] | None = None
     class_token: bool = True
     distillation_token: bool = False
+    grid: tuple[int, int] | None = None
+    given: bool = False
+    class_token_last: bool = False
 
 
-def prefix_of(modules: Iterable[nn.Module], count: int | None) -> Prefix:
-    """Read off a model which tokens stand before its grid.
-
-    Args:
-        modules: all modules of the model.
-        count: what the user says, which goes before what the model says.
-    """
+def special_tokens(modules: Iterable[nn.Module], given: GivenTokens) -> SpecialTokens:
+    """Read off a model which tokens are no patches; what the user says goes first."""
     modules = list(modules)
     model = next((m for m in modules if hasattr(m, "num_prefix_tokens")), None)
-    count = getattr(model, "num_prefix_tokens", None) if count is None else count
-    has_class_token = getattr(model, "has_class_token", getattr(model, "cls_token", True) is not None)
-    distilled = any(isinstance(getattr(m, "dist_token", None), Tensor) for m in modules)
-    return Prefix(count if isinstance(count, int) else None, bool(has_class_token), distilled)
+    count = getattr(model, "num_prefix_tokens", None)
+    around = given.around or ((count, 0) if isinstance(count, int) else None)
+    class_token = bool(getattr(model, "has_class_token", getattr(model, "cls_token", True) is not None))
+    if given.class_token is not None:
+        class_token = given.class_token != "none"
+    last = given.class_token == "last"
+    names = ("dist_token", "distillation_token")
+    distilled = any(isinstance(getattr(m, name, None), Tensor) for m in modules for name in names)
+    return SpecialTokens(around, class_token, distilled, given.grid, given.around is not None, last)

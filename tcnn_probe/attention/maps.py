@@ -13,6 +13,7 @@ from torch import nn
 
 from tcnn_model.conversion.selection import LayerFilter
 from tcnn_probe.attention.gated import GATED_LAYERS
+from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, Wanted
 from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.images import as_images
@@ -63,6 +64,8 @@ def attention_maps(
     heads: int | Collection[int] | None = None,
     queries: Pixels | Literal["class"] | None = None,
     prefix_tokens: int | None = None,
+    class_token: Literal["first", "last", "none"] | None = None,
+    grid: tuple[int, int] | None = None,
     batch_size: int = 8,
     max_bytes: int = 1 << 30,
     progress: bool | None = None,
@@ -86,7 +89,7 @@ def attention_maps(
         heads: indices of the heads to keep; None for all.
         queries: where to look from, (y, x) in pixels of the images as the model takes them, or "class" for class
             tokens alone. None: from everywhere: 22 MB an image for 12 layers of 12 heads and 196 patches.
-        prefix_tokens: class and register tokens before the patches, where the model does not say (timm's do).
+        prefix_tokens, class_token, grid: see :func:`tcnn_probe.record`.
         batch_size: images at a time.
         max_bytes: refuse what is larger.
         progress: whether to show a bar; None: after three seconds, on a terminal.
@@ -109,6 +112,7 @@ def attention_maps(
     batch_size = whole_number(batch_size, "batch_size", 1)
     size = images.shape[2], images.shape[3]
     wanted = Wanted(_checked_queries(queries, size), _checked_heads(heads), size)
+    tokens = GivenTokens(prefix_tokens, class_token, grid)
     names = layer_names(model)
     chosen = wanted_layers(model, layers)
     gated = [m for m, name in names.items() if isinstance(m, GATED_LAYERS) and (chosen is None or name in chosen)]
@@ -117,7 +121,7 @@ def attention_maps(
     with untouched(model), torch.no_grad(), bar:
         for which, some in batches(model, images, batch_size):
             listener = MapKeeper(wanted, gated, names, copies=-(-len(images) // len(some)), most=max_bytes)
-            stream = AttentionStream(model, listener, layers=chosen, skipped=gated, prefix_tokens=prefix_tokens)
+            stream = AttentionStream(model, listener, layers=chosen, skipped=gated, tokens=tokens)
             try:
                 model(some)
             finally:

@@ -1,6 +1,7 @@
 """Rebuilds attention from what torch was asked for, as (rows, heads, N_query, N_key), and checks that it is right."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from tcnn_probe.attention import known_layers as known
 from tcnn_probe.attention.call import AttentionCall, GivenLogits, Logits, ProductLogits
 from tcnn_probe.attention.feature_maps import FeatureMaps
-from tcnn_probe.attention.layout import Layout
+from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.token_grid import find_layout, pool_layout, token_counts
 from tcnn_probe.attention.windows import find_windows
 from tcnn_probe.hooks.forwards import Running
@@ -63,12 +64,39 @@ def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps)
         raise NoTokenAttentionError("attention between channels, not between tokens")
     images = maps.images if maps.images and rows % maps.images == 0 else rows
     windows = rows // images
+    cut = find_windows(running) if windows > 1 else None
     if layout is None and seen.not_on_grid:
         layout = Layout(None, None, seen.not_on_grid)
     elif layout is None:
         layout = find_layout(queries, keys, windows, running, maps)
-    cut = find_windows(running) if windows > 1 else None
-    return AttentionCall(module, images, windows, logits, layout, name, maps.class_token, maps.distillation_token, cut)
+        if layout.keys is None and cut is not None and queries == keys == cut.window[0] * cut.window[1]:
+            layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
+        if layout.keys is not None and windows == 1:
+            logits = _logits(_grid_last(seen, maps), module)
+    special = maps.special
+    tokens = special.class_token, special.distillation_token
+    return AttentionCall(module, images, windows, logits, layout, name, *tokens, cut)
+
+
+def _grid_last(seen: SeenAttention, maps: FeatureMaps) -> SeenAttention:
+    """With the tokens that are after the grid before it."""
+
+    def ordered(x: Tensor, dim: int) -> Tensor:
+        count = x.shape[dim]
+        before, after = maps.around(count) or (0, 0)
+        if not after or count <= before + after:
+            return x
+        first, grid, last = x.split([before, count - before - after, after], dim)
+        return torch.cat([last, first, grid] if maps.special.class_token_last else [first, last, grid], dim)
+
+    def both(x: Tensor | None) -> Tensor | None:
+        return None if x is None else ordered(ordered(x, -2), -1)
+
+    if seen.logits is not None:
+        return replace(seen, logits=both(seen.logits))
+    assert seen.query is not None
+    assert seen.key is not None
+    return replace(seen, query=ordered(seen.query, -2), key=ordered(seen.key, -2), mask=both(seen.mask))
 
 
 @torch.no_grad()

@@ -11,10 +11,10 @@ from tcnn_model.gpsa.precision import without_autocast
 from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.known_layers import NO_ATTENTION_MATRIX, looks_like_attention, lookup
-from tcnn_probe.attention.layout import prefix_of
+from tcnn_probe.attention.layout import GivenTokens, special_tokens
 from tcnn_probe.attention.rebuild import NoTokenAttentionError, Verification, discrepancy, rebuild
 from tcnn_probe.hooks.forwards import Forwards, Running
-from tcnn_probe.hooks.interception import SeenAttention, SeenOperand, SeenProduct
+from tcnn_probe.hooks.interception import Seen, SeenJoin, SeenOperand, SeenProduct, Weighed
 from tcnn_probe.models import check_model, layer_names, named_in_errors
 
 __all__ = ["AttentionListener", "AttentionStream", "attention_stream"]
@@ -101,6 +101,7 @@ class _Seen:
     kept: Any  # by the listener
     softmax: SeenOperand | None  # of which it is not known yet whether it weighs values
     heads: bool  # whether it has an axis of heads
+    objection: str = ""  # why it is no attention between tokens
 
 
 class AttentionStream:
@@ -116,7 +117,7 @@ class AttentionStream:
         listener: is told of each attention.
         layers: names of the layers to look at; None for all.
         skipped: modules whose attention is not to be rebuilt.
-        prefix_tokens: class and register tokens before the patches, where the model does not say.
+        tokens: what the user says of them.
     """
 
     def __init__(
@@ -126,14 +127,14 @@ class AttentionStream:
         *,
         layers: Collection[str] | None = None,
         skipped: Collection[nn.Module] = (),
-        prefix_tokens: int | None = None,
+        tokens: GivenTokens | None = None,
     ) -> None:
         self.layers: dict[str, nn.Module] = {}
         self.unsupported: dict[str, str] = {}
         self.verification = Verification()
         self._model, self._listener, self._wanted, self._skipped = model, listener, layers, frozenset(skipped)
         self._names = layer_names(model)
-        self._maps = FeatureMaps(prefix_of(self._names, prefix_tokens))
+        self._maps = FeatureMaps(special_tokens(self._names, tokens or GivenTokens()))
         self._explained: set[nn.Module] = set()
         self._reset()
         self._forwards = Forwards(model, self)
@@ -162,8 +163,11 @@ class AttentionStream:
         self._maps.enter(inputs, whole_model=entry is self._model)
         self._listener.begins(entry)
 
-    def asked(self, running: Running, seen: SeenAttention | SeenProduct) -> None:
+    def asked(self, running: Running, seen: Seen) -> None:
         """Rebuild an attention, or see whether a softmax weighs values."""
+        if isinstance(seen, SeenJoin):
+            self._maps.joins(seen.lengths)
+            return
         if isinstance(seen, SeenProduct):
             self._confirm(seen)
             return
@@ -207,13 +211,13 @@ class AttentionStream:
             self._listener.fails()
             return
         self.verification.settle()
-        confirmed = [one for one in seen if one.softmax is None]
+        confirmed = [one for one in seen if one.softmax is None and not one.objection]
         for one in confirmed:
             self.layers[one.layer] = one.module
             self.unsupported.pop(one.layer, None)
         for one in seen:
             if one.layer not in self.layers:
-                self.unsupported[one.layer] = "a softmax that weighs no values in a matrix product"
+                self.unsupported[one.layer] = one.objection or "a softmax that weighs no values in a matrix product"
         self._explain(ran)
         self._listener.ends([one.kept for one in confirmed], output)
 
@@ -221,15 +225,16 @@ class AttentionStream:
         self._seen: list[_Seen] = []
         self._asked: dict[nn.Module, int] = {}
         self._ran: set[nn.Module] = set()
+        self._weighed = Weighed()
 
     def _wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted
 
     def _confirm(self, product: SeenProduct) -> None:
         """A softmax is attention once its result, mixed among heads perhaps, multiplies values."""
-        for one in self._seen:
-            if one.softmax is not None and any(one.softmax.is_in(x, heads=one.heads) for x in product.operands):
-                one.softmax = None
+        waiting = {one: (one.softmax, one.heads) for one in self._seen if one.softmax is not None}
+        for one, objection in self._weighed.by(product, waiting).items():
+            one.softmax, one.objection = None, objection
 
     def _explain(self, ran: Collection[nn.Module]) -> None:
         """Say why modules that look like attention showed none while they ran; once for each."""

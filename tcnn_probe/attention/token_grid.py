@@ -15,6 +15,7 @@ from tcnn_probe.hooks.forwards import Running
 __all__ = ["find_layout", "pool_layout", "token_counts"]
 
 Grid = tuple[int, int]  # rows and columns
+_MOST_SPECIAL = 16  # tokens that are no patches, to guess
 
 
 def find_layout(queries: int, keys: int, windows: int, running: Running, maps: FeatureMaps) -> Layout:
@@ -36,7 +37,7 @@ def find_layout(queries: int, keys: int, windows: int, running: Running, maps: F
         layout = Layout(*own(module, keys))
         fits = layout.queries and layout.keys and (layout.queries.count, layout.keys.count) == (queries, keys)
         return layout if fits else Layout(None, None, f"{queries} queries and {keys} keys: not the layer's own grids")
-    prefixes = _prefixes(maps.prefix if windows == 1 else 0)
+    prefixes = _prefixes(maps, keys) if windows == 1 else (0,)
     grids = list(_shown(module, inputs, windows, maps))
     spread = next((s for m, _ in reversed(running) if (s := known.lookup(known.SPREAD, m)) is not None), None)
     if spread or (spread is not None and windows == 1):
@@ -44,20 +45,20 @@ def find_layout(queries: int, keys: int, windows: int, running: Running, maps: F
     key_tokens = _find(keys, grids, prefixes)
     if reason := known.lookup(known.LATENT_QUERIES, module):
         return Layout(None, key_tokens, reason, "latents")
-    if queries != keys and queries <= max(key_tokens.prefix if key_tokens else 0, maps.prefix or 0, 1):
+    if queries != keys and queries <= max(key_tokens.prefix if key_tokens else 0, sum(maps.special.around or ()), 1):
         return Layout(None, key_tokens, "the queries are class tokens or latents, which lie on no grid")
     if key_tokens is None:
-        return Layout(None, None, _no_grid(keys, windows, maps))
+        return _no_grid(queries, keys, windows, maps)
     if queries == keys:
         return Layout(key_tokens, key_tokens)
     is_strided = known.lookup(known.FIRST_OF_EACH_CELL, module)
     strided = is_strided is not None and is_strided(module)
     if not strided and queries not in token_counts(inputs):
         return Layout(None, key_tokens, f"{queries} queries and {keys} keys: which places the queries have is unknown")
-    query_tokens = _find(queries, grids, prefixes)
+    query_tokens = _find(queries, grids, _prefixes(maps, queries) if windows == 1 else (0,))
     if query_tokens is None:
         return Layout(None, key_tokens, f"{queries} queries: no grid found")
-    if query_tokens.prefix != key_tokens.prefix and maps.prefix is None:
+    if query_tokens.prefix != key_tokens.prefix and maps.special.around is None:
         return Layout(None, None, f"{queries} queries and {keys} keys: which of them are class tokens is unknown")
     aligned = _aligned(query_tokens, key_tokens, strided=strided)
     return Layout(*aligned) if aligned else Layout(None, key_tokens, "one of the grids does not divide the other")
@@ -91,11 +92,20 @@ def token_counts(inputs: Iterable[Any]) -> set[int]:
     return counts
 
 
-def _no_grid(keys: int, windows: int, maps: FeatureMaps) -> str:
-    unknown = "" if maps.size else " (the images' size is unknown)"
+def _no_grid(queries: int, keys: int, windows: int, maps: FeatureMaps) -> Layout:
+    reason = f"{keys} keys: no grid found" + ("" if maps.size else " (the images' size is unknown)")
     if windows > 1:
-        unknown += f"; {windows} windows of each image, or as many heads, if the layer has no num_heads to say so"
-    return f"{keys} keys: no grid found{unknown}"
+        reason += f"; {windows} windows of each image, or as many heads, if the layer has no num_heads to say so"
+        return Layout(None, None, reason)
+    smaller = [grid for grid in maps.grids() if 0 < keys - grid[0] * grid[1] <= _MOST_SPECIAL]
+    if queries != keys or not smaller:
+        return Layout(None, None, f"{reason}; grid=(rows, columns) and prefix_tokens= say it")
+    height, width = max(smaller, key=lambda grid: grid[0] * grid[1])
+    others = keys - height * width
+    advice = f"{reason}; prefix_tokens={others} would make it {height} x {width}"
+    if others == 1:
+        advice += " with a class token before the patches, class_token='last' with one behind them"
+    return Layout(None, None, advice, advice=advice)
 
 
 def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, Tokens] | None:
@@ -118,9 +128,10 @@ def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, T
     return aligned[0], aligned[1]
 
 
-def _prefixes(prefix: int | None) -> Sequence[int]:
-    """How many tokens can stand before the grid, the likeliest number first."""
-    return (0, 1) if prefix is None else (prefix, 0) if prefix else (0,)
+def _prefixes(maps: FeatureMaps, tokens: int) -> Sequence[int]:
+    """How many of so many tokens can be none of the grid, the likeliest number first."""
+    special = sum(maps.around(tokens) or ())
+    return (special, 0) if special else (0,)
 
 
 def _find(count: int, grids: Iterable[Grid], prefixes: Sequence[int]) -> Tokens | None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tcnn_model.pooling.attention_pool import AttentionPool2d
 from tcnn_probe.attention.feature_maps import FeatureMaps
-from tcnn_probe.attention.layout import Prefix
+from tcnn_probe.attention.layout import SpecialTokens
 from tcnn_probe.models import layer_names
 
 __all__ = ["find_layer", "last_spatial_layer"]
@@ -30,7 +30,7 @@ def last_spatial_layer(model: nn.Module, images: Tensor) -> tuple[str, nn.Module
     Raises:
         ValueError: there is none, or tokens are worked on afterwards: then it is not what the classifier sees.
     """
-    maps = FeatureMaps(Prefix())
+    maps = FeatureMaps(SpecialTokens())
     maps.enter([images], whole_model=True)
     names = layer_names(model)
     pools = {part for module in names if isinstance(module, AttentionPool2d) for part in module.modules()}

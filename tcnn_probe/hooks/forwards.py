@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 
 from tcnn_probe.hooks.copy_safe import after_call, before_call
-from tcnn_probe.hooks.interception import Interception, SeenAttention, SeenProduct
+from tcnn_probe.hooks.interception import Interception, Seen
 from tcnn_probe.hooks.modes import Mode, aside_depth, is_transformed, put_on, take_off, unseen
 from tcnn_probe.hooks.running import innermost_call, is_under
 
@@ -37,7 +37,7 @@ class Listener(Protocol):
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> None:
         """A forward begins."""
 
-    def asked(self, running: Running, seen: SeenAttention | SeenProduct) -> None:
+    def asked(self, running: Running, seen: Seen) -> None:
         """A module, the last of those running, has asked torch for attention or a matrix product."""
 
     def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> bool:
@@ -228,7 +228,7 @@ class _Followed(_Forward):
                 with self.unseen():
                     self._listener.ran(module, inputs, output)
 
-    def _asked(self, seen: SeenAttention | SeenProduct) -> None:
+    def _asked(self, seen: Seen) -> None:
         if self._quiet or aside_depth() > self._aside:
             return
         if not self.is_running(sys._getframe()):  # interrupted: what runs now is something else

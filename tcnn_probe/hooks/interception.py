@@ -5,9 +5,11 @@ and bias as they are, queries and keys after rotary embedding and normalisation.
 result, untouched.
 """
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import permutations
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from tcnn_model.gpsa.precision import autocast_dtype
 from tcnn_probe.hooks.modes import is_transformed, unseen
 
-__all__ = ["Interception", "SeenAttention", "SeenOperand", "SeenProduct", "describe"]
+__all__ = ["Interception", "Seen", "SeenAttention", "SeenJoin", "SeenOperand", "SeenProduct", "Weighed", "describe"]
+
+Key = TypeVar("Key")
 
 _CAUSAL = "causal: the tokens are a sequence"
 
@@ -52,15 +56,23 @@ class SeenAttention:
 
 @dataclass(frozen=True)
 class SeenOperand:
-    """A tensor, by its shape and where it is stored: it is not kept."""
+    """A tensor, by its shape and where it is stored: it is not kept.
+
+    Args:
+        shape: of the tensor.
+        place: where it is stored.
+        shared: whether all images have the same, as they have a weight.
+    """
 
     shape: torch.Size
     place: int
+    shared: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> "SeenOperand":
         """The operand that a tensor is."""
-        return cls(tensor.shape, tensor.data_ptr())
+        shared = tensor.ndim < 3 or (tensor.shape[0] > 1 and tensor.stride(0) == 0)
+        return cls(tensor.shape, tensor.data_ptr(), shared)
 
     def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
         """Whether an operand is this softmax or, if it has heads, may be made of it by dropout or by mixing them."""
@@ -70,19 +82,71 @@ class SeenOperand:
 
 @dataclass(frozen=True)
 class SeenProduct:
-    """A matrix product, by the operands that could be attention in it."""
+    """A matrix product.
 
-    operands: Sequence[SeenOperand]
+    Args:
+        pairs: each operand that could be attention in it, and what it would weigh.
+        output: which lives as long as the model keeps it.
+    """
+
+    pairs: Sequence[tuple[SeenOperand, SeenOperand]]
+    output: weakref.ref[Tensor]
+
+
+class Weighed:
+    """Tells, in one forward, whether a softmax weighs the values of tokens.
+
+    It does not if what it weighs is the same for all images (a codebook, the classes' embeddings), or a product of keys
+    and values: then its last axis is one of channels, as in linear attention.
+    """
+
+    def __init__(self) -> None:
+        self._summaries: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
+
+    def by(self, product: SeenProduct, softmaxes: Mapping[Key, tuple[SeenOperand, bool]]) -> dict[Key, str]:
+        """Which of the softmaxes weigh something in a product: "" if it is values of tokens, else why it is none.
+
+        Args:
+            product: that was seen.
+            softmaxes: of which it is not known yet, and whether each has heads.
+        """
+        found = {}
+        for key, (softmax, heads) in softmaxes.items():
+            values = next((values for operand, values in product.pairs if softmax.is_in(operand, heads=heads)), None)
+            if values is not None:
+                found[key] = self._objection(values)
+        output = product.output()
+        if not found and output is not None and not any(x.shared for pair in product.pairs for x in pair):
+            self._summaries.append((SeenOperand.of(output), product.output))
+        return found
+
+    def _objection(self, values: SeenOperand) -> str:
+        if values.shared:
+            return "a softmax over what is the same for all images, not over tokens"
+        for made, alive in self._summaries:
+            if made.place == values.place and made.shape.numel() == values.shape.numel() and alive() is not None:
+                return "a softmax over channels, which weighs products of keys and values (linear attention)"
+        return ""
+
+
+@dataclass(frozen=True)
+class SeenJoin:
+    """Tokens put behind each other: how many there are in each part."""
+
+    lengths: tuple[int, ...]
+
+
+Seen = SeenAttention | SeenProduct | SeenJoin
 
 
 class Interception(TorchFunctionMode):
-    """While entered, hands on every attention and matrix product.
+    """While entered, hands on every attention, matrix product and joining of tokens.
 
     Args:
         seen: called after each, without gradients, autocast or any function mode.
     """
 
-    def __init__(self, seen: Callable[[SeenAttention | SeenProduct], None]) -> None:
+    def __init__(self, seen: Callable[[Seen], None]) -> None:
         super().__init__()
         self._seen = seen
 
@@ -106,10 +170,8 @@ class Interception(TorchFunctionMode):
                 self._seen(seen)
 
 
-def describe(
-    func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> SeenAttention | SeenProduct | None:
-    """What a call of a torch function was: attention, a matrix product, or neither."""
+def describe(func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen | None:
+    """What a call of a torch function was: attention, a matrix product, tokens joined, or none of these."""
     known = _DESCRIBE.get(func)
     return known(output, *args, **kwargs) if known is not None else None
 
@@ -234,21 +296,31 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _product(output: Tensor, first: Tensor, *others: Any, **kwargs: Any) -> SeenProduct:
     second = others[0] if others else kwargs.get("other", kwargs.get("mat2"))
-    operands = [SeenOperand.of(first)]  # attention times values
-    if isinstance(second, Tensor) and second.ndim > 1:
-        operands.append(SeenOperand.of(second.mT))  # values times attention, both transposed
-    return SeenProduct(operands)
+    if not isinstance(second, Tensor) or second.ndim < 2 or first.ndim < 2:
+        return SeenProduct([], weakref.ref(output))
+    one, other = SeenOperand.of(first), SeenOperand.of(second)
+    pairs = [(one, other)]  # attention times values
+    pairs.append((SeenOperand(second.mT.shape, other.place), one))  # values times attention, both transposed
+    return SeenProduct(pairs, weakref.ref(output))
 
 
 def _einsum(output: Tensor, equation: Any, *operands: Any, **kwargs: Any) -> SeenProduct:
     flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    return SeenProduct([SeenOperand.of(x) for x in flat if isinstance(x, Tensor)])
+    seen = [SeenOperand.of(x) for x in flat if isinstance(x, Tensor)]
+    return SeenProduct(list(permutations(seen, 2)), weakref.ref(output))
 
 
-_DESCRIBE: dict[Any, Callable[..., SeenAttention | SeenProduct | None]] = {
+def _join(output: Tensor, tensors: Sequence[Tensor], dim: int = 0, *args: Any, **kwargs: Any) -> SeenJoin | None:
+    if output.ndim != 3 or dim not in (0, 1, -2, -3):
+        return None
+    return SeenJoin(tuple(x.shape[dim] for x in tensors if x.ndim == 3))
+
+
+_DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
     F.scaled_dot_product_attention: _fused,
     F.multi_head_attention_forward: _multihead,
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _product),
     torch.einsum: _einsum,
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _join),
 }

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from tcnn_model import GPSA
 from tcnn_probe.attention.rebuild import between_channels, heads_axis
 from tcnn_probe.hooks.copy_safe import after_call
-from tcnn_probe.hooks.interception import SeenOperand, SeenProduct, describe
+from tcnn_probe.hooks.interception import SeenAttention, SeenOperand, SeenProduct, Weighed, describe
 from tcnn_probe.hooks.running import innermost_call
 
 __all__ = ["Editing", "HookPoint", "Plan", "edits_head_outputs", "hook_point"]
@@ -113,6 +113,7 @@ class _Asked(HookPoint):
     def __init__(self, module: nn.Module, plan: Plan, inputs: Sequence[Any]) -> None:
         super().__init__(module, plan, inputs)
         self._unconfirmed: dict[int, tuple[SeenOperand, bool]] = {}
+        self._weighed, self._objection = Weighed(), ""
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.multi_head_attention_forward:
@@ -125,14 +126,14 @@ class _Asked(HookPoint):
             seen = describe(func, output, args, kwargs)
         if isinstance(seen, SeenProduct):
             self._confirm(seen)
-        elif seen is not None and self._is_asking(sys._getframe()):
+        elif isinstance(seen, SeenAttention) and self._is_asking(sys._getframe()):
             return self._softmax(output)
         return output
 
     def check(self) -> str | None:
         if self._unconfirmed:
             return "edited a softmax that weighs no values in a matrix product"
-        return None
+        return f"edited {self._objection}" if self._objection else None
 
     def _is_asking(self, frame: FrameType | None) -> bool:
         """Whether code running in this frame is the layer's own, not that of a layer inside of it."""
@@ -156,9 +157,9 @@ class _Asked(HookPoint):
 
     def _confirm(self, product: SeenProduct) -> None:
         """A softmax is attention once it weighs values."""
-        for number, (softmax, heads) in list(self._unconfirmed.items()):
-            if any(softmax.is_in(operand, heads=heads) for operand in product.operands):
-                del self._unconfirmed[number]
+        for number, objection in self._weighed.by(product, self._unconfirmed).items():
+            del self._unconfirmed[number]
+            self._objection = self._objection or objection
 
     def _multihead(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Torch's multi-head attention, with the identity for its projection until the heads are edited."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tcnn_model import AttentionPool2d
 from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.rebuild import relative_difference, tolerance
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.edits import edited
@@ -42,6 +43,7 @@ class Collector(AttentionListener):
         probes, sampling: as given.
         sums: by layer and kind of probe.
         missing: {variable: {layer: why}} of layers that are recorded without it.
+        advice: {layer: what the user can say} where no grid was found.
         order: place of each module in the model, by name; of further attentions of one as well.
         model_class: name of the model's class.
         training_forwards: how many began in training mode.
@@ -52,7 +54,7 @@ class Collector(AttentionListener):
         probes: what to measure.
         wanted: names of the layers to record, None for all.
         sampling: which forwards, images and classes.
-        prefix_tokens: as of :class:`AttentionStream`.
+        tokens: what the user says of them.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Collector(AttentionListener):
         probes: Sequence[Probe],
         wanted: Collection[str] | None,
         sampling: Sampling,
-        prefix_tokens: int | None,
+        tokens: GivenTokens,
     ) -> None:
         self._model, self._wanted, self.probes, self.sampling = model, wanted, probes, sampling
         self._chosen = frozenset(sampling.images)
@@ -71,6 +73,7 @@ class Collector(AttentionListener):
         self.order = {name: place for place, name in enumerate(self._names.values())}
         self.sums: dict[tuple[str, str], Accumulator] = {}
         self.missing: dict[str, dict[str, str]] = {}
+        self.advice: dict[str, str] = {}
         self.training_forwards = 0
         self.lock = threading.RLock()
         self._entered: Counter[nn.Module] = Counter()
@@ -86,7 +89,7 @@ class Collector(AttentionListener):
             self,
             layers=wanted if self._attention_probes else (),
             skipped=[module for module, many in self._of_module.items() if any(_has_heads(s.probe) for s in many)],
-            prefix_tokens=prefix_tokens,
+            tokens=tokens,
         )
         try:
             self._follow_gradients()
@@ -162,6 +165,8 @@ class Collector(AttentionListener):
             assert probe.attention is not None
             if values := checked(probe, probe.attention(call), images=True):
                 found.append(self._measured(call.name, call.module, probe, values, call))
+        if call.layout.advice:
+            self.advice[call.name] = call.layout.advice
         if call.layout.reason:
             known = {name for probe in self._attention_probes for name in probe.variables}
             self._lacks(call.name, known & {"attention_distance", "uniform_distance"}, call.layout.reason)

@@ -12,6 +12,7 @@ import xarray as xr
 from torch import nn
 
 from tcnn_model.conversion.selection import LayerFilter
+from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.models import check_model, wanted_layers
 from tcnn_probe.probes import DEFAULT, Probe, find_probes
 from tcnn_probe.provenance import provenance
@@ -27,7 +28,7 @@ from tcnn_probe.recording.checks import (
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.dataset import LayerValues, assemble, groups_of, layer_values, map_values, without_strangers
 from tcnn_probe.recording.distributed import Ranks, whole_parameters
-from tcnn_probe.recording.options import Sampling, When, as_mark, as_scalars, check_along, check_integer
+from tcnn_probe.recording.options import Sampling, When, as_mark, as_scalars, check_along
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore
 
@@ -69,7 +70,9 @@ class Recorder:
             the first so many by the model's own output, of each image, or those whose indices you give. None for none.
         max_images: measure no more than so many images in each epoch.
         along: name of what is marked: "epoch", "step", or any coordinate that only grows.
-        prefix_tokens: class and register tokens before the patches, where the model does not say (timm's do).
+        prefix_tokens: class and register tokens before the patches, where neither the model says so nor what it does.
+        class_token: likewise, whether the class token is the "first" or the "last" of all tokens, or there is "none".
+        grid: likewise, rows and columns of the patches, of a model in which all tokens see each other.
         distributed: whether ``mark`` is called by all ranks together, which adds up what they measured; rank 0 writes.
             None: if torch.distributed is initialised. Give False if one rank records alone.
 
@@ -92,24 +95,26 @@ class Recorder:
         max_images: int | None = None,
         along: str = "epoch",
         prefix_tokens: int | None = None,
+        class_token: Literal["first", "last", "none"] | None = None,
+        grid: tuple[int, int] | None = None,
         distributed: bool | None = None,
     ) -> None:
         check_model(model)
         check_along(along)
-        if prefix_tokens is not None:
-            check_integer("prefix_tokens", prefix_tokens, 0)
+        tokens = GivenTokens(prefix_tokens, class_token, grid)
         self._model, self._along, self._asked = model, along, layers
         sampling = Sampling.asked(when, every, max_images, images, classes)
         wanted, chosen = wanted_layers(model, layers), find_probes(probes)
         self._named = [] if probes is None else [probe.kind for probe in chosen]
         self._ranks = Ranks(distributed)
         self._groups: Mapping[str, Group] | None = None
+        self._advised: set[str] = set()
         with ExitStack() as undo:
             with self._ranks.agreed():
                 self._store = EpochStore(store if self._ranks.writes else None, along=along)
                 undo.callback(self._store.close)
             self._marks = self._ranks.gather(self._store.marks)[0]
-            self._collector = Collector(model, chosen, wanted, sampling, prefix_tokens)
+            self._collector = Collector(model, chosen, wanted, sampling, tokens)
             undo.callback(self._collector.remove)
             check_probes(self._collector, chose_layers=layers is not None)
             with self._ranks.agreed():
@@ -189,7 +194,7 @@ class Recorder:
                     warned = self._write(number, scalars, found, missed=missed)
             self._marks = self._ranks.gather(self.epochs)[0]
             self._collector.reset()
-        for text in self._idle() + warned:
+        for text in self._idle() + self._ungridded() + warned:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def remove(self) -> None:
@@ -273,6 +278,15 @@ class Recorder:
             raise RuntimeError("rank 0 has the recording; open its store to read it elsewhere")
         if self._store.groups is None:
             raise RuntimeError(f"nothing is recorded yet: run a forward, then mark({self._along}=...)")
+
+    def _ungridded(self) -> list[str]:
+        """Say once of which layers distances and maps are missing, and what would help."""
+        layers: dict[str, list[str]] = {}
+        for layer, advice in self._collector.advice.items():
+            if layer in self.layers and layer not in self._advised:
+                layers.setdefault(advice, []).append(layer)
+                self._advised.add(layer)
+        return [f"no attention_distance and no maps of {', '.join(some)}: {why}" for why, some in layers.items()]
 
     def _idle(self) -> list[str]:
         """Say once which probes were named and found no layer; of those that are there by default one is enough."""

@@ -1,6 +1,7 @@
 """A grid that is not there is never reported, and heads, windows and images are not taken for each other."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +62,25 @@ def registers(model: Seeing, x: Tensor) -> Tensor:
     return model.attend(model.with_more(x))
 
 
+def at_the_end(model: Seeing, x: Tensor) -> Tensor:
+    """A class token behind the patches."""
+    return model.attend(torch.cat([model.tokens(x), model.more.expand(len(x), -1, -1)], 1))
+
+
+def joined_twice(model: Seeing, x: Tensor) -> Tensor:
+    """A class token, then registers between it and the patches, as in DINOv2."""
+    tokens = torch.cat([model.more[:, :1].expand(len(x), -1, -1), model.tokens(x)], 1)
+    return model.attend(torch.cat([tokens[:, :1], model.more.expand(len(x), -1, -1), tokens[:, 1:]], 1))
+
+
+def written(model: Seeing, x: Tensor, place: int = -1) -> Tensor:
+    """A class token written into its place, so that nothing shows where it is."""
+    tokens = model.tokens(x)
+    every = tokens.new_zeros(len(x), 17, DIM)
+    every[:, 1 if place == 0 else 0 :][:, :16], every[:, place] = tokens, model.more[0, 0]
+    return model.attend(every)
+
+
 def latents(model: Seeing, x: Tensor) -> Tensor:
     """A Perceiver: latents look at the patches, then at each other."""
     return model.among(model.attend(model.more.expand(len(x), -1, -1), model.tokens(x)))
@@ -93,9 +113,19 @@ def square(images: int = 5) -> Tensor:
 WORDS = torch.randint(50, (5, 9), generator=torch.Generator().manual_seed(6))
 PATCHES, NOWHERE = same(grid(4, 4)), Layout(None, None)
 
+
+def first_last(weights: Tensor, images: int) -> Tensor:
+    """The last token before the others."""
+    return weights.roll((1, 1), (-2, -1)).unflatten(0, (images, 1))
+
+
+BEHIND = same(grid(4, 4, prefix=1), arrange=first_last)
+
 CASES = {
     "latents": (Seeing(latents, more=9), square(), NOWHERE),  # no 3 x 3 of anything
-    "registers": (Seeing(registers, more=9), square(), NOWHERE),  # 25 tokens, no 5 x 5
+    "registers": (Seeing(registers, more=9), square(), same(grid(4, 4, prefix=9))),  # 25 tokens, no 5 x 5
+    "at the end": (Seeing(at_the_end), square(), BEHIND),
+    "twice": (Seeing(joined_twice, more=2), square(), same(grid(4, 4, prefix=3))),
     "text": (sharpen(Text()), WORDS, NOWHERE),
     "features": (sharpen(Attend()), torch.randn(5, 16, DIM), NOWHERE),
     # Axial: the 4 pixels of each row attend to each other, in no 2 x 2 windows.
@@ -139,12 +169,110 @@ def test_registers_that_are_declared(count: int) -> None:
 
 
 def test_reasons_of_what_is_missing() -> None:
-    for model, missing in ((Seeing(registers, more=9), ["attend"]), (Seeing(latents, more=9), ["attend", "among"])):
-        recorder = recorded(model, square(), images=1)
-        assert [*recorder.missing["center_attention"]] == missing
-        assert recorder.missing["attention_distance"].keys() == set(missing)
+    recorder = recorded(Seeing(latents, more=9), square(), images=1)
+    assert [*recorder.missing["center_attention"]] == ["attend", "among"]
+    assert recorder.missing["attention_distance"].keys() == {"attend", "among"}
     assert recorder.missing["attention_received"].keys() == {"among"}
     assert "9 keys: no grid found" in recorder.missing["attention_distance"]["among"]
+
+
+@pytest.mark.parametrize(
+    ("said", "layout"),
+    [
+        ({"class_token": "last"}, BEHIND),
+        ({"class_token": "first"}, same(grid(4, 4, prefix=1))),
+        ({"prefix_tokens": 1}, same(grid(4, 4, prefix=1))),
+        ({"grid": (2, 8), "prefix_tokens": 1}, same(grid(2, 8, prefix=1))),
+    ],
+)
+def test_what_the_user_says(said: dict[str, Any], layout: Layout) -> None:
+    check(Seeing(written), square(), {"attend": layout}, **said)
+
+
+def test_a_token_of_which_nobody_says_where_it_is() -> None:
+    message = "maps of attend: 17 keys: no grid found; prefix_tokens=1 would make it 4 x 4 .* class_token='last'"
+    with tcnn_probe.record(Seeing(written).eval()) as recorder, torch.no_grad():
+        recorder._model(square())
+        with pytest.warns(RuntimeWarning, match=message):
+            recorder.mark(epoch=0)
+        recorder._model(square())
+        recorder.mark(epoch=1)  # once is enough
+    assert recorder.dataset.attention_distance.isnull().all()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"class_token": "end"}, "class_token='first', 'last' or 'none', got 'end'"),
+        ({"grid": 4}, r"grid=\(rows, columns\) of patches, got 4"),
+    ],
+)
+def test_what_the_user_cannot_say(said: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tcnn_probe.record(Seeing(patches), **said)
+
+
+class Other(nn.Module):
+    """A layer with a softmax that is no attention between tokens."""
+
+    def __init__(self, way: Callable[["Other", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.codes, self.way = nn.Linear(DIM, 3 * DIM), nn.Parameter(torch.randn(3 * DIM, DIM)), way
+
+    def heads(self, x: Tensor) -> Tensor:
+        return self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x)
+
+
+def linear_attention(m: Other, x: Tensor) -> Tensor:
+    q, k, v = m.heads(x)
+    return q.softmax(-1) @ (k.softmax(-2).transpose(-2, -1) @ v)
+
+
+def linear_attention_by_einsum(m: Other, x: Tensor) -> Tensor:
+    q, k, v = m.heads(x)
+    summary = torch.einsum("bhnd,bhne->bhde", k.softmax(-2), v)
+    return torch.einsum("bhnd,bhde->bhne", q.softmax(-1), summary)
+
+
+def soft_assignment(m: Other, x: Tensor) -> Tensor:
+    return m.qkv(x).softmax(-1) @ m.codes
+
+
+def soft_assignment_expanded(m: Other, x: Tensor) -> Tensor:
+    return m.qkv(x).softmax(-1) @ m.codes.expand(len(x), -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        (linear_attention, "softmax over channels"),
+        (linear_attention_by_einsum, "softmax over channels"),
+        (soft_assignment, "the same for all images"),
+        (soft_assignment_expanded, "the same for all images"),
+    ],
+)
+def test_a_softmax_over_something_else_is_not_recorded(way: Callable[..., Tensor], reason: str) -> None:
+    model = Seeing(lambda m, x: m.attend(m.tokens(x)) + m.other(m.tokens(x)).sum())
+    model.other = Other(way)
+    recorder = recorded(model, square())
+    assert recorder.layers == ("attend",)
+    assert reason in recorder.unsupported["other"]
+    with tcnn_probe.ablate(model, {"other": [0]}), pytest.raises(RuntimeError, match=reason):
+        model(square())
+
+
+def attention_of_attention(m: Seeing, x: Tensor) -> Tensor:
+    """The values of the second are what the first gives: tokens."""
+    q, k, v = m.attend.qkv(m.tokens(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+    weights = torch.softmax(q @ k.mT, -1)
+    return torch.softmax(k @ q.mT, -1) @ (weights @ v)
+
+
+def test_attention_over_what_attention_gives() -> None:
+    check(Seeing(attention_of_attention), square(), {"": PATCHES, "#1": PATCHES})
 
 
 class Merged(Seeing):
