@@ -14,7 +14,8 @@ from tcnn_probe.attention.known_layers import NO_ATTENTION_MATRIX, looks_like_at
 from tcnn_probe.attention.layout import GivenTokens, special_tokens
 from tcnn_probe.attention.rebuild import NoTokenAttentionError, Verification, discrepancy, rebuild
 from tcnn_probe.hooks.forwards import Forwards, Running
-from tcnn_probe.hooks.interception import Seen, SeenJoin, SeenOperand, SeenProduct, Weighed
+from tcnn_probe.hooks.interception import Seen, SeenJoin
+from tcnn_probe.hooks.products import SeenOperand, SeenProduct, Weighed
 from tcnn_probe.models import check_model, layer_names, named_in_errors
 
 __all__ = ["AttentionListener", "AttentionStream", "attention_stream"]

@@ -6,10 +6,10 @@ result, untouched.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from tcnn_model.gpsa.precision import autocast_dtype
 from tcnn_probe.hooks.modes import is_transformed, unseen
+from tcnn_probe.hooks.products import SeenOperand, SeenProduct
 
-__all__ = ["Interception", "Seen", "SeenAttention", "SeenJoin", "SeenOperand", "SeenProduct", "Weighed", "describe"]
-
-Key = TypeVar("Key")
+__all__ = ["Interception", "Seen", "SeenAttention", "SeenJoin", "describe"]
 
 _CAUSAL = "causal: the tokens are a sequence"
 
@@ -52,81 +51,6 @@ class SeenAttention:
     finish: Callable[[Tensor], Tensor] | None = None
     heads: int | None = None
     not_on_grid: str = ""
-
-
-@dataclass(frozen=True)
-class SeenOperand:
-    """A tensor, by its shape and where it is stored: it is not kept.
-
-    Args:
-        shape: of the tensor.
-        place: where it is stored.
-        shared: whether all images have the same, as they have a weight.
-    """
-
-    shape: torch.Size
-    place: int
-    shared: bool = False
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "SeenOperand":
-        """The operand that a tensor is."""
-        shared = tensor.ndim < 3 or (tensor.shape[0] > 1 and tensor.stride(0) == 0)
-        return cls(tensor.shape, tensor.data_ptr(), shared)
-
-    def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
-        """Whether an operand is this softmax or, if it has heads, may be made of it by dropout or by mixing them."""
-        same = self.shape[-2:] == operand.shape[-2:] and self.shape.numel() == operand.shape.numel()
-        return same and (heads or self.place == operand.place)
-
-
-@dataclass(frozen=True)
-class SeenProduct:
-    """A matrix product.
-
-    Args:
-        pairs: each operand that could be attention in it, and what it would weigh.
-        output: which lives as long as the model keeps it.
-    """
-
-    pairs: Sequence[tuple[SeenOperand, SeenOperand]]
-    output: weakref.ref[Tensor]
-
-
-class Weighed:
-    """Tells, in one forward, whether a softmax weighs the values of tokens.
-
-    It does not if what it weighs is the same for all images (a codebook, the classes' embeddings), or a product of keys
-    and values: then its last axis is one of channels, as in linear attention.
-    """
-
-    def __init__(self) -> None:
-        self._summaries: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
-
-    def by(self, product: SeenProduct, softmaxes: Mapping[Key, tuple[SeenOperand, bool]]) -> dict[Key, str]:
-        """Which of the softmaxes weigh something in a product: "" if it is values of tokens, else why it is none.
-
-        Args:
-            product: that was seen.
-            softmaxes: of which it is not known yet, and whether each has heads.
-        """
-        found = {}
-        for key, (softmax, heads) in softmaxes.items():
-            values = next((values for operand, values in product.pairs if softmax.is_in(operand, heads=heads)), None)
-            if values is not None:
-                found[key] = self._objection(values)
-        output = product.output()
-        if not found and output is not None and not any(x.shared for pair in product.pairs for x in pair):
-            self._summaries.append((SeenOperand.of(output), product.output))
-        return found
-
-    def _objection(self, values: SeenOperand) -> str:
-        if values.shared:
-            return "a softmax over what is the same for all images, not over tokens"
-        for made, alive in self._summaries:
-            if made.place == values.place and made.shape.numel() == values.shape.numel() and alive() is not None:
-                return "a softmax over channels, which weighs products of keys and values (linear attention)"
-        return ""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from tcnn_model import GPSA
 from tcnn_probe.attention.rebuild import between_channels, heads_axis
 from tcnn_probe.hooks.copy_safe import after_call
-from tcnn_probe.hooks.interception import SeenAttention, SeenOperand, SeenProduct, Weighed, describe
+from tcnn_probe.hooks.interception import SeenAttention, describe
+from tcnn_probe.hooks.products import SeenOperand, SeenProduct, Weighed
 from tcnn_probe.hooks.running import innermost_call
 
 __all__ = ["Editing", "HookPoint", "Plan", "edits_head_outputs", "hook_point"]
