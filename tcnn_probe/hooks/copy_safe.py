@@ -16,10 +16,11 @@ class CopySafeHook:
     Args:
         act: called as ``act(module, args, kwargs)`` before the module runs, or ``act(module, args, kwargs, output)``
             after it; what it returns is given to torch.
+        after: whether it is called after.
     """
 
-    def __init__(self, act: Callable[..., Any] | None) -> None:
-        self._act = act
+    def __init__(self, act: Callable[..., Any] | None, *, after: bool = False) -> None:
+        self._act, self._after = act, after
         self.number = -1
         """Under which torch keeps it."""
 
@@ -30,6 +31,8 @@ class CopySafeHook:
 
     def _do(self, module: nn.Module, *call: Any) -> Any:
         if self._act is not None:
+            if len(call) == 1 + self._after:  # torch leaves kwargs out while another thread adds or removes the hook
+                call = (call[0], {}, *call[1:])
             return self._act(module, *call)
         for hooks, *flags in (
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
@@ -82,7 +85,7 @@ def after_call(
         always: whether also where the module raised an exception.
         compiled: whether torch.compile may leave the hook out.
     """
-    hook = _CompiledAway(act) if compiled else CopySafeHook(act)
+    hook = _CompiledAway(act, after=True) if compiled else CopySafeHook(act, after=True)
     handle = module.register_forward_hook(hook, prepend=first, with_kwargs=True, always_call=always)
     hook.number = handle.id
     return handle

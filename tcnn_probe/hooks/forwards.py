@@ -97,7 +97,7 @@ class Forwards:
         if not self._attached:
             self.remove()
             return
-        if entry not in self._names or aside_depth() > self._aside:  # not in a shallow copy
+        if entry not in self._names or aside_depth() != self._aside:  # not in a shallow copy
             return
         thread = threading.get_ident()
         outermost = self._outermost.get(thread)

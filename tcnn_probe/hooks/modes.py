@@ -1,6 +1,7 @@
 """Function and dispatch modes: entering and leaving them, and keeping our own computations out of everybody's sight."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,20 +33,27 @@ Mode = TorchFunctionMode | TorchDispatchMode
 _KEY = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
 _ASIDE = ContextVar("tcnn_probe_aside", default=0)
+_DEPTHS: list[int] = []
+"""Of all that is aside now, in any thread."""
 
 
 @contextmanager
 def aside() -> Iterator[None]:
     """What runs inside is none of the user's: only those attached inside see it."""
-    token = _ASIDE.set(_ASIDE.get() + 1)
+    depth = _ASIDE.get() + 1
+    token = _ASIDE.set(depth)
+    _DEPTHS.append(depth)
     try:
         yield
     finally:
+        _DEPTHS.remove(depth)
         _ASIDE.reset(token)
 
 
 def aside_depth() -> int:
-    """How many times :func:`aside` has been entered here."""
+    """How many times :func:`aside` has been entered here; in a thread of autograd's own (of a GPU), anywhere."""
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        return max(_DEPTHS, default=0)
     return _ASIDE.get()
 
 

@@ -1,7 +1,9 @@
 """Several threads that run one model: one forward at a time is measured, and nothing is left in any of them."""
 
+import _thread
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from torch import nn
 
 import tcnn_probe
+from tcnn_probe.hooks.modes import aside, aside_depth
+from tcnn_probe.models import untouched
 from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, images, vit
 
 pytestmark = pytest.mark.numerical
@@ -169,3 +173,40 @@ def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
         maps = recorder.tree["maps/3x5x7"].to_dataset().class_attention
     assert maps.notnull().all()
     assert bool((maps[0] == maps[1]).all())
+
+
+def test_hooks_that_another_thread_is_adding_or_removing() -> None:
+    """torch keeps a hook and its wish for keyword arguments apart: between the two it is called without them."""
+    model = vit()
+    with tcnn_probe.record(model) as recorder:
+        model._forward_hooks_with_kwargs.clear(), model._forward_pre_hooks_with_kwargs.clear()
+        model(images())
+        recorder.mark(epoch=0)
+    check_entropies(recorder, entropies(vit(), images()), images=3)
+
+
+def test_what_one_thread_does_aside_sees_no_other_s_forwards() -> None:
+    model, seen = vit(), list[str]()
+    with torch.no_grad(), untouched(model), tcnn_probe.attention_stream(model, lambda call: seen.append(call.name)):
+        assert not in_thread(lambda: model(images()))
+        assert seen == []
+        model(images())
+        assert seen == ["blocks.0.attn", "blocks.1.attn"]
+
+
+def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
+    """Gradients of a GPU come in threads that Python did not start, and that know no context."""
+    depths, done = list[int](), threading.Event()
+
+    def alien() -> None:
+        depths.append(aside_depth())
+        done.set()
+
+    for around in (nullcontext, aside):
+        done.clear()
+        with around():
+            _thread.start_new_thread(alien, ())
+            assert done.wait(60)
+    assert depths == [0, 1]
+    assert not in_thread(lambda: depths.append(aside_depth()))
+    assert depths[-1] == 0
