@@ -4,16 +4,17 @@ How a mark becomes durable (:mod:`tcnn_probe.storage.commit`): every chunk of th
 temporary name that is then renamed, and brought to the disk. Then the root ``zarr.json`` is replaced in one step. It
 states how long every array of every group is, so this replacement is the commit: before it nobody sees the mark,
 after it everybody sees all of it. A run that is killed, or a machine that loses power, keeps each mark whose
-``append`` returned; a reader never sees half a mark. Nothing in a recording is ever deleted.
+``append`` returned; a reader never sees half a mark. Nothing in a recording is ever deleted, but all of it with
+``mode="w"``.
 
 One recorder writes at a time. In a directory a lock sees to that; everywhere the root is compared before each mark
 with the one that this recorder wrote last.
 """
 
-from tcnn_probe.storage.epochs import EpochStore
+from tcnn_probe.storage.epochs import EpochStore, Mode
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.reading import open_recording
 from tcnn_probe.storage.reading import open_recording as open  # noqa: A004 (the public name)
 from tcnn_probe.storage.repacking import repack
 
-__all__ = ["EpochStore", "StoreError", "open", "open_recording", "repack"]
+__all__ = ["EpochStore", "Mode", "StoreError", "open", "open_recording", "repack"]

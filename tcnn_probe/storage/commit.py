@@ -15,10 +15,21 @@ from tcnn_probe.storage.conditional import put_if
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.place import ROOT, Place, put
 
-__all__ = ["GIVEN", "REPACKED", "UNREADABLE", "Root", "all_of", "commit", "documents_beside", "is_name"]
+__all__ = [
+    "GIVEN",
+    "HEADS",
+    "REPACKED",
+    "UNREADABLE",
+    "Root",
+    "all_of",
+    "check_names",
+    "commit",
+    "documents_beside",
+    "is_name",
+]
 
 VERSION, ALONG, LAYERS, COORDS, REPACKED = "tcnn_probe_schema", "along", "layers", "coords", "repacked"
-GIVEN = "As given to mark()."
+GIVEN, HEADS = "As given to mark().", "heads"
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What metadata raise that are not as they should be."""
 
@@ -73,6 +84,18 @@ class Root:
                 documents[inner], labels[inner] = label_document(name, values)
         attributes = {**attrs, VERSION: SCHEMA_VERSION, ALONG: along, **_tables(groups[""])}
         return cls.of(attributes, documents, labels=labels)
+
+    @staticmethod
+    def is_at(place: Place) -> bool:
+        """Whether a recording is at a place, of any schema version, damaged or not.
+
+        Raises:
+            StoreError: something else is there.
+        """
+        text = place.root()
+        if text is not None and VERSION not in text.decode(errors="replace"):
+            raise place.something_else(f"a {ROOT} of something else")
+        return text is not None
 
     @classmethod
     def read(cls, place: Place) -> "Root | None":
@@ -223,6 +246,26 @@ async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     for ended in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(ended, BaseException):
             raise ended
+
+
+def check_names(groups: Mapping[str, Group], along: str) -> None:
+    """Every path and name stands for one thing, and no group lies inside another but the root; else ValueError."""
+    if "" not in groups:
+        raise ValueError("expected a root group, '', which may be without variables")
+    nodes = [path for path in groups if path]
+    parts = [part for path in nodes for part in path.split("/")]
+    for path, group in groups.items():
+        names = [along, *(["layer"] if group.layers else []), *group.sizes, *group.variables]
+        parts += names
+        nodes += [f"{path}/{name}" if path else name for name in names]
+    if strange := [part for part in parts if not is_name(part)]:
+        raise ValueError(f"expected paths such as 'maps/6x14x14' and names such as 'gate', got {strange[0]!r}")
+    if any(path.split("/")[0] == HEADS for path in nodes):
+        raise ValueError(f"expected other names than {HEADS!r}, under which the tree has the numbers of the root")
+    twice = [path for path in nodes if nodes.count(path) > 1]
+    inside = [path for path in groups if any(path.startswith(f"{node}/") for node in nodes)]
+    if twice or inside:
+        raise ValueError(f"expected every name to stand for one thing, got twice or in each other: {twice + inside}")
 
 
 def is_name(text: str) -> bool:

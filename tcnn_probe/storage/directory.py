@@ -17,7 +17,7 @@ from zarr.storage import LocalStore
 
 from tcnn_probe.storage.errors import StoreError
 
-__all__ = ["LOCK", "DurableStore", "Lock", "new_directory"]
+__all__ = ["LOCK", "DurableStore", "Lock", "delete_directory", "new_directory"]
 
 LOCK = ".tcnn_probe.lock"
 
@@ -174,6 +174,18 @@ def new_directory(directory: Path) -> Iterator[tuple[DurableStore, Lock]]:
             with suppress(OSError):
                 folder.rmdir()
         raise
+
+
+def delete_directory(directory: Path) -> None:
+    """Delete a recording.
+
+    Raises:
+        StoreError: another recorder writes to it.
+    """
+    if directory.exists():
+        lock = Lock(directory, directory.name)
+        shutil.rmtree(directory)
+        lock.release()
 
 
 def _delete_unfinished(directory: Path) -> None:

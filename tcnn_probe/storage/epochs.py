@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
@@ -15,16 +15,28 @@ import zarr
 from zarr.abc.store import Store
 
 from tcnn_probe.schema import Group, difference
-from tcnn_probe.storage.commit import GIVEN, REPACKED, UNREADABLE, Root, all_of, commit, documents_beside, is_name
+from tcnn_probe.storage.commit import (
+    GIVEN,
+    HEADS,
+    REPACKED,
+    UNREADABLE,
+    Root,
+    all_of,
+    check_names,
+    commit,
+    documents_beside,
+    is_name,
+)
 from tcnn_probe.storage.conditional import condition
-from tcnn_probe.storage.directory import DurableStore, Lock, new_directory
+from tcnn_probe.storage.directory import DurableStore, Lock, delete_directory, new_directory
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.place import ROOT, UNFINISHED, Target, find, get, put, run
-from tcnn_probe.storage.reading import HEADS, open_dataset, open_tree
+from tcnn_probe.storage.reading import open_dataset, open_tree
 
-__all__ = ["EpochStore"]
+__all__ = ["EpochStore", "Mode"]
 
 Mark = int | float
+Mode = Literal["a", "w", "x"]
 
 
 class EpochStore:
@@ -35,16 +47,21 @@ class EpochStore:
     Args:
         target: path of a directory, ".zarr" by custom; a URL; a zarr store; or None to keep everything in memory.
         along: name of the marks' coordinate.
+        mode: "a" continues a recording that is there; "w" deletes it just before the first mark; "x" refuses it.
 
     Raises:
         StoreError: something else is there, or a recording that cannot be continued: of another schema version, along
             another coordinate, repacked, or damaged; or the path cannot be written.
     """
 
-    def __init__(self, target: Target, *, along: str = "epoch") -> None:
+    def __init__(self, target: Target, *, along: str = "epoch", mode: Mode = "a") -> None:
         self._place, self._along = find(target), along
-        self._root = Root.read(self._place)
-        self._place.check_writable(exists=self._root is not None)
+        there = Root.is_at(self._place) if mode in ("w", "x") else False
+        if there and mode == "x":
+            raise StoreError(f"{self._place.name} is there already: mode='a' continues it, mode='w' replaces it")
+        self._replaces = there
+        self._root = None if there else Root.read(self._place)
+        self._place.check_writable(exists=there or self._root is not None)
         self._marks = () if self._root is None else self._resumed(self._root)
         self._begun: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
         self._lock: Lock | None = None
@@ -52,6 +69,11 @@ class EpochStore:
         # Two that add the same mark to a remote store must not write the same root: it shows whose it is.
         self._writer_is = {} if target is None or self._place.directory else {"writer": uuid.uuid4().hex}
         self._wrote = self._closed = False
+
+    @property
+    def name(self) -> str:
+        """Where it is, for people."""
+        return self._place.name
 
     @property
     def groups(self) -> Mapping[str, Group] | None:
@@ -81,7 +103,7 @@ class EpochStore:
         """
         if self._root is not None:
             raise StoreError(f"{self._place.name} holds a recording already")
-        _check_names(groups, self._along)
+        check_names(groups, self._along)
         Root.new(groups, attrs, self._along, "int64")
         self._begun = (dict(groups), dict(attrs))
 
@@ -138,6 +160,10 @@ class EpochStore:
         if self._closed:
             raise StoreError(f"{self._place.name} was closed: open it again to continue it")
         mark = self._as_stored(mark)
+        if self._replaces:
+            directory = self._place.directory
+            run(self._place.store.clear()) if directory is None else delete_directory(directory)
+            self._replaces = False
         only = None if self._place.directory is not None else run(condition(self._place.store, ROOT))
         self.hold()
         root = self._root
@@ -278,23 +304,3 @@ class EpochStore:
         """Whether somebody else has an array or a group of this name in the store."""
         text = run(get(self._place.store, f"{name}/{ROOT}")) if self._root is not None and is_name(name) else None
         return text is not None and GIVEN not in text.decode(errors="replace")  # else of a run that was killed
-
-
-def _check_names(groups: Mapping[str, Group], along: str) -> None:
-    """Every path and name stands for one thing, and no group lies inside another but the root."""
-    if "" not in groups:
-        raise ValueError("expected a root group, '', which may be without variables")
-    nodes = [path for path in groups if path]
-    parts = [part for path in nodes for part in path.split("/")]
-    for path, group in groups.items():
-        names = [along, *(["layer"] if group.layers else []), *group.sizes, *group.variables]
-        parts += names
-        nodes += [f"{path}/{name}" if path else name for name in names]
-    if strange := [part for part in parts if not is_name(part)]:
-        raise ValueError(f"expected paths such as 'maps/6x14x14' and names such as 'gate', got {strange[0]!r}")
-    if any(path.split("/")[0] == HEADS for path in nodes):
-        raise ValueError(f"expected other names than {HEADS!r}, under which the tree has the numbers of the root")
-    twice = [path for path in nodes if nodes.count(path) > 1]
-    inside = [path for path in groups if any(path.startswith(f"{node}/") for node in nodes)]
-    if twice or inside:
-        raise ValueError(f"expected every name to stand for one thing, got twice or in each other: {twice + inside}")

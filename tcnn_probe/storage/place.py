@@ -62,6 +62,7 @@ class Place:
     store: Store
     directory: Path | None
     name: str
+    writable: bool = True
 
     def root(self) -> bytes | None:
         """The root ``zarr.json``, None if there is none.
@@ -84,7 +85,8 @@ class Place:
 
     def something_else(self, what: str) -> StoreError:
         """The error for a place that is taken."""
-        return StoreError(f"{self.name} holds something else than a recording ({what}): choose another path")
+        advice = "choose another path" if self.writable else "tcnn_probe.open reads what tcnn_probe.record wrote"
+        return StoreError(f"{self.name} holds something else than a recording ({what}): {advice}")
 
     def check_writable(self, *, exists: bool) -> None:
         """Refuse a directory that cannot be written, or made, as far as this shows without a try.
@@ -117,16 +119,16 @@ def find(target: Target, *, writable: bool = True) -> Place:
     if isinstance(target, Store):
         if writable and (target.read_only or not (target.supports_writes and target.supports_listing)):
             raise StoreError(f"expected a store that can be written and listed, got {target}")
-        return Place(target, None, str(target))
+        return Place(target, None, str(target), writable)
     text = os.fspath(target)
     if text.startswith("file://"):
         text = url2pathname(urlsplit(text).path)
     elif "://" in text:
-        return Place(_at_url(text), None, text)
+        return Place(_at_url(text), None, text, writable)
     if not text:
         raise StoreError("expected the path of a directory, got an empty one; None keeps the recording in memory")
     directory = Path(text).expanduser().resolve()  # the working directory may change while recording
-    return Place(LocalStore(directory, read_only=True), directory, str(directory))
+    return Place(LocalStore(directory, read_only=True), directory, str(directory), writable)
 
 
 def _at_url(url: str) -> Store:

@@ -6,13 +6,11 @@ from typing import Any, cast
 import xarray as xr
 from zarr.abc.store import Store
 
-from tcnn_probe.storage.commit import UNREADABLE, Root
+from tcnn_probe.storage.commit import HEADS, UNREADABLE, Root
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.place import Place, find
 
-__all__ = ["HEADS", "existing", "open_dataset", "open_recording", "open_tree"]
-
-HEADS = "heads"
+__all__ = ["existing", "open_dataset", "open_recording", "open_tree"]
 
 
 def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:

@@ -73,7 +73,7 @@ def repacked(path: Path) -> None:
 
 OURS = {"tcnn_probe_schema": 3, "along": "epoch"}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a file": (lambda path: path.write_text("precious"), r"something else than a recording \(a file\): choose another"),
+    "a file": (lambda path: path.write_text("precious"), r"something else than a recording \(a file\): (choose|tcnn)"),
     "notes": (with_notes, r"run.zarr holds something else than a recording \(\['notes.txt'\]\)"),
     "an array": (lambda path: zarr.create_array(path, shape=(3,), dtype="float64"), "something else than a recording"),
     "zarr 2": (lambda path: zarr.open_group(path, mode="w", zarr_format=2), "something else than a recording"),
