@@ -50,12 +50,16 @@ class EpochSums:
 class Accumulator:
     """Sums over images, in float64 (float32 where the device has no float64), and maps of chosen images.
 
+    Args:
+        name, module, probe: what is measured.
+        ignores: whether a gradient that arrives now is not to be measured.
+
     Raises:
         NotMeasuredError: the probe cannot measure this layer.
     """
 
-    def __init__(self, name: str, module: nn.Module, probe: Probe) -> None:
-        self.name, self.module, self.probe = name, module, probe
+    def __init__(self, name: str, module: nn.Module, probe: Probe, ignores: Callable[[], bool] = lambda: False) -> None:
+        self.name, self.module, self.probe, self._ignores = name, module, probe, ignores
         self._sums: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
         self._hooked: list[tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = []
@@ -118,6 +122,8 @@ class Accumulator:
     @torch.no_grad()
     def _add_gradient(self, variable: str, squares: Callable[[Tensor], Tensor], source: int, gradient: Tensor) -> None:
         """Of one parameter, in one backward pass; one that overflowed, as under a gradient scaler, does not count."""
+        if self._ignores():
+            return
         with named_in_errors(self.name):
             total = squares(gradient)
             finite = total.isfinite().all()

@@ -1,9 +1,11 @@
 """Errors of ``record()`` and ``mark()``: what was asked for and is not there, and what a store holds instead."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tcnn_model.conversion.selection import LayerFilter, matching
+from tcnn_probe.attention.known_layers import looks_like_attention
+from tcnn_probe.probes import DEFAULT
 from tcnn_probe.recording.accumulator import EpochSums
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.dataset import MAPS_OF_CLASSES
@@ -11,7 +13,15 @@ from tcnn_probe.recording.options import a_or_an
 from tcnn_probe.schema import Group, difference
 from tcnn_probe.storage import EpochStore, StoreError
 
-__all__ = ["check_epoch", "check_order", "check_probes", "check_resumed", "check_same_recording", "check_scalars"]
+__all__ = [
+    "check_epoch",
+    "check_order",
+    "check_probes",
+    "check_resumed",
+    "check_same_recording",
+    "check_scalars",
+    "idle_probes",
+]
 
 Groups = Mapping[str, Group]
 Everything = Mapping[tuple[str, str], EpochSums]  # by layer and probe
@@ -103,9 +113,28 @@ def check_order(along: str, number: int | float, marks: Sequence[int | float]) -
         ValueError: it does.
     """
     if number in marks:
-        raise ValueError(f"{along} {number} is already marked")
+        raise ValueError(
+            f"{along} {number} is already marked: record(..., mode='w') replaces the recording that is there; to "
+            f"continue it, leave out what is in recorder.epochs, or mark(..., if_marked='skip')"
+        )
     if marks and number < marks[-1]:
         raise ValueError(f"expected {a_or_an(along)} later than the last one marked, {marks[-1]}, got {number}")
+
+
+def idle_probes(named: Collection[str], found: Everything, collector: Collector) -> list[str]:
+    """Probes that were named and found no layer, or none with the parameters that they read, in words.
+
+    Of those that are there by default one is enough.
+    """
+    busy = {kind for _, kind in collector.sums}
+    idle = [kind for kind in named if kind not in busy and not (kind in DEFAULT and busy & {*DEFAULT})]
+    told = [f"no layer was found for the probes {idle}"] if idle else []
+    for probe in collector.probes:
+        ones = [one for (_, kind), one in found.items() if kind == probe.kind]
+        if probe.kind in named and probe.state is not None and ones and not any(one.state for one in ones):
+            lacking = sorted(probe.variables.keys() - {name for one in ones for name in one.sums})
+            told.append(f"{collector.model_class} has no {lacking} for the probe {probe.kind!r} to read")
+    return told
 
 
 def check_epoch(
@@ -149,6 +178,12 @@ def check_epoch(
     unsupported = collector.stream.unsupported
     if not found:
         seen = f"; layers that look like attention: {unsupported}" if unsupported else ""
+        if asked is not None:
+            known = [name for name, module in collector.modules if name and looks_like_attention(module)]
+            others = f": such layers of this model are {_some(known)}" if known else ""
+            raise RuntimeError(
+                f"nothing to mark: no attention was seen in the layers asked for, {asked!r}{seen}{others}"
+            )
         raise RuntimeError(
             f"nothing to mark: no attention was seen in {collector.model_class} (with {training}, which are not "
             f"measured){seen}. If it did see images in {sampling.mode}, it has no layer that can be recorded: "

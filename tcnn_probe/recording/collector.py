@@ -14,9 +14,11 @@ from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.rebuild import relative_difference, tolerance
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.edits import edited
+from tcnn_probe.hooks.modes import aside_depth
 from tcnn_probe.models import layer_names, named_in_errors, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.recording.accumulator import Accumulator, checked
+from tcnn_probe.recording.image_identity import ImageIdentity
 from tcnn_probe.recording.options import Sampling
 
 __all__ = ["Collector"]
@@ -47,6 +49,8 @@ class Collector(AttentionListener):
         order: place of each module in the model, by name; of further attentions of one as well.
         model_class: name of the model's class.
         training_forwards: how many began in training mode.
+        paused: how many pauses this is in: then nothing is measured.
+        images: which images came.
         lock: held while a forward is added up; to be held from reading the sums to :meth:`reset`.
 
     Args:
@@ -74,7 +78,9 @@ class Collector(AttentionListener):
         self.sums: dict[tuple[str, str], Accumulator] = {}
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
-        self.training_forwards = 0
+        self.training_forwards = self.paused = 0
+        self._aside = aside_depth()
+        self.images = ImageIdentity(sampling.images)
         self.lock = threading.RLock()
         self._entered: Counter[nn.Module] = Counter()
         self._of_module: dict[nn.Module, list[Accumulator]] = {}
@@ -108,6 +114,16 @@ class Collector(AttentionListener):
         return bool(self._attention_probes) and not self._entered
 
     @property
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """Those of the model, by name."""
+        return [(name, module) for module, name in self._names.items()]
+
+    @property
+    def unmarked(self) -> int:
+        """How many images were measured since the last mark."""
+        return max((one.images for one in self._all()), default=0)
+
+    @property
     def class_counts(self) -> dict[str, int]:
         """Number of classes of each pool with a token for each, if it or what is in it is wanted."""
         wanted = self._names.values() if self._wanted is None else self._wanted
@@ -129,6 +145,7 @@ class Collector(AttentionListener):
         self._epoch += 1
         self.training_forwards = 0
         self._entered.clear()
+        self.images.reset()
         for one in self._all():
             one.reset()
 
@@ -143,6 +160,8 @@ class Collector(AttentionListener):
 
     def wants(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
         """Whether this forward is to be measured."""
+        if self.paused:
+            return False
         training = self._model.training
         self.training_forwards += training
         self._follow_gradients()
@@ -150,11 +169,15 @@ class Collector(AttentionListener):
             return False
         number = self._entered[entry]
         self._entered[entry] += 1
-        return number % self.sampling.every == 0 and not self._is_full()
+        if number % self.sampling.every or self._is_full():
+            return False
+        self.images.comes(inputs)
+        return True
 
     def begins(self, entry: nn.Module) -> None:
         """Begin anew."""
         self._clear()
+        self.images.begins()
         self._begun_in = self._epoch
         self._whole = unwrap(entry) is unwrap(self._model)
 
@@ -195,6 +218,7 @@ class Collector(AttentionListener):
         self._clear()
         with self.lock:
             if self._begun_in == self._epoch:
+                self.images.ends()
                 for one in measured:
                     self._add(one, output if self._whole else None)
 
@@ -216,7 +240,7 @@ class Collector(AttentionListener):
     def _sums_of(self, layer: str, module: nn.Module, probe: Probe) -> Accumulator:
         key = layer, probe.kind
         if key not in self.sums:
-            self.sums[key] = Accumulator(layer, module, probe)
+            self.sums[key] = Accumulator(layer, module, probe, lambda: self.paused > 0 or aside_depth() > self._aside)
             self.order.setdefault(layer, self.order[self._names[module]])
         return self.sums[key]
 

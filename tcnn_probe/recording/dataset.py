@@ -11,7 +11,16 @@ from tcnn_probe.recording.accumulator import Accumulator, EpochSums
 from tcnn_probe.recording.options import Sampling
 from tcnn_probe.schema import COUNTS, Group, Variable
 
-__all__ = ["MAPS_OF_CLASSES", "LayerValues", "assemble", "groups_of", "layer_values", "map_values", "without_strangers"]
+__all__ = [
+    "MAPS_OF_CLASSES",
+    "LayerValues",
+    "assemble",
+    "groups_of",
+    "layer_values",
+    "map_values",
+    "nonfinite",
+    "without_strangers",
+]
 
 MAPS_OF_CLASSES = "maps/classes/"
 """Where the groups of these are."""
@@ -162,6 +171,17 @@ def without_strangers(layers: list[LayerValues], groups: Mapping[str, Group]) ->
             del entry.values[name]
     layers[:] = known
     return told
+
+
+def nonfinite(entries: Iterable[LayerValues]) -> list[str]:
+    """Layers with values that are not finite, in words."""
+    bad = {entry.layer: entry.nonfinite_images for entry in entries if not entry.maps and not entry.is_finite()}
+    if not bad:
+        return []
+    return [
+        f"NaN or infinite values were recorded for these layers; the number of images that gave them (0: they are in "
+        f"the layer's parameters or gradients): {bad}"
+    ]
 
 
 def assemble(layers: Collection[LayerValues], groups: Mapping[str, Group]) -> dict[str, dict[str, np.ndarray]]:

@@ -3,10 +3,10 @@
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, SupportsFloat
+from typing import TYPE_CHECKING, Literal, Self, SupportsFloat, get_args
 
 import xarray as xr
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from tcnn_model.conversion.selection import LayerFilter
 from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.models import check_model, wanted_layers
-from tcnn_probe.probes import DEFAULT, Probe, find_probes
+from tcnn_probe.probes import Probe, find_probes
 from tcnn_probe.provenance import provenance
 from tcnn_probe.recording.accumulator import EpochSums
 from tcnn_probe.recording.checks import (
@@ -24,13 +24,15 @@ from tcnn_probe.recording.checks import (
     check_resumed,
     check_same_recording,
     check_scalars,
+    idle_probes,
 )
 from tcnn_probe.recording.collector import Collector
-from tcnn_probe.recording.dataset import LayerValues, assemble, groups_of, layer_values, map_values, without_strangers
+from tcnn_probe.recording.dataset import assemble, groups_of, layer_values, map_values, nonfinite, without_strangers
 from tcnn_probe.recording.distributed import Ranks, whole_parameters
 from tcnn_probe.recording.options import Sampling, When, as_mark, as_scalars, check_along
+from tcnn_probe.recording.summary import as_html, as_text, forgotten, rows
 from tcnn_probe.schema import Group
-from tcnn_probe.storage import EpochStore
+from tcnn_probe.storage import EpochStore, Mode
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -58,7 +60,9 @@ class Recorder:
         model: any module, not compiled (compile it after this call if you like), in a wrapper such as
             DistributedDataParallel or not.
         store: where the recording is kept: a path, a URL or a zarr store object; every marked epoch is safe once
-            ``mark`` has returned. One that holds a recording of the same layers is continued. None: in memory.
+            ``mark`` has returned. None: in memory.
+        mode: what to do with a recording that is there: "a" continues one of the same layers; "w" replaces any, when
+            the first epoch is marked; "x" refuses it.
         layers: names, globs or a predicate ``(name, module) -> bool``; None for all that can be recorded.
         probes: what to measure: names of ``tcnn_probe.PROBES`` or probes of your own; None for attention heads
             (``tcnn_probe.DEFAULT``).
@@ -86,6 +90,7 @@ class Recorder:
         model: nn.Module,
         store: "str | os.PathLike[str] | Store | None" = None,
         *,
+        mode: Mode = "a",
         layers: LayerFilter | None = None,
         probes: Iterable[str | Probe] | str | Probe | None = None,
         when: When = "eval",
@@ -101,17 +106,22 @@ class Recorder:
     ) -> None:
         check_model(model)
         check_along(along)
+        if mode not in get_args(Mode):
+            raise ValueError(
+                f"expected mode='a' (continue), 'w' (replace) or 'x' (only if nothing is there), got {mode!r}"
+            )
         tokens = GivenTokens(prefix_tokens, class_token, grid)
         self._model, self._along, self._asked = model, along, layers
         sampling = Sampling.asked(when, every, max_images, images, classes)
         wanted, chosen = wanted_layers(model, layers), find_probes(probes)
+        self._marked = False
         self._named = [] if probes is None else [probe.kind for probe in chosen]
         self._ranks = Ranks(distributed)
         self._groups: Mapping[str, Group] | None = None
         self._advised: set[str] = set()
         with ExitStack() as undo:
             with self._ranks.agreed():
-                self._store = EpochStore(store if self._ranks.writes else None, along=along)
+                self._store = EpochStore(store if self._ranks.writes else None, along=along, mode=mode)
                 undo.callback(self._store.close)
             self._marks = self._ranks.gather(self._store.marks)[0]
             self._collector = Collector(model, chosen, wanted, sampling, tokens)
@@ -170,7 +180,7 @@ class Recorder:
 
         Args:
             if_marked: what to do if the store holds this epoch already, as it may after resuming: "error", or "skip"
-                to drop what was seen for it.
+                to drop what was seen for it. To know it before: ``if epoch in recorder.epochs``.
             **values: the epoch (or what ``along`` names), a number greater than every one marked before, and
                 further numbers to be kept with it. A new name is NaN for earlier epochs.
 
@@ -194,8 +204,19 @@ class Recorder:
                     warned = self._write(number, scalars, found, missed=missed)
             self._marks = self._ranks.gather(self.epochs)[0]
             self._collector.reset()
-        for text in self._idle() + self._ungridded() + warned:
+        warned += idle_probes(self._named, found, self._collector)
+        self._marked, self._named = True, []
+        for text in self._ungridded() + warned:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Measure nothing inside of a ``with``, in any thread: for a second evaluation in the same epoch."""
+        self._collector.paused += 1
+        try:
+            yield
+        finally:
+            self._collector.paused -= 1
 
     def remove(self) -> None:
         """Detach from the model, and finish writing. What was marked stays available; may be called more than once."""
@@ -214,6 +235,21 @@ class Recorder:
             if error is None:
                 raise
             error.add_note(f"besides, the recording could not be finished: {problem!r}")
+        one = self._collector
+        text = forgotten(self._along, marked=self._marked, images=one.unmarked, training=one.training_forwards)
+        if text and error is None:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return as_text(*self._shown())
+
+    def _repr_html_(self) -> str:
+        return as_html(*self._shown())
+
+    def _shown(self) -> tuple[str, dict[str, str]]:
+        one, end = self._collector, "" if self._collector.stream.attached else ", removed"
+        found = self.layers, self._along, self.epochs, one.unmarked, self.missing, self.unsupported
+        return f"Recorder of {one.model_class}{end}", rows(*found, self._store.name)
 
     def _told(self, values: dict[str, SupportsFloat], if_marked: str) -> tuple[int | float, dict[str, float]]:
         """The mark and the scalars, as numbers."""
@@ -222,7 +258,10 @@ class Recorder:
         if if_marked not in ("error", "skip"):
             raise ValueError(f"expected if_marked='error' or 'skip', got {if_marked!r}")
         if self._along not in values:
-            raise TypeError(f"mark() needs the {self._along}: mark({self._along}=..., top1=...)")
+            others = [
+                f"; to mark {name}s, record(model, along={name!r})" for name in ("epoch", "step") if name in values
+            ]
+            raise TypeError(f"mark() needs the {self._along}: mark({self._along}=..., top1=...){''.join(others)}")
         number = as_mark(self._along, values.pop(self._along))
         return number, as_scalars(values, self._along)
 
@@ -247,31 +286,34 @@ class Recorder:
         missed: bool,
     ) -> list[str]:
         """Store an epoch; nothing is changed where it is refused. Returns what to warn of."""
+        collector = self._collector
         check_order(self._along, number, self.epochs)
-        check_epoch(found, self._collector, self._asked, self._groups, missed=missed)
-        sums = [self._collector.sums[key] for key in found]
-        entries = layer_values(sums, found) + map_values(sums, self._collector.sampling)
-        groups = self._groups or groups_of(entries, self._collector.order)
+        check_epoch(found, collector, self._asked, self._groups, missed=missed)
+        sums = [collector.sums[key] for key in found]
+        entries = layer_values(sums, found) + map_values(sums, collector.sampling)
+        groups = self._groups or groups_of(entries, collector.order)
         if self._groups is None and (stored := self._store.groups) is not None:
             check_resumed(stored, groups)
             groups = stored
         check_scalars(scalars, groups)
-        warned = without_strangers(entries, groups) + _nonfinite(entries)
+        warned = without_strangers(entries, groups) + nonfinite(entries)
+        warned += collector.images.changed(json.loads((self._store.attrs or {}).get("image_hashes", "{}")))
         if self._store.groups is None:
-            images = {"images": json.dumps(self._collector.sampling.images)}  # of which maps are kept
-            self._store.create(groups, provenance(self._model) | images | self._reasons())
-        self._store.append(number, assemble(entries, groups), scalars, attrs=self._reasons())
+            images = {"images": json.dumps(collector.sampling.images)}  # of which maps are kept
+            self._store.create(groups, provenance(self._model) | images | self._attributes())
+        self._store.append(number, assemble(entries, groups), scalars, attrs=self._attributes())
         self._groups = groups
         return warned
 
-    def _reasons(self) -> dict[str, str]:
-        """Why layers or variables are not recorded, as attributes: also what earlier runs have found."""
-        stored = self._store.attrs or {}
-        unsupported, missing = (json.loads(stored.get(name, "{}")) for name in ("unsupported", "missing"))
+    def _attributes(self) -> dict[str, str]:
+        """Why layers or variables are not recorded, and which images came: also what earlier runs have found."""
+        names, stored = ("unsupported", "missing", "image_hashes"), self._store.attrs or {}
+        unsupported, missing, hashes = (json.loads(stored.get(name, "{}")) for name in names)
         unsupported = {layer: why for layer, why in unsupported.items() if layer not in self.layers}
         for variable, layers in self._collector.missing.items():
             missing[variable] = missing.get(variable, {}) | layers
-        return {"unsupported": json.dumps(unsupported | self.unsupported), "missing": json.dumps(missing)}
+        found = unsupported | self.unsupported, missing, self._collector.images.hashes() | hashes
+        return {name: json.dumps(value) for name, value in zip(names, found, strict=True)}
 
     def _check_marked(self) -> None:
         if not self._ranks.writes:
@@ -288,22 +330,5 @@ class Recorder:
                 self._advised.add(layer)
         return [f"no attention_distance and no maps of {', '.join(some)}: {why}" for why, some in layers.items()]
 
-    def _idle(self) -> list[str]:
-        """Say once which probes were named and found no layer; of those that are there by default one is enough."""
-        busy = {kind for _, kind in self._collector.sums}
-        idle = [kind for kind in self._named if kind not in busy and not (kind in DEFAULT and busy & {*DEFAULT})]
-        self._named = []
-        return [f"no layer was found for the probes {idle}"] if idle else []
-
 
 record = Recorder
-
-
-def _nonfinite(entries: Iterable[LayerValues]) -> list[str]:
-    bad = {entry.layer: entry.nonfinite_images for entry in entries if not entry.maps and not entry.is_finite()}
-    if not bad:
-        return []
-    return [
-        f"NaN or infinite values were recorded for these layers; the number of images that gave them (0: they are in "
-        f"the layer's parameters or gradients): {bad}"
-    ]

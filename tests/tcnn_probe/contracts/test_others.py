@@ -18,6 +18,7 @@ from tcnn_probe.hooks.modes import put_on, take_off
 from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, entropies, images, vit
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_hooks_of_others_fire_in_their_order() -> None:
     def fire(model: nn.Module) -> list[str]:
         fired: list[str] = []
@@ -191,6 +192,7 @@ def test_transforms_go_through_and_record_nothing(transform: Callable[[nn.Module
     assert before == Trace(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*since the last mark:RuntimeWarning")
 def test_functional_call_is_a_forward() -> None:
     model = vit()
     halved = {name: p / 2 for name, p in model.named_parameters()}

@@ -222,6 +222,7 @@ def test_a_store_of_other_classes_is_refused(tmp_path: Path, there: Any, here: A
     assert str(raised.value) == f"the store has maps of {LAYER!r} with classes={there}, got classes={here}"
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_only_maps_of_images_that_were_chosen_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int | None] = []
     weights = tcnn_probe.AttentionCall.weights

@@ -100,6 +100,7 @@ def test_each_epoch_starts_anew_in_any_gradient_mode_without_training_forwards()
     assert recorder.dataset.images.values.tolist() == [[3, 3], [2, 2]]
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_recording_changes_neither_outputs_nor_gradients_nor_random_numbers() -> None:
     def run(model: nn.Module, x: Tensor) -> list[Tensor]:
         torch.manual_seed(5)
@@ -230,6 +231,7 @@ def test_convit_s_initial_heads_lie_on_a_kernel_column_by_column() -> None:
     assert row.locality_strength.values.tolist() == [1] * 9
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_hooks_inside_convit_fire_as_often_as_without_recording() -> None:
     model, fired = convit(), list[Any]()
     for part in ("qk", "v", "pos_proj"):

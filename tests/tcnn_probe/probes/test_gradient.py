@@ -284,6 +284,7 @@ def test_training_alone_can_be_marked_from_when_parameters_are_trained() -> None
     assert not found.sel(layer="blocks.1.attn").any()
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_beside_attention() -> None:
     """Before the first training gradients are NaN, without a warning; without evaluation a mark is refused."""
     model, batch = small("vit_tiny_patch16_224", **VIT), images(2)

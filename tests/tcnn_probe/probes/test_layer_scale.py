@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tests.tcnn_probe.probes.helpers import VIT, images, inputs_in_float64, recorded, scattered, small
 
-pytestmark = pytest.mark.numerical
+pytestmark = [pytest.mark.numerical, pytest.mark.filterwarnings("ignore:.*for the probe .layer-scale. to read")]
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """What each branch adds, and what it is added to."""

@@ -58,4 +58,4 @@ def test_skip_drops_what_was_seen_for_a_marked_epoch(recorder: tcnn_probe.Record
     assert recorder.dataset.top1.values.tolist()[0] == 0.25
     np.testing.assert_array_equal(*recorder.dataset.entropy.values)
     with pytest.raises(ValueError, match="later than"):
-        mark(recorder, epoch=0, if_marked="skip")
+        recorder.mark(epoch=0, if_marked="skip")

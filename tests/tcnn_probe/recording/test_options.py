@@ -113,6 +113,7 @@ def test_images_that_never_came_are_nan_and_one_must_have_come_by_the_first_mark
     assert missing.values.tolist() == [[False, True], [True, True]]
 
 
+@pytest.mark.filterwarnings("ignore:the images:RuntimeWarning")
 @pytest.mark.parametrize("resumed", [False, True])
 def test_maps_of_a_size_that_the_first_epoch_had_not(tmp_path: Path, resumed: bool) -> None:
     """Are left out with a warning, in the same run and in a later one; the epoch's numbers are kept."""

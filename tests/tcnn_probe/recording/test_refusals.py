@@ -31,6 +31,7 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
     "no probes": (vit, {"probes": []}, ValueError, "probes is empty"),
     "no probe": (vit, {"probes": [3]}, TypeError, "expected a tcnn_probe.Probe or the name of one, got 3"),
     "no layer": (vit, {"probes": "layer-scale", "layers": "head"}, ValueError, r"has no layer among those asked for"),
+    "unknown mode": (vit, {"mode": "r"}, ValueError, r"expected mode='a' \(continue\), 'w' .* got 'r'"),
     "unknown time": (vit, {"when": "test"}, ValueError, "expected when='eval', 'train' or 'always', got 'test'"),
     "no forward": (vit, {"every": 0}, ValueError, "expected a positive integer for every, got 0"),
     "half an image": (vit, {"max_images": 0.5}, ValueError, "a positive integer for max_images, got 0.5"),
@@ -68,10 +69,15 @@ class NotANumber:
 
 
 MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "marked already": ({"epoch": 3}, ValueError, "epoch 3 is already marked"),
+    "marked already": (
+        {"epoch": 3},
+        ValueError,
+        "epoch 3 is already marked: .*mode='w'.* recorder.epochs, or .*if_marked='skip'",
+    ),
     "going back": ({"epoch": 2}, ValueError, "expected an epoch later than the last one marked, 3, got 2"),
     "float epoch": ({"epoch": 4.0}, TypeError, "expected an integer for epoch, got 4.0"),
-    "no epoch": ({"top1": 0.5}, TypeError, r"needs the epoch: mark\(epoch=\.\.\., top1=\.\.\.\)"),
+    "no epoch": ({"top1": 0.5}, TypeError, r"needs the epoch: mark\(epoch=\.\.\., top1=\.\.\.\)$"),
+    "step": ({"step": 1}, TypeError, r"needs the epoch: .*; to mark steps, record\(model, along='step'\)"),
     "epoch beyond int64": ({"epoch": 2**70}, ValueError, "fits in 64 bits"),
     "numeral": ({"epoch": 4, "top1": "0.5"}, TypeError, "number for 'top1', got '0.5'"),
     "bytes": ({"epoch": 4, "top1": b"1.5"}, TypeError, "number for 'top1', got b'1.5'"),
@@ -144,10 +150,16 @@ def test_nothing_to_mark(tmp_path: Path) -> None:
 
 NO_ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a convolution": (lambda: nn.Conv2d(2, 1, 3), {}, r"no attention was seen in Conv2d.*reparameterize\(model\)"),
+    "no attention": (
+        vit,
+        {"layers": "blocks.0.mlp"},
+        r"asked for, 'blocks.0.mlp': .* \['blocks.0.attn', 'blocks.1.attn'\]",
+    ),
     "not there": (vit, {"layers": ["blocks.1", "norm"]}, "asked for 'norm', .* no attention was seen there"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 @pytest.mark.parametrize("case", NO_ATTENTION)
 def test_nothing_found_is_told_by_mark(case: str, tmp_path: Path) -> None:
     make, options, message = NO_ATTENTION[case]

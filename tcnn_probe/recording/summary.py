@@ -1,0 +1,67 @@
+"""A recorder in words: what a notebook shows of it, and what is said where its epochs were forgotten."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+__all__ = ["as_html", "as_text", "forgotten", "rows"]
+
+
+def rows(
+    layers: Sequence[str],
+    along: str,
+    marks: Sequence[int | float],
+    images: int,
+    missing: Mapping[str, Mapping[str, str]],
+    unsupported: Mapping[str, str],
+    place: str,
+) -> dict[str, str]:
+    """What to show of a recorder, by title."""
+    lacking = {f"{name} of {_count(len(why), 'layer')}": next(iter(why.values())) for name, why in missing.items()}
+    return {
+        "layers": f"{len(layers)} ({_ends(layers)})" if layers else "none yet: attention is found in the first forward",
+        f"{along}s": f"{len(marks)} ({_ends(marks)})" if marks else "none yet",
+        f"since the last {along}": _count(images, "image"),
+        "missing": "; ".join(f"{what}: {why}" for what, why in lacking.items()) or "nothing",
+        "unsupported": "; ".join(f"{layer}: {why}" for layer, why in unsupported.items()) or "nothing",
+        "kept in": place,
+    }
+
+
+def as_text(title: str, shown: Mapping[str, str]) -> str:
+    """A line for each row."""
+    return "\n".join([title, *(f"  {name}: {value}" for name, value in shown.items())])
+
+
+def as_html(title: str, shown: Mapping[str, str]) -> str:
+    """A table."""
+    cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in shown.items())
+    return f"<table><caption>{escape(title)}</caption>{''.join(cells)}</table>"
+
+
+def forgotten(along: str, *, marked: bool, images: int, training: int) -> str:
+    """What to warn of when the recording ends, if anything.
+
+    Args:
+        along: what is marked.
+        marked: whether anything was marked.
+        images: measured since.
+        training: forwards in training mode since.
+    """
+    advice = f"call mark({along}=...) after each validation"
+    if images:
+        since = "since the last mark" if marked else "and nothing was marked"
+        return (
+            f"{_count(images, 'image')} measured {since}: they are not in the recording. To keep them, {advice}; for "
+            f"forwards that do not belong to it there is recorder.pause()"
+        )
+    if training and not marked:
+        return f"nothing was recorded, as nothing was marked: {advice}"
+    return ""
+
+
+def _ends(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items if len(items) < 4 else (items[0], items[1], "...", items[-1])))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,124 @@
+"""What is forgotten is said: marks, other images than before; a second evaluation; what a recorder shows of itself."""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import check_entropies, entropies, images, vit
+from tests.tcnn_probe.probes.helpers import VIT, small, step
+
+
+def leave(model: nn.Module, count: int, *, marks: bool = False, error: type[Exception] | None = None) -> None:
+    with tcnn_probe.record(model) as recorder:
+        if marks:
+            model(images())
+            recorder.mark(epoch=0)
+        if count:
+            model(images(count))
+        if error is not None:
+            raise error
+
+
+def test_leaving_without_a_mark() -> None:
+    model = vit()
+    with pytest.warns(RuntimeWarning, match=r"^3 images measured and nothing was marked: .*call mark\(epoch="):
+        leave(model, 3)
+    with pytest.warns(RuntimeWarning, match=r"^2 images measured since the last mark: .*recorder\.pause\(\)") as told:
+        leave(model, 2, marks=True)
+    assert told[0].filename == __file__
+    with pytest.warns(RuntimeWarning, match="nothing was recorded, as nothing was marked"):
+        leave(model.train(), 1)
+    model.eval()
+    leave(model, 0)
+    leave(model, 0, marks=True)
+    with pytest.raises(ZeroDivisionError):  # without a warning
+        leave(model, 1, error=ZeroDivisionError)
+
+
+def test_pause() -> None:
+    model = vit()
+
+    def fail(recorder: tcnn_probe.Recorder) -> None:
+        with recorder.pause():
+            model(9 * images(5))
+            raise ZeroDivisionError
+
+    with torch.no_grad(), tcnn_probe.record(model, images=1) as recorder:
+        model(images())
+        with pytest.raises(ZeroDivisionError):
+            fail(recorder)
+        with recorder.pause(), recorder.pause():
+            model(images(5))
+        recorder.mark(epoch=0)
+        with recorder.pause():
+            model(images())
+    check_entropies(recorder, entropies(model, images()), images=3)
+
+
+def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
+    model, batch = small("vit_tiny_patch16_224", **VIT), torch.rand(1, 3, *VIT["img_size"])
+
+    def backward(model: nn.Module, some: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        model(some).square().sum().backward()
+        return torch.ones(len(some), *some.shape[2:])
+
+    norms = []
+    for others in (False, True):
+        with tcnn_probe.record(model, probes="gradient") as recorder:
+            step(model, batch)
+            if others:
+                tcnn_probe.saliency(model, batch, 0, backward)
+                with recorder.pause():
+                    step(model, 5 * batch)
+            recorder.mark(epoch=0)
+        norms.append(torch.as_tensor(recorder.tree["gradient"].gradient_norm.values))
+    assert torch.equal(*norms)
+
+
+def test_other_images_than_in_the_epochs_before(tmp_path: Path) -> None:
+    """In one run, said once, and in a later one; in what batches they come, or what other images do, is no matter."""
+    model, path, x = vit(), tmp_path / "run.zarr", images(6)
+    with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
+        for epoch, sizes in enumerate(((6,), (3, 3), (1, 5))):
+            x[0] += 1
+            for batch in x.split(sizes):
+                model(batch)
+            recorder.mark(epoch=epoch)
+    with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
+        model(x[[0, 1, 2, 3, 5, 4]])
+        with pytest.warns(RuntimeWarning, match=r"the images \[4\] of this epoch are not .* shuffle=False") as told:
+            recorder.mark(epoch=3)
+        model(x.flip(0))
+        recorder.mark(epoch=4)  # not again
+    assert told[0].filename == __file__
+
+
+def test_what_a_recorder_shows(tmp_path: Path) -> None:
+    model = timm.create_model("xcit_nano_12_p16_224", depth=1, cls_attn_layers=1, img_size=32).eval()
+    with torch.no_grad(), tcnn_probe.record(model, tmp_path / "a & b.zarr") as recorder:
+        for epoch in range(5):
+            model(torch.randn(1, 3, 32, 32))
+            recorder.mark(epoch=epoch)
+    shown = repr(recorder)
+    for part in (
+        "Recorder of Xcit, removed\n  layers: 1 (cls_attn_blocks.0.attn)\n  epochs: 5 (0, 1, ..., 4)\n",
+        "  since the last epoch: 0 images\n",
+        "  unsupported: blocks.0.attn: ",
+        f"  kept in: {tmp_path}/a & b.zarr",
+    ):
+        assert part in shown, shown
+    html = recorder._repr_html_()
+    assert html.startswith("<table><caption>Recorder of Xcit, removed</caption><tr><th>layers</th><td>1 (")
+    assert f"<td>{tmp_path}/a &amp; b.zarr</td>" in html
+
+
+def test_a_probe_that_finds_only_a_part() -> None:
+    model = vit()
+    with torch.no_grad(), tcnn_probe.record(model, probes="layer-scale") as recorder:
+        model(images())
+        with pytest.warns(RuntimeWarning, match=r"VisionTransformer has no \['scale'\] for the probe 'layer-scale'"):
+            recorder.mark(epoch=0)
