@@ -109,6 +109,7 @@ def without(
         return model
     mode = "zero" if reference is None else "mean"
     ablation = tcnn_probe.ablate(model, heads, mode, images=reference)
+    ablation.remove()  # until it is entered
 
     def classify(images: Tensor) -> Tensor:
         with ablation:

@@ -31,7 +31,7 @@ def ablate(
     source: nn.Module | None = None,
     images: Tensor | Iterable[Any] | None = None,
 ) -> "Ablation":
-    """Change what some heads of a model do, inside of a ``with`` statement.
+    """Change what some heads of a model do, from this call to the end of a ``with``, or to :meth:`Ablation.remove`.
 
     ::
 
@@ -55,7 +55,7 @@ def ablate(
     The model runs as it likes: in eval or training mode, under autocast, recorded, explained, trained (go backward
     inside, if it is checkpointed), in several threads at once. Parameters, ``state_dict``, methods and optimizers stay
     the user's own at all times, and copies made meanwhile are not ablated. Ablations nest: each head is edited by the
-    last one entered that names it, gates and output apart. Recorders record gates as ablated, and attention as it is
+    last one begun that names it, gates and output apart. Recorders record gates as ablated, and attention as it is
     before heads are zeroed, averaged or replaced.
 
     Args:
@@ -67,11 +67,11 @@ def ablate(
         mode: see above.
         source: of mode "replaced": a model with the same layers. It runs in eval mode, without gradients of its own.
         images: of mode "mean": a batch as the model takes it, floating point, or several (of a loader's pairs the
-            first is taken). The model sees them, in eval mode, when the ``with`` first begins; that holds one map of
-            the layer's output for every head.
+            first is taken). The model sees them at this call, in eval mode; that holds one map of the layer's output
+            for every head.
 
     Returns:
-        a context manager, which is what ``with ... as`` gives: :class:`Ablation`.
+        :class:`Ablation`, a context manager, which ``with ... as`` gives.
 
     Raises:
         ValueError: a layer or head that the model lacks, a layer that cannot do this, a missing or needless option, a
@@ -99,12 +99,13 @@ def ablate(
 
 
 class Ablation:
-    """What :func:`ablate` makes; may be entered again after its end, with the means of the first time."""
+    """What :func:`ablate` makes, which acts at once; may be entered again after its end, with the means of before."""
 
     def __init__(self, model: nn.Module, edits: list[Edit], mode: Mode, images: Tensor | Iterable[Any] | None) -> None:
         self._model, self._edits, self._mode, self._images = model, edits, mode, images
         self._forwards: _Forwards | None = None
-        self._exits = ExitStack()
+        self._exits, self._entered = ExitStack(), False
+        self._begin()
 
     @property
     def mode(self) -> Mode:
@@ -123,20 +124,30 @@ class Ablation:
     def __repr__(self) -> str:
         return f"Ablation(mode={self._mode!r}, heads={self.heads})"
 
+    def remove(self) -> None:
+        """End it; may be called again."""
+        self._forwards, self._entered = None, False
+        self._exits.close()
+
     def __enter__(self) -> Self:
-        if self._forwards is not None:
+        if self._entered:
             raise RuntimeError("this ablation is entered already; call ablate() again for another")
+        if self._forwards is None:
+            self._begin()
+        self._entered = True
+        return self
+
+    def _begin(self) -> None:
         self._edits = [replace(edit) for edit in self._edits]  # which have done nothing yet
         if self._images is not None and self._edits and self._edits[0].means is None:
             self._edits = _with_means(self._model, self._edits, self._images)
         self._forwards = self._exits.enter_context(_edited(self._model, self._edits))
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        forwards, self._forwards = self._forwards, None
-        self._exits.close()
+        forwards = self._forwards
+        self.remove()
         if error is not None or forwards is None or not forwards.ran:
             return
         done = {edit.asked for edit in self._edits if edit.attended}

@@ -140,3 +140,24 @@ def test_what_did_not_happen_is_an_error() -> None:
         tcnn_probe.ablate(blocks, "patch_embed"),
     ):
         blocks(vit_images())
+
+
+@torch.no_grad()
+def test_without_a_with() -> None:
+    """It acts at the call, until it is removed; a ``with`` around it ends it, and may begin it again."""
+    model, x = Chain(), chain_images()
+    plain, before = model(x), State(model)
+    ablation = tcnn_probe.ablate(model, {"near": [1, 3]}, "mean", images=chain_images(5))
+    ablated = model(x)
+    assert not torch.allclose(ablated, plain, atol=1e-4)
+    ablation.remove(), ablation.remove()
+    assert torch.equal(model(x), plain)
+    before.check(model)
+    for _ in range(2):
+        with ablation:
+            assert torch.equal(model(x), ablated)
+        assert torch.equal(model(x), plain)
+    with ablation:
+        ablation.remove()
+        assert torch.equal(model(x), plain)
+    before.check(model)

@@ -134,9 +134,9 @@ def test_a_layer_of_ones_own_has_to_be_named() -> None:
     model, x = nn.Sequential(nn.Linear(6, 6), Own()), torch.randn(2, 5, 6)
     with pytest.raises(ValueError, match="a layer that is not called attention has to be named"):
         tcnn_probe.ablate(model)
+    plain = model(x)
     ablation = tcnn_probe.ablate(model, {"1": slice(1, None)})
     assert ablation.heads == {}
-    plain = model(x)
     with ablation:
         assert torch.equal(model(x), plain * torch.tensor([1, 1, 1, 0, 0, 0]))
     assert ablation.heads == {"1": (1,)}

@@ -35,17 +35,21 @@ def test_nested() -> None:
                 stack.enter_context(ablation)
             return model(x)
 
-    def replaced(heads: Any) -> Any:
-        return tcnn_probe.ablate(model, heads, "replaced", source=other_chain())
+    def ended(*choice: Any, **options: Any) -> Any:
+        ablation = tcnn_probe.ablate(model, *choice, **options)
+        ablation.remove()
+        return ablation
 
-    zero, mean, other = tcnn_probe.ablate(model, heads), tcnn_probe.ablate(model, heads, "mean"), replaced(heads)
-    gates = tcnn_probe.ablate(model, {"near": 1}, "positional")
+    def replaced(heads: Any) -> Any:
+        return ended(heads, "replaced", source=other_chain())
+
+    zero, mean, other, gates = ended(heads), ended(heads, "mean"), replaced(heads), ended({"near": 1}, "positional")
     torch.testing.assert_close(output(zero, mean, other), output(other))
     torch.testing.assert_close(output(zero, other, mean), output(mean))
     torch.testing.assert_close(output(mean, gates, other, zero), output(zero))
-    second = tcnn_probe.ablate(model, {"near": 1})
+    second = ended({"near": 1})
     torch.testing.assert_close(output(other, second), output(replaced({"near": 0}), second))
-    gated, content = output(gates), tcnn_probe.ablate(model, "near", "content")
+    gated, content = output(gates), ended("near", "content")
     model.near.gating[:] = torch.tensor([-40.0, 40, *[-40] * 7])
     torch.testing.assert_close(output(content, gates), model(x))
     model.near.load_state_dict(Chain().near.state_dict())
