@@ -99,7 +99,10 @@ def finetune(
             without batches; with a seed, a training loader whose workers persist.
     """
     if epochs < 1 or not 0 <= warmup_epochs < epochs:
-        raise ValueError(f"expected 0 <= warmup_epochs < epochs, got warmup_epochs={warmup_epochs}, epochs={epochs}")
+        raise ValueError(
+            f"expected 0 <= warmup_epochs < epochs, got warmup_epochs={warmup_epochs}, epochs={epochs}: "
+            f"give fewer warmup_epochs, or more epochs"
+        )
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"expected label_smoothing in [0, 1), got {label_smoothing}")
     if len(train_loader) == 0 or len(val_loader) == 0:

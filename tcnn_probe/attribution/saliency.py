@@ -100,7 +100,8 @@ def find_targets(
     if target is None:
         return torch.cat([class_scores(model, some).argmax(1).cpu() for _, some in batches(model, images, batch_size)])
     classes = class_scores(model, next(batches(model, images, 1))[1]).shape[1]
-    given = class_indices(target, "targets", classes)
+    features = " (features, as the model has num_classes=0)" * (getattr(model, "num_classes", None) == 0)
+    given = class_indices(target, f"targets{features}", classes)
     if given.ndim and given.shape != images.shape[:1]:
         raise ValueError(f"expected one target, or {len(images)}: one an image; got shape {tuple(given.shape)}")
     return given.expand(len(images)).clone()
