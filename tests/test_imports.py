@@ -24,6 +24,7 @@ PARTS: dict[str, set[str]] = {
     "heads": {"schema"},
     "probes": {"attention", "hooks", "schema"},
     "recording": {"attention", "hooks", "models", "probes", "provenance", "schema", "storage"},
+    "callbacks": {"recording", "schema"},
     "interventions": {"attention", "hooks", "models"},
     "attribution": {"attention", "images", "models", "provenance"},
     "perturbations": {"bootstrap", "hooks", "images", "models", "provenance"},

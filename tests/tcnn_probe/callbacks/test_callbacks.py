@@ -1,0 +1,101 @@
+"""Hugging Face's Trainer and Lightning, the real ones, for a few steps: each validation is a mark, its numbers true."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import xarray as xr
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from tests.tcnn_probe.contracts.helpers import Trace, entropies, images, vit
+
+# Warnings of these packages are theirs; ours are still errors.
+pytestmark = pytest.mark.filterwarnings("ignore", "error::RuntimeWarning")
+
+
+def data(count: int) -> TensorDataset:
+    return TensorDataset(images(count), torch.arange(count) % 5)
+
+
+def test_lightning(tmp_path: Path) -> None:
+    pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install 'lightning>=2.4'")
+    from tcnn_probe.callbacks.lightning import RecordCallback
+
+    class Classifier(pl.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.vit, self.truth = vit(), []
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            return F.cross_entropy(self.vit(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("val/loss", F.cross_entropy(self.vit(batch[0]), batch[1]))
+
+        def on_validation_epoch_end(self) -> None:
+            twin = vit()
+            twin.load_state_dict(self.vit.state_dict())
+            self.truth.append(entropies(twin, images(7)))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.vit.parameters(), 1e-2)
+
+    model, recording = Classifier(), RecordCallback(tmp_path / "run.zarr")
+    before = Trace(model.vit).hooks
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", devices=1, callbacks=[recording], **quiet)
+    trainer.fit(model, DataLoader(data(5), 5), DataLoader(data(7), 4))
+    trainer.validate(model, DataLoader(data(3), 3), verbose=False)
+    assert Trace(model.vit).hooks == before
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    assert ds.epoch.values.tolist() == [0, 1]
+    assert ds.images.values.tolist() == [[7, 7], [7, 7]]
+    assert ds["layer"].values.tolist() == ["vit.blocks.0.attn", "vit.blocks.1.attn"]
+    assert ds.val_loss.notnull().all()
+    assert "epochs: 2 (0, 1)" in repr(recording.recorder)
+    for found, expected in zip(ds.entropy.values, model.truth[1:3], strict=True):  # the first is the sanity check
+        torch.testing.assert_close(torch.as_tensor(found), expected, rtol=1e-5, atol=1e-6)
+
+
+class Pixels(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"pixel_values": images(6)[index, :, :16, :16], "labels": torch.tensor(index % 3)}
+
+
+def test_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which Hugging Face's Trainer needs")
+    transformers = pytest.importorskip("transformers")
+    from tcnn_probe.callbacks.huggingface import RecordCallback
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 8}
+    config = transformers.ViTConfig(image_size=16, patch_size=4, num_channels=2, num_labels=3, **sizes)
+    model = transformers.ViTForImageClassification(config)
+    about = {"report_to": "none", "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no", "use_cpu": True}
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(tmp_path / "out"), max_steps=4, disable_tqdm=True, **about),
+        train_dataset=Pixels(),
+        eval_dataset=Pixels(),
+        callbacks=[RecordCallback(tmp_path / "run.zarr")],
+    )
+    before = Trace(model).hooks
+    trainer.train()
+    trainer.evaluate()
+    assert Trace(model).hooks == before
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    assert ds.step.values.tolist() == [2, 4]
+    assert ds.images.values.tolist() == [[6, 6], [6, 6]]
+    assert ds.eval_loss.notnull().all()
+    assert ds.entropy.notnull().all()
