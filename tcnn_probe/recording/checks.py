@@ -131,8 +131,8 @@ def idle_probes(named: Collection[str], found: Everything, collector: Collector)
     told = [f"no layer was found for the probes {idle}"] if idle else []
     for probe in collector.probes:
         ones = [one for (_, kind), one in found.items() if kind == probe.kind]
-        if probe.kind in named and probe.state is not None and ones and not any(one.state for one in ones):
-            lacking = sorted(probe.variables.keys() - {name for one in ones for name in one.sums})
+        lacking = sorted(probe.variables.keys() - probe.of_images - {name for one in ones for name in one.sums})
+        if probe.kind in named and probe.state and ones and lacking and not any(one.state for one in ones):
             told.append(f"{collector.model_class} has no {lacking} for the probe {probe.kind!r} to read")
     return told
 

@@ -294,6 +294,7 @@ def test_merged_heads(name: str, images: int) -> None:
     check(Merged(name), square(images), {"": same(grid(4, 4), arrange=merged(HEADS))})
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_merged_heads_that_nobody_counts() -> None:
     model = Merged()
     with tcnn_probe.record(model) as recorder, torch.no_grad():

@@ -122,6 +122,7 @@ def test_encoder(norm_first: bool) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_output_of_an_encoder_is_that_without_the_fast_path(padded: bool) -> None:
     """In eval mode torch computes a layer in one piece, and sets what is padding to 0; a recorded one it does not."""
     model, x = encoder(), torch.randn(2, 7, DIM)

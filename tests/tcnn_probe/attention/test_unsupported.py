@@ -90,6 +90,7 @@ GATES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("gate", GATES)
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_a_softmax_that_weighs_nothing(gate: str) -> None:
     way, layers = GATES[gate]
     model = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.Flatten(2), Gate(way)).eval()
