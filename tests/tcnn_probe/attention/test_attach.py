@@ -35,6 +35,7 @@ def test_a_trace_sees_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_left_as_it_was(name: str) -> None:
     model = timm.create_model(name, num_classes=5, **MODELS[name]).eval()
     images = torch.randn(2, 3, 32, 32)
