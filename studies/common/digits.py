@@ -106,6 +106,8 @@ def cluttered_digits(
         seed: of the split. The validation scene of a digit is drawn by the digit's place in its split alone.
         fragments: pieces of other digits in each scene.
     """
+    if size < 28:
+        raise ValueError(f"expected scenes of 28 pixels or more, the size of a digit, got {size}")
     data = load_digits()
     train, validation = train_test_split(
         range(len(data.target))[:limit], test_size=0.25, random_state=seed, stratify=data.target[:limit]
