@@ -57,7 +57,7 @@ from common.options import (
     fill_in,
     from_least,
     parsed,
-    positive,
+    positive_number,
     study_parser,
 )
 from common.output import RunOutput
@@ -177,7 +177,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     epochs = "of the PatchConvNet, others in proportion (default: 14); of fine-tuning on --data (default: 0)"
     add("--epochs", type=from_least(0), help=epochs)
     add("--batch-size", type=from_least(1), help="images per step (default: 32)")
-    add("--lr", type=positive, default=1e-4, help="of fine-tuning on --data (default: 1e-4)")
+    add("--lr", type=positive_number, default=1e-4, help="of fine-tuning on --data (default: 1e-4)")
     add_machine(training, small="6 epochs, 20 seconds")
     add = parser.add_argument_group("saliency").add_argument
     add("--images", type=from_least(1), help="validation images to explain, spread evenly (default: 48; 32 of --data)")
@@ -188,7 +188,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="epochs from one look to the next; the first and the last are looked at (default: 5)",
     )
     add("--steps", type=from_least(1), help="of deletion and insertion, and of integrated gradients (default: 12)")
-    add("--tolerance", type=positive, default=4.0, help="of the pointing game, in pixels (default: 4)")
+    add("--tolerance", type=positive_number, default=4.0, help="of the pointing game, in pixels (default: 4)")
 
     add_output(parser)
     args = parsed(parser, arguments, "class_attention_saliency")

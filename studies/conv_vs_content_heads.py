@@ -55,7 +55,7 @@ from common.data import PixelBatches
 from common.ending import ended, finish, learned
 from common.head_removal import CLEAN, NOTHING, Sets, conditions, random_heads, single_heads, type_sets
 from common.head_types import COLORS, PAIR, WORDS
-from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive, study_parser
+from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
 from common.removal_costs import DRAWN, WITHIN, costs, head_costs, mean_and_interval
 from common.removal_report import sentence, table
 from common.training import Training, add_training, begin, settle
@@ -189,7 +189,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--head-images", type=from_least(2), help="and for single heads (default: 16; 200 of --data)")
     add("--corruptions", nargs="+", choices=tcnn_probe.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
     add("--severities", type=int, nargs="+", choices=range(1, 6), default=[1], help="of corruptions (default: 1)")
-    add("--epsilon", type=positive, default=1 / 255, help="of PGD, in pixels of 0 to 1 (default: 1/255)")
+    add("--epsilon", type=positive_number, default=1 / 255, help="of PGD, in pixels of 0 to 1 (default: 1/255)")
     add_output(parser)
     args = parsed(parser, arguments, "conv_vs_content_heads")
     defaults = {"seeds": 3, "draws": 3, "images": 64, "head_images": 16}

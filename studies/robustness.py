@@ -41,7 +41,7 @@ from torch import nn
 import tcnn_probe
 from common.data import PixelBatches
 from common.ending import InputError, ended, finish, learned, refused
-from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive, study_parser
+from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
 from common.training import add_training, begin, settle
 
 CNN, CONTROL, TCNN = "CNN", "CNN, fine-tuned", "T-CNN, fine-tuned"
@@ -81,9 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 def open_variants(model: nn.Module, args: argparse.Namespace) -> list[tcnn_probe.Variant]:
     """The further test sets; each corruption at each severity of ImageNet-C is one."""
     if args.variant and model.num_classes != 1000:
-        raise InputError(
-            f"--variant: a classifier of ImageNet's 1000 classes is needed, --data has {model.num_classes}"
-        )
+        raise InputError(f"--variant: needs a model with ImageNet's 1000 classes, this has {model.num_classes}")
     options = {"model": model, "batch_size": args.batch_size, "workers": args.workers}
     found = []
     for name, folder in args.variant:
@@ -187,7 +185,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add("--corruptions", nargs="+", choices=tcnn_probe.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
     add("--severities", type=int, nargs="+", choices=range(1, 6), help="of the corruptions (default: 1 2 3 4 5)")
-    add("--epsilon", type=positive, default=1 / 255, help="of the attacks, in pixels of 0 to 1 (default: 1/255)")
+    add("--epsilon", type=positive_number, default=1 / 255, help="of the attacks, in pixels of 0 to 1 (default: 1/255)")
     add(
         "--variant",
         type=variant,

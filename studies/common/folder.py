@@ -40,8 +40,7 @@ class ClassFolders(ImageFolder):
         """The names of the folders in order, and their numbers."""
         names = sorted(each.name for each in Path(directory).iterdir() if each.is_dir() and each.name[0] != ".")
         if len(names) < 2 and self._known is None:
-            found = f"one class, {names[0]!r}" if names else "no folders of classes"
-            raise InputError(f"{_layout(self._data)}\nThere is {found} in {directory}.")
+            raise _layout(self._data, f"one class, {names[0]!r}" if names else "no folder of a class", directory)
         known = names if self._known is None else self._known
         if unknown := [name for name in names if name not in known]:
             raise InputError(f"--data: {directory} has classes that the training images do not have: {_some(unknown)}")
@@ -69,7 +68,7 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
     folders = [next((root / name for name in names if (root / name).is_dir()), None) for names in SPLITS]
     if None in folders:
         found = sorted(f"{each.name}/" if each.is_dir() else each.name for each in root.iterdir())
-        raise InputError(f"{_layout(data)}\nThere is {_some(found) or 'nothing'} in {data}.")
+        raise _layout(data, _some(found) or "nothing", data)
     train = ClassFolders(folders[0], data)
     validation = ClassFolders(folders[1], data, train.classes)
     if limit is not None:
@@ -99,10 +98,10 @@ def _read(path: str) -> Image.Image:
         raise InputError(f"--data: {path} cannot be read as an image ({error})") from None
 
 
-def _layout(data: str) -> str:
-    return "--data: expected a folder for each of two classes or more, in train/ and in val/:\n" + "".join(
-        f"    {Path(data) / split / label}/*.jpg\n" for split in ("train", "val") for label in ("cat", "dog")
-    ).rstrip("\n")
+def _layout(data: str, found: str, where: str | Path) -> InputError:
+    lines = "".join(f"    {data}/{split}/cat/*.jpg, {data}/{split}/dog/*.jpg, ...\n" for split in ("train", "val"))
+    expected = "expected a folder for each class, two or more, in train/ and in val/"
+    return InputError(f"--data: {expected}:\n{lines}found in {where}: {found}")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ __all__ = [
     "fill_in",
     "from_least",
     "parsed",
-    "positive",
+    "positive_number",
     "study_parser",
 ]
 
@@ -34,7 +34,10 @@ FEW_CORRUPTIONS = ["shot_noise", "defocus_blur", "fog", "contrast"]
 def study_parser(document: str | None) -> argparse.ArgumentParser:
     """A parser that shows the study's own docstring."""
     description, _, rest = (document or "").partition("\n\n")
-    return argparse.ArgumentParser(description=description, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
+    usage = "%(prog)s [options]; --help lists them"
+    return argparse.ArgumentParser(
+        usage=usage, description=description, epilog=rest, formatter_class=argparse.RawTextHelpFormatter
+    )
 
 
 def add_data(parser: argparse.ArgumentParser, *, model: str, pretrained: str, img_size: str) -> None:
@@ -112,7 +115,7 @@ def from_least(least: int) -> Callable[[str], int]:
     return integer
 
 
-def positive(text: str) -> float:
+def positive_number(text: str) -> float:
     """A number above zero."""
     number = float(text)
     if not 0 < number < math.inf:
@@ -125,5 +128,5 @@ def device(text: str) -> str:
     try:
         torch.empty(1, device=text)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise argparse.ArgumentTypeError(f"no device {text!r} here: {str(error).splitlines()[0]}") from None
+        raise argparse.ArgumentTypeError(f"no device {text!r} here: {str(error).partition('.')[0][:90]}") from None
     return text

@@ -14,7 +14,7 @@ import tcnn_probe
 from common.data import Loaders, chance, digits_loaders, own_model_and_data
 from common.ending import refused
 from common.models import check_input, own_model, small_resnet
-from common.options import NOT_SAVED, add_data, add_machine, check_data_options, fill_in, from_least, positive
+from common.options import NOT_SAVED, add_data, add_machine, check_data_options, fill_in, from_least, positive_number
 from common.output import RunOutput
 from tcnn_model import EpochResult, finetune, reparameterize
 
@@ -38,9 +38,9 @@ def add_training(parser: argparse.ArgumentParser, *, small: str) -> None:
         help="of the CNN before, unless --pretrained (default: 15; --epochs for --data)",
     )
     add("--batch-size", type=from_least(1), help="images per step (default: 32; 256 for --data; the paper's is 1024)")
-    add("--lr", type=positive, help="of fine-tuning (default: 1e-3; for --data 1e-4, the paper's)")
-    add("--cnn-lr", type=positive, default=1e-2, help="of training the CNN (default: 1e-2)")
-    add("--gating-lr", type=positive, default=0.1, help="of the gates (default: 0.1, the paper's)")
+    add("--lr", type=positive_number, help="of fine-tuning (default: 1e-3; for --data 1e-4, the paper's)")
+    add("--cnn-lr", type=positive_number, default=1e-2, help="of training the CNN (default: 1e-2)")
+    add("--gating-lr", type=positive_number, default=0.1, help="of the gates (default: 0.1, the paper's)")
     add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
     add_machine(group, small=small)
 
