@@ -40,7 +40,7 @@ from torch import nn
 
 import tcnn_probe
 from common.data import PixelBatches
-from common.ending import InputError, ended, finish, learned, refused
+from common.ending import InputError, ended, finish, learned
 from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
 from common.training import add_training, begin, settle
 
@@ -50,8 +50,14 @@ CNN, CONTROL, TCNN = "CNN", "CNN, fine-tuned", "T-CNN, fine-tuned"
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin("robustness", args, stages=3, later=("corruptions", "severities", "epsilon", "images", "variant"))
-    variants = open_variants(study.cnn, args)
+    variants: list[tcnn_probe.Variant] = []
+    study = begin(
+        "robustness",
+        args,
+        stages=3,
+        later=("corruptions", "severities", "epsilon", "images", "variant"),
+        before=lambda cnn: variants.extend(open_variants(cnn, args)),
+    )
     study.train_cnn()
     control = copy.deepcopy(study.cnn)
     for _ in study.fine_tune(control, "control", "the CNN goes on (control)"):
@@ -88,8 +94,7 @@ def open_variants(model: nn.Module, args: argparse.Namespace) -> list[tcnn_probe
         settings = [{"size": args.img_size}]
         if name == "imagenet-c":  # which comes at 224 x 224
             settings = [{"corruption": c, "severity": s} for c in tcnn_probe.CORRUPTIONS for s in args.severities]
-        with refused(ValueError, OSError):
-            found += [tcnn_probe.imagenet_variant(name, folder, **options, **setting) for setting in settings]
+        found += [tcnn_probe.imagenet_variant(name, folder, **options, **setting) for setting in settings]
     return found
 
 

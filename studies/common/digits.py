@@ -108,10 +108,8 @@ def cluttered_digits(
     """
     if size < 28:
         raise ValueError(f"expected scenes of 28 pixels or more, the size of a digit, got {size}")
-    if limit is not None and limit < 100:
-        raise ValueError(
-            f"expected a limit of 100 digits or more, so that each of the ten is in both splits, got {limit}"
-        )
+    if limit is not None and limit < 40:
+        raise ValueError(f"expected a limit of 40 digits or more, so that both splits have all ten, got {limit}")
     data = load_digits()
     train, validation = train_test_split(
         range(len(data.target))[:limit], test_size=0.25, random_state=seed, stratify=data.target[:limit]

@@ -110,9 +110,12 @@ def _of_size(name: str, size: int | None, options: dict[str, Any]) -> nn.Module:
     """The model for images of a size; timm's convnets take any and have no such option."""
     if size is not None:
         try:
-            return timm.create_model(name, img_size=size, **options)
+            model = timm.create_model(name, img_size=size, **options)
         except TypeError:
-            pass
+            return timm.create_model(name, **options)
+        config = model.pretrained_cfg
+        config["input_size"] = (options.get("in_chans", config["input_size"][0]), size, size)  # it takes no other now
+        return model
     return timm.create_model(name, **options)
 
 

@@ -72,7 +72,14 @@ def settle(
         args.cnn_epochs = args.epochs
 
 
-def begin(study: str, args: argparse.Namespace, *, stages: int, later: tuple[str, ...] = ()) -> "Training":
+def begin(
+    study: str,
+    args: argparse.Namespace,
+    *,
+    stages: int,
+    later: tuple[str, ...] = (),
+    before: Callable[[nn.Module], Any] = lambda cnn: None,
+) -> "Training":
     """Model, data and output folder; refuses what is not possible before anything is trained or written.
 
     Args:
@@ -80,6 +87,7 @@ def begin(study: str, args: argparse.Namespace, *, stages: int, later: tuple[str
         args: its command line, settled.
         stages: how many trainings there will be, for the progress bars.
         later: options that leave the training as it is, and so may change when a run is resumed.
+        before: called with the CNN before anything is written; its ValueErrors and OSErrors are refusals.
 
     Raises:
         InputError: with the reason.
@@ -89,6 +97,7 @@ def begin(study: str, args: argparse.Namespace, *, stages: int, later: tuple[str
     with refused(ValueError, RuntimeError, OSError):
         cnn, loaders = model_and_data(args)
         reparameterize(cnn.to(args.device))
+        before(cnn)
         output = RunOutput(args.out, study, options, later=later, resume=args.resume, overwrite=args.overwrite)
     return Training(args, cnn, loaders, output, stages)
 
