@@ -90,7 +90,9 @@ def test_classifiers_of_ones_own_weights(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_size_of_images_reaches_the_model() -> None:
-    assert own_model(options(model="test_vit", img_size=48), ["a", "b"])(torch.randn(1, 3, 48, 48)).shape == (1, 2)
+    assert own_model(options(model="vit_tiny_patch16_224", img_size=48), ["a", "b"])(
+        torch.randn(1, 3, 48, 48)
+    ).shape == (1, 2)
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
