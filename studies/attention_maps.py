@@ -47,14 +47,15 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import probed_images
+from common.ending import ended, finish
 from common.gpsa_maps import maps_of, open_images
-from common.options import add_output, study_parser
+from common.options import add_output, from_least, parsed, study_parser
 from common.training import Training, add_training, begin, settle
 from tcnn_model import EpochResult, reparameterize
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 1 if not."""
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
     study = begin("attention_maps", args, stages=2, later=("epoch", "query", "image", "images"))
     images, names = wanted_images(args, study)
@@ -72,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     draw(found, images, args.query, args.epoch).savefig(study.output.figure, dpi=150)
     print(head_table(found))
     print(f"wrote {study.output.store} and {study.output.figure}")
-    return check(found)
+    return finish(check(found), args.data)
 
 
 def weights(study: Training, epoch: int) -> Path:
@@ -164,8 +165,8 @@ def head_table(found: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset) -> int:
-    """0 if heads start at their taps, and those with lower gates end with fainter peaks, else 1."""
+def check(found: xr.Dataset) -> bool:
+    """Whether heads start at their taps, and those with lower gates end with fainter peaks."""
     start = found.isel(epoch=0)
     far = np.fmax(abs(start.peak_y - start.center_y), abs(start.peak_x - start.center_x))
     count = int((far > 0.5).any("image").sum())
@@ -182,7 +183,7 @@ def check(found: xr.Dataset) -> int:
         f"check: maps of the half of the heads with lower gates {verdict}: "
         f"{low:.3f} on average, those of the other half {high:.3f}"
     )
-    return 0 if count == 0 and fainter else 1
+    return bool(count == 0 and fainter)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -190,7 +191,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 10 seconds")
     add = parser.add_argument_group("maps; these may change with --resume").add_argument
-    add("--epoch", type=int, nargs="+", metavar="N", help="which to draw, 0 is before fine-tuning (default: the last)")
+    add(
+        "--epoch",
+        type=from_least(0),
+        nargs="+",
+        metavar="N",
+        help="which to draw, 0 is before fine-tuning (default: the last)",
+    )
     add(
         "--query",
         type=pixel,
@@ -204,12 +211,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="images of one's own (default: some of the validation set)",
     )
-    add("--images", type=int, default=2, help="how many of the validation set (default: 2)")
+    add("--images", type=from_least(1), default=2, help="how many of the validation set (default: 2)")
     add_output(parser)
-    args = parser.parse_args(arguments)
+    args = parsed(parser, arguments, "attention_maps")
     settle(parser, args)
-    if args.images < 1:
-        parser.error("--images must be at least 1")
     args.epoch = [args.epochs] if args.epoch is None else args.epoch
     if wrong := [epoch for epoch in args.epoch if not 0 <= epoch <= args.epochs]:
         parser.error(f"--epoch: expected 0 to {args.epochs}, the epochs of fine-tuning, got {wrong[0]}")
@@ -236,4 +241,4 @@ def image_file(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

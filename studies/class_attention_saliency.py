@@ -38,36 +38,42 @@ convnet with attention in place of its pooling as well):
 import argparse
 import copy
 import sys
-from pathlib import Path
 
-import timm
 import torch
 import xarray as xr
 from torch import nn
 
 import tcnn_probe
-from common.data import Loaders, Probed, digits_loaders, image_loaders, probed_images
+from common.data import Loaders, chance, digits_loaders, own_model_and_data, probed_images
+from common.ending import ended, finish, learned, refused
 from common.following import Follower, Run
 from common.models import small_patchconvnet, small_resnet
-from common.options import add_data, add_machine, add_output, fill_in, study_parser
-from common.output import OutputError, RunOutput
+from common.options import (
+    NOT_SAVED,
+    add_data,
+    add_machine,
+    add_output,
+    check_data_options,
+    fill_in,
+    from_least,
+    parsed,
+    positive_number,
+    study_parser,
+)
+from common.output import RunOutput
 from common.saliency_figures import draw_by_class, draw_faithfulness, draw_maps
 from common.saliency_report import report
 from tcnn_model import AttentionPool2d, add_attention_pool, specialize
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 1 if not."""
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    options = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "overwrite", "device", "workers")}
-    try:
+    options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
+    with refused(ValueError, RuntimeError, OSError):
         runs, loaders = plan(args)
         probed = probed_images(loaders[1].dataset, args.images)
-        check_classes(runs[0].make({}), probed)
         output = RunOutput(args.out, "class_attention_saliency", options, resume=args.resume, overwrite=args.overwrite)
-    except (OutputError, ValueError, RuntimeError, OSError) as error:
-        print(f"class_attention_saliency.py: {error or type(error).__name__}", file=sys.stderr)
-        return 2
     follower = Follower(loaders, probed, output, args)
     models: dict[str, nn.Module] = {}
     found: dict[str, xr.Dataset] = {}
@@ -91,7 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
             draw_by_class(recording, tree[run.name].dataset, probed, shown).savefig(written[-1], dpi=200)
     print(report(tree, args.tolerance))
     print("wrote " + ", ".join(map(str, written)))
-    return check(tree, trained=args.epochs > 0)
+    validation = loaders[1].dataset
+    trained = (len(validation), chance(validation)) if args.epochs else None
+    return finish(check(tree, trained), args.data)
 
 
 def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
@@ -116,15 +124,8 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
             Run("PatchConvNet", lambda _: small_patchconvnet(), args.epochs, 2e-3),
             Run("PatchConvNet, by class", lambda models: specialize(models["PatchConvNet"]), last, 2e-3),
         ], loaders
-    file = args.pretrained if isinstance(args.pretrained, str) else None
-    if file and not Path(file).is_file():
-        raise FileNotFoundError(f"--pretrained: no file {file!r}")
-    classes = {} if args.num_classes is None else {"num_classes": args.num_classes}
-    overlay = {"file": file} if file else None
     torch.manual_seed(args.seed)  # of new classifiers and pools
-    model = timm.create_model(args.model, pretrained=bool(args.pretrained), pretrained_cfg_overlay=overlay, **classes)
-    size = args.img_size or timm.data.resolve_model_data_config(model)["input_size"][-1]
-    loaders = image_loaders(model, args.data, size=size, batch_size=args.batch_size, workers=args.workers)
+    model, loaders = own_model_and_data(args, args.img_size)
     runs = [Run(args.model, lambda _: copy.deepcopy(model), args.epochs, args.lr)]
     if args.epochs:
         pool = next((module for module in model.modules() if isinstance(module, AttentionPool2d)), None)
@@ -139,24 +140,17 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
     return runs, loaders
 
 
-def check_classes(model: nn.Module, probed: Probed) -> None:
-    """Refuse images of more classes than the model has, and say so if there are fewer."""
-    classes, folders = getattr(model, "num_classes", len(probed.classes)), len(probed.classes)
-    if folders > classes:
-        raise ValueError(f"the images have {folders} classes and the model {classes}: pass --num-classes {folders}")
-    if folders < classes:
-        print(f"the images are taken for the first {folders} of the model's {classes} classes; if not, --num-classes")
+def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
+    """Whether the models learned, and class attention beats chance: where the digit is, or when pixels are removed.
 
-
-def check(tree: xr.DataTree, *, trained: bool = True) -> int:
-    """Whether the models learned, and class attention beats chance: where the digit is, or when pixels are removed."""
+    Args:
+        tree: the scores.
+        trained: if the models were trained: the number of validation images, and the accuracy of chance.
+    """
     seen = True
     for name, node in tree.children.items():
         last = node.dataset.isel(epoch=-1)
-        accuracy, classes = float(last.top1), last.sizes["class"]
-        least = min(2 / classes, (1 + 1 / classes) / 2)
-        if trained and not accuracy > least:
-            print(f"check: {name} did NOT learn: accuracy {accuracy:.3f}, expected more than {least:.3f}")
+        if trained and not learned(name, float(last.top1), *trained):
             seen = False
         if "class_attention" not in last["attribution"] or not (name == "PatchConvNet" or len(tree.children) == 1):
             continue
@@ -166,7 +160,7 @@ def check(tree: xr.DataTree, *, trained: bool = True) -> int:
         verdict = "above" if low > 0 else "NOT above"
         print(f"check: {measure} of {name}'s class attention {verdict} chance, by {low:.2f} to {high:.2f}")
         seen = seen and low > 0
-    return 0 if seen else 1
+    return seen
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -181,25 +175,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     training = parser.add_argument_group("training")
     add = training.add_argument
     epochs = "of the PatchConvNet, others in proportion (default: 14); of fine-tuning on --data (default: 0)"
-    add("--epochs", type=int, help=epochs)
-    add("--batch-size", type=int, help="images per step (default: 32)")
-    add("--lr", type=float, default=1e-4, help="of fine-tuning on --data (default: 1e-4)")
+    add("--epochs", type=from_least(0), help=epochs)
+    add("--batch-size", type=from_least(1), help="images per step (default: 32)")
+    add("--lr", type=positive_number, default=1e-4, help="of fine-tuning on --data (default: 1e-4)")
     add_machine(training, small="6 epochs, 20 seconds")
     add = parser.add_argument_group("saliency").add_argument
-    add("--images", type=int, help="validation images to explain, spread evenly (default: 48; 32 of --data)")
-    add("--show", type=int, help="of these, how many are drawn and recorded (default: 5)")
-    add("--every", type=int, help="epochs from one look to the next; the first and the last are looked at (default: 5)")
-    add("--steps", type=int, help="of deletion and insertion, and of integrated gradients (default: 12)")
-    add("--tolerance", type=float, default=4.0, help="of the pointing game, in pixels (default: 4)")
+    add("--images", type=from_least(1), help="validation images to explain, spread evenly (default: 48; 32 of --data)")
+    add("--show", type=from_least(1), help="of these, how many are drawn and recorded (default: 5)")
+    add(
+        "--every",
+        type=from_least(1),
+        help="epochs from one look to the next; the first and the last are looked at (default: 5)",
+    )
+    add("--steps", type=from_least(1), help="of deletion and insertion, and of integrated gradients (default: 12)")
+    add("--tolerance", type=positive_number, default=4.0, help="of the pointing game, in pixels (default: 4)")
 
     add_output(parser)
-    args = parser.parse_args(arguments)
+    args = parsed(parser, arguments, "class_attention_saliency")
 
     digits = args.data == "digits"
     if digits == bool(args.model) or (digits and args.pretrained):
         parser.error("--data and --model belong together, and --pretrained goes with them; without, it is the digits")
-    if not digits and (args.small or args.limit or args.clutter is not None):
-        parser.error("--small, --limit and --clutter are for the digits, not for --data")
+    check_data_options(parser, args)
     defaults = {"img_size": 64, "batch_size": 32, "epochs": 14, "clutter": 6, "images": 48, "every": 5}
     if args.small:
         defaults |= {"img_size": 32, "limit": 400, "clutter": 0, "batch_size": 16, "epochs": 6, "every": 6}
@@ -208,10 +205,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         defaults = {"batch_size": 32, "epochs": 0, "images": 32, "every": 5}
     fill_in(args, defaults)
     fill_in(args, {"show": 5, "steps": 12})
-    if args.epochs < (1 if digits else 0) or min(args.images, args.show, args.every, args.steps) < 1:
-        parser.error("--epochs, --images, --show, --every and --steps must be at least 1")
+    if digits and not args.epochs:
+        parser.error("--epochs 0 is for a trained model: --model and --pretrained")
     return args
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

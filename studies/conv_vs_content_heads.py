@@ -52,9 +52,10 @@ from matplotlib.figure import Figure
 
 import tcnn_probe
 from common.data import PixelBatches
+from common.ending import ended, finish, learned
 from common.head_removal import CLEAN, NOTHING, Sets, conditions, random_heads, single_heads, type_sets
 from common.head_types import COLORS, PAIR, WORDS
-from common.options import FEW_CORRUPTIONS, add_output, fill_in, study_parser
+from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
 from common.removal_costs import DRAWN, WITHIN, costs, head_costs, mean_and_interval
 from common.removal_report import sentence, table
 from common.training import Training, add_training, begin, settle
@@ -64,7 +65,7 @@ MEASURED = ("mode", "draws", "images", "head_images", "corruptions", "severities
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 1 if not."""
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
     study = begin("conv_vs_content_heads", args, stages=1 + args.seeds, later=MEASURED)
     study.train_cnn()
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(lines)
     print(f"wrote {output.store}, {output.figure} and {output.beside('.txt')}")
     print(sentence(tree))
-    return check(tree, study.cnn.num_classes)
+    return finish(check(tree, study.chance), args.data)
 
 
 def one_training(study: Training, seed: int) -> tuple[xr.Dataset, xr.Dataset]:
@@ -157,13 +158,11 @@ def single(panel: Axes, heads: xr.Dataset) -> None:
     panel.legend(frameon=False, fontsize=8)
 
 
-def check(tree: xr.DataTree, classes: int) -> int:
-    """0 if the models learned, both types were found and removing the convolutional heads hurt, else 1."""
+def check(tree: xr.DataTree, chance: float) -> bool:
+    """Whether the models learned, both types were found and removing the convolutional heads hurt."""
     right, types = tree["types"].right.load(), tree["types"].head_type.load()
     accuracy = float(right.sel(ablation=NOTHING, condition=CLEAN).mean("image").min())
-    seen = accuracy > 2 / classes
-    if not seen:
-        print(f"check: a T-CNN did NOT learn: accuracy {accuracy:.3f}, expected more than {2 / classes:.3f}")
+    seen = learned("a T-CNN", accuracy, right.sizes["image"], chance)
     for kind in PAIR:
         if not bool((types == kind).any()):
             print(f"check: NO {WORDS[kind]} heads were found in any training")
@@ -175,7 +174,7 @@ def check(tree: xr.DataTree, classes: int) -> int:
     print(
         f"check: removing the convolutional heads {verdict}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over all conditions"
     )
-    return 0 if seen and low > 0 else 1
+    return seen and low > 0
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -183,16 +182,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     add_training(parser, small="1 seed, 4 corruptions, few images, 20 seconds")
     add = parser.add_argument_group("interventions").add_argument
-    add("--seeds", type=int, help="trainings of the T-CNN, from --seed on (default: 3)")
+    add("--seeds", type=from_least(1), help="trainings of the T-CNN, from --seed on (default: 3)")
     add("--mode", choices=("mean", "zero"), default="mean", help="what replaces a head's output (default: mean)")
-    add("--draws", type=int, help="random sets of heads for each type (default: 3)")
-    add("--images", type=int, help="validation images for types (default: 64; 1000 of --data)")
-    add("--head-images", type=int, help="and for single heads (default: 16; 200 of --data)")
+    add("--draws", type=from_least(1), help="random sets of heads for each type (default: 3)")
+    add("--images", type=from_least(2), help="validation images for types (default: 64; 1000 of --data)")
+    add("--head-images", type=from_least(2), help="and for single heads (default: 16; 200 of --data)")
     add("--corruptions", nargs="+", choices=tcnn_probe.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
     add("--severities", type=int, nargs="+", choices=range(1, 6), default=[1], help="of corruptions (default: 1)")
-    add("--epsilon", type=float, default=1 / 255, help="of PGD, in pixels of 0 to 1 (default: 1/255)")
+    add("--epsilon", type=positive_number, default=1 / 255, help="of PGD, in pixels of 0 to 1 (default: 1/255)")
     add_output(parser)
-    args = parser.parse_args(arguments)
+    args = parsed(parser, arguments, "conv_vs_content_heads")
     defaults = {"seeds": 3, "draws": 3, "images": 64, "head_images": 16}
     if args.small:
         defaults = {"seeds": 1, "draws": 2, "images": 24, "head_images": 2, "corruptions": FEW_CORRUPTIONS}
@@ -200,10 +199,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.data != "digits":
         defaults = {"seeds": 3, "draws": 3, "images": 1000, "head_images": 200}
     fill_in(args, defaults)
-    if min(args.seeds, args.draws) < 1 or min(args.images, args.head_images) < 2 or args.epsilon <= 0:
-        parser.error("--seeds and --draws must be at least 1, --images and --head-images 2, --epsilon positive")
     return args
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -43,8 +43,9 @@ from matplotlib.lines import Line2D
 from torch import Tensor
 
 import tcnn_probe
+from common.ending import ended, finish
 from common.head_types import COLORS, PAIR, WORDS
-from common.options import add_output, study_parser
+from common.options import add_output, parsed, study_parser
 from common.training import add_training, begin, settle
 from tcnn_model import GPSA, gpsa
 
@@ -54,8 +55,9 @@ EVEN = ("uniform_entropy", "uniform_distance")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 1 if not."""
-    study = begin("head_entropy", parse(arguments), stages=2)
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    study = begin("head_entropy", args, stages=2)
     study.train_cnn()
     store = study.output.beside("_recording.zarr")
     _, recorded = study.tcnn(store, probes=[*tcnn_probe.DEFAULT, DISTANCES])
@@ -64,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     draw(found).savefig(study.output.figure, dpi=200)
     print(table(found))
     print(f"wrote {study.output.store} and {study.output.figure}")
-    return check(found)
+    return finish(check(found), args.data)
 
 
 def distances_of_parts(call: tcnn_probe.ForwardCall) -> dict[str, Tensor]:
@@ -170,8 +172,8 @@ def table(found: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset) -> int:
-    """0 if all heads start convolutional, and low-gate heads end looking further and more evenly than those, else 1."""
+def check(found: xr.Dataset) -> bool:
+    """Whether all heads start convolutional, and low-gate heads end looking further and more evenly than those."""
     first, last = found.isel(epoch=0), found.isel(epoch=-1)
     heads = int(first.gate.notnull().sum())
     start = int((first.head_type == "convolutional").sum())
@@ -183,7 +185,7 @@ def check(found: xr.Dataset) -> int:
         f"check: at the end {ends[0]} are convolutional and {ends[1]} low-gate{'' if all(ends) else ': NOT both kinds'}"
     )
     if not all(ends):
-        return 1
+        return False
     seen = start == heads
     for variable, unit in measures.items():
         low, high = (float(kind[variable].mean()) for kind in kinds)
@@ -191,7 +193,7 @@ def check(found: xr.Dataset) -> int:
         name = variable.replace("_", " ")
         print(f"check: {name} of low-gate heads {verdict}: {high:.2f} {unit}, convolutional {low:.2f}")
         seen = seen and high > low
-    return 0 if seen else 1
+    return seen
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -199,10 +201,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 10 seconds")
     add_output(parser)
-    args = parser.parse_args(arguments)
+    args = parsed(parser, arguments, "head_entropy")
     settle(parser, args)
     return args
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -40,17 +40,24 @@ from torch import nn
 
 import tcnn_probe
 from common.data import PixelBatches
-from common.options import FEW_CORRUPTIONS, add_output, fill_in, study_parser
+from common.ending import InputError, ended, finish, learned
+from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
 from common.training import add_training, begin, settle
 
 CNN, CONTROL, TCNN = "CNN", "CNN, fine-tuned", "T-CNN, fine-tuned"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 1 if not."""
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin("robustness", args, stages=3, later=("corruptions", "severities", "epsilon", "images", "variant"))
-    variants = open_variants(study.cnn, args)
+    variants: list[tcnn_probe.Variant] = []
+    study = begin(
+        "robustness",
+        args,
+        stages=3,
+        later=("corruptions", "severities", "epsilon", "images", "variant"),
+        before=lambda cnn: variants.extend(open_variants(cnn, args)),
+    )
     study.train_cnn()
     control = copy.deepcopy(study.cnn)
     for _ in study.fine_tune(control, "control", "the CNN goes on (control)"):
@@ -74,11 +81,13 @@ def main(arguments: list[str] | None = None) -> int:
     print(table(results))
     print(verdicts(results, classes))
     print(f"wrote {study.output.store} and {study.output.figure}")
-    return check(results, classes)
+    return finish(check(results, study.chance), args.data)
 
 
 def open_variants(model: nn.Module, args: argparse.Namespace) -> list[tcnn_probe.Variant]:
     """The further test sets; each corruption at each severity of ImageNet-C is one."""
+    if args.variant and model.num_classes != 1000:
+        raise InputError(f"--variant: needs a model with ImageNet's 1000 classes, this has {model.num_classes}")
     options = {"model": model, "batch_size": args.batch_size, "workers": args.workers}
     found = []
     for name, folder in args.variant:
@@ -158,12 +167,9 @@ def verdicts(results: xr.Dataset, classes: int) -> str:
     return "\n".join(lines)
 
 
-def check(results: xr.Dataset, classes: int) -> int:
-    """0 if the models learned and the strongest corruptions hurt more than the weakest, else 1."""
-    worst = float(results.clean_accuracy.min())
-    learned = worst > 2 / classes
-    if not learned:
-        print(f"check: a model did NOT learn: accuracy {worst:.3f}, expected more than {2 / classes:.3f}")
+def check(results: xr.Dataset, chance: float) -> bool:
+    """Whether the models learned, and the strongest corruptions hurt more than the weakest."""
+    seen = learned("a model", float(results.clean_accuracy.min()), results.sizes["image"], chance)
     by_severity = results.accuracy.mean(["model", "corruption", "seed"])
     first, last = float(by_severity[0]), float(by_severity[-1])
     if results.sizes["severity"] == 1:
@@ -171,7 +177,7 @@ def check(results: xr.Dataset, classes: int) -> int:
     grows = last < first
     verdict = "grows" if grows else "does NOT grow"
     print(f"check: damage {verdict} with severity: accuracy from {first:.3f} to {last:.3f}")
-    return 0 if learned and grows else 1
+    return seen and grows
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -179,23 +185,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 4 corruptions, 2 severities, 20 seconds")
     add = parser.add_argument_group("perturbations").add_argument
-    add("--images", type=int, help="validation images to perturb, spread evenly (default: 150; all of --data)")
+    add(
+        "--images", type=from_least(2), help="validation images to perturb, spread evenly (default: 150; all of --data)"
+    )
     add("--corruptions", nargs="+", choices=tcnn_probe.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
     add("--severities", type=int, nargs="+", choices=range(1, 6), help="of the corruptions (default: 1 2 3 4 5)")
-    add("--epsilon", type=float, default=1 / 255, help="of the attacks, in pixels of 0 to 1 (default: 1/255)")
+    add("--epsilon", type=positive_number, default=1 / 255, help="of the attacks, in pixels of 0 to 1 (default: 1/255)")
     add(
         "--variant",
+        type=variant,
         action="append",
         default=[],
         metavar="NAME=FOLDER",
         help="a further test set of ImageNet: imagenet-a, -r, -v2, -real or -c (may be repeated)",
     )
     add_output(parser)
-    args = parser.parse_args(arguments)
-    args.variant = [tuple(each.partition("=")[::2]) for each in args.variant]
-    for name, folder in args.variant:
-        if not Path(folder or "?").is_dir():
-            parser.error(f"--variant: expected NAME=FOLDER with a folder, got {name}={folder}")
+    args = parsed(parser, arguments, "robustness")
+    args.variant = [*dict.fromkeys(map(tuple, args.variant))]
     settle(parser, args)
     if args.small:
         fill_in(args, {"severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
@@ -204,10 +210,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         fill_in(args, {"images": 40 if args.small else 150})
         if args.variant:
             parser.error("--variant goes with --data: they are test sets of ImageNet's classes")
-    if (args.images is not None and args.images < 2) or args.epsilon <= 0:
-        parser.error("--images must be at least 2 and --epsilon positive")
     return args
 
 
+def variant(text: str) -> tuple[str, str]:
+    """The name and the folder of a test set, as NAME=FOLDER."""
+    name, _, folder = text.partition("=")
+    if not folder or not Path(folder).is_dir():
+        raise argparse.ArgumentTypeError(f"expected NAME=FOLDER with a folder, got {text}")
+    return name, folder
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -38,6 +38,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("corruptions.md", 4),
         ("heads.md", 5),
         ("plots.md", 5),
+        ("recipes.md", 4),
         ("recording.md", 8),
         ("robustness.md", 5),
         ("saliency.md", 4),

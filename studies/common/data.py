@@ -1,20 +1,30 @@
 """Loaders for the studies: cluttered digits unless the user has data of their own."""
 
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+from timm.data import ImageNetInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from common.digits import MEAN, STD, ClutteredDigits, cluttered_digits
+from common.folder import ClassFolders, imagenet_rows, open_folder, spread
+from common.models import check_input, own_model
 
-_DATASET_PREFIXES = ("torch/", "hfds/", "hfids/", "wds/", "tfds/")
-
-__all__ = ["Loaders", "PixelBatches", "Probed", "digits_loaders", "image_loaders", "probed_images"]
+__all__ = [
+    "Loaders",
+    "PixelBatches",
+    "Probed",
+    "chance",
+    "digits_loaders",
+    "image_loaders",
+    "own_model_and_data",
+    "probed_images",
+]
 
 RAND_AUGMENT = "rand-m9-mstd0.5-mmax9-inc1"
 """DeiT's, but for magnitudes above 9: at 10, images would be posterized to no bits, which Pillow refuses since 13."""
@@ -25,33 +35,33 @@ Loaders = tuple[DataLoader[Any], DataLoader[Any]]
 def digits_loaders(*, size: int, batch_size: int, seed: int, limit: int | None = None, clutter: int = 6) -> Loaders:
     """Training and validation batches of cluttered digits, (B, 1, size, size)."""
     train, validation = cluttered_digits(size=size, limit=limit, seed=seed, fragments=clutter)
+    batch_size = min(batch_size, len(train))
     return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(validation, 2 * batch_size)
 
 
-def image_loaders(model: nn.Module, data: str, *, size: int, batch_size: int, workers: int) -> Loaders:
-    """Training and validation batches of the user's images, through timm.
+def image_loaders(
+    model: nn.Module, folders: tuple[ClassFolders, ClassFolders], *, size: int, batch_size: int, workers: int
+) -> Loaders:
+    """Training and validation batches of the user's images, as timm prepares them.
 
     Training images are augmented as DeiT's are but for mixup and cutmix: random resized crop, flip, RandAugment,
     random erasing.
 
     Args:
         model: whose normalisation and interpolation are used.
-        data: a folder that holds ``train`` and ``val`` (or ``validation``) with one folder a class, or the name of a
-            dataset as timm knows it (``hfds/...``, ``torch/...``), which timm loads from where it is kept.
+        folders: of training and of validation.
         size: height and width, in pixels.
-        batch_size: images per step.
+        batch_size: images per step; less if there are fewer images to train on.
         workers: loading processes.
     """
     config = timm.data.resolve_model_data_config(model)
     config["input_size"] = (config["input_size"][0], size, size)
-    is_folder = Path(data).is_dir()
-    if not is_folder and not data.startswith(_DATASET_PREFIXES):
-        raise FileNotFoundError(f"--data: {data!r} is neither a folder nor a timm dataset name such as 'torch/cifar10'")
-    name, root = ("", data) if is_folder else (data, None)
     augmentation = {"auto_augment": RAND_AUGMENT, "re_prob": 0.25, "re_mode": "pixel"}
+    if len(folders[0]) < batch_size:
+        batch_size = len(folders[0])
+        print(f"batches of {batch_size} images: there are no more to train on")
     loaders = []
-    for split, training in (("train", True), ("validation", False)):
-        dataset = timm.data.create_dataset(name, root=root, split=split, is_training=training)
+    for dataset, training in zip(folders, (True, False), strict=True):
         dataset.transform = timm.data.create_transform(
             **config, is_training=training, **(augmentation if training else {})
         )
@@ -66,6 +76,27 @@ def image_loaders(model: nn.Module, data: str, *, size: int, batch_size: int, wo
             )
         )
     return loaders[0], loaders[1]
+
+
+def own_model_and_data(args: Namespace, size: int | None) -> tuple[nn.Module, Loaders]:
+    """The user's model and images; the model's own size of images if none is given.
+
+    Raises:
+        InputError, RuntimeError, OSError: one of them cannot be used, or not with the other.
+    """
+    folders = open_folder(args.data, args.limit)
+    classes = folders[0].classes
+    model = own_model(args, classes)
+    size = size or timm.data.resolve_model_data_config(model)["input_size"][-1]
+    loaders = image_loaders(model, folders, size=size, batch_size=args.batch_size, workers=args.workers)
+    check_input(model, folders[1][0][0], args.num_classes or len(classes))
+    return model, loaders
+
+
+def chance(dataset: ClutteredDigits | ClassFolders) -> float:
+    """The accuracy of always naming the most frequent class."""
+    labels = torch.as_tensor(dataset.labels if isinstance(dataset, ClutteredDigits) else dataset.targets)
+    return float(labels.bincount().max() / len(labels))
 
 
 @dataclass(frozen=True)
@@ -89,7 +120,7 @@ class Probed:
 
 def probed_images(dataset: Any, count: int) -> Probed:
     """So many images of a validation set, spread evenly over it, since folders are sorted by class."""
-    numbers = spread(dataset, count)
+    numbers = spread(len(dataset), count)
     masks = None
     if isinstance(dataset, ClutteredDigits):
         scenes = [dataset.scene(number) for number in numbers]
@@ -98,11 +129,10 @@ def probed_images(dataset: Any, count: int) -> Probed:
         names = [str(digit) for digit in range(10)]
     else:
         pairs = [dataset[number] for number in numbers]
-        images, labels = torch.stack([image for image, _ in pairs]), torch.tensor([int(label) for _, label in pairs])
-        known = getattr(getattr(dataset, "reader", None), "class_to_idx", {})
-        by_index = {index: name for name, index in known.items()}
-        count = len(by_index) or int(labels.max()) + 1
-        names = [by_index.get(label, str(label)) for label in range(count)]
+        images, labels = torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
+        names = dataset.classes
+        if imagenet_rows(names):  # WordNet ids, which few people can read
+            names = [ImageNetInfo().label_name_to_description(name).partition(",")[0] for name in names]
     return Probed(images, labels, numbers, names, masks)
 
 
@@ -121,7 +151,7 @@ class PixelBatches:
     def __init__(self, model: nn.Module, loader: DataLoader[Any], count: int | None) -> None:
         dataset = loader.dataset
         self.count = len(dataset) if count is None else min(count, len(dataset))
-        some = Subset(dataset, spread(dataset, self.count))
+        some = Subset(dataset, spread(len(dataset), self.count))
         self._loader = DataLoader(some, loader.batch_size, num_workers=loader.num_workers)
         if isinstance(dataset, ClutteredDigits):
             self.normalization: tuple[tuple[float, ...], tuple[float, ...]] = (MEAN,), (STD,)
@@ -136,9 +166,3 @@ class PixelBatches:
         mean, std = (torch.tensor(of_channels)[:, None, None] for of_channels in self.normalization)
         for images, labels in self._loader:
             yield (images * std + mean).clamp_(0, 1), labels
-
-
-def spread(dataset: Any, count: int) -> list[int]:
-    """The numbers of so many images, spread evenly over a dataset, since folders are sorted by class."""
-    count = min(count, len(dataset))
-    return [round((i + 0.5) * len(dataset) / count - 0.5) for i in range(count)]

@@ -106,6 +106,10 @@ def cluttered_digits(
         seed: of the split. The validation scene of a digit is drawn by the digit's place in its split alone.
         fragments: pieces of other digits in each scene.
     """
+    if size < 28:
+        raise ValueError(f"expected scenes of 28 pixels or more, the size of a digit, got {size}")
+    if limit is not None and limit < 40:
+        raise ValueError(f"expected a limit of 40 digits or more, so that both splits have all ten, got {limit}")
     data = load_digits()
     train, validation = train_test_split(
         range(len(data.target))[:limit], test_size=0.25, random_state=seed, stratify=data.target[:limit]

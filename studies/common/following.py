@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import Loaders, Probed
+from common.ending import refused
 from common.output import RunOutput
 from tcnn_model import EpochResult, finetune
 
@@ -86,18 +87,19 @@ class Follower:
     def epochs(self, run: Run, model: nn.Module, title: str) -> Iterator[EpochResult]:
         """Train it; without epochs, look at the chosen images as it is."""
         if run.epochs:
-            yield from finetune(
-                model,
-                *self.loaders,
-                epochs=run.epochs,
-                lr=run.lr,
-                warmup_epochs=min(5, max(1, run.epochs // 5), run.epochs - 1),
-                checkpoint=self.output.checkpoints / f"{run.slug}.pt",
-                device=self.args.device,
-                amp=self.args.amp,
-                seed=self.args.seed,
-                name=title,
-            )
+            with refused(ValueError):
+                yield from finetune(
+                    model,
+                    *self.loaders,
+                    epochs=run.epochs,
+                    lr=run.lr,
+                    warmup_epochs=min(5, max(1, run.epochs // 5), run.epochs - 1),
+                    checkpoint=self.output.checkpoints / f"{run.slug}.pt",
+                    device=self.args.device,
+                    amp=self.args.amp,
+                    seed=self.args.seed,
+                    name=title,
+                )
             return
         logits, labels = self.logits(model.eval()), self.probed.labels
         right = float((logits.argmax(1) == labels).float().mean())

@@ -1,12 +1,31 @@
 """The part of the command line that the studies share."""
 
 import argparse
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["FEW_CORRUPTIONS", "add_data", "add_machine", "add_output", "fill_in", "study_parser"]
+from common.output import saved_options
+
+__all__ = [
+    "FEW_CORRUPTIONS",
+    "NOT_SAVED",
+    "add_data",
+    "add_machine",
+    "add_output",
+    "check_data_options",
+    "fill_in",
+    "from_least",
+    "parsed",
+    "positive_number",
+    "study_parser",
+]
+
+NOT_SAVED = ("out", "resume", "overwrite", "device", "workers")
+"""Options that have nothing to do with what comes out."""
 
 FEW_CORRUPTIONS = ["shot_noise", "defocus_blur", "fog", "contrast"]
 """One of each group: for ``--small``."""
@@ -15,7 +34,10 @@ FEW_CORRUPTIONS = ["shot_noise", "defocus_blur", "fog", "contrast"]
 def study_parser(document: str | None) -> argparse.ArgumentParser:
     """A parser that shows the study's own docstring."""
     description, _, rest = (document or "").partition("\n\n")
-    return argparse.ArgumentParser(description=description, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
+    usage = "%(prog)s [options]; --help lists them"
+    return argparse.ArgumentParser(
+        usage=usage, description=description, epilog=rest, formatter_class=argparse.RawTextHelpFormatter
+    )
 
 
 def add_data(parser: argparse.ArgumentParser, *, model: str, pretrained: str, img_size: str) -> None:
@@ -23,20 +45,27 @@ def add_data(parser: argparse.ArgumentParser, *, model: str, pretrained: str, im
     add = parser.add_argument_group("model and data").add_argument
     add("--model", help=model)
     add("--pretrained", nargs="?", const=True, default=False, metavar="FILE", help=pretrained)
-    add("--data", default="digits", help="folder with train/ and val/, or a timm dataset name (default: digits)")
-    add("--num-classes", type=int, help="classes in --data (default: the model's own)")
-    add("--img-size", type=int, help=img_size)
-    add("--limit", type=int, help="use only so many digits")
-    add("--clutter", type=int, help="fragments of other digits in each scene (default: 6)")
+    add("--data", default="digits", help="folder with train/ and val/, and in each a folder a class (default: digits)")
+    add("--num-classes", type=from_least(2), help="if not those that --data has folders for")
+    add("--img-size", type=from_least(1), help=img_size)
+    add("--limit", type=from_least(4), help="use only so many images, a quarter of them for validation")
+    add("--clutter", type=from_least(0), help="fragments of other digits in each scene (default: 6)")
 
 
 def add_machine(group: Any, *, small: str) -> None:
     """Options for where and how it runs; ``small`` says what ``--small`` changes."""
     add = group.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: cuda if there is one)")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", type=device, default=default, help="(default: cuda if there is one)")
     add("--amp", action="store_true", help="train in bfloat16 autocast")
-    add("--workers", type=int, default=4, help="processes that load --data (default: 4)")
-    add("--seed", type=int, default=0, help="(default: 0)")
+    cores = min(4, os.cpu_count() or 1)
+    add(
+        "--workers",
+        type=from_least(0),
+        default=cores,
+        help="processes that load --data (default: a core each, 4 at most)",
+    )
+    add("--seed", type=from_least(0), default=0, help="(default: 0)")
     add("--small", action="store_true", help=f"a quick look: 32 x 32 pixels, few digits, no clutter, {small}")
 
 
@@ -44,7 +73,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     """Options for the output folder, and for a run that is there already."""
     parser.add_argument_group("output").add_argument("--out", default="results", help="folder (default: results)")
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--resume", action="store_true", help="continue the run in --out")
+    either.add_argument("--resume", action="store_true", help="continue the run in --out, with its options")
     either.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
 
 
@@ -53,3 +82,51 @@ def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None, study: str) -> argparse.Namespace:
+    """The command line; with ``--resume``, what it does not say is as it was in the run."""
+    args = parser.parse_args(arguments)
+    if args.resume:
+        saved = saved_options(args.out, study)
+        if not saved:
+            print(f"there is no run of {study} in {args.out} yet: this is its beginning")
+        parser.set_defaults(**{name: value for name, value in saved.items() if name in args})
+        args = parser.parse_args(arguments)
+    return args
+
+
+def check_data_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse options of the digits beside the user's own images."""
+    if args.data != "digits" and (args.small or args.clutter is not None):
+        parser.error("--small and --clutter are for the digits; with --data, --limit and --epochs make a run short")
+    if args.data == "digits" and args.num_classes is not None:
+        parser.error("--num-classes goes with --data: there are ten digits")
+
+
+def from_least(least: int) -> Callable[[str], int]:
+    """The type of an option that takes integers from this one on."""
+
+    def integer(text: str) -> int:
+        if (number := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"expected an integer from {least}, got {text}")
+        return number
+
+    return integer
+
+
+def positive_number(text: str) -> float:
+    """A number above zero."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return number
+
+
+def device(text: str) -> str:
+    """The name of a device that torch can use here."""
+    try:
+        torch.empty(1, device=text)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise argparse.ArgumentTypeError(f"no device {text!r} here: {str(error).partition('.')[0][:90]}") from None
+    return text

@@ -2,14 +2,28 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OutputError", "RunOutput"]
+from common.ending import InputError
+
+__all__ = ["RunOutput", "saved_options"]
 
 
-class OutputError(Exception):
-    """Existing output that the user has to decide about."""
+def saved_options(folder: str | Path, study: str) -> dict[str, Any]:
+    """The options of the run that is in a folder; none if there is no run.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    kept = Path(folder) / f"{study}_checkpoints" / "options.json"
+    if not kept.exists():
+        return {}
+    try:
+        return dict(json.loads(kept.read_text()))
+    except (ValueError, OSError) as error:
+        raise InputError(f"--resume: cannot read {kept} ({error}); --overwrite begins anew") from None
 
 
 class RunOutput:
@@ -18,16 +32,24 @@ class RunOutput:
     Args:
         folder: the user's output folder.
         study: name of the study.
-        options: settings that must be the same for a run to be resumed.
+        options: of the run, kept for ``--resume``.
+        later: those that may change when the run is resumed.
         resume: continue what is there.
         overwrite: delete what is there first.
 
     Raises:
-        OutputError: there is output already and neither was asked for, or it is of a run with other options.
+        InputError: there is output already and neither was asked for, or it is of a run with other options.
     """
 
     def __init__(
-        self, folder: str | Path, study: str, options: dict[str, Any], *, resume: bool = False, overwrite: bool = False
+        self,
+        folder: str | Path,
+        study: str,
+        options: dict[str, Any],
+        *,
+        later: Sequence[str] = (),
+        resume: bool = False,
+        overwrite: bool = False,
     ) -> None:
         self.folder, self.study = Path(folder), study
         self.store = self.folder / f"{study}.zarr"
@@ -44,12 +66,12 @@ class RunOutput:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         elif existing and not resume:
             names = ", ".join(path.name for path in existing)
-            raise OutputError(f"{self.folder} already holds {names}: pass --resume, --overwrite or another --out")
+            raise InputError(f"{self.folder} already holds {names}: pass --resume, --overwrite or another --out")
         elif resume and kept.exists():
-            before = json.loads(kept.read_text())
-            differing = [f"{k} was {before.get(k)}, is {v}" for k, v in options.items() if before.get(k) != v]
-            if differing:
-                raise OutputError(f"--resume: the run in {self.folder} had other options ({'; '.join(differing)})")
+            before = saved_options(folder, study)
+            fixed = {name: value for name, value in options.items() if name not in later}
+            if differing := [f"{k} was {before.get(k)}, is {v}" for k, v in fixed.items() if before.get(k) != v]:
+                raise InputError(f"--resume: the run in {self.folder} had other options ({'; '.join(differing)})")
         self._further = self._further if resume else []
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(options, indent=1))

@@ -1,22 +1,21 @@
 """The trainings of the studies of Transformed CNNs: a CNN, the CNN for longer, and its T-CNN."""
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 import xarray as xr
 from torch import nn
 
 import tcnn_probe
-from common.data import Loaders, digits_loaders, image_loaders
-from common.models import small_resnet
-from common.options import add_data, add_machine, fill_in
-from common.output import OutputError, RunOutput
+from common.data import Loaders, chance, digits_loaders, own_model_and_data
+from common.ending import refused
+from common.models import check_input, own_model, small_resnet
+from common.options import NOT_SAVED, add_data, add_machine, check_data_options, fill_in, from_least, positive_number
+from common.output import RunOutput
 from tcnn_model import EpochResult, finetune, reparameterize
 
 __all__ = ["Training", "add_training", "begin", "settle"]
@@ -32,12 +31,16 @@ def add_training(parser: argparse.ArgumentParser, *, small: str) -> None:
     )
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--epochs", type=int, help="of fine-tuning (default: 6; 50 for --data)")
-    add("--cnn-epochs", type=int, help="of the CNN before, unless --pretrained (default: 15; --epochs for --data)")
-    add("--batch-size", type=int, help="images per step (default: 32; 256 for --data; the paper's is 1024)")
-    add("--lr", type=float, help="of fine-tuning (default: 1e-3; for --data 1e-4, the paper's)")
-    add("--cnn-lr", type=float, default=1e-2, help="of training the CNN (default: 1e-2)")
-    add("--gating-lr", type=float, default=0.1, help="of the gates (default: 0.1, the paper's)")
+    add("--epochs", type=from_least(1), help="of fine-tuning (default: 6; 50 for --data)")
+    add(
+        "--cnn-epochs",
+        type=from_least(1),
+        help="of the CNN before, unless --pretrained (default: 15; --epochs for --data)",
+    )
+    add("--batch-size", type=from_least(1), help="images per step (default: 32; 256 for --data; the paper's is 1024)")
+    add("--lr", type=positive_number, help="of fine-tuning (default: 1e-3; for --data 1e-4, the paper's)")
+    add("--cnn-lr", type=positive_number, default=1e-2, help="of training the CNN (default: 1e-2)")
+    add("--gating-lr", type=positive_number, default=0.1, help="of the gates (default: 0.1, the paper's)")
     add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
     add_machine(group, small=small)
 
@@ -57,8 +60,7 @@ def settle(
     on_digits = args.data == "digits"
     if args.model is None and (args.pretrained or not on_digits):
         parser.error("--pretrained and --data need --model, the name of a timm CNN such as resnet50")
-    if not on_digits and (args.small or args.limit):
-        parser.error("--small and --limit are for the digits, not for --data")
+    check_data_options(parser, args)
     defaults = {"img_size": 64, "epochs": 6, "cnn_epochs": 15, "batch_size": 32, "lr": 1e-3, "clutter": 6}
     defaults |= digits or {}
     if args.small:
@@ -68,11 +70,16 @@ def settle(
     fill_in(args, defaults)
     if args.cnn_epochs is None:
         args.cnn_epochs = args.epochs
-    if min(args.epochs, args.cnn_epochs) < 1:
-        parser.error("--epochs and --cnn-epochs must be at least 1")
 
 
-def begin(study: str, args: argparse.Namespace, *, stages: int, later: tuple[str, ...] = ()) -> "Training":
+def begin(
+    study: str,
+    args: argparse.Namespace,
+    *,
+    stages: int,
+    later: tuple[str, ...] = (),
+    before: Callable[[nn.Module], Any] = lambda cnn: None,
+) -> "Training":
     """Model, data and output folder; refuses what is not possible before anything is trained or written.
 
     Args:
@@ -80,38 +87,34 @@ def begin(study: str, args: argparse.Namespace, *, stages: int, later: tuple[str
         args: its command line, settled.
         stages: how many trainings there will be, for the progress bars.
         later: options that leave the training as it is, and so may change when a run is resumed.
+        before: called with the CNN before anything is written; its ValueErrors and OSErrors are refusals.
 
     Raises:
-        SystemExit: with 2, and the reason on stderr.
+        InputError: with the reason.
     """
-    free = ("out", "resume", "overwrite", "device", "workers", *later)
-    options = {name: value for name, value in vars(args).items() if name not in free}
+    options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
     torch.manual_seed(args.seed)
-    try:
+    with refused(ValueError, RuntimeError, OSError):
         cnn, loaders = model_and_data(args)
         reparameterize(cnn.to(args.device))
-        output = RunOutput(args.out, study, options, resume=args.resume, overwrite=args.overwrite)
-    except (OutputError, ValueError, RuntimeError, OSError) as error:
-        print(f"{study}.py: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        before(cnn)
+        output = RunOutput(args.out, study, options, later=later, resume=args.resume, overwrite=args.overwrite)
     return Training(args, cnn, loaders, output, stages)
 
 
 def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
     """The CNN, and training and validation batches for it."""
-    file = args.pretrained if isinstance(args.pretrained, str) else None
-    weights = {"pretrained": bool(args.pretrained), "pretrained_cfg_overlay": {"file": file} if file else None}
-    if args.data == "digits":
-        loaders = digits_loaders(
-            size=args.img_size, batch_size=args.batch_size, seed=args.seed, limit=args.limit, clutter=args.clutter
-        )
-        if args.model is None:
-            torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
-            return small_resnet(), loaders
-        return timm.create_model(args.model, in_chans=1, num_classes=10, **weights), loaders
-    keep_classes = {} if args.num_classes is None else {"num_classes": args.num_classes}
-    cnn = timm.create_model(args.model, **weights, **keep_classes)
-    return cnn, image_loaders(cnn, args.data, size=args.img_size, batch_size=args.batch_size, workers=args.workers)
+    if args.data != "digits":
+        return own_model_and_data(args, args.img_size)
+    size, batch_size = args.img_size, args.batch_size
+    loaders = digits_loaders(size=size, batch_size=batch_size, seed=args.seed, limit=args.limit, clutter=args.clutter)
+    if args.model is None:
+        torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
+        return small_resnet(), loaders
+    digits = [str(digit) for digit in range(10)]
+    cnn = own_model(args, digits, in_chans=1)
+    check_input(cnn, loaders[1].dataset[0][0], len(digits))
+    return cnn, loaders
 
 
 @dataclass
@@ -132,6 +135,11 @@ class Training:
     output: RunOutput
     stages: int
     _stage: int = 0
+
+    @property
+    def chance(self) -> float:
+        """The accuracy of always naming the validation set's most frequent class."""
+        return chance(self.loaders[1].dataset)
 
     def train_cnn(self) -> list[EpochResult]:
         """Train the CNN; if it came with weights, it is taken as it is and nothing is returned."""
@@ -185,14 +193,15 @@ class Training:
 
     def _train(self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any) -> Iterator[EpochResult]:
         self._stage += 1
-        return finetune(
-            model,
-            *self.loaders,
-            epochs=epochs,
-            warmup_epochs=min(5, max(1, epochs // 5), epochs - 1),
-            checkpoint=self.output.checkpoints / f"{file}.pt",
-            name=f"{self._stage}/{self.stages} {title}",
-            device=self.args.device,
-            amp=self.args.amp,
-            **recipe,
-        )
+        with refused(ValueError):
+            yield from finetune(
+                model,
+                *self.loaders,
+                epochs=epochs,
+                warmup_epochs=min(5, max(1, epochs // 5), epochs - 1),
+                checkpoint=self.output.checkpoints / f"{file}.pt",
+                name=f"{self._stage}/{self.stages} {title}",
+                device=self.args.device,
+                amp=self.args.amp,
+                **recipe,
+            )

@@ -1,5 +1,6 @@
 """The check that ends each study, on made numbers: it passes, and it fails where it has to."""
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import attention_maps
 import class_attention_saliency
 import gating_evolution
 import head_entropy
+from common.ending import finish, learned
 
 HEADS = {"layer": ["first", "last"], "head": [0, 1]}
 
@@ -23,8 +25,8 @@ def gates(first: float, last: float) -> xr.DataArray:
     return xr.DataArray(values, {"epoch": [0, 6], **HEADS}, ("epoch", "layer", "head"))
 
 
-def gating(first: float = 0.9, last: float = 0.2, top1: float = 0.5) -> tuple[xr.Dataset, int]:
-    return xr.Dataset({"gate": gates(first, last), "top1": ("epoch", [0.3, top1])}), 10
+def gating(first: float = 0.9, last: float = 0.2, top1: float = 0.5) -> tuple[xr.Dataset, float]:
+    return xr.Dataset({"gate": gates(first, last), "top1": ("epoch", [0.3, top1]), "images": ("epoch", [99, 99])}), 0.1
 
 
 def maps(first: float = 0.9, last: float = 0.2, tap: int = 0, peaks: tuple[float, float] = (0.5, 0.1)) -> tuple[Any]:
@@ -44,18 +46,18 @@ def entropies(kinds: str = "convolutional content", first: str = "convolutional"
     return (xr.Dataset({"gate": gates(0.9, 0.2), "head_type": (dims, types), **measured}),)
 
 
-def saliency(hits: float = 1.0, top1: float = 0.9) -> tuple[xr.DataTree]:
+def saliency(hits: float = 1.0, top1: float = 0.9) -> tuple[Any, ...]:
     pointing = np.stack([np.full((1, 7), hits), np.full((1, 7), 0.2)], 1)
     coords = {"epoch": [3], "attribution": ["class_attention", "chance"], "class": range(10)}
     ds = xr.Dataset({"pointing_game": (("epoch", "attribution", "image"), pointing), "top1": ("epoch", [top1])}, coords)
-    return (xr.DataTree.from_dict({"PatchConvNet": ds}),)
+    return xr.DataTree.from_dict({"PatchConvNet": ds}), (99, 0.1)
 
 
 @pytest.mark.parametrize(
     ("study", "made", "changed", "message"),
     [
         (gating_evolution, gating, {"first": 0.73, "last": 0.73}, "did NOT move apart"),
-        (gating_evolution, gating, {"top1": 0.2}, "did NOT learn"),
+        (gating_evolution, gating, {"top1": 0.15}, "did NOT learn"),
         (attention_maps, maps, {"tap": 1}, "4 of 4 heads do NOT look at their tap"),
         (attention_maps, maps, {"peaks": (0.1, 0.5)}, "do NOT have fainter peaks"),
         (head_entropy, entropies, {"first": "mixed"}, "0 of 4 heads start convolutional, NOT all"),
@@ -73,7 +75,21 @@ def test_the_check_can_fail(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert study.check(*made()) == 0
+    assert study.check(*made())
     assert "NOT" not in capsys.readouterr().out
-    assert study.check(*made(**changed)) == 1
+    assert not study.check(*made(**changed))
     assert message in capsys.readouterr().out
+
+
+def test_two_classes_cannot_pass_by_chance_and_can_be_learned() -> None:
+    """Beside the sum of the binomial distribution's upper tail."""
+    for right, images, chance in ((29, 40, 0.5), (27, 40, 0.5), (4, 4, 0.5), (40, 40, 0.9), (70, 70, 0.9)):
+        tail = sum(math.comb(images, k) * chance**k * (1 - chance) ** (images - k) for k in range(right, images + 1))
+        assert learned("it", right / images, images, chance) == (tail < 0.01), (right, images, chance)
+
+
+def test_a_check_that_fails_is_an_error_on_the_digits_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [finish(True, "digits"), finish(True, "photos"), finish(False, "digits")] == [0, 0, 3]
+    assert capsys.readouterr().out == ""
+    assert finish(False, "photos") == 0
+    assert "findings, not errors" in capsys.readouterr().out

@@ -104,18 +104,18 @@ def test_a_type_that_no_training_has(kind: str, capsys: pytest.CaptureFixture[st
     tree["types"]["head_type"] = tree["heads"]["head_type"] = types.where(types != kind, "mixed")
     assert " none " in study.table(tree)
     assert study.draw(tree).axes
-    assert study.check(tree, 10) == 1
+    assert not study.check(tree, 0.1)
     assert f"NO {study.WORDS[kind]} heads" in capsys.readouterr().out
     assert ("nothing can be said" in study.sentence(tree)) == (kind == "content")
 
 
 @pytest.mark.parametrize(
-    ("changed", "classes", "message"),
-    [({}, 10, None), ({"convolutional": 0.0}, 10, "does NOT hurt"), ({}, 2, "did NOT learn")],
+    ("changed", "chance", "message"),
+    [({}, 0.1, None), ({"convolutional": 0.0}, 0.1, "does NOT hurt"), ({}, 0.95, "did NOT learn")],
     ids=["seen", "no cost", "nothing learned"],
 )
 def test_the_check_can_fail(
-    changed: dict[str, Any], classes: int, message: str | None, capsys: pytest.CaptureFixture[str]
+    changed: dict[str, Any], chance: float, message: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert study.check(made(**SOME, **changed), classes) == (message is not None)
+    assert study.check(made(**SOME, **changed), chance) == (message is None)
     assert (message or "hurts") in capsys.readouterr().out

@@ -4,13 +4,13 @@ import random
 from pathlib import Path
 
 import numpy as np
-import pytest
 import timm
 import torch
 from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
 
 from common.data import RAND_AUGMENT, image_loaders
+from common.folder import open_folder
 
 
 def test_no_random_augmentation_fails() -> None:
@@ -24,12 +24,12 @@ def test_no_random_augmentation_fails() -> None:
         assert augment(image).size == (5, 7)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # timm leaves files open
 def test_a_folder_of_ones_own_is_loaded_by_workers(image_folder: Path) -> None:
     """The validation images are those that the main process loads; training images are shuffled and augmented."""
     model = timm.create_model("test_resnet", num_classes=2)
-    options = {"data": str(image_folder), "size": 32, "batch_size": 3}
-    (train, by_workers), (_, alone) = (image_loaders(model, **options, workers=count) for count in (2, 0))  # type: ignore[arg-type]
+    folders = open_folder(str(image_folder), None)
+    options = {"size": 32, "batch_size": 3}
+    (train, by_workers), (_, alone) = (image_loaders(model, folders, **options, workers=count) for count in (2, 0))
     batches = [list(loader) for loader in (by_workers, alone)]
     for (images, labels), (expected, classes) in zip(*batches, strict=True):
         assert torch.equal(images, expected)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.output import OutputError, RunOutput
+from common.ending import InputError
+from common.output import RunOutput
 
 
 def test_overwriting_deletes_the_runs_files_only(tmp_path: Path) -> None:
@@ -23,11 +24,11 @@ def test_overwriting_deletes_the_runs_files_only(tmp_path: Path) -> None:
 def test_other_files_of_that_name_are_no_run(tmp_path: Path) -> None:
     (tmp_path / "study_notes.txt").write_text("mine")
     RunOutput(tmp_path, "study", {})
-    with pytest.raises(OutputError, match="already holds study_checkpoints"):
+    with pytest.raises(InputError, match="already holds study_checkpoints"):
         RunOutput(tmp_path, "study", {})
 
 
 def test_a_run_with_other_options_is_not_resumed(tmp_path: Path) -> None:
     RunOutput(tmp_path, "study", {"lr": 0.1, "seed": 1})
-    with pytest.raises(OutputError, match=r"had other options \(lr was 0.1, is 0.2\)"):
+    with pytest.raises(InputError, match=r"had other options \(lr was 0.1, is 0.2\)"):
         RunOutput(tmp_path, "study", {"lr": 0.2, "seed": 1}, resume=True)

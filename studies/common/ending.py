@@ -1,0 +1,67 @@
+"""How a study ends: what it saw, what it refuses, and the exit code for each."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import binomtest
+
+__all__ = ["InputError", "ended", "finish", "learned", "refused"]
+
+REFUSED, NOT_SEEN, INTERRUPTED = 2, 3, 130  # 1 is Python's own, for a crash
+
+
+class InputError(Exception):
+    """What a user gave and a study cannot use. The message says what to do."""
+
+
+@contextmanager
+def refused(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds, which the user's input brought, become refusals."""
+    try:
+        yield
+    except kinds as error:
+        raise InputError(str(error) or type(error).__name__) from error
+
+
+def ended(main: Any, arguments: list[str] | None = None) -> int:
+    """The exit code of a study: that of ``main``; 2 with a sentence, and no traceback, for a refusal."""
+    try:
+        return main(arguments)
+    except InputError as error:
+        reason = str(error).rpartition("InputError: ")[2].strip()  # from a loading process it comes with a traceback
+        print(f"{Path(main.__code__.co_filename).name}: {reason}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command with --resume goes on", file=sys.stderr)
+        return INTERRUPTED
+
+
+def finish(seen: bool, data: str) -> int:
+    """The exit code after the checks: on the user's own data a check that fails is a finding, not an error."""
+    if seen:
+        return 0
+    if data == "digits":
+        return NOT_SEEN
+    print("The checks say what the digits show. On your own data they are findings, not errors.")
+    return 0
+
+
+def learned(model: str, accuracy: float, images: int, chance: float) -> bool:
+    """Whether more answers are right than chance gives (one-sided binomial test, 1 %); says so if not.
+
+    Args:
+        model: its name.
+        accuracy: on so many images.
+        images: their number.
+        chance: what always naming the most frequent class gives.
+    """
+    if binomtest(round(accuracy * images), images, chance, alternative="greater").pvalue < 0.01:
+        return True
+    print(
+        f"check: {model} did NOT learn: accuracy {accuracy:.3f} on {images} images; always the same class gives "
+        f"{chance:.3f}, and by chance some more"
+    )
+    return False

@@ -1,0 +1,108 @@
+"""A folder of the user's own images: ``train/`` and ``val/``, in each a folder for every class."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import timm.data
+from PIL import Image
+from torchvision.datasets import ImageFolder
+
+from common.ending import InputError
+
+__all__ = ["ClassFolders", "imagenet_rows", "open_folder", "spread"]
+
+SPLITS = ("train", "training"), ("val", "validation", "valid")
+
+
+class ClassFolders(ImageFolder):
+    """Images in a folder for each class; hidden folders are no classes.
+
+    Args:
+        folder: of the split.
+        data: that the user gave, for messages.
+        classes: those of the training images; None if these are they.
+
+    Raises:
+        InputError: no folders of classes, one alone, an empty one, or other ones than those for training.
+    """
+
+    def __init__(self, folder: Path, data: str, classes: list[str] | None = None) -> None:
+        self._data, self._known = data, classes
+        try:
+            super().__init__(str(folder), loader=_read, allow_empty=classes is not None)
+        except FileNotFoundError as error:
+            raise InputError(f"--data: {error}") from None
+        self.classes = self.classes if classes is None else classes
+        if not self.samples:
+            raise InputError(f"--data: there are no images in {folder}")
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        """The names of the folders in order, and their numbers."""
+        names = sorted(each.name for each in Path(directory).iterdir() if each.is_dir() and each.name[0] != ".")
+        if len(names) < 2 and self._known is None:
+            raise _layout(self._data, f"one class, {names[0]!r}" if names else "no folder of a class", directory)
+        known = names if self._known is None else self._known
+        if unknown := [name for name in names if name not in known]:
+            raise InputError(f"--data: {directory} has classes that the training images do not have: {_some(unknown)}")
+        return names, {name: number for number, name in enumerate(known)}
+
+    def keep(self, count: int) -> None:
+        """Leave so many images, spread evenly over the classes."""
+        self.samples = [self.samples[number] for number in spread(len(self.samples), count)]
+        self.targets = [label for _, label in self.samples]
+
+
+def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolders]:
+    """Training and validation images.
+
+    Args:
+        data: the folder.
+        limit: use only so many images, a quarter of them for validation.
+
+    Raises:
+        InputError: it is no folder of this layout.
+    """
+    root = Path(data)
+    if not root.is_dir():
+        raise InputError(f"--data: there is no folder {data!r}")
+    folders = [next((root / name for name in names if (root / name).is_dir()), None) for names in SPLITS]
+    if None in folders:
+        found = sorted(f"{each.name}/" if each.is_dir() else each.name for each in root.iterdir())
+        raise _layout(data, _some(found) or "nothing", data)
+    train = ClassFolders(folders[0], data)
+    validation = ClassFolders(folders[1], data, train.classes)
+    if limit is not None:
+        train.keep(limit - limit // 4)
+        validation.keep(limit // 4)
+    return train, validation
+
+
+def imagenet_rows(classes: Sequence[str], subset: str | None = "imagenet-1k") -> list[int] | None:
+    """The classes' rows in a classifier of ImageNet, if all are WordNet ids of it; else None."""
+    names = timm.data.ImageNetInfo(subset).label_names() if subset else []
+    rows = {name: row for row, name in enumerate(names)}
+    return [rows[name] for name in classes] if rows.keys() >= set(classes) else None
+
+
+def spread(length: int, count: int) -> list[int]:
+    """So many numbers below ``length``, spread evenly, since folders are sorted by class."""
+    count = min(count, length)
+    return [round((i + 0.5) * length / count - 0.5) for i in range(count)]
+
+
+def _read(path: str) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError) as error:
+        raise InputError(f"--data: {path} cannot be read as an image ({error})") from None
+
+
+def _layout(data: str, found: str, where: str | Path) -> InputError:
+    lines = "".join(f"    {data}/{split}/cat/*.jpg, {data}/{split}/dog/*.jpg, ...\n" for split in ("train", "val"))
+    expected = "expected a folder for each class, two or more, in train/ and in val/"
+    return InputError(f"--data: {expected}:\n{lines}found in {where}: {found}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

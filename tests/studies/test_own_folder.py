@@ -1,0 +1,104 @@
+"""A folder of one's own: its layout, its classes, and the classifier that they get."""
+
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import gating_evolution
+from common.data import image_loaders, own_model_and_data, probed_images
+from common.ending import InputError, ended
+from common.folder import open_folder
+from common.models import own_model
+
+
+def flat(folder: Path) -> None:
+    for split in ("train", "val"):
+        shutil.move(folder / split / "cat" / "0.png", folder / split / "0.png")
+        shutil.rmtree(folder / split / "cat")
+        shutil.rmtree(folder / split / "dog")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: shutil.rmtree(folder / "val"), r"(?s)/val/cat/\*.jpg.*found in .*images: train/"),
+        (flat, r"(?s)/train/cat/\*.jpg.*found in .*train: no folder of a class"),
+        (lambda folder: shutil.rmtree(folder / "train" / "cat"), "found in .*train: one class, 'dog'"),
+        (lambda folder: (folder / "val" / "dog").rename(folder / "val" / "cow"), "do not have: cow"),
+        (lambda folder: (folder / "train" / "cow").mkdir(), "no valid file for the classes cow"),
+    ],
+    ids=["no val", "flat", "one class", "other classes", "empty class"],
+)
+def test_other_layouts_are_refused(image_folder: Path, change: Callable[[Path], object], message: str) -> None:
+    change(image_folder)
+    with pytest.raises(InputError, match=message):
+        open_folder(str(image_folder), None)
+
+
+def test_limit_and_batch_size(image_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (image_folder / "train" / ".hidden").mkdir()
+    shutil.rmtree(image_folder / "val" / "cat")  # dogs are class 1 all the same
+    train, validation = open_folder(str(image_folder), 8)
+    assert train.targets == [0, 0, 0, 1, 1, 1]
+    assert validation.targets == [1, 1]
+    model = timm.create_model("test_resnet", num_classes=2)
+    loaders = image_loaders(model, (train, validation), size=32, batch_size=256, workers=0)
+    assert [len(labels) for _, labels in loaders[0]] == [6]
+    assert "batches of 6 images" in capsys.readouterr().out
+
+
+def options(**changed: object) -> Namespace:
+    given = {"model": "test_resnet", "pretrained": False, "num_classes": None, "img_size": None, "limit": None}
+    return Namespace(**{**given, "batch_size": 4, "workers": 0, **changed})
+
+
+def test_wordnet_ids_keep_their_rows(image_folder: Path, tmp_path: Path) -> None:
+    weights = timm.create_model("test_resnet").eval()
+    torch.save(weights.state_dict(), tmp_path / "imagenet.pth")
+    for split in ("train", "val"):
+        (image_folder / split / "cat").rename(image_folder / split / "n01514668")
+        (image_folder / split / "dog").rename(image_folder / split / "n01443537")
+    given = options(data=str(image_folder), pretrained=str(tmp_path / "imagenet.pth"))
+    model, loaders = own_model_and_data(given, 64)
+    images, labels = next(iter(loaders[1]))
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), weights(images)[:, [1, 7]])  # folders in the order of their names
+    assert model.num_classes == 2
+    assert labels.tolist() == [0] * 4
+    assert probed_images(loaders[1].dataset, 2).classes == ["goldfish", "cock"]
+
+
+def test_classifiers_of_ones_own_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = timm.create_model("test_resnet", num_classes=3).state_dict()
+    torch.save(weights, tmp_path / "own.pth")
+    given = options(pretrained=str(tmp_path / "own.pth"))
+    kept = own_model(given, ["a", "b", "c"])
+    torch.testing.assert_close(kept.state_dict(), weights)  # timm alone would make a new classifier
+    assert capsys.readouterr().out == ""
+    new = own_model(given, ["a", "b"])
+    assert new.num_classes == 2
+    assert "the classifier is new: the weights have 3 classes, and the images 2" in capsys.readouterr().out
+    torch.testing.assert_close(new.state_dict()["conv1.0.weight"], weights["conv1.0.weight"])
+    assert own_model(options(num_classes=5), ["a", "b"]).num_classes == 5
+    with pytest.raises(InputError, match="the images have 2 classes, got 1"):
+        own_model(options(num_classes=1), ["a", "b"])
+
+
+def test_the_size_of_images_reaches_the_model() -> None:
+    assert own_model(options(model="vit_tiny_patch16_224", img_size=48), ["a", "b"])(
+        torch.randn(1, 3, 48, 48)
+    ).shape == (1, 2)
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_damaged_image_is_named(image_folder: Path, workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (image_folder / "val" / "dog" / "3.png").write_bytes(b"no image")
+    given = ["--model", "test_resnet", "--data", str(image_folder), "--img-size", "32", "--epochs", "1"]
+    out = ["--workers", workers, "--device", "cpu", "--out", str(image_folder / "out")]
+    assert ended(gating_evolution.main, [*given, *out]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("gating_evolution.py: --data: ")
