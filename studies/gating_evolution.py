@@ -15,7 +15,8 @@ recorded. As the control, a copy of the CNN is fine-tuned for as long without at
 
 Writes into results/:
 gating_evolution.png    A accuracy, B attention span 1 / alpha, C gate sigma(lambda), D entropy of content and
-                        positional attention; thin lines are heads, thick ones their mean over the layer
+                        positional attention, each on a scale of its own; thin lines are heads, thick ones their mean
+                        over the layer
 gating_evolution.zarr   the recording: xarray.open_zarr
 
 It ends by checking that the mean gates of the layers moved apart, and that the T-CNN learned something.
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 def draw(dataset: xr.Dataset, training: Run) -> Figure:
     """Fig. 4 of the paper, with a panel for the entropies."""
     figure = Figure(figsize=(10, 6.4), layout="constrained")
-    axes = figure.subplot_mosaic("AB;CD", sharex=False)
+    axes = figure.subplot_mosaic("AB;AB;CD;CE")
     count = len(dataset.layer)
     colors = list(mpl.colormaps["viridis"].resampled(count + 1)(range(count)))  # without its lightest
 
@@ -74,25 +75,26 @@ def draw(dataset: xr.Dataset, training: Run) -> Figure:
         a.plot(before, [r.top1 for r in training], color="0.6", label="CNN, training")
     a.plot(dataset.epoch, dataset.control_top1, color="0.25", ls="--", label="CNN, fine-tuned (control)")
     a.plot(dataset.epoch, dataset.top1, color=OKABE_ITO["vermillion"], lw=2, label="T-CNN, fine-tuned")
-    a.axvline(0, color="0.8", lw=1, zorder=0)
-    a.text(0, 0.03, " reparameterized", transform=a.get_xaxis_transform(), color="0.4")
+    a.axvline(0, color="0.8", lw=1, zorder=0, label="reparameterized")
     a.set(ylabel="validation accuracy", title="accuracy", xlabel="epoch after reparameterization")
     a.legend(frameon=False)
 
-    one, other = ({"colors": colors, "legend": False, "ls": ls} for ls in ("-", "--"))
+    one = {"colors": colors, "legend": False}
     tcnn_probe.plot.evolution(dataset.attention_span, axes["B"], **one)
     axes["B"].set(ylabel=r"attention span $1/\alpha$ (pixel$^2$)", title="size of the receptive field")
     tcnn_probe.plot.evolution(dataset.gate, axes["C"], **one)
     axes["C"].set(ylabel=r"gate $\sigma(\lambda)$", title="attention paid to position", ylim=(0, 1))
     tcnn_probe.plot.evolution(dataset.content_entropy, axes["D"], **one)
-    tcnn_probe.plot.evolution(dataset.positional_entropy, axes["D"], **other)
-    axes["D"].set(ylabel="entropy (nat)", title="entropy: content (solid) and position (dashed)", ylim=(0, None))
-    for panel in "BCD":
+    axes["D"].set(ylabel="content (nat)", title="entropy of content (above) and position (below)")
+    tcnn_probe.plot.evolution(dataset.positional_entropy, axes["E"], **one)
+    axes["E"].set(ylabel="position (nat)", title="")
+    axes["D"].set(xlabel="", xticklabels=[])
+    for panel in "BCE":  # D and E are one panel
         axes[panel].set_xlabel("epoch after reparameterization")
     handles = [mpl.lines.Line2D([], [], color=color, lw=2.5) for color in colors]
     figure.legend(handles, dataset.layer.values.tolist(), loc="outside lower center", ncols=4, frameon=False)
-    for name, panel in axes.items():
-        panel.set_title(name, loc="left", fontweight="bold")
+    for name in "ABCD":
+        axes[name].set_title(name, loc="left", fontweight="bold")
     return figure
 
 

@@ -149,6 +149,10 @@ class AttentionStream:
         """Detach; may be called more than once, also in the middle of a forward."""
         self._forwards.remove()
 
+    def around(self, count: int) -> tuple[int, int] | None:
+        """How many of so many tokens the model has before its grid, and after it; None if nothing shows it."""
+        return self._maps.around(count)
+
     # What Forwards tells: see tcnn_probe.hooks.forwards.Listener.
 
     def wants(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:

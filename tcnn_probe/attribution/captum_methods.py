@@ -2,13 +2,15 @@
 
 import importlib
 import inspect
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attribution.layer_choice import find_layer, last_spatial_layer
+from tcnn_probe.attribution.layer_choice import map_layer
 from tcnn_probe.attribution.pixels import background, to_pixels
+from tcnn_probe.attribution.token_maps import as_feature_map
 
 __all__ = ["captum", "captum_class", "captum_maps"]
 
@@ -64,7 +66,8 @@ def captum_maps(
         **options: those of captum's class and of its ``attribute``, but for ``absolute=False``: whether to give the
             magnitude of the sum; and where captum has the like
 
-            - ``layer=None``: a module or its name; None for the last one that gives a feature map of several pixels;
+            - ``layer=None``: a module or its name; None for the last one with a map of several pixels on which the
+              score depends: a feature map, or tokens on a known grid;
             - ``interpolation="bilinear"`` (or "nearest"): from the layer's pixels to the image's;
             - ``baseline=0.0``: what images are compared with, a number, 0 being the grey of images normalised by their
               mean, or an image that broadcasts to (C, H, W);
@@ -86,21 +89,28 @@ def captum_maps(
     allowed = (known - _FILLED_IN - {*_OURS.values()}) | {ours for ours, theirs in _OURS.items() if theirs in known}
     if strange := sorted(options.keys() - allowed):
         raise TypeError(f"captum's {cls.__name__} has no option {strange[0]!r} here; it has {sorted(allowed)}")
-    name, layer, occludes = "", options.get("layer"), "sliding_window_shapes" in known
+    layer, occludes = None, "sliding_window_shapes" in known
     values = {"target": target, "baselines": background(options.get("baseline", 0.0), images), **options}
     values["internal_batch_size"] = max(batch_size, len(images))
     values["perturbations_per_eval"] = max(1, batch_size // len(images))
-    if "layer" in known:
-        name, values["layer"] = last_spatial_layer(model, images[:1]) if layer is None else find_layer(model, layer)
     if occludes:
         values |= _windows(images, options.get("window"), options.get("stride"))
-    found = _attribute(cls, model, images, values)
+    with ExitStack() as stack:
+        if "layer" in known:
+            layer = map_layer(model, images[:1], options.get("layer"))
+            values["layer"] = stack.enter_context(as_feature_map(layer))
+        found = _attribute(cls, model, images, values)
+    name = "" if layer is None else layer.name
     if not isinstance(found, Tensor) or found.ndim != 4:
         got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else "several tensors"
-        raise ValueError(f"expected a layer that gives one feature map (B, C, H, W); the map of {name!r} has {got}")
+        raise ValueError(
+            f"expected a layer that gives a feature map (B, C, H, W), or tokens on a known grid; {name!r} gives {got}"
+        )
     maps = found.detach().to(torch.promote_types(images.dtype, torch.float32))
     maps = maps[:, 0] if occludes else maps.sum(1)
-    maps = to_pixels(maps, (images.shape[2], images.shape[3]), options.get("interpolation", "bilinear"))
+    if layer is not None:
+        size = images.shape[2], images.shape[3]
+        maps = to_pixels(maps, size, options.get("interpolation", "bilinear"), layer.fields)
     return (maps.abs() if options.get("absolute") else maps), name
 
 

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from tcnn_model.pooling.attention_pool import PatchAttention
 from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import attention_stream
 from tcnn_probe.attribution.layer_choice import find_layer
 from tcnn_probe.attribution.pixels import to_pixels
+from tcnn_probe.attribution.unsupported import WITHOUT_CLASS_TOKEN, UnsupportedMethodError
 
-__all__ = ["WITHOUT_CLASS_TOKEN", "class_attention"]
-
-WITHOUT_CLASS_TOKEN = "'gradcam', 'integrated_gradients', 'input_x_gradient' and 'occlusion' need no class token"
+__all__ = ["class_attention"]
 
 
 @dataclass
@@ -66,13 +66,14 @@ def class_attention(
             counts = f"{rows} times, where {len(images)} images were given"
             found[call.name] = _Seen(False, reason=f"it attends {counts}: its maps are not those of the images")
 
-    with attention_stream(model, look) as stream:
+    size = images.shape[2], images.shape[3]
+    with ReceptiveFields(size) as fields, attention_stream(model, look) as stream:
         model(images)
     name = _choose({name: seen for name, seen in found.items() if name in stream.layers}, layer)
     maps = found[name].maps
     if maps is None:
-        raise ValueError(f"{name!r} has no map: {found[name].reason}")
-    return to_pixels(maps, (images.shape[2], images.shape[3]), interpolation), name
+        raise UnsupportedMethodError(f"{name!r} has no map: {found[name].reason}")
+    return to_pixels(maps, size, interpolation, fields), name
 
 
 def _of_class_tokens(call: AttentionCall, target: Tensor, per_class: bool) -> _Seen:
@@ -92,7 +93,7 @@ def _choose(found: dict[str, _Seen], layer: str | None) -> str:
     if layer is not None and layer not in found:
         raise ValueError(f"expected a layer with class tokens: one of {list(found)}, got {layer!r}")
     if not found:
-        raise ValueError(
+        raise UnsupportedMethodError(
             f"no class token attends in this model, so that there is no class attention; {WITHOUT_CLASS_TOKEN}"
         )
     with_map = {name: seen for name, seen in found.items() if seen.maps is not None} or found

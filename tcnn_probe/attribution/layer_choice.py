@@ -1,17 +1,51 @@
-"""Which layer's map is explained: the one that was named, or the last one that gives a feature map."""
+"""Which layer's map is explained: the one that was named, or the last one that gives a map of the image."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tcnn_model.pooling.attention_pool import AttentionPool2d
+from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.feature_maps import FeatureMaps
-from tcnn_probe.attention.layout import SpecialTokens
-from tcnn_probe.models import layer_names
+from tcnn_probe.attention.layout import SpecialTokens, Tokens
+from tcnn_probe.attention.receptive_fields import ReceptiveFields
+from tcnn_probe.attention.stream import attention_stream
+from tcnn_probe.attribution.unsupported import UnsupportedMethodError
+from tcnn_probe.models import class_scores, layer_names
 
-__all__ = ["find_layer", "last_spatial_layer"]
+__all__ = ["MapLayer", "find_layer", "map_layer"]
+
+
+@dataclass(frozen=True)
+class MapLayer:
+    """A layer whose output is a map of the image.
+
+    Args:
+        name: of the layer.
+        module: itself.
+        fields: where the cells of maps lie.
+        tokens: on which grid its tokens lie; None if it gives feature maps (B, C, H, W), or something else.
+    """
+
+    name: str
+    module: nn.Module
+    fields: ReceptiveFields
+    tokens: Tokens | None = None
+
+
+@dataclass
+class _Output:
+    """What a module has returned."""
+
+    name: str
+    module: nn.Module
+    value: Tensor
+    is_map: bool  # (B, C, H, W)
+    among_tokens: bool  # tokens made of tokens, by a module that has parts
 
 
 def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
@@ -23,42 +57,103 @@ def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module
     raise ValueError(f"the model has no layer {what}; model.named_modules() has their names")
 
 
-@torch.no_grad()
-def last_spatial_layer(model: nn.Module, images: Tensor) -> tuple[str, nn.Module]:
-    """The last module that gives a feature map of more than one pixel, found by running the model on the images.
+def map_layer(model: nn.Module, image: Tensor, layer: str | nn.Module | None = None) -> MapLayer:
+    """The layer that was named, or the last one with a map of more than one pixel on which the score depends.
+
+    Feature maps (B, C, H, W) are such maps, and tokens, (B, N, C) or (B, H, W, C), whose grid is known. After the last
+    block of most vision transformers the score depends on the class token alone: theirs is the block before.
+
+    Args:
+        model: is run once on the image, shape (1, C, H, W).
+        image: see ``model``.
+        layer: or its name.
 
     Raises:
-        ValueError: there is none, or tokens are worked on afterwards: then it is not what the classifier sees.
+        ValueError: no such layer; or none gives a map, or tokens on a known grid.
     """
-    maps = FeatureMaps(SpecialTokens())
-    maps.enter([images], whole_model=True)
+    name, module = (None, None) if layer is None else find_layer(model, layer)
+    fields, maps = ReceptiveFields((image.shape[2], image.shape[3])), FeatureMaps(SpecialTokens())
+    grids: dict[int, Tokens] = {}
+    outputs: list[_Output] = []
+    with torch.enable_grad():
+        image = image.detach().clone().requires_grad_()
+        maps.enter([image], whole_model=True)
+        with ExitStack() as stack:
+            for handle in _watch(model, maps, outputs, module):
+                stack.callback(handle.remove)
+            stream = stack.enter_context(attention_stream(model, lambda call: grids.update(_grids(call))))
+            with fields:
+                score = class_scores(model, image).amax()
+        for count, tokens in grids.items():
+            if (around := stream.around(count)) and around[1]:
+                grids[count] = replace(tokens, prefix=around[0])  # and not before all others, as attention has them
+        if name is not None and module is not None:
+            value = next((one.value for one in outputs if one.module is module and not one.is_map), None)
+            return MapLayer(name, module, fields, None if value is None else _tokens(value, maps, grids))
+        last = _last(outputs, score, maps, grids)
+    return MapLayer(last.name, last.module, fields, None if last.is_map else _tokens(last.value, maps, grids))
+
+
+def _watch(
+    model: nn.Module, maps: FeatureMaps, outputs: list[_Output], wanted: nn.Module | None
+) -> Iterator[torch.utils.hooks.RemovableHandle]:
+    """Keep the feature maps and tokens that the modules return, in this order."""
     names = layer_names(model)
     pools = {part for module in names if isinstance(module, AttentionPool2d) for part in module.modules()}
     parted = {module for module in names if [*module.children()]} - pools
-    last: tuple[str, nn.Module] | None = None
-    afterwards: list[str] = []  # modules with parts that go from tokens to tokens, since that one
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        nonlocal last
-        if _is_map(output, maps):
-            last = names[module], module
-            afterwards.clear()
-        elif module in parted and inputs and _are_tokens(inputs[0], maps) and _are_tokens(output, maps):
-            afterwards.append(names[module])
+        maps.passes([*inputs, output])
+        is_map, among_tokens = _is_map(output, maps), False
+        if module in parted and inputs and not is_map:
+            among_tokens = _are_tokens(inputs[0], maps) and _are_tokens(output, maps)
+        if is_map or among_tokens or (module is wanted and isinstance(output, Tensor)):
+            outputs.append(_Output(names[module], module, output, is_map, among_tokens))
 
-    with ExitStack() as hooks:
-        for module in names:
-            hooks.callback(module.register_forward_hook(note).remove)
-        model(images)
-    if last is None:
-        raise ValueError("no layer gives a feature map (B, C, H, W) of more than one pixel: name one with layer=")
-    if afterwards:
-        raise ValueError(
-            f"this model works on tokens ({afterwards[0]!r}, after the last feature map, that of {last[0]!r}), and "
-            "GradCAM knows no map of these: name a layer that gives a feature map (B, C, H, W) with layer=, or use "
-            "'class_attention' or 'rollout', if there is a class token, or 'integrated_gradients' or 'occlusion'"
+    for module in names:
+        yield module.register_forward_hook(note)
+
+
+def _last(outputs: list[_Output], score: Tensor, maps: FeatureMaps, grids: dict[int, Tokens]) -> _Output:
+    """The last feature map, or the last tokens after it on which the score depends."""
+    place = max((place for place, one in enumerate(outputs) if one.is_map), default=-1)
+    afterwards = outputs[place + 1 :]
+    gradients = torch.autograd.grad(score, [one.value for one in afterwards], allow_unused=True) if afterwards else ()
+    for one, gradient in reversed([*zip(afterwards, gradients, strict=True)]):
+        if gradient is None or not gradient.any():
+            continue
+        tokens = _tokens(one.value, maps, grids)
+        if tokens is None:
+            raise UnsupportedMethodError(
+                f"this model works on tokens ({one.name!r}), whose grid is not known: name a layer that gives a "
+                "feature map (B, C, H, W) with layer=, or use 'integrated_gradients' or 'occlusion'"
+            )
+        if gradient.flatten(1, -2)[:, tokens.prefix : tokens.count].any():
+            return one
+    if place < 0:
+        raise UnsupportedMethodError(
+            "no layer gives a feature map (B, C, H, W), or tokens, of more than one pixel: name one with layer="
         )
-    return last
+    return outputs[place]
+
+
+def _grids(call: AttentionCall) -> Iterator[tuple[int, Tokens]]:
+    """The grids of an attention in the image, by their numbers of tokens."""
+    if call.cut is not None:
+        rows, columns = call.cut.grid
+        yield rows * columns, Tokens(0, rows, columns)
+    elif call.windows == 1:
+        yield from ((tokens.count, tokens) for tokens in (call.layout.queries, call.layout.keys) if tokens)
+
+
+def _tokens(value: Tensor, maps: FeatureMaps, grids: dict[int, Tokens]) -> Tokens | None:
+    """The grid of tokens (B, N, C) or (B, H, W, C); None if it is not known, or if these are none."""
+    if not _are_tokens(value, maps):
+        return None
+    if value.ndim == 4:
+        return Tokens(0, value.shape[1], value.shape[2])
+    count = value.shape[1]
+    return grids.get(count) or next((Tokens(0, *grid) for grid in maps.grids() if grid[0] * grid[1] == count), None)
 
 
 def _is_map(x: Any, maps: FeatureMaps) -> bool:
@@ -67,7 +162,7 @@ def _is_map(x: Any, maps: FeatureMaps) -> bool:
 
 
 def _are_tokens(x: Any, maps: FeatureMaps) -> bool:
-    """Whether these are tokens: (B, N, d), or (B, H, W, d) as Swin has them."""
+    """Whether these are tokens: (B, N, C), or (B, H, W, C) as Swin has them."""
     if not isinstance(x, Tensor):
         return False
     if x.ndim == 4:

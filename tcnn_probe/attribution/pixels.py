@@ -1,25 +1,39 @@
-"""Arrays of the images' size: maps of patches interpolated to pixels, and what pixels are replaced by."""
+"""Arrays of the images' size: maps of cells interpolated to pixels, and what pixels are replaced by."""
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from tcnn_probe.attention.receptive_fields import ReceptiveFields
 
 __all__ = ["background", "blurred", "to_pixels"]
 
 _BLUR = 11, 5.0  # RISE's: kernel and standard deviation, in pixels
-_MODES = {"bilinear": "bilinear", "nearest": "nearest-exact"}
 
 
-def to_pixels(maps: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    """Maps of patches, shape (B, h, w), at the resolution of the images: (B, H, W), float32 at least."""
-    if interpolation not in _MODES:
+def to_pixels(maps: Tensor, size: tuple[int, int], interpolation: str, fields: ReceptiveFields) -> Tensor:
+    """Maps of cells, shape (B, h, w), at the resolution of the images: (B, H, W), float32 at least.
+
+    A cell lies at the centre of its receptive field. Beyond the outermost cells their values go on.
+    """
+    if interpolation not in ("bilinear", "nearest"):
         raise ValueError(f"expected interpolation='bilinear' or 'nearest', got {interpolation!r}")
     maps = maps.to(torch.promote_types(maps.dtype, torch.float32))
     if tuple(maps.shape[1:]) == size:
         return maps
-    return F.interpolate(maps[:, None], size, mode=_MODES[interpolation])[:, 0]
+    places = fields.places((maps.shape[1], maps.shape[2]))
+    for dim, (length, (first, spacing)) in enumerate(zip(size, places, strict=True), 1):
+        last = maps.shape[dim] - 1
+        at = ((torch.arange(length, dtype=torch.float64) - first) / spacing).clamp(0, last)
+        if interpolation == "nearest":
+            at = (at + 0.5).floor().clamp(max=last)
+        before = at.long()
+        share = (at - before).to(maps).view(-1, *[1] * (2 - dim))
+        after = (before + 1).clamp(max=last)
+        one, other = (maps.index_select(dim, cells.to(maps.device)) for cells in (before, after))
+        maps = torch.lerp(one, other, share)
+    return maps
 
 
 def background(value: Any, images: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ from torch.nn.functional import pad
 
 from tcnn_model.pooling.attention_pool import PatchAttention
 from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import attention_stream
-from tcnn_probe.attribution.class_attention import WITHOUT_CLASS_TOKEN
 from tcnn_probe.attribution.pixels import to_pixels
+from tcnn_probe.attribution.unsupported import WITHOUT_CLASS_TOKEN, UnsupportedMethodError
 
 __all__ = ["rollout"]
 
@@ -33,11 +34,12 @@ def rollout(model: nn.Module, images: Tensor, target: Tensor, *, interpolation: 
         ValueError: attention in windows, or between different numbers of tokens, or no class token.
     """
     tokens = _Tokens(len(images))
-    with attention_stream(model, tokens.follow) as stream:
+    size = images.shape[2], images.shape[3]
+    with ReceptiveFields(size) as fields, attention_stream(model, tokens.follow) as stream:
         model(images)
     if strange := [name for name in tokens.layers if name not in stream.layers]:
-        raise ValueError(f"rollout followed a softmax that weighs no values: {strange}")
-    return to_pixels(tokens.map(), (images.shape[2], images.shape[3]), interpolation), ""
+        raise UnsupportedMethodError(f"rollout followed a softmax that weighs no values: {strange}")
+    return to_pixels(tokens.map(), size, interpolation, fields), ""
 
 
 class _Tokens:
@@ -53,13 +55,13 @@ class _Tokens:
     def follow(self, call: AttentionCall) -> None:
         """One more layer."""
         if call.windows > 1 or call.images != self._images:
-            raise ValueError(
+            raise UnsupportedMethodError(
                 f"rollout needs attention over the whole image; {call.name!r} attends in windows. {WITHOUT_CLASS_TOKEN}"
             )
         self.layers.append(call.name)
         count = None if self._product is None else self._product.shape[1]
         if count is None and (call.queries == 1 or isinstance(call.module, PatchAttention)):
-            raise ValueError(
+            raise UnsupportedMethodError(
                 f"rollout follows tokens from layer to layer; here only {call.name!r} attends: use 'class_attention'"
             )
         if call.queries == call.keys and count in (None, call.keys) and self._token is None:
@@ -67,7 +69,7 @@ class _Tokens:
         elif call.queries == 1 and count is not None and call.keys in (count, count + 1):
             self._gather(call)
         else:
-            raise ValueError(
+            raise UnsupportedMethodError(
                 f"rollout needs the same tokens in every layer: {call.name!r} has {call.queries} queries and "
                 f"{call.keys} keys{f' after {count} tokens' if count else ''}. {WITHOUT_CLASS_TOKEN}"
             )
@@ -100,14 +102,18 @@ class _Tokens:
     def map(self) -> Tensor:
         """The map of the class token, shape (B, h, w)."""
         if self._last is None or self._product is None:
-            raise ValueError(f"no attention was seen in this model; {WITHOUT_CLASS_TOKEN}")
+            raise UnsupportedMethodError(f"no attention was seen in this model; {WITHOUT_CLASS_TOKEN}")
         patches, query = self._last.layout.keys, self._last.class_query
         if patches is None:
-            raise ValueError(f"the patches of {self._last.name!r} lie on no known grid: {self._last.layout.reason}")
+            raise UnsupportedMethodError(
+                f"the patches of {self._last.name!r} lie on no known grid: {self._last.layout.reason}"
+            )
         if self._token is not None:
             row = self._token[:, 1:]
         elif query is None:
-            raise ValueError(f"rollout starts from a class token, and this model has none; {WITHOUT_CLASS_TOKEN}")
+            raise UnsupportedMethodError(
+                f"rollout starts from a class token, and this model has none; {WITHOUT_CLASS_TOKEN}"
+            )
         else:
             row = self._product[:, query]
         return row[:, patches.prefix :].unflatten(-1, (patches.height, patches.width))

@@ -1,5 +1,6 @@
 """``saliency()``: maps of chosen images by chosen methods, labelled."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 from tcnn_probe.attribution.methods import Attribution, OwnMethod, find_methods, name_of
+from tcnn_probe.attribution.unsupported import UnsupportedMethodError
 from tcnn_probe.images import as_images
 from tcnn_probe.models import (
     batches,
@@ -62,7 +64,8 @@ def saliency(
     Returns:
         an ``xarray.DataArray``, dims (image, y, x) with the coordinate ``target``, its ``attrs`` saying what it is
         (method, layer, units, definition, source, options) and by which versions it was made; of several methods an
-        ``xarray.Dataset`` of these, by name. Float64 of a float64 model, else float32.
+        ``xarray.Dataset`` of these, by name. Float64 of a float64 model, else float32. Of several methods, one that the
+        model does not support is left out, with a warning.
 
     Raises:
         ValueError, TypeError: images, targets, a method or an option that cannot be; or a model without what the method
@@ -79,16 +82,24 @@ def saliency(
         raise TypeError(f"with several methods, expected the options of each as a dict, got {wrong}={options[wrong]!r}")
     methods, images = find_methods(method, options), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
-    labelled = {}
+    labelled, unsupported = {}, {}
     with untouched(model):
         targets = find_targets(model, images, target, batch_size)
         coords = {"image": range(len(images)), "target": ("image", targets.numpy())}
         with progress_bar(len(images) * len(methods), "saliency", progress) as bar:
             for one in methods:
-                maps, of_layer = maps_of(one, model, images, targets, batch_size, bar.update)
+                try:
+                    maps, of_layer = maps_of(one, model, images, targets, batch_size, bar.update)
+                except UnsupportedMethodError as error:
+                    unsupported[one.name] = error
+                    continue
                 attrs = {"long_name": "saliency", "method": one.name, "layer": of_layer, **one.about}
                 attrs |= provenance(model, *one.packages)
                 labelled[one.name] = xr.DataArray(maps.numpy(), coords, ("image", "y", "x"), one.name, attrs)
+    if not labelled:
+        raise next(iter(unsupported.values()))
+    for name, reason in unsupported.items():
+        warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=2)
     return labelled[methods[0].name].rename("saliency") if alone else xr.Dataset(labelled)
 
 

@@ -11,3 +11,7 @@ from tcnn_probe.plot.saliency import saliency_overlay
 from tcnn_probe.plot.style import OKABE_ITO
 
 __all__ = ["OKABE_ITO", "attention_grid", "attention_maps", "evolution", "robustness", "saliency_overlay"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,6 +15,7 @@ from tcnn_probe.plot.style import (
     draw_box,
     draw_image,
     draw_map,
+    empty_figure,
     select_others,
     wrapped,
 )
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_grid"]
 
-_PANEL = 1.15  # inches
+_PANEL = 1.15  # inches, or less where there are many
+_WIDTH = 10
 _CAPTION = "each map from 0 (dark) to its largest value (light)"
 _RED_CAPTION = r"; red: gate $\sigma(\lambda)$, the share of positional attention"
 
@@ -60,9 +62,9 @@ def attention_grid(
             there: a layer with a stride has queries at some of its pixels only.
         gate: σ(λ) of each head, dims (layer, head), or without layer.
         cmap: matplotlib's name of a colour map.
-        title: of the figure.
-        figure: where to draw, for example one of ``figure.subfigures(3)``; None: a new one of fitting size, pyplot's
-            current one from then on.
+        title: of the figure; None for one that names the query.
+        figure: where to draw, for example one of ``figure.subfigures(3)``; None: pyplot's current figure if it is
+            empty, else a new one of fitting size.
 
     Returns:
         the figure.
@@ -72,7 +74,6 @@ def attention_grid(
         ValueError: dimensions that are missing or too many; a query outside or not of two integers; gates that lack
             a layer or head of the maps; an image of another shape.
     """
-    import matplotlib.pyplot as plt
     from matplotlib.figure import FigureBase
 
     if figure is not None and not isinstance(figure, FigureBase):
@@ -88,8 +89,8 @@ def attention_grid(
     rows, columns = maps.shape[:2]
     beside = 0 if picture is None else 1 + min(rows, 2)  # the image's width, in panels
     if figure is None:
-        inches = max(3, _PANEL * (columns + beside) + 0.7), (_PANEL + 0.25) * max(rows, beside / 1.5) + 0.8
-        figure = plt.figure(figsize=inches, layout="constrained")
+        side = min(_PANEL, _WIDTH / (columns + beside))
+        figure = empty_figure(max(3, side * (columns + beside) + 1), (side + 0.25) * max(rows, beside / 1.5) + 0.8)
     places = figure.add_gridspec(rows, beside + columns)
     for row, layer in enumerate(grids):
         cell = query and _cell(query, layer.shape[1:] if picture is None else sizes[0], layer.shape[1:])
@@ -98,14 +99,14 @@ def attention_grid(
         panels = [figure.add_subplot(places[row, beside + column]) for column in range(columns)]
         _heads(panels, layer, gates[row], cell, cmap)
         if "layer" in maps.coords:
-            panels[0].set_ylabel(wrapped(maps.layer.values[row]), fontsize=8)
+            panels[0].set_ylabel(wrapped(maps.layer.values[row]), fontsize=8, rotation=0, ha="right", va="center")
     for panel, head in zip(panels, maps["head"].values, strict=True):
         panel.set_xlabel(f"head {head}", fontsize=8)
     if picture is not None:
-        _picture(figure.add_subplot(places[:, :beside]), picture, query, grids[0].shape[1:])
+        _picture(figure.add_subplot(places[:beside, :beside]), picture, query, grids[0].shape[1:])
     figure.supxlabel(_CAPTION + ("" if gate is None else _RED_CAPTION), fontsize=8, wrap=True)
-    if title:
-        figure.suptitle(title, fontsize=10)
+    whose = "by head" if query is None else f"from pixel (y, x) = ({query[0]}, {query[1]})"
+    figure.suptitle(f"attention {whose}" if title is None else title, fontsize=10)
     return figure
 
 

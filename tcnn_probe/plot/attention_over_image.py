@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.plot.style import MAPS, draw_box, draw_image, draw_map, wrapped
+from tcnn_probe.plot.style import MAPS, draw_box, draw_image, draw_map, empty_figure, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def attention_maps(
         layers: names of the layers to draw; None for all that have such maps.
         heads: of each layer; None for all.
         cmap: matplotlib's name of a colour map.
-        figure: where to draw; None: a new one of fitting size, pyplot's current one from then on.
+        figure: where to draw; None: pyplot's current figure if it is empty, else a new one of fitting size.
 
     Returns:
         the figure.
@@ -58,8 +58,6 @@ def attention_maps(
         TypeError: ``maps`` are no such tree.
         ValueError: the maps have no such image, query, layer or head.
     """
-    import matplotlib.pyplot as plt
-
     if not isinstance(maps, xr.DataTree) or "input" not in maps:
         raise TypeError(f"expected what tcnn_probe.attention_maps gives, an xarray.DataTree, got {type(maps).__name__}")
     if not 0 <= image < maps.sizes["image"]:
@@ -72,7 +70,7 @@ def attention_maps(
     columns = max(row.sizes["head"] for row in rows)
     if figure is None:
         inches = _PANEL * (columns + beside) + 1.2, (_PANEL * size[0] / size[1] + 0.05) * len(rows) + 0.8
-        figure = plt.figure(figsize=inches, layout="constrained")
+        figure = empty_figure(*inches)
     places = figure.add_gridspec(len(rows), beside + columns)
     panel = figure.add_subplot(places[:beside, :beside])
     draw_image(panel, picture)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.plot.style import as_array, axes_or_current, axis_label, in_order
+from tcnn_probe.plot.style import as_array, axes_or_current, axis_label, in_order, legend_beside
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,17 +38,15 @@ def evolution(
         ax: where to draw; None: on the current axes.
         colors: one a layer, as matplotlib takes them; None: viridis, from the first layer to the last.
         ls: line style.
-        legend: name the layers.
+        legend: name the layers, beside the axes.
 
     Returns:
-        the axes, labelled with the variable's name and unit.
+        the axes, labelled with the variable's name and unit; with a title, if they had none.
 
     Raises:
         TypeError: no DataArray, or none of numbers.
         ValueError: no dimension of marks, or several; too few colours; values that are all NaN.
     """
-    from matplotlib.ticker import MaxNLocator
-
     values = as_array(values, "values")
     if values.dtype.kind not in "biuf":
         raise TypeError(
@@ -73,12 +71,24 @@ def evolution(
         thick = _layer(axes, along.values, by_layer.isel(layer=place), marks[0], {"color": colors[place], "ls": ls})
         if legend and "layer" in values.dims:
             thick.set_label(str(values.layer.values[place]))
-    axes.set(xlabel=axis_label(along), ylabel=axis_label(values))
-    if along.dtype.kind in "iu" and isinstance(locator := axes.xaxis.get_major_locator(), MaxNLocator):
-        locator.set_params(integer=True)
+    _label(axes, along, values)
     if legend and "layer" in values.dims:
-        axes.legend(frameon=False, fontsize="small", ncols=1 + (len(shown) - 1) // 8)
+        legend_beside(axes)
     return axes
+
+
+def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
+    """Names of the axes, a title if there is none, whole numbers for whole marks, and no "+1" beside the axis."""
+    from matplotlib.ticker import MaxNLocator, ScalarFormatter
+
+    axes.set(xlabel=axis_label(along), ylabel=axis_label(values))
+    if not axes.get_title():
+        lines = " by head (thin), and mean (thick)" if "head" in values.dims else ""
+        axes.set_title(axis_label(values).split(" (")[0] + lines, fontsize="small")
+    if along.dtype.kind in "iu" and isinstance(locator := axes.xaxis.get_major_locator(), MaxNLocator):
+        locator.set_params(integer=True, min_n_ticks=1)
+    if isinstance(formatter := axes.yaxis.get_major_formatter(), ScalarFormatter):
+        formatter.set_useOffset(False)
 
 
 def _layer(axes: "Axes", x: Any, values: xr.DataArray, marks: str, style: dict[str, Any]) -> Any:

@@ -45,7 +45,7 @@ def robustness(
         confidence: of the intervals, with a baseline.
 
     Returns:
-        the axes, with a legend above them, for which constrained layout makes room.
+        the axes, with a title and a legend above them, for which constrained layout makes room.
 
     Raises:
         TypeError: no Dataset.
@@ -78,7 +78,9 @@ def robustness(
     axes.set_xlabel("" if by == "group" else by)
     axes.set_ylabel(label, fontsize="small")
     columns = max(1, 50 // (5 + max(len(str(name)) for name in heights["model"].values)))
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize="small", frameon=False)
+    legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize="small", frameon=False)
+    legend.set_title(f"{'accuracy' if baseline is None else 'improvement'} by {by}")
+    legend.set_alignment("left")
     return axes
 
 

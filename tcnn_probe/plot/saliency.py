@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.plot.style import MAPS, as_array, as_images, draw_image, draw_map, select_others
+from tcnn_probe.plot.style import MAPS, as_array, as_images, draw_image, draw_map, empty_figure, select_others
 
 __all__ = ["saliency_overlay"]
 
@@ -33,8 +33,8 @@ def saliency_overlay(
         maps: dims (image, y, x), as :func:`tcnn_probe.saliency` gives, or (y, x) of one image; of several methods a
             Dataset of these, by name.
         images: of the maps, in their order, shape (B, C, H, W), a tensor or an array; 1 or 3 channels of any range.
-        axes: where to draw, one for each image and method, images first; None: a new figure, with the images
-            themselves at the left.
+        axes: where to draw, one for each image and method, images first; None: pyplot's current figure
+            if it is empty, or a new one, with the images themselves at the left.
         masks: of objects, shape (B, H, W), bool: outlined in white.
         alpha: how far a map covers its image; 1 wholly, 0 not at all.
         cmap: matplotlib's name of a colour map.
@@ -92,11 +92,9 @@ def _as_grid(axes: Any, rows: int, columns: int) -> np.ndarray:
 
 def _new_axes(images: np.ndarray, methods: list[str]) -> np.ndarray:
     """With the images in the first column."""
-    import matplotlib.pyplot as plt
-
     shape = len(images), 1 + len(methods)
-    size = 1.75 * shape[1], 1.75 * shape[0] * images.shape[2] / images.shape[3] + 0.4
-    panels = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")[1]
+    figure = empty_figure(1.75 * shape[1], 1.75 * shape[0] * images.shape[2] / images.shape[3] + 0.4)
+    panels = figure.subplots(*shape, squeeze=False)
     for panel, image in zip(panels[:, 0], images, strict=True):
         draw_image(panel, image)
     for panel, name in zip(panels[0], ["image", *methods], strict=True):

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = [
     "BLUE", "MAPS", "OKABE_ITO", "RED", "as_array", "as_images", "axes_or_current", "axis_label", "draw_box",
-    "draw_image", "draw_map", "in_order", "select_others", "wrapped",
+    "draw_image", "draw_map", "empty_figure", "in_order", "legend_beside", "select_others", "wrapped",
 ]  # fmt: skip
 
 OKABE_ITO = {
@@ -49,6 +50,26 @@ def axes_or_current(ax: "Axes | None") -> "Axes":
     if ax is None and not plt.get_fignums():
         plt.figure(layout="constrained")
     return plt.gca() if ax is None else ax
+
+
+def empty_figure(width: float, height: float) -> "Figure":
+    """Pyplot's current figure if nothing is drawn on it, else a new one of this size, in inches."""
+    import matplotlib.pyplot as plt
+
+    if plt.get_fignums() and not (figure := plt.gcf()).axes and not figure.subfigs:
+        if figure.get_layout_engine() is None:
+            figure.set_layout_engine("constrained")
+        return figure
+    return plt.figure(figsize=(width, height), layout="constrained")
+
+
+def legend_beside(axes: "Axes") -> None:
+    """Draw the legend at the right of the axes, where it covers nothing; a layout engine makes room for it."""
+    figure = axes.get_figure(root=True)
+    if figure is not None and figure.get_layout_engine() is None:
+        figure.set_layout_engine("constrained")
+    columns = 1 + (len(axes.get_legend_handles_labels()[0]) - 1) // 14
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small", ncols=columns)
 
 
 def as_array(values: Any, what: str) -> xr.DataArray:

@@ -62,14 +62,17 @@ def patchconvnet(kind: str = "", classes: int = 5, gain: float = 1.7) -> nn.Modu
     )
 
 
-def bilinear(maps: np.ndarray, height: int, width: int) -> np.ndarray:
-    """(B, h, w) to (B, H, W): pixel centres, the border's values beyond the outermost; a loop over pixels."""
+def bilinear(maps: np.ndarray, height: int, width: int, first: float | None = None) -> np.ndarray:
+    """(B, h, w) to (B, H, W), the border's values beyond the outermost; a loop over pixels.
+
+    Cells divide the image evenly, or the first one lies at pixel (first, first).
+    """
     rows, columns = maps.shape[1:]
     found = np.empty((len(maps), height, width))
     for i in range(height):
         for j in range(width):
-            y = min(max((i + 0.5) * rows / height - 0.5, 0), rows - 1)
-            x = min(max((j + 0.5) * columns / width - 0.5, 0), columns - 1)
+            y = _cell(i, height / rows, rows, first)
+            x = _cell(j, width / columns, columns, first)
             top, left = int(y), int(x)
             bottom, right = min(top + 1, rows - 1), min(left + 1, columns - 1)
             dy, dx = y - top, x - left
@@ -80,3 +83,16 @@ def bilinear(maps: np.ndarray, height: int, width: int) -> np.ndarray:
                 + dy * dx * maps[:, bottom, right]
             )
     return found
+
+
+def nearest(maps: np.ndarray, height: int, width: int, first: float) -> np.ndarray:
+    """As :func:`bilinear`, with the value of the nearest cell."""
+    rows, columns = maps.shape[1:]
+    at_y = [int(_cell(i, height / rows, rows, first) + 0.5) for i in range(height)]
+    at_x = [int(_cell(j, width / columns, columns, first) + 0.5) for j in range(width)]
+    return maps[:, at_y][:, :, at_x]
+
+
+def _cell(pixel: int, spacing: float, cells: int, first: float | None) -> float:
+    first = (spacing - 1) / 2 if first is None else first
+    return min(max((pixel - first) / spacing, 0), cells - 1)

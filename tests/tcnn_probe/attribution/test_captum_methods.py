@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import tcnn_probe
-from tests.tcnn_probe.attribution.models import CONVOLVED, Linear, OneBlock, bilinear, bright, patchconvnet, transformer
+from tests.tcnn_probe.attribution.models import (
+    CONVOLVED,
+    Linear,
+    OneBlock,
+    bilinear,
+    bright,
+    nearest,
+    patchconvnet,
+    transformer,
+)
 
 pytestmark = pytest.mark.numerical
 
@@ -94,8 +103,10 @@ def test_default_window_is_an_eighth_in_steps_of_half() -> None:
     np.testing.assert_array_equal(tcnn_probe.saliency(tall, x, 0, "occlusion"), stated)
 
 
-def grad_cam(model: nn.Module, layer: nn.Module, x: Tensor, target: list[int]) -> np.ndarray:
-    """Eq. 1 and 2 of the paper, by hand."""
+def grad_cam(
+    model: nn.Module, layer: nn.Module, x: Tensor, target: list[int], as_maps: Any = lambda x: x
+) -> np.ndarray:
+    """Eq. 1 and 2 of the paper, by hand; ``as_maps`` makes feature maps of what the layer gives."""
     kept: list[Tensor] = []
     handle = layer.register_forward_hook(lambda module, inputs, output: kept.append(output.clone()) or kept[0])
     scores = model(x)
@@ -103,8 +114,8 @@ def grad_cam(model: nn.Module, layer: nn.Module, x: Tensor, target: list[int]) -
     maps = []
     for image, k in enumerate(target):
         (gradient,) = torch.autograd.grad(scores[image, k], kept[0], retain_graph=True)
-        weights = gradient[image].mean((1, 2))
-        maps.append((weights[:, None, None] * kept[0][image]).sum(0).detach().numpy())
+        weights = as_maps(gradient)[image].mean((1, 2))
+        maps.append((weights[:, None, None] * as_maps(kept[0])[image]).sum(0).detach().numpy())
     return np.stack(maps)
 
 
@@ -121,10 +132,9 @@ def test_gradcam_by_hand(layer: str, default: bool) -> None:
     given = {} if default else {"layer": layer}
     maps = tcnn_probe.saliency(model, x, [4, 1], "gradcam", **given)
     assert maps.attrs["layer"] == layer
-    np.testing.assert_allclose(maps, bilinear(by_hand.clip(0), 64, 96), atol=1e-12)
+    np.testing.assert_allclose(maps, bilinear(by_hand.clip(0), 64, 96, first=0), atol=1e-12)
     signed = tcnn_probe.saliency(model, x, [4, 1], "gradcam", **given, relu_attributions=False, interpolation="nearest")
-    step = 64 // by_hand.shape[1]
-    np.testing.assert_allclose(signed, by_hand.repeat(step, 1).repeat(step, 2), atol=1e-12)
+    np.testing.assert_allclose(signed, nearest(by_hand, 64, 96, first=0), atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -142,20 +152,62 @@ def test_default_layer_of_gradcam(make: Any, size: tuple[int, ...], layer: str) 
 
 
 SWIN: dict[str, Any] = {"img_size": (56, 84), "depths": (1, 1), "embed_dim": 16, "num_heads": (1, 2)}
+TOKENS: dict[str, tuple[Any, tuple[int, int], str, Any]] = {  # model, images, its layer, maps of its tokens
+    "class token": (
+        lambda: transformer("deit_tiny_patch16_224", depth=3), (24, 40), "blocks.1",
+        lambda x: x[:, 1:].unflatten(1, (3, 5)),
+    ),
+    "mean of patches": (
+        lambda: transformer("vit_small_patch16_224", class_token=False, global_pool="avg"), (24, 40), "blocks",
+        lambda x: x.unflatten(1, (3, 5)),
+    ),
+    "cait": (lambda: transformer("cait_xxs24_224"), (24, 40), "blocks", lambda x: x.unflatten(1, (3, 5))),
+    "swin": (lambda: timm.create_model("swin_tiny_patch4_window7_224", **SWIN), (56, 84), "layers", lambda x: x),
+    "mixer": (
+        lambda: timm.models.mlp_mixer.MlpMixer(5, 64, num_blocks=1, embed_dim=8), (64, 64), "blocks",
+        lambda x: x.unflatten(1, (4, 4)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_gradcam_of_tokens_by_hand(name: str) -> None:
+    make, size, layer, as_maps = TOKENS[name]
+    model, x = make().eval().double(), torch.randn(2, 3, *size, dtype=torch.float64)
+    for p in model.parameters():
+        p.data.add_(0.05 * torch.randn_like(p))
+    by_hand = grad_cam(model, model.get_submodule(layer), x, [4, 1], lambda x: as_maps(x).movedim(-1, 1))
+    assert abs(by_hand).max() > 1e-6
+    maps = tcnn_probe.saliency(model, x, [4, 1], "gradcam", relu_attributions=False)
+    assert maps.attrs["layer"] == layer
+    np.testing.assert_allclose(maps, bilinear(by_hand, *size), atol=1e-10)
+    by_name = tcnn_probe.saliency(model, x, [4, 1], "LayerGradCam", layer=layer)
+    np.testing.assert_array_equal(by_name, maps)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+class Lost(nn.Module):
+    """Tokens that lie on no grid, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Sequential(nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x.flatten(1)[:, :102].unflatten(1, (17, 6))).mean(1)
 
 
 @pytest.mark.parametrize(
     ("make", "size", "layer", "message"),
     [
-        (lambda: transformer("deit_tiny_patch16_224"), (3, 24, 40), None, r"works on tokens \('blocks.0.attn'.*layer="),
-        (lambda: timm.create_model("swin_tiny_patch4_window7_224", **SWIN), (3, 56, 84), None, "works on tokens"),
-        (lambda: transformer("deit_tiny_patch16_224"), (3, 24, 40), "norm", "the map of 'norm' has shape"),
+        (Lost, (3, 24, 40), None, r"works on tokens \('mix'\), whose grid is not known: .*layer="),
+        (Lost, (3, 24, 40), "mix", r"expected a layer .* tokens on a known grid; 'mix' gives shape"),
         (Linear, (2, 7, 11), "layer5", "no layer 'layer5'; model.named_modules"),
         (Linear, (2, 7, 11), None, "no layer gives a feature map"),
     ],
-    ids=["vit", "swin", "tokens", "no such layer", "no feature map"],
+    ids=["no grid", "no grid, named", "no such layer", "no feature map"],
 )
-def test_gradcam_needs_a_feature_map(make: Any, size: tuple[int, ...], layer: str | None, message: str) -> None:
+def test_gradcam_needs_a_map(make: Any, size: tuple[int, ...], layer: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tcnn_probe.saliency(make(), torch.randn(1, *size), method="gradcam", layer=layer)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tests.tcnn_probe.attention.bruteforce import attention_of
-from tests.tcnn_probe.attribution.models import CONVOLVED, SIZE, bilinear, patchconvnet, transformer
+from tests.tcnn_probe.attribution.models import CONVOLVED, SIZE, bilinear, nearest, patchconvnet, transformer
 
 
 def expected(model: nn.Module, images: Tensor, layer: str, prefix: int, query: list[int]) -> np.ndarray:
@@ -40,11 +40,11 @@ def test_equals_brute_force(case: str) -> None:
     maps = tcnn_probe.saliency(model, images, layer=layer)
     by_hand = expected(model, images, name, prefix, [0, 0])
     assert by_hand.std() > 0.01
-    np.testing.assert_allclose(maps.values, bilinear(by_hand, *size), atol=1e-5)
+    first = 0 if case == "patchconvnet" else 3.5  # 3 x 3 convolutions, or patches of 8 x 8
+    np.testing.assert_allclose(maps.values, bilinear(by_hand, *size, first), atol=1e-5)
     assert maps.attrs["layer"] == name
-    nearest = tcnn_probe.saliency(model, images, layer=attention, interpolation="nearest")
-    patch = size[0] // 3
-    np.testing.assert_allclose(nearest.values, by_hand.repeat(patch, 1).repeat(patch, 2), atol=1e-5)
+    by_patch = tcnn_probe.saliency(model, images, layer=attention, interpolation="nearest")
+    np.testing.assert_allclose(by_patch.values, nearest(by_hand, *size, first), atol=1e-5)
 
 
 def test_map_of_the_targets_own_token() -> None:
@@ -52,7 +52,7 @@ def test_map_of_the_targets_own_token() -> None:
     model, images = patchconvnet("_multi", 15, gain=3), torch.randn(3, 3, *CONVOLVED)
     maps = tcnn_probe.saliency(model, images, [6, 1, 4])
     by_hand = expected(model, images, "pool.block.attn", 0, [6, 1, 4])
-    np.testing.assert_allclose(maps.values, bilinear(by_hand, *CONVOLVED), atol=1e-5)
+    np.testing.assert_allclose(maps.values, bilinear(by_hand, *CONVOLVED, first=0), atol=1e-5)
     others = expected(model, images, "pool.block.attn", 0, [5, 0, 3])
     assert abs(by_hand - others).max() > 0.01
 

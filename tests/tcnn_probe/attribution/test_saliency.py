@@ -103,6 +103,19 @@ def test_several_methods(tmp_path: Path) -> None:
         xr.testing.assert_identical(read.load(), maps)
 
 
+def test_an_unsupported_method_of_several_is_left_out() -> None:
+    model = Linear()
+    with pytest.warns(RuntimeWarning) as told:
+        maps = tcnn_probe.saliency(model, IMAGES, method=["class_attention", red, "rollout", "gradcam"])
+    assert [*maps.data_vars] == ["red"]
+    reasons = ["no class token attends", "no attention was seen", "no layer gives a feature map"]
+    for one, name, reason in zip(told, ("class_attention", "rollout", "gradcam"), reasons, strict=True):
+        assert str(one.message).startswith(f"{name!r} is left out: {reason}")
+        assert one.filename == __file__
+    with pytest.raises(ValueError, match="no class token attends"):
+        tcnn_probe.saliency(model, IMAGES, method=["class_attention", "rollout"])
+
+
 class Heads(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.sum((2, 3)), x.mean((2, 3))

@@ -92,6 +92,15 @@ def test_texts_lie_within_the_figure_and_apart(heads: int) -> None:
         texts_within_and_apart(tcnn_probe.plot.attention_grid(maps, gate=maps.mean(["y", "x"]), **some))
 
 
+def test_twelve_layers_of_twelve_heads_fit_a_page() -> None:
+    names = [f"blocks.{n}.attn" for n in range(12)]
+    values = np.random.default_rng(0).random((12, 12, 3, 5))
+    maps = xr.DataArray(values, {"layer": names, "head": range(12)}, ("layer", "head", "y", "x"))
+    figure = tcnn_probe.plot.attention_grid(maps, gate=maps.mean(["y", "x"]), image=torch.rand(1, 30, 50))
+    assert figure.get_size_inches().max() < 13
+    texts_within_and_apart(figure)
+
+
 def test_one_layer_one_head_and_heads_that_a_layer_lacks() -> None:
     maps, grid = some_maps(), tcnn_probe.plot.attention_grid
     assert len(with_pictures(grid(maps.isel(layer=1, drop=True), gate=some_gates()[0, :3]))) == 3
@@ -108,6 +117,11 @@ def test_parts_of_a_figure_of_ones_own() -> None:
     assert [len(with_pictures(part)) for part in (upper, lower)] == [7, 3]
     texts_within_and_apart(whole)
     assert plt.get_fignums() == []
+    mine = plt.figure(figsize=(5, 4))
+    assert tcnn_probe.plot.attention_grid(some_maps(), query=(1, 2)) is mine
+    assert mine.get_suptitle() == "attention from pixel (y, x) = (1, 2)"
+    texts_within_and_apart(mine)
+    assert tcnn_probe.plot.attention_grid(some_maps()) is not mine  # which is not empty
 
 
 def test_what_it_refuses() -> None:

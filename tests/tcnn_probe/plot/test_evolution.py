@@ -105,3 +105,36 @@ def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match=r"gate are all NaN"):
         evolution(values * np.nan)
     assert plt.get_fignums() == []  # and leaves no empty figure
+
+
+@pytest.mark.parametrize("layout", [None, "constrained"])
+def test_the_legend_covers_nothing(layout: str | None) -> None:
+    figure, (ax, other) = plt.subplots(1, 2, figsize=(9, 4), layout=layout)
+    tcnn_probe.plot.evolution(recorded(layers=12), ax)
+    tcnn_probe.plot.evolution(recorded(layers=2), other)
+    figure.draw_without_rendering()
+    for axes, end in ((ax, other.get_tightbbox().x0), (other, figure.bbox.x1)):
+        legend = axes.get_legend().get_window_extent()
+        assert axes.get_window_extent().x1 <= legend.x0 < legend.x1 <= end
+    assert not ax.title.get_window_extent().overlaps(other.title.get_window_extent())
+
+
+@pytest.mark.parametrize("marks", [1, 2, 5])
+def test_whole_epochs_and_whole_numbers_beside_the_axis(marks: int) -> None:
+    values = 1000 + 1e-4 * recorded(5)[:marks].assign_coords(epoch=range(marks))
+    ax = tcnn_probe.plot.evolution(values.assign_attrs(GATE), plt.figure().subplots())
+    ax.figure.draw_without_rendering()
+    low, high = ax.get_xlim()
+    assert [tick for tick in ax.get_xticks() if low <= tick <= high] == [*range(marks)]
+    assert ax.yaxis.get_offset_text().get_text() == ""
+
+
+def test_a_title_where_there_is_none() -> None:
+    assert tcnn_probe.plot.evolution(recorded()).get_title() == "gate by head (thin), and mean (thick)"
+    plt.figure()
+    plt.title("mine")
+    assert tcnn_probe.plot.evolution(recorded().mean("head")).get_title() == "mine"
+
+
+def test_the_package_shows_its_plots() -> None:
+    assert dir(tcnn_probe.plot) == sorted(tcnn_probe.plot.__all__)

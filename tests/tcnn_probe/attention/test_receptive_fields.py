@@ -1,0 +1,83 @@
+"""Places of cells, equal to what each cell turns out to see when single rows and columns of the image are lit."""
+
+import pytest
+import timm.layers
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tcnn_probe.attention.receptive_fields import ReceptiveFields
+
+SIZE = (61, 73)
+pytestmark = [pytest.mark.numerical, pytest.mark.filterwarnings("ignore:Using padding=.same")]
+
+
+class Branches(nn.Module):
+    """The shortcut of a ResNet-D, beside a strided convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(1, 1, 3, 2, 1), nn.AvgPool2d(2, ceil_mode=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) + self.pool(x)
+
+
+class Mirrored(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(F.pad(x, (3, 1, 2, 4), mode="reflect"), 3, (2, 3))
+
+
+def conv(*args: int, **options: object) -> nn.Module:
+    return nn.Conv2d(1, 1, *args, **options)
+
+
+MODELS = {
+    "patches": [conv(7, 7)],
+    "overlapping, odd padding": [conv(4, 2, 1)],
+    "overlapping, even padding": [conv(7, 4, 2)],
+    "oblong": [conv((3, 2), (1, 3), (0, 1))],
+    "dilated": [conv(3, 2, dilation=2), conv(3, padding="same"), conv(4, padding="same")],
+    "stem": [conv(7, 2, 3), nn.MaxPool2d(3, 2, 1), Branches()],
+    "padded as in TensorFlow": [timm.layers.Conv2dSame(1, 1, 3, 2), timm.layers.Conv2dSame(1, 1, 5, 2)],
+    "blurred": [timm.layers.BlurPool2d(1, stride=2), nn.AvgPool2d(3)],
+    "padded by hand": [Mirrored(), nn.ZeroPad2d((1, 0, 2, 0)), conv(3)],
+}
+
+
+def seen_along(model: nn.Module, side: int) -> tuple[tuple[int, int], list[float]]:
+    """The map's size, and the middle of the rows (0) or columns (1) that each cell sees; NaN at the border."""
+    length = SIZE[side]
+    images = torch.zeros(length, 1, *SIZE, dtype=torch.float64)
+    for place in range(length):
+        images[place].select(1 + side, place).fill_(1)
+    cells = model(images) != model(torch.zeros_like(images[:1]))
+    lit = cells.any(3 - side)[:, 0]  # (pixels, cells)
+    middles = []
+    for pixels in lit.T:
+        at = pixels.nonzero()[:, 0].tolist()
+        middles.append((at[0] + at[-1]) / 2 if at and at[0] > 0 and at[-1] < length - 1 else float("nan"))
+    return (cells.shape[2], cells.shape[3]), middles
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_cells_lie_in_the_middle_of_what_they_see(name: str, mode: type) -> None:
+    model = nn.Sequential(*MODELS[name]).double()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    with mode():
+        with ReceptiveFields(SIZE) as fields:
+            model(torch.rand(1, 1, *SIZE, dtype=torch.float64))
+        for side in (0, 1):
+            grid, middles = seen_along(model, side)
+            first, spacing = fields.places(grid)[side]
+            places = torch.tensor([first + cell * spacing for cell in range(grid[side])])
+            known = ~torch.tensor(middles).isnan()
+            assert known.sum() > 1
+            assert places[known].tolist() == torch.tensor(middles)[known].tolist()
+
+
+def test_a_map_that_no_convolution_made_divides_the_image() -> None:
+    fields = ReceptiveFields((28, 42))
+    assert fields.places((4, 3)) == ((3, 7), (6.5, 14))

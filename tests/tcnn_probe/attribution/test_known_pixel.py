@@ -1,0 +1,67 @@
+"""The saliency of a model that looks at one known pixel peaks there, for each method with a grid."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tcnn_probe
+
+SIZE = (36, 50)
+CASES = [
+    (kernel, stride, kernel // 2 - less) for kernel, stride, less in itertools.product((2, 4, 7), (2, 4, 7), (0, 1))
+]
+
+
+class Attends(nn.Module):
+    """Each token looks at bright tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Identity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        query = torch.full_like(tokens, 4.0)[:, None]
+        return tokens + self.drop(F.scaled_dot_product_attention(query, tokens[:, None], tokens[:, None])[:, 0])
+
+
+class Looks(nn.Module):
+    """A class token, the first or the last, and patches that see their centre best."""
+
+    def __init__(self, kernel: int, stride: int, padding: int, *, last: bool) -> None:
+        super().__init__()
+        self.last = last
+        self.embed = nn.Conv2d(1, 1, kernel, stride, padding, bias=False)
+        hat = kernel - (torch.arange(kernel) - (kernel - 1) / 2).abs()
+        self.embed.weight.data.copy_(hat[:, None] * hat / hat.max() ** 2)
+        self.blocks = nn.Sequential(Attends(), Attends())
+
+    def forward(self, x: Tensor) -> Tensor:
+        cells = self.embed(x).flatten(2).transpose(1, 2)
+        token = torch.zeros_like(cells[:, :1])
+        tokens = self.blocks(torch.cat([cells, token] if self.last else [token, cells], 1))
+        return F.pad(tokens[:, -1 if self.last else 0], (1, 0))
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "class_attention": {},
+    "rollout": {},
+    "gradcam": {},  # of tokens
+    "gradcam of a feature map": {"layer": "embed"},
+    "LayerGradientXActivation": {"layer": "embed"},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_peak_is_at_the_pixel(method: str) -> None:
+    for kernel, stride, padding in CASES:
+        model, image = Looks(kernel, stride, padding, last=stride == 4), torch.zeros(1, 1, *SIZE)
+        y, x = (stride * cell - padding + (kernel - 1) // 2 for cell in (3, 5))  # the middle of what the cell sees
+        image[0, 0, y, x] = 1
+        maps = tcnn_probe.saliency(model, image, 1, method.split()[0], **METHODS[method])[0]
+        assert float(maps[y, x]) == pytest.approx(float(maps.max()), rel=1e-6), (kernel, stride, padding)
+        peak = (maps > float(maps.max()) * (1 - 1e-6)).values.nonzero()
+        assert [max(abs(at - place)) <= 1 for at, place in zip(peak, (y, x), strict=True)] == [True, True]
