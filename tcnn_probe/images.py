@@ -10,6 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from tcnn_probe.models import unwrap
+
 __all__ = ["as_batch", "as_images", "as_pictures"]
 
 _CONVENTION = (
@@ -69,7 +71,7 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
         return torch.stack([transform(picture) for picture in pictures])
     images = as_batch(images, _CONVENTION)
     largest = float(images.detach().abs().amax())
-    if largest > _LARGEST and min(_config(model).get("std", (1,))) > 0.02:
+    if largest > _LARGEST and min(_config(unwrap(model)).get("std", (1,))) > 0.02:
         raise ValueError(f"expected {_CONVENTION}; got values up to {largest:.4g}: divide by 255, then normalise")
     return images
 
@@ -81,6 +83,9 @@ def as_batch(images: Any, expected: str) -> Tensor:
         TypeError, ValueError: they are none; the message says what is expected.
     """
     if isinstance(images, Sequence) and images and all(isinstance(x, (Tensor, np.ndarray)) for x in images):
+        shapes = {tuple(x.shape) for x in images}
+        if len(shapes) > 1:
+            raise ValueError(f"expected images, {expected}; got tensors of different shapes: {sorted(shapes)}")
         images = torch.stack([torch.as_tensor(x) for x in images])
     if not isinstance(images, Tensor):
         array = np.array(images)  # a copy: torch takes no array that is read-only or mirrored
@@ -117,6 +122,7 @@ def _config(model: nn.Module) -> dict[str, Any]:
 
 
 def _transform(model: nn.Module) -> Any:
+    model = unwrap(model)
     config = _config(model)
     if not config:
         hint = ""

@@ -16,7 +16,7 @@ PARTS: dict[str, set[str]] = {
     "bootstrap": set(),
     "loggers": set(),
     "hooks": set(),
-    "images": set(),
+    "images": {"models"},
     "models": {"hooks"},
     "provenance": {"models"},
     "attention": {"hooks", "images", "models", "provenance"},
