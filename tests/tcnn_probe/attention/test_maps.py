@@ -139,7 +139,13 @@ OF_SWIN = rolled_then_padded(*SWIN_GRID, (1, 2))
 CASES = {  # how to make the model, its images, the module that cuts windows, the attention in it, tokens of the windows
     "swin": (TIMM_SWIN, (28, 40), f"{BLOCKS}.0", ".attn", rolled_then_padded(*SWIN_GRID, NO_SHIFT)),
     "swin-shifted": (TIMM_SWIN, (28, 40), f"{BLOCKS}.1", ".attn", OF_SWIN),
-    "swin-one-larger-window": (LARGE, (28, 40), f"{BLOCKS}.1", ".attn", rolled_then_padded((7, 10), (11, 11), NO_SHIFT)),
+    "swin-one-larger-window": (
+        LARGE,
+        (28, 40),
+        f"{BLOCKS}.1",
+        ".attn",
+        rolled_then_padded((7, 10), (11, 11), NO_SHIFT),
+    ),
     "swinv2-shifted": (TIMM_SWIN_V2, (28, 40), f"{BLOCKS}.1", ".attn", OF_SWIN),
     "torchvision-swin": (torchvision_swin, (28, 40), "features.1.1.attn", "", padded_then_rolled(*SWIN_GRID, (1, 2))),
     "maxvit": (MAXVIT, (64, 96), f"{ATTN}_block", ".attn", rolled_then_padded((16, 24), (2, 3), NO_SHIFT)),
