@@ -1,7 +1,7 @@
 """Images as people have them: file names, PIL, arrays of bytes; turned into what a model takes, or into pixels."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
     Args:
         images: a floating-point tensor or array (B, C, H, W) or (C, H, W), normalised as the model takes it, which is
             not copied; or one picture or several: PIL images, names of files, uint8 of shape (H, W), (H, W, C) or
-            (C, H, W).
+            (C, H, W); or what an image processor of transformers gives.
         model: whose they are to be; of timm, if pictures are given.
 
     Returns:
@@ -66,6 +66,8 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
         ValueError: another shape, or values as large as those of bytes.
         OSError: a file that is not there, or no picture.
     """
+    if isinstance(images, Mapping):
+        images = images.get("pixel_values", images)
     if (pictures := as_pictures(images)) is not None:
         transform = _transform(model)
         return torch.stack([transform(picture) for picture in pictures])
@@ -127,7 +129,7 @@ def _transform(model: nn.Module) -> Any:
     if not config:
         hint = ""
         if hasattr(model, "config"):
-            hint = ": AutoImageProcessor.from_pretrained(...)(picture, return_tensors='pt').pixel_values"
+            hint = ": AutoImageProcessor.from_pretrained(...)(picture, return_tensors='pt')"
         raise TypeError(
             f"how to prepare pictures for a {type(model).__name__} is unknown, as it is no model of timm: give a "
             f"floating-point tensor (B, C, H, W), normalised as the model takes it{hint}"

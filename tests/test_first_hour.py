@@ -153,6 +153,12 @@ def a_vit_of_transformers_called_by_keyword() -> None:
 
 
 @stumble(2)
+def what_an_image_processor_gives() -> None:
+    inputs = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    assert "3x4x4" in tcnn_probe.attention_maps(of_transformers("ViT"), inputs)
+
+
+@stumble(2)
 def dinov2_with_registers() -> None:
     model = of_transformers("Dinov2WithRegisters", num_register_tokens=4)
     assert "class_attention" in tcnn_probe.attention_maps(model, torch.randn(1, 3, 32, 32))["3x4x4"]

@@ -235,7 +235,7 @@ def _einsum(output: Tensor, equation: Any, *operands: Any, **kwargs: Any) -> See
     if isinstance(equation, str):
         inputs, _, result = equation.replace(" ", "").partition("->")
         labels = permutations(inputs.split(","), 2)
-        weighs = [one[-1] in other and one[-1] not in result for one, other in labels]  # sums over the last axis
+        weighs = [one[-1:] in other and one[-1:] not in result for one, other in labels]  # sums over the last axis
         pairs = [pair for pair, summed in zip(pairs, weighs, strict=True) if summed]
     return SeenProduct(pairs, weakref.ref(output))
 
