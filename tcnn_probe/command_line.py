@@ -61,7 +61,9 @@ def _shown(store: str) -> str:
     if not len(marks):
         return f"{store}: no {along} marked"
     last = ds.isel({along: -1})
-    lines = [f"{store}: {ds.attrs.get('model', 'a model')}, {len(marks)} marks, {along} {marks[0]} to {marks[-1]}"]
+    lines = [
+        f"{store}: {ds.attrs.get('model_class', 'a model')}, {len(marks)} marks, {along} {marks[0]} to {marks[-1]}"
+    ]
     others = [path.strip("/") for path, _ in tree.subtree_with_keys if path not in (".", "", "heads")]
     if others := [path for path in others if tree[path].data_vars]:
         lines.append("also recorded: " + ", ".join(others))
@@ -103,7 +105,8 @@ def _compared(first: str, second: str) -> str:
             if only := [layer for layer in ds.layer.values.tolist() if layer not in other.layer.values]:
                 lines.append(f"  only in {store}: {', '.join(only)}")
         both = (_table(two) - _table(one)).dropna(how="all", axis=0).dropna(how="all", axis=1)
-        lines += ["", both.to_string(float_format="{:+.4g}".format, na_rep="")]
+        if both.size:
+            lines += ["", both.to_string(float_format="{:+.4g}".format, na_rep="")]
     return "\n".join(lines)
 
 

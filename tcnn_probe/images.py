@@ -1,7 +1,7 @@
 """Images as people have them: file names, PIL, arrays of bytes; turned into what a model takes, or into pixels."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,8 @@ import timm.data
 import torch
 from PIL import Image
 from torch import Tensor, nn
+
+from tcnn_probe.models import unwrap
 
 __all__ = ["as_batch", "as_images", "as_pictures"]
 
@@ -53,7 +55,7 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
     Args:
         images: a floating-point tensor or array (B, C, H, W) or (C, H, W), normalised as the model takes it, which is
             not copied; or one picture or several: PIL images, names of files, uint8 of shape (H, W), (H, W, C) or
-            (C, H, W).
+            (C, H, W); or what an image processor of transformers gives.
         model: whose they are to be; of timm, if pictures are given.
 
     Returns:
@@ -64,12 +66,14 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
         ValueError: another shape, or values as large as those of bytes.
         OSError: a file that is not there, or no picture.
     """
+    if isinstance(images, Mapping):
+        images = images.get("pixel_values", images)
     if (pictures := as_pictures(images)) is not None:
         transform = _transform(model)
         return torch.stack([transform(picture) for picture in pictures])
     images = as_batch(images, _CONVENTION)
     largest = float(images.detach().abs().amax())
-    if largest > _LARGEST and min(_config(model).get("std", (1,))) > 0.02:
+    if largest > _LARGEST and min(_config(unwrap(model)).get("std", (1,))) > 0.02:
         raise ValueError(f"expected {_CONVENTION}; got values up to {largest:.4g}: divide by 255, then normalise")
     return images
 
@@ -81,6 +85,9 @@ def as_batch(images: Any, expected: str) -> Tensor:
         TypeError, ValueError: they are none; the message says what is expected.
     """
     if isinstance(images, Sequence) and images and all(isinstance(x, (Tensor, np.ndarray)) for x in images):
+        shapes = {tuple(x.shape) for x in images}
+        if len(shapes) > 1:
+            raise ValueError(f"expected images, {expected}; got tensors of different shapes: {sorted(shapes)}")
         images = torch.stack([torch.as_tensor(x) for x in images])
     if not isinstance(images, Tensor):
         array = np.array(images)  # a copy: torch takes no array that is read-only or mirrored
@@ -117,11 +124,12 @@ def _config(model: nn.Module) -> dict[str, Any]:
 
 
 def _transform(model: nn.Module) -> Any:
+    model = unwrap(model)
     config = _config(model)
     if not config:
         hint = ""
         if hasattr(model, "config"):
-            hint = ": AutoImageProcessor.from_pretrained(...)(picture, return_tensors='pt').pixel_values"
+            hint = ": AutoImageProcessor.from_pretrained(...)(picture, return_tensors='pt')"
         raise TypeError(
             f"how to prepare pictures for a {type(model).__name__} is unknown, as it is no model of timm: give a "
             f"floating-point tensor (B, C, H, W), normalised as the model takes it{hint}"

@@ -109,7 +109,7 @@ class AttentionCall:
         name: of the layer.
         class_token: whether the first token before the grid, if there is any, is a class token, and no register.
         distillation_token: whether the second one, if there is one, is a distillation token.
-        cut: where the windows lie in the image; None if there is one, or if it is not known.
+        cut: where the windows lie in the image; None if it is not known, or if one window is the image.
     """
 
     BLOCK: ClassVar[int] = 1 << 18

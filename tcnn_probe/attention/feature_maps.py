@@ -64,15 +64,25 @@ class FeatureMaps:
 
     def around(self, count: int) -> tuple[int, int] | None:
         """How many of so many tokens are before the grid, and after it; None if nothing shows it."""
+        joined = None if self.special.given else self._joined_around(count)
+        return self.special.around if joined is None else (sum(joined[0]), sum(joined[1]))
+
+    def class_token_is_last(self, count: int) -> bool:
+        """Whether the last of so many tokens is the class token: it alone is put behind the others, and none before."""
         if self.special.given:
-            return self.special.around
+            return self.special.class_token_last
+        before, after = self._joined_around(count) or ((), ())
+        return 1 not in before and after[-1:] == (1,)
+
+    def _joined_around(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Lengths of what was joined before the grid and after it."""
         parts = self._parts(count)
         cells = {rows * columns for rows, columns in self.grids()}
         largest = max((length for length in parts if length in cells), default=0)
         if len(parts) < 2 or not largest:
-            return self.special.around
+            return None
         place = parts.index(largest)
-        return sum(parts[:place]), sum(parts[place + 1 :])
+        return parts[:place], parts[place + 1 :]
 
     def _parts(self, count: int) -> tuple[int, ...]:
         """Of what so many tokens were joined, and these in turn."""

@@ -99,7 +99,7 @@ class MapKeeper(AttentionListener):
             self.missing[call.name] = keys
             return None
         arrays = {}
-        if (token := call.class_query) is not None and call.windows == 1:
+        if (token := call.class_query) is not None and not _in_windows(call):
             arrays["class_attention"] = self._global(call, keys, [slice(token, token + 1)], 1)
         if call.layout.asking == "classes":
             arrays["attention_by_class"] = self._global(call, keys, _in_blocks(0, call.queries), call.queries)
@@ -143,7 +143,7 @@ class MapKeeper(AttentionListener):
 
     def _from_queries(self, call: AttentionCall, keys: Grid, queries: Grid) -> Tensor | None:
         indices = self._wanted.indices(queries)
-        if call.windows > 1:
+        if _in_windows(call):
             if not self._has_room(call.images, call.heads, len(indices), keys):
                 return None
             return self._shaped(self._wanted.of_heads(_of_windows(call, indices)), keys, queries)
@@ -173,9 +173,14 @@ class MapKeeper(AttentionListener):
         return self._bytes <= self._most
 
 
+def _in_windows(call: AttentionCall) -> bool:
+    """Whether there are several windows, or one that is larger than the image."""
+    return call.windows > 1 or call.cut is not None
+
+
 def _grid_of_keys(call: AttentionCall) -> Grid | str:
     """Over the whole image; or why there is none."""
-    if call.windows == 1:
+    if not _in_windows(call):
         keys = call.layout.keys
         return call.layout.reason if keys is None else (keys.height, keys.width)
     if call.cut is None or call.cut.cells().shape != (call.windows, call.keys):
@@ -184,7 +189,7 @@ def _grid_of_keys(call: AttentionCall) -> Grid | str:
 
 
 def _grid_of_queries(call: AttentionCall) -> Grid | None:
-    if call.windows > 1:
+    if _in_windows(call):
         return call.cut.grid if call.cut is not None and call.queries == call.keys else None
     queries = call.layout.queries
     return None if queries is None else (queries.height, queries.width)

@@ -142,7 +142,7 @@ def attention_maps(
     joined = [_joined(parts) for parts in zip(*many, strict=True)]
     joined.sort(key=lambda one: (order[one.layer.split("#")[0]], one.layer))
     found = _tree(joined, wanted)
-    root = xr.Dataset({"input": (("image", "channel", "input_y", "input_x"), images.cpu().numpy(), _ATTRS["input"])})
+    root = xr.Dataset({"input": (("image", "channel", "input_y", "input_x"), _as_array(images), _ATTRS["input"])})
     about = {"layers": json.dumps([one.layer for one in joined]), "missing": json.dumps(missing)}
     return xr.DataTree.from_dict({"/": root.assign_attrs(provenance(model) | about), **found})
 
@@ -164,10 +164,19 @@ def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
 def _checked_heads(heads: Any) -> list[int] | None:
     if heads is None:
         return None
-    chosen = [heads] if isinstance(heads, int) else list(heads)
-    if not chosen or any(isinstance(h, bool) or not isinstance(h, int) or h < 0 for h in chosen):
+    try:
+        chosen = {
+            operator.index(head) for head in np.atleast_1d(list(heads) if isinstance(heads, Collection) else heads)
+        }
+    except TypeError:
+        chosen = set()
+    if not chosen or min(chosen) < 0:
         raise ValueError(f"expected indices of heads from 0, got {heads!r}")
-    return sorted(set(chosen))
+    return sorted(chosen)
+
+
+def _as_array(images: torch.Tensor) -> np.ndarray:
+    return (images.float() if images.dtype == torch.bfloat16 else images).cpu().numpy()
 
 
 def _joined(parts: Sequence[LayerMaps]) -> LayerMaps:

@@ -64,7 +64,9 @@ def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps)
         raise NoTokenAttentionError("attention between channels, not between tokens")
     images = maps.images if maps.images and rows % maps.images == 0 else rows
     windows = rows // images
-    cut = find_windows(running) if windows > 1 else None
+    cut = find_windows(running)
+    if windows == 1 and cut is not None and cut.grid == cut.window:
+        cut = None
     if layout is None and seen.not_on_grid:
         layout = Layout(None, None, seen.not_on_grid)
     elif layout is None:
@@ -86,8 +88,8 @@ def _grid_last(seen: SeenAttention, maps: FeatureMaps) -> SeenAttention:
         before, after = maps.around(count) or (0, 0)
         if not after or count <= before + after:
             return x
-        first, grid, last = x.split([before, count - before - after, after], dim)
-        return torch.cat([last, first, grid] if maps.special.class_token_last else [first, last, grid], dim)
+        first, grid, last, end = x.split([before, count - before - after, after - 1, 1], dim)
+        return torch.cat([end, first, last, grid] if maps.class_token_is_last(count) else [first, last, end, grid], dim)
 
     def both(x: Tensor | None) -> Tensor | None:
         return None if x is None else ordered(ordered(x, -2), -1)

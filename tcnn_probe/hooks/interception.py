@@ -231,7 +231,13 @@ def _product(output: Tensor, first: Tensor, *others: Any, **kwargs: Any) -> Seen
 def _einsum(output: Tensor, equation: Any, *operands: Any, **kwargs: Any) -> SeenProduct:
     flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     seen = [SeenOperand.of(x) for x in flat if isinstance(x, Tensor)]
-    return SeenProduct(list(permutations(seen, 2)), weakref.ref(output))
+    pairs = list(permutations(seen, 2))
+    if isinstance(equation, str):
+        inputs, _, result = equation.replace(" ", "").partition("->")
+        labels = permutations(inputs.split(","), 2)
+        weighs = [one[-1:] in other and one[-1:] not in result for one, other in labels]  # sums over the last axis
+        pairs = [pair for pair, summed in zip(pairs, weighs, strict=True) if summed]
+    return SeenProduct(pairs, weakref.ref(output))
 
 
 def _join(output: Tensor, tensors: Sequence[Tensor], dim: int = 0, *args: Any, **kwargs: Any) -> SeenJoin | None:

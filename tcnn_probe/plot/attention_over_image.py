@@ -1,5 +1,6 @@
 """Attention of one forward over the image that it belongs to."""
 
+import fnmatch
 import json
 import operator
 from collections.abc import Collection
@@ -46,7 +47,7 @@ def attention_maps(
         image: which of the images.
         query: (y, x) in pixels of the image, one of those that the maps are of; or "class", for the class token. None:
             the first of these, the middle of the image if the maps are from everywhere, or else the class token.
-        layers: names of the layers to draw; None for all that have such maps.
+        layers: names or globs of the layers to draw; None for all that have such maps.
         heads: of each layer; None for all.
         cmap: matplotlib's name of a colour map.
         figure: where to draw; None: pyplot's current figure if it is empty, else a new one of fitting size.
@@ -130,11 +131,12 @@ def _rows(
             found |= {layer: values.sel(layer=layer) for layer in values.layer.values.tolist()}
     found = {layer: values for layer, values in found.items() if values.notnull().any()}
     wanted = [layers] if isinstance(layers, str) else list(layers or [])
-    if lacking := [layer for layer in wanted if layer not in found]:
+    if lacking := [glob for glob in wanted if not fnmatch.filter(found, glob)]:
         raise ValueError(f"there are no such maps of the layer {lacking[0]!r}; there are of {sorted(found)}")
     if not found:
         raise ValueError("there is no class token in these maps")
-    order = [layer for layer in json.loads(maps.attrs["layers"]) if layer in found and (not wanted or layer in wanted)]
+    chosen = found if not wanted else {layer for glob in wanted for layer in fnmatch.filter(found, glob)}
+    order = [layer for layer in json.loads(maps.attrs["layers"]) if layer in chosen]
     kept = [heads] if isinstance(heads, int) else heads
     rows = [found[layer] if kept is None else found[layer].sel(head=found[layer]["head"].isin(kept)) for layer in order]
     if not all(row.sizes["head"] for row in rows):

@@ -50,7 +50,7 @@ def test_scalars(stores: list[str]) -> None:
 def test_show(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", stores[0]]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "2 marks, epoch 0 to 1" in lines[0]
+    assert lines[0].endswith("ResNet, 2 marks, epoch 0 to 1")
     assert lines[1] == "also recorded: maps/9x4x6"
     assert "  top1 0.6" in lines
     row = next(line.split() for line in lines if line.startswith(LAYERS[0]))
@@ -67,6 +67,20 @@ def test_compare(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     gates = torch.sigmoid(torch.tensor([1.0, 3.0])).diff().item()
     row = next(line.split() for line in out.splitlines() if line.startswith(LAYERS[0]))
     assert float(row[1]) == pytest.approx(gates, abs=1e-4)
+
+
+def test_compare_without_common_layers(stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tcnn_probe.record(model := vit(), tmp_path / "vit.zarr") as recorder, torch.no_grad():
+        model(torch.randn(1, 3, 32, 32))
+        recorder.mark(epoch=1)
+    assert main(["compare", stores[0], str(tmp_path / "vit.zarr")]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("vit.zarr: blocks.0.attn\n")
+
+
+def vit() -> torch.nn.Module:
+    options = {"patch_size": 8, "img_size": 32, "embed_dim": 6, "depth": 1, "num_heads": 2}
+    return timm.create_model("vit_tiny_patch16_224", **options).eval()
 
 
 def test_plot(stores: list[str], tmp_path: Path) -> None:

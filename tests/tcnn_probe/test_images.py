@@ -48,6 +48,7 @@ def as_people_have_them(folder: Path) -> dict[str, Any]:
 def test_pictures_pass_through_the_models_transform(model: nn.Module, expected: Tensor, tmp_path: Path) -> None:
     for name, image in as_people_have_them(tmp_path).items():
         torch.testing.assert_close(as_images(image, model), expected, msg=name)
+    torch.testing.assert_close(as_images(ARRAY, nn.DataParallel(model)), expected)
     assert as_images([ARRAY, ARRAY[:200, :, 0]], model).shape == (2, 3, 64, 64)
     grey = as_images(Image.fromarray(ARRAY).convert("L"), model)
     assert grey.shape == (1, 3, 64, 64)
@@ -68,6 +69,7 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
         (torch.rand(1, 64, 64, 3), ValueError, "got channels last"),
         (torch.ones(1, 3, 64, 64, dtype=torch.int64), TypeError, "got torch.int64"),
         (torch.rand(64, 64), ValueError, r"got shape \(64, 64\)"),
+        ([torch.rand(3, 8, 8), torch.rand(3, 8, 9)], ValueError, "different shapes"),
         (torch.rand(0, 3, 8, 8), ValueError, r"got shape \(0, 3"),
         ("nowhere.png", FileNotFoundError, "nowhere.png"),
         ({"a": 1}, TypeError, "got dict"),

@@ -67,6 +67,12 @@ def at_the_end(model: Seeing, x: Tensor) -> Tensor:
     return model.attend(torch.cat([model.tokens(x), model.more.expand(len(x), -1, -1)], 1))
 
 
+def after_registers(model: Seeing, x: Tensor) -> Tensor:
+    """Registers before the patches, a class token behind them."""
+    more = model.more.expand(len(x), -1, -1)
+    return model.attend(torch.cat([more[:, 1:], model.tokens(x), more[:, :1]], 1))
+
+
 def joined_twice(model: Seeing, x: Tensor) -> Tensor:
     """A class token, then registers between it and the patches, as in DINOv2."""
     tokens = torch.cat([model.more[:, :1].expand(len(x), -1, -1), model.tokens(x)], 1)
@@ -125,6 +131,7 @@ CASES = {
     "latents": (Seeing(latents, more=9), square(), NOWHERE),  # no 3 x 3 of anything
     "registers": (Seeing(registers, more=9), square(), same(grid(4, 4, prefix=9))),  # 25 tokens, no 5 x 5
     "at the end": (Seeing(at_the_end), square(), BEHIND),
+    "after registers": (Seeing(after_registers, more=5), square(), same(grid(4, 4, prefix=5), arrange=first_last)),
     "twice": (Seeing(joined_twice, more=2), square(), same(grid(4, 4, prefix=3))),
     "text": (sharpen(Text()), WORDS, NOWHERE),
     "features": (sharpen(Attend()), torch.randn(5, 16, DIM), NOWHERE),
@@ -233,8 +240,9 @@ def linear_attention(m: Other, x: Tensor) -> Tensor:
 
 def linear_attention_by_einsum(m: Other, x: Tensor) -> Tensor:
     q, k, v = m.heads(x)
+    q = q.softmax(-1)  # which has the keys' shape
     summary = torch.einsum("bhnd,bhne->bhde", k.softmax(-2), v)
-    return torch.einsum("bhnd,bhde->bhne", q.softmax(-1), summary)
+    return torch.einsum("bhnd,bhde->bhne", q, summary)
 
 
 def soft_assignment(m: Other, x: Tensor) -> Tensor:

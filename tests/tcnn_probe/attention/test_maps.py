@@ -128,6 +128,7 @@ def torchvision_maxvit() -> nn.Module:
 
 TIMM_SWIN = small("swin_tiny_patch4_window7_224", **SWIN, img_size=(28, 40), window_size=(3, 4))
 TIMM_SWIN_V2 = small("swinv2_tiny_window8_256", **SWIN, img_size=(28, 40), window_size=(3, 4))
+LARGE = small("swin_tiny_patch4_window7_224", **SWIN, img_size=44, window_size=11, strict_img_size=False)
 ATTN = "stages.0.blocks.0.attn"
 MAXVIT = small("maxvit_tiny_rw_224", img_size=(64, 96), embed_dim=(32,), depths=(1,), num_classes=5)
 
@@ -138,6 +139,13 @@ OF_SWIN = rolled_then_padded(*SWIN_GRID, (1, 2))
 CASES = {  # how to make the model, its images, the module that cuts windows, the attention in it, tokens of the windows
     "swin": (TIMM_SWIN, (28, 40), f"{BLOCKS}.0", ".attn", rolled_then_padded(*SWIN_GRID, NO_SHIFT)),
     "swin-shifted": (TIMM_SWIN, (28, 40), f"{BLOCKS}.1", ".attn", OF_SWIN),
+    "swin-one-larger-window": (
+        LARGE,
+        (28, 40),
+        f"{BLOCKS}.1",
+        ".attn",
+        rolled_then_padded((7, 10), (11, 11), NO_SHIFT),
+    ),
     "swinv2-shifted": (TIMM_SWIN_V2, (28, 40), f"{BLOCKS}.1", ".attn", OF_SWIN),
     "torchvision-swin": (torchvision_swin, (28, 40), "features.1.1.attn", "", padded_then_rolled(*SWIN_GRID, (1, 2))),
     "maxvit": (MAXVIT, (64, 96), f"{ATTN}_block", ".attn", rolled_then_padded((16, 24), (2, 3), NO_SHIFT)),
@@ -263,6 +271,15 @@ def test_chosen_queries_heads_and_layers() -> None:
     only = tcnn_probe.attention_maps(model, images, queries="class")["3x4x6"]
     assert set(only.data_vars) == {"class_attention"}
     np.testing.assert_array_equal(only.class_attention, whole.class_attention)
+
+
+def test_half_precision_and_numbers_of_numpy() -> None:
+    model = small("deit_tiny_patch16_224", **VIT)().bfloat16()
+    images = torch.randn(1, 3, *SIZE, dtype=torch.bfloat16)
+    tree = tcnn_probe.attention_maps(model, images, heads=np.arange(1, 3), queries=np.array([[31, 0]]))
+    np.testing.assert_array_equal(tree.input, images.float())
+    one = tcnn_probe.attention_maps(model, images, heads=np.int64(2), queries=[(31, 0)])["3x4x6"].attention
+    np.testing.assert_array_equal(one, tree["3x4x6"].attention.sel(head=[2]))
 
 
 def test_chosen_queries_of_shifted_windows() -> None:
