@@ -4,7 +4,9 @@
 numbers are checked where the parts are tested.
 """
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -285,6 +287,168 @@ def scalars_are_flat_numbers_for_a_logger(tmp_path: Path) -> None:
     flat = tcnn_probe.scalars(xr.open_zarr(path))
     assert flat["top1"] == 0.5
     assert all(type(value) is float for value in flat.values())
+
+
+# 5. Run it twice
+
+
+@stumble(5)
+def a_script_runs_twice(tmp_path: Path) -> None:
+    for _ in range(2):
+        recorded(vit(), tmp_path / "run.zarr", mode="w")
+    assert xr.open_zarr(tmp_path / "run.zarr").epoch.values.tolist() == [0]
+
+
+@stumble(5)
+def what_is_there_is_known_before_work_and_named_with_the_remedy(tmp_path: Path) -> None:
+    recorded(model := vit(), tmp_path / "run.zarr")
+    recorder = tcnn_probe.record(model, tmp_path / "run.zarr")
+    assert recorder.epochs == (0,)
+    model(IMAGES)
+    with pytest.raises(ValueError, match=r"already marked.*mode='w'.*recorder\.epochs.*if_marked='skip'"):
+        recorder.mark(epoch=0)
+    recorder.mark(epoch=0, if_marked="skip")
+    recorder.remove()
+
+
+@stumble(5)
+def a_recording_is_not_continued_by_mistake(tmp_path: Path) -> None:
+    recorded(vit(), tmp_path / "run.zarr")
+    with pytest.raises(tcnn_probe.StoreError, match="mode"):
+        tcnn_probe.record(vit(), tmp_path / "run.zarr", mode="x")
+
+
+# 6. Forgetting
+
+
+@stumble(6)
+def forwards_that_nobody_marked_are_told_of() -> None:
+    with pytest.warns(RuntimeWarning, match="mark"), tcnn_probe.record(model := vit()):
+        model(IMAGES)
+
+
+@stumble(6)
+def ablate_acts_without_with_until_it_is_removed() -> None:
+    model = vit()
+    with torch.no_grad():
+        before = model(IMAGES)
+        ablation = tcnn_probe.ablate(model, {"blocks.0.attn": [0]})
+        assert not torch.equal(model(IMAGES), before)
+        ablation.remove()
+        assert torch.equal(model(IMAGES), before)
+
+
+@stumble(6)
+def a_second_evaluation_is_paused() -> None:
+    with tcnn_probe.record(model := vit()) as recorder, torch.no_grad():
+        model(IMAGES)
+        with recorder.pause():
+            model(IMAGES)
+        recorder.mark(epoch=0)
+    assert (recorder.dataset.images == len(IMAGES)).all()
+
+
+@stumble(6)
+def maps_of_shuffled_images_are_told_of() -> None:
+    with tcnn_probe.record(model := vit(), images=1) as recorder, torch.no_grad():
+        model(IMAGES)
+        recorder.mark(epoch=0)
+        model(IMAGES.flip(0))
+        with pytest.warns(RuntimeWarning, match="images"):
+            recorder.mark(epoch=1)
+
+
+# 8. Saliency where it belongs
+
+
+@stumble(8)
+def gradcam_of_a_vision_transformer_and_of_swin() -> None:
+    options = {"patch_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 2), "img_size": 28, "window_size": 7}
+    swin = timm.create_model("swin_tiny_patch4_window7_224", **options)
+    for model, images in ((vit(), IMAGES), (swin, torch.randn(2, 3, 28, 28))):
+        maps = tcnn_probe.saliency(model, images, method="gradcam")
+        assert maps.shape == (2, *images.shape[2:])
+
+
+@stumble(8)
+def one_method_of_several_is_left_out_with_the_reason() -> None:
+    cnn = timm.create_model("resnet10t", num_classes=5)
+    with pytest.warns(RuntimeWarning, match="class_attention"):
+        maps = tcnn_probe.saliency(cnn, IMAGES, method=["class_attention", "gradcam"])
+    assert set(maps.data_vars) == {"gradcam"}
+
+
+# 10. What one sees
+
+
+@stumble(10)
+def a_recorder_shows_itself(tmp_path: Path) -> None:
+    recorder = recorded(vit(), tmp_path / "run.zarr")
+    for shown in (repr(recorder), recorder._repr_html_()):
+        assert all(text in shown for text in ("blocks.1.attn", "run.zarr"))
+
+
+@stumble(10)
+def there_is_a_version_and_plot_lists_plots() -> None:
+    assert tcnn_probe.__version__
+    assert set(dir(tcnn_probe.plot)) == set(tcnn_probe.plot.__all__)
+
+
+@stumble(10)
+def epochs_are_whole_on_the_axis() -> None:
+    with tcnn_probe.record(model := vit()) as recorder, torch.no_grad():
+        for epoch in range(3):
+            model(IMAGES)
+            recorder.mark(epoch=epoch)
+    axes = tcnn_probe.plot.evolution(recorder.dataset.entropy)
+    assert axes.get_title()
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+# 12. Messages
+
+
+@stumble(12)
+def a_mark_along_something_else_names_it() -> None:
+    recorder = tcnn_probe.record(vit())
+    with pytest.raises(TypeError, match="along='step'"):
+        recorder.mark(step=1)
+    recorder.remove()
+
+
+@stumble(12)
+def few_epochs_say_what_to_change() -> None:
+    loader = [(IMAGES, torch.tensor([0, 1]))]
+    with pytest.raises(ValueError, match="warmup_epochs"):
+        next(iter(tcnn_model.finetune(vit(), loader, loader, epochs=2)))
+
+
+@stumble(12)
+def a_layer_without_attention_is_no_reason_to_convert_a_cnn() -> None:
+    recorder = tcnn_probe.record(model := vit(), layers="blocks.0.mlp")
+    model(IMAGES)
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        recorder.mark(epoch=0)
+    recorder.remove()
+    assert "reparameterize" not in str(error.value)
+
+
+@stumble(12)
+def a_target_of_a_model_without_a_classifier() -> None:
+    with pytest.raises(ValueError, match="features"):
+        tcnn_probe.saliency(vit(num_classes=0), IMAGES, target=313, method="gradcam")
+
+
+# 13. Whatever trains the model
+
+
+@stumble(13)
+def callbacks_name_the_extra_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, package in (("lightning", "lightning"), ("huggingface", "transformers")):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, f"tcnn_probe.callbacks.{name}", raising=False)
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(f"tcnn_probe.callbacks.{name}")
 
 
 @pytest.mark.parametrize("attempt", TRIES)
