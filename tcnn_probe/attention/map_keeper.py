@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.gated import gated_attention
+from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionListener
 from tcnn_probe.models import named_in_errors
 
@@ -25,18 +26,17 @@ class Wanted:
     Args:
         queries: pixels (y, x) of the images; None for all queries, empty for class tokens alone.
         heads: None for all.
-        size: of the images.
+        fields: of the cells in the images.
     """
 
     queries: Pixels | None
     heads: Sequence[int] | None
-    size: Grid
+    fields: ReceptiveFields
 
     def cells(self, grid: Grid) -> list[Grid]:
         """The cells of a grid over the images in which the queries lie."""
         assert self.queries is not None
-        (height, width), (rows, columns) = self.size, grid
-        return [(y * rows // height, x * columns // width) for y, x in self.queries]
+        return [self.fields.cell(grid, pixel) for pixel in self.queries]
 
     def indices(self, grid: Grid) -> Tensor:
         """Row-major indices of the queries in a grid."""

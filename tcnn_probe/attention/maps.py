@@ -15,6 +15,7 @@ from tcnn_model.conversion.selection import LayerFilter
 from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, Wanted
+from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.images import as_images
 from tcnn_probe.models import (
@@ -51,6 +52,7 @@ _ATTRS = {
         "units": "1",
         "description": "A_cj of the token of class c over the keys on the grid.",
     },
+    "pixel": {"long_name": "centre", "units": "pixel", "description": "Centre of what the cell sees in the image."},
     "input": {"long_name": "image", "units": "1", "description": "What the model was given."},
     "gate": {"long_name": "gate", "units": "1", "description": "sigma(lambda), share of positional attention."},
 }
@@ -101,7 +103,9 @@ def attention_maps(
         is a class token; ``attention_by_class``, dims (image, layer, head, class, y, x), of pools with a token for
         each class; ``gate``, dims (layer, head), of gated layers. Windows (Swin, MaxViT) are put in their places in
         the image, with 0 outside of the query's window. ``query_y`` and ``query_x`` are then the cell of each layer's
-        keys in which the query lies. Layers without maps are named, with the reason, in ``attrs["missing"]``.
+        keys nearest to the query, which is at the pixel ``from_y``, ``from_x``; ``pixel_y`` and ``pixel_x`` are the
+        centres of what the cells of the keys see. Layers without maps are named in ``attrs["missing"]``, with the
+        reason.
 
     Raises:
         ValueError: no layer has attention whose grid is known; queries outside of the images; more than ``max_bytes``.
@@ -111,7 +115,7 @@ def attention_maps(
     images = as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
     size = images.shape[2], images.shape[3]
-    wanted = Wanted(_checked_queries(queries, size), _checked_heads(heads), size)
+    wanted = Wanted(_checked_queries(queries, size), _checked_heads(heads), ReceptiveFields(size))
     tokens = GivenTokens(prefix_tokens, class_token, grid)
     names = layer_names(model)
     chosen = wanted_layers(model, layers)
@@ -123,7 +127,8 @@ def attention_maps(
             listener = MapKeeper(wanted, gated, names, copies=-(-len(images) // len(some)), most=max_bytes)
             stream = AttentionStream(model, listener, layers=chosen, skipped=gated, tokens=tokens)
             try:
-                model(some)
+                with wanted.fields:
+                    model(some)
             finally:
                 stream.remove()
             listener.check()
@@ -219,8 +224,10 @@ def _dataset(layers: Sequence[LayerMaps], wanted: Wanted) -> xr.Dataset:
         lacking = torch.full((len(heads),), torch.nan, dtype=torch.float64)
         values = torch.stack([lacking if gate is None else gate for gate in gates])
         variables["gate"] = (("layer", "head"), values.numpy(), _ATTRS["gate"])
+    for dim, (start, spacing), cells in zip("yx", wanted.fields.places(first.keys), first.keys, strict=True):
+        coords[f"pixel_{dim}"] = (dim, start + spacing * np.arange(cells), _ATTRS["pixel"])
     if wanted.queries and first.queries is not None:
-        cells = np.array(wanted.cells(first.queries)) * first.keys // first.queries
-        at = zip(("query_y", "query_x", "pixel_y", "pixel_x"), (*cells.T, *np.array(wanted.queries).T), strict=True)
+        nearest = np.array(wanted.cells(first.keys))
+        at = zip(("query_y", "query_x", "from_y", "from_x"), (*nearest.T, *np.array(wanted.queries).T), strict=True)
         coords |= {name: ("query", values) for name, values in at}
     return xr.Dataset(variables, coords)

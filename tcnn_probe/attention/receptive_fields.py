@@ -1,5 +1,6 @@
 """Where the cells of feature maps look in the image, by their receptive fields."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +56,13 @@ class ReceptiveFields(TorchDispatchMode):
             return Places((steps[0] - 1) / 2, steps[0]), Places((steps[1] - 1) / 2, steps[1])
         rows, columns = (Places((one.low + one.high) / 2, one.spacing) for one in fields)
         return rows, columns
+
+    def cell(self, grid: Grid, pixel: tuple[int, int]) -> Grid:
+        """The cell of a map whose centre is nearest to a pixel (y, x) of the image."""
+        cells = []
+        for at, (first, spacing), count in zip(pixel, self.places(grid), grid, strict=True):
+            cells.append(min(max(math.floor((at - first) / spacing + 0.5), 0), count - 1))
+        return cells[0], cells[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let torch compute, and follow what changes where cells look."""

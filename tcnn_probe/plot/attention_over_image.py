@@ -66,7 +66,7 @@ def attention_maps(
     picture = maps.dataset["input"].values[image]
     size = picture.shape[1], picture.shape[2]
     query = _checked_query(maps, query, size)
-    rows = _rows(maps.isel(image=image), query, size, layers, heads)
+    rows = _rows(maps.isel(image=image), query, layers, heads)
     beside = min(3, len(rows))  # the image's width, in panels
     columns = max(row.sizes["head"] for row in rows)
     if figure is None:
@@ -75,14 +75,14 @@ def attention_maps(
     places = figure.add_gridspec(len(rows), beside + columns)
     panel = figure.add_subplot(places[:beside, :beside])
     draw_image(panel, picture)
-    _box(panel, rows[0], size)
+    _box(panel, rows[0])
     panel.set_xlabel("image", fontsize=8)
     named: set[int] = set()  # columns
     for number, row in enumerate(rows):
         for column, head in enumerate(row["head"].values):
             panel = figure.add_subplot(places[number, beside + column])
-            _draw(panel, picture, row.values[column], cmap)
-            _box(panel, row, size)
+            _draw(panel, picture, row[column], cmap)
+            _box(panel, row)
             if column not in named:
                 panel.set_title(f"head {head}", fontsize=7, pad=2)
             if column == 0:
@@ -96,10 +96,7 @@ def attention_maps(
 def _checked_query(maps: xr.DataTree, query: Any, size: tuple[int, int]) -> str | tuple[int, int]:
     """A pixel, or "class"."""
     of_queries = [node for node in maps.children.values() if "attention" in node.dataset]
-    chosen = next((node for node in of_queries if "pixel_y" in node.coords), None)
-    pixels = (
-        [] if chosen is None else list(zip(chosen.pixel_y.values.tolist(), chosen.pixel_x.values.tolist(), strict=True))
-    )
+    pixels = _pixels(of_queries[0].dataset["attention"]) if of_queries else []
     if query is None:
         query = pixels[0] if pixels else (size[0] // 2, size[1] // 2) if of_queries else "class"
     if isinstance(query, str):
@@ -119,15 +116,13 @@ def _checked_query(maps: xr.DataTree, query: Any, size: tuple[int, int]) -> str 
     return y, x
 
 
-def _rows(
-    maps: xr.DataTree, query: str | tuple[int, int], size: tuple[int, int], layers: Any, heads: Any
-) -> list[xr.DataArray]:
+def _rows(maps: xr.DataTree, query: str | tuple[int, int], layers: Any, heads: Any) -> list[xr.DataArray]:
     """Maps (head, y, x) of each layer, in the model's order."""
     found: dict[str, xr.DataArray] = {}
     for node in maps.children.values():
         name = "class_attention" if isinstance(query, str) else "attention"
         if name in node.dataset:
-            values = node.dataset[name] if isinstance(query, str) else _from(node.dataset[name], query, size)
+            values = node.dataset[name] if isinstance(query, str) else _from(node.dataset[name], query)
             found |= {layer: values.sel(layer=layer) for layer in values.layer.values.tolist()}
     found = {layer: values for layer, values in found.items() if values.notnull().any()}
     wanted = [layers] if isinstance(layers, str) else list(layers or [])
@@ -148,30 +143,41 @@ def _pixels(attention: xr.DataArray) -> list[tuple[int, int]]:
     """From which the maps are, if they are not from everywhere."""
     if "query" not in attention.dims:
         return []
-    return list(zip(attention.pixel_y.values.tolist(), attention.pixel_x.values.tolist(), strict=True))
+    return list(zip(attention.from_y.values.tolist(), attention.from_x.values.tolist(), strict=True))
 
 
-def _from(attention: xr.DataArray, query: tuple[int, int], size: tuple[int, int]) -> xr.DataArray:
+def _from(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArray:
     """Attention from one pixel, (layer, head, y, x), with the cell of the keys that has it as coordinates."""
     if "query" in attention.dims:
         return attention.isel(query=_pixels(attention).index(query))
-    lengths = [attention.sizes[name] for name in ("query_y", "query_x")]
-    cell = [at * length // whole for at, length, whole in zip(query, lengths, size, strict=True)]
+    keys = [_nearest(attention[f"pixel_{dim}"], at) for dim, at in zip("yx", query, strict=True)]
+    cell = [key * attention.sizes[f"query_{dim}"] // attention.sizes[dim] for dim, key in zip("yx", keys, strict=True)]
     values = attention.isel(query_y=cell[0], query_x=cell[1], drop=True)
-    keys = [attention.sizes["y"], attention.sizes["x"]]
-    at = [place * key // length for place, key, length in zip(cell, keys, lengths, strict=True)]
-    return values.assign_coords(query_y=at[0], query_x=at[1])
+    return values.assign_coords(query_y=keys[0], query_x=keys[1])
 
 
-def _draw(axes: "Axes", picture: NDArray[Any], values: NDArray[Any], cmap: str) -> None:
-    """Draw a map over the image, the more opaque the more attention."""
+def _nearest(centres: xr.DataArray, pixel: int) -> int:
+    return int(np.abs(centres.values - pixel).argmin())
+
+
+def _draw(axes: "Axes", picture: NDArray[Any], maps: xr.DataArray, cmap: str) -> None:
+    """Draw a map (y, x) over the image, the more attention the more opaque, cells at the centres of their fields."""
     draw_image(axes, picture.mean(0, keepdims=True))
-    share = values / max(float(np.nanmax(values)), 1e-30)
-    draw_map(axes, share, *picture.shape[1:], cmap=cmap, vmin=0, vmax=1, alpha=0.35 + 0.6 * share)
+    share = maps.values / max(float(np.nanmax(maps.values)), 1e-30)
+    (top, high), (left, wide) = _edges(maps, "y"), _edges(maps, "x")
+    extent = left, left + wide * share.shape[1], top + high * share.shape[0], top
+    draw_map(axes, share, *picture.shape[1:], extent=extent, cmap=cmap, vmin=0, vmax=1, alpha=0.35 + 0.6 * share)
 
 
-def _box(axes: "Axes", maps: xr.DataArray, size: tuple[int, int]) -> None:
+def _box(axes: "Axes", maps: xr.DataArray) -> None:
     """Draw the cell of the query, if there is one."""
     if "query_y" in maps.coords:
-        across = size[0] / maps.sizes["y"], size[1] / maps.sizes["x"]
-        draw_box(axes, maps.query_y.item() * across[0], maps.query_x.item() * across[1], *across)
+        (top, high), (left, wide) = _edges(maps, "y"), _edges(maps, "x")
+        draw_box(axes, top + maps.query_y.item() * high, left + maps.query_x.item() * wide, high, wide)
+
+
+def _edges(maps: xr.DataArray, dim: str) -> tuple[float, float]:
+    """Where the first cell begins along a side of the image, and how long a cell is; pixel n is from n to n + 1."""
+    centres = maps[f"pixel_{dim}"].values
+    spacing = float(centres[1] - centres[0]) if len(centres) > 1 else 2 * float(centres[0]) + 1
+    return float(centres[0]) + 0.5 - spacing / 2, spacing

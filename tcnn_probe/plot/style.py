@@ -128,8 +128,8 @@ def draw_image(axes: "Axes", image: NDArray[Any]) -> None:
 
 
 def draw_map(axes: "Axes", values: NDArray[Any], height: float, width: float, **options: Any) -> None:
-    """Draw a map (h, w), of any resolution, over height x width pixels."""
-    axes.imshow(values, extent=(0, width, height, 0), interpolation="nearest", **options)
+    """Draw a map (h, w), of any resolution, over height x width pixels, or over an ``extent`` of its own."""
+    axes.imshow(values, **{"extent": (0, width, height, 0), "interpolation": "nearest"} | options)
     axes.set(xticks=[], yticks=[], xlim=(0, width), ylim=(height, 0))
 
 

@@ -264,7 +264,7 @@ def test_chosen_queries_heads_and_layers() -> None:
     assert some["head"].values.tolist() == [0, 2]
     assert some.layer.values.tolist() == ["blocks.1.attn"]
     assert (some.query_y.values.tolist(), some.query_x.values.tolist()) == ([3, 1], [0, 5])
-    assert (some.pixel_y.values.tolist(), some.pixel_x.values.tolist()) == ([31, 9], [0, 47])
+    assert (some.from_y.values.tolist(), some.from_x.values.tolist()) == ([31, 9], [0, 47])
     for number, (y, x) in enumerate([(3, 0), (1, 5)]):
         expected = whole.attention.sel(layer="blocks.1.attn", head=[0, 2], query_y=y, query_x=x)
         np.testing.assert_allclose(some.attention[:, 0, :, number], expected, atol=1e-12)
@@ -327,3 +327,18 @@ def test_says_which_layers_have_no_maps() -> None:
     model = timm.create_model("xcit_nano_12_p16_224", depth=1, num_classes=5, img_size=32).eval()
     tree = tcnn_probe.attention_maps(model, torch.randn(1, 3, 32, 32))
     assert "between channels" in tree.attrs["missing"]
+
+
+def test_cells_lie_where_they_look() -> None:
+    """After convolutions with padding the first cell looks at the first pixel, not at the middle of a cell."""
+    model = tcnn_model.reparameterize(timm.create_model("resnet18", num_classes=5)).eval()
+    maps = tcnn_probe.attention_maps(model, torch.randn(1, 3, 64, 96), queries=[(17, 94)])["9x4x6"]
+    np.testing.assert_array_equal(maps.pixel_y, [0, 16, 32, 48])
+    np.testing.assert_array_equal(maps.pixel_x, [0, 16, 32, 48, 64, 80])
+    assert (maps.query_y.item(), maps.query_x.item()) == (1, 5)
+    figure = tcnn_probe.plot.attention_maps(tcnn_probe.attention_maps(model, torch.randn(1, 3, 64, 96)), query=(17, 94))
+    assert {patch.get_bbox().bounds for axes in figure.axes for patch in axes.patches} == {(72.5, 8.5, 16.0, 16.0)}
+    vit = small("deit_tiny_patch16_224", **VIT)()
+    np.testing.assert_allclose(
+        tcnn_probe.attention_maps(vit, torch.randn(1, 3, *SIZE))["3x4x6"].pixel_x, 3.5 + 8 * np.arange(6)
+    )
