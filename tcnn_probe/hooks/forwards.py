@@ -20,7 +20,7 @@ from torch.nn.modules import module as global_hooks
 from tcnn_probe.hooks.copy_safe import after_call, before_call
 from tcnn_probe.hooks.interception import Interception, Seen
 from tcnn_probe.hooks.modes import Mode, aside_depth, is_transformed, put_on, take_off, unseen
-from tcnn_probe.hooks.running import innermost_call, is_under
+from tcnn_probe.hooks.running import innermost_call, is_under, thread_is_under
 
 __all__ = ["Forwards", "Listener", "Running"]
 
@@ -178,7 +178,7 @@ class _Forward:
 
     def goes_on(self) -> bool:
         """Whether its thread is still in it."""
-        return (frame := sys._current_frames().get(self.thread)) is not None and self.is_running(frame)
+        return self._caller is not None and thread_is_under(self.thread, self._caller)
 
 
 class _Followed(_Forward):

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tcnn_probe.hooks.copy_safe import after_call, before_call
 from tcnn_probe.hooks.modes import Mode, take_off
-from tcnn_probe.hooks.running import innermost_call, is_under
+from tcnn_probe.hooks.running import innermost_call, is_under, thread_is_under
 
 __all__ = ["Call", "Calls"]
 
@@ -63,9 +63,8 @@ class Calls(Generic[C]):
         with self._lock:
             self._attached = False
             self._leave()
-            frames = sys._current_frames()
             for thread, call in self._running.items():
-                call.over = not is_under(frames.get(thread), call.frame)
+                call.over = not thread_is_under(thread, call.frame)
             while self._handles and all(call.over for call in self._running.values()):
                 self._handles.pop().remove()
 

@@ -134,8 +134,16 @@ def test_saliency_of_a_trained_transformer(
     options = ["--model", "test_vit", "--pretrained", str(tmp_path / "vit.pth"), "--data", str(image_folder), *QUICK]
     class_attention_saliency.main([*options, "--out", str(tmp_path / "out")])
     ds = scores(tmp_path / "out")["test_vit"].dataset
-    methods = ["class_attention", "rollout", "integrated_gradients", "input_x_gradient", "occlusion", "chance"]
-    assert ds.attribution.values.tolist() == methods  # no feature map, so no Grad-CAM
+    methods = [
+        "class_attention",
+        "rollout",
+        "gradcam",
+        "integrated_gradients",
+        "input_x_gradient",
+        "occlusion",
+        "chance",
+    ]
+    assert ds.attribution.values.tolist() == methods
     assert "pointing_game" not in ds
     assert dict(ds.sizes)["y"] == 160
     assert "did NOT learn" not in capsys.readouterr().out  # nothing was trained

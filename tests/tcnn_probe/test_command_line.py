@@ -24,9 +24,10 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for name, gating, epochs in (("a", 1.0, 2), ("b", 3.0, 3)):
         torch.manual_seed(0)
         model = tcnn_model.reparameterize(timm.create_model("resnet10t", num_classes=5), gating=gating).eval()
+        images = torch.randn(2, 3, 64, 96)
         with tcnn_probe.record(model, folder / f"{name}.zarr", images=1) as recorder, torch.no_grad():
             for epoch in range(epochs):
-                model(torch.randn(2, 3, 64, 96))
+                model(images)
                 recorder.mark(epoch=epoch, top1=0.5 + epoch / 10)
     return [str(folder / f"{name}.zarr") for name in "ab"]
 

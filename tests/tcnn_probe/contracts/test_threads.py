@@ -1,6 +1,7 @@
 """Several threads that run one model: one forward at a time is measured, and nothing is left in any of them."""
 
 import _thread
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import tcnn_probe
+from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.modes import aside, aside_depth
 from tcnn_probe.models import untouched
 from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, images, vit
@@ -210,3 +212,30 @@ def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
     assert depths == [0, 1]
     assert not in_thread(lambda: depths.append(aside_depth()))
     assert depths[-1] == 0
+
+
+def test_a_forward_that_goes_on_is_not_given_up() -> None:
+    """Its stack changes while another thread reads it, to see whether the forward still runs."""
+    model, some, failed = vit(), images()[:1], []
+
+    class Listener(AttentionListener):
+        def fails(self) -> None:
+            failed.append(1)
+
+    @torch.no_grad()
+    def work() -> None:
+        for _ in range(60):
+            model(some)
+
+    stream, interval = AttentionStream(model, Listener()), sys.getswitchinterval()
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+        stream.remove()
+    assert not failed
