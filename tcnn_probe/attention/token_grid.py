@@ -48,7 +48,7 @@ def find_layout(queries: int, keys: int, windows: int, running: Running, maps: F
     if queries != keys and queries <= max(key_tokens.prefix if key_tokens else 0, sum(maps.special.around or ()), 1):
         return Layout(None, key_tokens, "the queries are class tokens or latents, which lie on no grid")
     if key_tokens is None:
-        return _no_grid(queries, keys, windows, maps)
+        return _no_grid(queries, keys, windows, maps, words=_is_given_words(running))
     if queries == keys:
         return Layout(key_tokens, key_tokens)
     is_strided = known.lookup(known.FIRST_OF_EACH_CELL, module)
@@ -92,20 +92,28 @@ def token_counts(inputs: Iterable[Any]) -> set[int]:
     return counts
 
 
-def _no_grid(queries: int, keys: int, windows: int, maps: FeatureMaps) -> Layout:
+def _no_grid(queries: int, keys: int, windows: int, maps: FeatureMaps, *, words: bool) -> Layout:
+    """With advice where all tokens of images look at each other."""
     reason = f"{keys} keys: no grid found" + ("" if maps.size else " (the images' size is unknown)")
     if windows > 1:
         reason += f"; {windows} windows of each image, or as many heads, if the layer has no num_heads to say so"
         return Layout(None, None, reason)
     smaller = [grid for grid in maps.grids() if 0 < keys - grid[0] * grid[1] <= _MOST_SPECIAL]
-    if queries != keys or not smaller:
-        return Layout(None, None, f"{reason}; grid=(rows, columns) and prefix_tokens= say it")
-    height, width = max(smaller, key=lambda grid: grid[0] * grid[1])
-    others = keys - height * width
-    advice = f"{reason}; prefix_tokens={others} would make it {height} x {width}"
-    if others == 1:
-        advice += " with a class token before the patches, class_token='last' with one behind them"
-    return Layout(None, None, advice, advice=advice)
+    if queries == keys and smaller:
+        height, width = max(smaller, key=lambda grid: grid[0] * grid[1])
+        others = keys - height * width
+        reason += f"; prefix_tokens={others} would make it {height} x {width}"
+        if others == 1:
+            reason += " with a class token before the patches, class_token='last' with one behind them"
+    else:
+        reason += "; grid=(rows, columns) and prefix_tokens= say it"
+    return Layout(None, None, reason, advice=reason if queries == keys and maps.size and not words else "")
+
+
+def _is_given_words(running: Running) -> bool:
+    """Whether a module inside of the model works on integers, as those of text do."""
+    given = (x for _, inputs in running[1:] for x in inputs if isinstance(x, Tensor))
+    return any(not x.is_floating_point() and x.ndim > 1 for x in given)
 
 
 def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, Tokens] | None:

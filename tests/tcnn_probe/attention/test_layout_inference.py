@@ -159,6 +159,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:no attention_distance and no maps of among")
 def test_grids(case: str) -> None:
     model, inputs, layout = CASES[case]
     check(model, inputs, dict.fromkeys(("attend", "among", ""), layout))
@@ -176,7 +177,8 @@ def test_registers_that_are_declared(count: int) -> None:
 
 
 def test_reasons_of_what_is_missing() -> None:
-    recorder = recorded(Seeing(latents, more=9), square(), images=1)
+    with pytest.warns(RuntimeWarning, match=r"no maps of among: 9 keys: no grid found; grid=\(rows, columns\)"):
+        recorder = recorded(Seeing(latents, more=9), square(), images=1)
     assert [*recorder.missing["center_attention"]] == ["attend", "among"]
     assert recorder.missing["attention_distance"].keys() == {"attend", "among"}
     assert recorder.missing["attention_received"].keys() == {"among"}
