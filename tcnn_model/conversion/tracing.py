@@ -14,7 +14,7 @@ Grid = tuple[int, int]
 InputSize = tuple[int, int, int]
 
 # What a network raises on an image that it does not take, or whose resolution changed under it.
-FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class FeatureMaps:
         return parts[:place], parts[place + 1 :]
 
     def _parts(self, count: int) -> tuple[int, ...]:
-        """Of what so many tokens were joined, and these in turn."""
+        """Lengths of the parts of which so many tokens were joined, down to those that were not."""
         parts = self._joins.get(count, ())
         return tuple(each for part in parts for each in (self._parts(part) or (part,)))
 

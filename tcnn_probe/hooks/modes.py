@@ -34,7 +34,7 @@ _KEY = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
 _ASIDE = ContextVar("tcnn_probe_aside", default=0)
 _DEPTHS: list[int] = []
-"""Of all that is aside now, in any thread."""
+"""Depths of all that is aside now, in any thread."""
 
 
 @contextmanager

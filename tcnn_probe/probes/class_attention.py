@@ -116,7 +116,7 @@ def _numbers_of_classes(call: AttentionCall) -> Mapping[str, Tensor]:
 
 
 def _maps_of_classes(call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
-    """Of all classes, (images, K, height, width): the recorder keeps those that are wanted."""
+    """Maps of all classes, (images, K, height, width): the recorder keeps those that are wanted."""
     keys = call.layout.keys
     if keys is None or call.windows > 1:
         return {}

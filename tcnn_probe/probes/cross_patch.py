@@ -31,7 +31,7 @@ def _linears(module: nn.Module) -> list[nn.Module]:
 
 
 def _share_of_small(layers: Iterable[nn.Module]) -> Tensor | None:
-    """Of all weights of these layers, those below 5 % of the largest one of their layer; None without weights."""
+    """Share of the layers' weights below 5 % of the largest one of their layer; None without weights."""
     sizes = [
         part.weight.to(at_least_float32(part.weight.dtype)).abs() for part in layers if isinstance(part, nn.Linear)
     ]

@@ -111,7 +111,7 @@ def _added(call: ForwardCall, branch: _Branch) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Of each image, over tokens and channels: shape (B,)."""
+    """Norm of each image over tokens and channels, shape (B,)."""
     return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=at_least_float32(x.dtype))
 
 

@@ -50,7 +50,7 @@ class ImageIdentity:
         self._samples |= samples
 
     def hashes(self) -> dict[str, str]:
-        """Of the images that came, {number: hash}."""
+        """Hashes of the images that came, by their number."""
         values = {number: sample.cpu().float().numpy() for number, sample in self._samples.items()}
         return {str(number): hashlib.sha256(value.tobytes()).hexdigest()[:16] for number, value in values.items()}
 

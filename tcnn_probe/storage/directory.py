@@ -149,7 +149,7 @@ def new_directory(directory: Path) -> Iterator[tuple[DurableStore, Lock]]:
         StoreError: it was made by somebody else meanwhile.
     """
     made = [folder for folder in directory.parents if not folder.exists()]
-    there = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.init")
+    there = _unfinished(directory)
     lock: Lock | None = None
     try:
         _delete_unfinished(directory)
@@ -177,15 +177,25 @@ def new_directory(directory: Path) -> Iterator[tuple[DurableStore, Lock]]:
 
 
 def delete_directory(directory: Path) -> None:
-    """Delete a recording.
+    """Delete a recording, in one step for whoever looks: under another name first, as of a run that was killed.
 
     Raises:
         StoreError: another recorder writes to it.
     """
     if directory.exists():
         lock = Lock(directory, directory.name)
-        shutil.rmtree(directory)
-        lock.release()
+        unwanted = _unfinished(directory)
+        try:
+            directory.rename(unwanted)
+            lock.moved(unwanted)
+            shutil.rmtree(unwanted)
+        finally:
+            lock.release()
+
+
+def _unfinished(directory: Path) -> Path:
+    """A name beside it, new each time, of what is to be made or deleted."""
+    return directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.init")
 
 
 def _delete_unfinished(directory: Path) -> None:

@@ -59,6 +59,8 @@ class EpochStore:
         there = Root.is_at(self._place) if mode in ("w", "x") else False
         if there and mode == "x":
             raise StoreError(f"{self._place.name} is there already: mode='a' continues it, mode='w' replaces it")
+        if there:
+            self._place.check_replaceable()
         self._replaces = there
         self._root = None if there else Root.read(self._place)
         self._place.check_writable(exists=there or self._root is not None)
@@ -161,6 +163,7 @@ class EpochStore:
             raise StoreError(f"{self._place.name} was closed: open it again to continue it")
         mark = self._as_stored(mark)
         if self._replaces:
+            self._place.check_replaceable()  # once more: an epoch may have passed
             directory = self._place.directory
             run(self._place.store.clear()) if directory is None else delete_directory(directory)
             self._replaces = False

@@ -1,6 +1,7 @@
 """Where a recording is kept: memory, a directory, a URL or a zarr store, and whether it can be there."""
 
 import os
+import re
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ T = TypeVar("T")
 
 ROOT = "zarr.json"
 UNFINISHED = ".tcnn_probe.init"
+_OWN = re.compile(rf"(.+/)?({re.escape(ROOT)}|c(/\d+)*|\.({re.escape(ROOT)}|c|\d+)\.partial)|\.tcnn_probe\.lock")
+"""Keys of a recording: metadata, chunks, what a killed writer left of these, and the lock."""
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -63,6 +66,18 @@ class Place:
     directory: Path | None
     name: str
     writable: bool = True
+
+    def check_replaceable(self) -> None:
+        """Refuse to delete what a recording has not written.
+
+        Raises:
+            StoreError: other files lie in it.
+        """
+        if others := [key for key in run(self._keys()) if not _OWN.fullmatch(key)]:
+            raise StoreError(f"{self.name} holds more than a recording, and is not replaced: {sorted(others)[0]!r}")
+
+    async def _keys(self) -> list[str]:
+        return [key async for key in self.store.list()]
 
     def root(self) -> bytes | None:
         """The root ``zarr.json``, None if there is none.

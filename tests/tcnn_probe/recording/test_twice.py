@@ -55,6 +55,28 @@ def test_replacing_what_is_no_recording_or_is_being_written(tmp_path: Path) -> N
     assert xr.open_zarr(path).epoch.values.tolist() == [0, 1]
 
 
+def test_replacing_deletes_nothing_of_the_users(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    assert script(path, 0) == [0]
+    (path / "ckpt").mkdir()
+    (path / "ckpt" / "model.pt.partial").write_text("mine")
+    with pytest.raises(
+        tcnn_probe.StoreError, match=r"more than a recording, and is not replaced: 'ckpt/model\.pt\.partial'"
+    ):
+        script(path, 0, mode="w")
+    assert (path / "ckpt" / "model.pt.partial").read_text() == "mine"
+    assert xr.open_zarr(path).epoch.values.tolist() == [0]
+
+
+def test_replacing_through_a_link(tmp_path: Path) -> None:
+    path, link = tmp_path / "run.zarr", tmp_path / "link.zarr"
+    assert script(path, 0) == [0]
+    link.symlink_to(path)
+    assert script(link, 3, mode="w") == [3]
+    assert link.is_symlink()
+    assert xr.open_zarr(path).epoch.values.tolist() == [3]
+
+
 def test_open_gives_no_advice_for_writing(tmp_path: Path) -> None:
     zarr.open_group(tmp_path / "foreign.zarr", mode="w")
     with pytest.raises(
