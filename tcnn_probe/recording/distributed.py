@@ -64,11 +64,13 @@ class Ranks:
 @contextmanager
 def whole_parameters(model: nn.Module) -> Iterator[None]:
     """While inside, layers of a model that is sharded over ranks have their parameters; all ranks enter it together."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    running = dist.is_available() and dist.is_initialized()
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp") if running else None
+    modules = [] if fsdp is None else list(model.modules())
     with ExitStack() as stack:
-        if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
             stack.enter_context(fsdp.FullyShardedDataParallel.summon_full_params(model, writeback=False))
-        for module in model.modules() if fsdp is not None else ():
+        for module in modules:
             if isinstance(module, fsdp.FSDPModule):  # by fully_shard
                 module.unshard()
                 stack.callback(module.reshard)

@@ -159,18 +159,18 @@ class Root:
     def with_mark(self, scalars: Iterable[str], attrs: Mapping[str, Any]) -> "Root":
         """Give the root that commits one mark more, which came with these numbers and attributes."""
         documents = dict(self.documents)
-        for name in scalars:
-            documents.setdefault(name, array_document(Variable((), "", name, GIVEN), (), self.along))
+        for name in [name for name in scalars if name not in documents]:
+            documents[name] = array_document(Variable((), "", name, GIVEN), (), self.along)
         growing = Root(self.attributes, documents, b"").growing
         documents |= {path: with_length(about, self.length + 1) for path, about in growing.items()}
         return Root.of({**self.attributes, **attrs}, documents, labels=self.labels)
 
     def _group(self, path: str, attributes: Mapping[str, Any]) -> Group:
-        variables, sizes, maps = {}, {}, False
+        variables, sizes, maps, scalars = {}, {}, False, self.scalars
         for name, about in self.arrays.items():
             parent, _, short = name.rpartition("/")
             dims = tuple(about["dimension_names"])
-            if parent != path or short in (self.along, "layer") or name in self.scalars:
+            if parent != path or short in (self.along, "layer") or name in scalars:
                 continue
             if dims[0] == self.along:
                 text = {key: about["attributes"].get(key, "") for key in ("units", "long_name", "description")}
@@ -208,6 +208,7 @@ async def commit(
     old: Root | None,
     new: Root,
     values: Mapping[str, np.ndarray],
+    tails: dict[str, np.ndarray],
     only: dict[str, Any] | None = None,
 ) -> None:
     """Write a mark: first everything that it consists of, then the root that counts it.
@@ -217,6 +218,8 @@ async def commit(
         old: the root that is there, None if none is.
         new: the root with one mark more.
         values: of the mark, by path. An array that has none gets its fill value.
+        tails: by path, all rows of the chunk that grows, as far as this writer knows them: then it is not read again.
+            Changed to those with the mark.
         only: on which condition the root is replaced, see :mod:`tcnn_probe.storage.conditional`.
 
     Raises:
@@ -226,14 +229,22 @@ async def commit(
     writes = documents_beside(store, {path: about for path, about in new.documents.items() if path not in there})
     for path in new.labels.keys() - there.keys():
         writes.append(_write(store, path, new.documents[path], 0, new.labels[path]))
+    grown = {}
     for path, about in new.growing.items():
         first = old.length if old is not None and path in there else 0  # of a new one, also what a killed run left
         block = np.full((new.length - first, *about["shape"][1:]), float(about["fill_value"]), about["data_type"])
         if path in values:
             block[-1] = values[path]
-        writes.append(_write(store, path, about, first, block))
+        if path in tails:
+            block = np.concatenate((tails[path], block))
+        writes.append(_write(store, path, about, new.length - len(block), block))
+        rows = new.length % about["chunk_grid"]["configuration"]["chunk_shape"][0]
+        if 0 < rows <= len(block):
+            grown[path] = block[len(block) - rows :]
     await all_of(writes)
     await put_if(store, ROOT, new.text, only)
+    tails.clear()
+    tails.update(grown)
 
 
 def documents_beside(store: Store, documents: Mapping[str, Document]) -> list[Coroutine[Any, Any, None]]:

@@ -68,6 +68,7 @@ class EpochStore:
         self._begun: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
         self._lock: Lock | None = None
         self._attempted: bytes | None = None
+        self._tails: dict[str, np.ndarray] = {}
         # Two that add the same mark to a remote store must not write the same root: it shows whose it is.
         self._writer_is = {} if target is None or self._place.directory else {"writer": uuid.uuid4().hex}
         self._wrote = self._closed = False
@@ -179,7 +180,7 @@ class EpochStore:
         new = root.with_mark(scalars, {**(attrs or {}), **self._writer_is})
         if self._root is None and self._place.directory is not None:
             with new_directory(self._place.directory) as (store, lock):
-                run(commit(store, None, new, rows))
+                run(commit(store, None, new, rows, self._tails))
             self._lock = lock
             self._committed(mark, new)
             return
@@ -240,7 +241,7 @@ class EpochStore:
             raise StoreError(f"{self._place.name} has a damaged {self._along!r}: {error}") from error
 
     async def _write(self, mark: Mark, new: Root, rows: Mapping[str, np.ndarray], only: dict[str, Any] | None) -> None:
-        await commit(self._writer, self._root, new, rows, only)
+        await commit(self._writer, self._root, new, rows, self._tails, only)
         self._committed(mark, new)  # here, as an interrupt from the keyboard may come before run() returns
 
     def _committed(self, mark: Mark, new: Root) -> None:
