@@ -7,7 +7,7 @@ from tcnn_probe.plot.attention_grid import attention_grid
 from tcnn_probe.plot.attention_over_image import attention_maps
 from tcnn_probe.plot.evolution import evolution
 from tcnn_probe.plot.robustness import robustness
-from tcnn_probe.plot.saliency import saliency_overlay
+from tcnn_probe.plot.saliency_over_image import saliency_overlay
 from tcnn_probe.plot.style import OKABE_ITO
 
 __all__ = ["OKABE_ITO", "attention_grid", "attention_maps", "evolution", "robustness", "saliency_overlay"]
