@@ -75,7 +75,10 @@ def legend_beside(axes: "Axes") -> None:
 def as_array(values: Any, what: str) -> xr.DataArray:
     """Raise TypeError unless it is a DataArray."""
     if not isinstance(values, xr.DataArray):
-        hints = {xr.Dataset: ", for example dataset['gate']", xr.DataTree: ", for example tree['heads/gate']"}
+        hints: dict[type, str] = {
+            xr.Dataset: ", for example dataset['gate']",
+            xr.DataTree: ", for example tree['heads/gate']",
+        }
         hint = hints.get(type(values), "")
         raise TypeError(f"expected {what} as an xarray.DataArray{hint}; got {type(values).__name__}")
     return values
