@@ -2,7 +2,7 @@
 
 - Numbers: chunks of 64 marks and all layers and heads; of 16 at the least where that is more than 256 kB. The chunk
   that grows is written anew with each mark.
-- Maps: one shard a mark, in it one inner chunk for each layer and head. A shard is written once.
+- Maps: one shard a mark, in it one inner chunk for each layer and head, compressed. A shard is written once.
 - Labels, such as names of layers: text of fixed width, which xarray gives back as NumPy's own text. (zarr's variable
   width comes back as a type that matplotlib refuses.)
 
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import zarr
 from zarr.abc.buffer import Buffer
+from zarr.abc.codec import BytesBytesCodec
 from zarr.abc.store import Store
 from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import MemoryStore, StorePath
@@ -29,7 +30,8 @@ Document = dict[str, Any]
 
 _CHUNK_BYTES = 256 * 1024
 _MARKS_PER_CHUNK = (16, 64)
-_CODECS = (ZstdCodec(level=1), Crc32cCodec())
+_CHECKED = (Crc32cCodec(),)
+_COMPRESSED = (ZstdCodec(level=1), Crc32cCodec())
 
 
 def array_document(variable: Variable, shape: Sequence[int], along: str, *, maps: bool = False) -> Document:
@@ -47,6 +49,7 @@ def array_document(variable: Variable, shape: Sequence[int], along: str, *, maps
         fill_value=np.nan if np.dtype(variable.dtype).kind == "f" else -1,
         dimension_names=(along, *variable.dims),
         attributes={key: value for key, value in variable.attrs.items() if value},
+        compressors=_COMPRESSED if maps else _CHECKED,
         **cut,
     )
 
@@ -60,6 +63,7 @@ def repacked(document: Document) -> Document:
         fill_value=np.nan if document["fill_value"] == "NaN" else document["fill_value"],
         dimension_names=document["dimension_names"],
         attributes=document["attributes"],
+        compressors=_COMPRESSED,
         shards=(100, *_one_of("layer", dims=dims, shape=row)),
         chunks=(25, *_one_of("layer", "head", dims=dims, shape=row)),
     )
@@ -100,7 +104,7 @@ def _one_of(*cut: str, dims: Sequence[str], shape: Sequence[int]) -> list[int]:
     return [1 if dim in cut else n for dim, n in zip(dims, shape, strict=True)]
 
 
-def _document(**about: Any) -> Document:
+def _document(*, compressors: Sequence[BytesBytesCodec] = _CHECKED, **about: Any) -> Document:
     objects: dict[str, Buffer] = {}
-    zarr.create_array(MemoryStore(objects), compressors=_CODECS, **about)
+    zarr.create_array(MemoryStore(objects), compressors=compressors, **about)
     return json.loads(objects["zarr.json"].to_bytes())
