@@ -7,6 +7,7 @@ from .attention.stream import attention_stream as attention_stream
 from .attribution import faithfulness as faithfulness
 from .attribution import saliency as saliency
 from .bootstrap import bootstrap_interval as bootstrap_interval
+from .cost import cost as cost
 from .heads import head_types as head_types
 from .images import as_images as as_images
 from .interventions.ablation import Ablation as Ablation

@@ -19,6 +19,7 @@ PARTS: dict[str, set[str]] = {
     "models": {"hooks"},
     "images": {"models"},
     "provenance": {"models"},
+    "cost": {"models", "provenance"},
     "attention": {"hooks", "images", "models", "provenance"},
     "storage": {"schema"},
     "heads": {"schema"},
