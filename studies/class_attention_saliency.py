@@ -200,7 +200,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     defaults = {"img_size": 64, "batch_size": 32, "epochs": 14, "clutter": 6, "images": 48, "every": 5}
     if args.small:
         defaults |= {"img_size": 32, "limit": 400, "clutter": 0, "batch_size": 16, "epochs": 6, "every": 6}
-        defaults |= {"images": 12, "show": 2, "steps": 4}
+        defaults |= {"images": 8, "show": 2, "steps": 2}
     if not digits:
         defaults = {"batch_size": 32, "epochs": 0, "images": 32, "every": 5}
     fill_in(args, defaults)

@@ -194,7 +194,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "conv_vs_content_heads")
     defaults = {"seeds": 3, "draws": 3, "images": 64, "head_images": 16}
     if args.small:
-        defaults = {"seeds": 1, "draws": 2, "images": 24, "head_images": 2, "corruptions": FEW_CORRUPTIONS}
+        defaults = {"seeds": 1, "draws": 2, "images": 16, "head_images": 2, "corruptions": FEW_CORRUPTIONS}
     settle(parser, args, digits={"epochs": 5})
     if args.data != "digits":
         defaults = {"seeds": 3, "draws": 3, "images": 1000, "head_images": 200}

@@ -207,7 +207,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         fill_in(args, {"severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
     fill_in(args, {"severities": [1, 2, 3, 4, 5]})
     if args.data == "digits":
-        fill_in(args, {"images": 40 if args.small else 150})
+        fill_in(args, {"images": 24 if args.small else 150})
         if args.variant:
             parser.error("--variant goes with --data: they are test sets of ImageNet's classes")
     return args

@@ -22,6 +22,7 @@ from common.data import digits_loaders, probed_images
 from common.models import small_resnet
 from common.training import Training
 from tcnn_model import EpochResult, reparameterize
+from tcnn_model.training.finetune import evaluate
 
 STUDIES = sorted(path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py"))
 SMALL = ["--small", "--device", "cpu"]
@@ -38,21 +39,26 @@ class Done(NamedTuple):
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]:
     """Gives what ``python studies/NAME.py --small`` left; it runs once, whoever asks.
 
-    The CNN, and its control, are the same for several studies: they are trained once.
+    The CNN, its control and its T-CNN are the same for several studies: each is trained once, and the T-CNN of every
+    epoch then validated again, for the recorder of the next study.
     """
     runs: dict[str, Done] = {}
-    trained: dict[str, tuple[list[EpochResult], dict[str, Tensor]]] = {}
+    trained: dict[str, list[tuple[EpochResult, dict[str, Tensor]]]] = {}
     threads, train = torch.get_num_threads(), Training._train
 
     def train_once(study: Training, model: nn.Module, file: str, title: str, **recipe: Any) -> Iterator[EpochResult]:
-        if file not in ("cnn", "control"):
-            return train(study, model, file, title, **recipe)
-        key = repr((file, recipe))
+        key = repr((file.partition("_")[0], recipe))
         if key not in trained:
-            trained[key] = list(train(study, model, file, title, **recipe)), copy.deepcopy(model.state_dict())
-        results, weights = trained[key]
-        model.load_state_dict(weights)
-        return iter(results)
+            trained[key] = []
+            for result in train(study, model, file, title, **recipe):
+                trained[key].append((result, copy.deepcopy(model.state_dict())))
+                yield result
+            return
+        for result, weights in trained[key]:
+            model.load_state_dict(weights)
+            if file.startswith("tcnn"):
+                evaluate(model.eval(), study.loaders[1])
+            yield result
 
     def wanted(name: str) -> Done:
         if name not in runs:
@@ -178,11 +184,11 @@ def test_class_attention_scores_every_model_and_method(small_run: Callable[[str]
         methods = ds.attribution.values.tolist()
         assert methods == [*([] if "average" in name else ["class_attention"]), *GRADIENTS, "chance"]
         assert ds.epoch.values.tolist() == [0, epochs]
-        assert dict(ds.saliency.sizes) == {"epoch": 2, "attribution": len(methods), "image": 12, "y": 32, "x": 32}
+        assert dict(ds.saliency.sizes) == {"epoch": 2, "attribution": len(methods), "image": 8, "y": 32, "x": 32}
         for measure in ("pointing_game", "pointing_game_exact", "energy_inside", "deletion_auc", "insertion_auc"):
             assert np.isfinite(ds[measure].values).all(), (name, measure)
         np.testing.assert_allclose(ds.probability.sum("class"), 1, rtol=1e-5)
-        masks = probed_images(digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)[1].dataset, 12).masks
+        masks = probed_images(digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)[1].dataset, 8).masks
         chance = ds.energy_inside.sel(attribution="chance")  # is the share of the image
         np.testing.assert_allclose(chance[0], masks.double().mean((1, 2)))
 

@@ -1,5 +1,8 @@
 """A small vision transformer, its attention written out in float64, and all that a recorder could leave behind."""
 
+import multiprocessing
+import os
+from multiprocessing.pool import Pool
 from typing import Any
 
 import torch
@@ -11,7 +14,26 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import tcnn_probe
 
-__all__ = ["Trace", "check_entropies", "clean", "entropies", "entropy", "global_state", "images", "recorded", "vit"]
+__all__ = [
+    "Trace",
+    "check_entropies",
+    "clean",
+    "entropies",
+    "entropy",
+    "fresh_processes",
+    "global_state",
+    "images",
+    "recorded",
+    "vit",
+]
+
+
+def fresh_processes(count: int) -> Pool:
+    """Processes that have imported torch and ours, and done nothing; imported once for all of them."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.tcnn_probe.contracts.ranks"])
+    return context.Pool(count)
 
 
 def vit(seed: int = 0, **options: Any) -> VisionTransformer:

@@ -1,9 +1,6 @@
 """torch.compile: attach first, compile then; recorded forwards run uncompiled, all others as if nobody were there."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +8,7 @@ import torch
 from torch import nn
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, entropies, images, vit
-
-ROOT = Path(__file__).parents[3]
+from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, entropies, fresh_processes, images, vit
 
 # torch._dynamo hides this warning of its own, which a filter that raises undoes.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -144,16 +139,16 @@ def test_fullgraph_of_the_forward() -> None:
         check_entropies(recorder, expected, mark)
 
 
+def dispatch_modes() -> list[int]:
+    """How many a recorded forward of a model runs under."""
+    model, modes = vit(), list[int]()
+    model.blocks[0].register_forward_hook(lambda *_: modes.append(torch._C._len_torch_dispatch_stack()))
+    with tcnn_probe.record(model):
+        model(images())
+    return modes
+
+
 def test_nothing_more_than_needed_where_nothing_is_compiled() -> None:
     """In a process of its own, as this one has compiled things. A dispatch mode would slow down every operation."""
-    code = """
-import torch, tcnn_probe
-from tests.tcnn_probe.contracts.helpers import images, vit
-model, modes = vit(), []
-model.blocks[0].register_forward_hook(lambda *_: modes.append(torch._C._len_torch_dispatch_stack()))
-with tcnn_probe.record(model):
-    model(images())
-print(*modes)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.stdout == "0\n", done.stderr
+    with fresh_processes(1) as pool:
+        assert pool.apply(dispatch_modes) == [0]
