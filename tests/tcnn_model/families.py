@@ -13,20 +13,20 @@ from tests.tcnn_model.helpers import randomise_norms
 
 def _csp(name: str) -> dict[str, Any]:
     config = cspnet.model_cfgs[name]
-    depth = (*(1 for _ in config.stages.depth[1:]), config.stages.depth[-1])
+    depth = (*(1 for _ in config.stages.depth[1:]), 2)
     widths = tuple(width // 8 for width in config.stages.out_chs)
     return {"stem": replace(config.stem, out_chs=16), "stages": replace(config.stages, depth=depth, out_chs=widths)}
 
 
 _BASIC = {"channels": (8, 16, 24, 32)}
-_BOTTLENECK = {"layers": (1, 1, 2, 3), "channels": (8, 16, 24, 32)}
+_BOTTLENECK = {"layers": (1, 1, 2, 2), "channels": (8, 16, 24, 32)}
 _GROUPED = {**_BOTTLENECK, "channels": (16, 32, 48, 64)}
 NARROW: dict[str, dict[str, Any]] = {
     "resnet18": _BASIC,
-    "resnetv2_50": {"layers": (1, 1, 2, 3), "channels": (32, 64, 96, 128)},
-    "resnetv2_50d_gn": {"layers": (1, 1, 2, 3), "channels": (128, 128, 256, 256)},
+    "resnetv2_50": {"layers": (1, 1, 2, 2), "channels": (32, 64, 96, 128)},
+    "resnetv2_50d_gn": {"layers": (1, 1, 2, 2), "channels": (128, 128, 256, 256)},
     "vgg11_bn": {"mlp_ratio": 0.01},
-    "densenet121": {"growth_rate": 8, "block_config": (1, 1, 2, 3)},
+    "densenet121": {"growth_rate": 8, "block_config": (1, 1, 2, 2)},
     "darknet53": _csp("darknet53"),
     "darknetaa53": _csp("darknetaa53"),
     "cspresnet50": _csp("cspresnet50"),
@@ -36,10 +36,10 @@ NARROW: dict[str, dict[str, Any]] = {
     "res2net50_26w_4s": _BOTTLENECK,
     "resnest50d": _BOTTLENECK,
     "skresnet50": {**_BOTTLENECK, "channels": (16, 16, 32, 48)},
-    "resnetv2_50x1_bit": {"channels": (128, 128, 256, 256)},
-    "nf_resnet50": {"depths": (1, 1, 2, 3), "channels": (32, 64, 96, 128)},
+    "resnetv2_50x1_bit": {"channels": (128, 128, 128, 256)},
+    "nf_resnet50": {"depths": (1, 1, 2, 2), "channels": (32, 64, 96, 128)},
     "tf_efficientnetv2_s": {"channel_multiplier": 0.125, "depth_multiplier": 0.2},
-    "convnext_tiny": {"depths": (1, 1, 2, 3), "dims": (8, 16, 24, 32)},
+    "convnext_tiny": {"depths": (1, 1, 2, 2), "dims": (8, 16, 24, 32)},
     "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
     "inception_next_atto": {"depths": (1, 1, 1, 1)},
     "repvgg_b0": {

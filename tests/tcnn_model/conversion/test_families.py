@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnn_model import reparameterize
+from tcnn_model import gpsa_layers, reparameterize
+from tests.tcnn_model.conversion.test_layer_choice import LAST_STAGE
 from tests.tcnn_model.families import build
 from tests.tcnn_model.helpers import (
     CONVOLUTIONAL,
@@ -20,8 +21,6 @@ from tests.tcnn_model.helpers import (
     random,
     relative_error,
 )
-
-pytestmark = pytest.mark.numerical
 
 
 def _windows(x: Tensor) -> Tensor:
@@ -114,9 +113,11 @@ def test_keep_is_the_cnn_and_unit_the_unstrided_one(name: str) -> None:
     x = random(1, 3, 64 if name in _NO_ODD_STAGES else 80, 96)
     same = reparameterize(cnn, stride="keep", **SHARP)
     assert_same(same(x), cnn(x))
+    assert [*gpsa_layers(same)] == LAST_STAGE.get(name, [*gpsa_layers(same)])
     _assert_unstrided(cnn, BY_HAND[name], x)
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("name", ["resnet18", "convnext_tiny"])
 @torch.no_grad()
 def test_keep_is_the_same_function_in_float32(name: str) -> None:

@@ -15,8 +15,6 @@ from tcnn_model.conversion.tracing import Call, find_input_size, meta_copy, trac
 from tcnn_model.conversion.unstride import check_phases, unstride
 from tests.tcnn_model.helpers import SHARP, assert_same, random
 
-pytestmark = pytest.mark.numerical
-
 
 def _call(module: nn.Module, grid: tuple[int, int], name: str = "operation") -> Call:
     meta = copy.deepcopy(module).to("meta")

@@ -14,8 +14,6 @@ from tcnn_model import specialize
 from tcnn_model.models.patchconvnet import PatchConvNet
 from tests.tcnn_model.helpers import assert_same, random
 
-pytestmark = pytest.mark.numerical
-
 D, DEPTH, K = 16, 3, 5
 SMALL = {"embed_dim": D, "depth": DEPTH, "num_classes": K}
 KINDS = ["patchconvnet_s60", "patchconvnet_s60_multi"]

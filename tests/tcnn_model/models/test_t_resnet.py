@@ -34,14 +34,7 @@ def test_each_is_its_cnn_converted(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "millions", "layers"),
-    [
-        ("t_resnetrs50", 38.0, 3),
-        ("t_resnetrs101", 66.0, 3),
-        ("t_resnetrs152", 89.0, 3),
-        ("t_resnetrs200", 95.6, 3),
-        ("t_resnetrs270", 133.0, 4),
-        ("t_resnetrs350", 167.1, 4),
-    ],
+    [("t_resnetrs50", 38.0, 3), ("t_resnetrs270", 133.0, 4)],
 )
 def test_parameters_as_published(name: str, millions: float, layers: int) -> None:
     with torch.device("meta"):

@@ -10,8 +10,6 @@ from tcnn_model import AttentionPool2d, add_attention_pool
 from tests.tcnn_model.families import build
 from tests.tcnn_model.helpers import assert_same, random
 
-pytestmark = pytest.mark.numerical
-
 K = 3
 HEADS = {  # what has to take a pooled vector, or one for each class
     "a Linear": "resnet18",
