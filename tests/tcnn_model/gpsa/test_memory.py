@@ -1,5 +1,6 @@
 """No tensor of N x N attention weights where N is large, in whole models neither."""
 
+import pytest
 import torch
 
 from tcnn_model import gpsa, gpsa_layers, reparameterize
@@ -9,8 +10,9 @@ from tests.tcnn_model.families import build
 from tests.tcnn_model.helpers import LargestTensor, random
 
 
-def test_large_maps_never_hold_n_by_n_weights() -> None:
-    side, heads, dim = 64, 2, 3
+def test_large_maps_never_hold_n_by_n_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", 2**17)
+    side, heads, dim = 48, 2, 3
     axis, tokens = Axis(side, 1, 1, 3), side * side
     arguments = {
         "query": random(1, heads, tokens, dim, dtype=torch.float32).requires_grad_(),

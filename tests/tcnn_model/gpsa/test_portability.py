@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from tcnn_model import GPSA
+from tcnn_model import GPSA, Axis, gpsa
 from tests.tcnn_model.helpers import assert_same, disturb, random
 
 
@@ -25,6 +25,22 @@ def test_compiles_without_graph_breaks(layer: GPSA) -> None:
         assert_same(compiled(x), layer(x))
     compiled(x).sum().backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("values_of", [1, 2], ids=["dense", "fused"])
+def test_functions_compile_without_a_break(values_of: int) -> None:
+    """Of the backends that the layer does not choose; the fused one needs values of each head."""
+    axis = Axis(5, 1, 1, 3)
+    shapes = [(2, 2, 25, 3), (2, 2, 25, 3), (2, values_of, 25, 3), (2, 3), (2,)]
+    leaves = [random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
+
+    def forward(*tensors: torch.Tensor) -> torch.Tensor:
+        return gpsa(*tensors, y=axis, x=axis, backend="dense" if values_of == 1 else "fused")
+
+    outputs = [each(*leaves) for each in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True))]
+    plain, compiled = ((output, *torch.autograd.grad(output.square().sum(), leaves)) for output in outputs)
+    for ours, expected in zip(compiled, plain, strict=True):
+        assert_same(ours, expected)
 
 
 def test_copies(layer: GPSA) -> None:

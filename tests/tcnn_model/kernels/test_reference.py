@@ -14,9 +14,10 @@ CASES = {
     "strided": Case(Axis(7, 2, "same", 3), Axis(3, 2, "same", 3), 3, 7, 3, shared=False),
     "unpadded": Case(Axis(2, 1, 0, 1), Axis(5, 1, 0, 3), 2, 1, 1),
 }
-pytestmark = [pytest.mark.numerical, pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))]
+pytestmark = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
 
+@pytest.mark.numerical
 def test_against_the_papers_equations(case: Case) -> None:
     grid = Grid(Line.of(case.y), Line.of(case.x))
     tensors = case.inputs()
