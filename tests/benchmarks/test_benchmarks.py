@@ -90,10 +90,10 @@ def test_memory_against_resolution(
 
 
 def test_marking_is_timed_in_memory_and_on_disk(capsys: pytest.CaptureFixture[str]) -> None:
-    importlib.import_module("recording").marking(20)
+    importlib.import_module("recording").marking(3)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[-2:]] == ["in memory", "on disk"]
-    assert all("at 20 epochs" in line for line in lines[-2:])
+    assert all("at 3 epochs" in line for line in lines[-2:])
 
 
 def test_memory_is_the_peak_of_a_step() -> None:

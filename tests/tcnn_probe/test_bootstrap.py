@@ -7,8 +7,6 @@ import xarray as xr
 import tcnn_probe
 from tcnn_probe.bootstrap import resampled_means
 
-pytestmark = pytest.mark.numerical
-
 
 def test_bootstrap_interval() -> None:
     random = np.random.default_rng(0)

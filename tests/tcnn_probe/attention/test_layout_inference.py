@@ -15,8 +15,6 @@ from tests.tcnn_probe.attention.checking import TOLERANCE, as_it_is, check, merg
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded
 
-pytestmark = pytest.mark.numerical
-
 DIM, HEADS = 12, 3
 
 

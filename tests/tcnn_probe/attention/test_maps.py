@@ -19,8 +19,6 @@ from tcnn_model.gpsa.reference import gpsa_attention_reference
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 
-pytestmark = pytest.mark.numerical
-
 SIZE = (32, 48)
 VIT = {"patch_size": 8, "img_size": SIZE, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
 SWIN = {"patch_size": 4, "embed_dim": 8, "depths": (2,), "num_heads": (2,), "num_classes": 5}

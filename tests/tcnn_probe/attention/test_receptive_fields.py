@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 
 SIZE = (61, 73)
-pytestmark = [pytest.mark.numerical, pytest.mark.filterwarnings("ignore:Using padding=.same")]
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same")
 
 
 class Branches(nn.Module):

@@ -13,8 +13,6 @@ from tcnn_probe.attention.rebuild import discrepancy
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.contracts.helpers import Trace, clean, images, vit
 
-pytestmark = pytest.mark.numerical
-
 
 class Several(nn.Module):
     """Attends twice in one call, and takes a softmax that weighs nothing in a module named after attention."""

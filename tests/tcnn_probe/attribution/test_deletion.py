@@ -10,7 +10,6 @@ from tcnn_probe.attribution.deletion import pixel_order
 from tcnn_probe.attribution.pixels import blurred
 from tests.tcnn_probe.attribution.models import Linear
 
-pytestmark = pytest.mark.numerical
 GENERATOR = torch.Generator().manual_seed(7)
 IMAGES = torch.randn(3, 2, 7, 11, dtype=torch.float64, generator=GENERATOR)
 MAPS = torch.randn(3, 7, 11, dtype=torch.float64, generator=GENERATOR)

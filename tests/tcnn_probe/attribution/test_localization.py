@@ -8,7 +8,6 @@ import torch
 
 from tcnn_probe.attribution import energy_inside, pointing_game, rank_correlation
 
-pytestmark = pytest.mark.numerical
 GENERATOR = torch.Generator().manual_seed(7)
 MAPS = torch.randn(5, 7, 11, generator=GENERATOR)
 MASKS = torch.rand(5, 7, 11, generator=GENERATOR) < 0.3

@@ -10,8 +10,6 @@ from torch.utils.checkpoint import checkpoint
 import tcnn_probe
 from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, entropy, images, vit
 
-pytestmark = pytest.mark.numerical
-
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_several_recorders_removed_in_any_order(first: int) -> None:

@@ -17,8 +17,6 @@ from tcnn_probe.hooks.modes import aside, aside_depth
 from tcnn_probe.models import untouched
 from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, images, vit
 
-pytestmark = pytest.mark.numerical
-
 
 def in_thread(action: Callable[[], Any]) -> list[BaseException]:
     """Run to its end; what it raised."""

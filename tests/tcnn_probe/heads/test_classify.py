@@ -15,8 +15,6 @@ import xarray as xr
 import tcnn_probe
 from tcnn_probe.heads.mixture import Mixture
 
-pytestmark = pytest.mark.numerical
-
 NAN = math.nan
 BOTH = ("thresholds", "mixture")
 ENTROPY, DISTANCE = 4.0, 8.0  # of uniform attention in every layer: shares are then exact in binary

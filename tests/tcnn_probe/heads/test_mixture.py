@@ -5,8 +5,6 @@ import pytest
 
 from tcnn_probe.heads import fit_mixture
 
-pytestmark = pytest.mark.numerical
-
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_clusters_that_are_known(number: int) -> None:

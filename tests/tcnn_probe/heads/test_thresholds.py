@@ -10,8 +10,6 @@ import pytest
 
 from tcnn_probe.heads import GATED, PLAIN, Thresholds, gated_types, plain_types
 
-pytestmark = pytest.mark.numerical
-
 NAN, INF = math.nan, math.inf
 
 

@@ -1,5 +1,6 @@
 """Ablated models in several threads: outputs are as alone, and every model is left as it was."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -132,8 +133,9 @@ def tiny_vit(seed: int) -> VisionTransformer:
 
 
 def test_ablated_recorded_and_attributed_at_once() -> None:
-    """Three models, each in a thread of its own, for 1,000 forwards."""
-    sys.setswitchinterval(1e-3)  # in so many forwards the threads take turns often enough
+    """Three models, each in a thread of its own, for 100 forwards, or as many as TCNN_PROBE_FORWARDS says."""
+    forwards = int(os.environ.get("TCNN_PROBE_FORWARDS", 100))
+    sys.setswitchinterval(1e-4)  # the threads take turns often enough
     models = ablated, recorded, attributed = [tiny_vit(seed) for seed in range(3)]
     x = torch.randn(25, 1, 8, 12, generator=torch.Generator().manual_seed(7))
     before = [Trace(model) for model in models]
@@ -147,7 +149,7 @@ def test_ablated_recorded_and_attributed_at_once() -> None:
         return torch.from_numpy(tcnn_probe.saliency(model, x, 1, batch_size=1, progress=False).values)
 
     jobs: list[tuple[Callable[[nn.Module], Tensor], nn.Module, int]]
-    jobs = [(logits, ablated, 1000), (logits, recorded, 1000), (maps, attributed, 1000 // len(x))]
+    jobs = [(logits, ablated, forwards), (logits, recorded, forwards), (maps, attributed, forwards // len(x))]
     equal = []
     with tcnn_probe.ablate(ablated, {"blocks.0.attn": [0, 2]}), tcnn_probe.record(recorded) as recorder:
         alone = [run_one(model) for run_one, model, _ in jobs]

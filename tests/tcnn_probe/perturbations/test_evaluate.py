@@ -18,8 +18,6 @@ from tcnn_probe.perturbations.corruptions.table import named_corruptions
 from tests.tcnn_probe.contracts.helpers import Trace
 from tests.tcnn_probe.perturbations.classifiers import NONE, NORMALIZATION, Small, configured, labels, pixels
 
-pytestmark = pytest.mark.numerical
-
 SOME = {"corruptions": ["contrast", "gaussian_noise", "pixelate"], "severities": (5, 2), "seeds": (3, 0)}
 QUICK: dict[str, Any] = {"corruptions": "pixelate", "severities": 1, "attacks": "fgsm", "normalization": NONE}
 CLEAN: dict[str, Any] = {"corruptions": (), "attacks": (), "normalization": NONE}

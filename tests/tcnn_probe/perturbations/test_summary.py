@@ -6,8 +6,6 @@ import xarray as xr
 
 from tcnn_probe import improvement, mean_corruption_error
 
-pytestmark = pytest.mark.numerical
-
 CORRUPTIONS = {"shot_noise": "noise", "fog": "weather", "snow": "weather", "jpeg": "digital", "blur": "blur"}
 
 

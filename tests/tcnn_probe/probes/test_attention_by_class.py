@@ -20,8 +20,6 @@ from tests.tcnn_probe.probes.class_attention_models import CLASSES, LAYER, class
 
 IMAGES = [1, 3, 6]
 
-pytestmark = pytest.mark.numerical
-
 
 def maps_of(recorder: tcnn_probe.Recorder, shape: str = "3x5") -> xr.Dataset:
     return classes_of(recorder.tree, shape).isel(epoch=-1).load()
@@ -43,6 +41,7 @@ def check(ds: xr.Dataset, model: nn.Module, x: Tensor, images: Sequence[int], cl
             np.testing.assert_allclose(ds.class_score[place, rank], scores[image, c], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.numerical
 def test_best_classes_by_the_model_s_own_output() -> None:
     model, x = network(), pictures()
     ds = maps_of(recorded(model, *x.split([2, 3, 2]), images=IMAGES))
@@ -65,6 +64,7 @@ def test_classes_that_are_named(classes: Any, expected: list[int]) -> None:
     assert ds["class"].values.tolist() == expected
 
 
+@pytest.mark.numerical
 def test_numbers_of_a_layer_with_a_token_a_class() -> None:
     """Means over all tokens; none is taken for the class token, and nobody has a place."""
     model, x = network(), pictures()

@@ -12,8 +12,6 @@ import xarray as xr
 import tcnn_probe
 from tests.tcnn_probe.contracts.helpers import check_entropies, entropies, images, recorded, vit
 
-pytestmark = pytest.mark.numerical
-
 
 def test_every() -> None:
     """The first forward of each epoch, and each one so many after it; those in the other mode are not counted."""

@@ -16,8 +16,6 @@ from PIL import Image
 from tcnn_probe import CORRUPTIONS, corrupt
 from tcnn_probe.perturbations.corrupt_images import _draws
 
-pytestmark = pytest.mark.numerical
-
 # Largest difference in levels of 256. Where it is 1 the reference rounds to whole levels on the way, and ours does not.
 DIFFERENCE = dict.fromkeys(CORRUPTIONS, 1e-3) | {"glass_blur": 1.0, "snow": 1.0, "pixelate": 1.001}
 SEED = 5

@@ -7,8 +7,6 @@ from scipy.ndimage import zoom as scipy_zoom
 
 from tcnn_probe.perturbations.corruptions.resampling import area_weights, reference_shape, scale_of, shrink, zoom
 
-pytestmark = pytest.mark.numerical
-
 
 def slow_means(layer: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
     """Over 60 samples along each pixel of the coarse grid."""

@@ -15,8 +15,6 @@ from PIL import Image
 from tcnn_probe import CORRUPTIONS
 from tcnn_probe.perturbations.corruptions.resampling import scale_of
 
-pytestmark = pytest.mark.numerical
-
 TIMES = 7
 
 
