@@ -54,24 +54,6 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
     assert not (path / LOCK).exists()
 
 
-def test_holder_in_another_process(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-
-    def work() -> EpochStore:
-        store = create(path)
-        add(store, 0)
-        return store
-
-    holder, store = child(work), create(path)
-    with pytest.raises(StoreError, match=HELD.format(holder.pid)):
-        add(store, 1)
-    holder.end(kill=True)
-    assert str(holder.pid) in (path / LOCK).read_text()
-    add(store, 1)
-    assert str(os.getpid()) in (path / LOCK).read_text()
-    assert_holds(path, [0, 1])
-
-
 def test_forked_process_has_no_right_to_write_and_leaves_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     store = create(path)
