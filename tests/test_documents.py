@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -9,6 +10,7 @@ import pytest
 import timm
 import torch
 import xarray as xr
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tcnn_model.models.patchconvnet import PatchConvNet
@@ -19,6 +21,12 @@ ROOT = Path(__file__).parent.parent
 def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
+    create = timm.create_model
+
+    def narrow(name: str, **options: Any) -> nn.Module:
+        return create(name, **options, **({"channels": (8, 8, 16, 16)} if "resnet" in name else {"embed_dim": 48}))
+
+    monkeypatch.setattr(timm, "create_model", narrow)
     blocks = python_blocks(ROOT / "README.md")
     assert len(blocks) == 4
     images, labels = torch.randn(6, 3, 64, 96), torch.arange(6) % 3
