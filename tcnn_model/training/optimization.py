@@ -44,7 +44,7 @@ def parameter_groups(
     pools = (name for name, module in model.named_modules() if isinstance(module, AttentionPool2d))
     undecayed |= {f"{name}.cls_token" if name else "cls_token" for name in pools}
     undecayed |= set(getattr(model, "no_weight_decay", set)())
-    groups = [{"name": "gates", "params": gates, "weight_decay": 0.0, "lr": gating_lr}]
+    groups: list[dict[str, Any]] = [{"name": "gates", "params": gates, "weight_decay": 0.0, "lr": gating_lr}]
     queries_and_keys = [p for layer in layers.values() for p in (layer.query, layer.key) if p.requires_grad]
     if qk_lr is not None:
         groups.append(

@@ -17,6 +17,6 @@ def nothing_left() -> Iterator[None]:
 @pytest.fixture(params=[True, False], ids=["fused", "plain"])
 def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether timm asks for fused attention."""
-    set_fused_attn(request.param)
+    set_fused_attn(request.param, experimental=request.param)  # which Swin needs
     yield request.param
     set_fused_attn(True)
