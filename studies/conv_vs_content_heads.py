@@ -2,28 +2,29 @@
 
     python studies/conv_vs_content_heads.py
 
-Takes about 4 minutes on two CPU cores.
+Takes about 8 minutes on two CPU cores.
 
 What one should see (conv_vs_content_heads.png): without the convolutional heads accuracy falls much further than
-without as many heads chosen at random. What the low-gate heads are worth is said by the last sentence that is printed,
-and by no other: more or less than as many random heads, on which images, and whether other trainings would agree.
+without as many heads chosen at random. What the low-gate heads are worth, and what content is worth to them, is said by
+the last sentences that are printed, and by no other: more or less than as many random heads, on which images, and
+whether other trainings would agree.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. With several seeds its last stage is reparameterized
 as gated positional self-attention (GPSA) and fine-tuned. Heads are then typed by ``tcnn_probe.head_types``: a high gate
 and a narrow positional attention is "convolutional", a gate of at most 1/3 is "content". The paper guesses that the
-latter bring the robustness on blurred and faint images. Such a head may attend to content or look everywhere alike; on
-these digits it does the latter, so texts and figures here call it "low-gate".
-All heads of a type are removed at once, and as the control as many heads drawn at random; likewise each head by itself.
-The output of a removed head is replaced by its mean over training images, position by position, so that it tells
-nothing of the image (--mode zero: by zeros). Accuracy is measured on the same images with and without the heads: clean,
-in the four groups of ImageNet-C's corruptions, on contrast alone (faint images), and under PGD attacks on the model
-whose heads are removed.
+latter bring the robustness on blurred and faint images. Such a head may attend to content or look everywhere alike, so
+texts and figures here call it "low-gate". "static" says which: it costs nothing where they attend to no content.
+All heads of a type are ablated at once, and as the control as many heads drawn at random; likewise each head by itself.
+Their outputs are zeroed; or their attention is replaced by its mean over training images, so that they look at places
+and not at content ("static"); or by that of a training image, whose content is another ("shuffled"). Accuracy is
+measured on the same images with and without: clean, in the four groups of ImageNet-C's corruptions, on contrast alone
+(faint images), and under PGD attacks on the model whose heads are ablated.
 Bootstrap intervals, over random draws and images, are for these trainings as they are; t intervals, wide as they are
 with three trainings, are for others. Convolutional heads sit in early layers and low-gate heads in late ones, so this
 does not tell a type from a place in the network.
 
 Writes into results/:
-conv_vs_content_heads.png        A what removing each type costs, beside random heads; B what each single head costs
+conv_vs_content_heads.png        what ablating each type costs, a row a mode, beside random heads; and each single head
 conv_vs_content_heads.txt        the table of differences, with 95 % intervals over draws and images
 conv_vs_content_heads.zarr       every answer: xarray.open_datatree
 conv_vs_content_heads_*.zarr     the recordings
@@ -53,7 +54,7 @@ from matplotlib.figure import Figure
 import tcnn_probe
 from common.data import PixelBatches
 from common.ending import ended, finish, learned
-from common.head_removal import CLEAN, NOTHING, Sets, conditions, random_heads, single_heads, type_sets
+from common.head_removal import CLEAN, MODES, NOTHING, Sets, conditions, random_heads, single_heads, type_sets
 from common.head_types import COLORS, PAIR, WORDS
 from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
 from common.removal_costs import DRAWN, WITHIN, costs, head_costs, mean_and_interval
@@ -61,7 +62,7 @@ from common.removal_report import sentence, table
 from common.training import Training, add_training, begin, settle
 
 SETS = [NOTHING, *PAIR, *(f"random for {kind}" for kind in PAIR)]
-MEASURED = ("mode", "draws", "images", "head_images", "corruptions", "severities", "epsilon")  # no part of training
+MEASURED = ("modes", "draws", "images", "head_images", "corruptions", "severities", "epsilon")  # no part of training
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -91,46 +92,53 @@ def one_training(study: Training, seed: int) -> tuple[xr.Dataset, xr.Dataset]:
     """Fine-tune a T-CNN, type its heads, and remove them: by type, and one by one."""
     args = study.args
     store = study.output.beside(f"_{seed}.zarr")
-    model, recording = study.tcnn(store, file=f"tcnn_{seed}", title=f"the T-CNN, seed {seed}", seed=seed)
+    start = {"gating": args.gating, "qk_scale": args.qk_scale}
+    title = f"the T-CNN, seed {seed}"
+    model, recording = study.tcnn(store, file=f"tcnn_{seed}", title=title, seed=seed, start=start)
     model.eval()
     types = tcnn_probe.head_types(recording).isel(epoch=-1)
     options = {"corruptions": args.corruptions, "severities": args.severities, "epsilon": args.epsilon}
-    options |= {"device": args.device, "seed": seed, "reference": None}
-    if args.mode == "mean":
-        torch.manual_seed(args.seed)
-        count = 32 if args.small else 128
-        options["reference"] = [images for images, _ in islice(study.loaders[0], -(-count // args.batch_size))]
+    options |= {"device": args.device, "seed": seed}
+    torch.manual_seed(args.seed)
+    count = 32 if args.small else 128
+    options["reference"] = [images for images, _ in islice(study.loaders[0], -(-count // args.batch_size))]
 
-    def right(title: str, sets: Sets, images: int) -> xr.Dataset:
-        how = zlib.crc32(repr([getattr(args, name) for name in MEASURED]).encode())
-        part = study.output.checkpoints / f"{title}_{seed}_{how:08x}.zarr"
+    def right(title: str, sets: Sets, images: int, mode: str) -> xr.Dataset:
+        how = zlib.crc32(repr([getattr(args, name) for name in MEASURED[1:]]).encode())
+        part = study.output.checkpoints / f"{title}_{mode}_{seed}_{how:08x}.zarr"
         batches = PixelBatches(study.cnn, study.loaders[1], images)
-        return conditions(model=copy.deepcopy(model), sets=sets, batches=batches, part=part, **options)
+        return conditions(model=copy.deepcopy(model), sets=sets, batches=batches, mode=mode, part=part, **options)
 
     sets = type_sets(types) | random_heads(types, args.draws, np.random.default_rng(seed))
+    alone: Sets = {NOTHING: None} | single_heads(types)
+    jobs = [("heads", alone, args.head_images, args.modes[0])]
+    jobs += [("types", sets, args.images, mode) for mode in args.modes]
     with ThreadPoolExecutor(2) as pool:  # a core each
-        jobs = (("heads", {NOTHING: None} | single_heads(types), args.head_images), ("types", sets, args.images))
-        one_by_one, by_type = pool.map(right, *zip(*jobs, strict=True))
+        one_by_one, *by_mode = pool.map(right, *zip(*jobs, strict=True))
+    by_type = xr.concat(by_mode, xr.DataArray(np.array(args.modes, object), dims="mode", name="mode"))
     of_head = recording.isel(epoch=-1)[["gate", "attention_distance"]]
     return by_type.assign(head_type=types), one_by_one.assign(head_type=types, **of_head)
 
 
 def draw(tree: xr.DataTree) -> Figure:
-    """A what types cost, by condition; B what each head costs, by its gate."""
+    """What types cost, a row for each mode, by condition; and what each head costs, by its gate."""
     right = tree["types"].right.load()
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    axes = figure.subplot_mosaic("AAB")
+    modes = [str(mode) for mode in right.mode.values]
+    figure = Figure(figsize=(11, 1.6 + 3 * len(modes)), layout="constrained")
+    axes = figure.subplot_mosaic([[mode, mode, "heads"] for mode in modes])
     shown = [("convolutional", 1.0), ("random for convolutional", 0.35), ("content", 1.0), ("random for content", 0.35)]
-    for place, (name, alpha) in enumerate(shown):
-        bars(axes["A"], costs(right, name), place, alpha, name)
-    axes["A"].set_xticks(range(right.sizes["condition"]), right.condition.values)
-    axes["A"].axhline(0, color="0.3", lw=0.8)
-    axes["A"].set_ylabel("accuracy lost (share of images)")
-    figure.legend(*axes["A"].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
-    single(axes["B"], tree["heads"].dataset.load())
-    titles = {"A": "heads of a type removed; lines: 95 % bootstrap intervals", "B": "one head removed"}
-    for name, panel in axes.items():
-        panel.set_title(f"{name}  {titles[name]}", loc="left", fontsize=10)
+    for mode in modes:
+        panel = axes[mode]
+        for place, (name, alpha) in enumerate(shown):
+            bars(panel, costs(right.sel(mode=mode), name), place, alpha, name)
+        panel.set_xticks(range(right.sizes["condition"]), right.condition.values)
+        panel.axhline(0, color="0.3", lw=0.8)
+        panel.set_ylabel("accuracy lost (share of images)")
+    figure.legend(*axes[modes[0]].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    single(axes["heads"], tree["heads"].dataset.load())
+    for letter, (name, panel) in zip("ABCDE", axes.items(), strict=False):
+        title = f"{modes[0]}, one head" if name == "heads" else f"{name}; lines: 95 % bootstrap intervals"
+        panel.set_title(f"{letter}  {title}", loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -160,7 +168,7 @@ def single(panel: Axes, heads: xr.Dataset) -> None:
 
 def check(tree: xr.DataTree, chance: float) -> bool:
     """Whether the models learned, both types were found and removing the convolutional heads hurt."""
-    right, types = tree["types"].right.load(), tree["types"].head_type.load()
+    right, types = tree["types"].right.load().isel(mode=0), tree["types"].head_type.load()
     accuracy = float(right.sel(ablation=NOTHING, condition=CLEAN).mean("image").min())
     seen = learned("a T-CNN", accuracy, right.sizes["image"], chance)
     for kind in PAIR:
@@ -170,20 +178,25 @@ def check(tree: xr.DataTree, chance: float) -> bool:
     mean, low, high = mean_and_interval(
         costs(right, "convolutional").drop_sel(condition=WITHIN, errors="ignore").mean("condition")
     )
-    verdict = "hurts" if low > 0 else "does NOT hurt"
-    print(
-        f"check: removing the convolutional heads {verdict}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over all conditions"
-    )
+    what = f"{MODES[str(right.mode.values)]} the convolutional heads {'hurts' if low > 0 else 'does NOT hurt'}"
+    print(f"check: {what}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over all conditions")
     return seen and low > 0
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    add_training(parser, small="1 seed, 4 corruptions, few images, 20 seconds")
+    add_training(parser, small="1 seed, 2 modes, 4 corruptions, few images, 20 seconds")
     add = parser.add_argument_group("interventions").add_argument
     add("--seeds", type=from_least(1), help="trainings of the T-CNN, from --seed on (default: 3)")
-    add("--mode", choices=("mean", "zero"), default="mean", help="what replaces a head's output (default: mean)")
+    add("--gating", type=float, default=1.0, help="initial lambda of the gates (default: 1, the papers')")
+    add("--qk-scale", type=positive_number, default=1.0, help="initial scale of queries and keys (default: 1, theirs)")
+    add(
+        "--modes",
+        nargs="+",
+        choices=MODES,
+        help="of tcnn_probe.ablate, the first for single heads too (default: zero static shuffled)",
+    )
     add("--draws", type=from_least(1), help="random sets of heads for each type (default: 3)")
     add("--images", type=from_least(2), help="validation images for types (default: 64; 1000 of --data)")
     add("--head-images", type=from_least(2), help="and for single heads (default: 16; 200 of --data)")
@@ -192,13 +205,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--epsilon", type=positive_number, default=1 / 255, help="of PGD, in pixels of 0 to 1 (default: 1/255)")
     add_output(parser)
     args = parsed(parser, arguments, "conv_vs_content_heads")
+    modes = ["zero", "static"] if args.small else ["zero", "static", "shuffled"]
     defaults = {"seeds": 3, "draws": 3, "images": 64, "head_images": 16}
     if args.small:
         defaults = {"seeds": 1, "draws": 2, "images": 16, "head_images": 2, "corruptions": FEW_CORRUPTIONS}
+    if args.modes and args.modes[0] not in ("zero", "mean"):
+        parser.error("the first of --modes removes heads: zero or mean")
     settle(parser, args, digits={"epochs": 5})
     if args.data != "digits":
         defaults = {"seeds": 3, "draws": 3, "images": 1000, "head_images": 200}
-    fill_in(args, defaults)
+    fill_in(args, {"modes": modes} | defaults)
     return args
 
 

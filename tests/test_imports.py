@@ -26,7 +26,7 @@ PARTS: dict[str, set[str]] = {
     "probes": {"attention", "hooks", "schema"},
     "recording": {"attention", "hooks", "models", "probes", "provenance", "schema", "storage"},
     "callbacks": {"recording", "schema"},
-    "interventions": {"attention", "hooks", "models"},
+    "interventions": {"attention", "hooks", "images", "models"},
     "attribution": {"attention", "images", "models", "provenance"},
     "perturbations": {"bootstrap", "hooks", "images", "models", "provenance"},
     "plot": {"bootstrap", "heads", "perturbations", "schema"},

@@ -1,4 +1,4 @@
-"""Which heads are taken away, and what a model gets right without them, by condition."""
+"""Which heads are intervened on, and how, and what a model gets right then, by condition."""
 
 import os
 import shutil
@@ -13,12 +13,21 @@ import tcnn_probe
 from common.data import PixelBatches
 from common.head_types import PAIR
 
-__all__ = ["CLEAN", "NOTHING", "Sets", "conditions", "random_heads", "single_heads", "type_sets"]
+__all__ = ["CLEAN", "MODES", "NOTHING", "Sets", "conditions", "random_heads", "single_heads", "type_sets"]
 
 Sets = Mapping[str, xr.DataArray | None]
 """Boolean arrays (layer, head) by name; True is a head that is taken away, None takes nothing away."""
 
 NOTHING, CLEAN = "nothing", "clean"
+
+MODES = {
+    "zero": "zeroing the outputs of",
+    "mean": "replacing by their means the outputs of",
+    "static": "replacing by its mean the attention of",
+    "shuffled": "giving another image's attention to",
+}
+"""What :func:`tcnn_probe.ablate` does to heads, and the words for it."""
+
 _ALONE = ("contrast",)  # a condition of its own as well: the paper guesses that faint images need content
 
 
@@ -57,7 +66,8 @@ def conditions(
     model: nn.Module,
     sets: Sets,
     batches: PixelBatches,
-    reference: Sequence[Tensor] | None,
+    mode: str,
+    reference: Sequence[Tensor],
     corruptions: Sequence[str] | None,
     severities: Sequence[int],
     epsilon: float,
@@ -65,14 +75,15 @@ def conditions(
     device: str,
     part: Path,
 ) -> xr.Dataset:
-    """What the model gets right without each set of heads.
+    """What the model gets right with each set of heads ablated.
 
     Args:
         model: in eval mode.
         sets: a name before "#" is one thing, drawn several times.
         batches: the images.
-        reference: batches of images, as the model takes them; the output of a removed head is replaced by its mean
-            over them. None: by zeros.
+        mode: one of ``MODES``.
+        reference: batches of images, as the model takes them, over which means are taken; of the first one attention is
+            given to other images.
         corruptions: names, or None for all.
         severities: of the corruptions.
         epsilon: of PGD.
@@ -85,7 +96,7 @@ def conditions(
     """
     if not part.exists():
         results = tcnn_probe.robustness(
-            {name: without(model, heads, reference) for name, heads in sets.items()},
+            {name: without(model, heads, mode, reference) for name, heads in sets.items()},
             batches,
             corruptions=corruptions,
             severities=severities,
@@ -102,13 +113,13 @@ def conditions(
 
 
 def without(
-    model: nn.Module, heads: xr.DataArray | None, reference: Sequence[Tensor] | None
+    model: nn.Module, heads: xr.DataArray | None, mode: str, reference: Sequence[Tensor] = ()
 ) -> Callable[[Tensor], Tensor]:
-    """The model without some of its heads, as a function of images."""
+    """The model with some of its heads ablated, as a function of images."""
     if heads is None:
         return model
-    mode = "zero" if reference is None else "mean"
-    ablation = tcnn_probe.ablate(model, heads, mode, images=reference)
+    images = {"zero": None, "shuffled": reference[:1]}.get(mode, reference)
+    ablation = tcnn_probe.ablate(model, heads, mode, images=images)  # type: ignore[arg-type]
     ablation.remove()  # until it is entered
 
     def classify(images: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import xarray as xr
 
-from common.head_removal import CLEAN, NOTHING
+from common.head_removal import CLEAN, MODES, NOTHING
 from common.head_types import PAIR, WORDS
 from common.removal_costs import (
     beyond_these_trainings,
@@ -26,16 +26,18 @@ def table(tree: xr.DataTree) -> str:
         of_one = types.sel(training=training)
         counts = ", ".join(f"{words} {int((of_one == kind).sum())}" for kind, words in WORDS.items())
         lines.append(f"  seed {training}: {counts}")
-    for kind, difference in differences(right).items():
-        lines.append(f"\nwithout the {WORDS[kind]} heads: accuracy lost, with 95 % intervals over draws and images")
-        lines.append(f"  {'':<10}{'accuracy':>9}  {'these heads':<25}{'as many at random':<25}{'difference':<25}")
-        for condition in right.condition.values:
-            whole = float(right.sel(ablation=NOTHING, condition=condition).mean())
-            cells = [costs(right, kind), costs(right, f"random for {kind}"), difference]
-            words = [interval_in_words(cell.sel(condition=condition)) for cell in cells]
-            lines.append(f"  {condition:<10}{whole:>9.3f}  " + "".join(f"{word:<25}" for word in words))
+    for mode in right.mode.values:
+        of_mode = right.sel(mode=mode, drop=True)
+        for kind, difference in differences(of_mode).items():
+            lines.append(f"\n{MODES[mode]} the {WORDS[kind]} heads: accuracy lost, with 95 % intervals")
+            lines.append(f"  {'':<10}{'accuracy':>9}  {'these heads':<25}{'as many at random':<25}{'difference':<25}")
+            for condition in right.condition.values:
+                whole = float(of_mode.sel(ablation=NOTHING, condition=condition).mean())
+                cells = [costs(of_mode, kind), costs(of_mode, f"random for {kind}"), difference]
+                words = [interval_in_words(cell.sel(condition=condition)) for cell in cells]
+                lines.append(f"  {condition:<10}{whole:>9.3f}  " + "".join(f"{word:<25}" for word in words))
     cost = head_costs(heads)
-    lines.append("\nwithout one head: accuracy lost, mean over the heads of a type")
+    lines.append(f"\n{MODES[str(right.mode.values[0])]} one head: accuracy lost, mean over the heads of a type")
     lines.append(f"  {'':<10}" + "".join(f"{WORDS[kind]:<25}" for kind in PAIR))
     for condition in cost.condition.values:
         means = [cost.sel(condition=condition).where(heads.head_type == kind).mean(["layer", "head"]) for kind in PAIR]
@@ -46,10 +48,16 @@ def table(tree: xr.DataTree) -> str:
 def sentence(tree: xr.DataTree) -> str:
     """What the intervals support, and nothing more."""
     right = tree["types"].right.load()
+    return "\n".join(
+        _sentence(right.sel(mode=mode, drop=True), words) for mode, words in MODES.items() if mode in right.mode
+    )
+
+
+def _sentence(right: xr.DataArray, words: str) -> str:
     difference = differences(right)["content"]
     there = difference.notnull().any(["draw", "condition", "image"])
     if not bool(there.any()):
-        return "\nNo training had low-gate heads: nothing can be said of them."
+        return f"\nNo training had {WORDS['content']} heads: nothing can be said of {words} them."
     excess = (difference - difference.sel(condition=CLEAN)).drop_sel(condition=CLEAN)
     beside_random = by_side(difference, "more on", "less on", "not distinguishable on")
     beside_clean = by_side(excess, "larger on", "smaller on", "not distinguishable on")
@@ -60,7 +68,7 @@ def sentence(tree: xr.DataTree) -> str:
     these = f"In these {count} trainings" if count > 1 else "In one training"
     sizes = f"sets of random heads ({right.sizes['draw']} in each) and {right.sizes['image']} images"
     return (
-        f"\n{these} of one CNN, removing the low-gate heads costs, compared with as many random heads: {own}. "
+        f"\n{these} of one CNN, {words} the {WORDS['content']} heads costs, compared with as many random heads: {own}. "
         f"Compared with clean images, that difference is: {against}. (95 % bootstrap intervals over {sizes}, not "
         f"corrected for looking at {len(conditions)} conditions.) For other trainings, t intervals support "
         f"{'a difference on ' + ', '.join(others) if others else 'no difference on any condition'}."

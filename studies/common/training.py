@@ -170,6 +170,7 @@ class Training:
         title: str = "the T-CNN",
         seed: int | None = None,
         probes: Any = None,
+        start: Mapping[str, Any] | None = None,
         scalars: Callable[[EpochResult], Mapping[str, float]] = lambda result: {},
         after: Callable[[nn.Module, EpochResult], None] = lambda model, result: None,
     ) -> tuple[nn.Module, xr.Dataset]:
@@ -178,12 +179,13 @@ class Training:
         Args:
             store: of the recording.
             file, title, seed: as for :meth:`fine_tune`; the seed is also that of the new queries and keys.
+            start: options of :func:`tcnn_model.reparameterize`.
             probes: what else to record of heads, as :func:`tcnn_probe.record` takes it.
             scalars: what to record of an epoch beside its accuracies and losses.
             after: called after each epoch.
         """
         torch.manual_seed(self.args.seed if seed is None else seed)
-        model = reparameterize(self.cnn)
+        model = reparameterize(self.cnn, **start or {})
         with tcnn_probe.record(model, store, probes=probes) as recorder:
             for result in self.fine_tune(model, file, title, seed=seed):
                 recorder.mark(if_marked="skip", **scalars(result), **asdict(result))

@@ -36,6 +36,7 @@ def reparameterize(
     locality_strength: float = 1.0,
     gating: float = 1.0,
     qk_dim: int | None = None,
+    qk_scale: float = 1.0,
     backend: Backend = "auto",
     input_size: InputSize | None = None,
     inplace: bool = False,
@@ -71,6 +72,7 @@ def reparameterize(
         locality_strength: initial alpha of every head, in 1 / pixel^2.
         gating: initial lambda of every head.
         qk_dim: channels of queries and keys per head, see :class:`~tcnn_model.GPSA`.
+        qk_scale: initial scale of the weights of queries and keys, see :class:`~tcnn_model.GPSA`. The papers have 1.
         backend: how the layers compute attention, see :func:`~tcnn_model.gpsa`.
         input_size: (C, H, W) at which stages are told apart; timm's ``pretrained_cfg`` or 3 x 224 x 224 unless given.
         inplace: convert ``model`` itself rather than a copy.
@@ -95,6 +97,7 @@ def reparameterize(
     steps = _strided_steps(calls, chosen) if stride == "unit" else {}
 
     options = {"locality_strength": locality_strength, "gating": gating, "qk_dim": qk_dim, "backend": backend}
+    options["qk_scale"] = qk_scale
 
     def replacements(source: nn.Module) -> dict[str, nn.Module]:
         new = {name: unstride(call, source.get_submodule(name)) for name, call in steps.items() if name not in chosen}

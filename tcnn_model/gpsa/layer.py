@@ -42,6 +42,8 @@ class GPSA(nn.Module):
         qk_dim: channels d of queries and keys per head; ``max(1, in_channels // heads)`` unless given.
         locality_strength: initial alpha > 0, in 1 / pixel^2: one number, or one per head.
         gating: initial lambda, one number, or one per head.
+        qk_scale: initial scale of queries' and keys' weights: their standard deviation is 0.02 times this. The papers
+            have 1, with which content attention starts out even over the image; its logits grow with the square.
         backend: how attention is computed, as in :func:`~tcnn_model.gpsa`; an attribute that may be changed later.
 
     Attributes:
@@ -77,6 +79,7 @@ class GPSA(nn.Module):
         qk_dim: int | None = None,
         locality_strength: float | Sequence[float] = 1.0,
         gating: float | Sequence[float] = 1.0,
+        qk_scale: float = 1.0,
         backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -104,6 +107,8 @@ class GPSA(nn.Module):
         if not bool((alpha > 0).all()):
             raise ValueError(f"locality_strength must be positive; got {locality_strength}")
         gates = _per_head("gating", gating, self.heads)
+        if not 0 <= qk_scale < math.inf:
+            raise ValueError(f"qk_scale must be a finite number of at least 0; got {qk_scale}")
         self.backend: Backend = check_backend(backend)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -118,17 +123,17 @@ class GPSA(nn.Module):
         self.center = parameter(self.heads, 2)
         self.gating = parameter(self.heads)
         self.head_outputs = nn.Identity()
-        self._initialise(alpha, gates)
+        self._initialise(alpha, gates, qk_scale)
 
     @torch.no_grad()
-    def _initialise(self, alpha: Tensor, gates: Tensor) -> None:
+    def _initialise(self, alpha: Tensor, gates: Tensor, qk_scale: float) -> None:
         # As nn.Conv2d does for its own weight and bias.
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(math.prod(self.weight.shape[1:]))
             nn.init.uniform_(self.bias, -bound, bound)
-        nn.init.trunc_normal_(self.query, std=0.02)
-        nn.init.trunc_normal_(self.key, std=0.02)
+        nn.init.trunc_normal_(self.query, std=0.02).mul_(qk_scale)
+        nn.init.trunc_normal_(self.key, std=0.02).mul_(qk_scale)
         nn.init.eye_(self.value)
         self.raw_locality.copy_(inverse_softplus(alpha))
         taps = [(r, c) for r in range(self.kernel_size[0]) for c in range(self.kernel_size[1])]
@@ -148,6 +153,7 @@ class GPSA(nn.Module):
         qk_dim: int | None = None,
         locality_strength: float | Sequence[float] = 1.0,
         gating: float | Sequence[float] = 1.0,
+        qk_scale: float = 1.0,
         backend: Backend = "auto",
     ) -> Self:
         """The layer that stands for ``conv``: its weight and bias copied (Eq. 6), device, dtype and mode kept.
@@ -159,7 +165,7 @@ class GPSA(nn.Module):
             conv: a convolution, or its :class:`~tcnn_model.conversion.convolution.Convolution`:
                 ``nn.Conv2d``, or a subclass whose forward is one convolution with zero or TensorFlow's "same" padding.
             stride: to use instead of the convolution's own.
-            qk_dim, locality_strength, gating, backend: as for :class:`GPSA`.
+            qk_dim, locality_strength, gating, qk_scale, backend: as for :class:`GPSA`.
 
         Raises:
             TypeError: ``conv`` is no ``nn.Conv2d``.
@@ -178,6 +184,7 @@ class GPSA(nn.Module):
             qk_dim=qk_dim,
             locality_strength=locality_strength,
             gating=gating,
+            qk_scale=qk_scale,
             backend=backend,
             device=own.weight.device,
             dtype=own.weight.dtype,

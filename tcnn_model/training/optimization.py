@@ -14,7 +14,12 @@ __all__ = ["parameter_groups", "set_drop_path"]
 
 
 def parameter_groups(
-    model: nn.Module, lr: float = 1e-4, gating_lr: float = 0.1, weight_decay: float = 0.05
+    model: nn.Module,
+    lr: float = 1e-4,
+    gating_lr: float = 0.1,
+    weight_decay: float = 0.05,
+    *,
+    qk_lr: float | None = None,
 ) -> list[dict[str, Any]]:
     """Optimizer groups of a T-CNN (paper, Sec. 3): the gates learn at their own, much larger rate.
 
@@ -26,6 +31,8 @@ def parameter_groups(
         lr: of everything but the gates.
         gating_lr: of the gating parameters lambda.
         weight_decay: of the matrices and filters.
+        qk_lr: of GPSA's queries and keys, in a group of their own; None for ``lr``, as in the papers. A larger one lets
+            heads learn to attend to content within few epochs.
 
     Returns:
         groups for any torch or timm optimizer, each with "params", "lr", "weight_decay" and a "name"; every parameter
@@ -37,10 +44,15 @@ def parameter_groups(
     pools = (name for name, module in model.named_modules() if isinstance(module, AttentionPool2d))
     undecayed |= {f"{name}.cls_token" if name else "cls_token" for name in pools}
     undecayed |= set(getattr(model, "no_weight_decay", set)())
-    groups = [{"name": "gates", "params": gates, "weight_decay": 0.0, "lr": gating_lr}]
-    gate_ids = {id(gate) for gate in gates}
+    groups: list[dict[str, Any]] = [{"name": "gates", "params": gates, "weight_decay": 0.0, "lr": gating_lr}]
+    queries_and_keys = [p for layer in layers.values() for p in (layer.query, layer.key) if p.requires_grad]
+    if qk_lr is not None:
+        groups.append(
+            {"name": "queries and keys", "params": queries_and_keys, "weight_decay": weight_decay, "lr": qk_lr}
+        )
+    grouped = {id(p) for group in groups for p in group["params"]}
     for group in param_groups_weight_decay(model, weight_decay, no_weight_decay_list=undecayed):
-        params = [p for p in group["params"] if id(p) not in gate_ids]
+        params = [p for p in group["params"] if id(p) not in grouped]
         decay = group["weight_decay"]
         groups.append({"name": "decayed" if decay else "undecayed", "params": params, "weight_decay": decay, "lr": lr})
     return [group for group in groups if group["params"]]

@@ -34,6 +34,12 @@ class Logits(ABC):
     def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
         """A part of them, float32 or float64 and contiguous, the caller's own to overwrite; into ``out`` if given."""
 
+    def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
+        """Their softmax, 0 for queries that may see no key at all, as torch's own attention has it."""
+        logits = self(rows, queries)
+        weights = torch.softmax(logits, -1)
+        return weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0) if self.masked else weights
+
     @property
     def dtype(self) -> torch.dtype:
         """Float32, or float64 where the model is."""
@@ -177,11 +183,7 @@ class AttentionCall:
         0 for queries that may see no key at all, as torch's own attention has it.
         """
         rows = slice(None) if image is None else slice(image * self.windows, (image + 1) * self.windows)
-        logits = self.logits(rows, queries)
-        weights = torch.softmax(logits, -1)
-        if self.logits.masked:
-            weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0)
-        return weights.unflatten(0, (-1, self.windows))
+        return self.logits.weights(rows, queries).unflatten(0, (-1, self.windows))
 
     def maps_of_query(self, query: int, images: Sequence[int]) -> Tensor:
         """Attention of one query over the keys on the grid: shape (images, windows, heads, height, width)."""

@@ -20,13 +20,17 @@ __all__ = [
     "NoTokenAttentionError",
     "ReconstructionError",
     "Verification",
+    "as_rows",
     "between_channels",
     "discrepancy",
+    "from_rows",
     "head_count",
     "heads_axis",
+    "logits_of",
     "rebuild",
     "relative_difference",
     "tolerance",
+    "values_of",
 ]
 
 _QUERIES_TO_CHECK = 64
@@ -57,7 +61,7 @@ def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps)
     module, inputs = running[-1]
     if reason := known.lookup(known.NO_ATTENTION_MATRIX, module):
         raise NoTokenAttentionError(reason)
-    logits = _logits(seen, module)
+    logits = logits_of(seen, module)
     rows, heads, queries, keys = logits.shape
     layout = pool_layout(queries, keys, running, maps)
     if layout is None and queries == keys and between_channels(keys, heads, inputs):
@@ -74,7 +78,7 @@ def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps)
         if layout.keys is None and cut is not None and queries == keys == cut.window[0] * cut.window[1]:
             layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
         if layout.keys is not None and windows == 1:
-            logits = _logits(_grid_last(seen, maps), module)
+            logits = logits_of(_grid_last(seen, maps), module)
     special = maps.special
     tokens = special.class_token, special.distillation_token
     return AttentionCall(module, images, windows, logits, layout, name, *tokens, cut)
@@ -111,32 +115,38 @@ def discrepancy(seen: SeenAttention, module: nn.Module) -> tuple[Tensor, float] 
     """
     if seen.output is None:
         return None
-    logits = _logits(seen, module)
+    logits = logits_of(seen, module)
     queries = slice(0, logits.shape[2] if seen.finish else _QUERIES_TO_CHECK)
     first = slice(0, 1)
     rebuilt = torch.softmax(logits(first, queries), -1)
     if seen.logits is not None:
-        expected = _rows(seen.output, module, None)[first, :, queries]
+        expected = as_rows(seen.output, module, None)[first, :, queries]
     else:
-        values = _rows(_alike(seen)[2], module, seen.heads)[first].to(rebuilt.dtype)
+        values = values_of(seen, module)[first].to(rebuilt.dtype)
         rebuilt = torch.nan_to_num(rebuilt) @ values
         if seen.finish is not None:
             rebuilt = seen.finish(rebuilt)
             expected = seen.output[:, :1] if seen.output.ndim == 3 else seen.output
         else:
             output = seen.output if seen.output.ndim > 2 else seen.output[None]
-            expected = _rows(output, module, seen.heads)[first, :, queries]
+            expected = as_rows(output, module, seen.heads)[first, :, queries]
     return relative_difference(rebuilt, expected), tolerance(seen.output.dtype)
 
 
-def _logits(seen: SeenAttention, module: nn.Module) -> Logits:
+def values_of(seen: SeenAttention, module: nn.Module) -> Tensor:
+    """What is weighed, shape (rows, heads, N_key, d_value)."""
+    return as_rows(_alike(seen)[2], module, seen.heads)
+
+
+def logits_of(seen: SeenAttention, module: nn.Module) -> Logits:
+    """The logits of an attention as torch was asked for it."""
     if seen.logits is not None:
-        return GivenLogits(_rows(seen.logits, module, seen.heads))
+        return GivenLogits(as_rows(seen.logits, module, seen.heads))
     query, key, _ = _alike(seen)
     mask = seen.mask
     if mask is not None:
-        mask = _rows(mask.expand(*query.shape[:-1], key.shape[-2]), module, seen.heads)
-    return ProductLogits(_rows(query, module, seen.heads), _rows(key, module, seen.heads), seen.scale, mask)
+        mask = as_rows(mask.expand(*query.shape[:-1], key.shape[-2]), module, seen.heads)
+    return ProductLogits(as_rows(query, module, seen.heads), as_rows(key, module, seen.heads), seen.scale, mask)
 
 
 def _alike(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +183,7 @@ def head_count(module: nn.Module) -> int | None:
     return next((n for n in sizes if isinstance(n, int) and n), None)
 
 
-def _rows(x: Tensor, module: nn.Module, heads: int | None) -> Tensor:
+def as_rows(x: Tensor, module: nn.Module, heads: int | None = None) -> Tensor:
     """(..., N, d) as (rows, heads, N, d), a view where strides allow it."""
     axis, count = heads_axis(x.shape[:-2], module, heads)
     if axis == "one":
@@ -182,6 +192,15 @@ def _rows(x: Tensor, module: nn.Module, heads: int | None) -> Tensor:
         x, axis = x.unflatten(0, (-1, count)), 1
     x = x.movedim(int(axis), -3)
     return x.flatten(0, -4) if x.ndim > 4 else x
+
+
+def from_rows(rows: Tensor, leading: Sequence[int], module: nn.Module, heads: int | None) -> Tensor:
+    """The inverse of :func:`as_rows`, for an x of shape (*leading, N, d)."""
+    axis, _ = heads_axis(leading, module, heads)
+    if isinstance(axis, str):
+        return rows.reshape(*leading, *rows.shape[-2:])
+    others = [size for at, size in enumerate(leading) if at != axis]
+    return rows.reshape(*others, *rows.shape[1:]).movedim(-3, axis)
 
 
 def between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:

@@ -1,6 +1,6 @@
 """``ablate()``: what a model does without some of its heads."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -8,19 +8,22 @@ from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from tcnn_probe.attention.rebuild import head_count
 from tcnn_probe.hooks.modes import put_on
 from tcnn_probe.interventions.calls import Call, Calls
 from tcnn_probe.interventions.edits import Edit, Mode
+from tcnn_probe.interventions.given_attention import GivenAttention
+from tcnn_probe.interventions.given_images import GivenImages, as_batches
 from tcnn_probe.interventions.head_selection import HeadSelection, choose
 from tcnn_probe.interventions.layer_editor import LayerEditor
 from tcnn_probe.interventions.means import Means
-from tcnn_probe.models import check_model, layer_names, untouched
+from tcnn_probe.models import check_model, layer_names, untouched, whole_number
 
 __all__ = ["Ablation", "ablate"]
+
+_OVER_IMAGES = ("mean", "static", "shuffled")
 
 
 def ablate(
@@ -29,7 +32,8 @@ def ablate(
     mode: Mode = "zero",
     *,
     source: nn.Module | None = None,
-    images: Tensor | Iterable[Any] | None = None,
+    images: GivenImages | None = None,
+    seed: int | None = 0,
 ) -> "Ablation":
     """Change what some heads of a model do, from this call to the end of a ``with``, or to :meth:`Ablation.remove`.
 
@@ -48,6 +52,12 @@ def ablate(
                  position. Never the mean of the batch that is running: one image's result must not depend on another.
     "positional" Gates are 1: attention is by position alone. For GPSA and timm's ConViT (T-CNN Eq. 7).
     "content"    Gates are 0: attention is by content alone. For GPSA and timm's ConViT.
+    "static"     Attention is its mean over ``images=``: each query looks where it does on average, whatever the image.
+                 What this costs is what it is worth that these heads look at content. Of a head whose attention does
+                 not depend on the image, such as a convolution, it changes nothing.
+    "shuffled"   Attention is that of another image: the image at place i of a batch gets what the one at place o(i) of
+                 ``images=`` has, with a random cycle o that ``seed`` decides on, or o(i) = i if it is None; in batches
+                 of more than n images, i modulo n. So attention is as peaked as before, and its content is wrong.
     "replaced"   What the heads add to the layer's output is what the same heads of ``source``'s layer of that name
                  make of the same input.
     ============ ====================================================================================================
@@ -66,9 +76,11 @@ def ablate(
             do this. Of an empty selection nothing is ablated.
         mode: see above.
         source: of mode "replaced": a model with the same layers. It runs in eval mode, without gradients of its own.
-        images: of mode "mean": a batch as the model takes it, floating point, or several (of a loader's pairs the
-            first is taken). The model sees them at this call, in eval mode; that holds one map of the layer's output
-            for every head.
+        images: of modes "mean", "static" and "shuffled": a batch as the model takes it, floating point, or several (of
+            a loader's pairs the first is taken), or pictures as :func:`tcnn_probe.as_images` takes them. The model
+            sees them at this call, in eval mode. For every head "mean" holds one map of the layer's output, "static"
+            one attention (windows x N_query x N_key), and "shuffled" one for each image.
+        seed: of mode "shuffled".
 
     Returns:
         :class:`Ablation`, a context manager, which ``with ... as`` gives.
@@ -84,25 +96,30 @@ def ablate(
     check_model(model)
     if mode not in get_args(Mode):
         raise ValueError(f"expected mode to be one of {', '.join(get_args(Mode))}; got {mode!r}")
-    for name, value, needs in (("source", source, "replaced"), ("images", images, "mean")):
-        if value is not None and mode != needs:
-            raise ValueError(f"{name}= is for mode={needs!r}, got it with mode={mode!r}")
+    for name, value, modes in (("source", source, ("replaced",)), ("images", images, _OVER_IMAGES)):
+        if value is not None and mode not in modes:
+            raise ValueError(f"{name}= is for mode={' or '.join(map(repr, modes))}, got it with mode={mode!r}")
     if mode == "replaced" and source is None:
         raise ValueError("mode='replaced' needs source=, the model whose heads are put in")
-    _check_images(images)
+    if mode in ("static", "shuffled") and images is None:
+        raise ValueError(f"mode={mode!r} needs images=, of which attention is taken")
+    seed = None if seed is None else whole_number(seed, "seed")
+    batches = None if images is None else as_batches(images, model)
     edits = choose(model, heads, mode)
     if source is not None:
         check_model(source)
         layers = {name: module for module, name in layer_names(source).items()}
         edits = [replace(edit, source=_layer_for(edit, source, layers)) for edit in edits]
-    return Ablation(model, edits, mode, images)
+    return Ablation(model, edits, mode, batches, seed)
 
 
 class Ablation:
-    """What :func:`ablate` makes, which acts at once; may be entered again after its end, with the means of before."""
+    """What :func:`ablate` makes, which acts at once; may be entered again after its end, with what it has taken."""
 
-    def __init__(self, model: nn.Module, edits: list[Edit], mode: Mode, images: Tensor | Iterable[Any] | None) -> None:
-        self._model, self._edits, self._mode, self._images = model, edits, mode, images
+    def __init__(
+        self, model: nn.Module, edits: list[Edit], mode: Mode, images: Iterable[Tensor] | None, seed: int | None
+    ) -> None:
+        self._model, self._edits, self._mode, self._images, self._seed = model, edits, mode, images, seed
         self._forwards: _Forwards | None = None
         self._exits, self._entered = ExitStack(), False
         self._begin()
@@ -139,8 +156,8 @@ class Ablation:
 
     def _begin(self) -> None:
         self._edits = [replace(edit) for edit in self._edits]  # which have done nothing yet
-        if self._images is not None and self._edits and self._edits[0].means is None:
-            self._edits = _with_means(self._model, self._edits, self._images)
+        if self._images is not None and self._edits and self._edits[0].taken is None:
+            self._edits = _with_taken(self._model, self._edits, self._images, self._seed)
         self._forwards = self._exits.enter_context(_edited(self._model, self._edits))
 
     def __exit__(
@@ -163,7 +180,13 @@ class _Forwards(Calls[Call]):
 
     ran = False
 
+    def __init__(self, model: nn.Module, edits: Iterable[Edit]) -> None:
+        super().__init__(model, Call)
+        self._taken = next((edit.taken for edit in edits if edit.taken is not None), None)
+
     def begins(self, call: Call) -> None:
+        if self._taken is not None:
+            self._taken.check([*call.args, *call.kwargs.values()])
         call.modes = put_on()
 
     def returns(self, call: Call, output: Any) -> None:
@@ -171,8 +194,8 @@ class _Forwards(Calls[Call]):
 
 
 @contextmanager
-def _edited(model: nn.Module, edits: Iterable[Edit]) -> Iterator[_Forwards]:
-    forwards = _Forwards(model, Call)
+def _edited(model: nn.Module, edits: Sequence[Edit]) -> Iterator[_Forwards]:
+    forwards = _Forwards(model, edits)
     try:
         for edit in edits:
             LayerEditor.add(edit)
@@ -184,42 +207,25 @@ def _edited(model: nn.Module, edits: Iterable[Edit]) -> Iterator[_Forwards]:
         forwards.detach()
 
 
-def _with_means(model: nn.Module, edits: Iterable[Edit], images: Tensor | Iterable[Any]) -> list[Edit]:
-    """The edits, with means of their heads over these images."""
-    means = [Means() for _ in edits]
-    edits = [replace(edit, means=one) for edit, one in zip(edits, means, strict=True)]
-    several = [images] if isinstance(images, Tensor) else images
-    like = next(model.parameters(), None)
+def _with_taken(model: nn.Module, edits: Iterable[Edit], images: Iterable[Tensor], seed: int | None) -> list[Edit]:
+    """The edits, with what their mode takes over these images."""
+    edits = [
+        replace(edit, means=Means())
+        if edit.mode == "mean"
+        else replace(edit, attention=GivenAttention(shuffled=edit.mode == "shuffled", seed=seed))
+        for edit in edits
+    ]
+    taken = [edit.taken for edit in edits if edit.taken is not None]
+    size = None
     with _edited(model, edits), untouched(model), torch.no_grad():
-        for given in tqdm(several, "ablate: means", leave=False, delay=3, disable=None):
-            batch = _as_batch(given)
-            for one in means:
+        for batch in tqdm(images, "ablate: images", leave=False, delay=3, disable=None):
+            for one in taken:
                 one.images = len(batch)
-            model(batch if like is None else batch.to(like.device))
-    for one in means:
-        one.finished = True
+            model(batch)
+            size = batch.shape[1:]
+    for one in taken:
+        one.finish(size)
     return [replace(edit) for edit in edits]
-
-
-def _check_images(images: Tensor | Iterable[Any] | None) -> None:
-    """Refuse, before the model runs, what can be seen to be no batches without going through them."""
-    if isinstance(images, Dataset) and not isinstance(images, IterableDataset):
-        raise TypeError(f"expected batches of images, got single ones: {type(images).__name__}; give its DataLoader")
-    for given in [images] if isinstance(images, Tensor) else images if isinstance(images, (tuple, list)) else []:
-        _as_batch(given)
-
-
-def _as_batch(given: Any) -> Tensor:
-    """Images, or the first of a loader's pair."""
-    batch = given[0] if isinstance(given, (tuple, list)) and given else given
-    if not isinstance(batch, Tensor) or not batch.numel():
-        raise TypeError(f"expected batches of images as the model takes them, got {type(batch).__name__}")
-    if batch.ndim < 2 or not batch.is_floating_point():
-        raise TypeError(
-            f"expected batches of images, floating point; of a pair (images, labels) give the first: got "
-            f"{batch.dtype} of shape {tuple(batch.shape)}"
-        )
-    return batch
 
 
 def _layer_for(edit: Edit, source: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:

@@ -15,7 +15,7 @@ from tcnn_probe.hooks.copy_safe import CopySafeHook
 from tcnn_probe.hooks.modes import aside
 from tcnn_probe.interventions.edits import Edit
 from tcnn_probe.interventions.gates import gate_editor
-from tcnn_probe.interventions.hook_points import Editing, edits_head_outputs, hook_point
+from tcnn_probe.interventions.hook_points import Editing, Todo, edits_head_outputs, hook_point
 
 __all__ = ["Terms", "first_tensor", "images_first", "with_first_tensor"]
 
@@ -53,9 +53,9 @@ class Terms:
     def _run(self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()) -> Tensor:
         """What the layer gives with ``only`` some of its heads, or all, and ``without`` others."""
 
-        def plan(number: int, count: int, queries: int) -> tuple[Sequence[int], Sequence[int]]:
+        def plan(number: int, count: int, queries: int) -> Todo:
             zeroed = [head for head in range(count) if head in without or (only is not None and head not in only)]
-            return (zeroed if number == self.number else ()), ()
+            return Todo(self.layer, number, zeroed if number == self.number else [])
 
         twin = _frozen(self.module, {})
         vars(twin).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())

@@ -6,11 +6,13 @@ from typing import Literal
 
 from torch import nn
 
+from tcnn_probe.interventions.given_attention import GivenAttention
+from tcnn_probe.interventions.given_images import TakenOverImages
 from tcnn_probe.interventions.means import Means
 
 __all__ = ["Edit", "Heads", "Mode"]
 
-Mode = Literal["positional", "content", "zero", "mean", "replaced"]
+Mode = Literal["positional", "content", "zero", "mean", "static", "shuffled", "replaced"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Edit:
     count: int | None = None  # how many heads it has, if that is known
     source: nn.Module | None = None  # the layer whose heads are put in
     means: Means | None = None  # of the heads' terms over given images
+    attention: GivenAttention | None = None  # of given images, to be put in
     ran: bool = field(default=False, init=False)
     attended: bool = field(default=False, init=False)
     additive: bool = field(default=False, init=False)  # whether the heads are known to add up
@@ -57,6 +60,11 @@ class Edit:
         return self.mode == "replaced" or self.means is not None
 
     @property
+    def taken(self) -> TakenOverImages | None:
+        """What is taken over given images."""
+        return self.means if self.attention is None else self.attention
+
+    @property
     def acts_on_output(self) -> bool:
         """Whether what the heads give is edited now."""
-        return self.mode in ("zero", "mean", "replaced") and (self.means is None or self.means.finished)
+        return self.mode not in ("positional", "content") and (self.taken is None or self.taken.finished)

@@ -3,6 +3,8 @@
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -14,17 +16,75 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from tcnn_model import GPSA
-from tcnn_probe.attention.rebuild import between_channels, heads_axis
+from tcnn_probe.attention.rebuild import (
+    ReconstructionError,
+    as_rows,
+    between_channels,
+    discrepancy,
+    from_rows,
+    heads_axis,
+    logits_of,
+    values_of,
+)
 from tcnn_probe.hooks.copy_safe import after_call
 from tcnn_probe.hooks.interception import SeenAttention, describe
 from tcnn_probe.hooks.products import SeenOperand, SeenProduct, Weighed
 from tcnn_probe.hooks.running import innermost_call
+from tcnn_probe.interventions.gated_content import content_of, with_content
+from tcnn_probe.interventions.given_attention import GivenAttention, weigh
 
-__all__ = ["Editing", "HookPoint", "Plan", "edits_head_outputs", "hook_point"]
+__all__ = ["Editing", "HookPoint", "Plan", "Todo", "edits_head_outputs", "hook_point"]
 
-Plan = Callable[[int, int, int], tuple[Sequence[int], Sequence[int]]]
-"""From the number of an attention in the layer's call, and of its heads and queries, to the heads that are zeroed, and
-those that are averaged over their queries."""
+
+@dataclass
+class Todo:
+    """What is done to heads of one attention.
+
+    Args:
+        layer: its name.
+        number: of the attention in the layer's call.
+        zeroed, averaged: heads; those averaged, over their queries.
+        given: heads whose attention is exchanged, and for what.
+        taken: heads whose attention is kept for later, and by what.
+    """
+
+    layer: str
+    number: int
+    zeroed: list[int] = field(default_factory=list)
+    averaged: list[int] = field(default_factory=list)
+    given: list[tuple[GivenAttention, Sequence[int]]] = field(default_factory=list)
+    taken: list[tuple[GivenAttention, Sequence[int]]] = field(default_factory=list)
+
+    def take(self, attention: Callable[[], Tensor]) -> None:
+        """Keep what is to be kept of an attention (rows, heads, N_query, N_key)."""
+        if self.taken:
+            with torch.no_grad():
+                weights = attention()
+            for keeper, heads in self.taken:
+                keeper.take(self.number, heads, weights, self.layer)
+
+    def edit(self, heads: Tensor, exchange: Callable[[Sequence[int], Callable[[int], Tensor]], Tensor]) -> Tensor:
+        """Heads' outputs edited.
+
+        Args:
+            heads: shape (rows, heads, N_query, d).
+            exchange: gives (rows, some heads, N_query, d) for these heads and, given N_key, their new attention.
+        """
+        for giver, which in self.given:
+            attention = partial(giver.of, self.number, which, self.layer, heads.shape[0], heads.shape[2])
+            exchanged = exchange(which, attention).to(heads.dtype)
+            heads = heads.index_copy(1, torch.tensor(which, device=heads.device), exchanged)
+        if self.averaged:
+            averaged = torch.zeros(heads.shape[1], dtype=torch.bool)
+            averaged[self.averaged] = True
+            heads = torch.where(averaged.to(heads.device)[:, None, None], heads.mean(-2, keepdim=True), heads)
+        if self.zeroed:
+            heads = heads.index_fill(1, torch.tensor(self.zeroed, device=heads.device), 0)
+        return heads
+
+
+Plan = Callable[[int, int, int], Todo]
+"""From the number of an attention in the layer's call, and of its heads and queries, to what is done to it."""
 
 _MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 
@@ -58,11 +118,15 @@ class HookPoint:
         return NotImplemented
 
     def edit_all(self, heads: Tensor) -> Tensor:
-        """Edit the heads of a layer's only attention, shape (B, heads, N_query, d)."""
-        if not self.asked:  # asked again by who measures the layer, it is the same attention
+        """Edit the heads of a gated layer's only attention, shape (B, heads, N_query, d)."""
+        if not self.asked:  # asked again by who measures the layer, it is the same attention, of some images
             self._todo = self._plan(0, *heads.shape[1:3])
+            self._todo.take(lambda: content_of(self._module, self._input(len(heads))))
             self.asked = 1
-        return _edit_heads(heads, 1, *self._todo)
+        return self._todo.edit(heads, lambda *given: with_content(self._module, self._input(len(heads)), *given))
+
+    def _input(self, images: int) -> Tensor:
+        return next(x for x in self._inputs if isinstance(x, Tensor))[:images]
 
     def check(self) -> str | None:
         """What turned out to be wrong with what was edited, once the layer has run."""
@@ -84,18 +148,6 @@ def edits_head_outputs(module: nn.Module, point: Callable[[], HookPoint | None])
         return None if editor is None else editor.edit_all(output)
 
     return [after_call(module.head_outputs, edit)] if isinstance(module, GPSA) else []
-
-
-def _edit_heads(heads: Tensor, axis: int, zeroed: Sequence[int], averaged: Sequence[int]) -> Tensor:
-    """Of (..., N_query, d) with heads along ``axis``, zero some, and average others over the queries."""
-    if averaged:
-        shape = [-1 if at == axis % heads.ndim else 1 for at in range(heads.ndim)]
-        which = torch.zeros(heads.shape[axis], dtype=torch.bool)
-        which[list(averaged)] = True
-        heads = torch.where(which.to(heads.device).view(shape), heads.mean(-2, keepdim=True), heads)
-    if zeroed:
-        heads = heads.index_fill(axis, torch.tensor(zeroed, device=heads.device), 0)
-    return heads
 
 
 class _Projection(HookPoint):
@@ -122,13 +174,15 @@ class _Asked(HookPoint):
         output = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             query, key = (args[at] if len(args) > at else kwargs[name] for at, name in enumerate(("query", "key")))
-            return self._edit(output, query.shape[-2], key.shape[-2]) if self._is_asking(sys._getframe()) else output
+            asked = cache(partial(describe, func, output, args, kwargs))
+            sizes = query.shape[-2], key.shape[-2]
+            return self._edit(output, asked, *sizes) if self._is_asking(sys._getframe()) else output
         with torch._C.DisableTorchFunction():
             seen = describe(func, output, args, kwargs)
         if isinstance(seen, SeenProduct):
             self._confirm(seen)
         elif isinstance(seen, SeenAttention) and self._is_asking(sys._getframe()):
-            return self._softmax(output)
+            return self._softmax(output, seen)
         return output
 
     def check(self) -> str | None:
@@ -145,9 +199,9 @@ class _Asked(HookPoint):
             frame = frame.f_back
         return False
 
-    def _softmax(self, weights: Tensor) -> Tensor:
+    def _softmax(self, weights: Tensor, seen: SeenAttention) -> Tensor:
         """The attention itself: what is done to it is done to what it makes of the values, as that is linear."""
-        edited = self._edit(weights, *weights.shape[-2:])
+        edited = self._edit(weights, lambda: seen, *weights.shape[-2:])
         if edited is weights:
             return weights
         if not weights.requires_grad:
@@ -170,23 +224,41 @@ class _Asked(HookPoint):
         given["out_proj_bias"] = None
         beside, weights = func(**given)  # (N, B, heads * d), or without B
         heads = beside.unflatten(-1, (given["num_heads"], -1)).movedim(0, -2)
-        number, self.asked = self.asked, self.asked + 1
-        edited = _edit_heads(heads, -3, *self._plan(number, *heads.shape[-3:-1]))
-        return F.linear(edited.movedim(-2, 0).flatten(-2), weight, bias), weights
+        asked = cache(partial(describe, func, (beside, weights), (), given))
+        edited = self._edited(heads if heads.ndim == 4 else heads[None], asked, heads=1)
+        return F.linear(edited.reshape(heads.shape).movedim(-2, 0).flatten(-2), weight, bias), weights
 
-    def _edit(self, x: Tensor, queries: int, keys: int) -> Tensor:
-        """Edit heads, or their attention, along the axis on which this layer has them."""
+    def _edit(self, x: Tensor, asked: Callable[[], Any], queries: int, keys: int) -> Tensor:
+        """Edit heads, or their attention, unless it is one between channels."""
         if x.ndim == 2:
-            return self._edit(x[None], queries, keys)[0]
-        axis, count = heads_axis(x.shape[:-2], self._module)
-        if queries == keys and between_channels(keys, count, self._inputs):
-            return x
+            return self._edit(x[None], asked, queries, keys)[0]
+        count = heads_axis(x.shape[:-2], self._module)[1]
+        between = queries == keys and between_channels(keys, count, self._inputs)
+        return x if between else self._edited(x, asked)
+
+    def _edited(self, x: Tensor, asked: Callable[[], Any], heads: int | None = None) -> Tensor:
+        """Edit heads (..., N_query, d), or their attention, along the axis on which this layer has them."""
+        rows = as_rows(x, self._module, heads)
         number, self.asked = self.asked, self.asked + 1
-        todo = self._plan(number, count, queries)
-        if not any(todo):
-            return x
-        if axis == "one":
-            return _edit_heads(x[None], 0, *todo)[0]
-        if axis == "merged":
-            return _edit_heads(x.unflatten(0, (-1, count)), 1, *todo).flatten(0, 1)
-        return _edit_heads(x, int(axis), *todo)
+        todo = self._plan(number, *rows.shape[1:3])
+        todo.take(lambda: self._attention(asked()))
+
+        def exchange(which: Sequence[int], attention: Callable[[int], Tensor]) -> Tensor:
+            if (logits := (seen := asked()).logits) is not None:
+                given = attention(logits.shape[-1])
+                return given.expand(len(rows) // given.shape[1], *given.shape[1:]).flatten(0, 1)
+            values = values_of(seen, self._module)
+            return weigh(attention(values.shape[2]), values[:, list(which)])
+
+        edited = todo.edit(rows, exchange)
+        return x if edited is rows else from_rows(edited, x.shape[:-2], self._module, heads)
+
+    def _attention(self, seen: SeenAttention) -> Tensor:
+        """(rows, heads, N_query, N_key), compared with what the layer has got."""
+        compared = discrepancy(seen, self._module)
+        if compared is not None and not bool(compared[0] <= compared[1]):
+            raise ReconstructionError(
+                f"attention of {type(self._module).__name__} as rebuilt differs from the layer's own output by "
+                f"{float(compared[0]):.2g} of its largest value: it cannot be exchanged"
+            )
+        return logits_of(seen, self._module).weights()

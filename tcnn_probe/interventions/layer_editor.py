@@ -17,7 +17,7 @@ from tcnn_probe.interventions.calls import Call, Calls
 from tcnn_probe.interventions.contributions import Terms, first_tensor, images_first, with_first_tensor
 from tcnn_probe.interventions.edits import Edit
 from tcnn_probe.interventions.gates import GATES, gate_editor
-from tcnn_probe.interventions.hook_points import Editing, HookPoint, edits_head_outputs, hook_point
+from tcnn_probe.interventions.hook_points import Editing, HookPoint, Todo, edits_head_outputs, hook_point
 
 __all__ = ["LayerEditor"]
 
@@ -39,8 +39,9 @@ class _LayerCall(Call):
     def editing(self) -> Editing:
         return Editing(gate_editor(self.module, self.edits), self.point, over=lambda: self.over)
 
-    def _plan(self, number: int, count: int, queries: int) -> tuple[Sequence[int], Sequence[int]]:
+    def _plan(self, number: int, count: int, queries: int) -> Todo:
         owners: dict[int, Edit] = {}  # of several edits that name the same head, the last one
+        todo = Todo(self.edits[0].layer, number)
         for edit in self.edits:
             if edit.call not in (None, number) or not _can_average(edit, queries):
                 continue
@@ -48,11 +49,17 @@ class _LayerCall(Call):
             self.attended.append((edit, number))
             if edit.acts_on_output:
                 owners |= dict.fromkeys(heads, edit)
+            if edit.attention is not None and edit.attention.taking:
+                todo.taken.append((edit.attention, heads))
         for edit in dict.fromkeys(owners.values()):
+            own = [head for head in owners if owners[head] is edit]
             if edit.gives_terms:
-                self.terms.append((edit, number, [head for head in owners if owners[head] is edit]))
-        averaged = [head for head, edit in owners.items() if edit.mode == "mean" and not edit.gives_terms]
-        return [head for head in owners if head not in averaged], averaged
+                self.terms.append((edit, number, own))
+            if edit.attention is not None:
+                todo.given.append((edit.attention, own))
+            else:
+                (todo.averaged if edit.mode == "mean" and not edit.gives_terms else todo.zeroed).extend(own)
+        return todo
 
 
 class LayerEditor(Calls[_LayerCall]):

@@ -38,6 +38,8 @@ def made(content: list[float], random: list[float], *, convolutional: float = 0.
         xr.DataArray(["nothing", "a:0", "a:1"], dims="ablation", name="ablation"),
     )
     gate = xr.DataArray([[[0.9, 0.1, np.nan]]] * 2, types.coords, types.dims)
+    modes = xr.DataArray(["zero", "static"], dims="mode", name="mode")
+    right = xr.concat([right, right.sel(ablation=["nothing"] * 5).assign_coords(ablation=right.ablation)], modes)
     heads = xr.Dataset({"right": singles, "head_type": types, "gate": gate})
     return xr.DataTree.from_dict({"types": xr.Dataset({"right": right, "head_type": types}), "heads": heads})
 
@@ -59,7 +61,10 @@ def made(content: list[float], random: list[float], *, convolutional: float = 0.
 )
 def test_sentence(content: list[float], random: list[float], beside_random: str, beside_clean: str) -> None:
     said = study.sentence(made(content, random))
-    assert "In these 2 trainings of one CNN, removing the low-gate heads costs, compared with" in said
+    said, static = said.strip().split("\n\n")
+    assert "In these 2 trainings of one CNN, zeroing the outputs of the low-gate heads costs, compared with" in said
+    assert "replacing by its mean the attention of the low-gate heads costs, compared with as many random" in static
+    assert "random heads: not distinguishable on clean, blur, PGD. Compared" in static
     assert f"as many random heads: {beside_random} Compared" in said
     assert f"Compared with clean images, that difference is: {beside_clean} (95 %" in said
     assert "over sets of random heads (1 in each) and 200 images, not corrected for looking at 3 conditions" in said
@@ -78,17 +83,20 @@ def test_trainings_without_low_gate_heads_are_not_counted() -> None:
 
 def test_table_and_figure_have_the_means() -> None:
     tree = made(**SOME)
-    right = tree["types"].right
+    right = tree["types"].right.sel(mode="zero")
     lines = study.table(tree).splitlines()
     assert "  seed 0: convolutional 1, mixed 0, low-gate 1" in lines
     lost = float((right.sel(ablation="nothing") - right.sel(ablation="convolutional")).sel(condition="blur").mean())
     assert f"{lost:+.3f} [" in next(line for line in lines if line.startswith("  blur"))
-    singles = lines[next(n for n, line in enumerate(lines) if "without one head" in line) :]
+    singles = lines[next(n for n, line in enumerate(lines) if "the outputs of one head" in line) :]
     row = next(line for line in singles if "clean" in line).split()
     first = right.sel(condition="clean")[0]  # the one training with a convolutional head
     assert row[1] == f"{float((first.sel(ablation='nothing') - first.sel(ablation='convolutional')).mean()):+.3f}"
     assert row[4] == "+0.000"
-    bars, points = study.draw(tree).axes
+    bars, points, static = study.draw(tree).axes
+    assert {
+        bar.get_height() for container in static.containers if hasattr(container, "patches") for bar in container
+    } == {0}
     heights = {c.get_label(): [bar.get_height() for bar in c] for c in bars.containers if hasattr(c, "patches")}
     lost = (right.sel(ablation="nothing") - right.sel(ablation="content")).mean(["training", "draw", "image"])
     np.testing.assert_allclose(heights["low-gate heads"], lost)

@@ -52,10 +52,12 @@ def test_without_takes_heads_away_for_the_call_alone() -> None:
     heads = xr.DataArray(np.ones((1, 9), bool), {"layer": ["0"], "head": range(9)}, ("layer", "head"))
     images = torch.randn(2, 3, 7, 11)
     with torch.no_grad():
-        assert not without(model, None, None)(images).eq(0).any()
-        assert without(model, heads, None)(images).eq(0).all()
-        averaged = without(model, heads, [images[:1], images[1:]])(torch.randn(3, 3, 7, 11))
+        assert not without(model, None, "zero")(images).eq(0).any()
+        assert without(model, heads, "zero")(images).eq(0).all()
+        averaged = without(model, heads, "mean", [images[:1], images[1:]])(torch.randn(3, 3, 7, 11))
         torch.testing.assert_close(averaged, model(images).mean(0).expand(3, -1, -1, -1))
+        for mode in ("static", "shuffled"):  # over one image, its own
+            torch.testing.assert_close(without(model, heads, mode, [images[:1]])(images[:1]), model(images[:1]))
         assert not model(images).eq(0).any()
 
 

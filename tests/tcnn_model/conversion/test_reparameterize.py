@@ -61,13 +61,15 @@ def test_mode_dtype_and_trainability_carry_over(cnn: nn.Module) -> None:
 
 
 def test_arguments_reach_every_layer(cnn: nn.Module) -> None:
-    tcnn = reparameterize(cnn, locality_strength=2.0, gating=-0.5, qk_dim=7)
+    tcnn = reparameterize(cnn, locality_strength=2.0, gating=-0.5, qk_dim=7, qk_scale=0)
     for layer in gpsa_layers(tcnn).values():
         assert torch.allclose(layer.locality_strength, torch.full((9,), 2.0))
         assert torch.equal(layer.gating, torch.full((9,), -0.5))
         assert layer.qk_dim == 7
+        assert not layer.query.any()
     defaults = gpsa_layers(reparameterize(cnn))["layer4.0.conv2"]
     assert torch.allclose(defaults.locality_strength, torch.ones(9))
+    assert float(defaults.query.detach().std()) == pytest.approx(0.02, rel=0.1)
     assert torch.equal(defaults.gating, torch.ones(9))
     assert (defaults.stride, defaults.padding, defaults.bias) == ((1, 1), (1, 1), None)
 

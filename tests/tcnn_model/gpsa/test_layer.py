@@ -34,6 +34,16 @@ def test_first_values() -> None:
     assert not torch.equal(layer.query, layer.key)
 
 
+def test_scale_of_queries_and_keys() -> None:
+    layers = []
+    for scale in (1.0, 5.0):
+        torch.manual_seed(0)
+        layers.append(GPSA(37, 5, 3, qk_scale=scale))
+    for name, parameter in layers[0].named_parameters():
+        factor = 5 if name in ("query", "key") else 1
+        torch.testing.assert_close(layers[1].get_parameter(name), factor * parameter)
+
+
 def test_weight_and_bias_start_as_those_of_a_convolution() -> None:
     arguments: dict[str, Any] = {"in_channels": 6, "out_channels": 4, "kernel_size": 3, "groups": 2}
     torch.manual_seed(0)
@@ -146,6 +156,7 @@ def test_repr_shows_the_arguments() -> None:
         ({"locality_strength": 0.0}, "locality_strength must be positive; got 0"),
         ({"locality_strength": [1.0] * 8 + [-2.0]}, "locality_strength must be positive"),
         ({"locality_strength": [1.0] * 8}, "locality_strength must be one finite number or one for each of the 9"),
+        ({"qk_scale": -1.0}, "qk_scale must be a finite number of at least 0; got -1"),
         ({"gating": math.inf}, "gating must be one finite number or one for each of the 9 heads; got inf"),
     ],
 )

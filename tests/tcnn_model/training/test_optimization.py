@@ -45,6 +45,15 @@ def test_rates_and_decay() -> None:
         assert decay == (0.07 if last in ("query", "key", "value") or (last == "weight" and not norm) else 0.0), name
 
 
+def test_rate_of_queries_and_keys() -> None:
+    own = _setting(tiny_tcnn(), lr=3e-4, weight_decay=0.07, qk_lr=5e-3)
+    common = _setting(tiny_tcnn(), lr=3e-4, weight_decay=0.07)
+    moved = {name for name in common if own[name] != common[name]}
+    assert moved == {f"layer4.0.conv{n}.{part}" for n in (1, 2) for part in ("query", "key")}
+    assert {own[name] for name in moved} == {(5e-3, 0.07)}
+    assert _setting(tiny_cnn(), qk_lr=5e-3) == _setting(tiny_cnn())
+
+
 def test_group_names() -> None:
     model = tiny_tcnn()
     assert {group["name"] for group in parameter_groups(model)} == {"gates", "decayed", "undecayed"}

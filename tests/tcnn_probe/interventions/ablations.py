@@ -30,10 +30,12 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "zero": (Chain, chain_images, {"heads": {"near": [1, 3]}}),
     "mean": (Chain, chain_images, {"heads": {"near": [1, 3], "far": 7}, "mode": "mean"}),
     "images": (Chain, chain_images, {"heads": "far", "mode": "mean", "images": chain_images(5)}),
+    "static": (Chain, chain_images, {"heads": {"near": [1, 3]}, "mode": "static", "images": chain_images(5).flip(0)}),
     "positional": (Chain, chain_images, {"mode": "positional"}),
     "replaced": (Chain, chain_images, {"heads": {"near": [1]}, "mode": "replaced", "source": other_chain()}),
     "zero, vit": (vit, vit_images, {}),
     "images, vit": (vit, vit_images, {"heads": "blocks.1.attn", "mode": "mean", "images": vit_images(5)}),
+    "shuffled, vit": (vit, vit_images, {**OF_VIT, "mode": "shuffled", "images": vit_images(4)}),
     "replaced, vit": (vit, vit_images, {**OF_VIT, "mode": "replaced", "source": vit(seed=3)}),
 }
 

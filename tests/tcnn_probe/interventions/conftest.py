@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from timm.layers import set_fused_attn
 
 from tests.tcnn_probe.contracts.helpers import clean
 
@@ -11,3 +12,11 @@ from tests.tcnn_probe.contracts.helpers import clean
 def nothing_left() -> Iterator[None]:
     yield
     assert clean()
+
+
+@pytest.fixture(params=[True, False], ids=["fused", "plain"])
+def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether timm asks for fused attention."""
+    set_fused_attn(request.param, experimental=request.param)  # which Swin needs
+    yield request.param
+    set_fused_attn(True)

@@ -75,7 +75,7 @@ def test_nothing_is_left_if_taking_means_fails() -> None:
             pass
         before.check(model)
     with tcnn_probe.ablate(model, mode="mean", images=chain_images()):
-        with pytest.raises(ValueError, match="expected images of the size of those"):
+        with pytest.raises(ValueError, match="expected images of the size of images="):
             model(torch.ones(2, 2, 5, 7))
         model(chain_images())
     before.check(model)

@@ -43,6 +43,8 @@ def ablated(model: Both, *, terms: bool = True) -> ExitStack:
     stack.enter_context(tcnn_probe.ablate(model, {"gated": 3}, "content"))
     stack.enter_context(tcnn_probe.ablate(model, {"gated": 4, "softmax": 0}))
     stack.enter_context(tcnn_probe.ablate(model, {"gated": 5}, "mean"))
+    stack.enter_context(tcnn_probe.ablate(model, {"gated": [3, 7]}, "static", images=X))
+    stack.enter_context(tcnn_probe.ablate(model, {"softmax": 1}, "shuffled", images=X))
     if terms:
         stack.enter_context(tcnn_probe.ablate(model, {"softmax": 1}, "mean", images=X))
         stack.enter_context(tcnn_probe.ablate(model, {"gated": 6, "softmax": 2}, "replaced", source=Both(1)))
