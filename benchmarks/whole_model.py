@@ -15,14 +15,7 @@ import torch
 from torch import nn
 
 import contest
-from tcnn_model import reparameterize
-
-
-def _unstrided(cnn: nn.Module) -> nn.Module:
-    model = copy.deepcopy(cnn)
-    for name in ("layer4.0.conv2", "layer4.0.downsample.0"):
-        model.get_submodule(name).stride = (1, 1)
-    return model
+from tcnn_model import reparameterize, unstride
 
 
 def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
@@ -48,7 +41,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
         f"{arguments.size} x {arguments.size}": {
             "ResNet50": step(copy.deepcopy),
             "T-ResNet50, keep": step(lambda model: reparameterize(model, stride="keep")),
-            "ResNet50, last stage un-strided": step(_unstrided),
+            "ResNet50, last stage un-strided": step(unstride),
             "T-ResNet50, unit": step(reparameterize),
         }
     }

@@ -10,9 +10,10 @@ of this the longer training explains: on digits, most or all of it, and which of
 The last lines that are printed say what the intervals of this run support.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. It is then fine-tuned for as long in two ways: as it
-is (the control that the papers do not have), and with its last stage reparameterized as gated positional self-attention
-(T-CNN). The three models are shown the same validation images: clean, with the 15 corruptions of ImageNet-C at 5
-severities, and after the adversarial attacks FGSM and PGD within 1/255 of each pixel.
+is (the control that the papers have for accuracy, Table 1 and Fig. 7, and not for robustness), and with its last stage
+reparameterized as gated positional self-attention (T-CNN). The three models are shown the same validation images:
+clean, with the 15 corruptions of ImageNet-C at 5 severities, and after the adversarial attacks FGSM and PGD within
+1/255 of each pixel.
 
 Writes into results/:
 robustness.png          accuracy of the three A clean and by group of corruptions and B under attack (Fig. 1, Table 3);
@@ -22,7 +23,8 @@ robustness_heads.zarr   what tcnn_probe recorded of the T-CNN's heads
 
 It ends by checking that the models learned, and that damage grows with severity.
 
-On your own images, here as the papers did on ImageNet with a GPU, with further test sets by their folders:
+On your own images, here as the papers did on ImageNet with a GPU, with further test sets by their folders. Images are
+corrupted at --img-size; the papers "keep a resolution of 224 at test time" for corruptions, also of larger models:
 
     python studies/robustness.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
         --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 \

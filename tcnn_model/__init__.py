@@ -1,6 +1,6 @@
 """Transformed CNNs: convolutions reparameterized as gated positional self-attention, and their fine-tuning."""
 
-from tcnn_model.conversion.reparameterize import reparameterize
+from tcnn_model.conversion.reparameterize import reparameterize, unstride
 from tcnn_model.gpsa.attention import GatedAttention
 from tcnn_model.gpsa.convit import Acceleration, accelerate
 from tcnn_model.gpsa.functional import gpsa
@@ -31,4 +31,5 @@ __all__ = [
     "parameter_groups",
     "reparameterize",
     "specialize",
+    "unstride",
 ]

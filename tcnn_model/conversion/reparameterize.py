@@ -3,9 +3,10 @@
 Everything is planned and tried on a copy without storage first, so a model is converted whole or not at all.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from torch import nn
 
@@ -21,11 +22,11 @@ from tcnn_model.conversion.tracing import (
     meta_copy,
     trace,
 )
-from tcnn_model.conversion.unstride import check_phases, is_strided, unstride
+from tcnn_model.conversion.unstride import at_unit_stride, check_phases, is_strided
 from tcnn_model.gpsa.functional import Backend
 from tcnn_model.gpsa.layer import GPSA, gpsa_layers
 
-__all__ = ["reparameterize"]
+__all__ = ["reparameterize", "unstride"]
 
 
 def reparameterize(
@@ -87,22 +88,61 @@ def reparameterize(
             does something else as well, or whose weight is parametrized, pruned or partly frozen; a stride that cannot
             be taken out (the error names ``stride="keep"``). The model is then unchanged.
     """
-    _check_types(model, layers)
     if stride not in ("unit", "keep"):
         raise ValueError(f"expected stride='unit' or 'keep', got {stride!r}")
+    options = {"locality_strength": locality_strength, "gating": gating, "qk_dim": qk_dim, "backend": backend}
+    options["qk_scale"] = qk_scale
+    return _converted(model, layers, stride, input_size, inplace, partial(_convert, **options))
+
+
+def unstride(
+    model: nn.Module,
+    *,
+    layers: LayerFilter | None = None,
+    input_size: InputSize | None = None,
+    inplace: bool = False,
+) -> nn.Module:
+    """Take the stride out of a CNN's last stage, as :func:`reparameterize` does, and leave its convolutions.
+
+    This is the control that the T-CNN paper does not have: its T-CNNs have attention, and a last stage on twice the
+    grid ("Without SA" in its Table 1 is the CNN at its own stride). Every operation that makes the stage's step in
+    resolution is set to stride 1, with the same filters; so the layers see the pixels that they saw before, and others
+    between them.
+
+    Args:
+        model, layers, input_size, inplace: as of :func:`reparameterize`.
+
+    Returns:
+        the CNN at stride 1, with the parameters of ``model`` under their names.
+
+    Raises:
+        TypeError, ValueError: as :func:`reparameterize`; also where there is no stride to take out.
+    """
+    return _converted(model, layers, "unit", input_size, inplace, None)
+
+
+def _converted(
+    model: nn.Module,
+    layers: LayerFilter | None,
+    stride: Literal["unit", "keep"],
+    input_size: InputSize | None,
+    inplace: bool,
+    convert: Callable[[str, Any, Call | None], nn.Module] | None,
+) -> nn.Module:
+    """The model with ``convert(name, convolution, step to take out)`` for each chosen one; None leaves these."""
+    _check_types(model, layers)
     rehearsal = meta_copy(model)
     size = find_input_size(rehearsal, input_size)
     calls = trace(rehearsal, size)
     chosen = _choose(rehearsal, calls, layers)
     steps = _strided_steps(calls, chosen) if stride == "unit" else {}
-
-    options = {"locality_strength": locality_strength, "gating": gating, "qk_dim": qk_dim, "backend": backend}
-    options["qk_scale"] = qk_scale
+    if convert is None and not steps:
+        raise ValueError(f"no stride to take out: neither {_some(chosen)} nor what is around them in a block has one")
 
     def replacements(source: nn.Module) -> dict[str, nn.Module]:
-        new = {name: unstride(call, source.get_submodule(name)) for name, call in steps.items() if name not in chosen}
-        for name in chosen:
-            new[name] = _convert(name, source.get_submodule(name), steps.get(name), **options)
+        new = {name: at_unit_stride(call, source.get_submodule(name)) for name, call in steps.items()}
+        if convert is not None:
+            new |= {name: convert(name, source.get_submodule(name), steps.get(name)) for name in chosen}
         return new
 
     check_phases(steps.values())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tcnn_model.conversion.tracing import FAILURES, Call
 
-__all__ = ["check_phases", "is_strided", "unstride"]
+__all__ = ["at_unit_stride", "check_phases", "is_strided"]
 
 Phase = tuple[int, int]
 
@@ -23,7 +23,7 @@ def is_strided(call: Call) -> bool:
     return call.reduces and max(_stride(call.module)) > 1 and all(next(p.parameters(), None) is None for p in parts)
 
 
-def unstride(call: Call, module: nn.Module) -> nn.Module:
+def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
     """Make an operation of stride 1 on the same grid, whose output at every s-th pixel is the strided output.
 
     Where it would fall short of the grid (2 x 2 convolutions and pools without padding, 3 x 3 without padding), its
@@ -109,7 +109,7 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
     """First pixels (y, x) from which every s-th output of the un-strided operation is the strided output."""
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(1, _channels(strided), pixels, pixels, generator=generator, device="cpu")
-    sparse, dense = _run(call, strided, x), _run(call, unstride(call, strided), x)
+    sparse, dense = _run(call, strided, x), _run(call, at_unit_stride(call, strided), x)
     height, width = sparse.shape[2:]
     sy, sx = _stride(strided)
 

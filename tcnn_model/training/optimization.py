@@ -1,14 +1,17 @@
 """Parameter groups and stochastic depth for fine-tuning."""
 
+import re
 from typing import Any
 
 import torch
 from timm.layers import DropPath
+from timm.models.cait import ClassAttn
+from timm.models.volo import ClassAttention as VOLOClassAttention
 from timm.optim import param_groups_weight_decay
 from torch import nn
 
 from tcnn_model.gpsa.layer import gpsa_layers
-from tcnn_model.pooling.attention_pool import AttentionPool2d
+from tcnn_model.pooling.attention_pool import AttentionPool2d, PatchAttention
 
 __all__ = ["parameter_groups", "set_drop_path"]
 
@@ -59,14 +62,18 @@ def parameter_groups(
 
 
 @torch.no_grad()
-def set_drop_path(model: nn.Module, rate: float) -> int:
-    """Set stochastic depth, growing linearly from 0 at the first residual block to ``rate`` at the last.
+def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> int:
+    """Set stochastic depth: the chance with which a residual branch is dropped, for an image, in training.
 
-    For models that were built without it: timm's residual blocks carry a ``drop_path`` that is then None or Identity.
+    "We adopt a uniform drop rate for all layers" (PatchConvNet paper, Sec. 3.3; CaiT, thesis Table 3.16, and DeiT III,
+    Sec. 6.2.1, too). The T-CNN paper gives one number a model and builds on timm, whose ResNets ramp: linearly, from 0
+    at the first residual block to ``rate`` at the last. Attention pools and class-attention blocks keep 0: there are
+    one or two of them, and a class token whose block is dropped has seen nothing of the image.
 
     Args:
-        model: changed in place.
-        rate: drop rate of the last block, in [0, 1).
+        model: changed in place; timm's blocks carry a ``drop_path`` (also ``drop_path1``, ``drop_path2``).
+        rate: of the last block, or of every block, in [0, 1).
+        uniform: the same rate in every block.
 
     Returns:
         the number of residual blocks set; 0 where the model has none, and is unchanged.
@@ -76,13 +83,23 @@ def set_drop_path(model: nn.Module, rate: float) -> int:
     """
     if not 0 <= rate < 1:
         raise ValueError(f"expected a drop path rate in [0, 1), got {rate}")
-    blocks = [m for m in model.modules() if _drops_path(m)]
-    for block, p in zip(blocks, torch.linspace(0, rate, max(len(blocks), 1)).tolist(), strict=False):
-        block.drop_path = DropPath(p).train(block.training) if p else nn.Identity()
-    return len(blocks)
+    found = [(module, names) for module in model.modules() if (names := _drop_paths(module))]
+    trunk = [block for block, _ in found if not _is_class_attention(block)]
+    ramp = torch.full((len(trunk),), rate) if uniform else torch.linspace(0, rate, max(len(trunk), 1))
+    rates = {id(block): p for block, p in zip(trunk, ramp.tolist(), strict=False)}
+    for block, names in found:
+        p = rates.get(id(block), 0.0)
+        for name in names:
+            setattr(block, name, DropPath(p).train(block.training) if p else nn.Identity())
+    return len(trunk)
 
 
-def _drops_path(block: nn.Module) -> bool:
-    missing = object()
-    current = getattr(block, "drop_path", missing)
-    return current is None or isinstance(current, DropPath | nn.Identity)
+def _drop_paths(block: nn.Module) -> list[str]:
+    """Names of a residual block's stochastic depths, set or not (None in timm's ResNets)."""
+    names = [name for name in {**vars(block), **block._modules} if re.fullmatch(r"drop_path\d?", name)]
+    return [name for name in names if isinstance(getattr(block, name), DropPath | nn.Identity | None)]
+
+
+def _is_class_attention(block: nn.Module) -> bool:
+    """Whether class tokens alone are updated from attention: the blocks of CaiT, XCiT, VOLO and attention pools."""
+    return any(isinstance(child, ClassAttn | VOLOClassAttention | PatchAttention) for child in block.children())

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from timm.layers import AvgPool2dSame, BlurPool2d, Conv2dSame, StdConv2d
 from timm.layers.pool2d_same import MaxPool2dSame
 from torch import Tensor, nn
 
-from tcnn_model import gpsa_layers, reparameterize
+from tcnn_model import gpsa_layers, reparameterize, unstride
 from tcnn_model.conversion.tracing import Call, find_input_size, meta_copy, trace
-from tcnn_model.conversion.unstride import check_phases, unstride
+from tcnn_model.conversion.unstride import at_unit_stride, check_phases
 from tests.tcnn_model.helpers import SHARP, assert_same, random
+from tests.tcnn_model.tiny_models import tiny_cnn
 
 
 def _call(module: nn.Module, grid: tuple[int, int], name: str = "operation") -> Call:
@@ -52,7 +54,7 @@ def test_strided_output_is_part_of_the_other(name: str) -> None:
     for grid, phase in (((12, 18), even), ((15, 9), odd)):
         call = _call(module, grid)
         x = random(1, getattr(module, "in_channels", 1), *grid)
-        strided, unit = module(x), unstride(call, module)(x)
+        strided, unit = module(x), at_unit_stride(call, module)(x)
         assert unit.shape[-2:] == grid
         part = unit[:, :, phase::stride, phase::stride][:, :, : strided.shape[2], : strided.shape[3]]
         assert_same(part, strided)
@@ -94,7 +96,7 @@ def test_output_that_is_lost(pool: nn.Module) -> None:
 @pytest.mark.parametrize("module", [nn.Conv2d(3, 5, 3, 2, 2), nn.AvgPool2d(2, 2, 1)])
 def test_grid_that_would_grow(module: nn.Module) -> None:
     with pytest.raises(ValueError, match=r"at stride 1 would not keep the grid; use stride='keep'"):
-        unstride(_call(module.double(), (12, 18)), module)
+        at_unit_stride(_call(module.double(), (12, 18)), module)
 
 
 class _Block(nn.Module):
@@ -220,7 +222,7 @@ def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
     conv = copy.deepcopy(conv).double()
     before = dict(vars(conv))
     call = _call(conv, (12, 18))
-    unit = unstride(call, conv)
+    unit = at_unit_stride(call, conv)
     assert {name: id(p) for name, p in unit.named_parameters()} == {n: id(p) for n, p in conv.named_parameters()}
     assert vars(conv) == before
     check_phases([call])
@@ -242,3 +244,30 @@ def test_extended_shortcut_can_be_converted_later() -> None:
     twice = reparameterize(once, layers="1.shortcut", stride="keep", **SHARP)
     x = random(1, 3, 26, 34)
     assert_same(twice(x), once(x))
+
+
+@torch.no_grad()
+def test_unstrided_cnn_is_the_tcnn_at_its_convolutional_limit() -> None:
+    """The control has the T-CNN's grid and the CNN's filters: as sharp attention gives them, and as by hand."""
+    cnn = tiny_cnn().double().eval()
+    before = cnn.state_dict()
+    x = random(2, 1, 96, 64)
+    control = unstride(cnn, input_size=(1, 64, 64))
+    by_hand: Any = copy.deepcopy(cnn)
+    by_hand.layer4[0].conv1.stride = by_hand.layer4[0].downsample[0].stride = (1, 1)
+    assert torch.equal(control(x), by_hand(x))
+    assert_same(reparameterize(cnn, input_size=(1, 64, 64), **SHARP)(x), control(x))
+    assert not gpsa_layers(control)
+    assert control.state_dict().keys() == before.keys()
+    assert control.feature_info == reparameterize(cnn, input_size=(1, 64, 64)).feature_info
+    assert cnn.get_submodule("layer4.0.conv1").stride == (2, 2)
+    assert unstride(cnn, input_size=(1, 64, 64), inplace=True) is cnn
+
+
+def test_nothing_to_unstride() -> None:
+    """The stride is a pool in the block before the last stage."""
+    stage = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.Conv2d(5, 5, 3, padding=1))
+    before = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.MaxPool2d(2))
+    model = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2, padding=1), before, stage)
+    with pytest.raises(ValueError, match=r"no stride to take out: neither 2\.0, 2\.1 nor"):
+        unstride(model, layers="2")

@@ -11,7 +11,7 @@ from torch import nn
 from tcnn_model import GPSA, gpsa_layers, parameter_groups
 from tcnn_model.training.optimization import set_drop_path
 from tests.tcnn_model.helpers import on_meta
-from tests.tcnn_model.tiny_models import tiny_cnn, tiny_tcnn
+from tests.tcnn_model.tiny_models import pooled_cnn, tiny_cnn, tiny_tcnn
 
 
 def _setting(model: nn.Module, **arguments: float) -> dict[str, tuple[float, float]]:
@@ -95,6 +95,43 @@ def test_drop_path_rates_are_those_timm_would_give(name: str) -> None:
     assert _rates(model) == pytest.approx(expected, abs=1e-6)
     assert set_drop_path(model, 0.0) == len(expected)
     assert _rates(model) == [0.0] * len(expected)
+
+
+def _by_block(model: nn.Module) -> dict[str, float]:
+    """Drop rate of everything in a model whose name begins with drop_path."""
+    found = {n: m for n, m in model.named_modules() if n.rpartition(".")[2].startswith("drop_path")}
+    return {name: m.drop_prob if isinstance(m, DropPath) else 0.0 for name, m in found.items()}
+
+
+CLASS_ATTENTION = {
+    "cait_xxs24_224": ({"depth": 3, "embed_dim": 24}, "blocks_token_only"),
+    "xcit_nano_12_p16_224": ({"depth": 3, "embed_dim": 24}, "cls_attn_blocks"),
+    "patchconvnet_s60": ({"depth": 3, "embed_dim": 16}, "pool"),
+    "patchconvnet_s60_multi": ({"depth": 3, "embed_dim": 16, "num_classes": 5}, "pool"),
+}
+
+
+@pytest.mark.parametrize("name", CLASS_ATTENTION)
+def test_class_tokens_are_never_dropped(name: str) -> None:
+    options, pool = CLASS_ATTENTION[name]
+    model = timm.create_model(name, **options)
+    for uniform, expected in ((True, [0.2, 0.2, 0.2]), (False, [0.0, 0.1, 0.2])):
+        assert set_drop_path(model, 0.2, uniform=uniform) == 3
+        rates = _by_block(model)
+        assert {rate for block, rate in rates.items() if pool in block} == {0.0}
+        trunk = [block for block in rates if pool not in block]
+        per_block = len(trunk) // 3
+        assert [rates[block] for block in trunk] == pytest.approx([p for p in expected for _ in range(per_block)])
+
+
+def test_pooled_image_reaches_the_classifier_at_every_drop() -> None:
+    """At a rate near 1 each block is dropped, and the pool still tells images apart."""
+    model = pooled_cnn(tiny_cnn().eval()).train()
+    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.eval()
+    assert set_drop_path(model, 1 - 1e-12, uniform=True) == 4
+    images = torch.randn(2, 1, 64, 96)
+    assert not torch.allclose(*model(images), atol=1e-6)
 
 
 def test_drop_path_acts_in_training_only() -> None:
