@@ -11,7 +11,8 @@ from tcnn_model.models import patchconvnet as _patchconvnet  # noqa: F401 (regis
 from tcnn_model.models import t_resnet as _t_resnet  # noqa: F401 (registers t_resnet* with timm)
 from tcnn_model.pooling.add import add_attention_pool, specialize
 from tcnn_model.pooling.attention_pool import AttentionPool2d
-from tcnn_model.training.finetune import EpochResult, finetune
+from tcnn_model.training.evaluation import EpochResult
+from tcnn_model.training.finetune import finetune
 from tcnn_model.training.optimization import parameter_groups
 
 __all__ = [

@@ -90,8 +90,8 @@ def reparameterize(
     """
     if stride not in ("unit", "keep"):
         raise ValueError(f"expected stride='unit' or 'keep', got {stride!r}")
-    options = {"locality_strength": locality_strength, "gating": gating, "qk_dim": qk_dim, "backend": backend}
-    options["qk_scale"] = qk_scale
+    options: dict[str, Any] = {"locality_strength": locality_strength, "gating": gating}
+    options |= {"qk_dim": qk_dim, "qk_scale": qk_scale, "backend": backend}
     return _converted(model, layers, stride, input_size, inplace, partial(_convert, **options))
 
 

@@ -36,7 +36,7 @@ def read_checkpoint(path: str | Path, settings: dict[str, Any], device: torch.de
         device: to load tensors to.
 
     Raises:
-        ValueError: the file is damaged, is no checkpoint of :func:`tcnn_model.finetune`, or belongs to a run with
+        ValueError: the file is damaged, is no checkpoint of this package, or belongs to a run with
             other settings.
     """
     path = Path(path)

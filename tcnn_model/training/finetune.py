@@ -1,56 +1,39 @@
-"""The fine-tuning loop of the T-CNN paper (Sec. 3, "Training details"), as an iterator over epochs."""
+"""The fine-tuning of the T-CNN paper (Sec. 3, "Training details"), as an iterator over epochs."""
 
-import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.loss import LabelSmoothingCrossEntropy
-from timm.optim import create_optimizer_v2
-from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 
 from tcnn_model.training.checkpoint import read_checkpoint, write_checkpoint
-from tcnn_model.training.optimization import parameter_groups, set_drop_path
+from tcnn_model.training.evaluation import EpochResult
+from tcnn_model.training.loop import Training, run
+from tcnn_model.training.optimization import create_optimizer, create_schedules, set_drop_path
 from tcnn_model.training.seeding import check_repeatable, seed_everything
+from tcnn_model.training.task import Classification
 
-__all__ = ["EpochResult", "evaluate", "finetune"]
+__all__ = ["finetune"]
 
-Batches = DataLoader[tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class EpochResult:
-    """Losses and accuracies of an epoch. Accuracies are top-1 in [0, 1]; losses are means per image in nats.
-
-    ``lr`` is that of the weights, not of the gates, at the epoch's last step.
-
-    Epoch 0 is the model as it was given: nothing was trained, and its training figures are NaN.
-    """
-
-    epoch: int
-    train_loss: float
-    train_top1: float
-    val_loss: float
-    top1: float
-    lr: float
+Loader = DataLoader[tuple[Tensor, Tensor]]
 
 
 def finetune(
     model: nn.Module,
-    train_loader: Batches,
-    val_loader: Batches,
+    train_loader: Loader,
+    val_loader: Loader,
     *,
     epochs: int = 50,
+    opt: str = "adamw",
     lr: float = 1e-4,
     gating_lr: float = 0.1,
     weight_decay: float = 0.05,
     warmup_epochs: int = 5,
+    gating_warmup_epochs: int | None = None,
+    gating_min_lr: float | None = None,
     label_smoothing: float = 0.1,
     drop_path_rate: float | None = None,
     device: torch.device | str | None = None,
@@ -70,22 +53,27 @@ def finetune(
                 recorder.mark(**dataclasses.asdict(result))
 
     Epoch 0, before any training, is yielded first. The defaults are the paper's, but for the weight decay, which it
-    does not state (0.05 is DeiT's, whose recipe it follows).
+    does not state (0.05 is DeiT's, whose recipe it follows). Its rates are for 1,024 images a step: give smaller ones
+    for smaller batches. Recipes, data and everything else that the papers have are in the command ``tcnn-finetune``,
+    which runs the same loop.
 
     Args:
         model: any classifier; gates are looked for in its GPSA layers. Trained in place.
-        train_loader, val_loader: batches of images (B, C, H, W) and class indices (B,).
+        train_loader, val_loader: batches of images (B, C, H, W) and class indices (B,); shares of classes (B, K), as
+            mixup gives them, will do for training.
         epochs: number of training epochs.
+        opt: timm's name of an optimizer. The paper has "momentum", SGD with momentum 0.9, for CNNs (Sec. 5).
         lr, gating_lr: peak learning rates of the weights and of the gates.
         weight_decay: of matrices and filters, see :func:`~tcnn_model.parameter_groups`.
         warmup_epochs: epochs of linear warm-up from 0; must be fewer than ``epochs``.
+        gating_warmup_epochs, gating_min_lr: warm-up of the gates, and the rate that they end at; None: as the weights.
         label_smoothing: in [0, 1).
-        drop_path_rate: stochastic depth (:func:`~tcnn_model.training.optimization.set_drop_path`); None: its own.
+        drop_path_rate: stochastic depth, as a ramp (:func:`~tcnn_model.training.optimization.set_drop_path`); None:
+            its own.
         device: to train on; the model's own unless given.
         amp: bfloat16 autocast.
-        seed: each epoch seeds Python's, NumPy's and torch's global generators with ``seed + epoch``, and those that
-            the loaders have of their own, so a resumed run repeats what an uninterrupted one would have done. None
-            leaves them alone.
+        seed: each epoch seeds Python's, NumPy's and torch's global generators, and those that the loaders have of
+            their own, so a resumed run repeats what an uninterrupted one would have done. None leaves them alone.
         checkpoint: file written to the disk after each epoch, whole or not at all. If it exists the run resumes from
             it: its epochs are yielded again without being trained, the last one after a fresh validation.
         progress: show progress bars.
@@ -109,129 +97,52 @@ def finetune(
         raise ValueError(f"empty loader: {len(train_loader)} training and {len(val_loader)} validation batches")
     if seed is not None:
         check_repeatable(train_loader)
-    settings = {
-        "epochs": epochs,
-        "lr": lr,
-        "gating_lr": gating_lr,
-        "weight_decay": weight_decay,
-        "warmup_epochs": warmup_epochs,
-        "label_smoothing": label_smoothing,
-        "drop_path_rate": drop_path_rate,
-        "seed": seed,
-        "steps_per_epoch": len(train_loader),
-    }
+    rates = {"warmup_epochs": warmup_epochs, "gating_warmup_epochs": gating_warmup_epochs}
+    rates |= {"gating_min_lr": gating_min_lr, "epochs": epochs}  # type: ignore[dict-item]
+    optimizing = {"opt": opt, "lr": lr, "gating_lr": gating_lr, "weight_decay": weight_decay}
+    settings: dict[str, Any] = {**rates, **optimizing, "label_smoothing": label_smoothing, "seed": seed}
+    settings |= {"drop_path_rate": drop_path_rate, "steps_per_epoch": len(train_loader)}
     target = next(model.parameters()).device if device is None else torch.device(device)
     saved = None if checkpoint is None else read_checkpoint(checkpoint, settings, target)
     if drop_path_rate is not None and set_drop_path(model, drop_path_rate) == 0 and drop_path_rate > 0:
         raise ValueError(f"drop_path_rate={drop_path_rate}, but {type(model).__name__} has no block with a drop_path")
     model.to(target)
-    optimizer = create_optimizer_v2(parameter_groups(model, lr, gating_lr, weight_decay), opt="adamw", lr=lr)
-    steps = len(train_loader)
-    schedule = CosineLRScheduler(optimizer, epochs * steps, warmup_t=warmup_epochs * steps, t_in_epochs=False)
-    history: list[EpochResult] = []
-    if saved is not None:  # after the schedule, which sets the learning rates back to their start
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        history = [EpochResult(**result) for result in saved["history"]]
+    optimizer = create_optimizer(model, **optimizing)  # type: ignore[arg-type]
+    training = Training(
+        model=model,
+        task=Classification(model, LabelSmoothingCrossEntropy(label_smoothing)),
+        optimizer=optimizer,
+        schedules=create_schedules(optimizer, steps=len(train_loader), **rates),  # type: ignore[arg-type]
+        device=target,
+        amp=torch.bfloat16 if amp else None,
+        seed=seed,
+    )
+    if saved is not None:
+        training.load_state_dict(saved)
 
-    def train(epoch: int) -> tuple[float, float]:
-        return _train_epoch(model, train_loader, optimizer, schedule, epoch, label_smoothing, target, amp, progress)
+    def save() -> None:
+        if checkpoint is not None:
+            write_checkpoint(checkpoint, {"settings": settings, **training.state_dict()})
 
-    def state() -> dict[str, Any]:
-        weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        return weights | {"settings": settings, "history": [asdict(result) for result in history]}
-
-    def run() -> Iterator[EpochResult]:
-        yield from history[:-1]
-        # The last epoch of the checkpoint is validated again, for those who record.
-        first = max(len(history) - 1, 0)
-        with tqdm(total=epochs, initial=first, desc=name, unit="epoch", disable=not progress) as bar:
-            for epoch in range(first, epochs + 1):
-                if seed is not None:
-                    seed_everything(seed + epoch, train_loader, val_loader)
-                if epoch < len(history):
-                    trained = (history[epoch].train_loss, history[epoch].train_top1)
-                else:
-                    trained = train(epoch) if epoch else (math.nan, math.nan)
-                val_loss, top1 = evaluate(model, val_loader, device=target, amp=amp, progress=progress)
-                rate = next((group["lr"] for group in optimizer.param_groups if group["name"] != "gates"), math.nan)
-                result = EpochResult(epoch, *trained, val_loss, top1, rate)
-                bar.set_postfix(top1=f"{top1:.3f}")
-                bar.update(epoch > first)
-                if epoch == len(history):
-                    history.append(result)
-                    if checkpoint is not None:
-                        write_checkpoint(checkpoint, state())
-                yield result
-
-    return run()
+    return run(
+        training, _Loaders(train_loader, val_loader, seed), epochs, after_epoch=save, progress=progress, name=name
+    )
 
 
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    loader: Batches,
-    *,
-    device: torch.device | str | None = None,
-    amp: bool = False,
-    progress: bool = True,
-) -> tuple[float, float]:
-    """Mean cross-entropy (nats) and top-1 accuracy of ``model``, in eval mode; each module's mode is restored."""
-    target = next(model.parameters()).device if device is None else torch.device(device)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        total = torch.zeros(3, dtype=torch.float64, device=target)
-        for images, labels in _with_bar(loader, "validating", progress):
-            images, labels = images.to(target, non_blocking=True), labels.to(target, non_blocking=True)
-            with torch.autocast(target.type, torch.bfloat16, enabled=amp):
-                logits = model(images)
-            total += _totals(logits, F.cross_entropy(logits.float(), labels), labels)
-    finally:
-        for module, training in modes.items():
-            module.training = training
-    loss, correct, count = total.tolist()
-    return loss / count, correct / count
+class _Loaders:
+    """The user's own loaders. Their generators are seeded for each epoch."""
 
+    def __init__(self, train: Loader, validate: Loader, seed: int | None) -> None:
+        self.per_epoch = len(train)
+        self._train, self._validate, self._seed = train, validate, seed
 
-def _train_epoch(
-    model: nn.Module,
-    loader: Batches,
-    optimizer: torch.optim.Optimizer,
-    schedule: CosineLRScheduler,
-    epoch: int,
-    label_smoothing: float,
-    device: torch.device,
-    amp: bool,
-    progress: bool,
-) -> tuple[float, float]:
-    criterion = LabelSmoothingCrossEntropy(label_smoothing)
-    total = torch.zeros(3, dtype=torch.float64, device=device)
-    model.train()
-    for step, (images, labels) in enumerate(_with_bar(loader, f"epoch {epoch}", progress)):
-        schedule.step_update((epoch - 1) * len(loader) + step)
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            logits = model(images)
-        loss = criterion(logits.float(), labels)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        total += _totals(logits, loss, labels)
-    mean_loss, correct, count = total.tolist()
-    return mean_loss / count, correct / count
+    def begin(self, epoch: int) -> None:
+        if self._seed is not None:
+            seed_everything(self._seed + epoch, self._train, self._validate)
 
+    def training(self, first: int) -> Iterable[tuple[Tensor, Tensor]]:
+        assert first == 0  # checkpoints are of whole epochs
+        return self._train
 
-def _with_bar(loader: Batches, description: str, progress: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    # Not tqdm(loader): tqdm.auto opens a second iterator on what it wraps, and every image would be loaded twice.
-    with tqdm(total=len(loader), desc=description, leave=False, disable=not progress) as bar:
-        for batch in loader:
-            yield batch
-            bar.update()
-
-
-@torch.no_grad()
-def _totals(logits: Tensor, loss: Tensor, labels: Tensor) -> Tensor:
-    """[sum of losses, number correct, number of images]."""
-    correct = (logits.argmax(1) == labels).sum()
-    return torch.stack([loss.double() * len(labels), correct.double(), correct.new_tensor(len(labels)).double()])
+    def validation(self) -> Iterable[tuple[Tensor, Tensor]]:
+        return self._validate

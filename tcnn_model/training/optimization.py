@@ -1,4 +1,4 @@
-"""Parameter groups and stochastic depth for fine-tuning."""
+"""Optimizer, learning rates and stochastic depth."""
 
 import re
 from typing import Any
@@ -7,13 +7,14 @@ import torch
 from timm.layers import DropPath
 from timm.models.cait import ClassAttn
 from timm.models.volo import ClassAttention as VOLOClassAttention
-from timm.optim import param_groups_weight_decay
+from timm.optim import create_optimizer_v2, param_groups_weight_decay
+from timm.scheduler import create_scheduler_v2
 from torch import nn
 
 from tcnn_model.gpsa.layer import gpsa_layers
 from tcnn_model.pooling.attention_pool import AttentionPool2d, PatchAttention
 
-__all__ = ["parameter_groups", "set_drop_path"]
+__all__ = ["create_optimizer", "create_schedules", "parameter_groups", "set_drop_path"]
 
 
 def parameter_groups(
@@ -59,6 +60,72 @@ def parameter_groups(
         decay = group["weight_decay"]
         groups.append({"name": "decayed" if decay else "undecayed", "params": params, "weight_decay": decay, "lr": lr})
     return [group for group in groups if group["params"]]
+
+
+def create_optimizer(
+    model: nn.Module, opt: str, *, lr: float, gating_lr: float, weight_decay: float, momentum: float = 0.9
+) -> torch.optim.Optimizer:
+    """Timm's optimizer of this name with the groups of :func:`parameter_groups`; "momentum" is plain SGD with it."""
+    groups = parameter_groups(model, lr, gating_lr, weight_decay)
+    optimizer: torch.optim.Optimizer = create_optimizer_v2(groups, opt=opt, lr=lr, momentum=momentum)
+    return optimizer
+
+
+class _Groups:
+    """An optimizer as a scheduler sees it: with the gates alone, or without them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, gates: bool) -> None:
+        self._optimizer, self._gates = optimizer, gates
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self._optimizer.param_groups if (group["name"] == "gates") == self._gates]
+
+
+def create_schedules(
+    optimizer: torch.optim.Optimizer,
+    *,
+    epochs: int,
+    steps: int,
+    warmup_epochs: float,
+    sched: str = "cosine",
+    warmup_lr: float = 0.0,
+    min_lr: float = 0.0,
+    gating_warmup_epochs: float | None = None,
+    gating_min_lr: float | None = None,
+) -> list[Any]:
+    """Timm's schedule for the weights, and one for the gates, each to be updated before every step.
+
+    The T-CNN paper gives the gates a rate of 0.1 and is silent on its course. Unless told otherwise it goes with the
+    weights': so gates cannot move in the last steps. A floor (``gating_min_lr``) lets them.
+
+    Args:
+        optimizer: of :func:`create_optimizer`.
+        epochs, steps: of the training, and in an epoch.
+        warmup_epochs, warmup_lr, min_lr: linear warm-up from ``warmup_lr``, and where the schedule ends.
+        sched: timm's name of a schedule.
+        gating_warmup_epochs, gating_min_lr: of the gates; None: as the weights'.
+    """
+    weights = (warmup_epochs, min_lr)
+    gates = (
+        warmup_epochs if gating_warmup_epochs is None else gating_warmup_epochs,
+        min_lr if gating_min_lr is None else gating_min_lr,
+    )
+    schedules = []
+    for view, (warmup, floor) in ((_Groups(optimizer, False), weights), (_Groups(optimizer, True), gates)):
+        if view.param_groups:
+            schedule, _ = create_scheduler_v2(
+                view,
+                sched=sched,
+                num_epochs=epochs,
+                warmup_epochs=warmup,
+                warmup_lr=warmup_lr,
+                min_lr=floor,
+                step_on_epochs=False,
+                updates_per_epoch=steps,
+            )
+            schedules.append(schedule)
+    return [schedule for schedule in schedules if schedule is not None]
 
 
 @torch.no_grad()

@@ -1,13 +1,16 @@
 """Every source of random numbers that a training run draws from, set to one seed."""
 
+import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-__all__ = ["check_repeatable", "seed_everything"]
+__all__ = ["check_repeatable", "own_randomness", "seed_everything", "seed_of"]
 
 Batches = DataLoader[tuple[Tensor, Tensor]]
 
@@ -24,6 +27,27 @@ def seed_everything(seed: int, *loaders: Batches) -> None:
     generators = (getattr(part, "generator", None) for loader in loaders for part in (loader, loader.sampler))
     for generator in {id(one): one for one in generators if isinstance(one, torch.Generator)}.values():
         generator.manual_seed(seed)
+
+
+def seed_of(*parts: int) -> int:
+    """A seed of 63 bits for one of many: a run's seed, an epoch, a step; others for others."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Draw from generators of this seed, on the CPU, and leave the global ones as they were."""
+    python, array, tensor = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)  # noqa: NPY002
+        torch.default_generator.set_state(tensor)
 
 
 def check_repeatable(loader: Batches) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tcnn_model import EpochResult, finetune, gpsa_layers
-from tcnn_model.training.finetune import evaluate
+from tcnn_model.training.evaluation import evaluate
 from tests.tcnn_model.tiny_models import batches, tiny_cnn, tiny_tcnn, validation_batches
 
 

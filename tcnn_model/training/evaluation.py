@@ -1,0 +1,85 @@
+"""What an epoch comes to: losses and accuracies, and how they are counted."""
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+__all__ = ["EpochResult", "evaluate", "totals", "with_bar"]
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """Losses and accuracies of an epoch. Accuracies are top-1 in [0, 1]; losses are means per image in nats.
+
+    ``lr`` is that of the weights, not of the gates, at the epoch's last step. Where images are mixed, the training
+    accuracy counts the class that has the larger share.
+
+    Epoch 0 is the model as it was given: nothing was trained, and its training figures are NaN.
+    """
+
+    epoch: int
+    train_loss: float
+    train_top1: float
+    val_loss: float
+    top1: float
+    lr: float
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    *,
+    device: torch.device | str | None = None,
+    amp: bool | torch.dtype | None = False,
+    progress: bool = True,
+    over_ranks: Callable[[Tensor], Tensor] = lambda total: total,
+) -> tuple[float, float]:
+    """Mean cross-entropy (nats) and top-1 accuracy of ``model``, in eval mode; each module's mode is restored.
+
+    Args:
+        model: any classifier.
+        loader: batches of images (B, C, H, W) and class indices (B,).
+        device: the model's own unless given.
+        amp: the dtype of autocast; True for bfloat16, False or None for none.
+        progress: show a bar.
+        over_ranks: adds up the totals of several processes, shape (3,), each of which saw a part of the images.
+    """
+    target = next(model.parameters()).device if device is None else torch.device(device)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        total = torch.zeros(3, dtype=torch.float64, device=target)
+        for images, labels in with_bar(loader, "validating", progress):
+            images, labels = images.to(target, non_blocking=True), labels.to(target, non_blocking=True)
+            with torch.autocast(target.type, torch.bfloat16 if amp is True else amp or None, enabled=bool(amp)):
+                logits = model(images)
+            total += totals(logits, F.cross_entropy(logits.float(), labels), labels)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    loss, correct, count = over_ranks(total).tolist()
+    return loss / count, correct / count
+
+
+@torch.no_grad()
+def totals(logits: Tensor, loss: Tensor, targets: Tensor) -> Tensor:
+    """[sum of losses, number correct, number of images]; targets are indices (B,) or shares of classes (B, K)."""
+    labels = targets if targets.ndim == 1 else targets.argmax(1)
+    correct = (logits.argmax(1) == labels).sum()
+    return torch.stack([loss.double() * len(labels), correct.double(), correct.new_tensor(len(labels)).double()])
+
+
+def with_bar(batches: Iterable[Any], description: str, progress: bool) -> Iterator[Any]:
+    """The batches, with a bar that shows how many there are."""
+    # Not tqdm(loader): tqdm.auto opens a second iterator on what it wraps, and every image would be loaded twice.
+    count = len(batches) if isinstance(batches, Sized) else None
+    with tqdm(total=count, desc=description, leave=False, disable=not progress) as bar:
+        for batch in batches:
+            yield batch
+            bar.update()

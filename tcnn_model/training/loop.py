@@ -1,0 +1,259 @@
+"""The training loop: every training of this package, of its command and of the studies runs through it.
+
+What is random is drawn from generators that are seeded for each step with the run's seed, the epoch and the step. So no
+generator has a state worth keeping, and a run that goes on from any step is the run that was not interrupted.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from tcnn_model.training.evaluation import EpochResult, evaluate, totals
+from tcnn_model.training.seeding import seed_everything, seed_of
+
+__all__ = ["Batches", "NonFiniteLossError", "StopRequested", "Training", "run"]
+
+Batch = tuple[Tensor, Tensor]
+
+
+class StopRequested(Exception):  # noqa: N818 (nothing went wrong)
+    """The training was asked to stop, and what is needed to go on is on the disk."""
+
+
+class NonFiniteLossError(ArithmeticError):
+    """A loss that is infinite or no number; ``images`` and ``targets`` are the batch that gave it."""
+
+    def __init__(self, message: str, images: Tensor, targets: Tensor) -> None:
+        super().__init__(message)
+        self.images, self.targets = images, targets
+
+
+class Batches(Protocol):
+    """Where a training's images come from."""
+
+    per_epoch: int
+    """Batches in an epoch."""
+
+    def begin(self, epoch: int) -> None:
+        """Called before an epoch's batches are drawn."""
+
+    def training(self, first: int) -> Iterable[Batch]:
+        """The epoch's batches from this one on."""
+
+    def validation(self) -> Iterable[Batch]:
+        """The batches to validate on, the same in each epoch."""
+
+
+@dataclass
+class Training:
+    """A model, what changes it, and how far it has come.
+
+    Args:
+        model: without wrappers.
+        task: images and targets to a mapping with "loss", and "output", the class scores.
+        optimizer: of the model's parameters.
+        schedules: of timm, updated before each step of the optimizer.
+        device: of the model.
+        amp: dtype of autocast; None for none.
+        accumulate: batches in a step of the optimizer.
+        clip_grad: largest norm of the gradient; None for any.
+        mix: mixes a batch, and gives shares of classes for class indices (timm's ``Mixup``).
+        seed: of what is random in steps; None for whatever the generators give.
+        ema: moving average of the weights.
+        frozen: modules that stay in eval mode, so that their running statistics stay as they are.
+        no_sync: of a distributed model, entered for all batches of a step but the last.
+        over_ranks: adds up totals of several processes.
+        rank: of this process.
+        history: results so far.
+        epoch, step: the epoch that is being trained, and the steps of the optimizer made in it.
+        total: [sum of losses, number correct, number of images] in it.
+    """
+
+    model: nn.Module
+    task: Callable[[Tensor, Tensor], Mapping[str, Tensor]]
+    optimizer: torch.optim.Optimizer
+    schedules: list[Any]
+    device: torch.device
+    amp: torch.dtype | None = None
+    accumulate: int = 1
+    clip_grad: float | None = None
+    mix: Callable[[Tensor, Tensor], Batch] | None = None
+    seed: int | None = None
+    ema: ModelEmaV3 | None = None
+    frozen: list[nn.Module] = field(default_factory=list)
+    channels_last: bool = False
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    over_ranks: Callable[[Tensor], Tensor] = lambda total: total
+    rank: int = 0
+    history: list[EpochResult] = field(default_factory=list)
+    epoch: int = 0
+    step: int = 0
+    total: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+
+    def __post_init__(self) -> None:
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp == torch.float16)
+
+    @property
+    def lr(self) -> float:
+        """Of the weights, now."""
+        return next((group["lr"] for group in self.optimizer.param_groups if group.get("name") != "gates"), math.nan)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on, of tensors and plain values."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedules": [_plain(schedule.state_dict()) for schedule in self.schedules],
+            "scaler": self.scaler.state_dict(),
+            "ema": None if self.ema is None else self.ema.module.state_dict(),
+            "history": [asdict(result) for result in self.history],
+            "epoch": self.epoch,
+            "step": self.step,
+            "total": self.total,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(saved)
+        self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            self.ema.module.load_state_dict(state["ema"])
+        self.history = [EpochResult(**result) for result in state["history"]]
+        self.epoch, self.step, self.total = state["epoch"], state["step"], state["total"].to("cpu")
+
+    def train_mode(self) -> None:
+        """Training mode, but for what is frozen."""
+        self.model.train()
+        for module in self.frozen:
+            module.eval()
+
+    def make_step(self, batches: tuple[Batch, ...], update: int) -> None:
+        """One step of the optimizer, from the mean gradient of these batches."""
+        for schedule in self.schedules:
+            schedule.step_update(update)
+        self.optimizer.zero_grad(set_to_none=True)
+        for number, (images, targets) in enumerate(batches):
+            if self.seed is not None:
+                seed_everything(seed_of(self.seed, self.epoch, self.step, number, self.rank))
+            last = number == len(batches) - 1
+            with nullcontext() if last else self.no_sync():
+                self._backward(images, targets, len(batches))
+        if self.clip_grad is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.ema is not None:
+            self.ema.update(self.model)
+        self.step += 1
+
+    def _backward(self, images: Tensor, targets: Tensor, parts: int) -> None:
+        layout = torch.channels_last if self.channels_last else torch.preserve_format
+        images = images.to(self.device, non_blocking=True, memory_format=layout)
+        targets = targets.to(self.device, non_blocking=True)
+        if self.mix is not None:
+            images, targets = self.mix(images, targets)
+        with torch.autocast(self.device.type, self.amp, enabled=self.amp is not None):
+            result = self.task(images, targets)
+        loss, logits = result["loss"], result["output"]
+        if not math.isfinite(everywhere := float(self.over_ranks(loss.detach()))):
+            where = f"epoch {self.epoch}, step {self.step + 1}"
+            raise NonFiniteLossError(f"the loss is {everywhere:g} in {where}", images, targets)
+        self.scaler.scale(loss / parts).backward()
+        self.total += totals(logits, loss, targets).cpu()
+
+
+def run(
+    training: Training,
+    batches: Batches,
+    epochs: int,
+    *,
+    before_epoch: Callable[[int], None] = lambda epoch: None,
+    after_step: Callable[[], None] = lambda: None,
+    after_epoch: Callable[[], None] = lambda: None,
+    progress: bool = True,
+    name: str = "training",
+) -> Iterator[EpochResult]:
+    """Train and validate, epoch by epoch, from where the training is; yield results.
+
+    Epochs that are in the history are yielded again without being trained, the last one after a fresh validation, for
+    those who record.
+
+    Args:
+        training: changed in place.
+        batches: of images.
+        epochs: to train up to.
+        before_epoch: called with an epoch that is about to be trained from its beginning or from a step of it.
+        after_step: called after each step of the optimizer.
+        after_epoch: called when an epoch's result is in the history.
+        progress: show bars.
+        name: of the bar.
+    """
+    within = training.step > 0  # the model is then no longer that of the last epoch of the history
+    first = max(len(training.history) - (not within), 0)
+    yield from training.history[:first]
+    with tqdm(total=epochs, initial=first, desc=name, unit="epoch", disable=not progress) as bar:
+        for epoch in range(first, epochs + 1):
+            known = training.history[epoch] if epoch < len(training.history) else None
+            if known is None and epoch:
+                before_epoch(epoch)
+                _train_epoch(training, batches, epoch, after_step, progress)
+            else:
+                batches.begin(epoch)
+            trained = (known.train_loss, known.train_top1) if known else _means(training) if epoch else (math.nan,) * 2
+            val_loss, top1 = evaluate(
+                training.model,
+                batches.validation(),
+                device=training.device,
+                amp=training.amp,
+                progress=progress,
+                over_ranks=training.over_ranks,
+            )
+            result = EpochResult(epoch, *trained, val_loss, top1, training.lr)
+            bar.set_postfix(top1=f"{top1:.3f}", refresh=False)
+            bar.update(epoch > first)
+            if known is None:
+                training.history.append(result)
+                training.epoch, training.step, training.total = epoch + 1, 0, torch.zeros_like(training.total)
+                after_epoch()
+            yield result
+
+
+def _train_epoch(
+    training: Training, batches: Batches, epoch: int, after_step: Callable[[], None], progress: bool
+) -> None:
+    training.epoch = epoch
+    training.train_mode()
+    steps = math.ceil(batches.per_epoch / training.accumulate)
+    batches.begin(epoch)
+    images = iter(batches.training(training.step * training.accumulate))
+    with tqdm(total=steps, initial=training.step, desc=f"epoch {epoch}", leave=False, disable=not progress) as bar:
+        while group := tuple(islice(images, training.accumulate)):
+            training.make_step(group, (epoch - 1) * steps + training.step)
+            bar.update()
+            if (rate := bar.format_dict["rate"]) and progress:
+                mean_loss, correct, _ = (training.total / training.total[2]).tolist()
+                shown = {"loss": f"{mean_loss:.3f}", "top1": f"{correct:.3f}"}
+                per_step = sum(len(targets) for _, targets in group)
+                bar.set_postfix({"images/s": f"{rate * per_step:.0f}", **shown}, refresh=False)
+            after_step()
+
+
+def _means(training: Training) -> tuple[float, float]:
+    loss, correct, count = training.over_ranks(training.total).tolist()
+    return loss / count, correct / count
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if isinstance(value, bool | int | float | str | list | None)}
