@@ -1,0 +1,187 @@
+"""The model, the optimizer and the task of a run, from its settings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import timm
+import torch
+from timm.data import Mixup, resolve_model_data_config
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from tcnn_model.conversion.reparameterize import reparameterize, unstride
+from tcnn_model.conversion.selection import matching
+from tcnn_model.gpsa.layer import gpsa_layers
+from tcnn_model.models import patchconvnet, t_resnet  # noqa: F401 (timm then has them)
+from tcnn_model.training.config import Config
+from tcnn_model.training.distributed import Ranks
+from tcnn_model.training.loop import Training
+from tcnn_model.training.optimization import create_optimizer, create_schedules, set_drop_path
+from tcnn_model.training.seeding import seed_everything, seed_of
+from tcnn_model.training.task import create_criterion, create_task
+
+__all__ = ["build_model", "build_training", "convert"]
+
+
+def build_model(config: Config, classes: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and how timm prepares images for it.
+
+    Raises:
+        ValueError: timm has no such model; fewer outputs than classes; nothing to freeze by a name.
+    """
+    if config.num_classes is not None and config.num_classes < classes:
+        raise ValueError(f"num_classes: the data has {classes} classes, got {config.num_classes}")
+    options = {
+        "pretrained": config.pretrained,
+        "num_classes": config.num_classes or classes,
+        **(config.model_options or {}),
+    }
+    if config.weights is not None:
+        options["checkpoint_path"] = config.weights
+    seed_everything(config.seed)
+    try:
+        model = _of_size(config, options)
+    except RuntimeError as error:
+        raise ValueError(f"timm cannot make the model {config.model!r}: {error}") from error
+    data = resolve_model_data_config(model)
+    size = config.img_size or (64 if config.data == "digits" else data["input_size"][-1])
+    data["input_size"] = (data["input_size"][0], size, size)
+    if config.data == "digits" and config.crop_pct is None:
+        data["crop_pct"] = 1.0
+    if config.unstride:
+        model = unstride(model, input_size=data["input_size"], inplace=True)
+    if config.drop_path is not None:
+        blocks = set_drop_path(model, config.drop_path, uniform=config.uniform_drop_path)
+        if not blocks and config.drop_path:
+            raise ValueError(f"drop_path={config.drop_path}, but {config.model} has no block with a drop_path")
+    if config.grad_checkpointing:
+        model.set_grad_checkpointing(True)
+    return model, data
+
+
+def _of_size(config: Config, options: dict[str, Any]) -> Any:
+    """Transformers are made for a size of images; timm's convnets take any, and have no such option."""
+    if config.img_size is not None:
+        try:
+            return timm.create_model(config.model, img_size=config.img_size, **options)
+        except TypeError:
+            pass
+    return timm.create_model(config.model, **options)
+
+
+def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -> Training:
+    """Everything that a model is trained with; rates are those of the settings as they are."""
+    model.to(ranks.device)
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)
+    frozen = _freeze(model, config.freeze or [])
+    mix = None
+    if config.mixed:
+        mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=_outputs(model))
+    training = Training(
+        model=model,
+        task=lambda images, targets: {},
+        optimizer=_optimizer(config, model),
+        schedules=[],
+        device=ranks.device,
+        amp=getattr(torch, config.amp) if config.amp else None,
+        accumulate=config.accumulate,
+        clip_grad=config.clip_grad,
+        mix=mix,
+        seed=config.seed,
+        ema=ModelEmaV3(model, decay=config.ema) if config.ema else None,
+        frozen=frozen,
+        channels_last=config.channels_last,
+        over_ranks=ranks.total,
+        rank=ranks.rank,
+    )
+    _attach(training, config, steps, ranks)
+    return training
+
+
+def convert(training: Training, config: Config, steps: int, ranks: Ranks) -> bool:
+    """Make the CNN a T-CNN, in place; nothing, and False, if it is one.
+
+    With ``keep_optimizer`` weights that survive keep their momenta: "we keep the same optimizer and learning rate after
+    the reparametrization" (T-CNN paper, Sec. 5). Otherwise the optimizer is fresh, as in fine-tuning.
+    """
+    if gpsa_layers(training.model):
+        return False
+    size = (3, config.img_size, config.img_size) if config.img_size else None
+    for model in [training.model, *([training.ema.module] if training.ema else [])]:
+        seed_everything(seed_of(config.seed, -1))  # the moving average gets the same new weights
+        reparameterize(model, input_size=size, inplace=True)
+    state = training.optimizer.state
+    training.optimizer = _optimizer(config, training.model)
+    if config.keep_optimizer:
+        training.optimizer.state.update({p: state[p] for p in training.model.parameters() if p in state})
+    _attach(training, config, steps, ranks)
+    return True
+
+
+def _optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    return create_optimizer(
+        model,
+        config.opt,
+        lr=config.lr,
+        gating_lr=config.gating_lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+    )
+
+
+def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> None:
+    """Schedules, wrappers and task for the model and the optimizer as they now are."""
+    training.schedules = create_schedules(
+        training.optimizer,
+        epochs=config.epochs,
+        steps=steps,
+        warmup_epochs=config.warmup_epochs,
+        sched=config.sched,
+        warmup_lr=config.warmup_lr,
+        min_lr=config.min_lr,
+        gating_warmup_epochs=config.gating_warmup_epochs,
+        gating_min_lr=config.gating_min_lr,
+    )
+    forward: Any = training.model
+    if config.compile:
+        forward = torch.compile(forward)
+    if ranks.count > 1:
+        if config.sync_bn:
+            forward = nn.SyncBatchNorm.convert_sync_batchnorm(forward)
+        forward = nn.parallel.DistributedDataParallel(
+            forward, device_ids=[ranks.device] if ranks.device.type == "cuda" else None
+        )
+        training.no_sync = forward.no_sync
+    criterion = create_criterion(config.loss, label_smoothing=config.label_smoothing, mixed=config.mixed)
+    training.task = create_task(
+        training.model, forward, criterion, teacher=_teacher(config, training.model), distillation=config.distillation
+    )
+
+
+def _teacher(config: Config, model: nn.Module) -> nn.Module | None:
+    if config.teacher is None:
+        return None
+    options: dict[str, Any] = {"checkpoint_path": config.teacher_weights} if config.teacher_weights else {}
+    teacher: nn.Module = timm.create_model(
+        config.teacher, pretrained=config.teacher_weights is None, num_classes=_outputs(model), **options
+    )
+    return teacher
+
+
+def _outputs(model: Any) -> int:
+    return int(model.num_classes)
+
+
+def _freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
+    """Freeze parameters; returns modules all of whose parameters are frozen, whose statistics must not move either."""
+    names: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+    for pattern in patterns:
+        if not (found := matching(names, pattern)):
+            raise ValueError(f"freeze: no parameters match {pattern!r}; there are {', '.join([*names][:3])}, ...")
+        for name in found:
+            names[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in names.values()):
+        raise ValueError("freeze: nothing is left to be trained")
+    own = ((module, list(module.parameters())) for module in model.modules())
+    return [module for module, parameters in own if parameters and not any(p.requires_grad for p in parameters)]

@@ -1,0 +1,202 @@
+"""``tcnn-finetune MODEL --data FOLDER --recipe NAME``: train a model of timm as the papers do."""
+
+import argparse
+import pkgutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from tcnn_model.training.build import build_model, build_training, convert
+from tcnn_model.training.config import Config, add_options, read_toml, recipe_names, recipe_settings
+from tcnn_model.training.data import Images, create_transforms
+from tcnn_model.training.distributed import Ranks, joined
+from tcnn_model.training.evaluation import EpochResult, evaluate
+from tcnn_model.training.loop import NonFiniteLossError, StopRequested, Training, run
+from tcnn_model.training.session import Folder, Stopping, say
+from tcnn_model.training.sources import Source, open_sources
+
+__all__ = ["main", "train"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; 0 if it trained to the end or was asked to stop, 2 if it could not begin, 3 if the loss broke."""
+    try:
+        config, resume = parse(arguments)
+        for _ in train(config, resume=resume):
+            pass
+    except (ValueError, OSError) as error:
+        print(f"tcnn-finetune: {error}", file=sys.stderr)
+        return 2
+    except NonFiniteLossError as error:
+        print(f"tcnn-finetune: {error}", file=sys.stderr)
+        return 3
+    except StopRequested as stop:
+        print(f"stopped {stop}; go on with: tcnn-finetune --resume --out {config.out}", file=sys.stderr)
+    return 0
+
+
+def parse(arguments: list[str] | None) -> tuple[Config, bool]:
+    """Settings of a command line: those of the recipe, then of the file, then of the options."""
+    parser = argparse.ArgumentParser("tcnn-finetune", description=__doc__)
+    text = Config.__dataclass_fields__["model"].metadata["help"]
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=text)
+    parser.add_argument("--recipe", help=f"one of {', '.join(recipe_names())}, or a TOML file")
+    parser.add_argument("--config", type=Path, help="TOML file with settings, named as the options with _ for -")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with its settings")
+    add_options(parser)
+    given = vars(parser.parse_args(arguments))
+    recipe, file, resume = (given.pop(name) for name in ("recipe", "config", "resume"))
+    if resume:
+        kept = Path(given.get("out", Config.out)) / "config.toml"
+        if not kept.exists():
+            raise ValueError(f"--resume: there is no run in {kept.parent}")
+        return Config(**{**read_toml(kept), **given}), True
+    own = {**(read_toml(file) if file else {}), **given}
+    if not own.get("model"):
+        parser.error("expected the name of a model, such as t_resnetrs50")
+    return Config(**{**(recipe_settings(recipe, own["model"]) if recipe else {}), **own}), False
+
+
+def train(config: Config, *, resume: bool = False, progress: bool = True) -> Iterator[EpochResult]:
+    """Run a training in its folder; yields results after what watches has seen them.
+
+    Args:
+        config: its settings, before rates are scaled.
+        resume: go on with the run that is in the folder.
+        progress: show bars.
+
+    Raises:
+        ValueError: settings, data or a folder that do not fit together.
+        OSError: more unreadable images than ``max_unreadable`` allows.
+        NonFiniteLossError: a loss that is no number; the batch is then in the folder.
+        StopRequested: SIGTERM came, and a checkpoint is written.
+    """
+    with joined(config.device) as ranks, ExitStack() as stack:
+        folder, stopping = Folder(config, ranks), Stopping(ranks)
+        if folder.exists and not resume:
+            raise ValueError(f"{folder.path} holds a run already: --resume goes on with it, or give another --out")
+        training, images = _prepare(config, ranks)
+        if resume:
+            folder.load(training, images.per_epoch // config.accumulate)
+        ranks.wait()
+        folder.begin()
+        progress = progress and ranks.first
+        stack.enter_context(stopping.listening())
+        yield from _epochs(training, images, config, folder, stopping, progress)
+        _summary(training, images, folder)
+
+
+def _prepare(config: Config, ranks: Ranks) -> tuple[Training, Images]:
+    sources = open_sources(config.data, config.dataset, (config.train_split, config.val_split))
+    model, data = build_model(config, _count(sources[0], config))
+    images = Images(*sources, create_transforms(config, data), config, ranks)
+    steps = images.per_epoch // config.accumulate
+    scaled = config.scaled(ranks.count)
+    if config.paper_batch and scaled.lr != config.lr:
+        batch = config.batch_size * config.accumulate * ranks.count
+        say(
+            f"{batch} images a step ({config.batch_size} x {config.accumulate} accumulated x {ranks.count} processes), "
+            f"{config.paper_batch} in the paper: rates are scaled, {config.lr:g} to {scaled.lr:g}; --accumulate "
+            f"{max(1, round(config.paper_batch / config.batch_size / ranks.count))} would keep the paper's batch",
+            ranks,
+        )
+    return build_training(scaled, model, steps, ranks), images
+
+
+def _count(source: Source, config: Config) -> int:
+    if source.classes is not None:
+        return len(source.classes)
+    if config.num_classes is None:
+        raise ValueError("num_classes: the data does not say how many classes it has")
+    return config.num_classes
+
+
+def _epochs(
+    training: Training, images: Images, config: Config, folder: Folder, stopping: Stopping, progress: bool
+) -> Iterator[EpochResult]:
+    steps = images.per_epoch // config.accumulate
+
+    def before_epoch(epoch: int) -> None:
+        due = config.reparameterize_at is not None and epoch > config.reparameterize_at
+        if due and convert(training, folder.scaled, steps, folder.ranks):
+            watch.attach()
+
+    if config.reparameterize_at == 0:
+        convert(training, folder.scaled, steps, folder.ranks)
+    watch = _Watching(training, config, folder)
+    results = run(
+        training,
+        images,
+        config.epochs,
+        before_epoch=before_epoch,
+        after_step=lambda: folder.after_step(training, stopping),
+        after_epoch=lambda: folder.after_epoch(training),
+        progress=progress,
+        name=config.model,
+    )
+    try:
+        for result in results:
+            watch(asdict(result) | _average(training, images, folder, progress))
+            yield result
+    except NonFiniteLossError as error:
+        path = folder.keep_batch(error.images, error.targets, str(error))
+        raise NonFiniteLossError(f"{error}; the batch is in {path}", error.images, error.targets) from error
+    finally:
+        watch.close()
+
+
+def _average(training: Training, images: Images, folder: Folder, progress: bool) -> dict[str, float]:
+    """How well the moving average of the weights does, where there is one."""
+    if training.ema is None:
+        return {}
+    loss, top1 = evaluate(
+        training.ema.module,
+        images.validation(),
+        device=training.device,
+        amp=training.amp,
+        progress=progress,
+        over_ranks=folder.ranks.total,
+    )
+    return {"ema_val_loss": loss, "ema_top1": top1}
+
+
+class _Watching:
+    """Whoever watches a run from outside, such as tcnn_probe's recorder; nobody where it is not installed."""
+
+    def __init__(self, training: Training, config: Config, folder: Folder) -> None:
+        self._training, self._folder, self._make, self._watch = training, folder, None, None
+        if config.watcher not in (None, "none"):
+            try:
+                self._make = pkgutil.resolve_name(config.watcher)
+            except ImportError as error:
+                say(f"nobody watches this run ({error}): epochs.csv has what it comes to", folder.ranks)
+        self.attach()
+
+    def attach(self) -> None:
+        """Look at the model as it now is."""
+        self.close()
+        self._watch = None if self._make is None else self._make(self._training.model, self._folder.path)
+
+    def __call__(self, scalars: dict[str, float]) -> None:
+        if self._watch is not None:
+            self._watch(scalars)
+
+    def close(self) -> None:
+        """Leave the model."""
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
+
+
+def _summary(training: Training, images: Images, folder: Folder) -> None:
+    best = max(training.history, key=lambda result: result.top1)
+    last = training.history[-1]
+    lines = [
+        f"epoch {last.epoch}: top-1 {last.top1:.4f}; best in epoch {best.epoch}: {best.top1:.4f}",
+        f"its weights: {folder.path / 'best.pt'} (--weights takes them); all epochs: {folder.path / 'epochs.csv'}",
+    ]
+    if images.unreadable:
+        lines.append(f"{len(images.unreadable)} images were skipped, as they cannot be read")
+    say("\n".join(lines), folder.ranks)

@@ -1,0 +1,178 @@
+"""Batches of a run, the same ones whatever process or worker loads them, and wherever the run is taken up again."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
+
+from tcnn_model.training.config import Config
+from tcnn_model.training.distributed import Ranks
+from tcnn_model.training.seeding import own_randomness, seed_of
+from tcnn_model.training.sources import Source
+
+__all__ = ["Images", "create_transforms"]
+
+Key = tuple[int, int, int]  # epoch, place in it, number of the image
+Transform = Callable[[Image.Image], Tensor]
+
+
+def create_transforms(config: Config, model_data: dict[str, Any]) -> tuple[Transform, Transform]:
+    """Timm's transforms for training and validation.
+
+    The "simple" crop is DeiT III's (thesis, Sec. 6.2.2), which timm lacks: the shorter side is resized to the image
+    size, then a square is cut out of it with 4 pixels of reflected border.
+
+    Args:
+        config: of the run.
+        model_data: what timm's ``resolve_model_data_config`` says of the model, at the run's image size.
+    """
+    from timm.data import create_transform
+
+    shared = {name: model_data[name] for name in ("input_size", "mean", "std", "interpolation")}
+    train = create_transform(
+        **shared,
+        is_training=True,
+        hflip=config.hflip,
+        auto_augment=config.auto_augment,
+        color_jitter=config.color_jitter,
+        re_prob=config.random_erasing,
+        re_mode="pixel",
+    )
+    if config.crop == "simple":
+        size = shared["input_size"][-1]
+        resize = transforms.Resize(size, transforms.InterpolationMode(shared["interpolation"]))
+        train.transforms[:1] = [resize, transforms.RandomCrop(size, padding=4, padding_mode="reflect")]
+    validate = create_transform(**shared, is_training=False, crop_pct=config.crop_pct or model_data["crop_pct"])
+    return train, validate
+
+
+@dataclass(frozen=True)
+class _Unreadable:
+    name: str
+    reason: str
+
+
+class _Seeded(Dataset[Any]):
+    """Images by key. Each draws its augmentation from generators of its own, seeded by the key."""
+
+    def __init__(self, source: Source, transform: Transform, seed: int) -> None:
+        self.source, self.transform, self.seed = source, transform, seed
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, int] | _Unreadable:
+        epoch, place, index = key
+        try:
+            image, label = self.source.read(index)
+        except (OSError, SyntaxError, ValueError) as error:
+            return _Unreadable(self.source.name(index), str(error))
+        with own_randomness(seed_of(self.seed, epoch, place)):
+            return self.transform(image), label
+
+
+def _collate(items: Sequence[Any]) -> tuple[Tensor, Tensor, list[_Unreadable]]:
+    good = [item for item in items if not isinstance(item, _Unreadable)]
+    images = torch.stack([image for image, _ in good]) if good else torch.empty(0)
+    labels = torch.tensor([label for _, label in good], dtype=torch.long)
+    return images, labels, [item for item in items if isinstance(item, _Unreadable)]
+
+
+@dataclass
+class Images:
+    """The batches of a training on several processes.
+
+    The images of a batch of all processes are the same for any number of them: process r takes each r-th. With
+    repeated augmentation (thesis, Table 3.9, after Hoffer et al.) a part of the images is seen several times in an
+    epoch, each time augmented anew, in one batch of all processes.
+
+    Args:
+        train, validate: images by number.
+        transforms: of both.
+        config: of the run.
+        ranks: this process.
+    """
+
+    train: Source
+    validate: Source
+    transforms: tuple[Transform, Transform]
+    config: Config
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        config, count = self.config, self.ranks.count
+        self._sizes = [min(len(each), config.limit or len(each)) for each in (self.train, self.validate)]
+        self._batch = config.batch_size * count
+        together = self._batch * config.accumulate
+        if self._sizes[0] < together:
+            raise ValueError(
+                f"a step of {together} images ({config.batch_size} x {config.accumulate} accumulated x {count} "
+                f"processes) is more than the {self._sizes[0]} to train on: give a smaller batch_size"
+            )
+        self.per_epoch = self._sizes[0] // together * config.accumulate
+        self.unreadable: dict[str, str] = {}
+        self._epoch = 0
+
+    def begin(self, epoch: int) -> None:
+        """The epoch whose order comes next."""
+        self._epoch = epoch
+
+    def order(self, epoch: int) -> Tensor:
+        """Numbers of the training images, as many as there are, in the order of an epoch."""
+        generator = torch.Generator().manual_seed(seed_of(self.config.seed, epoch))
+        everything = _spread(len(self.train), self._sizes[0])
+        shuffled = everything[torch.randperm(len(everything), generator=generator)]
+        return shuffled.repeat_interleave(self.config.repeated_augmentation)[: len(shuffled)]
+
+    def training(self, first: int) -> Iterable[tuple[Tensor, Tensor]]:
+        """Batches of the epoch for this process, from one on."""
+        order = self.order(self._epoch)
+        keys: list[list[Key]] = []
+        for batch in range(first, self.per_epoch):
+            places = range(batch * self._batch + self.ranks.rank, (batch + 1) * self._batch, self.ranks.count)
+            keys.append([(self._epoch, place, int(order[place])) for place in places])
+        return self._load(self.train, self.transforms[0], keys, pairs=self.config.mixed)
+
+    def validation(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """The share of this process in the validation images: each is in one process, and once."""
+        mine = _spread(len(self.validate), self._sizes[1])[self.ranks.rank :: self.ranks.count].tolist()
+        size = self.config.batch_size
+        keys = [[(0, index, index) for index in mine[n : n + size]] for n in range(0, len(mine), size)]
+        return self._load(self.validate, self.transforms[1], keys)
+
+    def _load(
+        self, source: Source, transform: Transform, keys: list[list[Key]], *, pairs: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        loader = DataLoader(
+            _Seeded(source, transform, self.config.seed),
+            batch_sampler=keys,
+            num_workers=self.config.workers,
+            collate_fn=_collate,
+            pin_memory=self.ranks.device.type == "cuda",
+            generator=torch.Generator(),  # of its own: opening a loader draws from it
+        )
+        for images, labels, unreadable in loader:
+            self._tell(unreadable)
+            count = len(labels) // 2 * 2 if pairs else len(labels)
+            if count:
+                yield images[:count], labels[:count]
+
+    def _tell(self, unreadable: list[_Unreadable]) -> None:
+        for each in unreadable:
+            if each.name not in self.unreadable:
+                self.unreadable[each.name] = each.reason
+                warnings.warn(f"skipped {each.name}, which cannot be read: {each.reason}", RuntimeWarning, stacklevel=2)
+        allowed = self.config.max_unreadable * sum(self._sizes)
+        if len(self.unreadable) > allowed:
+            raise OSError(
+                f"{len(self.unreadable)} images cannot be read, the last one {next(reversed(self.unreadable))}: "
+                f"more than the share of {self.config.max_unreadable:g} that max_unreadable allows"
+            )
+
+
+def _spread(length: int, count: int) -> Tensor:
+    """So many numbers below ``length``, spread evenly, since folders are sorted by class."""
+    return ((torch.arange(count) + 0.5) * length / count - 0.5).round().long()

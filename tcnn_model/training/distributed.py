@@ -1,0 +1,67 @@
+"""Several processes train one model: ``torchrun --nproc-per-node N -m tcnn_model.training ...``."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Ranks", "joined"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where a process stands among those that train together.
+
+    Args:
+        rank: its number.
+        count: how many there are.
+        device: that it uses.
+    """
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.rank == 0
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over processes."""
+        if self.count == 1:
+            return tensor
+        shared = tensor.detach().to(self.device, copy=True)
+        dist.all_reduce(shared)
+        return shared
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so in any process."""
+        return flag if self.count == 1 else bool(self.total(torch.tensor(float(flag))) > 0)
+
+    def wait(self) -> None:
+        """Until all have come here."""
+        if self.count > 1:
+            dist.barrier()
+
+
+@contextmanager
+def joined(device: str | None) -> Iterator[Ranks]:
+    """The processes that ``torchrun`` started, or this one alone."""
+    count, local = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = torch.device(name, local) if count > 1 and name == "cuda" else torch.device(name)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    if count == 1:
+        yield Ranks(0, 1, target)
+        return
+    dist.init_process_group("nccl" if target.type == "cuda" else "gloo")
+    try:
+        yield Ranks(dist.get_rank(), count, target)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,161 @@
+"""Images and labels by number: scikit-learn's digits, and every data set of timm's that has numbers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+__all__ = ["Source", "open_sources"]
+
+SPLITS = {"train": ("train", "training"), "validation": ("val", "validation", "valid", "eval", "evaluation")}
+
+
+class Source(Protocol):
+    """Labelled images."""
+
+    @property
+    def classes(self) -> Sequence[str] | None:
+        """Names by label, if they are known."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """An image in colour, and its label; OSError if it cannot be read."""
+
+    def name(self, index: int) -> str:
+        """Of its file."""
+
+
+class _Digits:
+    """scikit-learn's ``load_digits``: 1,797 images of 8 x 8 pixels, three quarters for training."""
+
+    classes = tuple("0123456789")
+
+    def __init__(self, training: bool) -> None:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        data = load_digits()
+        split = train_test_split(range(len(data.target)), test_size=0.25, random_state=0, stratify=data.target)
+        self._numbers = split[0] if training else split[1]
+        self._images, self._labels = np.clip(data.images * 16, 0, 255).astype(np.uint8), data.target
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        number = self._numbers[index]
+        return Image.fromarray(self._images[number]).convert("RGB"), int(self._labels[number])
+
+    def name(self, index: int) -> str:
+        return f"digit {self._numbers[index]}"
+
+
+class _Timm:
+    """A data set of ``timm.data.create_dataset``, read here: timm's own way replaces what it cannot read in silence."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._reader = dataset, getattr(dataset, "reader", None)
+        found = getattr(self._reader, "class_to_idx", None) or getattr(dataset, "class_to_idx", None)
+        self.classes = tuple(sorted(found, key=found.__getitem__)) if found else None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        if self._reader is None:  # torchvision's
+            image, label = self._dataset[index]
+        else:
+            file, label = self._reader[index][:2]
+            image = file if isinstance(file, Image.Image) else Image.open(file)
+        return image.convert("RGB"), int(label)
+
+    def name(self, index: int) -> str:
+        return str(index) if self._reader is None else str(self._reader.filename(index))
+
+
+def open_sources(data: str, dataset: str, splits: tuple[str, str]) -> tuple[Source, Source]:
+    """Training and validation images.
+
+    Args:
+        data: "digits", or a folder or tar file.
+        dataset: timm's name of a kind of data set; "" for folders and tar files.
+        splits: names of those for training and for validation.
+
+    Raises:
+        ValueError: what is there is not what was expected; the message says what was found.
+    """
+    if data == "digits":
+        return _Digits(True), _Digits(False)
+    if dataset.partition("/")[0].lower() in ("wds", "tfds", "hfids"):
+        raise ValueError(f"{dataset} gives images in a stream, and a run that is exact needs their numbers: use hfds/")
+    roots = _roots(data, splits) if not dataset else (data, data)
+    sources = [_open(root, dataset, split) for root, split in zip(roots, splits, strict=True)]
+    for source, split, root in zip(sources, splits, roots, strict=True):
+        if len(source) == 0:
+            raise ValueError(f"the split {split!r} in {root} has no images")
+    train, validation = (source.classes for source in sources)
+    if train is not None and validation is not None and train != validation:
+        only = [sorted({*one} - {*other})[:5] for one, other in ((train, validation), (validation, train))]
+        raise ValueError(
+            f"training and validation have different classes, {len(train)} and {len(validation)}: "
+            f"only in training {only[0]}, only in validation {only[1]}"
+        )
+    return sources[0], sources[1]
+
+
+def _open(root: str, dataset: str, split: str) -> _Timm:
+    from timm.data import create_dataset
+
+    try:
+        return _Timm(create_dataset(dataset, root=root, split=split, search_split=False))
+    except (RuntimeError, OSError, AssertionError, ImportError) as error:
+        raise ValueError(f"cannot open the split {split!r} of {dataset or 'the folder'} in {root}: {error}") from error
+
+
+def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
+    """The folders of the splits, each with a folder for every class."""
+    root = Path(data)
+    if not root.exists():
+        raise ValueError(f"there is no folder {data}")
+    if root.is_file():
+        raise ValueError(f"{data} is one file: give a folder that has one for training and one for validation")
+    found = [_split(root, split) for split in splits]
+    if None in found:
+        inner = [each.name for each in _folders(root) if all(_split(each, split) for split in splits)]
+        hint = f"; did you mean {root / inner[0]}?" if inner else ""
+        raise ValueError(f"expected {splits[0]}/ and {splits[1]}/ in {data}, found {_some(root)}{hint}")
+    for folder in found:
+        assert folder is not None
+        if folder.is_dir():
+            _check_classes(folder)
+    return str(found[0]), str(found[1])
+
+
+def _split(root: Path, split: str) -> Path | None:
+    names = next((synonyms for synonyms in SPLITS.values() if split in synonyms), (split,))
+    candidates = [root / f"{name}{ending}" for name in (split, *names) for ending in ("", ".tar")]
+    return next((path for path in candidates if path.exists()), None)
+
+
+def _check_classes(folder: Path) -> None:
+    classes = _folders(folder)
+    if len(classes) < 2:
+        raise ValueError(f"expected a folder for each class, two or more, in {folder}, found {_some(folder)}")
+    for each in classes:
+        inside = [path for path in each.iterdir() if not path.name.startswith(".")]
+        if inside and all(path.is_dir() for path in inside):
+            raise ValueError(
+                f"expected images in {each}, found only folders, {_some(each)}: there is one level too many"
+            )
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _some(folder: Path) -> str:
+    names = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"

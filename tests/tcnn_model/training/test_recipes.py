@@ -1,0 +1,234 @@
+"""Recipes say what the papers say, and train a small model of their family."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+
+from tcnn_model.training import build
+from tcnn_model.training.command import main, parse
+from tcnn_model.training.config import Config, as_toml, read_toml, recipe_names, recipe_settings
+
+RESNET = ["--model-options", "layers=[1,1,1,1]", "channels=[8,8,16,16]"]
+VIT = ["--model-options", "embed_dim=24", "depth=2", "num_heads=3"]
+CONVNET = ["--model-options", "embed_dim=16", "depth=2"]
+MLP = ["--model-options", "embed_dim=16", "num_blocks=2"]
+
+# Typed from the papers: thesis Tables 3.9, 3.16, 6.1, 6.14 and the texts that the recipes name.
+DEIT = {
+    "opt": "adamw",
+    "lr": 5e-4 * 1024 / 512,
+    "paper_batch": 1024,
+    "weight_decay": 0.05,
+    "epochs": 300,
+    "warmup_epochs": 5,
+    "label_smoothing": 0.1,
+    "drop_path": 0.1,
+    "repeated_augmentation": 3,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "random_erasing": 0.25,
+}
+AUGMENTATION = {name: DEIT[name] for name in ("repeated_augmentation", "mixup", "cutmix", "random_erasing")}
+CONV = {"opt": "lamb", "lr": 3e-3, "paper_batch": 2048, "random_erasing": 0.0, "mixup": 0.8, "cutmix": 1.0}
+CONV |= {"uniform_drop_path": True, "clip_grad": None, "label_smoothing": 0.1}
+DEIT3 = {"opt": "lamb", "lr": 3e-3, "paper_batch": 2048, "weight_decay": 0.02, "warmup_epochs": 5, "clip_grad": 1.0}
+DEIT3 |= {"auto_augment": "3a", "color_jitter": 0.3, "cutmix": 1.0, "crop_pct": 1.0, "uniform_drop_path": True}
+DEIT3 |= {"random_erasing": 0.0}
+
+FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "deit": ("deit_tiny_patch16_224", VIT, DEIT),
+    "deit_distilled": ("deit_tiny_distilled_patch16_224", VIT, {**DEIT, "distillation": "token"}),
+    "deit_384": ("deit_base_patch16_384", VIT, {**AUGMENTATION, "epochs": 25, "img_size": 384}),
+    "cait": ("cait_s36_384", VIT, {**DEIT, "lr": 1e-3, "epochs": 400, "drop_path": 0.2, "uniform_drop_path": True}),
+    "resmlp": ("resmlp_12_224", MLP, {**DEIT, "opt": "lamb", "lr": 5e-3, "weight_decay": 0.2, "epochs": 400}),
+    "deit3": (
+        "deit3_base_patch16_224",
+        VIT,
+        DEIT3
+        | {"epochs": 400, "loss": "bce", "mixup": 0.8, "repeated_augmentation": 3}
+        | {"label_smoothing": 0.0, "drop_path": 0.1, "crop": "rrc"},
+    ),
+    "deit3_21k": (
+        "deit3_large_patch16_224",
+        VIT,
+        DEIT3
+        | {"epochs": 90, "loss": "ce", "mixup": 0.0, "repeated_augmentation": 1, "drop_path": 0.3}
+        | {"crop": "simple", "label_smoothing": 0.1},
+    ),
+    "deit3_highres": (
+        "deit3_large_patch16_384",
+        VIT,
+        {"lr": 1e-5, "paper_batch": 512, "epochs": 20, "weight_decay": 0.1, "repeated_augmentation": 1}
+        | {"drop_path": 0.4, "uniform_drop_path": True},
+    ),
+    "rsb_a2": (
+        "resnet18",
+        RESNET,
+        {"opt": "lamb", "lr": 5e-3, "paper_batch": 2048, "weight_decay": 0.02, "epochs": 300, "warmup_epochs": 5}
+        | {"loss": "bce", "cutmix": 1.0, "repeated_augmentation": 3, "crop_pct": 0.95, "label_smoothing": 0.0},
+    ),
+    "tcnn_finetune": (
+        "resnet18",
+        RESNET,
+        {**AUGMENTATION, "opt": "adamw", "paper_batch": 1024, "lr": 1e-4, "gating_lr": 0.1, "epochs": 50}
+        | {"warmup_epochs": 5, "drop_path": 0.1, "img_size": 224, "reparameterize_at": 0, "keep_optimizer": False},
+    ),
+    "tcnn_scratch": (
+        "resnet18",
+        RESNET,
+        {**AUGMENTATION, "opt": "momentum", "momentum": 0.9, "paper_batch": 1024, "epochs": 400, "warmup_epochs": 5}
+        | {"reparameterize_at": 100, "keep_optimizer": True},
+    ),
+    "patchconvnet": (
+        "patchconvnet_s60",
+        CONVNET,
+        CONV | {"epochs": 400, "weight_decay": 0.01, "drop_path": 0.15} | {"repeated_augmentation": 3},
+    ),
+    "patchconvnet_highres": (
+        "patchconvnet_b60",
+        CONVNET,
+        CONV
+        | {"lr": 1e-5, "paper_batch": 1024, "weight_decay": 0.01, "epochs": 10, "drop_path": 0.2}
+        | {"repeated_augmentation": 1},
+    ),
+    "patchconvnet_21k": (
+        "patchconvnet_b60",
+        CONVNET,
+        CONV | {"epochs": 90, "weight_decay": 0.01, "drop_path": 0.3} | {"repeated_augmentation": 1},
+    ),
+    "patchconvnet_21k_to_1k": (
+        "patchconvnet_s60",
+        CONVNET,
+        CONV | {"lr": 5e-4, "paper_batch": 1024, "epochs": 100, "drop_path": 0.05, "img_size": 224},
+    ),
+    "patchconvnet_specialise": ("patchconvnet_s60_multi", CONVNET, {"lr": 1e-5, "paper_batch": 512, "epochs": 10}),
+}
+
+
+def test_every_recipe_is_here() -> None:
+    assert set(FAMILIES) == {*recipe_names()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recipe_is_the_papers(name: str) -> None:
+    model, _, expected = FAMILIES[name]
+    config = Config(model=model, **recipe_settings(name, model))
+    actual = {setting: getattr(config, setting) for setting in expected}
+    assert actual == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recipe_trains_a_small_model_of_its_family(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, options, _ = FAMILIES[name]
+    further = ["--teacher", "tiny"] if name == "deit_distilled" else []
+    further += ["--reparameterize-at", "1"] if name == "tcnn_scratch" else []
+    monkeypatch.setattr(build, "_teacher", lambda config, _: _tiny_teacher() if config.teacher else None)
+    size = "64" if "tcnn" in name else "32"
+    small = ["--epochs", "2", "--warmup-epochs", "1", "--batch-size", "8", "--limit", "16", "--img-size", size]
+    out = ["--out", str(tmp_path), "--watcher", "none"]
+    assert main([model, "--recipe", name, *small, *options, *further, *out]) == 0
+    lines = (tmp_path / "epochs.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", "0", "1", "2"]
+    assert "nan" not in lines[-1]
+    assert "rates are scaled" in capfd.readouterr().err
+
+
+def _tiny_teacher() -> Any:
+    return timm.create_model("resnet18", layers=[1, 1, 1, 1], channels=[8, 8, 16, 16], num_classes=10)
+
+
+# T-CNN paper, Table 1; PatchConvNet, Table B.3; CaiT, thesis Table 3.16; DeiT III, Table 6.14.
+BY_MODEL: dict[str, dict[str, tuple[float, int | None]]] = {
+    "tcnn_finetune": {
+        "t_resnetrs50": (0.1, 224),
+        "t_resnetrs101": (0.1, 224),
+        "t_resnetrs152": (0.2, 320),
+        "t_resnetrs200": (0.2, 320),
+        "t_resnetrs270": (0.2, 320),
+        "t_resnetrs350": (0.2, 320),
+    },
+    "patchconvnet": {
+        "patchconvnet_s20": (0.0, 224),
+        "patchconvnet_s36": (0.05, 224),
+        "patchconvnet_s60_multi": (0.15, 224),
+        "patchconvnet_s120": (0.2, 224),
+        "patchconvnet_b36": (0.2, 224),
+        "patchconvnet_b60": (0.3, 224),
+        "patchconvnet_b120": (0.4, 224),
+    },
+    "cait": {
+        "cait_xxs24_224": (0.05, 224),
+        "cait_xxs36_224": (0.1, 224),
+        "cait_xs24_384": (0.05, 224),
+        "cait_s24_224": (0.1, 224),
+        "cait_s36_384": (0.2, 224),
+        "cait_m36_384": (0.3, 224),
+        "cait_m48_448": (0.4, 224),
+    },
+    "deit3": {
+        "deit3_small_patch16_224": (0.0, 224),
+        "deit3_base_patch16_224": (0.1, 224),
+        "deit3_large_patch16_224": (0.4, 224),
+        "deit3_huge_patch14_224": (0.5, 224),
+    },
+}
+
+
+def test_what_differs_between_models() -> None:
+    for recipe, models in BY_MODEL.items():
+        for model, (drop_path, size) in models.items():
+            settings = recipe_settings(recipe, model)
+            assert (settings["drop_path"], settings["img_size"]) == (drop_path, size), (recipe, model)
+            assert timm.is_model(model)
+
+
+def test_options_win_over_a_file_and_that_over_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text('lr = 3e-4\nepochs = 7\nfreeze = ["stem"]\n')
+    given = ["resnet18", "--recipe", "tcnn_finetune", "--config", str(tmp_path / "own.toml"), "--epochs", "9"]
+    config, resume = parse([*given, "--no-channels-last", "--model-options", "layers=[1,1]", "a=b"])
+    assert (config.lr, config.epochs, config.weight_decay, resume) == (3e-4, 9, 0.05, False)
+    assert (config.freeze, config.model_options) == (["stem"], {"layers": [1, 1], "a": "b"})
+    (tmp_path / "kept.toml").write_text(as_toml(config.as_dict()))
+    assert Config(**read_toml(tmp_path / "kept.toml")) == config
+
+
+def test_every_recipe_names_its_paper() -> None:
+    for file in (Path(build.__file__).parent / "recipes").iterdir():
+        assert "arXiv:" in tomllib.loads(file.read_text())["paper"], file.name
+
+
+def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for each in dataclasses.fields(Config)[1:]:
+        assert f"--{each.name.replace('_', '-')}" in shown
+        assert f"\n{each.metadata['group']}:\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resnet18", "--recipe", "nobodys"], "no recipe 'nobodys'; there are cait, deit"),
+        (["nobodys_net"], "timm cannot make the model 'nobodys_net'"),
+        (["resnet18", "--epochs", "5"], "expected fewer than the 5 epochs, got 5: give fewer, or more epochs"),
+        (["resnet18", "--mixup", "0.8", "--batch-size", "9"], "take images in pairs, got 9"),
+        (["resnet18", "--batch-size", "2000"], "is more than the 1347 to train on: give a smaller batch_size"),
+        (["resnet18", "--crop", "square"], "crop: expected one of rrc, simple, got 'square'"),
+        (["resnet18", "--freeze", "nothing"], "no parameters match 'nothing'"),
+        (["resnet18", "--resume"], "there is no run in"),
+        (["resnet18", "--num-classes", "3"], "the data has 10 classes, got 3"),
+    ],
+)
+def test_what_does_not_fit_is_said(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
