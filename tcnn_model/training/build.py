@@ -41,7 +41,7 @@ def build_model(config: Config, classes: int) -> tuple[nn.Module, dict[str, Any]
     seed_everything(config.seed)
     try:
         model = _of_size(config, options)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"timm cannot make the model {config.model!r}: {error}") from error
     data = resolve_model_data_config(model)
     size = config.img_size or (64 if config.data == "digits" else data["input_size"][-1])

@@ -1,6 +1,7 @@
 """Images and labels by number: scikit-learn's digits, and every data set of timm's that has numbers."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,10 +68,11 @@ class _Timm:
     def read(self, index: int) -> tuple[Image.Image, int]:
         if self._reader is None:  # torchvision's
             image, label = self._dataset[index]
-        else:
-            file, label = self._reader[index][:2]
+            return image.convert("RGB"), int(label)
+        file, label = self._reader[index][:2]
+        with file if isinstance(file, Image.Image) else closing(file):
             image = file if isinstance(file, Image.Image) else Image.open(file)
-        return image.convert("RGB"), int(label)
+            return image.convert("RGB"), int(label)
 
     def name(self, index: int) -> str:
         return str(index) if self._reader is None else str(self._reader.filename(index))

@@ -1,0 +1,80 @@
+"""Two processes that train as one: the same images, the same loss, each validation image once."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tcnn_model.training.config import Config
+from tcnn_model.training.data import Images
+from tcnn_model.training.distributed import Ranks
+from tests.tcnn_model.training.runs import config, finish, fork, last_checkpoint
+
+# Layer norms only: batch norms would see other batches. 27 images to validate on: 14 and 13.
+PLAIN: dict[str, Any] = {"model": "deit_tiny_patch16_224", "limit": 27, "epochs": 2, "lr": 1e-3, "random_erasing": 0.5}
+PLAIN |= {"model_options": {"embed_dim": 24, "depth": 1, "num_heads": 3}, "repeated_augmentation": 2, "ema": 0.5}
+
+
+def _of_rank(settings: Config, rank: int, port: int) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    finish(settings)
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    one = finish(config(tmp_path / "one", **PLAIN, batch_size=8))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = config(tmp_path / "two", **PLAIN, batch_size=4)
+    processes = [fork(lambda rank=rank: _of_rank(settings, rank, port)) for rank in range(2)]  # type: ignore[misc]
+    assert [os.waitpid(process, 0)[1] for process in processes] == [0, 0]
+    two = last_checkpoint(settings)
+    for actual, expected in zip(two["history"][1:], one["history"][1:], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-4)
+    assert two["history"][0]["top1"] in [n / 27 for n in range(28)]
+    for name, value in one["ema"].items():
+        torch.testing.assert_close(two["ema"][name], value, rtol=1e-3, atol=1e-4)
+
+
+class _Numbers:
+    classes = ("a", "b")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, index: int) -> tuple[int, int]:
+        return index, index
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_each_image_is_in_one_process(count: int, tmp_path: Path) -> None:
+    settings = config(tmp_path, batch_size=4, limit=None, repeated_augmentation=2)
+
+    def numbers(rank: int) -> Any:
+        ranks = Ranks(rank, count, torch.device("cpu"))
+        transform = torch.tensor
+        images = Images(_Numbers(31), _Numbers(13), (transform, transform), settings, ranks)  # type: ignore[arg-type]
+        images.begin(3)
+        return [images.training(0), images.validation()]
+
+    found = [numbers(rank) for rank in range(count)]
+    validated = sorted(index for _, batches in found for _, labels in batches for index in labels.tolist())
+    assert validated == list(range(13))
+    trained = [index for batches, _ in found for _, labels in batches for index in labels.tolist()]
+    assert len(trained) == 31 // (4 * count) * 4 * count
+    times = [trained.count(index) for index in {*trained}]
+    assert max(times) == 2
+    assert len({*trained}) == len(trained) // 2
+    one = Images(_Numbers(31), _Numbers(13), (int, int), settings, Ranks(0, 1, torch.device("cpu")))  # type: ignore[arg-type]
+    assert {*trained} == {*one.order(3)[: len(trained)].tolist()}
+    assert not torch.equal(one.order(3), one.order(4))
