@@ -50,6 +50,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("recording.md", 8),
         ("robustness.md", 5),
         ("saliency.md", 4),
+        ("training.md", 1),
         ("transformed_cnns.md", 4),
     ],
 )

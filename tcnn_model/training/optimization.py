@@ -128,7 +128,6 @@ def create_schedules(
     return [schedule for schedule in schedules if schedule is not None]
 
 
-@torch.no_grad()
 def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> int:
     """Set stochastic depth: the chance with which a residual branch is dropped, for an image, in training.
 
@@ -152,8 +151,8 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
         raise ValueError(f"expected a drop path rate in [0, 1), got {rate}")
     found = [(module, names) for module in model.modules() if (names := _drop_paths(module))]
     trunk = [block for block, _ in found if not _is_class_attention(block)]
-    ramp = torch.full((len(trunk),), rate) if uniform else torch.linspace(0, rate, max(len(trunk), 1))
-    rates = {id(block): p for block, p in zip(trunk, ramp.tolist(), strict=False)}
+    last = max(len(trunk) - 1, 1)
+    rates = {id(block): rate if uniform else rate * number / last for number, block in enumerate(trunk)}
     for block, names in found:
         p = rates.get(id(block), 0.0)
         for name in names:

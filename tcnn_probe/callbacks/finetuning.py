@@ -19,18 +19,22 @@ class Recording:
     """
 
     def __init__(self, model: Any, folder: Path) -> None:
-        self._recorder: Recorder | None = None
-        try:
-            self._recorder = Recorder(model, folder / "recording.zarr")
-        except ValueError as error:
-            print(f"no heads are recorded: {error}", file=sys.stderr)
+        self._recorder: Recorder | None = Recorder(model, folder / "recording.zarr")
 
     def __call__(self, scalars: Mapping[str, float]) -> None:
         """Mark an epoch."""
-        if self._recorder is not None:
+        if self._recorder is None:
+            return
+        try:
             self._recorder.mark(if_marked="skip", **scalars)
+        except RuntimeError as error:
+            if self._recorder.epochs:
+                raise
+            print(f"no heads are recorded: {error}", file=sys.stderr)
+            self.close()
 
     def close(self) -> None:
         """Detach."""
         if self._recorder is not None:
             self._recorder.remove()
+        self._recorder = None

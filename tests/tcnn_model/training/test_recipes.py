@@ -23,7 +23,8 @@ CONVNET = ["--model-options", "embed_dim=16", "depth=2"]
 def resmlp_tiny(pretrained: bool = False, **options: Any) -> MlpMixer:
     """timm's own cannot be made smaller by options."""
     shape = {"patch_size": 8, "num_blocks": 2, "embed_dim": 16, "mlp_ratio": 4}
-    return MlpMixer(**shape, block_layer=ResBlock, norm_layer=Affine, **options)
+    shape |= {name: options[name] for name in ("num_classes", "img_size")}
+    return MlpMixer(**shape, block_layer=ResBlock, norm_layer=Affine)
 
 
 # Typed from the papers: thesis Tables 3.9, 3.16, 6.1, 6.14 and the texts that the recipes name.
