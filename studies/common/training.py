@@ -20,6 +20,9 @@ from tcnn_model import EpochResult, finetune, reparameterize
 
 __all__ = ["Training", "add_training", "begin", "settle"]
 
+PAPER_BATCH = 1024
+"""Images of a step that the paper's rates of 1e-4 and 0.1 are for."""
+
 
 def add_training(parser: argparse.ArgumentParser, *, small: str) -> None:
     """Options for the model, the data and the training; ``small`` says what else ``--small`` changes."""
@@ -38,9 +41,13 @@ def add_training(parser: argparse.ArgumentParser, *, small: str) -> None:
         help="of the CNN before, unless --pretrained (default: 15; --epochs for --data)",
     )
     add("--batch-size", type=from_least(1), help="images per step (default: 32; 256 for --data; the paper's is 1024)")
-    add("--lr", type=positive_number, help="of fine-tuning (default: 1e-3; for --data 1e-4, the paper's)")
+    add(
+        "--lr",
+        type=positive_number,
+        help="of fine-tuning (default: 1e-3; for --data the paper's, 1e-4 for batches of 1024, less for smaller ones)",
+    )
     add("--cnn-lr", type=positive_number, default=1e-2, help="of training the CNN (default: 1e-2)")
-    add("--gating-lr", type=positive_number, default=0.1, help="of the gates (default: 0.1, the paper's)")
+    add("--gating-lr", type=positive_number, help="of the gates (default: 0.1; for --data the paper's, as --lr)")
     add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
     add_machine(group, small=small)
 
@@ -61,12 +68,15 @@ def settle(
     if args.model is None and (args.pretrained or not on_digits):
         parser.error("--pretrained and --data need --model, the name of a timm CNN such as resnet50")
     check_data_options(parser, args)
-    defaults = {"img_size": 64, "epochs": 6, "cnn_epochs": 15, "batch_size": 32, "lr": 1e-3, "clutter": 6}
+    defaults = {"img_size": 64, "epochs": 6, "cnn_epochs": 15, "batch_size": 32, "clutter": 6}
+    defaults |= {"lr": 1e-3, "gating_lr": 0.1}
     defaults |= digits or {}
     if args.small:
         defaults |= {"img_size": 32, "epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 400, "clutter": 0}
     if not on_digits:
-        defaults = {"img_size": 224, "epochs": 50, "batch_size": 256, "lr": 1e-4}
+        defaults = {"img_size": 224, "epochs": 50, "batch_size": 256}
+        share = (args.batch_size or defaults["batch_size"]) / PAPER_BATCH
+        defaults |= {"lr": 1e-4 * share, "gating_lr": 0.1 * share}
     fill_in(args, defaults)
     if args.cnn_epochs is None:
         args.cnn_epochs = args.epochs
