@@ -143,12 +143,10 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
         gating_warmup_epochs=config.gating_warmup_epochs,
         gating_min_lr=config.gating_min_lr,
     )
-    forward: Any = training.model
-    if config.compile:
-        forward = torch.compile(forward)
+    if config.sync_bn and ranks.count > 1:
+        training.model = nn.SyncBatchNorm.convert_sync_batchnorm(training.model)
+    forward: Any = torch.compile(training.model) if config.compile else training.model
     if ranks.count > 1:
-        if config.sync_bn:
-            forward = nn.SyncBatchNorm.convert_sync_batchnorm(forward)
         forward = nn.parallel.DistributedDataParallel(
             forward, device_ids=[ranks.device] if ranks.device.type == "cuda" else None
         )

@@ -49,6 +49,8 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
     given = vars(parser.parse_args(arguments))
     recipe, file, resume = (given.pop(name) for name in ("recipe", "config", "resume"))
     if resume:
+        if recipe or file:
+            raise ValueError("--resume goes on with the settings of the run: leave --recipe and --config out")
         kept = Path(given.get("out", Config.out)) / "config.toml"
         if not kept.exists():
             raise ValueError(f"--resume: there is no run in {kept.parent}")

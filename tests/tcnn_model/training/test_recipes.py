@@ -233,6 +233,7 @@ def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
         (["resnet18", "--crop", "square"], "crop: expected one of rrc, simple, got 'square'"),
         (["resnet18", "--freeze", "nothing"], "no parameters match 'nothing'"),
         (["resnet18", "--resume"], "there is no run in"),
+        (["--resume", "--recipe", "deit"], "with the settings of the run: leave --recipe and --config out"),
         (["resnet18", "--num-classes", "3"], "the data has 10 classes, got 3"),
     ],
 )
