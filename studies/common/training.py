@@ -46,7 +46,7 @@ def add_training(parser: argparse.ArgumentParser, *, small: str) -> None:
         type=positive_number,
         help="of fine-tuning (default: 1e-3; for --data the paper's, 1e-4 for batches of 1024, less for smaller ones)",
     )
-    add("--cnn-lr", type=positive_number, default=1e-2, help="of training the CNN (default: 1e-2)")
+    add("--cnn-lr", type=positive_number, help="of training the CNN (default: 1e-2; for --data 0.1 for batches of 256)")
     add("--gating-lr", type=positive_number, help="of the gates (default: 0.1; for --data the paper's, as --lr)")
     add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
     add_machine(group, small=small)
@@ -69,14 +69,14 @@ def settle(
         parser.error("--pretrained and --data need --model, the name of a timm CNN such as resnet50")
     check_data_options(parser, args)
     defaults = {"img_size": 64, "epochs": 6, "cnn_epochs": 15, "batch_size": 32, "clutter": 6}
-    defaults |= {"lr": 1e-3, "gating_lr": 0.1}
+    defaults |= {"lr": 1e-3, "gating_lr": 0.1, "cnn_lr": 1e-2}
     defaults |= digits or {}
     if args.small:
         defaults |= {"img_size": 32, "epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 400, "clutter": 0}
     if not on_digits:
         defaults = {"img_size": 224, "epochs": 50, "batch_size": 256}
         share = (args.batch_size or defaults["batch_size"]) / PAPER_BATCH
-        defaults |= {"lr": 1e-4 * share, "gating_lr": 0.1 * share}
+        defaults |= {"lr": 1e-4 * share, "gating_lr": 0.1 * share, "cnn_lr": 0.4 * share}
     fill_in(args, defaults)
     if args.cnn_epochs is None:
         args.cnn_epochs = args.epochs
@@ -152,11 +152,17 @@ class Training:
         return chance(self.loaders[1].dataset)
 
     def train_cnn(self) -> list[EpochResult]:
-        """Train the CNN; if it came with weights, it is taken as it is and nothing is returned."""
+        """Train the CNN; if it came with weights, it is taken as it is and nothing is returned.
+
+        With SGD and momentum, as the T-CNN paper has it (Sec. 5). On the digits with AdamW: in 15 epochs it came to an
+        accuracy of 0.89, SGD to 0.26 at a rate of 0.1 and to 0.20 at 0.05 (one run each).
+        """
         if self.args.pretrained:
             self._stage += 1
             return []
         recipe = {"epochs": self.args.cnn_epochs, "lr": self.args.cnn_lr, "seed": self.args.seed}
+        if self.args.data != "digits":
+            recipe |= {"opt": "momentum", "weight_decay": 1e-4}
         return list(self._train(self.cnn, "cnn", "training the CNN", **recipe))
 
     def fine_tune(self, model: nn.Module, file: str, title: str, *, seed: int | None = None) -> Iterator[EpochResult]:
