@@ -1,6 +1,7 @@
 """A run that was stopped at any moment, in any way, goes on as if it had not been."""
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -159,6 +160,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         "epoch-0004.pt",
         "epochs.csv",
     ]
+    assert expected["history"][-1]["lr"] == pytest.approx(1e-4 * (1 + math.cos(math.pi * 11 / 12)) / 2)  # of 12 steps
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert best["epoch"] == max(expected["history"], key=lambda result: (result["top1"], result["epoch"]))["epoch"]
     again = config(tmp_path / "again", weights=str(tmp_path / "best.pt"))
