@@ -104,7 +104,8 @@ class Training:
     @property
     def lr(self) -> float:
         """Of the weights, now."""
-        return next((group["lr"] for group in self.optimizer.param_groups if group.get("name") != "gates"), math.nan)
+        names = ("decayed", "undecayed")
+        return next((group["lr"] for group in self.optimizer.param_groups if group["name"] in names), math.nan)
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on, of tensors and plain values."""
