@@ -190,6 +190,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("interventions").add_argument
     add("--seeds", type=from_least(1), help="trainings of the T-CNN, from --seed on (default: 3)")
     add("--gating", type=float, default=1.0, help="initial lambda of the gates (default: 1, the papers')")
+    add("--qk-lr", type=positive_number, help="peak rate of queries and keys (default: --lr, as theirs)")
     add("--qk-scale", type=positive_number, default=1.0, help="initial scale of queries and keys (default: 1, theirs)")
     add(
         "--modes",

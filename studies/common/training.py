@@ -175,7 +175,11 @@ class Training:
             seed: ``--seed`` unless given.
         """
         recipe = {"epochs": self.args.epochs, "lr": self.args.lr, "gating_lr": self.args.gating_lr}
-        recipe |= {"drop_path_rate": self.args.drop_path, "seed": self.args.seed if seed is None else seed}
+        recipe |= {
+            "qk_lr": getattr(self.args, "qk_lr", None),
+            "drop_path_rate": self.args.drop_path,
+            "seed": self.args.seed if seed is None else seed,
+        }
         return self._train(model, file, title, **recipe)
 
     def tcnn(

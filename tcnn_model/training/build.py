@@ -125,6 +125,7 @@ def _optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         config.opt,
         lr=config.lr,
         gating_lr=config.gating_lr,
+        qk_lr=config.qk_lr,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
     )

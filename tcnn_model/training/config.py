@@ -57,6 +57,7 @@ class Config:
     warmup_lr: float = option("optimization", "where it begins", 0.0)
     min_lr: float = option("optimization", "where the schedule ends", 0.0)
     gating_lr: float = option("optimization", "peak rate of the gates of GPSA layers", 0.1)
+    qk_lr: float | None = option("optimization", "peak rate of GPSA's queries and keys (default: as the weights)")
     gating_warmup_epochs: int | None = option("optimization", "of the gates (default: as the weights)")
     gating_min_lr: float | None = option("optimization", "rate that the gates end at (default: as the weights)")
     clip_grad: float | None = option("optimization", "largest norm of the gradient")
@@ -122,7 +123,8 @@ class Config:
         if self.paper_batch is None:
             return self
         share = self.batch_size * self.accumulate * processes / self.paper_batch
-        return replace(self, lr=self.lr * share, gating_lr=self.gating_lr * share)
+        qk_lr = None if self.qk_lr is None else self.qk_lr * share
+        return replace(self, lr=self.lr * share, gating_lr=self.gating_lr * share, qk_lr=qk_lr)
 
     def as_dict(self) -> dict[str, Any]:
         """Every setting that has a value."""

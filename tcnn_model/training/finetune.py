@@ -30,6 +30,7 @@ def finetune(
     opt: str = "adamw",
     lr: float = 1e-4,
     gating_lr: float = 0.1,
+    qk_lr: float | None = None,
     weight_decay: float = 0.05,
     warmup_epochs: int = 5,
     gating_warmup_epochs: int | None = None,
@@ -64,6 +65,7 @@ def finetune(
         epochs: number of training epochs.
         opt: timm's name of an optimizer. The paper has "momentum", SGD with momentum 0.9, for CNNs (Sec. 5).
         lr, gating_lr: peak learning rates of the weights and of the gates.
+        qk_lr: of GPSA's queries and keys; None for ``lr``, as in the paper.
         weight_decay: of matrices and filters, see :func:`~tcnn_model.parameter_groups`.
         warmup_epochs: epochs of linear warm-up from 0; must be fewer than ``epochs``.
         gating_warmup_epochs, gating_min_lr: warm-up of the gates, and the rate that they end at; None: as the weights.
@@ -100,6 +102,7 @@ def finetune(
     rates = {"warmup_epochs": warmup_epochs, "gating_warmup_epochs": gating_warmup_epochs}
     rates |= {"gating_min_lr": gating_min_lr, "epochs": epochs}  # type: ignore[dict-item]
     optimizing = {"opt": opt, "lr": lr, "gating_lr": gating_lr, "weight_decay": weight_decay}
+    optimizing["qk_lr"] = qk_lr
     settings: dict[str, Any] = {**rates, **optimizing, "label_smoothing": label_smoothing, "seed": seed}
     settings |= {"drop_path_rate": drop_path_rate, "steps_per_epoch": len(train_loader)}
     target = next(model.parameters()).device if device is None else torch.device(device)

@@ -63,10 +63,17 @@ def parameter_groups(
 
 
 def create_optimizer(
-    model: nn.Module, opt: str, *, lr: float, gating_lr: float, weight_decay: float, momentum: float = 0.9
+    model: nn.Module,
+    opt: str,
+    *,
+    lr: float,
+    gating_lr: float,
+    weight_decay: float,
+    qk_lr: float | None = None,
+    momentum: float = 0.9,
 ) -> torch.optim.Optimizer:
     """Timm's optimizer of this name with the groups of :func:`parameter_groups`; "momentum" is plain SGD with it."""
-    groups = parameter_groups(model, lr, gating_lr, weight_decay)
+    groups = parameter_groups(model, lr, gating_lr, weight_decay, qk_lr=qk_lr)
     optimizer: torch.optim.Optimizer = create_optimizer_v2(groups, opt=opt, lr=lr, momentum=momentum)
     return optimizer
 
