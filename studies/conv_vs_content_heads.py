@@ -10,10 +10,11 @@ the last sentences that are printed, and by no other: more or less than as many 
 whether other trainings would agree.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. With several seeds its last stage is reparameterized
-as gated positional self-attention (GPSA) and fine-tuned. Heads are then typed by ``tcnn_probe.head_types``: a high gate
-and a narrow positional attention is "convolutional", a gate of at most 1/3 is "content". The paper guesses that the
-latter bring the robustness on blurred and faint images. Such a head may attend to content or look everywhere alike, so
-texts and figures here call it "low-gate". "static" says which: it costs nothing where they attend to no content.
+as gated positional self-attention (GPSA) and fine-tuned. Heads are then typed by their gates
+(``tcnn_probe.head_types(..., by="gate")``): a high gate and a narrow positional attention is "convolutional", a gate of
+at most 1/3 is "content". The paper guesses that the latter bring the robustness on blurred and faint images. Such a
+head may attend to content or look everywhere alike, so texts and figures here call it "low-gate". "static" says which:
+it costs nothing where they attend to no content.
 All heads of a type are ablated at once, and as the control as many heads drawn at random; likewise each head by itself.
 Their outputs are zeroed; or their attention is replaced by its mean over training images, so that they look at places
 and not at content ("static"); or by that of a training image, whose content is another ("shuffled"). Accuracy is
@@ -96,7 +97,7 @@ def one_training(study: Training, seed: int) -> tuple[xr.Dataset, xr.Dataset]:
     title = f"the T-CNN, seed {seed}"
     model, recording = study.tcnn(store, file=f"tcnn_{seed}", title=title, seed=seed, start=start)
     model.eval()
-    types = tcnn_probe.head_types(recording).isel(epoch=-1)
+    types = tcnn_probe.head_types(recording, by="gate").isel(epoch=-1)
     options = {"corruptions": args.corruptions, "severities": args.severities, "epsilon": args.epsilon}
     options |= {"device": args.device, "seed": seed}
     torch.manual_seed(args.seed)

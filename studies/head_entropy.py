@@ -11,9 +11,10 @@ a training, hardly narrower than even attention. So the types differ in which of
 and much less in what these parts are: a low-gate head here looks everywhere alike.
 
 How: a small ResNet learns handwritten digits in cluttered scenes; its last stage is then reparameterized as gated
-positional self-attention (GPSA) and fine-tuned. At each epoch every head is typed (``tcnn_probe.head_types``; its type
-"content", a gate of at most 1/3, is called "low-gate" here), and the positional and the content part of its attention
-(Eq. 7) are measured apart: their entropy, and the mean distance from a query to what it attends to.
+positional self-attention (GPSA) and fine-tuned. At each epoch every head is typed (``tcnn_probe.head_types(...,
+by="gate")``; its type "content", a gate of at most 1/3, is called "low-gate" here), and the positional and the content
+part of its attention (Eq. 7) are measured apart: their entropy, and the mean distance from a query to what it attends
+to.
 
 Writes into results/:
 head_entropy.png              a column for each layer: A heads of each type, B entropy and C distance of the two parts,
@@ -101,7 +102,7 @@ def numbers(recorded: xr.Dataset, distances: xr.Dataset) -> xr.Dataset:
     """What is drawn, (epoch, layer, head), with the type of each head."""
     parts = distances[[f"{part}_distance" for part in PARTS]].assign_coords(layer=recorded.layer, head=recorded["head"])
     found = recorded[[*WHOLE, *EVEN, "top1"]].assign(parts.data_vars)
-    return found.assign(head_type=tcnn_probe.head_types(recorded))
+    return found.assign(head_type=tcnn_probe.head_types(recorded, by="gate"))
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})

@@ -14,8 +14,8 @@ from tcnn_probe.storage import StoreError
 __all__ = ["main"]
 
 _COLUMNS = (
-    "gate", "locality_strength", "entropy", "content_entropy", "positional_entropy", "attention_distance",
-    "prefix_attention", "class_entropy",
+    "gate", "locality_strength", "content_information", "entropy", "content_entropy", "positional_entropy",
+    "attention_distance", "prefix_attention", "class_entropy",
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ PARTS: dict[str, set[str]] = {
     "storage": {"schema"},
     "heads": {"schema"},
     "probes": {"attention", "hooks", "schema"},
-    "recording": {"attention", "hooks", "models", "probes", "provenance", "schema", "storage"},
+    "recording": {"attention", "heads", "hooks", "models", "probes", "provenance", "schema", "storage"},
     "callbacks": {"recording", "schema"},
     "interventions": {"attention", "hooks", "images", "models"},
     "attribution": {"attention", "images", "models", "provenance"},

@@ -1,4 +1,4 @@
-"""How the studies call and colour the types that ``tcnn_probe.head_types`` gives.
+"""How the studies call and colour the types that ``tcnn_probe.head_types(..., by="gate")`` gives.
 
 "content" is the name that it has for a gate of at most 1/3. Such a head attends little by position; whether it then
 follows what is in the image is another question, so texts and figures say "low-gate".

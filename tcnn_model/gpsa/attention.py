@@ -100,16 +100,19 @@ class GatedAttention:
             shape (B, heads, n, H * W); what rows lack to one falls on the padding.
         """
         with without_autocast(self.query):
-            content = torch.softmax((widen(self.query[:, :, queries]) * self.scale) @ widen(self.key).mT, dim=-1)
-            rows, cols = self.factors_on_pixels()
-            at_y, at_x = queries // self.x.queries, queries % self.x.queries
-            positional = (rows[:, at_y, :, None] * cols[:, at_x, None, :]).flatten(2).to(content)
-            return torch.lerp(content, positional.expand_as(content), self.gate.to(content)[:, None, None])
+            content, positional = self.content(queries), self.positional_on_pixels(queries)
+            return torch.lerp(content, positional.to(content).expand_as(content), self.gate.to(content)[:, None, None])
 
-    def content(self) -> Tensor:
-        """Content attention over real pixels, dense, shape (B, heads, N_query, H * W), in float32 at least."""
+    def content(self, queries: Tensor | slice = slice(None)) -> Tensor:
+        """Content attention of some queries over real pixels, shape (B, heads, n, H * W), in float32 at least."""
         with without_autocast(self.query):
-            return torch.softmax((widen(self.query) * self.scale) @ widen(self.key).transpose(-2, -1), dim=-1)
+            return torch.softmax((widen(self.query[:, :, queries]) * self.scale) @ widen(self.key).mT, dim=-1)
+
+    def positional_on_pixels(self, queries: Tensor) -> Tensor:
+        """Positional attention of some queries, (n,), over the real pixels: shape (heads, n, H * W)."""
+        rows, cols = self.factors_on_pixels()
+        at_y, at_x = queries // self.x.queries, queries % self.x.queries
+        return (rows[:, at_y, :, None] * cols[:, at_x, None, :]).flatten(2)
 
     def positional(self) -> Tensor:
         """Positional attention over the extended grid, dense, shape (heads, N_query, N_key)."""

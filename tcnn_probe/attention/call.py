@@ -36,9 +36,20 @@ class Logits(ABC):
 
     def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
         """Their softmax, 0 for queries that may see no key at all, as torch's own attention has it."""
-        logits = self(rows, queries)
-        weights = torch.softmax(logits, -1)
-        return weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0) if self.masked else weights
+        return self.softmax(self(rows, queries))
+
+    @abstractmethod
+    def sampled(self, count: int, windows: Tensor, queries: Tensor) -> "Logits":
+        """Of some windows and queries, as logits of their own.
+
+        Args:
+            count: windows of each image; a row is one of them.
+            windows: which to keep, shape (w,).
+            queries: which of each of these, shape (w, n).
+
+        Returns:
+            logits of shape (B * w, heads, n, N_key).
+        """
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,6 +60,11 @@ class Logits(ABC):
     def device(self) -> torch.device:
         """The layer's own."""
         return self.source.device
+
+    def softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """The attention of some of them; 0 for queries that may see no key at all."""
+        weights = torch.softmax(logits, -1, out=out)
+        return weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0) if self.masked else weights
 
     def new_empty(self, *shape: int) -> Tensor:
         """Room for statistics."""
@@ -85,6 +101,15 @@ class ProductLogits(Logits):
         mask = self._mask[rows, :, queries, keys]
         return logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
 
+    def sampled(self, count: int, windows: Tensor, queries: Tensor) -> Logits:
+        """See :class:`Logits`."""
+        key = self._key
+        if len(windows) < count:
+            key = key.unflatten(0, (-1, count))[:, windows].flatten(0, 1)
+        query, mask = (None if x is None else _sampled(x, count, windows, queries) for x in (self._query, self._mask))
+        assert query is not None
+        return ProductLogits(query, key, self._scale, mask)
+
 
 class GivenLogits(Logits):
     """What a softmax was given, shape (rows, heads, N_query, N_key)."""
@@ -97,6 +122,16 @@ class GivenLogits(Logits):
         """See :class:`Logits`."""
         some = self.source[rows, :, queries, keys]
         return (self.new_empty(*some.shape) if out is None else out).copy_(some)
+
+    def sampled(self, count: int, windows: Tensor, queries: Tensor) -> Logits:
+        """See :class:`Logits`."""
+        return GivenLogits(_sampled(self.source, count, windows, queries))
+
+
+def _sampled(x: Tensor, count: int, windows: Tensor, queries: Tensor) -> Tensor:
+    """(B * count, heads, N_query, ...) -> (B * w, heads, n, ...); see :meth:`Logits.sampled`."""
+    some = x.unflatten(0, (-1, count))[:, windows[:, None], :, queries]  # (w, n, B, heads, ...)
+    return some.permute(2, 0, 3, 1, 4).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -131,10 +166,15 @@ class AttentionCall:
     distillation_token: bool = False
     cut: Windows | None = None
 
+    @classmethod
+    def block_on(cls, device: torch.device) -> int:
+        """Logits at a time; 64 MiB of them on a GPU, where every block, small or large, is a dozen kernel launches."""
+        return cls.BLOCK << (0 if device.type == "cpu" else 6)
+
     @property
     def block(self) -> int:
-        """Logits at a time; 64 MiB of them on a GPU, where every block, small or large, is a dozen kernel launches."""
-        return self.BLOCK << (0 if self.logits.device.type == "cpu" else 6)
+        """Logits at a time, on the device of the layer."""
+        return self.block_on(self.logits.device)
 
     @property
     def heads(self) -> int:

@@ -27,9 +27,14 @@ def uniform_distance(from_y: np.ndarray, to_y: np.ndarray, from_x: np.ndarray, t
 
 
 def uniform_gated_attention(attention: GatedAttention) -> dict[str, Tensor]:
-    """``uniform_entropy`` and ``uniform_distance`` over real and padding pixels, for each image: shape (B,)."""
-    y, x = attention.y, attention.x
-    return _for_images(attention.query, len(attention.query), y.keys * x.keys, _distance_on_axes(y, x))
+    """``uniform_entropy`` and ``uniform_distance`` over real and padding pixels, for each image: shape (B,).
+
+    ``uniform_content_entropy`` is over real pixels.
+    """
+    y, x, query = attention.y, attention.x, attention.query
+    real = _for_images(query, len(query), y.length * x.length, None)["uniform_entropy"]
+    found = _for_images(query, len(query), y.keys * x.keys, _distance_on_axes(y, x))
+    return {**found, "uniform_content_entropy": real}
 
 
 def uniform_softmax_attention(call: AttentionCall) -> dict[str, Tensor]:

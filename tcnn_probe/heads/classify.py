@@ -2,41 +2,51 @@
 
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.heads.features import Features, features_of
+from tcnn_probe.heads.features import By, Features, features_of
 from tcnn_probe.heads.mixture import fit_mixture
-from tcnn_probe.heads.thresholds import GATED, PLAIN, Thresholds, gated_types, plain_types
+from tcnn_probe.heads.thresholds import GATED, TYPES, Thresholds, content_types, gate_types
 
 __all__ = ["head_types"]
 
-_DEFINITIONS = {
-    "convolutional": "gate >= {gate[1]:.4g}, positional_entropy <= {entropy:.4g} uniform_entropy, "
-    "attention_distance <= uniform_distance",
-    "content": "gate <= {gate[0]:.4g}",
-    "local": "no gate, attention_distance <= {distance[0]:.4g} uniform_distance",
-    "global": "no gate, attention_distance >= {distance[1]:.4g} uniform_distance",
-    "mixed": "all others",
-    "": "no such head, or something that is needed is NaN (see unlabelled)",
+_DEFINITIONS: Mapping[By, Mapping[str, str]] = {
+    "content": {
+        "convolutional": "content_information <= {information[0]:.4g} log min(images, keys), entropy <= "
+        "{entropy[0]:.4g} uniform_entropy, attention_distance <= {distance:.4g} uniform_distance, "
+        "translation_equivariance >= {equivariance:.4g}",
+        "averaging": "content_information <= {information[0]:.4g} log min(images, keys), entropy >= {entropy[1]:.4g} "
+        "uniform_entropy",
+        "content": "content_information >= {information[1]:.4g} log min(images, keys)",
+    },
+    "gate": {
+        "convolutional": "gate >= {gate[1]:.4g}, positional_entropy <= 0.75 uniform_entropy, attention_distance <= "
+        "uniform_distance",
+        "content": "gate <= {gate[0]:.4g}",
+    },
 }
-_FEATURES = {
-    "gated": ("gate", "positional_entropy / uniform_entropy", "attention_distance / uniform_distance"),
-    "plain": ("attention_distance / uniform_distance", "entropy / uniform_entropy"),
+_OTHERS = {"mixed": "all others", "": "no such head, or something that is needed is NaN (see unlabelled)"}
+_TYPES: Mapping[By, tuple[Sequence[str], Callable[..., np.ndarray]]] = {
+    "content": (TYPES, content_types),
+    "gate": (GATED, gate_types),
 }
-_NAMES = {"gated": GATED, "plain": PLAIN}
 
 
 def head_types(
     ds: xr.Dataset,
     method: Literal["thresholds", "mixture"] = "thresholds",
     *,
+    by: By = "content",
+    information: Sequence[float] = Thresholds.information,
+    entropy: Sequence[float] = Thresholds.entropy,
+    distance: float = Thresholds.distance,
+    equivariance: float = Thresholds.equivariance,
     gate: Sequence[float] = Thresholds.gate,
-    distance: Sequence[float] = Thresholds.distance,
-    entropy: float = Thresholds.entropy,
     seed: int = 0,
 ) -> xr.DataArray:
     """Give each head of a recording a type, at each mark.
@@ -47,20 +57,23 @@ def head_types(
         print((types == "content").sum("head").to_pandas())  # by epoch and layer
         ds = recorder.dataset.assign(head_type=types)
 
-    Heads of layers with gates (GPSA, ConViT) are "convolutional", "content" or "mixed", those of plain attention
-    "local", "global" or "mixed". :class:`~tcnn_probe.heads.Thresholds` and the attribute ``definitions`` say from where
-    to where. Distances and entropies count as shares of what they are if attention is uniform on the same grid.
+    Heads of any attention are "convolutional" (where they look is the same for all images, near, and depends on the
+    offset), "averaging" (the same for all images, and nearly even), "content" (the image decides) or "mixed". With
+    ``by="gate"`` those of GPSA and ConViT are "convolutional", "content" or "mixed" by their gate, as in the papers;
+    others have no type. :class:`~tcnn_probe.heads.Thresholds` and the attribute ``definitions`` say from where to
+    where. Distances and entropies count as shares of what they are if attention is uniform on the same grid, of GPSA
+    and ConViT entropies over the real pixels; information as a share of log min(images, keys).
 
     "thresholds" looks at each head and mark by itself: later marks change no label. "mixture" fits one to three
-    Gaussians to the gate, positional entropy and distance of all heads and marks at once (of plain attention, to
-    distance and entropy). Each component has the type that its mean has by the thresholds, and each head the type that
-    is most probable. So a type means the same at all marks, but more marks can move the fit, and with it labels. Two
-    components can have one type.
+    Gaussians to the same numbers of all heads and marks at once. Each component has the type that its mean has by the
+    thresholds, and each head the type that is most probable. So a type means the same at all marks, but more marks can
+    move the fit, and with it labels. Two components can have one type.
 
     Args:
         ds: a recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection of one.
         method: "thresholds" or "mixture" (scikit-learn's).
-        gate, distance, entropy: the thresholds.
+        by: "content", what attention does; or "gate".
+        information, entropy, distance, equivariance, gate: the thresholds.
         seed: of the mixture.
 
     Returns:
@@ -75,35 +88,35 @@ def head_types(
     """
     if method not in ("thresholds", "mixture"):
         raise ValueError(f"expected method='thresholds' or 'mixture', got {method!r}")
-    thresholds = Thresholds(gate, distance, entropy)
+    if by not in _TYPES:
+        raise ValueError(f"expected by='content' or 'gate', got {by!r}")
+    thresholds = Thresholds(information, entropy, distance, equivariance, gate)
     seed = operator.index(seed)
-    features = features_of(ds, entropies=method == "mixture")
-    attrs = _attrs(method, thresholds, features)
+    features = features_of(ds, by)
     posterior: dict[str, np.ndarray] = {}
+    further: dict[str, Any] = {}
     if method == "thresholds":
-        by_kind = {kind: _types(kind, points, thresholds) for kind, (_, points) in _kinds(features).items()}
-        labels = np.where(features.gated, by_kind["gated"], by_kind["plain"])
+        labels = _types(by, features.points, thresholds)
     else:
-        labels, posterior, mixtures = _by_mixture(features, thresholds, seed)
-        attrs |= {"seed": seed, "mixture": json.dumps(mixtures)}
-    types = features.reach.copy(data=labels).rename("head_type")
-    types.attrs = attrs
+        labels, posterior, mixture = _by_mixture(by, features, thresholds, seed)
+        further = {"seed": seed, "mixture": json.dumps(mixture)}
+    types = features.there.copy(data=labels).rename("head_type")
+    types.attrs = _attrs(method, by, thresholds) | further
+    types.attrs["unlabelled"] = json.dumps(features.reasons(labels == ""))
     types = types.assign_coords({f"posterior_{one}": (types.dims, p, _about(one)) for one, p in posterior.items()})
     alone = {dim: 0 for dim in ("layer", "head") if dim not in ds.attention_distance.dims}
     return types.isel(alone).transpose(*ds.attention_distance.dims)
 
 
-def _attrs(method: str, thresholds: Thresholds, features: Features) -> dict[str, Any]:
-    known = {"gate": thresholds.gate, "distance": thresholds.distance, "entropy": thresholds.entropy}
+def _attrs(method: str, by: By, thresholds: Thresholds) -> dict[str, Any]:
+    known = asdict(thresholds)
+    definitions = {name: text.format(**known) for name, text in _DEFINITIONS[by].items()} | _OTHERS
     return {
         "long_name": "type of head",
         "description": "What kind of attention a head has: see definitions.",
         "method": method,
-        "gate_thresholds": list(thresholds.gate),
-        "distance_thresholds": list(thresholds.distance),
-        "entropy_threshold": thresholds.entropy,
-        "definitions": json.dumps({name: text.format(**known) for name, text in _DEFINITIONS.items()}),
-        "unlabelled": json.dumps(dict(features.why)),
+        "by": by,
+        "definitions": json.dumps(definitions),
     }
 
 
@@ -115,47 +128,39 @@ def _about(name: str) -> dict[str, str]:
     }
 
 
-def _kinds(features: Features) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By kind of attention, which heads have it, (...), and what their types depend on, (..., F)."""
-    of_gated, of_plain = (features.gate, features.spread, features.reach), (features.reach, features.evenness)
-    gated = features.gated.values
-    return {"gated": (gated, np.stack(of_gated, -1)), "plain": (~gated, np.stack(of_plain, -1))}
-
-
-def _types(kind: str, points: np.ndarray, thresholds: Thresholds) -> np.ndarray:
+def _types(by: By, points: np.ndarray, thresholds: Thresholds) -> np.ndarray:
     """Types by the thresholds: (..., F) -> (...)."""
-    if kind == "plain":
-        return plain_types(points[..., 0], thresholds)
-    return gated_types(points[..., 0], points[..., 1], points[..., 2], thresholds)
+    return _TYPES[by][1](*np.moveaxis(points, -1, 0), thresholds)
 
 
 def _by_mixture(
-    features: Features, thresholds: Thresholds, seed: int
+    by: By, features: Features, thresholds: Thresholds, seed: int
 ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, Any]]:
-    """Labels; the posterior of each type that heads of these kinds can have; and the mixtures in plain JSON."""
-    shape = features.gated.shape
-    labels = np.full(shape, "", dtype=object)
-    posterior: dict[str, np.ndarray] = {}
-    mixtures = {}
-    for kind, (of_kind, points) in _kinds(features).items():
-        where = of_kind & np.isfinite(points).all(-1)
-        if not where.any():
-            continue
-        mixture = fit_mixture(points[where], seed=seed)
-        components = _types(kind, mixture.means, thresholds)
-        found = mixture.posterior(points[where])
-        by_type = {name: found[:, components == name].sum(1) for name in _NAMES[kind]}
-        order = ("mixed", *_NAMES[kind][:2])  # of types that are equally probable, the first
-        labels[where] = np.array(order, dtype=object)[np.argmax([by_type[name] for name in order], axis=0)]
-        for name, value in by_type.items():
-            posterior.setdefault(name, np.zeros(shape))[where] = value
-        mixtures[kind] = {
-            "features": _FEATURES[kind],
+    """Labels; the posterior of each type; and the mixture in plain JSON."""
+    where = np.isfinite(features.points).all(-1)
+    labels = np.full(where.shape, "", dtype=object)
+    if not where.any():
+        return labels, {}, {}
+    points, names = features.points[where], _TYPES[by][0]
+    mixture = fit_mixture(points, seed=seed)
+    components = _types(by, mixture.means, thresholds)
+    found = mixture.posterior(points)
+    by_type = {name: found[:, components == name].sum(1) for name in names}
+    order = ("mixed", *(name for name in names if name != "mixed"))  # of types that are equally probable, the first
+    labels[where] = np.array(order, dtype=object)[np.argmax([by_type[name] for name in order], axis=0)]
+    posterior = {name: np.full(where.shape, np.nan) for name in names}
+    for name, value in by_type.items():
+        posterior[name][where] = value
+    return (
+        labels,
+        posterior,
+        {
+            "features": list(features.names),
             "components": components.tolist(),
             "weights": mixture.weights.tolist(),
             "means": mixture.means.tolist(),
             "covariances": mixture.covariances.tolist(),
             "bic": list(mixture.bic),
             "converged": mixture.converged,
-        }
-    return labels, {name: np.where(labels != "", value, np.nan) for name, value in posterior.items()}, mixtures
+        },
+    )

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.patterns import Pattern, pattern, pattern_of_queries
 from tcnn_probe.attention.statistics import attention_statistics
 from tcnn_probe.probes.probe import Probe
-from tcnn_probe.probes.variables import CLASS_ENTROPY, HEAD, IMAGE_MEAN, MAP_DIMS
+from tcnn_probe.probes.variables import CLASS_ENTROPY, HEAD, IMAGE_MEAN, MAP_DIMS, content_information
 from tcnn_probe.schema import Variable
 
 __all__ = ["ATTENTION_BY_CLASS", "CLASS_ATTENTION", "DISTILLATION_ATTENTION"]
@@ -30,10 +31,12 @@ class _Token:
         name = prefix or "class_"
         self._query_of = query_of
         self._entropy, self._kept, self._map = f"{name}entropy", f"{name}prefix_attention", f"{name}attention"
+        self._information = f"{name}content_information"
         self._itself, self._others = f"{prefix}self_attention", f"{prefix}token_attention"
         of_image = tuple(dim for dim in MAP_DIMS if dim not in ("y", "x"))
         self.variables = {
             self._entropy: entropy,
+            self._information: content_information(f"of the {token}'s attention"),
             self._kept: Variable(
                 HEAD,
                 "1",
@@ -75,6 +78,11 @@ class _Token:
             found[self._kept] = weights[..., :prefix].sum(-1).mean(1)
         return found
 
+    def patterns(self, call: AttentionCall, images: int) -> Mapping[str, Pattern]:
+        """Of the token's row."""
+        query = self._query_of(call)
+        return {} if query is None else {self._information: pattern_of_queries(call, slice(query, query + 1), images)}
+
     def maps(self, call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
         """The token's row cut in three: the grid (images, windows, heads, height, width), itself, other tokens."""
         query, keys = self._query_of(call), call.layout.keys
@@ -91,7 +99,7 @@ class _Token:
 
 
 def _probe(kind: str, token: _Token) -> Probe:
-    return Probe(kind, token.variables, group="", attention=token.numbers, maps=token.maps)
+    return Probe(kind, token.variables, group="", attention=token.numbers, maps=token.maps, patterns=token.patterns)
 
 
 CLASS_ATTENTION = _probe("class-attention", _Token("class token", "", CLASS_ENTROPY, lambda call: call.class_query))
@@ -115,6 +123,10 @@ def _numbers_of_classes(call: AttentionCall) -> Mapping[str, Tensor]:
     return {"class_entropy": attention_statistics(call)["entropy"]} if call.layout.asking == "classes" else {}
 
 
+def _patterns_of_classes(call: AttentionCall, images: int) -> Mapping[str, Pattern]:
+    return {"class_content_information": pattern(call, images)} if call.layout.asking == "classes" else {}
+
+
 def _maps_of_classes(call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
     """Maps of all classes, (images, K, height, width): the recorder keeps those that are wanted."""
     keys = call.layout.keys
@@ -129,6 +141,7 @@ ATTENTION_BY_CLASS = Probe(
     "attention-by-class",
     {
         "class_entropy": CLASS_ENTROPY,
+        "class_content_information": content_information("of the class tokens' attention"),
         "attention_by_class": Variable(
             (*_OF_CLASS, "y", "x"),
             "1",
@@ -146,4 +159,5 @@ ATTENTION_BY_CLASS = Probe(
     group="",
     attention=_numbers_of_classes,
     maps=_maps_of_classes,
+    patterns=_patterns_of_classes,
 )

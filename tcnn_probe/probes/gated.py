@@ -14,12 +14,14 @@ from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor
 
 from tcnn_model import GPSA as GPSALayer
+from tcnn_model import GatedAttention
 from tcnn_model.gpsa.statistics import apply_and_measure, measure
 from tcnn_probe.attention.gated import gated_attention
+from tcnn_probe.attention.patterns import Pattern, gated_patterns
 from tcnn_probe.attention.statistics import gated_attention_statistics
 from tcnn_probe.attention.uniform import uniform_gated_attention
 from tcnn_probe.probes.probe import ForwardCall, Probe
-from tcnn_probe.probes.variables import DISTANCE, ENTROPY, HEAD, MAPS, MEAN, UNIFORM
+from tcnn_probe.probes.variables import CONTENT, DISTANCE, ENTROPY, HEAD, MAPS, MEAN, UNIFORM, content_information
 from tcnn_probe.schema import Variable
 
 __all__ = ["CONVIT", "GPSA"]
@@ -47,15 +49,35 @@ _VARIABLES: Mapping[str, Variable] = {
         f"Entropy of softmax(-alpha ||delta - Delta||^2) over real and padding pixels. {MEAN}",
     ),
     "attention_distance": DISTANCE,
+    **CONTENT,
+    "content_part_information": content_information("of the content part of attention, C"),
     **UNIFORM,
+    "uniform_content_entropy": Variable(
+        ("layer",),
+        "nat",
+        "entropy of uniform content attention",
+        "log N of the layer's N real pixels: what content_entropy would be if every query attended to all alike.",
+    ),
     **MAPS,
 }
 
 
 def _measure(call: ForwardCall) -> dict[str, Tensor]:
     """Of every image: (B, heads) each, (B,) of uniform attention."""
-    attention = gated_attention(call.module, call.inputs[0])
+    attention = _attention(call)
     return {**gated_attention_statistics(attention), **uniform_gated_attention(attention)}
+
+
+def _attention(call: ForwardCall) -> GatedAttention:
+    if "attention" not in call.known:
+        call.known["attention"] = gated_attention(call.module, call.inputs[0])
+    found: GatedAttention = call.known["attention"]
+    return found
+
+
+def _patterns(call: ForwardCall, images: int) -> dict[str, Pattern]:
+    names = ("content_information", "content_part_information")
+    return dict(zip(names, gated_patterns(_attention(call), images), strict=True))
 
 
 def _maps(call: ForwardCall, which: Sequence[int]) -> dict[str, Tensor]:
@@ -113,6 +135,7 @@ GPSA = Probe(
     state=_state_of_gpsa,
     measure=_measure,
     maps=_maps,
+    patterns=_patterns,
     rebuild=_rebuild_gpsa,
 )
 CONVIT = replace(GPSA, kind="convit-gpsa", module_type=ConViTLayer, state=_state_of_convit, rebuild=_rebuild_convit)

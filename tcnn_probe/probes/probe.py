@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.schema import COORDINATES, COUNTS, Variable
 
 __all__ = ["ForwardCall", "NotMeasuredError", "Probe"]
@@ -30,6 +31,7 @@ class ForwardCall:
         output: what it returned.
         parts: the last call in it of each submodule named in :attr:`Probe.parts`, if it ran. Its tensors are the
             model's own, as they are when the module returns: what works in place on them has changed them.
+        known: where a probe can keep what several of its functions need.
     """
 
     module: Any
@@ -37,6 +39,7 @@ class ForwardCall:
     inputs: Sequence[Any]
     output: Any
     parts: Mapping[str, "ForwardCall"] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,9 @@ class Probe:
         maps: the same call, and which of its images were chosen -> {variable: (images, [windows,] heads, height,
             width)}; the variables have the dims ("layer", "image", ["window",] "head", "y", "x"). Beside these maps
             there may be numbers of each head, without "y" and "x".
+        patterns: the same call, and how many of its images count -> {variable: their
+            :class:`~tcnn_probe.attention.patterns.Pattern`}; the variable is the content information of each head, of
+            all images of the epoch.
         gradients: module -> {variable: pairs of a parameter and a function of its gradient, to (*dims)}; the recorded
             value is the square root of the mean, over backward passes, of the sum of these. May raise
             :class:`NotMeasuredError` with the reason why the module is left out.
@@ -84,6 +90,7 @@ class Probe:
     measure: Callable[[ForwardCall], Mapping[str, Tensor]] | None = None
     attention: Callable[[AttentionCall], Mapping[str, Tensor]] | None = None
     maps: Callable[[Any, Sequence[int]], Mapping[str, Tensor]] | None = None
+    patterns: Callable[[Any, int], Mapping[str, Pattern]] | None = None
     gradients: Callable[[Any], Mapping[str, Iterable[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]] | None = None
     rebuild: Callable[[ForwardCall], Tensor | None] | None = None
     parts: Sequence[str] = ()

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.patterns import Pattern, pattern
 from tcnn_probe.attention.statistics import attention_received, attention_statistics
 from tcnn_probe.attention.uniform import uniform_softmax_attention
 from tcnn_probe.probes.probe import Probe
-from tcnn_probe.probes.variables import DISTANCE, ENTROPY, HEAD, MAPS, MEAN, UNIFORM
+from tcnn_probe.probes.variables import CONTENT, DISTANCE, ENTROPY, HEAD, MAPS, MEAN, UNIFORM
 from tcnn_probe.schema import Variable
 
 __all__ = ["SOFTMAX"]
@@ -16,6 +17,10 @@ __all__ = ["SOFTMAX"]
 
 def _numbers(call: AttentionCall) -> dict[str, Tensor]:
     return {**attention_statistics(call), **uniform_softmax_attention(call)}
+
+
+def _patterns(call: AttentionCall, images: int) -> dict[str, Pattern]:
+    return {"content_information": pattern(call, images)}
 
 
 def _maps(call: AttentionCall, which: Sequence[int]) -> dict[str, Tensor]:
@@ -41,10 +46,12 @@ SOFTMAX = Probe(
             "attention to class and register tokens",
             f"What queries on the grid spend on the class and register tokens before it. {MEAN}",
         ),
+        **CONTENT,
         **UNIFORM,
         **MAPS,
     },
     group="",
     attention=_numbers,
     maps=_maps,
+    patterns=_patterns,
 )

@@ -1,8 +1,21 @@
 """Variables that several kinds of attention share, so that their heads can be compared in one dataset."""
 
+from tcnn_probe.attention.patterns import QUERIES
 from tcnn_probe.schema import Variable
 
-__all__ = ["CLASS_ENTROPY", "DISTANCE", "ENTROPY", "HEAD", "IMAGE_MEAN", "MAPS", "MAP_DIMS", "MEAN", "UNIFORM"]
+__all__ = [
+    "CLASS_ENTROPY",
+    "CONTENT",
+    "DISTANCE",
+    "ENTROPY",
+    "HEAD",
+    "IMAGE_MEAN",
+    "MAPS",
+    "MAP_DIMS",
+    "MEAN",
+    "UNIFORM",
+    "content_information",
+]
 
 HEAD = ("layer", "head")
 MAP_DIMS = ("layer", "image", "window", "head", "y", "x")
@@ -26,6 +39,31 @@ DISTANCE = Variable(
     "over real and padding pixels. Softmax attention: between tokens of the grid, each at the centre of its cell "
     f"(at its first pixel where keys or queries are strided), rows renormalised over these. {MEAN}",
 )
+
+
+def content_information(what: str) -> Variable:
+    """How much of where a head looks the image decides, ``what`` being the attention that is meant."""
+    return Variable(
+        HEAD,
+        "nat",
+        f"content information {what}",
+        f"Mean over queries of H(mean over images of A_i) - mean over images of H(A_i), {what}: the mutual information "
+        "of image and key. 0 if the image has no say, at most log of the number of images or keys; of few images it is "
+        f"too low. Of at most {QUERIES} queries of each layer, evenly chosen, always the same ones. NaN if images of "
+        "several sizes were seen since the previous mark.",
+    )
+
+
+CONTENT = {
+    "content_information": content_information("of attention"),
+    "translation_equivariance": Variable(
+        HEAD,
+        "1",
+        "translation equivariance",
+        "Of the mean over images of A_ij, over the same queries: the share of its variance that depends on the offset "
+        "from i to j alone, corrected for chance. 1 for a convolution, 0 for a pattern without regard to offsets.",
+    ),
+}
 UNIFORM = {
     "uniform_entropy": Variable(
         ("layer",),

@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tcnn_probe.attention.patterns import Pattern
+from tcnn_probe.heads.static_pattern import information, translation_equivariance
 from tcnn_probe.hooks.edits import edited
 from tcnn_probe.models import named_in_errors
 from tcnn_probe.probes import Probe
@@ -24,6 +26,7 @@ class EpochSums:
     nonfinite: int = 0  # of these, that gave a NaN or an infinity
     sums: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)  # over images, and over how many
     squares: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)  # over backward passes, and how many
+    patterns: dict[str, Pattern | None] = field(default_factory=dict)  # None where images have several sizes
     state: dict[str, np.ndarray] = field(default_factory=dict)  # of the layer's parameters
 
     @classmethod
@@ -34,6 +37,7 @@ class EpochSums:
             total.images += one.images
             total.nonfinite += one.nonfinite
             total.state = total.state or one.state
+            _add_patterns(total.patterns, one.patterns)
             # Of passes too: hooks see a rank's own gradients, before they are averaged.
             for mine, other in ((total.sums, one.sums), (total.squares, one.squares)):
                 for name, (value, number) in other.items():
@@ -42,9 +46,16 @@ class EpochSums:
         return total
 
     def means(self) -> dict[str, np.ndarray]:
-        """Mean of each variable over the images that gave it, and root mean square over backward passes."""
+        """Mean of each variable over the images that gave it, root mean square over backward passes, and patterns'."""
         means = {name: total / number for name, (total, number) in self.sums.items()}
-        return means | {name: np.sqrt(total / (number or np.nan)) for name, (total, number) in self.squares.items()}
+        means |= {name: np.sqrt(total / (number or np.nan)) for name, (total, number) in self.squares.items()}
+        for name, one in self.patterns.items():
+            if one is not None:
+                mean = one.attention / one.images
+                means[name] = information(mean, one.entropy / one.images)
+                if one.queries is not None and one.keys is not None:
+                    means["translation_equivariance"] = translation_equivariance(mean, one.queries, one.keys)
+        return means
 
 
 class Accumulator:
@@ -62,6 +73,7 @@ class Accumulator:
         self.name, self.module, self.probe, self._ignores = name, module, probe, ignores
         self._sums: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
+        self._patterns: dict[str, Pattern | None] = {}
         self._hooked: list[tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = []
         self._unhooked = [
             (parameter, variable, squares)
@@ -79,6 +91,7 @@ class Accumulator:
         self._nonfinite: Tensor | None = None
         self._counts.clear()
         self._passes.clear()
+        self._patterns.clear()
         for total in (*self._sums.values(), *self._squares.values()):
             total.zero_()
 
@@ -96,6 +109,10 @@ class Accumulator:
         if broken is not None:
             self._nonfinite = broken.sum() if self._nonfinite is None else self._nonfinite + broken.sum()
             self.images += len(broken)
+
+    def add_patterns(self, patterns: Mapping[str, Pattern]) -> None:
+        """Add sums over images of a forward."""
+        _add_patterns(self._patterns, patterns)
 
     def add_maps(self, which: Sequence[int], maps: Mapping[str, Tensor]) -> None:
         """Keep maps of images, by their number in the epoch."""
@@ -148,6 +165,7 @@ class Accumulator:
             nonfinite=0 if self._nonfinite is None else int(self._nonfinite),
             sums={name: (_array(self._sums[name]), number) for name, number in self._counts.items()},
             squares={name: (_array(self._squares[name]), number) for name, number in passes.items()},
+            patterns={name: one and _plain(one) for name, one in self._patterns.items()},
             state=self._state(),
         )
 
@@ -187,6 +205,18 @@ def checked(probe: Probe, measured: Mapping[str, Tensor], *, images: bool) -> Ma
             raise ValueError(f"the probe {probe.kind!r} measures {rows} images, and {len(value)} for {name!r}")
         rows = len(value) if images else rows
     return measured
+
+
+def _add_patterns(totals: dict[str, Pattern | None], others: Mapping[str, Pattern | None]) -> None:
+    for name, other in others.items():
+        if name in totals:
+            before = totals[name]
+            other = None if before is None or other is None else before.plus(other)
+        totals[name] = other
+
+
+def _plain(one: Pattern) -> Pattern:
+    return replace(one, attention=_array(one.attention), entropy=_array(one.entropy))
 
 
 def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:

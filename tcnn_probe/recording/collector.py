@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from tcnn_model import AttentionPool2d
 from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.layout import GivenTokens
+from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.attention.rebuild import relative_difference, tolerance
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.edits import edited
 from tcnn_probe.hooks.modes import aside_depth
 from tcnn_probe.models import layer_names, named_in_errors, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
-from tcnn_probe.recording.accumulator import Accumulator, checked
+from tcnn_probe.recording.accumulator import Accumulator, EpochSums, checked
 from tcnn_probe.recording.image_identity import ImageIdentity
 from tcnn_probe.recording.options import Sampling
 
@@ -36,6 +37,7 @@ class _Measured:
     before: int  # images of the layer that came earlier in the epoch
     rows: Sequence[int]  # images of this forward of which there are maps
     maps: Mapping[str, Tensor]
+    patterns: Mapping[str, Pattern]
 
 
 class Collector(AttentionListener):
@@ -89,6 +91,7 @@ class Collector(AttentionListener):
                 self._attach(name, module, probes)
         self._parts = {part for many in self._of_module.values() for one in many for _, part in _parts_of(one)}
         self._epoch = self._begun_in = 0
+        self._size: object = None  # of the images of this forward
         self._clear()
         self.stream = AttentionStream(
             model,
@@ -156,6 +159,15 @@ class Collector(AttentionListener):
             module = next(module for module, name in self._names.items() if name == layer.split("#")[0])
             self._sums_of(layer, module, probe)
 
+    def mixes_sizes(self, found: Mapping[tuple[str, str], EpochSums]) -> list[str]:
+        """Note the layers without content information, as they saw images of several sizes; and say so, in words."""
+        mixed = {layer: [v for v, p in one.patterns.items() if p is None] for (layer, _), one in found.items()}
+        mixed = {layer: variables for layer, variables in mixed.items() if variables}
+        why = "images of several sizes came between two marks: mark() after those of each size"
+        for layer, variables in mixed.items():
+            self._lacks(layer, {*variables, "translation_equivariance"}, why)
+        return [f"no content_information of {list(mixed)[:3]} (of {len(mixed)} layers): {why}"] if mixed else []
+
     # What the stream tells: see AttentionListener.
 
     def wants(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
@@ -172,6 +184,7 @@ class Collector(AttentionListener):
         if number % self.sampling.every or self._is_full():
             return False
         self.images.comes(inputs)
+        self._size = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
         return True
 
     def begins(self, entry: nn.Module) -> None:
@@ -277,7 +290,7 @@ class Collector(AttentionListener):
     def _measured(
         self, layer: str, module: nn.Module, probe: Probe, values: Mapping[str, Tensor], call: Any
     ) -> _Measured:
-        """With the maps of those images that are chosen."""
+        """With the maps of those images that are chosen, and patterns of all that count."""
         key, images, most = (layer, probe.kind), len(next(iter(values.values()))), self.sampling.max_images
         before = self._images[key] + (self.sums[key].images if key in self.sums else 0)
         self._images[key] += images
@@ -289,11 +302,14 @@ class Collector(AttentionListener):
         if rows and isinstance(call, AttentionCall) and call.layout.reason:
             lacking = probe.of_images - maps.keys()
             self._lacks(layer, lacking - probe.of_classes if maps else lacking, call.layout.reason)
-        return _Measured(layer, module, probe, values, images, before, rows, maps)
+        found = probe.patterns(call, count) if probe.patterns and count > 0 else {}
+        patterns = {name: replace(one, size=self._size) for name, one in found.items()}
+        return _Measured(layer, module, probe, values, images, before, rows, maps, patterns)
 
     def _add(self, one: _Measured, output: Any) -> None:
         sums, most = self._sums_of(one.layer, one.module, one.probe), self.sampling.max_images
         sums.add(one.values, None if most is None else most - sums.images)
+        sums.add_patterns(one.patterns)
         maps, why = self.sampling.classes.of(one.maps, output, one.rows, one.images)
         sums.add_maps([one.before + row for row in one.rows], maps)
         if why:

@@ -296,7 +296,7 @@ class Recorder:
             check_resumed(stored, groups)
             groups = stored
         check_scalars(scalars, groups)
-        warned = without_strangers(entries, groups) + nonfinite(entries)
+        warned = without_strangers(entries, groups) + nonfinite(entries) + collector.mixes_sizes(found)
         warned += collector.images.changed(json.loads((self._store.attrs or {}).get("image_hashes", "{}")))
         if self._store.groups is None:
             images = {"images": json.dumps(collector.sampling.images)}  # of which maps are kept

@@ -101,6 +101,11 @@ def entropy(weights: np.ndarray) -> np.ndarray:
     return -terms.sum(-1)
 
 
+def information(weights: np.ndarray) -> np.ndarray:
+    """Content information: (B, windows, heads, N_query, N_key) -> (heads,), each position in each window a query."""
+    return (entropy(weights.mean(0)) - entropy(weights).mean(0)).mean((0, 2))
+
+
 def distance(weights: np.ndarray, queries: Sequence[Place], keys: Sequence[Place]) -> np.ndarray:
     """(..., N_query, N_key) -> (...): pair by pair, over tokens that have a place, rows renormalised."""
     rows, columns = ([i for i, place in enumerate(places) if place is not None] for places in (queries, keys))
@@ -140,6 +145,7 @@ class Layout:
         """Means over images, windows and queries of what should be recorded, for each head; of uniform attention."""
         weights = self.weights(whole, images)
         values = {"entropy": entropy(weights).mean((0, 1, 3)), "uniform_entropy": np.log(weights.shape[-1])}
+        values["content_information"] = information(weights)
         if self.queries is not None and self.keys is not None:
             assert weights.shape[-2:] == (len(self.queries), len(self.keys)), (whole.layer, weights.shape)
             values["attention_distance"] = distance(weights, self.queries, self.keys).mean((0, 1))
@@ -150,6 +156,7 @@ class Layout:
                 values["prefix_attention"] = spent.mean((0, 1, 3))
         if self.class_query:
             values["class_entropy"] = entropy(weights[..., 0, :]).mean((0, 1))
+            values["class_content_information"] = information(weights[..., :1, :])
             if self.prefix:
                 values["class_prefix_attention"] = weights[..., 0, : self.prefix].sum(-1).mean((0, 1))
         return values

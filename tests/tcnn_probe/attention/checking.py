@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from tests.tcnn_probe.contracts import helpers
 
 TOLERANCE = 1e-9  # nats and cells
 NUMBERS = ("entropy", "attention_distance", "prefix_attention", "class_entropy", "class_prefix_attention")
-NUMBERS += ("uniform_entropy", "uniform_distance")
+NUMBERS += ("uniform_entropy", "uniform_distance", "content_information", "class_content_information")
 
 
 @dataclass
@@ -86,7 +87,8 @@ def recorded(
     model: nn.Module, batches: Sequence[Any], **options: Any
 ) -> tuple[xr.Dataset, tuple[str, ...], dict[str, str]]:
     """The epoch that these batches make, the layers, and what was not recorded."""
-    recorder = helpers.recorded(model, *batches, **options)
+    with mock.patch("tcnn_probe.attention.patterns.QUERIES", 1 << 20):  # all of them
+        recorder = helpers.recorded(model, *batches, **options)
     return recorder.dataset.isel(epoch=0).load(), recorder.layers, recorder.unsupported
 
 

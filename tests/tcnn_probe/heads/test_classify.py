@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from tcnn_probe.heads.mixture import Mixture
 
 NAN = math.nan
 BOTH = ("thresholds", "mixture")
-ENTROPY, DISTANCE = 4.0, 8.0  # of uniform attention in every layer: shares are then exact in binary
+KEYS, DISTANCE, IMAGES = 64, 8.0, 16  # in every layer
+CONV, AVERAGE, CONTENT = (0.0, 0.5, 0.25, 0.9), (0.0, 1.0, 1.0, 0.1), (0.5, 0.6, 0.8, 0.2)
+"""Shares that types depend on: information, entropy, distance, and equivariance."""
 
 
 def recording(layers: Mapping[str, Mapping[str, Any]], marks: int = 1) -> xr.Dataset:
@@ -32,53 +34,48 @@ def recording(layers: Mapping[str, Mapping[str, Any]], marks: int = 1) -> xr.Dat
         {name: (("epoch", "layer", "head"), value) for name, value in values.items()},
         {"epoch": 2 + np.arange(marks), "layer": np.array(list(layers), dtype=object), "head": range(heads)},
     )
-    scales = {"uniform_entropy": ENTROPY, "uniform_distance": DISTANCE}
+    scales = {"uniform_entropy": math.log(KEYS), "uniform_distance": DISTANCE, "images": IMAGES}
     return ds.assign({name: (("epoch", "layer"), np.full((marks, len(layers)), one)) for name, one in scales.items()})
 
 
-def gated(gate: Any, spread: Any = 0.5, reach: Any = 0.25) -> dict[str, np.ndarray]:
-    """A layer with gates, by the shares that its types depend on, each (heads,) or (marks, heads)."""
-    gate, spread, reach = (np.atleast_1d(one) for one in np.broadcast_arrays(gate, spread, reach))
-    entropies = dict.fromkeys(("positional_entropy", "entropy"), spread * ENTROPY)
-    return {"gate": gate, **entropies, "attention_distance": reach * DISTANCE}
+def layer(*heads: Any, gate: Any = NAN) -> dict[str, np.ndarray]:
+    """By the shares that types depend on, (heads, 4) or (marks, heads, 4); and by gates."""
+    information, entropy, distance, equivariance = np.moveaxis(np.array(heads, dtype=float), -1, 0)
+    return {
+        "content_information": information * math.log(IMAGES),
+        "entropy": entropy * math.log(KEYS),
+        "attention_distance": distance * DISTANCE,
+        "translation_equivariance": equivariance,
+        "gate": np.broadcast_to(gate, information.shape),
+        "positional_entropy": np.where(np.isnan(gate), NAN, 0.5 * math.log(KEYS)) + 0 * information,
+    }
 
 
-def plain(reach: Any, evenness: Any = 0.5) -> dict[str, np.ndarray]:
-    """A layer of plain attention, likewise."""
-    return {name: gated(0.5, evenness, reach)[name] for name in ("entropy", "attention_distance")}
-
-
-def both_kinds() -> xr.Dataset:
-    """Three marks of five gated heads, of two plain heads and of a head without any place."""
-    gates = [[0.9, 0.1, 0.5, 0.9, 0.9], [0.9, 0.2, 0.5, 0.9, 0.6], [0.8, 0.1, 0.4, 0.9, 0.1]]
-    conv = gated(gates, [0.5, 0.5, 0.5, 1, 0.5])
-    return recording({"conv": conv, "attn": plain([[0.25, 1.0], [0.6, 1.0], [0.8, 1.0]]), "pool": plain([NAN])}, 3)
+def of_marks() -> xr.Dataset:
+    """Three marks of five heads, of which the last changes, and of a head without any place."""
+    mixed = (0.05, 0.5, 0.25, 0.9)
+    marks = [[CONV, AVERAGE, CONTENT, mixed, one] for one in (CONV, mixed, CONTENT)]
+    about = {name: np.array([layer(*mark)[name] for mark in marks]) for name in layer(CONV)}
+    return recording({"conv": about, "pool": layer((NAN,) * 4)}, 3)
 
 
 @pytest.mark.parametrize("method", BOTH)
-def test_types_of_both_kinds_and_their_attributes(method: Any, tmp_path: Path) -> None:
-    ds = both_kinds()
+def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
+    ds = of_marks()
     before = ds.copy(deep=True)
-    types = tcnn_probe.head_types(ds, method, gate=(0.3, 0.625))
+    types = tcnn_probe.head_types(ds, method, information=(0.03, 0.125))
     xr.testing.assert_identical(ds, before)
-    assert (types.name, types.dims) == ("head_type", ds.gate.dims)
+    assert (types.name, types.dims) == ("head_type", ds.entropy.dims)
     assert (types.sel(layer="pool") == "").all()
-    assert json.loads(types.attrs["unlabelled"]) == {"pool": "attention_distance / uniform_distance is not finite"}
-    assert types.attrs["gate_thresholds"] == [0.3, 0.625]
+    assert json.loads(types.attrs["unlabelled"]) == {"pool": "nothing finite is recorded of it"}
     definitions = json.loads(types.attrs["definitions"])
-    assert definitions["convolutional"] == (
-        "gate >= 0.625, positional_entropy <= 0.75 uniform_entropy, attention_distance <= uniform_distance"
-    )
+    assert definitions["content"] == "content_information >= 0.125 log min(images, keys)"
     if method == "thresholds":
-        conv, content, mixed = "convolutional", "content", "mixed"
-        assert types.sel(layer="conv").values.tolist() == [
-            [conv, content, mixed, mixed, conv],
-            [conv, content, mixed, mixed, mixed],
-            [conv, content, mixed, mixed, content],
-        ]
-        plain = [[one, "global", "", "", ""] for one in ("local", mixed, "global")]
-        assert types.sel(layer="attn").values.tolist() == plain
-        xr.testing.assert_identical(tcnn_probe.head_types(ds[{"epoch": [0, 1]}], gate=(0.3, 0.625)), types[:2])
+        conv, average, content, mixed = "convolutional", "averaging", "content", "mixed"
+        expected = [[conv, average, content, mixed, one] for one in (conv, mixed, content)]
+        assert types.sel(layer="conv").values.tolist() == expected
+        first = tcnn_probe.head_types(ds[{"epoch": [0, 1]}], information=(0.03, 0.125))
+        xr.testing.assert_identical(first, types[:2])
     ds.assign(head_type=types).to_zarr(tmp_path / "typed.zarr", consolidated=False)
     again = xr.open_zarr(tmp_path / "typed.zarr", consolidated=False).head_type.load()
     assert again.values.tolist() == types.values.tolist()
@@ -86,93 +83,115 @@ def test_types_of_both_kinds_and_their_attributes(method: Any, tmp_path: Path) -
     assert {*again.coords} == {*types.coords}
 
 
+def test_by_the_gate() -> None:
+    """As the papers say it: whatever attention does; plain attention has no type."""
+    gates = [0.9, 0.1, 0.5, 1 / 3, 2 / 3]
+    ds = recording({"gated": layer(*[AVERAGE] * 5, gate=gates), "plain": layer(CONV)})
+    types = tcnn_probe.head_types(ds, by="gate")
+    assert types[0, 0].values.tolist() == ["convolutional", "content", "mixed", "content", "convolutional"]
+    assert (types[0, 1] == "").all()
+    assert json.loads(types.attrs["unlabelled"]) == {
+        "plain": "gate is not finite; positional_entropy / uniform_entropy is not finite"
+    }
+    assert json.loads(types.attrs["definitions"])["content"] == "gate <= 0.3333"
+    fuzzy = tcnn_probe.head_types(ds, "mixture", by="gate")
+    assert "posterior_averaging" not in fuzzy.coords
+    assert (fuzzy[0, 0] != "").all()
+
+
+def test_of_gated_attention_entropies_count_over_real_pixels_and_information_over_images_or_keys() -> None:
+    ds = recording({"a": layer((0.0, math.log(49) / math.log(64), 0.9, NAN), (0.15, 0.9, 0.9, NAN))})
+    assert tcnn_probe.head_types(ds).values.tolist() == [[["mixed", "content"]]]
+    real = ds.assign(uniform_content_entropy=ds.uniform_entropy * 0 + math.log(49))
+    assert tcnn_probe.head_types(real).values.tolist() == [[["averaging", "content"]]]
+    many = ds.assign(images=ds.images * 0 + 10**6)  # of which the bound is log 64
+    assert tcnn_probe.head_types(many).values.tolist() == [[["mixed", "content"]]]
+    assert tcnn_probe.head_types(many, information=(0.0, 0.1001)).values.tolist() == [[["mixed", "mixed"]]]
+    one = tcnn_probe.head_types(ds.assign(images=ds.images * 0 + 1))
+    assert (one == "").all()
+    assert "content_information / log min(images, keys) is not finite (of one image" in one.attrs["unlabelled"]
+
+
 @pytest.mark.parametrize("method", BOTH)
 def test_selections_keep_their_dimensions_and_coordinates(method: Any) -> None:
-    ds = both_kinds().rename(epoch="step").transpose("head", "step", "layer")
+    ds = of_marks().rename(epoch="step").transpose("head", "step", "layer")
     whole = tcnn_probe.head_types(ds, method)
     assert whole.dims == ("head", "step", "layer")
     for chosen in ({"step": 1}, {"layer": 0, "head": 4}, {"step": 0, "layer": 0, "head": 1}, {"layer": [1, 0]}):
         part = ds.isel(chosen)
         types = tcnn_probe.head_types(part, method)
-        assert types.dims == part.gate.dims
-        for name in part.gate.coords:
+        assert types.dims == part.entropy.dims
+        for name in part.entropy.coords:
             np.testing.assert_array_equal(types[name], part[name])
         if method == "thresholds":
             xr.testing.assert_equal(types, whole.isel(chosen))
 
 
 def test_numbers_that_are_not_finite_give_no_label() -> None:
-    about = gated([[0.9, 0.9, 0.9, 0.9, 0.1], [0.9] * 5])
-    ds = recording({"conv": about, "gone": gated([0.9]), "attn": plain([0.25])}, 2)
-    for head, name in enumerate(("gate", "positional_entropy", "attention_distance")):
-        ds[name].values[0, 0, head] = NAN
-    ds.attention_distance.values[0, 0, 3] = math.inf
-    ds.gate.values[:, 1] = NAN  # a gate that became NaN: it is no plain attention
-    ds.attrs["missing"] = json.dumps({"gate": {"gone": "why not"}})
+    """Where the type depends on them: how far a head looks says nothing of whether the image decides."""
+    ds = recording({"a": layer(*[CONV] * 4, CONTENT, AVERAGE), "gone": layer(CONV)})
+    names = ("content_information", "entropy", "attention_distance", "translation_equivariance")
+    for head, name in enumerate(names):
+        ds[name].values[0, 0, head] = math.inf if head == 2 else NAN
+    for name in names[2:]:
+        ds[name].values[0, 0, 4:] = NAN
+    ds.content_information.values[:, 1] = NAN
+    ds.attrs["missing"] = json.dumps({"content_information": {"gone": "why not"}})
     types = tcnn_probe.head_types(ds)
-    assert types.values[0, 0].tolist() == ["", "", "", "", "content"]
-    assert (types[1, 0] == "convolutional").all()
+    assert types.values[0, 0].tolist() == ["", "", "", "", "content", "averaging"]
     assert (types[:, 1] == "").all()
     told = json.loads(types.attrs["unlabelled"])
-    assert told["conv"] == (
-        "gate is not finite; positional_entropy / uniform_entropy is not finite; "
-        "attention_distance / uniform_distance is not finite"
+    assert told["a"] == (
+        "content_information / log min(images, keys) is not finite; entropy / uniform_entropy is not finite; "
+        "attention_distance / uniform_distance is not finite; translation_equivariance is not finite"
     )
-    assert told["gone"] == "gate is not finite (why not)"
-    posterior = tcnn_probe.head_types(ds, "mixture").posterior_content
-    assert np.isnan(posterior.values[0, 0]).tolist() == [True] * 4 + [False]
+    assert told["gone"] == "content_information / log min(images, keys) is not finite (why not)"
+    posterior = tcnn_probe.head_types(ds, "mixture")
+    assert (posterior == "").all()  # of which nothing is known in full
     nothing = tcnn_probe.head_types(ds * NAN, "mixture")
     assert (nothing == "").all()
-    assert json.loads(nothing.attrs["unlabelled"])["attn"] == "nothing finite is recorded of it"
-    one_key = recording({"one": plain([0.0, 0.0])})
-    assert (tcnn_probe.head_types(one_key.assign(uniform_distance=one_key.uniform_distance * 0)) == "").all()
+    assert json.loads(nothing.attrs["unlabelled"])["a"] == "nothing finite is recorded of it"
 
 
-@pytest.mark.parametrize(("layer", "expected"), [(gated([0.9]), "convolutional"), (plain([0.25]), "local")])
-def test_a_single_head_and_heads_that_are_alike(layer: dict[str, Any], expected: str) -> None:
+@pytest.mark.parametrize(("head", "expected"), [(CONV, "convolutional"), (CONTENT, "content")])
+def test_a_single_head_and_heads_that_are_alike(head: Any, expected: str) -> None:
     for method, heads in itertools.product(BOTH, (1, 5)):
-        ds = recording({"only": {name: np.repeat(value, heads) for name, value in layer.items()}}, marks=heads)
-        types = tcnn_probe.head_types(ds, method)
+        types = tcnn_probe.head_types(recording({"only": layer(*[head] * heads)}, marks=heads), method)
         assert (types == expected).all()
     np.testing.assert_array_equal(types[f"posterior_{expected}"], 1)
 
 
 def noisy(marks: int = 13) -> xr.Dataset:
-    """Convolutional, content and mixed heads in turn, and local and global ones, with noise."""
+    """Convolutional, content and averaging heads in turn, with noise."""
     rng = np.random.default_rng(0)
-
-    def around(means: Sequence[float], count: int) -> np.ndarray:
-        return rng.normal(np.resize(means, count), 0.04, (marks, count))
-
-    layers = {
-        name: gated(around([0.8, 0.15, 0.5], 9), around([0.3, 0.5, 0.6], 9), around([0.3, 0.8, 0.5], 9))
-        for name in ("c0", "c1")
-    }
-    return recording({**layers, "attn": plain(around([0.2, 0.95], 6), around([0.3, 0.9], 6))}, marks)
+    means = np.array([(0.005, 0.5, 0.3, 0.9), CONTENT, (0.005, 1.03, 1.0, 0.1)] * 3)
+    deviations = np.array([(0.003, 0.04, 0.04, 0.03), (0.06, 0.04, 0.04, 0.1), (0.003, 0.01, 0.02, 0.1)] * 3)
+    about = [layer(*rng.normal(means, deviations)) for _ in range(2 * marks)]
+    layers = {n: {v: np.array([one[v] for one in about[at::2]]) for v in about[0]} for at, n in enumerate(("c0", "c1"))}
+    return recording({**layers, "pool": layer((NAN,) * 4)}, marks)
 
 
 def test_mixture_of_known_clusters() -> None:
     """Labels are known; posteriors are Bayes' rule by hand; the order of the heads does not matter."""
     ds = noisy()
     types = tcnn_probe.head_types(ds, "mixture")
-    assert types.sel(layer="c1").values.tolist() == [["convolutional", "content", "mixed"] * 3] * 13
-    assert types.sel(layer="attn").values.tolist() == [["local", "global"] * 3 + [""] * 3] * 13
+    assert types.sel(layer="c1").values.tolist() == [["convolutional", "content", "averaging"] * 3] * 13
     said = json.loads(types.attrs["mixture"])
-    assert sorted(said["plain"]["components"]) == ["global", "local"]
-    names = ["convolutional", "content", "local", "global", "mixed"]
+    names = ["convolutional", "averaging", "content", "mixed"]
     posterior = np.stack([types[f"posterior_{name}"].values for name in names])
     labelled = types.values != ""
     np.testing.assert_allclose(posterior[:, labelled].sum(0), 1, rtol=1e-12)
     assert np.isnan(posterior[:, ~labelled]).all()
     at = {"epoch": 5, "layer": "c0", "head": 2}
     row = ds.sel(at)
-    point = np.array([row.gate, row.positional_entropy / ENTROPY, row.attention_distance / DISTANCE])
-    one = said["gated"]
+    scales = (math.log(IMAGES), math.log(KEYS), DISTANCE, 1)
+    variables = ("content_information", "entropy", "attention_distance", "translation_equivariance")
+    point = np.array([float(row[name]) / scale for name, scale in zip(variables, scales, strict=True)])
     densities = []
-    for weight, mean, covariance in zip(one["weights"], one["means"], one["covariances"], strict=True):
+    for weight, mean, covariance in zip(said["weights"], said["means"], said["covariances"], strict=True):
         exponent = -0.5 * (point - mean) @ np.linalg.inv(covariance) @ (point - mean)
         densities.append(weight * math.exp(exponent) / math.sqrt(np.linalg.det(covariance)))
-    for name, density in zip(one["components"], densities, strict=True):
+    for name, density in zip(said["components"], densities, strict=True):
         found = float(types[f"posterior_{name}"].sel(at))
         assert found == pytest.approx(density / sum(densities), rel=1e-9, abs=1e-300)
     order = np.random.default_rng(1).permutation(9)
@@ -182,16 +201,18 @@ def test_mixture_of_known_clusters() -> None:
 def test_two_components_of_one_type() -> None:
     """Two clusters of content heads: their posteriors add up."""
     rng = np.random.default_rng(0)
-    reach = rng.normal(np.resize([0.3, 0.9], 10), 0.03, (17, 10))
-    ds = recording({"a": gated(np.abs(rng.normal(0.1, 0.03, (17, 10))), 0.5, reach)}, 17)
+    reach = np.resize([0.3, 0.9], 10)
+    marks = [layer(*((*rng.normal((0.3, 0.6, one), 0.03), 0.2) for one in reach)) for _ in range(17)]
+    ds = recording({"a": {name: np.array([one[name] for one in marks]) for name in marks[0]}}, 17)
     types = tcnn_probe.head_types(ds, "mixture")
-    assert json.loads(types.attrs["mixture"])["gated"]["components"] == ["content", "content"]
+    assert json.loads(types.attrs["mixture"])["components"] == ["content", "content"]
     np.testing.assert_allclose(types.posterior_content, 1, rtol=1e-12)
 
 
 def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ds = recording({"conv": gated([[0.95, 0.94, 0.93, 0.5, 0.51, 0.52, 0.05, 0.06, 0.07]] * 20)}, 20)
-    assert set(tcnn_probe.head_types(ds, "mixture").values.ravel()) == {"convolutional", "mixed", "content"}
+    heads = layer(*[(0.0, entropy, 0.5, 0.9) for entropy in (0.2, 0.21, 0.9, 0.91, 1.5, 1.51)])
+    ds = recording({"a": heads}, 20)
+    assert set(tcnn_probe.head_types(ds, "mixture").values.ravel()) == {"convolutional", "mixed", "averaging"}
     monkeypatch.setattr(Mixture, "posterior", lambda self, points: np.full((len(points), len(self.weights)), 1 / 3))
     assert set(tcnn_probe.head_types(ds, "mixture").values.ravel()) == {"mixed"}
 
@@ -199,16 +220,17 @@ def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("ds", "options", "error", "told"),
     [
-        (both_kinds(), {"method": "guess"}, ValueError, "expected method='thresholds' or 'mixture', got 'guess'"),
-        (both_kinds(), {"seed": 0.5}, TypeError, "'float' object cannot be interpreted as an integer"),
-        (both_kinds().gate, {}, TypeError, "expected an xarray.Dataset that tcnn_probe.record has made, got DataArray"),
-        (xr.DataTree(both_kinds()), {}, TypeError, "of a tree, tree['heads'].dataset, got DataTree"),
-        (both_kinds().drop_vars("uniform_entropy"), {}, ValueError, "expected 'uniform_entropy' in the dataset, got"),
-        (both_kinds().drop_vars("gate"), {}, ValueError, "expected 'gate' beside 'positional_entropy' in the dataset"),
-        (both_kinds().drop_vars("entropy"), {"method": "mixture"}, ValueError, "'entropy' in the dataset, which the m"),
-        (both_kinds().mean("head"), {}, ValueError, "expected the coordinate 'head', as recorded, got ['epoch', "),
+        (of_marks(), {"method": "guess"}, ValueError, "expected method='thresholds' or 'mixture', got 'guess'"),
+        (of_marks(), {"by": "name"}, ValueError, "expected by='content' or 'gate', got 'name'"),
+        (of_marks(), {"seed": 0.5}, TypeError, "'float' object cannot be interpreted as an integer"),
+        (of_marks().gate, {}, TypeError, "expected an xarray.Dataset that tcnn_probe.record has made, got DataArray"),
+        (xr.DataTree(of_marks()), {}, TypeError, "of a tree, tree['heads'].dataset, got DataTree"),
+        (of_marks().drop_vars("uniform_entropy"), {}, ValueError, "expects 'uniform_entropy' in the dataset, got"),
+        (of_marks().drop_vars("gate"), {"by": "gate"}, ValueError, "by='gate' expects 'gate' in the dataset"),
+        (of_marks().drop_vars("content_information"), {}, ValueError, "softmax attention; by='gate' does without"),
+        (of_marks().mean("head"), {}, ValueError, "expected the coordinate 'head', as recorded, got ['epoch', "),
     ],
-    ids=["method", "seed", "array", "tree", "scale", "gate", "entropy", "heads"],
+    ids=["method", "by", "seed", "array", "tree", "scale", "gate", "information", "heads"],
 )
 def test_what_is_refused(ds: Any, options: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=re.escape(told)):

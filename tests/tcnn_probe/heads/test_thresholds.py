@@ -8,55 +8,82 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tcnn_probe.heads import GATED, PLAIN, Thresholds, gated_types, plain_types
+from tcnn_probe.heads import GATED, TYPES, Thresholds, content_types, gate_types
 
 NAN, INF = math.nan, math.inf
+OWN = Thresholds()
+SET = Thresholds((0.125, 0.25), (0.5, 0.75), 0.25, 0.375, gate=(0.25, 0.5))
 
 
-def by_hand(gate: float, spread: float, reach: float, t: Thresholds) -> str:
+def around(*thresholds: float) -> list[float]:
+    return [value for one in thresholds for value in (np.nextafter(one, 0), one, np.nextafter(one, 2))]
+
+
+def by_content(information: float, evenness: float, reach: float, equivariance: float, t: Thresholds) -> str:
+    if not math.isfinite(information):
+        return ""
+    if information > t.information[0]:
+        return "mixed" if information < t.information[1] else "content"
+    if not math.isfinite(evenness):
+        return ""
+    if evenness > t.entropy[0]:
+        return "mixed" if evenness < t.entropy[1] else "averaging"
+    if not (math.isfinite(reach) and math.isfinite(equivariance)):
+        return ""
+    return "convolutional" if reach <= t.distance and equivariance >= t.equivariance else "mixed"
+
+
+def by_gate(gate: float, spread: float, reach: float, t: Thresholds) -> str:
     if not all(math.isfinite(one) for one in (gate, spread, reach)):
         return ""
     if not gate > t.gate[0]:
         return "content"
-    if gate < t.gate[1] or spread > t.entropy or reach > 1:
+    if gate < t.gate[1] or spread > 0.75 or reach > 1:
         return "mixed"
     return "convolutional"
 
 
-@pytest.mark.parametrize("thresholds", [Thresholds(), Thresholds((0.25, 0.5), (0.125, 0.25), 0.5)], ids=["own", "set"])
+@pytest.mark.parametrize("thresholds", [OWN, SET], ids=["own", "set"])
 def test_types_at_and_beside_every_threshold(thresholds: Thresholds) -> None:
-    def around(*thresholds: float) -> list[float]:
-        return [value for one in thresholds for value in (np.nextafter(one, 0), one, np.nextafter(one, 2))]
+    values = list(
+        itertools.product(
+            [*around(*thresholds.information), -1e-9, 1.0, NAN, INF],
+            [*around(*thresholds.entropy), 0.0, 1.2, NAN],
+            [*around(thresholds.distance), 0.0, NAN, INF],
+            [*around(thresholds.equivariance), -0.1, 1.0, NAN],
+        )
+    )
+    types = content_types(*np.array(values).T, thresholds)
+    assert types.dtype == object
+    assert types.tolist() == [by_content(*value, thresholds) for value in values]
+    assert set(types) == {*TYPES, ""}
 
+
+@pytest.mark.parametrize("thresholds", [OWN, SET], ids=["own", "set"])
+def test_types_by_the_gate_at_and_beside_every_threshold(thresholds: Thresholds) -> None:
     values = list(
         itertools.product(
             [*around(*thresholds.gate), 0.0, 1.0, NAN, INF],
-            [*around(thresholds.entropy), 0.0, 1.0, NAN],
+            [*around(0.75), 0.0, 1.0, NAN],
             [*around(0.75, 1.0), 0.0, 1.5, NAN, INF],
         )
     )
-    types = gated_types(*np.array(values).T, thresholds)
-    assert types.dtype == object
-    assert types.tolist() == [by_hand(*value, thresholds) for value in values]
+    types = gate_types(*np.array(values).T, thresholds)
+    assert types.tolist() == [by_gate(*value, thresholds) for value in values]
     assert set(types) == {*GATED, ""}
-    low, high = thresholds.distance
-    reach = [[0.0, low, np.nextafter(low, 1), np.nextafter(high, 0)], [high, 1.3, NAN, -INF]]
-    expected = [["local", "local", "mixed", "mixed"], ["global", "global", "", ""]]
-    assert plain_types(np.array(reach), thresholds).tolist() == expected
-    assert set(PLAIN) == {"local", "global", "mixed"}
 
 
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
         ({"gate": 0.5}, TypeError, "expected two thresholds for gate, got 0.5"),
-        ({"distance": ("low", 0.3)}, TypeError, "expected two thresholds for distance, got ('low', 0.3)"),
+        ({"information": ("low", 0.3)}, TypeError, "expected two thresholds for information, got ('low', 0.3)"),
         ({"gate": (0.5, 1.5)}, ValueError, "for gate, ascending and between 0 and 1, got (0.5, 1.5)"),
         ({"gate": (NAN, 0.5)}, ValueError, "for gate, ascending and between 0 and 1, got (nan, 0.5)"),
-        ({"distance": (0.5, 0.25)}, ValueError, "for distance, ascending and between 0 and infinity, got (0.5, 0.25)"),
-        ({"distance": (0.5, INF)}, ValueError, "for distance, ascending and between 0 and infinity"),
-        ({"entropy": NAN}, ValueError, "expected a threshold for entropy between 0 and 1, got nan"),
-        ({"entropy": "0.5"}, TypeError, "expected a number as the threshold for entropy, got '0.5'"),
+        ({"entropy": (0.5, 0.25)}, ValueError, "for entropy, ascending and between 0 and infinity, got (0.5, 0.25)"),
+        ({"entropy": (0.5, INF)}, ValueError, "for entropy, ascending and between 0 and infinity"),
+        ({"distance": NAN}, ValueError, "expected a finite threshold of at least 0 for distance, got nan"),
+        ({"equivariance": "0.5"}, TypeError, "expected a number as the threshold for equivariance, got '0.5'"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], error: type[Exception], told: str) -> None:

@@ -169,6 +169,7 @@ def test_several_views_of_an_image_have_no_one_map() -> None:
     assert recorder.unsupported == {}
 
 
+@pytest.mark.filterwarnings("ignore:no content_information")
 def test_two_grids() -> None:
     """Images of another shape have a group of their own."""
     model, x, other = network(), pictures(2), pictures(2, (79, 31))

@@ -125,6 +125,7 @@ def test_layers_called_by_keyword_with_different_numbers_of_images() -> None:
     assert recorder.dataset.images.values.tolist() == [[3, 4]]
 
 
+@pytest.mark.filterwarnings("ignore:no content_information")
 def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> None:
     layer = scatter(GPSA(2, 2, 3, padding=1))
     model, small, large = nn.Sequential(layer, nn.Tanh(), layer).eval(), images(3), torch.randn(2, 2, 13, 7)

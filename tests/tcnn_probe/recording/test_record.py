@@ -21,7 +21,8 @@ def test_every_variable_says_what_it_is() -> None:
     ds = recorded(Chain(), IMAGES).dataset
     units = {"gate": "1", "locality_strength": "pixel-2", "attention_span": "pixel2", "center_y": "pixel"}
     units |= {"center_x": "pixel", "attention_distance": "pixel", "uniform_distance": "pixel"}
-    units |= {"images": "1", "nonfinite_images": "1"}
+    units |= {"images": "1", "nonfinite_images": "1", "translation_equivariance": "1"}
+    units |= dict.fromkeys(("content_information", "content_part_information", "uniform_content_entropy"), "nat")
     units |= dict.fromkeys(("entropy", "content_entropy", "positional_entropy", "uniform_entropy"), "nat")
     assert {name: array.units for name, array in ds.data_vars.items()} == units
     for array in (*ds.data_vars.values(), *ds.coords.values()):

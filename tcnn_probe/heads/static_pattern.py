@@ -1,0 +1,73 @@
+"""What a head's mean attention over images says: how much of the attention is content, and whether it is a convolution.
+
+Plain arrays in, numbers of each head out, in float64.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+__all__ = ["information", "translation_equivariance"]
+
+
+def information(mean: np.ndarray, entropy: np.ndarray) -> np.ndarray:
+    """Content information: how much of where a head looks the image decides, in nat.
+
+    I = mean over queries i of [H(mean over images b of A_b(i, .)) - mean over b of H(A_b(i, .))], the mutual
+    information of image and key given the query, or the Jensen-Shannon divergence of the images' attentions. It is 0
+    where attention does not depend on the image, and at most log min(images, keys).
+
+    From n images it is too low, never too high: of ever more images the mean is ever more even. It lacks about
+    1/2n sum_j Var_b(A_b(i, j)) / A(i, j) where n is large. So compare numbers of the same n.
+
+    Args:
+        mean: over images of A, shape (heads, queries, keys). Keys whose attention no image changes, such as padding,
+            may be left out of both.
+        entropy: mean over images and queries of H(A_b(i, .)), over the same keys, shape (heads,).
+
+    Returns:
+        shape (heads,).
+    """
+    logarithms = np.log(mean, out=np.zeros_like(mean), where=mean != 0)
+    return -(mean * logarithms).sum(-1).mean(-1) - entropy
+
+
+def translation_equivariance(mean: np.ndarray, queries: ArrayLike, keys: ArrayLike) -> np.ndarray:
+    """Share of a static pattern that depends on the offset from query to key alone, as in a convolution.
+
+    The variance that the means over pairs of equal offset explain, corrected for how much they explain by chance:
+    1 - [W / (n - g)] / [T / (n - 1)], for n pairs of query and key with g different offsets, W being the sum of squares
+    around the mean of each offset, and T that around the mean of all. 1 for a Toeplitz pattern, on average 0 for
+    independent random numbers, of which the offsets explain (g - 1) / (n - 1) without the correction.
+
+    Args:
+        mean: over images of A, shape (heads, queries, keys).
+        queries, keys: row and column of each, shape (queries, 2) and (keys, 2), NaN for one that lies on no grid.
+
+    Returns:
+        shape (heads,); 1 for a pattern that is the same everywhere, NaN where no two pairs have an offset in common.
+    """
+    queries, keys = np.asarray(queries, dtype=float), np.asarray(keys, dtype=float)
+    on_grid = np.isfinite(queries).all(1), np.isfinite(keys).all(1)
+    down, across = (_offsets(queries[on_grid[0], axis], keys[on_grid[1], axis]) for axis in range(2))
+    group = (down * (across.max(initial=0) + 1) + across).ravel()
+    values = mean[:, on_grid[0]][:, :, on_grid[1]].reshape(len(mean), -1)
+    count = np.bincount(group)
+    pairs, free = group.size, group.size - np.count_nonzero(count)
+    if free < 1:
+        return np.full(len(mean), np.nan)
+    found = np.ones(len(mean))
+    for head, row in enumerate(values):
+        around = row - row.mean()
+        within = around - (np.bincount(group, around) / np.maximum(count, 1))[group]
+        if (total := around @ around) > 0:
+            found[head] = 1 - (within @ within / free) / (total / (pairs - 1))
+        elif not np.isfinite(total):
+            found[head] = np.nan
+    return found
+
+
+def _offsets(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Number of the offset from each query to each key along one axis, shape (queries, keys): equal ones have one."""
+    (rows, of_query), (columns, of_key) = (np.unique(one, return_inverse=True) for one in (queries, keys))
+    numbers = np.unique(columns[None] - rows[:, None], return_inverse=True)[1].reshape(len(rows), len(columns))
+    return np.asarray(numbers[of_query][:, of_key])
