@@ -3,6 +3,8 @@
 Plain arrays in, numbers of each head out, in float64.
 """
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -27,7 +29,7 @@ def information(mean: np.ndarray, entropy: np.ndarray) -> np.ndarray:
     Returns:
         shape (heads,).
     """
-    logarithms = np.log(mean, out=np.zeros_like(mean), where=mean != 0)
+    logarithms = np.log(np.maximum(mean, np.finfo(mean.dtype).tiny))
     return -(mean * logarithms).sum(-1).mean(-1) - entropy
 
 
@@ -48,10 +50,8 @@ def translation_equivariance(mean: np.ndarray, queries: ArrayLike, keys: ArrayLi
     """
     queries, keys = np.asarray(queries, dtype=float), np.asarray(keys, dtype=float)
     on_grid = np.isfinite(queries).all(1), np.isfinite(keys).all(1)
-    down, across = (_offsets(queries[on_grid[0], axis], keys[on_grid[1], axis]) for axis in range(2))
-    group = (down * (across.max(initial=0) + 1) + across).ravel()
+    group, count = _groups(queries[on_grid[0]].tobytes(), keys[on_grid[1]].tobytes())
     values = mean[:, on_grid[0]][:, :, on_grid[1]].reshape(len(mean), -1)
-    count = np.bincount(group)
     pairs, free = group.size, group.size - np.count_nonzero(count)
     if free < 1:
         return np.full(len(mean), np.nan)
@@ -64,6 +64,15 @@ def translation_equivariance(mean: np.ndarray, queries: ArrayLike, keys: ArrayLi
         elif not np.isfinite(total):
             found[head] = np.nan
     return found
+
+
+@lru_cache(maxsize=16)  # most layers of a model have the same grid
+def _groups(queries: bytes, keys: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Number of the offset of each pair of positions, float64 pairs, and how many pairs have each offset."""
+    places = [np.frombuffer(one).reshape(-1, 2) for one in (queries, keys)]
+    down, across = (_offsets(*(one[:, axis] for one in places)) for axis in range(2))
+    group = (down * (across.max(initial=0) + 1) + across).ravel()
+    return group, np.bincount(group)
 
 
 def _offsets(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -54,7 +54,9 @@ class EpochSums:
                 mean = one.attention / one.images
                 means[name] = information(mean, one.entropy / one.images)
                 if one.queries is not None and one.keys is not None:
-                    means["translation_equivariance"] = translation_equivariance(mean, one.queries, one.keys)
+                    equivariance = translation_equivariance(mean, one.queries, one.keys)
+                    if not np.isnan(equivariance).all():  # as on a grid of one cell
+                        means["translation_equivariance"] = equivariance
         return means
 
 
