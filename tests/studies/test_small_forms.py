@@ -22,7 +22,7 @@ from common.data import digits_loaders, probed_images
 from common.models import small_resnet
 from common.training import Training
 from tcnn_model import EpochResult, reparameterize
-from tcnn_model.training.finetune import evaluate
+from tcnn_model.training.evaluation import evaluate
 
 STUDIES = sorted(path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py"))
 SMALL = ["--small", "--device", "cpu"]

@@ -316,7 +316,8 @@ def test_parts_called_one_after_another() -> None:
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         for images in (wide, narrow):
             model.attend(model.stem(images).flatten(2).mT)
-        recorder.mark(epoch=0)
+        with pytest.warns(RuntimeWarning, match="images of several sizes"):
+            recorder.mark(epoch=0)
     expected = [
         same(grid(4, columns)).expected(attention_of(model, images)[0], 5)["attention_distance"]
         for images, columns in ((wide, 4), (narrow, 3))
