@@ -197,7 +197,7 @@ def _known(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 @cache
 def recipe_names() -> tuple[str, ...]:
-    """Of the recipes of this package."""
+    """Names of the recipes of this package."""
     files = resources.files("tcnn_model.training").joinpath("recipes").iterdir()
     return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
 

@@ -103,7 +103,7 @@ class Training:
 
     @property
     def lr(self) -> float:
-        """Of the weights, now."""
+        """The rate of the weights, now."""
         names = ("decayed", "undecayed")
         return next((group["lr"] for group in self.optimizer.param_groups if group["name"] in names), math.nan)
 

@@ -45,17 +45,16 @@ class _HardLogitDistillation(Classification):
         return {**result, "loss": loss}
 
 
-def create_criterion(loss: str, *, label_smoothing: float, mixed: bool, threshold: float | None = None) -> nn.Module:
+def create_criterion(loss: str, *, label_smoothing: float, mixed: bool) -> nn.Module:
     """Timm's loss: "ce" or "bce"; where images are mixed, smoothing is in the targets already.
 
     Args:
         loss: cross-entropy, or binary cross-entropy of each class.
         label_smoothing: in [0, 1).
         mixed: targets are shares of classes (B, K).
-        threshold: for "bce", shares above it count as 1; None leaves them.
     """
     if loss == "bce":
-        criterion: nn.Module = BinaryCrossEntropy(0.0 if mixed else label_smoothing, target_threshold=threshold)
+        criterion: nn.Module = BinaryCrossEntropy(0.0 if mixed else label_smoothing)
     elif loss == "ce":
         criterion = SoftTargetCrossEntropy() if mixed else LabelSmoothingCrossEntropy(label_smoothing)
     else:

@@ -40,7 +40,7 @@ class Pattern:
     size: object = None
 
     def plus(self, other: "Pattern") -> "Pattern | None":
-        """Of the images of both; None if these have different sizes."""
+        """Sums over the images of both; None if these have different sizes."""
         if self.size != other.size or self.attention.shape != other.attention.shape:
             return None
         total, entropy = self.attention + other.attention, self.entropy + other.entropy
@@ -132,7 +132,7 @@ class _Total:
 
 
 def _sum(call: AttentionCall, windows: Tensor, at: Tensor, images: int) -> Pattern:
-    """Of some windows, (w,), and of some queries in each, (w, n)."""
+    """Sum over images, of some windows, (w,), and of some queries in each, (w, n)."""
     logits: Logits = call.logits.sampled(call.windows, windows, at)
     each = (len(windows), *logits.shape[1:])
     total = _Total(each, logits.source)

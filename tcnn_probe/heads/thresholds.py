@@ -14,9 +14,8 @@ TYPES = ("convolutional", "averaging", "content", "mixed")
 GATED = ("convolutional", "content", "mixed")
 """Types of heads by their gate."""
 
-_CONCENTRATED = (
-    0.75  # by gate: entropy of the positional part, as a share of that of uniform attention: 27 of 81 pixels
-)
+_CONCENTRATED = 0.75
+"""By the gate: entropy of the positional part, as a share of that of uniform attention: in effect 27 of 81 pixels."""
 _MOST = {"information": 1.0, "entropy": np.inf, "gate": 1.0}
 
 

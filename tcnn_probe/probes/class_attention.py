@@ -79,7 +79,7 @@ class _Token:
         return found
 
     def patterns(self, call: AttentionCall, images: int) -> Mapping[str, Pattern]:
-        """Of the token's row."""
+        """Sums of the token's row over images."""
         query = self._query_of(call)
         return {} if query is None else {self._information: pattern_of_queries(call, slice(query, query + 1), images)}
 

@@ -29,7 +29,7 @@ def test_compiles_without_graph_breaks(layer: GPSA) -> None:
 
 @pytest.mark.parametrize("values_of", [1, 2], ids=["dense", "fused"])
 def test_functions_compile_without_a_break(values_of: int) -> None:
-    """Of the backends that the layer does not choose; the fused one needs values of each head."""
+    """The backends that the layer does not choose; the fused one needs values of each head."""
     axis = Axis(5, 1, 1, 3)
     shapes = [(2, 2, 25, 3), (2, 2, 25, 3), (2, values_of, 25, 3), (2, 3), (2,)]
     leaves = [random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]

@@ -95,7 +95,7 @@ def attention_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Whole]:
 
 
 def entropy(weights: np.ndarray) -> np.ndarray:
-    """Of the last axis: -sum p log p, with 0 log 0 = 0."""
+    """Entropy over the last axis: -sum p log p, with 0 log 0 = 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = np.where(weights > 0, weights * np.log(weights), 0.0)
     return -terms.sum(-1)
