@@ -11,7 +11,7 @@ import xarray as xr
 
 from tcnn_probe.heads.features import By, Features, features_of
 from tcnn_probe.heads.mixture import fit_mixture
-from tcnn_probe.heads.thresholds import GATED, TYPES, Thresholds, content_types, gate_types
+from tcnn_probe.heads.thresholds import CONCENTRATED, GATED, TYPES, Thresholds, content_types, gate_types
 
 __all__ = ["head_types"]
 
@@ -25,7 +25,7 @@ _DEFINITIONS: Mapping[By, Mapping[str, str]] = {
         "content": "content_information >= {information[1]:.4g} log min(images, keys)",
     },
     "gate": {
-        "convolutional": "gate >= {gate[1]:.4g}, positional_entropy <= 0.75 uniform_entropy, attention_distance <= "
+        "convolutional": "gate >= {gate[1]:.4g}, positional_entropy <= {concentrated:.4g} uniform_entropy, attention_distance <= "
         "uniform_distance",
         "content": "gate <= {gate[0]:.4g}",
     },
@@ -109,7 +109,7 @@ def head_types(
 
 
 def _attrs(method: str, by: By, thresholds: Thresholds) -> dict[str, Any]:
-    known = asdict(thresholds)
+    known = asdict(thresholds) | {"concentrated": CONCENTRATED}
     definitions = {name: text.format(**known) for name, text in _DEFINITIONS[by].items()} | _OTHERS
     return {
         "long_name": "type of head",

@@ -7,14 +7,14 @@ from typing import cast
 
 import numpy as np
 
-__all__ = ["GATED", "TYPES", "Thresholds", "content_types", "gate_types"]
+__all__ = ["CONCENTRATED", "GATED", "TYPES", "Thresholds", "content_types", "gate_types"]
 
 TYPES = ("convolutional", "averaging", "content", "mixed")
 """Types of heads by what their attention does."""
 GATED = ("convolutional", "content", "mixed")
 """Types of heads by their gate."""
 
-_CONCENTRATED = 0.75
+CONCENTRATED = 0.75
 """By the gate: entropy of the positional part, as a share of that of uniform attention: in effect 27 of 81 pixels."""
 _MOST = {"information": 1.0, "entropy": np.inf, "gate": 1.0}
 
@@ -115,7 +115,7 @@ def gate_types(gate: np.ndarray, spread: np.ndarray, reach: np.ndarray, threshol
         strings of :data:`GATED`, dtype object; "" where any of the three is not finite.
     """
     types = np.full(np.shape(gate), "mixed", dtype=object)
-    near = (spread <= _CONCENTRATED) & (reach <= 1)
+    near = (spread <= CONCENTRATED) & (reach <= 1)
     types[(gate >= thresholds.gate[1]) & near] = "convolutional"
     types[gate <= thresholds.gate[0]] = "content"
     types[~(np.isfinite(gate) & np.isfinite(spread) & np.isfinite(reach))] = ""
