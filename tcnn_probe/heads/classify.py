@@ -25,8 +25,8 @@ _DEFINITIONS: Mapping[By, Mapping[str, str]] = {
         "content": "content_information >= {information[1]:.4g} log min(images, keys)",
     },
     "gate": {
-        "convolutional": "gate >= {gate[1]:.4g}, positional_entropy <= {concentrated:.4g} uniform_entropy, attention_distance <= "
-        "uniform_distance",
+        "convolutional": "gate >= {gate[1]:.4g}, positional_entropy <= {concentrated:.4g} uniform_entropy, "
+        "attention_distance <= uniform_distance",
         "content": "gate <= {gate[0]:.4g}",
     },
 }
