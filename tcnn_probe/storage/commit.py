@@ -13,6 +13,7 @@ from tcnn_probe.schema import COORDINATES, SCHEMA_VERSION, Group, Variable
 from tcnn_probe.storage.chunks import Document, array_document, is_map, label_document, open_array, with_length
 from tcnn_probe.storage.conditional import put_if
 from tcnn_probe.storage.errors import StoreError
+from tcnn_probe.storage.growing import GrowingArrays
 from tcnn_probe.storage.place import ROOT, Place, put
 
 __all__ = [
@@ -204,47 +205,36 @@ class Root:
 
 
 async def commit(
-    store: Store,
+    growing: GrowingArrays,
     old: Root | None,
     new: Root,
     values: Mapping[str, np.ndarray],
-    tails: dict[str, np.ndarray],
     only: dict[str, Any] | None = None,
 ) -> None:
     """Write a mark: first everything that it consists of, then the root that counts it.
 
     Args:
-        store: which is written.
+        growing: the arrays of the store that is written.
         old: the root that is there, None if none is.
         new: the root with one mark more.
         values: of the mark, by path. An array that has none gets its fill value.
-        tails: by path, all rows of the chunk that grows, as far as this writer knows them: then it is not read again.
-            Changed to those with the mark.
         only: on which condition the root is replaced, see :mod:`tcnn_probe.storage.conditional`.
 
     Raises:
         StoreError: the chunk to which the mark is added is damaged; or the condition does not hold.
     """
-    there = {} if old is None else old.documents
+    store, there = growing.store, {} if old is None else old.documents
     writes = documents_beside(store, {path: about for path, about in new.documents.items() if path not in there})
     for path in new.labels.keys() - there.keys():
-        writes.append(_write(store, path, new.documents[path], 0, new.labels[path]))
-    grown = {}
+        writes.append(open_array(store, path, new.documents[path]).setitem(..., new.labels[path]))
     for path, about in new.growing.items():
-        first = old.length if old is not None and path in there else 0  # of a new one, also what a killed run left
-        block = np.full((new.length - first, *about["shape"][1:]), float(about["fill_value"]), about["data_type"])
-        if path in values:
-            block[-1] = values[path]
-        if path in tails:
-            block = np.concatenate((tails[path], block))
-        writes.append(_write(store, path, about, new.length - len(block), block))
-        rows = new.length % about["chunk_grid"]["configuration"]["chunk_shape"][0]
-        if 0 < rows <= len(block):
-            grown[path] = block[len(block) - rows :]
-    await all_of(writes)
-    await put_if(store, ROOT, new.text, only)
-    tails.clear()
-    tails.update(grown)
+        writes.append(growing.append(path, about, values.get(path), new=path not in there))
+    try:
+        await all_of(writes)
+        await put_if(store, ROOT, new.text, only)
+    except BaseException:
+        growing.forget()
+        raise
 
 
 def documents_beside(store: Store, documents: Mapping[str, Document]) -> list[Coroutine[Any, Any, None]]:
@@ -282,13 +272,6 @@ def check_names(groups: Mapping[str, Group], along: str) -> None:
 def is_name(text: str) -> bool:
     """Whether a text may be a part of a path: never one that leads out of the store."""
     return bool(text) and not text.startswith(".") and not {*text} & {*"/\\\0"} and text != ROOT
-
-
-async def _write(store: Store, path: str, document: Document, first: int, values: np.ndarray) -> None:
-    try:
-        await open_array(store, path, document).setitem((slice(first, first + len(values)), ...), values)
-    except ValueError as error:
-        raise StoreError(f"the last chunk of {path!r} in {store} is damaged: {error}") from error
 
 
 def _group_document(attributes: Mapping[str, Any]) -> Document:
