@@ -15,7 +15,7 @@ from tcnn_probe.attention.layout import GivenTokens, special_tokens
 from tcnn_probe.attention.rebuild import NoTokenAttentionError, Verification, discrepancy, rebuild
 from tcnn_probe.hooks.forwards import Forwards, Running
 from tcnn_probe.hooks.interception import Seen, SeenJoin
-from tcnn_probe.hooks.products import SeenOperand, SeenProduct, Weighed
+from tcnn_probe.hooks.products import SeenCopy, SeenOperand, SeenProduct, Weighed
 from tcnn_probe.models import check_model, layer_names, named_in_errors
 
 __all__ = ["AttentionListener", "AttentionStream", "attention_stream"]
@@ -175,6 +175,9 @@ class AttentionStream:
             return
         if isinstance(seen, SeenProduct):
             self._confirm(seen)
+            return
+        if isinstance(seen, SeenCopy):
+            self._weighed.copied(seen)
             return
         module = running[-1][0]
         name = self._names[module]

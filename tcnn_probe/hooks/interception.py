@@ -7,18 +7,18 @@ result, untouched.
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tcnn_model.gpsa.precision import autocast_dtype
 from tcnn_probe.hooks.modes import is_transformed, unseen
-from tcnn_probe.hooks.products import SeenOperand, SeenProduct
+from tcnn_probe.hooks.products import SeenCopy, SeenOperand, SeenProduct
 
 __all__ = ["Interception", "Seen", "SeenAttention", "SeenJoin", "describe"]
 
@@ -60,11 +60,11 @@ class SeenJoin:
     lengths: tuple[int, ...]
 
 
-Seen = SeenAttention | SeenProduct | SeenJoin
+Seen = SeenAttention | SeenProduct | SeenCopy | SeenJoin
 
 
 class Interception(TorchFunctionMode):
-    """While entered, hands on every attention, matrix product and joining of tokens.
+    """While entered, hands on every attention, matrix product, scaling and joining of tokens.
 
     Args:
         seen: called after each, without gradients, autocast or any function mode.
@@ -95,7 +95,7 @@ class Interception(TorchFunctionMode):
 
 
 def describe(func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen | None:
-    """What a call of a torch function was: attention, a matrix product, tokens joined, or none of these."""
+    """What a call of a torch function was: attention, a product, a scaled tensor, tokens joined, or none of these."""
     known = _DESCRIBE.get(func)
     return known(output, *args, **kwargs) if known is not None else None
 
@@ -240,6 +240,12 @@ def _einsum(output: Tensor, equation: Any, *operands: Any, **kwargs: Any) -> See
     return SeenProduct(pairs, weakref.ref(output))
 
 
+def _copy(output: Tensor, *inputs: Any, **kwargs: Any) -> SeenCopy:
+    sources = [(x, SeenOperand.of(x)) for x in inputs if isinstance(x, Tensor)]
+    shared = [replace(seen, shared=seen.shared or isinstance(x, nn.Parameter)) for x, seen in sources]
+    return SeenCopy(shared, weakref.ref(output))
+
+
 def _join(output: Tensor, tensors: Sequence[Tensor], dim: int = 0, *args: Any, **kwargs: Any) -> SeenJoin | None:
     if output.ndim != 3 or dim not in (0, 1, -2, -3):
         return None
@@ -252,5 +258,6 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _product),
     torch.einsum: _einsum,
+    **dict.fromkeys((torch.mul, Tensor.mul, torch.div, Tensor.div, Tensor.repeat, torch.tile), _copy),
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _join),
 }

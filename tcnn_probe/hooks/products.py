@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["SeenOperand", "SeenProduct", "Weighed"]
+__all__ = ["SeenCopy", "SeenOperand", "SeenProduct", "Weighed"]
 
 Key = TypeVar("Key")
 
@@ -52,6 +52,14 @@ class SeenProduct:
     output: weakref.ref[Tensor]
 
 
+@dataclass(frozen=True)
+class SeenCopy:
+    """A tensor that is another one, scaled or repeated: ``output``, of ``sources``."""
+
+    sources: Sequence[SeenOperand]
+    output: weakref.ref[Tensor]
+
+
 class Weighed:
     """Tells, in one forward, whether a softmax weighs the values of tokens.
 
@@ -61,6 +69,17 @@ class Weighed:
 
     def __init__(self) -> None:
         self._summaries: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
+        self._shared: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
+
+    def copied(self, copy: SeenCopy) -> None:
+        """What holds of a tensor holds of its copy."""
+        if (output := copy.output()) is None:
+            return
+        made = SeenOperand.of(output), copy.output
+        if all(source.shared for source in copy.sources):
+            self._shared.append(made)
+        if any(_is_among(self._summaries, source) for source in copy.sources):
+            self._summaries.append(made)
 
     def by(self, product: SeenProduct, softmaxes: Mapping[Key, tuple[SeenOperand, bool]]) -> dict[Key, str]:
         """Which of the softmaxes weigh something in a product: "" if it is values of tokens, else why it is none.
@@ -80,9 +99,16 @@ class Weighed:
         return found
 
     def _objection(self, values: SeenOperand) -> str:
-        if values.shared:
+        if values.shared or _is_among(self._shared, values):
             return "a softmax over what is the same for all images, not over tokens"
-        for made, alive in self._summaries:
-            if made.place == values.place and made.shape.numel() == values.shape.numel() and alive() is not None:
-                return "a softmax over channels, which weighs products of keys and values (linear attention)"
+        if _is_among(self._summaries, values):
+            return "a softmax over channels, which weighs products of keys and values (linear attention)"
         return ""
+
+
+def _is_among(made: list[tuple[SeenOperand, weakref.ref[Tensor]]], operand: SeenOperand) -> bool:
+    """Whether an operand is one of these tensors, in another order of axes perhaps."""
+    return any(
+        one.place == operand.place and one.shape.numel() == operand.shape.numel() and alive() is not None
+        for one, alive in made
+    )

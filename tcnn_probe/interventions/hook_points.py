@@ -28,7 +28,7 @@ from tcnn_probe.attention.rebuild import (
 )
 from tcnn_probe.hooks.copy_safe import after_call
 from tcnn_probe.hooks.interception import SeenAttention, describe
-from tcnn_probe.hooks.products import SeenOperand, SeenProduct, Weighed
+from tcnn_probe.hooks.products import SeenCopy, SeenOperand, SeenProduct, Weighed
 from tcnn_probe.hooks.running import innermost_call
 from tcnn_probe.interventions.gated_content import content_of, with_content
 from tcnn_probe.interventions.given_attention import GivenAttention, weigh
@@ -181,6 +181,8 @@ class _Asked(HookPoint):
             seen = describe(func, output, args, kwargs)
         if isinstance(seen, SeenProduct):
             self._confirm(seen)
+        elif isinstance(seen, SeenCopy):
+            self._weighed.copied(seen)
         elif isinstance(seen, SeenAttention) and self._is_asking(sys._getframe()):
             return self._softmax(output, seen)
         return output

@@ -245,6 +245,11 @@ def linear_attention_by_einsum(m: Other, x: Tensor) -> Tensor:
     return torch.einsum("bhnd,bhde->bhne", q, summary)
 
 
+def linear_attention_scaled(m: Other, x: Tensor) -> Tensor:
+    q, k, v = m.heads(x)
+    return q.softmax(-1) @ (k.mT @ v / k.shape[-2])
+
+
 def soft_assignment(m: Other, x: Tensor) -> Tensor:
     return m.qkv(x).softmax(-1) @ m.codes
 
@@ -253,13 +258,19 @@ def soft_assignment_expanded(m: Other, x: Tensor) -> Tensor:
     return m.qkv(x).softmax(-1) @ m.codes.expand(len(x), -1, -1)
 
 
+def soft_assignment_repeated(m: Other, x: Tensor) -> Tensor:
+    return m.qkv(x).softmax(-1) @ m.codes.repeat(len(x), 1, 1)
+
+
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
         (linear_attention, "softmax over channels"),
+        (linear_attention_scaled, "softmax over channels"),
         (linear_attention_by_einsum, "softmax over channels"),
         (soft_assignment, "the same for all images"),
         (soft_assignment_expanded, "the same for all images"),
+        (soft_assignment_repeated, "the same for all images"),
     ],
 )
 def test_a_softmax_over_something_else_is_not_recorded(way: Callable[..., Tensor], reason: str) -> None:
