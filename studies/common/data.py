@@ -1,5 +1,6 @@
 """Loaders for the studies: cluttered digits unless the user has data of their own."""
 
+import copy
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any
 
 import timm
 import torch
+import torch.nn.functional as F
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
@@ -19,6 +21,7 @@ __all__ = [
     "Loaders",
     "PixelBatches",
     "Probed",
+    "at_resolution",
     "chance",
     "digits_loaders",
     "image_loaders",
@@ -76,6 +79,19 @@ def image_loaders(
             )
         )
     return loaders[0], loaders[1]
+
+
+def at_resolution(model: nn.Module, loader: DataLoader[Any], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The validation images at another resolution, and labels: as timm prepares them, or digits by interpolation."""
+    if isinstance(loader.dataset, ClutteredDigits):
+        for images, labels in loader:
+            yield F.interpolate(images, size=(size, size), mode="bilinear", antialias=True), labels
+        return
+    config = timm.data.resolve_model_data_config(model)
+    config["input_size"] = (config["input_size"][0], size, size)
+    dataset = copy.copy(loader.dataset)
+    dataset.transform = timm.data.create_transform(**config)
+    yield from DataLoader(dataset, loader.batch_size, num_workers=loader.num_workers)
 
 
 def own_model_and_data(args: Namespace, size: int | None) -> tuple[nn.Module, Loaders]:

@@ -18,7 +18,7 @@ from common.options import NOT_SAVED, add_data, add_machine, check_data_options,
 from common.output import RunOutput
 from tcnn_model import EpochResult, finetune, reparameterize
 
-__all__ = ["Training", "add_training", "begin", "settle"]
+__all__ = ["Training", "add_training", "begin", "settle", "warmup"]
 
 PAPER_BATCH = 1024
 """Images of a step that the paper's rates of 1e-4 and 0.1 are for."""
@@ -127,6 +127,11 @@ def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
     return cnn, loaders
 
 
+def warmup(epochs: int) -> int:
+    """Epochs of warm-up: the paper's 5 (Sec. 3), less of short trainings."""
+    return min(5, max(1, epochs // 5), epochs - 1)
+
+
 @dataclass
 class Training:
     """A study's trainings, each continued where a killed run left it.
@@ -165,7 +170,9 @@ class Training:
             recipe |= {"opt": "momentum", "weight_decay": 1e-4}
         return list(self._train(self.cnn, "cnn", "training the CNN", **recipe))
 
-    def fine_tune(self, model: nn.Module, file: str, title: str, *, seed: int | None = None) -> Iterator[EpochResult]:
+    def fine_tune(
+        self, model: nn.Module, file: str, title: str, *, seed: int | None = None, **changed: Any
+    ) -> Iterator[EpochResult]:
         """Fine-tune a model, the CNN or what was made of it, with the recipe that all have.
 
         Args:
@@ -173,6 +180,7 @@ class Training:
             file: name of its checkpoint.
             title: of the progress bar.
             seed: ``--seed`` unless given.
+            **changed: of the recipe, such as ``epochs``, if a study compares recipes.
         """
         recipe = {"epochs": self.args.epochs, "lr": self.args.lr, "gating_lr": self.args.gating_lr}
         recipe |= {
@@ -180,7 +188,7 @@ class Training:
             "drop_path_rate": self.args.drop_path,
             "seed": self.args.seed if seed is None else seed,
         }
-        return self._train(model, file, title, **recipe)
+        return self._train(model, file, title, **{**recipe, **changed})
 
     def tcnn(
         self,
@@ -193,6 +201,7 @@ class Training:
         start: Mapping[str, Any] | None = None,
         scalars: Callable[[EpochResult], Mapping[str, float]] = lambda result: {},
         after: Callable[[nn.Module, EpochResult], None] = lambda model, result: None,
+        **changed: Any,
     ) -> tuple[nn.Module, xr.Dataset]:
         """The CNN reparameterized and fine-tuned, every head recorded.
 
@@ -203,11 +212,12 @@ class Training:
             probes: what else to record of heads, as :func:`tcnn_probe.record` takes it.
             scalars: what to record of an epoch beside its accuracies and losses.
             after: called after each epoch.
+            **changed: of the recipe, as for :meth:`fine_tune`.
         """
         torch.manual_seed(self.args.seed if seed is None else seed)
         model = reparameterize(self.cnn, **start or {})
         with tcnn_probe.record(model, store, probes=probes) as recorder:
-            for result in self.fine_tune(model, file, title, seed=seed):
+            for result in self.fine_tune(model, file, title, seed=seed, **changed):
                 recorder.mark(if_marked="skip", **scalars(result), **asdict(result))
                 after(model, result)
             dataset = recorder.dataset.load()
@@ -220,7 +230,7 @@ class Training:
                 model,
                 *self.loaders,
                 epochs=epochs,
-                warmup_epochs=min(5, max(1, epochs // 5), epochs - 1),
+                warmup_epochs=warmup(epochs),
                 checkpoint=self.output.checkpoints / f"{file}.pt",
                 name=f"{self._stage}/{self.stages} {title}",
                 device=self.args.device,

@@ -1,0 +1,162 @@
+"""Accuracy and attention at test resolutions other than that of training (T-CNN paper, Fig. 7).
+
+    python studies/test_resolution.py
+
+Takes about 2 minutes on one CPU core.
+
+What one should see (test_resolution.png): all models are best near the resolution that they were trained at. Attention
+is over more positions at higher resolutions. The positional part keeps its width in cells of the feature map, so it
+covers a smaller part of the image, as a convolution does; the content part covers the whole image at every resolution.
+
+How: a small ResNet learns handwritten digits in cluttered scenes. It is fine-tuned for as long in two ways: as it is
+(the control), and with its last stage reparameterized as gated positional self-attention (T-CNN). Then the three are
+shown the same validation images at several resolutions, and every head is recorded along the resolution. Nothing is
+adapted: the positional encodings are functions of the distance between two pixels (Eq. 4).
+
+Writes into results/:
+test_resolution.png          A accuracy of the models, B entropy of the two parts of attention and of even attention,
+                             C mean distance of attention as a part of the image's side; thin lines are heads
+test_resolution.zarr         accuracies and heads by resolution: xarray.open_zarr
+test_resolution_tcnn.zarr    what tcnn_probe recorded during fine-tuning
+
+It ends by checking that the models learned, and are better at the resolution of training than at the lowest.
+
+On your own images, as the paper did on ImageNet with a GPU:
+
+    python studies/test_resolution.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
+        --sizes 160 224 256 320 384 416 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
+        --workers 16 --out results/imagenet
+"""
+
+import argparse
+import copy
+import sys
+
+import matplotlib as mpl
+import torch
+import xarray as xr
+from matplotlib.figure import Figure
+from torch import nn
+from tqdm import tqdm
+
+import tcnn_probe
+from common.data import at_resolution
+from common.ending import ended, finish, learned
+from common.options import add_output, fill_in, from_least, parsed, study_parser
+from common.training import Training, add_training, begin, settle
+from tcnn_probe.plot import OKABE_ITO
+
+CNN, CONTROL, TCNN = "CNN", "CNN, fine-tuned", "T-CNN, fine-tuned"
+COLORS = {CNN: "0.6", CONTROL: "0.25", TCNN: OKABE_ITO["vermillion"]}
+PARTS = {"content_entropy": OKABE_ITO["vermillion"], "positional_entropy": OKABE_ITO["blue"]}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    study = begin("test_resolution", args, stages=3, later=("sizes",))
+    study.train_cnn()
+    control = copy.deepcopy(study.cnn)
+    for _ in study.fine_tune(control, "control", "the CNN goes on (control)"):
+        pass
+    tcnn, _ = study.tcnn(study.output.beside("_tcnn.zarr"))
+    found = by_resolution(study, {CNN: study.cnn, CONTROL: control, TCNN: tcnn})
+    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    draw(found, args.img_size).savefig(study.output.figure, dpi=200)
+    print(table(found))
+    print(f"wrote {study.output.store} and {study.output.figure}")
+    return finish(check(found, args.img_size, study.chance), args.data)
+
+
+@torch.no_grad()
+def by_resolution(study: Training, models: dict[str, nn.Module]) -> xr.Dataset:
+    """Accuracy of each model and the heads of the T-CNN, by resolution."""
+    args, parts = study.args, []
+    for model in models.values():
+        model.to(args.device).eval()
+    with tcnn_probe.record(models[TCNN], along="resolution") as recorder:
+        for size in tqdm(args.sizes, desc="test resolutions"):
+            right, count = dict.fromkeys(models, 0), 0
+            for images, labels in at_resolution(study.cnn, study.loaders[1], size):
+                count += len(labels)
+                for name, model in models.items():
+                    right[name] += int((model(images.to(args.device)).argmax(1).cpu() == labels).sum())
+            parts.append([number / count for number in right.values()])
+            recorder.mark(resolution=size)
+        heads = recorder.dataset.load()
+    found = heads.assign(top1=(("resolution", "model"), parts), images=count)
+    found["reach"] = heads.attention_distance / heads.uniform_distance
+    found["reach"].attrs = {"long_name": "mean distance of attention, in those of even attention"}
+    found = found.assign_coords(model=[*models])
+    return found.assign_coords({dim: found[dim].astype(object) for dim in ("layer", "model")})  # zarr warns of "<U17"
+
+
+@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+def draw(found: xr.Dataset, trained_at: int) -> Figure:
+    """Accuracies, entropies of the parts, reach."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    a, b, c = figure.subplots(1, 3)
+    for name, color in COLORS.items():
+        a.plot(found.resolution, found.top1.sel(model=name), color=color, marker="o", ms=4, label=name)
+    a.set(ylabel="validation accuracy", ylim=(0, 1), title="accuracy")
+    for variable, color in PARTS.items():
+        heads = found[variable].stack(each=("layer", "head"))
+        b.plot(found.resolution, heads, color=color, lw=0.4, alpha=0.5)
+        b.plot(found.resolution, heads.mean("each"), color=color, lw=2.2, label=variable.replace("_entropy", " part"))
+    b.plot(found.resolution, found.uniform_entropy.mean("layer"), color="0.3", ls=":", label="if attention were even")
+    b.set(ylabel="entropy (nat)", ylim=(0, None), title="entropy of the two parts")
+    colors = mpl.colormaps["viridis"].resampled(found.sizes["layer"] + 1)
+    for row, layer in enumerate(found.layer.values):
+        reach = found.reach.sel(layer=layer)
+        c.plot(found.resolution, reach, color=colors(row), lw=0.4, alpha=0.5)
+        c.plot(found.resolution, reach.mean("head"), color=colors(row), lw=2.2, label=layer)
+    c.set(ylabel="mean distance (of even attention)", ylim=(0, None), title="how far heads look")
+    for panel, letter in zip((a, b, c), "ABC", strict=True):
+        panel.axvline(trained_at, color="0.8", lw=1, zorder=0)
+        panel.set_xlabel("test resolution (pixel)")
+        panel.set_title(letter, loc="left", fontweight="bold")
+        panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def table(found: xr.Dataset) -> str:
+    """Accuracy by model and resolution."""
+    lines = [f"\nvalidation accuracy on {int(found.images)} images, by test resolution (one seed)"]
+    lines.append(f"{'':<18}" + "".join(f"{size:>8}" for size in found.resolution.values))
+    for model, row in zip(found.model.values, found.top1.values.T, strict=True):
+        cells = "".join(f"{top1:8.3f}" for top1 in row)
+        lines.append(f"{model:<18}{cells}")
+    return "\n".join(lines)
+
+
+def check(found: xr.Dataset, trained_at: int, chance: float) -> bool:
+    """Whether the models learned, and are better where they were trained than at the lowest resolution."""
+    there, lowest = found.sel(resolution=trained_at), found.isel(resolution=0)
+    seen = [learned(str(m), float(there.top1.sel(model=m)), int(found.images), chance) for m in found.model.values]
+    for model in found.model.values:
+        high, low = float(there.top1.sel(model=model)), float(lowest.top1.sel(model=model))
+        verdict = "more" if high > low else "NOT more"
+        print(f"check: {model} {verdict} accurate at {trained_at} pixels than at {int(lowest.resolution)}: ", end="")
+        print(f"{high:.3f}, {low:.3f}")
+        seen.append(high > low)
+    return all(seen)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; the digits and the user's own images have different defaults."""
+    parser = study_parser(__doc__)
+    add_training(parser, small="4 epochs, 15 seconds")
+    add = parser.add_argument_group("resolutions").add_argument
+    add("--sizes", type=from_least(1), nargs="+", help="of the test images (default: 1/2 to 2 times the training's)")
+    add_output(parser)
+    args = parsed(parser, arguments, "test_resolution")
+    settle(parser, args)
+    fill_in(args, {"sizes": [args.img_size * share // 4 for share in (2, 3, 4, 6, 8)]})
+    args.sizes = sorted({*args.sizes, args.img_size})
+    if len(args.sizes) < 2:
+        parser.error("--sizes: expected another resolution than --img-size")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))
