@@ -11,8 +11,12 @@ import xarray as xr
 
 import attention_maps
 import class_attention_saliency
+import finetune_length
 import gating_evolution
 import head_entropy
+import initial_locality
+import learning_rate_dip
+import test_resolution as resolution
 from common.ending import finish, learned
 
 HEADS = {"layer": ["first", "last"], "head": [0, 1]}
@@ -53,9 +57,46 @@ def saliency(hits: float = 1.0, top1: float = 0.9) -> tuple[Any, ...]:
     return xr.DataTree.from_dict({"PatchConvNet": ds}), (99, 0.1)
 
 
+def curves(
+    low: float = 0.5, high: float = 0.8, dim: str = "length", labels: tuple[int, int] = (1, 2)
+) -> tuple[Any, ...]:
+    """Accuracies of two runs of two models, at epochs 0, 1, 2."""
+    top1 = np.broadcast_to(np.array([[0.3, low, low], [0.3, high, high]])[:, None], (2, 2, 3))
+    coords = {dim: [*labels], "model": ["CNN", "T-CNN"], "epoch": [0, 1, 2]}
+    return xr.Dataset({"top1": ((dim, "model", "epoch"), top1), "images": 99}, coords), 0.1
+
+
+def rates(low: float = 0.5, high: float = 0.8) -> tuple[Any, ...]:
+    return curves(low, high, dim="lr")
+
+
+def starts(low: float = 0.3, high: float = 0.9, top1: float = 0.5) -> tuple[Any, ...]:
+    dims = ("locality_strength", "gating", "epoch", "layer", "head")
+    found = {
+        "gate": (dims, np.array([low, high]).reshape(1, 2, 1, 1, 1)),
+        "top1": (dims[:3], np.full((1, 2, 1), top1)),
+        "images": (dims[:3], np.full((1, 2, 1), 99)),
+    }
+    return xr.Dataset(found), 0.1
+
+
+def resolutions(small: float = 0.2, trained: float = 0.6) -> tuple[Any, ...]:
+    coords = {"resolution": [32, 64], "model": ["CNN"]}
+    found = xr.Dataset({"top1": (("resolution", "model"), [[small], [trained]]), "images": 99}, coords)
+    return found, 64, 0.1
+
+
 @pytest.mark.parametrize(
     ("study", "made", "changed", "message"),
     [
+        (finetune_length, curves, {"low": 0.8}, "T-CNN NOT more accurate after the longest"),
+        (finetune_length, curves, {"low": 0.05, "high": 0.1}, "CNN did NOT learn"),
+        (learning_rate_dip, rates, {"low": 0.9}, "does NOT climb higher"),
+        (learning_rate_dip, rates, {"low": 0.05, "high": 0.1}, "CNN did NOT learn"),
+        (initial_locality, starts, {"low": 0.95}, "do NOT end higher: 0.95, 0.90"),
+        (initial_locality, starts, {"top1": 0.1}, "did NOT learn"),
+        (resolution, resolutions, {"small": 0.7}, "CNN NOT more accurate at 64 pixels than at 32"),
+        (resolution, resolutions, {"trained": 0.11, "small": 0.1}, "CNN did NOT learn"),
         (gating_evolution, gating, {"first": 0.73, "last": 0.73}, "did NOT move apart"),
         (gating_evolution, gating, {"top1": 0.15}, "did NOT learn"),
         (attention_maps, maps, {"tap": 1}, "4 of 4 heads do NOT look at their tap"),
