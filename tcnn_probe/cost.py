@@ -28,7 +28,7 @@ _ABOUT = {
 
 def cost(
     models: nn.Module | Mapping[str, nn.Module],
-    size: int | tuple[int, int] | None = None,
+    size: int | tuple[int, ...] | None = None,
     *,
     batch_size: int = 32,
     rounds: int = 5,
@@ -47,7 +47,8 @@ def cost(
 
     Args:
         models: that take images; or several, by name. Each is afterwards as it was.
-        size: of the images in pixels, (height, width) or a number for both; None: what timm's configuration says.
+        size: of the images in pixels, (height, width) or a number for both; or (channels, height, width); None: what
+            timm's configuration says.
         batch_size: of the forwards whose time and memory are measured.
         rounds: how many of them are timed, after one that is not; models take turns.
         progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
@@ -87,7 +88,7 @@ def cost(
     return ds.assign_attrs(versions() | {"device": device, "dtype": str(like.dtype), "batch_size": batch_size})
 
 
-def _images(model: nn.Module, size: int | tuple[int, int] | None, batch_size: int) -> Tensor:
+def _images(model: nn.Module, size: int | tuple[int, ...] | None, batch_size: int) -> Tensor:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     config = getattr(unwrap(model), "pretrained_cfg", None) or {}
@@ -96,7 +97,9 @@ def _images(model: nn.Module, size: int | tuple[int, int] | None, batch_size: in
     channels, *sides = config.get("input_size", (3, size, size))
     if size is not None:
         sides = [size, size] if isinstance(size, int) else list(size)
-    for side in sides:
+    if len(sides) == 3:
+        channels, *sides = sides
+    for side in (channels, *sides):
         whole_number(side, "size", 1)
     like = floating_tensor(model)
     kind: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}

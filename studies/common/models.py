@@ -15,14 +15,20 @@ import tcnn_model  # noqa: F401 (registers PatchConvNet with timm)
 from common.ending import InputError
 from common.folder import imagenet_rows
 
-__all__ = ["check_input", "own_model", "small_patchconvnet", "small_resnet"]
+__all__ = ["SMALL_RESNETS", "check_input", "own_model", "small_patchconvnet", "small_resnet"]
+
+SMALL_RESNETS: dict[str, dict[str, Any]] = {
+    "ResNet": {},
+    "ResNet-D": {"avg_down": True},
+    "ResNet-RS": {"avg_down": True, "block_args": {"attn_layer": "se"}},
+}
+"""Architectures of the T-CNN paper (Table 5), as options of timm's ResNet."""
 
 
-def small_resnet() -> nn.Module:
+def small_resnet(kind: str = "ResNet") -> nn.Module:
     """A ResNet for 64 x 64 scenes: 0.1 M parameters, four 3 x 3 convolutions in its last stage."""
-    model = ResNet(
-        BasicBlock, (1, 1, 1, 2), channels=(8, 16, 32, 32), in_chans=1, num_classes=10, stem_type="deep", stem_width=4
-    )
+    shape = {"channels": (8, 16, 32, 32), "in_chans": 1, "num_classes": 10, "stem_type": "deep", "stem_width": 4}
+    model = ResNet(BasicBlock, (1, 1, 1, 2), **shape, **SMALL_RESNETS[kind])
     model.maxpool = nn.Identity()  # the last stage, un-strided, then works on 8 x 8 pixels
     return model
 

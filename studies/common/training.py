@@ -120,7 +120,7 @@ def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
     loaders = digits_loaders(size=size, batch_size=batch_size, seed=args.seed, limit=args.limit, clutter=args.clutter)
     if args.model is None:
         torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
-        return small_resnet(), loaders
+        return small_resnet(getattr(args, "small_resnet", "ResNet")), loaders
     digits = [str(digit) for digit in range(10)]
     cnn = own_model(args, digits, in_chans=1)
     check_input(cnn, loaders[1].dataset[0][0], len(digits))
@@ -156,7 +156,15 @@ class Training:
         """The accuracy of always naming the validation set's most frequent class."""
         return chance(self.loaders[1].dataset)
 
-    def train_cnn(self) -> list[EpochResult]:
+    def other(self, args: argparse.Namespace) -> "Training":
+        """Trainings of the same study from another CNN; refused as by :func:`begin`."""
+        torch.manual_seed(args.seed)
+        with refused(ValueError, RuntimeError, OSError):
+            cnn, loaders = model_and_data(args)
+            reparameterize(cnn.to(args.device))
+        return Training(args, cnn, loaders, self.output, self.stages)
+
+    def train_cnn(self, file: str = "cnn", title: str = "training the CNN") -> list[EpochResult]:
         """Train the CNN; if it came with weights, it is taken as it is and nothing is returned.
 
         With SGD and momentum, as the T-CNN paper has it (Sec. 5). On the digits with AdamW: in 15 epochs it came to an
@@ -168,7 +176,7 @@ class Training:
         recipe = {"epochs": self.args.cnn_epochs, "lr": self.args.cnn_lr, "seed": self.args.seed}
         if self.args.data != "digits":
             recipe |= {"opt": "momentum", "weight_decay": 1e-4}
-        return list(self._train(self.cnn, "cnn", "training the CNN", **recipe))
+        return list(self._train(self.cnn, file, title, **recipe))
 
     def fine_tune(
         self, model: nn.Module, file: str, title: str, *, seed: int | None = None, **changed: Any

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import architectures
 import attention_maps
 import class_attention_saliency
 import finetune_length
@@ -86,9 +87,17 @@ def resolutions(small: float = 0.2, trained: float = 0.6) -> tuple[Any, ...]:
     return found, 64, 0.1
 
 
+def costs(more: float = 2.0, top1: float = 0.5) -> tuple[Any, ...]:
+    coords = {"architecture": ["one"], "model": [architectures.CNN, architectures.TCNN]}
+    counts, dims = [[1.0, more]], ("architecture", "model")
+    return xr.Dataset({"multiply_adds": (dims, counts), "top1": (dims, [[0.5, top1]]), "images": 99}, coords), 0.1
+
+
 @pytest.mark.parametrize(
     ("study", "made", "changed", "message"),
     [
+        (architectures, costs, {"more": 0.9}, "need NOT more multiply-adds than their CNNs: 0.90 times"),
+        (architectures, costs, {"top1": 0.1}, "T-CNN, fine-tuned did NOT learn"),
         (finetune_length, curves, {"low": 0.8}, "T-CNN NOT more accurate after the longest"),
         (finetune_length, curves, {"low": 0.05, "high": 0.1}, "CNN did NOT learn"),
         (learning_rate_dip, rates, {"low": 0.9}, "does NOT climb higher"),

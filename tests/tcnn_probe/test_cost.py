@@ -34,6 +34,8 @@ def test_by_hand() -> None:
     assert (ds.images_per_second > 0).all()
     # Height and width: three channels of 4 x 8 values, of which none is left over.
     assert quick(grouped, (4, 8)).multiply_adds.item() == 6 * 2 * 4 * 9
+    grey = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1))
+    assert quick(grey, (1, 4, 8)).multiply_adds.item() == 5 * 4 * 8 * 9
 
 
 @pytest.mark.parametrize(

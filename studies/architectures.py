@@ -1,0 +1,180 @@
+"""What attention brings to several architectures, and what it costs (T-CNN paper, Table 5 and Fig. 2).
+
+    python studies/architectures.py
+
+Takes about 4 minutes on one CPU core.
+
+What one should see (architectures.png): every CNN can be made a T-CNN and fine-tuned with one recipe. The paper's gains
+over the CNN are the sum of three things: the longer training, the last stage's doubled grid, and attention. The two
+controls tell them apart: the CNN that goes on, and the CNN whose last stage has lost its stride (``unstride``) and has
+no attention. On the digits most of the gain, and often all, is there without attention.
+
+How: for each architecture a CNN is trained, and then fine-tuned for as long in three ways. On the digits these are
+small versions of the papers' architectures: ResNet, ResNet-D (pools in its shortcuts) and ResNet-RS (squeeze and
+excitation too).
+
+Writes into results/:
+architectures.png    A gain in accuracy over the CNN, by architecture, B accuracy and time of a training step of each
+                     model, relative to its CNN
+architectures.zarr   accuracy, parameters, multiply-adds, memory and speed, by (architecture, model): xarray.open_zarr
+
+It ends by checking that all models learned, and that T-CNNs need more multiply-adds than their CNNs.
+
+On your own images, as the paper did on ImageNet with a GPU:
+
+    python studies/architectures.py --models resnet50d resnet101d resnetrs50 resnetrs101 --pretrained \
+        --data path/to/imagenet --img-size 224 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
+        --workers 16 --out results/imagenet
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+
+import matplotlib as mpl
+import torch
+import torch.nn.functional as F
+import xarray as xr
+from matplotlib.figure import Figure
+from torch import nn
+
+import tcnn_probe
+from common.ending import ended, finish, learned
+from common.models import SMALL_RESNETS
+from common.options import add_output, fill_in, parsed, study_parser
+from common.training import Training, add_training, begin, settle
+from tcnn_model import reparameterize, unstride
+from tcnn_probe.plot import OKABE_ITO
+
+CNN, CONTROL, UNSTRIDED, TCNN = "CNN", "CNN, fine-tuned", "un-strided, fine-tuned", "T-CNN, fine-tuned"
+COLORS = {CONTROL: "0.6", UNSTRIDED: OKABE_ITO["sky blue"], TCNN: OKABE_ITO["vermillion"]}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    each = [argparse.Namespace(**(vars(args) | which(name, args))) for name in args.models]
+    first = begin("architectures", each[0], stages=4)
+    studies = [first, *(first.other(one) for one in each[1:])]
+    parts = [of_architecture(study, name) for study, name in zip(studies, args.models, strict=True)]
+    found = xr.concat(parts, "architecture").assign(images=len(first.loaders[1].dataset))
+    found = found.assign_coords({dim: found[dim].astype(object) for dim in ("architecture", "model")})
+    found.to_zarr(first.output.store, mode="w", consolidated=False)
+    draw(found).savefig(first.output.figure, dpi=200)
+    print(table(found))
+    print(f"wrote {first.output.store} and {first.output.figure}")
+    return finish(check(found, first.chance), args.data)
+
+
+def which(name: str, args: argparse.Namespace) -> dict[str, str]:
+    """The option that says which CNN a training begins with: a small one for the digits, or one of timm's."""
+    return {"small_resnet" if name in SMALL_RESNETS and args.data == "digits" else "model": name}
+
+
+def of_architecture(study: Training, name: str) -> xr.Dataset:
+    """Accuracy and cost of the CNN and of what it is fine-tuned as, (architecture, model)."""
+    slug = name.lower().replace(" ", "-")
+    study.train_cnn(f"cnn={slug}", f"training the {name}")
+    torch.manual_seed(study.args.seed)
+    models = {CONTROL: copy.deepcopy(study.cnn), UNSTRIDED: unstride(study.cnn), TCNN: reparameterize(study.cnn)}
+    top1 = []
+    for (arm, model), kind in zip(models.items(), ("control", "unstrided", "tcnn"), strict=True):
+        top1.append([result.top1 for result in study.fine_tune(model, f"{kind}={slug}", f"{name}: {arm}")])
+    models = {CNN: study.cnn, **models}
+    image = study.loaders[1].dataset[0][0]
+    found = tcnn_probe.cost(models, tuple(image.shape), batch_size=study.args.batch_size, progress=False)
+    found["top1"] = ("model", [top1[0][0], *(accuracies[-1] for accuracies in top1)])
+    found["step_seconds"] = ("model", step_seconds(study, models))
+    return found.expand_dims(architecture=[name])
+
+
+def step_seconds(study: Training, models: Mapping[str, nn.Module], rounds: int = 5) -> list[float]:
+    """Median time of a training step without the optimizer's part; models take turns."""
+    images, labels = (x.to(study.args.device) for x in next(iter(study.loaders[0])))
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds):
+        for name, model in models.items():
+            model.train()
+            start = time.perf_counter()
+            F.cross_entropy(model(images), labels).backward()
+            if images.is_cuda:
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+            model.zero_grad(set_to_none=True)
+    return [statistics.median(of_model) for of_model in times.values()]
+
+
+@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+def draw(found: xr.Dataset) -> Figure:
+    """Gains by architecture; accuracy against time."""
+    figure = Figure(figsize=(9.5, 4), layout="constrained")
+    a, b = figure.subplots(1, 2)
+    gains, slower = relative(found)
+    for place, (arm, color) in enumerate(COLORS.items()):
+        x = [row + 0.26 * (place - 1) for row in range(found.sizes["architecture"])]
+        a.bar(x, gains.sel(model=arm), 0.24, color=color, label=arm)
+        b.scatter(slower.sel(model=arm), gains.sel(model=arm), color=color, s=36, label=arm)
+    a.set_xticks(range(found.sizes["architecture"]), found.architecture.values)
+    a.set(ylabel="gain in validation accuracy over the CNN", title="gain")
+    b.set(xlabel="time of a training step (of the CNN's)", ylabel="gain over the CNN", title="gain and time")
+    for panel, letter in ((a, "A"), (b, "B")):
+        panel.axhline(0, color="0.8", lw=1, zorder=0)
+        panel.set_title(letter, loc="left", fontweight="bold")
+    a.legend(frameon=False)
+    return figure
+
+
+def relative(found: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
+    """Gain in accuracy over the CNN that the fine-tuning began with, and time of a step relative to it."""
+    return found.top1 - found.top1.sel(model=CNN), found.step_seconds / found.step_seconds.sel(model=CNN)
+
+
+def table(found: xr.Dataset) -> str:
+    """Table 5 of the paper, with the controls and what they cost."""
+    gains, slower = relative(found)
+    error = (0.25 / int(found.images)) ** 0.5
+    lines = [f"\naccuracy on {int(found.images)} validation images (one seed; a standard error is at most {error:.3f})"]
+    columns = {"top-1": found.top1, "gain": gains, "parameters (M)": found.parameters / 1e6}
+    columns |= {"multiply-adds (M)": found.multiply_adds / 1e6, "step (of the CNN's)": slower}
+    lines.append(f"{'':<36}" + "".join(f"{title:>21}" for title in columns))
+    for name in found.architecture.values:
+        for arm in found.model.values:
+            cells = "".join(f"{float(of.sel(architecture=name, model=arm)):>21.3f}" for of in columns.values())
+            lines.append(f"{name:<12}{arm:<24}{cells}")
+    return "\n".join(lines)
+
+
+def check(found: xr.Dataset, chance: float) -> bool:
+    """Whether all models learned, and the T-CNNs need more multiply-adds than their CNNs."""
+    least = found.top1.min("architecture")
+    seen = [learned(str(arm), float(least.sel(model=arm)), int(found.images), chance) for arm in found.model.values]
+    more = found.multiply_adds.sel(model=TCNN) / found.multiply_adds.sel(model=CNN)
+    verdict, times = "more" if bool((more > 1).all()) else "NOT more", ", ".join(f"{x:.2f}" for x in more.values)
+    print(f"check: T-CNNs need {verdict} multiply-adds than their CNNs: {times} times")
+    return all(seen) and bool((more > 1).all())
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; the digits and the user's own images have different defaults."""
+    parser = study_parser(__doc__)
+    add_training(parser, small="1 architecture, 4 epochs, 15 seconds")
+    add = parser.add_argument_group("architectures").add_argument
+    add("--models", nargs="+", help=f"names of timm's (default: {', '.join(SMALL_RESNETS)}, small, for the digits)")
+    add_output(parser)
+    args = parsed(parser, arguments, "architectures")
+    if args.model is not None:
+        parser.error("--model: here --models takes one or more names, such as --models resnet50d resnetrs50")
+    if args.models is not None:
+        args.model = args.models[0]
+    settle(parser, args)
+    args.model = None
+    small = list(SMALL_RESNETS)
+    fill_in(args, {"models": small[2:] if args.small else small})
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))
