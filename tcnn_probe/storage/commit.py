@@ -165,6 +165,18 @@ class Root:
         documents |= {path: with_length(about, self.length + 1) for path, about in growing.items()}
         return Root.of({**self.attributes, **attrs}, documents, labels=self.labels)
 
+    def with_groups(self, groups: Mapping[str, Group]) -> "Root":
+        """Give the root of the same marks with groups, of which there were none: fill values so far.
+
+        Raises:
+            ValueError: a name is that of a scalar.
+        """
+        new = Root.new(groups, self.attributes, self.along, self.documents[self.along]["data_type"])
+        if taken := sorted(new.documents.keys() & self.documents.keys() - {self.along}):
+            raise ValueError(f"{taken[0]!r} was given to mark() before, and is now recorded")
+        growing = {path: with_length(about, self.length) for path, about in new.growing.items()}
+        return Root.of(new.attributes, {**new.documents, **growing, **self.documents}, labels=new.labels)
+
     def _group(self, path: str, attributes: Mapping[str, Any]) -> Group:
         variables, sizes, maps, scalars = {}, {}, False, self.scalars
         for name, about in self.arrays.items():
@@ -217,7 +229,7 @@ async def commit(
         store: which is written.
         old: the root that is there, None if none is.
         new: the root with one mark more.
-        values: of the mark, by path. An array that has none gets its fill value.
+        values: of the mark, or of the last marks, by path. An array that has none gets its fill value.
         tails: by path, all rows of the chunk that grows, as far as this writer knows them: then it is not read again.
             Changed to those with the mark.
         only: on which condition the root is replaced, see :mod:`tcnn_probe.storage.conditional`.
@@ -231,14 +243,21 @@ async def commit(
         writes.append(_write(store, path, new.documents[path], 0, new.labels[path]))
     grown = {}
     for path, about in new.growing.items():
+        marks = about["chunk_grid"]["configuration"]["chunk_shape"][0]
         first = old.length if old is not None and path in there else 0  # of a new one, also what a killed run left
-        block = np.full((new.length - first, *about["shape"][1:]), float(about["fill_value"]), about["data_type"])
+        fill = np.array(float(about["fill_value"])).astype(about["data_type"])
+        if marks == 1 and new.length - first > 1:  # earlier maps, which there may be no memory for
+            earlier = np.broadcast_to(fill, (new.length - 1 - first, *about["shape"][1:]))
+            writes.append(_write(store, path, about, first, earlier))
+            first = new.length - 1
+        block = np.full((new.length - first, *about["shape"][1:]), fill)
         if path in values:
-            block[-1] = values[path]
+            several = values[path].ndim == block.ndim
+            block[-len(values[path]) if several else -1 :] = values[path]
         if path in tails:
             block = np.concatenate((tails[path], block))
         writes.append(_write(store, path, about, new.length - len(block), block))
-        rows = new.length % about["chunk_grid"]["configuration"]["chunk_shape"][0]
+        rows = new.length % marks
         if 0 < rows <= len(block):
             grown[path] = block[len(block) - rows :]
     await all_of(writes)
