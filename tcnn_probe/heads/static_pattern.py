@@ -71,7 +71,7 @@ def translation_equivariance(mean: np.ndarray, queries: ArrayLike, keys: ArrayLi
 def _offsets_of_pairs(queries: bytes, keys: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pairs of positions on the grid, given in float64: their indices, the number of each one's offset, and counts."""
     places = [np.frombuffer(one).reshape(-1, 2) for one in (queries, keys)]
-    on_grid = [np.isfinite(one).all(1) for one in places]
+    on_grid = [np.asarray(np.isfinite(one).all(1)) for one in places]
     pairs = np.flatnonzero(on_grid[0][:, None] & on_grid[1])
     down, across = (
         _offsets(*(one[there, axis] for one, there in zip(places, on_grid, strict=True))) for axis in range(2)
