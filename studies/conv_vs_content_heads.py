@@ -5,30 +5,32 @@
 Takes about 8 minutes on two CPU cores.
 
 What one should see (conv_vs_content_heads.png): without the convolutional heads accuracy falls much further than
-without as many heads chosen at random. What the low-gate heads are worth, and what content is worth to them, is said by
+without as many heads chosen at random. What the content heads are worth, and what content is worth to them, is said by
 the last sentences that are printed, and by no other: more or less than as many random heads, on which images, and
 whether other trainings would agree.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. With several seeds its last stage is reparameterized
-as gated positional self-attention (GPSA) and fine-tuned. Heads are then typed by their gates
-(``tcnn_probe.head_types(..., by="gate")``): a high gate and a narrow positional attention is "convolutional", a gate of
-at most 1/3 is "content". The paper guesses that the latter bring the robustness on blurred and faint images. Such a
-head may attend to content or look everywhere alike, so texts and figures here call it "low-gate". "static" says which:
-it costs nothing where they attend to no content.
+as gated positional self-attention (GPSA) and fine-tuned. The papers' start, all gates at 0.73 and one rate for all
+weights, gives no content heads within so few epochs: where gates fall, heads look everywhere alike. So on the digits
+this departs from it: every second head starts with a gate of 0.05, queries and keys five times as large, and these
+learn five times as fast. Heads are then typed by ``tcnn_probe.head_types``: the image decides where a "content" head
+looks, by its content information. The paper guesses that heads which leave convolution bring the robustness.
 All heads of a type are ablated at once, and as the control as many heads drawn at random; likewise each head by itself.
 Their outputs are zeroed; or their attention is replaced by its mean over training images, so that they look at places
 and not at content ("static"); or by that of a training image, whose content is another ("shuffled"). Accuracy is
 measured on the same images with and without: clean, in the four groups of ImageNet-C's corruptions, on contrast alone
 (faint images), and under PGD attacks on the model whose heads are ablated.
+Content information is compared with that of the same heads untrained, and of trainings on shuffled labels. A ViT, plain
+attention on the ResNet's features, is fine-tuned on the same scenes and recorded beside it.
 Bootstrap intervals, over random draws and images, are for these trainings as they are; t intervals, wide as they are
-with three trainings, are for others. Convolutional heads sit in early layers and low-gate heads in late ones, so this
-does not tell a type from a place in the network.
+with three trainings, are for others. The types may sit in different layers, so this does not tell type from place.
 
 Writes into results/:
-conv_vs_content_heads.png        what ablating each type costs, a row a mode, beside random heads; and each single head
-conv_vs_content_heads.txt        the table of differences, with 95 % intervals over draws and images
-conv_vs_content_heads.zarr       every answer: xarray.open_datatree
-conv_vs_content_heads_*.zarr     the recordings
+conv_vs_content_heads.png            what ablating each type costs, a row a mode, beside random heads; and single heads
+conv_vs_content_heads_evolution.png  gates and content information of each head by epoch, T-CNN (first seed) and ViT
+conv_vs_content_heads.txt            the table of differences, with 95 % intervals over draws and images
+conv_vs_content_heads.zarr           every answer: xarray.open_datatree
+conv_vs_content_heads_*.zarr         the recordings
 
 It ends by checking that the models learned, that both types were found, and that removing convolutional heads hurt.
 
@@ -51,12 +53,14 @@ import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import nn
 
 import tcnn_probe
+from common.content_evolution import draw_content, gain, numbers
 from common.data import PixelBatches
 from common.ending import ended, finish, learned
 from common.head_removal import CLEAN, MODES, NOTHING, Sets, conditions, random_heads, single_heads, type_sets
-from common.head_types import COLORS, PAIR, WORDS
+from common.head_types import COLORS, PAIR
 from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
 from common.removal_costs import DRAWN, WITHIN, costs, head_costs, mean_and_interval
 from common.removal_report import sentence, table
@@ -69,35 +73,49 @@ MEASURED = ("modes", "draws", "images", "head_images", "corruptions", "severitie
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin("conv_vs_content_heads", args, stages=1 + args.seeds, later=MEASURED)
+    shuffles = args.data == "digits" and not args.small
+    has_vit = args.data == "digits" and args.model is None
+    study = begin("conv_vs_content_heads", args, stages=1 + args.seeds * (1 + shuffles) + has_vit, later=MEASURED)
     study.train_cnn()
-    groups, heads = [], []
-    for number in range(args.seeds):
-        for found, of_one in zip((groups, heads), one_training(study, args.seed + number), strict=True):
-            found.append(of_one)
-    labels = xr.DataArray([args.seed + number for number in range(args.seeds)], dims="training", name="training")
+    seeds = range(args.seed, args.seed + args.seeds)
+    groups, heads, contents = zip(*(one_training(study, seed) for seed in seeds), strict=True)
+    labels = xr.DataArray(list(seeds), dims="training", name="training")
     of_types = xr.concat(groups, labels, join="outer").reindex(ablation=SETS)  # NaN of types that no training has
-    tree = xr.DataTree.from_dict({"types": of_types, "heads": xr.concat(heads, labels, join="outer")})
+    parts = {"types": of_types, "heads": xr.concat(heads, labels, join="outer"), "content": xr.concat(contents, labels)}
     output = study.output
+    if shuffles:
+        by_seed = [numbers(tcnn(study.on_shuffled_labels(seed), seed, "_shuffled_labels")[1]) for seed in seeds]
+        parts["shuffled_labels"] = xr.concat(by_seed, labels)
+    if has_vit:
+        parts["vit"] = numbers(study.vit(output.beside("_vit.zarr")))
+    tree = xr.DataTree.from_dict(parts)
     tree.to_zarr(output.store, mode="w", consolidated=False)
     draw(tree).savefig(output.figure, dpi=200)
-    lines = table(tree)
+    evolution = {"T-CNN": contents[0]} | ({"ViT": parts["vit"]} if has_vit else {})
+    draw_content(evolution).savefig(output.beside("_evolution.png"), dpi=200)
+    lines = f"{table(tree)}\n\n{gain(parts['content'], parts.get('shuffled_labels'))}"
     output.beside(".txt").write_text(lines + "\n")
     print(lines)
-    print(f"wrote {output.store}, {output.figure} and {output.beside('.txt')}")
+    print(f"wrote {output.store}, {output.figure}, {output.beside('_evolution.png')} and {output.beside('.txt')}")
     print(sentence(tree))
     return finish(check(tree, study.chance), args.data)
 
 
-def one_training(study: Training, seed: int) -> tuple[xr.Dataset, xr.Dataset]:
-    """Fine-tune a T-CNN, type its heads, and remove them: by type, and one by one."""
+def tcnn(study: Training, seed: int, labels: str = "") -> tuple[nn.Module, xr.Dataset]:
+    """Fine-tune a T-CNN, every head recorded; ``labels`` tells it from another one."""
+    name, gates = f"{labels}_{seed}", study.args.gating
+    start = {"gating": gates if gates[1:] else gates[0], "qk_scale": study.args.qk_scale}
+    title = f"the T-CNN{labels.replace('_', ', ')}, seed {seed}"
+    return study.tcnn(study.output.beside(f"{name}.zarr"), file=f"tcnn{name}", title=title, seed=seed, start=start)
+
+
+def one_training(study: Training, seed: int) -> tuple[xr.Dataset, xr.Dataset, xr.Dataset]:
+    """Fine-tune a T-CNN, type its heads, and remove them, by type, and one by one; and what they were at each epoch."""
     args = study.args
-    store = study.output.beside(f"_{seed}.zarr")
-    start = {"gating": args.gating, "qk_scale": args.qk_scale}
-    title = f"the T-CNN, seed {seed}"
-    model, recording = study.tcnn(store, file=f"tcnn_{seed}", title=title, seed=seed, start=start)
+    model, recording = tcnn(study, seed)
     model.eval()
-    types = tcnn_probe.head_types(recording, by="gate").isel(epoch=-1)
+    content = numbers(recording)
+    types = content.head_type
     options = {"corruptions": args.corruptions, "severities": args.severities, "epsilon": args.epsilon}
     options |= {"device": args.device, "seed": seed}
     torch.manual_seed(args.seed)
@@ -118,7 +136,7 @@ def one_training(study: Training, seed: int) -> tuple[xr.Dataset, xr.Dataset]:
         one_by_one, *by_mode = pool.map(right, *zip(*jobs, strict=True))
     by_type = xr.concat(by_mode, xr.DataArray(np.array(args.modes, object), dims="mode", name="mode"))
     of_head = recording.isel(epoch=-1)[["gate", "attention_distance"]]
-    return by_type.assign(head_type=types), one_by_one.assign(head_type=types, **of_head)
+    return by_type.assign(head_type=types), one_by_one.assign(head_type=types, **of_head), content
 
 
 def draw(tree: xr.DataTree) -> Figure:
@@ -150,7 +168,7 @@ def bars(panel: Axes, cost: xr.DataArray, place: int, alpha: float, name: str) -
     bounds = tcnn_probe.bootstrap_interval(cost.mean("training"), DRAWN).values
     x = np.arange(len(means)) + 0.2 * (place - 1.5)
     kind = name.removeprefix("random for ")
-    label = f"{WORDS[kind]} heads" if name in PAIR else f"as many as {WORDS[kind]}, at random"
+    label = f"{kind} heads" if name in PAIR else f"as many as {kind}, at random"
     panel.bar(x, means, 0.19, color=mpl.colors.to_rgba(COLORS[kind], alpha), label=label)
     panel.errorbar(x, means, np.abs(bounds.T - means), fmt="none", ecolor="0.2", elinewidth=0.9)
 
@@ -161,7 +179,7 @@ def single(panel: Axes, heads: xr.Dataset) -> None:
     for kind, color in COLORS.items():
         of_kind = (heads.head_type == kind).values.ravel()
         x, y = (values.values.ravel()[of_kind] for values in (heads.gate, cost.transpose(*heads.gate.dims)))
-        panel.scatter(x, y, s=14, color=color, label=f"{WORDS[kind]} ({of_kind.sum()})")
+        panel.scatter(x, y, s=14, color=color, label=f"{kind} ({of_kind.sum()})")
     panel.axhline(0, color="0.3", lw=0.8)
     panel.set(xlabel=r"gate $\sigma(\lambda)$", ylabel="accuracy lost, mean of conditions")
     panel.legend(frameon=False, fontsize=8)
@@ -174,7 +192,7 @@ def check(tree: xr.DataTree, chance: float) -> bool:
     seen = learned("a T-CNN", accuracy, right.sizes["image"], chance)
     for kind in PAIR:
         if not bool((types == kind).any()):
-            print(f"check: NO {WORDS[kind]} heads were found in any training")
+            print(f"check: NO {kind} heads were found in any training")
             seen = False
     mean, low, high = mean_and_interval(
         costs(right, "convolutional").drop_sel(condition=WITHIN, errors="ignore").mean("condition")
@@ -187,12 +205,13 @@ def check(tree: xr.DataTree, chance: float) -> bool:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    add_training(parser, small="1 seed, 2 modes, 4 corruptions, few images, 20 seconds")
+    add_training(parser, small="1 seed, 2 modes, 4 corruptions, few images, heads peaked from the start, 20 seconds")
     add = parser.add_argument_group("interventions").add_argument
     add("--seeds", type=from_least(1), help="trainings of the T-CNN, from --seed on (default: 3)")
-    add("--gating", type=float, default=1.0, help="initial lambda of the gates (default: 1, the papers')")
-    add("--qk-lr", type=positive_number, help="peak rate of queries and keys (default: --lr, as theirs)")
-    add("--qk-scale", type=positive_number, default=1.0, help="initial scale of queries and keys (default: 1, theirs)")
+    gates = "initial lambda of the gates, one number or one for each head (default: 1 and -3 in turn; 1 with --data)"
+    add("--gating", type=float, nargs="+", help=gates)
+    add("--qk-lr", type=positive_number, help="peak rate of queries and keys (default: 0.005; --lr with --data)")
+    add("--qk-scale", type=positive_number, help="initial scale of queries and keys (default: 5; 1 with --data)")
     add(
         "--modes",
         nargs="+",
@@ -213,9 +232,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         defaults = {"seeds": 1, "draws": 2, "images": 16, "head_images": 2, "corruptions": FEW_CORRUPTIONS}
     if args.modes and args.modes[0] not in ("zero", "mean"):
         parser.error("the first of --modes removes heads: zero or mean")
-    settle(parser, args, digits={"epochs": 5})
-    if args.data != "digits":
-        defaults = {"seeds": 3, "draws": 3, "images": 1000, "head_images": 200}
+    settle(parser, args, digits={"gating_lr": 0.01} if args.small else None)
+    if args.data == "digits":  # so that heads attend to content within six epochs, and others convolve
+        high, scale = (3.0, 20.0) if args.small else (1.0, 5.0)
+        defaults |= {"gating": [*[high, -3.0] * 4, high], "qk_scale": scale, "qk_lr": 5e-3}
+    else:
+        defaults = {"seeds": 3, "draws": 3, "images": 1000, "head_images": 200, "gating": [1.0], "qk_scale": 1.0}
     fill_in(args, {"modes": modes} | defaults)
     return args
 

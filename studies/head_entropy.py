@@ -45,7 +45,7 @@ from torch import Tensor
 
 import tcnn_probe
 from common.ending import ended, finish
-from common.head_types import COLORS, PAIR, WORDS
+from common.head_types import BY_GATE, COLORS, PAIR
 from common.options import add_output, parsed, study_parser
 from common.training import add_training, begin, settle
 from tcnn_model import GPSA, gpsa
@@ -123,10 +123,10 @@ def draw(found: xr.Dataset) -> Figure:
     for row, (letter, label) in enumerate(zip("ABC", labels, strict=True)):
         axes[row, 0].set(ylabel=label, ylim=(0, None))
         axes[row, 0].set_title(letter, loc="left", fontweight="bold")
-    handles = [Line2D([], [], color=color, lw=2.5) for color in COLORS.values()]
+    handles = [Line2D([], [], color=COLORS[name], lw=2.5) for name in BY_GATE]
     handles += [Line2D([], [], color="0.3", ls=ls) for ls in (*PARTS.values(), ":")]
     names = [
-        *(f"{WORDS[name]} heads" for name in COLORS),
+        *(f"{words} heads" for words in BY_GATE.values()),
         *(f"{part} part" for part in PARTS),
         "if attention were even",
     ]
@@ -136,16 +136,16 @@ def draw(found: xr.Dataset) -> Figure:
 
 def counts(axes: Axes, one: xr.Dataset) -> None:
     """How many heads are of each type, by epoch."""
-    for name, color in COLORS.items():
-        axes.plot(one.epoch, (one.head_type == name).sum("head"), color=color, marker="o", ms=3, lw=1.8)
+    for name in BY_GATE:
+        axes.plot(one.epoch, (one.head_type == name).sum("head"), color=COLORS[name], marker="o", ms=3, lw=1.8)
 
 
 def parts(axes: Axes, one: xr.Dataset, measure: str, even: xr.DataArray) -> None:
     """A line for each part and type, the mean over its heads; none where no head is of the type."""
     for part, ls in PARTS.items():
-        for name, color in COLORS.items():
+        for name in BY_GATE:
             mean = one[f"{part}_{measure}"].where(one.head_type == name).mean("head")
-            axes.plot(one.epoch, mean, color=color, ls=ls, marker="o", ms=3, lw=1.5)
+            axes.plot(one.epoch, mean, color=COLORS[name], ls=ls, marker="o", ms=3, lw=1.5)
     axes.plot(one.epoch, even, color="0.3", ls=":", lw=1)
 
 
@@ -164,10 +164,10 @@ def table(found: xr.Dataset) -> str:
         f"\nmeans over the heads of each type after epoch {int(last.epoch)}; entropies in nat, distances in pixels"
     ]
     lines.append(f"{'type':14} heads" + "".join(f"{title:>13}" for title in columns.values()))
-    for name in COLORS:
+    for name, words in BY_GATE.items():
         heads = last.head_type == name
         cells = "".join(f"{float(last[variable].where(heads).mean()):13.2f}" for variable in columns)
-        lines.append(f"{WORDS[name]:14} {int(heads.sum()):5d}" + (cells if bool(heads.any()) else ""))
+        lines.append(f"{words:14} {int(heads.sum()):5d}" + (cells if bool(heads.any()) else ""))
     even = [float(last[name].mean()) for name in EVEN]
     lines.append(f"if attention were even, entropy {even[0]:.2f} and distance {even[1]:.2f}, mean over layers")
     return "\n".join(lines)

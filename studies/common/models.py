@@ -1,21 +1,25 @@
 """Small models for the digits of the studies, and the user's model for the user's images."""
 
+import copy
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+from timm.layers import HybridEmbed
 from timm.models import get_pretrained_cfg, load_state_dict
 from timm.models.resnet import BasicBlock, ResNet
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import tcnn_model  # noqa: F401 (registers PatchConvNet with timm)
 from common.ending import InputError
 from common.folder import imagenet_rows
 
-__all__ = ["SMALL_RESNETS", "check_input", "own_model", "small_patchconvnet", "small_resnet"]
+__all__ = ["SMALL_RESNETS", "check_input", "own_model", "small_patchconvnet", "small_resnet", "small_vit"]
 
 SMALL_RESNETS: dict[str, dict[str, Any]] = {
     "ResNet": {},
@@ -43,6 +47,13 @@ def small_patchconvnet() -> nn.Module:
         if isinstance(layer, nn.Linear):
             layer.reset_parameters()  # the published initial values, of width 384 and more, are too small for 32
     return model
+
+
+def small_vit(cnn: nn.Module, size: int) -> nn.Module:
+    """A vision transformer: four blocks of three heads, on the features before :func:`small_resnet`'s last stage."""
+    stages = nn.Sequential(*list(copy.deepcopy(cnn).children())[:-3])
+    shape = {"img_size": size, "in_chans": 1, "num_classes": 10, "embed_dim": 48, "depth": 4, "num_heads": 3}
+    return VisionTransformer(patch_size=1, embed_layer=partial(HybridEmbed, stages), **shape)
 
 
 def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Module:

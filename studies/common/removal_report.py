@@ -3,7 +3,7 @@
 import xarray as xr
 
 from common.head_removal import CLEAN, MODES, NOTHING
-from common.head_types import PAIR, WORDS
+from common.head_types import COLORS, PAIR
 from common.removal_costs import (
     beyond_these_trainings,
     beyond_zero,
@@ -24,12 +24,12 @@ def table(tree: xr.DataTree) -> str:
     lines = ["heads by type, of each training:"]
     for training in types.training.values:
         of_one = types.sel(training=training)
-        counts = ", ".join(f"{words} {int((of_one == kind).sum())}" for kind, words in WORDS.items())
+        counts = ", ".join(f"{kind} {int((of_one == kind).sum())}" for kind in COLORS)
         lines.append(f"  seed {training}: {counts}")
     for mode in right.mode.values:
         of_mode = right.sel(mode=mode, drop=True)
         for kind, difference in differences(of_mode).items():
-            lines.append(f"\n{MODES[mode]} the {WORDS[kind]} heads: accuracy lost, with 95 % intervals")
+            lines.append(f"\n{MODES[mode]} the {kind} heads: accuracy lost, with 95 % intervals")
             lines.append(f"  {'':<10}{'accuracy':>9}  {'these heads':<25}{'as many at random':<25}{'difference':<25}")
             for condition in right.condition.values:
                 whole = float(of_mode.sel(ablation=NOTHING, condition=condition).mean())
@@ -38,7 +38,7 @@ def table(tree: xr.DataTree) -> str:
                 lines.append(f"  {condition:<10}{whole:>9.3f}  " + "".join(f"{word:<25}" for word in words))
     cost = head_costs(heads)
     lines.append(f"\n{MODES[str(right.mode.values[0])]} one head: accuracy lost, mean over the heads of a type")
-    lines.append(f"  {'':<10}" + "".join(f"{WORDS[kind]:<25}" for kind in PAIR))
+    lines.append(f"  {'':<10}" + "".join(f"{kind:<25}" for kind in PAIR))
     for condition in cost.condition.values:
         means = [cost.sel(condition=condition).where(heads.head_type == kind).mean(["layer", "head"]) for kind in PAIR]
         lines.append(f"  {condition:<10}" + "".join(f"{interval_in_words(mean):<25}" for mean in means))
@@ -57,7 +57,7 @@ def _sentence(right: xr.DataArray, words: str) -> str:
     difference = differences(right)["content"]
     there = difference.notnull().any(["draw", "condition", "image"])
     if not bool(there.any()):
-        return f"\nNo training had {WORDS['content']} heads: nothing can be said of {words} them."
+        return f"\nNo training had content heads: nothing can be said of {words} them."
     excess = (difference - difference.sel(condition=CLEAN)).drop_sel(condition=CLEAN)
     beside_random = by_side(difference, "more on", "less on", "not distinguishable on")
     beside_clean = by_side(excess, "larger on", "smaller on", "not distinguishable on")
@@ -68,7 +68,7 @@ def _sentence(right: xr.DataArray, words: str) -> str:
     these = f"In these {count} trainings" if count > 1 else "In one training"
     sizes = f"sets of random heads ({right.sizes['draw']} in each) and {right.sizes['image']} images"
     return (
-        f"\n{these} of one CNN, {words} the {WORDS['content']} heads costs, compared with as many random heads: {own}. "
+        f"\n{these} of one CNN, {words} the content heads costs, compared with as many random heads: {own}. "
         f"Compared with clean images, that difference is: {against}. (95 % bootstrap intervals over {sizes}, not "
         f"corrected for looking at {len(conditions)} conditions.) For other trainings, t intervals support "
         f"{'a difference on ' + ', '.join(others) if others else 'no difference on any condition'}."

@@ -3,18 +3,19 @@
 import argparse
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import xarray as xr
 from torch import nn
+from torch.utils.data import DataLoader
 
 import tcnn_probe
 from common.data import Loaders, chance, digits_loaders, own_model_and_data
 from common.ending import refused
-from common.models import check_input, own_model, small_resnet
+from common.models import check_input, own_model, small_resnet, small_vit
 from common.options import NOT_SAVED, add_data, add_machine, check_data_options, fill_in, from_least, positive_number
 from common.output import RunOutput
 from tcnn_model import EpochResult, finetune, reparameterize, unstride
@@ -240,12 +241,22 @@ class Training:
         """
         torch.manual_seed(self.args.seed if seed is None else seed)
         model = reparameterize(self.cnn, **start or {})
-        with tcnn_probe.record(model, store, probes=probes) as recorder:
-            for result in self.fine_tune(model, file, title, seed=seed, **changed):
-                recorder.mark(if_marked="skip", **scalars(result), **asdict(result))
-                after(model, result)
-            dataset = recorder.dataset.load()
-        return model, dataset.assign_coords(layer=dataset.layer.astype(object))  # zarr warns of fixed-width text
+        results = self.fine_tune(model, file, title, seed=seed, **changed)
+        return model, _recorded(model, store, results, probes, scalars, after)
+
+    def vit(self, store: Path) -> xr.Dataset:
+        """Train plain attention on the stages of the small ResNet before its last one, every head recorded."""
+        torch.manual_seed(self.args.seed)
+        model = small_vit(self.cnn, self.args.img_size)
+        return _recorded(model, store, self.fine_tune(model, "vit", "a vision transformer"))
+
+    def on_shuffled_labels(self, seed: int) -> "Training":
+        """The same, of digits whose labels are dealt out anew, so that nothing in an image tells its label."""
+        train, validation = self.loaders
+        dataset = copy.copy(train.dataset)
+        dataset.labels = dataset.labels[torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))]
+        shuffled = DataLoader(dataset, train.batch_size, shuffle=True, drop_last=True)
+        return replace(self, loaders=(shuffled, validation))
 
     def _train(self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any) -> Iterator[EpochResult]:
         self._stage += 1
@@ -261,3 +272,20 @@ class Training:
                 amp=self.args.amp,
                 **recipe,
             )
+
+
+def _recorded(
+    model: nn.Module,
+    store: Path,
+    results: Iterator[EpochResult],
+    probes: Any = None,
+    scalars: Callable[[EpochResult], Mapping[str, float]] = lambda result: {},
+    after: Callable[[nn.Module, EpochResult], None] = lambda model, result: None,
+) -> xr.Dataset:
+    """What is recorded while a model trains; see :meth:`Training.tcnn`."""
+    with tcnn_probe.record(model, store, probes=probes) as recorder:
+        for result in results:
+            recorder.mark(if_marked="skip", **scalars(result), **asdict(result))
+            after(model, result)
+        dataset = recorder.dataset.load()
+    return dataset.assign_coords(layer=dataset.layer.astype(object))  # zarr warns of fixed-width text

@@ -3,7 +3,7 @@
 Everything is planned and tried on a copy without storage first, so a model is converted whole or not at all.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -35,7 +35,7 @@ def reparameterize(
     layers: LayerFilter | None = None,
     stride: Literal["unit", "keep"] = "unit",
     locality_strength: float = 1.0,
-    gating: float = 1.0,
+    gating: float | Sequence[float] = 1.0,
     qk_dim: int | None = None,
     qk_scale: float = 1.0,
     backend: Backend = "auto",
@@ -71,7 +71,7 @@ def reparameterize(
             predicate ``(name, conv) -> bool``, which is asked for k x k convolutions only.
         stride: "unit" or "keep".
         locality_strength: initial alpha of every head, in 1 / pixel^2.
-        gating: initial lambda of every head.
+        gating: initial lambda of every head, or one number for each head of a layer.
         qk_dim: channels of queries and keys per head, see :class:`~tcnn_model.GPSA`.
         qk_scale: initial scale of the weights of queries and keys, see :class:`~tcnn_model.GPSA`. The papers have 1.
         backend: how the layers compute attention, see :func:`~tcnn_model.gpsa`.

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_probe.attention.layout import Layout
 from tcnn_probe.attention.windows import Windows
 
-__all__ = ["AttentionCall", "GivenLogits", "Logits", "ProductLogits"]
+__all__ = ["AttentionCall", "Block", "GivenLogits", "Logits", "ProductLogits"]
 
 _ALL = slice(None)
 _FEW = 32
@@ -37,19 +38,6 @@ class Logits(ABC):
     def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
         """Their softmax, 0 for queries that may see no key at all, as torch's own attention has it."""
         return self.softmax(self(rows, queries))
-
-    @abstractmethod
-    def sampled(self, count: int, windows: Tensor, queries: Tensor) -> "Logits":
-        """Of some windows and queries, as logits of their own.
-
-        Args:
-            count: windows of each image; a row is one of them.
-            windows: which to keep, shape (w,).
-            queries: which of each of these, shape (w, n).
-
-        Returns:
-            logits of shape (B * w, heads, n, N_key).
-        """
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,15 +89,6 @@ class ProductLogits(Logits):
         mask = self._mask[rows, :, queries, keys]
         return logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
 
-    def sampled(self, count: int, windows: Tensor, queries: Tensor) -> Logits:
-        """See :class:`Logits`."""
-        key = self._key
-        if len(windows) < count:
-            key = key.unflatten(0, (-1, count))[:, windows].flatten(0, 1)
-        query, mask = (None if x is None else _sampled(x, count, windows, queries) for x in (self._query, self._mask))
-        assert query is not None
-        return ProductLogits(query, key, self._scale, mask)
-
 
 class GivenLogits(Logits):
     """What a softmax was given, shape (rows, heads, N_query, N_key)."""
@@ -123,15 +102,14 @@ class GivenLogits(Logits):
         some = self.source[rows, :, queries, keys]
         return (self.new_empty(*some.shape) if out is None else out).copy_(some)
 
-    def sampled(self, count: int, windows: Tensor, queries: Tensor) -> Logits:
-        """See :class:`Logits`."""
-        return GivenLogits(_sampled(self.source, count, windows, queries))
 
+@dataclass(frozen=True)
+class Block:
+    """Images, windows of each of them and queries of each window whose attention is formed at once."""
 
-def _sampled(x: Tensor, count: int, windows: Tensor, queries: Tensor) -> Tensor:
-    """(B * count, heads, N_query, ...) -> (B * w, heads, n, ...); see :meth:`Logits.sampled`."""
-    some = x.unflatten(0, (-1, count))[:, windows[:, None], :, queries]  # (w, n, B, heads, ...)
-    return some.permute(2, 0, 3, 1, 4).flatten(0, 1)
+    images: slice
+    windows: slice
+    queries: slice
 
 
 @dataclass(frozen=True)
@@ -151,6 +129,7 @@ class AttentionCall:
         class_token: whether the first token before the grid, if there is any, is a class token, and no register.
         distillation_token: whether the second one, if there is one, is a distillation token.
         cut: where the windows lie in the image; None if it is not known, or if one window is the image.
+        limit: how many of the images, the first ones, count for sums over images; None for all.
     """
 
     BLOCK: ClassVar[int] = 1 << 18
@@ -165,6 +144,7 @@ class AttentionCall:
     class_token: bool = True
     distillation_token: bool = False
     cut: Windows | None = None
+    limit: int | None = None
 
     @classmethod
     def block_on(cls, device: torch.device) -> int:
@@ -232,14 +212,22 @@ class AttentionCall:
         rows = [self.weights(slice(query, query + 1), image)[0, :, :, 0, keys.prefix :] for image in images]
         return torch.stack(rows).unflatten(-1, (keys.height, keys.width))
 
-    def blocks(self) -> Iterator[tuple[slice, slice]]:
+    def blocks(self) -> Iterator[Block]:
         """Rows and queries that belong together: a block, or the logits of one query where these are more."""
-        rows, heads, queries, keys = self.logits.shape
+        _, heads, queries, keys = self.logits.shape
         many = max(1, self.block // (heads * keys))  # queries of one row at a time, or rows with all their queries
-        at_once = max(1, many // queries)
-        for row in range(0, rows, at_once):
-            for query in range(0, queries, many):
-                yield slice(row, min(row + at_once, rows)), slice(query, min(query + many, queries))
+        windows = min(self.windows, max(1, many // queries))
+        images = max(1, many // (queries * windows)) if windows == self.windows else 1
+        sizes = (self.images, images), (self.windows, windows), (queries, many)
+        for first in product(*(range(0, count, step) for count, step in sizes)):
+            yield Block(*(slice(n, min(n + step, count)) for n, (count, step) in zip(first, sizes, strict=True)))
+
+    def rows(self, block: Block) -> slice:
+        """The rows of a block: these are neighbours."""
+        return slice(
+            block.images.start * self.windows + block.windows.start,
+            (block.images.stop - 1) * self.windows + block.windows.stop,
+        )
 
     def by_image(self, of_rows: Tensor) -> Tensor:
         """(rows, ...) as (images, windows, ...)."""

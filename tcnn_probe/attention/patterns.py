@@ -1,6 +1,7 @@
 """Sums over images of what a head's attention is: from them its static pattern and its content information."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from tcnn_model import GatedAttention
 from tcnn_model.gpsa.precision import at_least_float32
-from tcnn_probe.attention.call import AttentionCall, Logits
+from tcnn_probe.attention.call import AttentionCall, Block
 from tcnn_probe.attention.layout import Tokens
 
-__all__ = ["QUERIES", "Pattern", "gated_patterns", "pattern", "pattern_of_queries", "sampled"]
+__all__ = ["QUERIES", "Pattern", "PatternSum", "gated_patterns", "pattern_of_query", "sampled"]
 
 QUERIES = 64
 """Queries of a layer that are looked at; all of them if there are no more."""
@@ -67,83 +68,135 @@ def sampled(windows: int, queries: int) -> tuple[Tensor, Tensor]:
     return torch.arange(chosen) * windows // chosen, at.sort(-1).values
 
 
-@torch.no_grad()
-def pattern(call: AttentionCall, images: int) -> Pattern:
-    """Sum over the first so many images of A at some 64 queries; each position in each window is a query."""
-    windows, at = sampled(call.windows, call.queries)
-    found = _sum(call, windows, at, images)
-    if call.layout.queries is None or call.layout.keys is None:
-        return found
-    return replace(found, queries=_places(call.layout.queries)[at.flatten().numpy()], keys=_places(call.layout.keys))
+class PatternSum:
+    """Adds up, block by block, the attention of some 64 queries; each position in each window is a query.
+
+    Args:
+        call: whose first images are added up, all that count.
+    """
+
+    def __init__(self, call: AttentionCall) -> None:
+        self._call, self._layout, device = call, call.layout, call.logits.device
+        self._images = min(call.images, call.images if call.limit is None else call.limit)
+        self._windows, self._queries = sampled(call.windows, call.queries)
+        self._sum = torch.zeros(call.heads, self._queries.numel(), call.keys, dtype=_wide(device), device=device)
+        self._places: dict[tuple[int, ...], tuple[slice, Tensor]] = {}
+
+    def add(self, block: Block, attention: Tensor, share: Tensor | None) -> None:
+        """Add a block.
+
+        Args:
+            block: of the call.
+            attention: over the keys on the grid, shape (rows, heads, queries, keys).
+            share: of these keys in all attention of each query, shape (rows, heads, queries); None if there are no
+                others.
+        """
+        images = min(block.images.stop, self._images) - block.images.start
+        chosen, index = self._in(block, max(images, 0))
+        if not index.numel():
+            return
+        some = attention.flatten(0, 2).index_select(0, index)
+        if share is not None:
+            some.mul_(share.flatten().index_select(0, index)[:, None])
+        by_image = some.view(images, len(self._sum), -1, some.shape[1])
+        self._sum[:, chosen, self._layout.prefix :] += by_image[0] if images == 1 else by_image.sum(0)
+
+    def pattern(self, entropy: Tensor, prefix: Tensor | None) -> Pattern:
+        """The sums.
+
+        Args:
+            entropy: of all queries, shape (rows, heads, N_query).
+            prefix: their attention to class and register tokens, shape (rows, heads, N_query, prefix).
+        """
+        if prefix is not None:
+            self._sum[..., : prefix.shape[-1]] = self._of(prefix)
+        total = self._of(entropy[..., None]).sum((1, 2)) / self._queries.numel()
+        found, queries, keys = Pattern(self._sum, total, self._images), self._layout.queries, self._layout.keys
+        if queries is None or keys is None:
+            return found
+        return replace(found, queries=_places(queries)[self._queries.flatten().numpy()], keys=_places(keys))
+
+    def _of(self, values: Tensor) -> Tensor:
+        """(rows, heads, N_query, n), of the chosen queries and summed over images: (heads, queries, n)."""
+        windows, queries = (one.to(values.device) for one in (self._windows[:, None], self._queries))
+        some = self._call.by_image(values)[: self._images, windows, :, queries]  # (w, n, images, heads, n)
+        return some.sum(2, dtype=self._sum.dtype).flatten(0, 1).transpose(0, 1)
+
+    def _in(self, block: Block, images: int) -> tuple[slice, Tensor]:
+        """Which of the chosen queries a block has, and their rows in its attention, image by image, head by head."""
+        windows, queries = block.windows, block.queries
+        key = images, windows.start, windows.stop, queries.start, queries.stop
+        if key not in self._places:
+            window, query = self._windows[:, None] - windows.start, self._queries - queries.start
+            many, heads = queries.stop - queries.start, len(self._sum)
+            there = (window >= 0) & (window < windows.stop - windows.start) & (query >= 0) & (query < many)
+            chosen = there.flatten().nonzero()[:, 0].tolist()  # neighbours
+            row = torch.arange(images)[:, None] * (windows.stop - windows.start) + window.expand_as(query)[there]
+            index = (row[:, None] * heads + torch.arange(heads)[:, None]) * many + query[there]
+            self._places[key] = (
+                slice(chosen[0], chosen[-1] + 1) if chosen else slice(0),
+                index.flatten().to(self._sum.device),
+            )
+        return self._places[key]
+
+
+def pattern_of_query(call: AttentionCall, attention: Tensor, entropy: Tensor) -> Pattern:
+    """Sums over the images that count of one query of each window, such as a class token.
+
+    Args:
+        call: of which it is a query.
+        attention: A of the query, shape (B, windows, heads, N_key).
+        entropy: of the same, shape (B, windows, heads).
+    """
+    some, wide = attention[: call.limit], _wide(attention.device)
+    return Pattern(some.sum(0, dtype=wide).transpose(0, 1), entropy[: call.limit].mean(1).sum(0, dtype=wide), len(some))
 
 
 @torch.no_grad()
-def pattern_of_queries(call: AttentionCall, queries: slice, images: int) -> Pattern:
-    """The same of given queries, such as class tokens."""
-    at = torch.arange(call.queries)[queries].expand(call.windows, -1)
-    return _sum(call, torch.arange(call.windows), at, images)
-
-
-@torch.no_grad()
-def gated_patterns(attention: GatedAttention, images: int) -> tuple[Pattern, Pattern]:
-    """Sums over the first so many images of gated attention A, and of its content part C, at some 64 queries.
+def gated_patterns(attention: GatedAttention, limit: int | None) -> tuple[Pattern, Pattern]:
+    """Sums over the first so many images, or all, of gated attention A and of its content part C, at some 64 queries.
 
     Over the real pixels: what A has on the padding is the same for all images, and counts for nothing.
     """
-    query = attention.query
+    query, images = attention.query, len(attention.query[:limit])
     at = sampled(1, query.shape[2])[1][0]
     axes = attention.y, attention.x
     places = [np.indices(grid).reshape(2, -1).T for grid in zip(*((a.queries, a.length) for a in axes), strict=True)]
     queries = places[0][at.numpy()] * [a.stride for a in axes] + [a.first_query for a in axes]
     at = at.to(query.device)
     positional = attention.positional_on_pixels(at).to(at_least_float32(query.dtype))
-    total = [_Total((1, *positional.shape), query) for _ in range(2)]
+    total = [_Total(positional.shape, query) for _ in range(2)]
     step = max(1, AttentionCall.block_on(query.device) // positional.numel())
     for start in range(0, images, step):
         some = slice(start, min(start + step, images))
         content = replace(attention, query=query[some], key=attention.key[some]).content(at)
         scratch = torch.empty_like(content)
-        total[1].add(content[:, None], scratch)
+        total[1].add(content, scratch)
         content.lerp_(positional, attention.gate.to(content)[:, None, None])
-        total[0].add(content[:, None], scratch)
+        total[0].add(content, scratch)
     whole, part = (one.pattern(images) for one in total)
     return replace(whole, queries=queries, keys=places[1]), part
 
 
 class _Total:
-    """Adds up attention, (B, windows, heads, queries, keys) at a time, in float64."""
+    """Adds up attention, (B, heads, queries, keys) at a time, in float64."""
 
-    def __init__(self, each: tuple[int, ...], like: Tensor) -> None:
-        wide = torch.float32 if like.device.type == "mps" else torch.float64
-        windows, heads, queries, keys = each
-        self._queries = windows * queries
-        self._attention = torch.zeros(heads, self._queries, keys, dtype=wide, device=like.device)
-        self._by_window = self._attention.unflatten(1, (windows, queries)).transpose(0, 1)
-        self._entropy = self._attention.new_zeros(heads)
+    def __init__(self, each: Sequence[int], like: Tensor) -> None:
+        self._attention = torch.zeros(each, dtype=_wide(like.device), device=like.device)
+        self._entropy = self._attention.new_zeros(len(self._attention))
 
     def add(self, weights: Tensor, scratch: Tensor) -> None:
         """Of some images; ``scratch`` has as many elements."""
-        self._by_window += weights[0] if len(weights) == 1 else weights.sum(0)
+        self._attention += weights[0] if len(weights) == 1 else weights.sum(0)
         logarithms = scratch.view(weights.shape).copy_(weights).clamp_(min=torch.finfo(weights.dtype).tiny).log_()
-        self._entropy -= logarithms.mul_(weights).sum((0, 1, 3, 4))
+        self._entropy -= logarithms.mul_(weights).sum((0, 2, 3))
 
     def pattern(self, images: int) -> Pattern:
-        return Pattern(self._attention, self._entropy / self._queries, images)
+        return Pattern(self._attention, self._entropy / self._attention.shape[1], images)
 
 
-def _sum(call: AttentionCall, windows: Tensor, at: Tensor, images: int) -> Pattern:
-    """Sum over images, of some windows, (w,), and of some queries in each, (w, n)."""
-    logits: Logits = call.logits.sampled(call.windows, windows, at)
-    each = (len(windows), *logits.shape[1:])
-    total = _Total(each, logits.source)
-    step = min(images, max(1, call.block // math.prod(each)))
-    buffers = [logits.new_empty(step * each[0], *each[1:]) for _ in range(2)]
-    for start in range(0, images, step):
-        rows = slice(start * each[0], min(start + step, images) * each[0])
-        s, weights = (buffer[: rows.stop - rows.start] for buffer in buffers)
-        logits.softmax(logits(rows, slice(None), out=s), out=weights)
-        total.add(weights.unflatten(0, (-1, each[0])), scratch=s)
-    return total.pattern(images)
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
 def _places(tokens: Tokens) -> np.ndarray:

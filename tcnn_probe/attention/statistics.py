@@ -12,6 +12,7 @@ from tcnn_model import GatedAttention
 from tcnn_model.gpsa.statistics import measure
 from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.layout import Layout
+from tcnn_probe.attention.patterns import Pattern, PatternSum
 
 __all__ = ["attention_received", "attention_statistics", "gated_attention_statistics"]
 
@@ -40,8 +41,8 @@ def gated_attention_statistics(attention: GatedAttention) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def attention_statistics(call: AttentionCall) -> dict[str, Tensor]:
-    """Entropy and mean distance of softmax attention, exact, a block of queries at a time.
+def attention_statistics(call: AttentionCall) -> tuple[dict[str, Tensor], Pattern]:
+    """Entropy and mean distance of softmax attention, exact, a block of queries at a time; and what content it has.
 
     The class and register tokens are added to the keys on the grid, not taken away from whole rows: so the distance
     stays exact where nearly all attention goes to them.
@@ -53,19 +54,22 @@ def attention_statistics(call: AttentionCall) -> dict[str, Tensor]:
         means over the queries and windows of each image, shape (B, heads), in float32 (float64 for float64):
         ``entropy``, of all queries over all keys, in nats; where the grids are known ``attention_distance``, from
         queries to keys on the grid, with rows renormalised over these, in cells of the finer grid; and where there are
-        class or register tokens ``prefix_attention``, the attention that queries on the grid pay to them.
+        class or register tokens ``prefix_attention``, the attention that queries on the grid pay to them. And the sum
+        over images of the attention of some queries.
     """
-    layout = call.layout
-    rows = _rows_over_grid(call)
-    entropy, prefix_attention = _with_prefix(rows, _prefix_logits(call)) if layout.prefix else (rows.entropy, None)
+    layout, patterns = call.layout, PatternSum(call)
+    prefix = _prefix_logits(call) if layout.prefix else None
+    rows = _rows_over_grid(call, None if prefix is None else prefix.logsumexp(-1), patterns)
+    entropy, to_prefix = (rows.entropy, None) if prefix is None else _with_prefix(rows, prefix)
     statistics = {"entropy": rows.unless_empty(entropy)}
+    pattern = patterns.pattern(statistics["entropy"], to_prefix)
     if layout.queries is not None:
         on_grid = slice(layout.queries.prefix, None)
-        if prefix_attention is not None:
-            statistics["prefix_attention"] = prefix_attention[..., on_grid]
+        if to_prefix is not None:
+            statistics["prefix_attention"] = to_prefix.sum(-1)[..., on_grid]
         if rows.distance is not None:
             statistics["attention_distance"] = rows.distance[..., on_grid]
-    return {name: call.by_image(of_queries.mean(-1)).mean(1) for name, of_queries in statistics.items()}
+    return {name: call.by_image(of_queries.mean(-1)).mean(1) for name, of_queries in statistics.items()}, pattern
 
 
 @dataclass(frozen=True)
@@ -98,19 +102,26 @@ class _Rows:
         return of_rows if self.empty is None else of_rows.masked_fill(self.empty & ~of_rows.isfinite(), 0)
 
 
-def _rows_over_grid(call: AttentionCall) -> _Rows:
-    """Large tensors are two buffers, which hold one block; the rest is done for all rows at once."""
-    logits, layout, prefix = call.logits, call.layout, call.layout.prefix
+def _rows_over_grid(call: AttentionCall, prefix: Tensor | None, patterns: PatternSum) -> _Rows:
+    """Large tensors are two buffers, which hold one block; the rest is done for all rows at once.
+
+    Args:
+        call: which.
+        prefix: log sum exp of the logits of the other keys, shape (rows, heads, N_query); None if there are none.
+        patterns: takes note of each block.
+    """
+    logits, layout, first = call.logits, call.layout, call.layout.prefix
     top, largest, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
     distance = None if layout.queries is None else torch.empty_like(top)
     small = distance is not None and call.queries * call.keys <= _SMALL_TABLE
     table = _table(layout, logits.dtype, logits.device) if small else None
     buffers = [logits.new_empty(max(call.block, call.heads * call.keys)) for _ in range(2)]
-    for rows, queries in call.blocks():
+    for block in call.blocks():
+        rows, queries = call.rows(block), block.queries
         at = rows, slice(None), queries
-        block = rows.stop - rows.start, call.heads, queries.stop - queries.start, call.keys - prefix
-        s, attention = (buffer[: math.prod(block)].view(block) for buffer in buffers)
-        logits(rows, queries, slice(prefix, call.keys), out=s)
+        shape = rows.stop - rows.start, call.heads, queries.stop - queries.start, call.keys - first
+        s, attention = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+        logits(rows, queries, slice(first, call.keys), out=s)
         m = s.amax(-1, keepdim=True)
         torch.softmax(s, -1, out=attention)
         largest[at], top[at] = attention.amax(-1), m[..., 0]
@@ -124,6 +135,9 @@ def _rows_over_grid(call: AttentionCall) -> _Rows:
         if distance is not None:
             far = layout.distances(queries, logits.dtype, logits.device) if table is None else table[queries]
             distance[at] = torch.mul(attention, far, out=s).sum(-1)
+        if prefix is not None:
+            share = (top[at] - largest[at].log() - prefix[at]).sigmoid_().nan_to_num_()  # 0 / 0 where a mask hides all
+        patterns.add(block, attention, None if prefix is None else share)
     if not logits.masked:
         return _Rows(top, -largest.log(), expected, distance, None)  # max_j A_j = exp(m - m - lse)
     empty = top == -torch.inf
@@ -134,13 +148,14 @@ def _prefix_logits(call: AttentionCall) -> Tensor:
     """Logits of the class and register tokens, shape (rows, heads, N_query, prefix)."""
     prefix = call.layout.prefix
     logits = call.logits.new_empty(*call.logits.shape[:3], prefix)
-    for rows, queries in call.blocks():
+    for block in call.blocks():
+        rows, queries = call.rows(block), block.queries
         logits[rows, :, queries] = call.logits(rows, queries, slice(0, prefix))
     return logits
 
 
 def _with_prefix(grid: _Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The entropy of whole rows, and the attention that these pay to the class and register tokens.
+    """The entropy of whole rows, and their attention to each class and register token, shaped as ``logits``.
 
     With m the largest logit of a whole row and lse = log(sum over the grid + sum over the prefix), again counted from
     m, the grid has the share exp(lse_grid - lse) of the row, and H = lse - sum_j A_j (s_j - m).
@@ -156,7 +171,7 @@ def _with_prefix(grid: _Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
     attention = (logits - lse[..., None]).exp()
     finite = logits if grid.empty is None else logits.clamp(min=_LEAST)
     expected = (grid.expected + lower) * (lse_grid - lse).exp() + (finite * attention).sum(-1)
-    return lse - expected, grid.unless_empty(attention.sum(-1))
+    return lse - expected, attention if grid.empty is None else attention.nan_to_num(0)
 
 
 @torch.no_grad()

@@ -29,8 +29,9 @@ def information(mean: np.ndarray, entropy: np.ndarray) -> np.ndarray:
     Returns:
         shape (heads,).
     """
-    logarithms = np.log(np.maximum(mean, np.finfo(mean.dtype).tiny))
-    return -(mean * logarithms).sum(-1).mean(-1) - entropy
+    logarithms = np.maximum(mean, np.finfo(mean.dtype).tiny)
+    np.log(logarithms, out=logarithms)
+    return -np.einsum("hij,hij->h", mean, logarithms) / mean.shape[1] - entropy
 
 
 def translation_equivariance(mean: np.ndarray, queries: ArrayLike, keys: ArrayLike) -> np.ndarray:
@@ -49,30 +50,35 @@ def translation_equivariance(mean: np.ndarray, queries: ArrayLike, keys: ArrayLi
         shape (heads,); 1 for a pattern that is the same everywhere, NaN where no two pairs have an offset in common.
     """
     queries, keys = np.asarray(queries, dtype=float), np.asarray(keys, dtype=float)
-    on_grid = np.isfinite(queries).all(1), np.isfinite(keys).all(1)
-    group, count = _groups(queries[on_grid[0]].tobytes(), keys[on_grid[1]].tobytes())
-    values = mean[:, on_grid[0]][:, :, on_grid[1]].reshape(len(mean), -1)
-    pairs, free = group.size, group.size - np.count_nonzero(count)
+    pairs, group, count = _offsets_of_pairs(queries.tobytes(), keys.tobytes())
+    free = group.size - count.size
     if free < 1:
         return np.full(len(mean), np.nan)
     found = np.ones(len(mean))
-    for head, row in enumerate(values):
-        around = row - row.mean()
-        within = around - (np.bincount(group, around) / np.maximum(count, 1))[group]
-        if (total := around @ around) > 0:
-            found[head] = 1 - (within @ within / free) / (total / (pairs - 1))
+    for head, row in enumerate(mean.reshape(len(mean), -1)):
+        values = row[pairs]
+        values -= values.mean()
+        total = values @ values
+        if total > 0:
+            among = (np.bincount(group, values) ** 2 / count).sum()
+            found[head] = 1 - (max(total - among, 0) / free) / (total / (group.size - 1))
         elif not np.isfinite(total):
             found[head] = np.nan
     return found
 
 
 @lru_cache(maxsize=16)  # most layers of a model have the same grid
-def _groups(queries: bytes, keys: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Number of the offset of each pair of positions, float64 pairs, and how many pairs have each offset."""
+def _offsets_of_pairs(queries: bytes, keys: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pairs of positions on the grid, given in float64: their indices, the number of each one's offset, and counts."""
     places = [np.frombuffer(one).reshape(-1, 2) for one in (queries, keys)]
-    down, across = (_offsets(*(one[:, axis] for one in places)) for axis in range(2))
-    group = (down * (across.max(initial=0) + 1) + across).ravel()
-    return group, np.bincount(group)
+    on_grid = [np.asarray(np.isfinite(one).all(1)) for one in places]
+    pairs = np.flatnonzero(on_grid[0][:, None] & on_grid[1])
+    down, across = (
+        _offsets(*(one[there, axis] for one, there in zip(places, on_grid, strict=True))) for axis in range(2)
+    )
+    offsets = (down * (across.max(initial=0) + 1) + across).ravel()
+    _, group, count = np.unique(offsets, return_inverse=True, return_counts=True)
+    return pairs, group.ravel(), count
 
 
 def _offsets(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.patterns import Pattern, pattern, pattern_of_queries
+from tcnn_probe.attention.patterns import Pattern, pattern_of_query
 from tcnn_probe.attention.statistics import attention_statistics
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.variables import CLASS_ENTROPY, HEAD, IMAGE_MEAN, MAP_DIMS, content_information
@@ -67,21 +67,18 @@ class _Token:
             ),
         }
 
-    def numbers(self, call: AttentionCall) -> Mapping[str, Tensor]:
-        """Entropy of the token's row, and what it keeps to the tokens before the grid: (B, heads) each."""
+    def numbers(self, call: AttentionCall) -> Mapping[str, Tensor | Pattern]:
+        """Entropy of the token's row, what it keeps to the tokens before the grid, (B, heads) each; and its sum."""
         if (query := self._query_of(call)) is None:
             return {}
         weights = call.weights(slice(query, query + 1))[:, :, :, 0]  # (B, windows, heads, N_key)
         smallest = torch.finfo(weights.dtype).tiny
-        found = {self._entropy: -(weights * weights.clamp_min(smallest).log()).sum(-1).mean(1)}
+        entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1)
+        found: dict[str, Tensor | Pattern] = {self._entropy: entropy.mean(1)}
+        found[self._information] = pattern_of_query(call, weights, entropy)
         if prefix := call.layout.prefix:
             found[self._kept] = weights[..., :prefix].sum(-1).mean(1)
         return found
-
-    def patterns(self, call: AttentionCall, images: int) -> Mapping[str, Pattern]:
-        """Sums of the token's row over images."""
-        query = self._query_of(call)
-        return {} if query is None else {self._information: pattern_of_queries(call, slice(query, query + 1), images)}
 
     def maps(self, call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
         """The token's row cut in three: the grid (images, windows, heads, height, width), itself, other tokens."""
@@ -99,7 +96,7 @@ class _Token:
 
 
 def _probe(kind: str, token: _Token) -> Probe:
-    return Probe(kind, token.variables, group="", attention=token.numbers, maps=token.maps, patterns=token.patterns)
+    return Probe(kind, token.variables, group="", attention=token.numbers, maps=token.maps)
 
 
 CLASS_ATTENTION = _probe("class-attention", _Token("class token", "", CLASS_ENTROPY, lambda call: call.class_query))
@@ -119,12 +116,11 @@ DISTILLATION_ATTENTION = _probe(
 )
 
 
-def _numbers_of_classes(call: AttentionCall) -> Mapping[str, Tensor]:
-    return {"class_entropy": attention_statistics(call)["entropy"]} if call.layout.asking == "classes" else {}
-
-
-def _patterns_of_classes(call: AttentionCall, images: int) -> Mapping[str, Pattern]:
-    return {"class_content_information": pattern(call, images)} if call.layout.asking == "classes" else {}
+def _numbers_of_classes(call: AttentionCall) -> Mapping[str, Tensor | Pattern]:
+    if call.layout.asking != "classes":
+        return {}
+    statistics, pattern = attention_statistics(call)
+    return {"class_entropy": statistics["entropy"], "class_content_information": pattern}
 
 
 def _maps_of_classes(call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
@@ -159,5 +155,4 @@ ATTENTION_BY_CLASS = Probe(
     group="",
     attention=_numbers_of_classes,
     maps=_maps_of_classes,
-    patterns=_patterns_of_classes,
 )

@@ -14,7 +14,6 @@ from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor
 
 from tcnn_model import GPSA as GPSALayer
-from tcnn_model import GatedAttention
 from tcnn_model.gpsa.statistics import apply_and_measure, measure
 from tcnn_probe.attention.gated import gated_attention
 from tcnn_probe.attention.patterns import Pattern, gated_patterns
@@ -62,22 +61,12 @@ _VARIABLES: Mapping[str, Variable] = {
 }
 
 
-def _measure(call: ForwardCall) -> dict[str, Tensor]:
-    """Of every image: (B, heads) each, (B,) of uniform attention."""
-    attention = _attention(call)
-    return {**gated_attention_statistics(attention), **uniform_gated_attention(attention)}
-
-
-def _attention(call: ForwardCall) -> GatedAttention:
-    if "attention" not in call.known:
-        call.known["attention"] = gated_attention(call.module, call.inputs[0])
-    found: GatedAttention = call.known["attention"]
-    return found
-
-
-def _patterns(call: ForwardCall, images: int) -> dict[str, Pattern]:
-    names = ("content_information", "content_part_information")
-    return dict(zip(names, gated_patterns(_attention(call), images), strict=True))
+def _measure(call: ForwardCall) -> dict[str, Tensor | Pattern]:
+    """Of every image: (B, heads) each, (B,) of uniform attention; and sums over images."""
+    attention = gated_attention(call.module, call.inputs[0])
+    whole, part = gated_patterns(attention, call.limit)
+    numbers = {**gated_attention_statistics(attention), **uniform_gated_attention(attention)}
+    return {**numbers, "content_information": whole, "content_part_information": part}
 
 
 def _maps(call: ForwardCall, which: Sequence[int]) -> dict[str, Tensor]:
@@ -135,7 +124,6 @@ GPSA = Probe(
     state=_state_of_gpsa,
     measure=_measure,
     maps=_maps,
-    patterns=_patterns,
     rebuild=_rebuild_gpsa,
 )
 CONVIT = replace(GPSA, kind="convit-gpsa", module_type=ConViTLayer, state=_state_of_convit, rebuild=_rebuild_convit)

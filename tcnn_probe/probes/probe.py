@@ -31,7 +31,7 @@ class ForwardCall:
         output: what it returned.
         parts: the last call in it of each submodule named in :attr:`Probe.parts`, if it ran. Its tensors are the
             model's own, as they are when the module returns: what works in place on them has changed them.
-        known: where a probe can keep what several of its functions need.
+        limit: how many of its images, the first ones, count for sums over images; None for all.
     """
 
     module: Any
@@ -39,7 +39,7 @@ class ForwardCall:
     inputs: Sequence[Any]
     output: Any
     parts: Mapping[str, "ForwardCall"] = field(default_factory=dict)
-    known: dict[str, Any] = field(default_factory=dict)
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class Probe:
 
     Measurements of a forward have one value (or array of values) for each image; the recorder keeps their mean over
     images. Functions run without gradients and must not change the layer. ``{variable: tensor}`` may leave a variable
-    out, which is then NaN for that layer.
+    out, which is then NaN for that layer. In place of a tensor there may be a
+    :class:`~tcnn_probe.attention.patterns.Pattern` of the first :attr:`ForwardCall.limit` images: the variable is then
+    the content information of each head, of all images of the epoch.
 
     Args:
         kind: short name, kept in the dataset's layer table.
@@ -65,9 +67,6 @@ class Probe:
         maps: the same call, and which of its images were chosen -> {variable: (images, [windows,] heads, height,
             width)}; the variables have the dims ("layer", "image", ["window",] "head", "y", "x"). Beside these maps
             there may be numbers of each head, without "y" and "x".
-        patterns: the same call, and how many of its images count -> {variable: their
-            :class:`~tcnn_probe.attention.patterns.Pattern`}; the variable is the content information of each head, of
-            all images of the epoch.
         gradients: module -> {variable: pairs of a parameter and a function of its gradient, to (*dims)}; the recorded
             value is the square root of the mean, over backward passes, of the sum of these. May raise
             :class:`NotMeasuredError` with the reason why the module is left out.
@@ -87,10 +86,9 @@ class Probe:
     group: str | None = None
     facts: Callable[[Any], Mapping[str, Any]] | None = None
     state: Callable[[Any], Mapping[str, Tensor]] | None = None
-    measure: Callable[[ForwardCall], Mapping[str, Tensor]] | None = None
-    attention: Callable[[AttentionCall], Mapping[str, Tensor]] | None = None
+    measure: Callable[[ForwardCall], Mapping[str, Tensor | Pattern]] | None = None
+    attention: Callable[[AttentionCall], Mapping[str, Tensor | Pattern]] | None = None
     maps: Callable[[Any, Sequence[int]], Mapping[str, Tensor]] | None = None
-    patterns: Callable[[Any, int], Mapping[str, Pattern]] | None = None
     gradients: Callable[[Any], Mapping[str, Iterable[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]] | None = None
     rebuild: Callable[[ForwardCall], Tensor | None] | None = None
     parts: Sequence[str] = ()

@@ -8,6 +8,7 @@ from tcnn_probe.probes.cross_patch import CROSS_PATCH
 from tcnn_probe.probes.gated import CONVIT, GPSA
 from tcnn_probe.probes.gradient import GRADIENT
 from tcnn_probe.probes.layer_scale import LAYER_SCALE
+from tcnn_probe.probes.mean_attention import MEAN_ATTENTION
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.softmax import SOFTMAX
 from tcnn_probe.schema import Variable
@@ -16,7 +17,9 @@ __all__ = ["DEFAULT", "PROBES", "find_probes", "register"]
 
 _HEADS = (GPSA, CONVIT, SOFTMAX, CLASS_ATTENTION, DISTILLATION_ATTENTION, ATTENTION_BY_CLASS)
 DEFAULT: tuple[str, ...] = tuple(probe.kind for probe in _HEADS)
-PROBES: dict[str, Probe] = {probe.kind: probe for probe in (*_HEADS, LAYER_SCALE, CROSS_PATCH, GRADIENT)}
+PROBES: dict[str, Probe] = {
+    probe.kind: probe for probe in (*_HEADS, MEAN_ATTENTION, LAYER_SCALE, CROSS_PATCH, GRADIENT)
+}
 
 
 def register(probe: Probe) -> Probe:

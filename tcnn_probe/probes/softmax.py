@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.patterns import Pattern, pattern
+from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.attention.statistics import attention_received, attention_statistics
 from tcnn_probe.attention.uniform import uniform_softmax_attention
 from tcnn_probe.probes.probe import Probe
@@ -15,12 +15,9 @@ from tcnn_probe.schema import Variable
 __all__ = ["SOFTMAX"]
 
 
-def _numbers(call: AttentionCall) -> dict[str, Tensor]:
-    return {**attention_statistics(call), **uniform_softmax_attention(call)}
-
-
-def _patterns(call: AttentionCall, images: int) -> dict[str, Pattern]:
-    return {"content_information": pattern(call, images)}
+def _numbers(call: AttentionCall) -> dict[str, Tensor | Pattern]:
+    statistics, pattern = attention_statistics(call)
+    return {**statistics, **uniform_softmax_attention(call), "content_information": pattern}
 
 
 def _maps(call: AttentionCall, which: Sequence[int]) -> dict[str, Tensor]:
@@ -53,5 +50,4 @@ SOFTMAX = Probe(
     group="",
     attention=_numbers,
     maps=_maps,
-    patterns=_patterns,
 )

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from tcnn_probe.models import named_in_errors
 from tcnn_probe.probes import Probe
 
 __all__ = ["Accumulator", "EpochSums", "checked"]
+
+_Found = TypeVar("_Found", bound=Tensor | Pattern)
 
 
 @dataclass
@@ -183,7 +186,7 @@ class Accumulator:
             return {name: _array(value) for name, value in whole.items()}
 
 
-def checked(probe: Probe, measured: Mapping[str, Tensor], *, images: bool) -> Mapping[str, Tensor]:
+def checked(probe: Probe, measured: Mapping[str, _Found], *, images: bool) -> Mapping[str, _Found]:
     """What a probe has measured, if it is what its variables say; with a row for each image, if there are ``images``.
 
     Raises:
@@ -195,6 +198,8 @@ def checked(probe: Probe, measured: Mapping[str, Tensor], *, images: bool) -> Ma
     for name, value in measured.items():
         if name not in probe.variables:
             raise ValueError(f"the probe {probe.kind!r} measures {name!r}, which its variables do not describe")
+        if images and isinstance(value, Pattern):
+            continue
         if not isinstance(value, Tensor):
             raise TypeError(f"expected the probe {probe.kind!r} to give a tensor for {name!r}, got {value!r}")
         dims = (*["image"] * images, *probe.variables[name].dims[1:])

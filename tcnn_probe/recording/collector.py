@@ -199,8 +199,9 @@ class Collector(AttentionListener):
         found = []
         for probe in self._attention_probes:
             assert probe.attention is not None
-            if values := checked(probe, probe.attention(call), images=True):
-                found.append(self._measured(call.name, call.module, probe, values, call))
+            limited = replace(call, limit=self._room(call.name, probe))
+            if values := checked(probe, probe.attention(limited), images=True):
+                found.append(self._measured(call.name, call.module, probe, values, limited))
         if call.layout.advice:
             self.advice[call.name] = call.layout.advice
         if call.layout.reason:
@@ -220,7 +221,8 @@ class Collector(AttentionListener):
         for one in measuring:
             parts = {name: self._calls[part] for name, part in _parts_of(one) if part in self._calls}
             with named_in_errors(one.name), edited(module):
-                self._measure(one, ForwardCall(module, one.name, inputs, output, parts))
+                limit = self._room(one.name, one.probe)
+                self._measure(one, ForwardCall(module, one.name, inputs, output, parts, limit))
         for one in measuring:
             for _, part in _parts_of(one):
                 self._calls.pop(part, None)
@@ -287,23 +289,32 @@ class Collector(AttentionListener):
         if values := checked(probe, probe.measure(call), images=True):
             self._pending.append(self._measured(one.name, one.module, probe, values, call))
 
+    def _before(self, layer: str, probe: Probe) -> int:
+        """Images that came earlier in the epoch."""
+        key = layer, probe.kind
+        return self._images[key] + (self.sums[key].images if key in self.sums else 0)
+
+    def _room(self, layer: str, probe: Probe) -> int | None:
+        """How many more images count; None for all."""
+        most = self.sampling.max_images
+        return None if most is None else max(0, most - self._before(layer, probe))
+
     def _measured(
-        self, layer: str, module: nn.Module, probe: Probe, values: Mapping[str, Tensor], call: Any
+        self, layer: str, module: nn.Module, probe: Probe, found: Mapping[str, Tensor | Pattern], call: Any
     ) -> _Measured:
-        """With the maps of those images that are chosen, and patterns of all that count."""
-        key, images, most = (layer, probe.kind), len(next(iter(values.values()))), self.sampling.max_images
-        before = self._images[key] + (self.sums[key].images if key in self.sums else 0)
-        self._images[key] += images
-        count = images if most is None else min(images, most - before)
-        rows = [row for row in range(count) if before + row in self._chosen] if self._chosen and probe.maps else []
+        """With the maps of those images that are chosen."""
+        patterns = {name: replace(one, size=self._size) for name, one in found.items() if isinstance(one, Pattern)}
+        values = {name: one for name, one in found.items() if isinstance(one, Tensor)}
+        images, before = len(next(iter(values.values()))), self._before(layer, probe)
+        self._images[layer, probe.kind] += images
+        counted = range(images)[: call.limit]
+        rows = [row for row in counted if before + row in self._chosen] if self._chosen and probe.maps else []
         maps = probe.maps(call, rows) if rows and probe.maps else {}
         for name in probe.of_classes & maps.keys():
             self.sampling.classes.check(layer, maps[name].shape[1])
         if rows and isinstance(call, AttentionCall) and call.layout.reason:
             lacking = probe.of_images - maps.keys()
             self._lacks(layer, lacking - probe.of_classes if maps else lacking, call.layout.reason)
-        found = probe.patterns(call, count) if probe.patterns and count > 0 else {}
-        patterns = {name: replace(one, size=self._size) for name, one in found.items()}
         return _Measured(layer, module, probe, values, images, before, rows, maps, patterns)
 
     def _add(self, one: _Measured, output: Any) -> None:

@@ -62,8 +62,8 @@ def made(content: list[float], random: list[float], *, convolutional: float = 0.
 def test_sentence(content: list[float], random: list[float], beside_random: str, beside_clean: str) -> None:
     said = study.sentence(made(content, random))
     said, static = said.strip().split("\n\n")
-    assert "In these 2 trainings of one CNN, zeroing the outputs of the low-gate heads costs, compared with" in said
-    assert "replacing by its mean the attention of the low-gate heads costs, compared with as many random" in static
+    assert "In these 2 trainings of one CNN, zeroing the outputs of the content heads costs, compared with" in said
+    assert "replacing by its mean the attention of the content heads costs, compared with as many random" in static
     assert "random heads: not distinguishable on clean, blur, PGD. Compared" in static
     assert f"as many random heads: {beside_random} Compared" in said
     assert f"Compared with clean images, that difference is: {beside_clean} (95 %" in said
@@ -71,7 +71,7 @@ def test_sentence(content: list[float], random: list[float], beside_random: str,
     assert content != random or said.endswith("support no difference on any condition.")
 
 
-def test_trainings_without_low_gate_heads_are_not_counted() -> None:
+def test_trainings_without_content_heads_are_not_counted() -> None:
     tree = made([0.4] * 3, [0.1] * 3)
     right = tree["types"].right
     of_content = right.ablation.isin(["content", "random for content"])
@@ -85,7 +85,7 @@ def test_table_and_figure_have_the_means() -> None:
     tree = made(**SOME)
     right = tree["types"].right.sel(mode="zero")
     lines = study.table(tree).splitlines()
-    assert "  seed 0: convolutional 1, mixed 0, low-gate 1" in lines
+    assert "  seed 0: convolutional 1, mixed 0, averaging 0, content 1" in lines
     lost = float((right.sel(ablation="nothing") - right.sel(ablation="convolutional")).sel(condition="blur").mean())
     assert f"{lost:+.3f} [" in next(line for line in lines if line.startswith("  blur"))
     singles = lines[next(n for n, line in enumerate(lines) if "the outputs of one head" in line) :]
@@ -99,7 +99,7 @@ def test_table_and_figure_have_the_means() -> None:
     } == {0}
     heights = {c.get_label(): [bar.get_height() for bar in c] for c in bars.containers if hasattr(c, "patches")}
     lost = (right.sel(ablation="nothing") - right.sel(ablation="content")).mean(["training", "draw", "image"])
-    np.testing.assert_allclose(heights["low-gate heads"], lost)
+    np.testing.assert_allclose(heights["content heads"], lost)
     assert sum(len(dots.get_offsets()) for dots in points.collections) == 4  # two heads, twice; not the one missing
 
 
@@ -113,7 +113,7 @@ def test_a_type_that_no_training_has(kind: str, capsys: pytest.CaptureFixture[st
     assert " none " in study.table(tree)
     assert study.draw(tree).axes
     assert not study.check(tree, 0.1)
-    assert f"NO {study.WORDS[kind]} heads" in capsys.readouterr().out
+    assert f"NO {kind} heads" in capsys.readouterr().out
     assert ("nothing can be said" in study.sentence(tree)) == (kind == "content")
 
 

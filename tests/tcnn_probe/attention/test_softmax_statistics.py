@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tcnn_probe.attention import statistics
 from tcnn_probe.attention.call import AttentionCall, GivenLogits, ProductLogits
 from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.patterns import QUERIES
 from tests.tcnn_model.helpers import LargestTensor
 
 pytestmark = pytest.mark.numerical
@@ -75,7 +76,7 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[AttentionCall, Bound
 
 
 def check(call: AttentionCall, expected: Bounded) -> None:
-    got = statistics.attention_statistics(call)
+    got, _ = statistics.attention_statistics(call)
     assert got.keys() == expected.keys()
     for name, (value, bound) in expected.items():
         value, bound = (x.unflatten(0, (call.images, call.windows)).mean(1) for x in (value, bound))
@@ -111,7 +112,7 @@ def test_no_n_by_n_tensor() -> None:
     with LargestTensor() as largest:
         statistics.attention_statistics(call)
     assert tokens.count**2 > 8 * 10**6
-    assert largest.elements <= AttentionCall.BLOCK
+    assert largest.elements <= max(AttentionCall.BLOCK, 2 * QUERIES * tokens.count)  # a block, or sums over images
 
 
 @pytest.mark.parametrize(("device", "blocks"), [("cpu", 64), ("meta", 1)])

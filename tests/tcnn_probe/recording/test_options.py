@@ -38,6 +38,9 @@ def test_max_images(most: int) -> None:
             recorder.mark(epoch=epoch)
     for mark in range(2):
         check_entropies(recorder, entropies(vit(), x[:most]), mark, images=min(most, 9))
+    ds, alone = recorder.dataset, recorded(vit(), x[:most]).dataset
+    for name in ("content_information", "class_content_information", "translation_equivariance"):
+        np.testing.assert_allclose(ds[name], alone[name].isel(epoch=[0, 0]), atol=1e-5, err_msg=name)
 
 
 def test_max_images_where_layers_see_different_numbers_of_them() -> None:

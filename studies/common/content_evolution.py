@@ -1,0 +1,86 @@
+"""How content information grows while heads learn: a figure, and what it is beside that of untrained heads."""
+
+import matplotlib as mpl
+import numpy as np
+import xarray as xr
+from matplotlib.figure import Figure
+from scipy.stats import t as student
+
+import tcnn_probe
+from common.head_types import COLORS
+
+__all__ = ["draw_content", "gain", "numbers"]
+
+_SHOWN = {"gate": "gate", "content_information": "content information (nat)"}
+
+
+def numbers(recording: xr.Dataset) -> xr.Dataset:
+    """What is drawn, (epoch, layer, head), with the type of each head at the end."""
+    types = tcnn_probe.head_types(recording).isel(epoch=-1, drop=True)
+    return recording[[name for name in _SHOWN if name in recording]].assign(head_type=types)
+
+
+@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+def draw_content(models: dict[str, xr.Dataset]) -> Figure:
+    """A panel for each layer, a row for each model, and one above for its gates; a line is a head.
+
+    Args:
+        models: by name, what :func:`numbers` gives.
+    """
+    rows = [(f"{name}\n{words}", ds, v) for name, ds in models.items() for v, words in _SHOWN.items() if v in ds]
+    columns = max(ds.sizes["layer"] for ds in models.values())
+    figure = Figure(figsize=(2.2 * columns + 0.8, 2 * len(rows) + 0.6), layout="constrained")
+    axes = figure.subplots(len(rows), columns, squeeze=False, sharey="row")
+    for panels, (title, ds, variable) in zip(axes, rows, strict=True):
+        panels[0].set(ylabel=title, ylim=(0, 1) if variable == "gate" else (0, None))
+        for panel, layer in zip(panels, ds.layer.values, strict=False):
+            one = ds.sel(layer=layer)
+            for values, kind in zip(one[variable].transpose("head", "epoch"), one.head_type.values, strict=True):
+                panel.plot(one.epoch, values, color=COLORS.get(kind, "0.7"), lw=1.2)
+            panel.set_title(layer, fontsize=9)
+            panel.xaxis.get_major_locator().set_params(integer=True)
+        for panel in panels[ds.sizes["layer"] :]:
+            panel.remove()
+    handles = [mpl.lines.Line2D([], [], color=color, lw=2.5) for color in COLORS.values()]
+    figure.legend(
+        handles, [f"{kind} at the end" for kind in COLORS], loc="outside lower center", ncols=4, frameon=False
+    )
+    figure.supxlabel("epoch", fontsize=9)
+    return figure
+
+
+def gain(found: xr.Dataset, shuffled: xr.Dataset | None) -> str:
+    """Content information at the end, beside that of the same heads untrained and trained on shuffled labels.
+
+    Args:
+        found: (training, epoch, layer, head), see :func:`numbers`.
+        shuffled: the same of trainings on shuffled labels; None without these.
+    """
+    information = found.content_information
+    end, controls = information.isel(epoch=-1), {"untrained": information.isel(epoch=0)}
+    if shuffled is not None:
+        controls["on shuffled labels"] = shuffled.content_information.isel(epoch=-1)
+    lines = ["content information, mean over all heads, in nat, with 95 % bootstrap intervals over heads:"]
+    for training in found.training.values:
+        means = {"trained": end, **controls}
+        words = [f"{name} {_interval(values.sel(training=training))}" for name, values in means.items()]
+        lines.append(f"  seed {training}: " + ", ".join(words))
+    for name, values in controls.items():
+        low, high = _over_trainings(end - values)
+        mean = float((end - values).mean())
+        lines.append(f"  trained less {name}: {mean:+.3f}, t interval over trainings [{low:+.3f}, {high:+.3f}]")
+    return "\n".join(lines)
+
+
+def _interval(values: xr.DataArray) -> str:
+    heads = values.stack(one=("layer", "head")).dropna("one")
+    low, high = tcnn_probe.bootstrap_interval(heads, "one").values
+    return f"{float(heads.mean()):.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _over_trainings(values: xr.DataArray) -> tuple[float, float]:
+    means = values.mean(["layer", "head"])
+    if means.size < 2:
+        return np.nan, np.nan
+    half = float(student.ppf(0.975, means.size - 1)) * float(means.std(ddof=1)) / means.size**0.5
+    return float(means.mean()) - half, float(means.mean()) + half

@@ -1,0 +1,75 @@
+"""Mean attention maps of chosen queries: the static pattern of each head, on the layer's grid."""
+
+from collections.abc import Sequence
+
+import torch
+from timm.models.convit import GPSA as ConViTLayer
+from torch import Tensor
+
+from tcnn_model import GPSA as GPSALayer
+from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.gated import gated_attention
+from tcnn_probe.probes.probe import ForwardCall, Probe
+from tcnn_probe.schema import Variable
+
+__all__ = ["MEAN_ATTENTION", "mean_attention"]
+
+_GATED = (GPSALayer, ConViTLayer)
+
+
+def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Probe:
+    """Record, by layer and head, the mean over images of the attention of some queries: a head's static pattern.
+
+    ::
+
+        probes = [*tcnn_probe.DEFAULT, tcnn_probe.mean_attention([(0.5, 0.5), (0.1, 0.9)])]
+        with tcnn_probe.record(model, probes=probes) as recorder:
+            ...
+        recorder.tree["mean-attention"].mean_attention.sel(query="0.1, 0.9")
+
+    In the group "mean-attention": ``mean_attention`` (epoch, layer, head, query, y, x) over the keys on the grid, and
+    ``images``, of how many it is the mean. Rows sum to one, less what goes to class and register tokens, or to padding.
+    NaN beyond the grids of layers that are smaller than others. Layers whose attention is in windows are left out.
+
+    Args:
+        queries: row and column of each, as shares of the height and the width: (0.5, 0.5) is the middle, in all layers.
+
+    Raises:
+        ValueError: none, or one that does not lie inside.
+    """
+    if not queries or not all(len(one) == 2 and min(one) >= 0 and max(one) < 1 for one in queries):
+        raise ValueError(f"expected queries=[(row, column), ...], from 0 and below 1, got {queries!r}")
+
+    def indices(height: int, width: int) -> Tensor:
+        return torch.tensor([int(row * height) * width + int(column * width) for row, column in queries])
+
+    def of_softmax(call: AttentionCall) -> dict[str, Tensor]:
+        rows, keys = call.layout.queries, call.layout.keys
+        if rows is None or keys is None or call.cut is not None or call.windows > 1 or isinstance(call.module, _GATED):
+            return {}
+        at = (rows.prefix + indices(rows.height, rows.width)).tolist()
+        maps = torch.cat([call.weights(slice(one, one + 1))[:, 0, :, :, keys.prefix :] for one in at], 2)
+        return {"mean_attention": maps.unflatten(-1, (keys.height, keys.width))}
+
+    def of_gated(call: ForwardCall) -> dict[str, Tensor]:
+        attention = gated_attention(call.module, call.inputs[0])
+        y, x = attention.y, attention.x
+        maps = attention.on_pixels(indices(y.queries, x.queries).to(attention.query.device))
+        return {"mean_attention": maps.unflatten(-1, (y.length, x.length))}
+
+    meaning = (
+        "Mean over the images seen since the previous mark of A_ij, of chosen queries i over the keys on the grid."
+    )
+    about = Variable(("layer", "head", "query", "y", "x"), "1", "mean attention", meaning, dtype="float32")
+    labels = [f"{row:g}, {column:g}" for row, column in queries]
+    return Probe(
+        "mean-attention",
+        {"mean_attention": about},
+        _GATED,
+        measure=of_gated,
+        attention=of_softmax,
+        coords={"query": labels},
+    )
+
+
+MEAN_ATTENTION = mean_attention()

@@ -1,0 +1,72 @@
+"""Content information by epoch: what is drawn and said of made numbers; labels that say nothing."""
+
+from argparse import Namespace
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+
+from common.content_evolution import draw_content, gain
+from common.data import digits_loaders
+from common.head_types import COLORS
+from common.models import small_resnet
+from common.training import Training
+
+
+def made(start: float, end: float, *, gate: bool = True) -> xr.Dataset:
+    """Two layers of three heads at epochs 0 and 1; the last head of the second is missing."""
+    there = np.array([[1, 1, 1], [1, 1, np.nan]])
+    values = np.array([start, end])[:, None, None] * there
+    coords = {"epoch": [0, 1], "layer": ["a", "b"], "head": [0, 1, 2]}
+    dims = ("epoch", "layer", "head")
+    types = [["content", "mixed", "convolutional"], ["content", "averaging", ""]]
+    variables: dict[str, Any] = {"content_information": (dims, values), "head_type": (dims[1:], types)}
+    return xr.Dataset(variables | ({"gate": (dims, values / 2)} if gate else {}), coords)
+
+
+def test_gain_is_beside_both_controls() -> None:
+    seeds = xr.DataArray([3, 4], dims="training", name="training")
+    found = xr.concat([made(0.1, 0.4), made(0.1, 0.6)], seeds)
+    shuffled = xr.concat([made(0.1, 0.1), made(0.1, 0.3)], seeds)
+    said = gain(found, shuffled).splitlines()
+    assert said[1] == (
+        "  seed 3: trained 0.400 [0.400, 0.400], untrained 0.100 [0.100, 0.100], "
+        "on shuffled labels 0.100 [0.100, 0.100]"
+    )
+    half = 12.706204736 * np.std([0.3, 0.5], ddof=1) / 2**0.5  # Student's t for one degree of freedom
+    assert (
+        said[3] == f"  trained less untrained: +0.400, t interval over trainings [{0.4 - half:+.3f}, {0.4 + half:+.3f}]"
+    )
+    assert said[4] == "  trained less on shuffled labels: +0.300, t interval over trainings [+0.300, +0.300]"
+    assert "shuffled" not in gain(found, None)
+
+
+def test_a_line_is_a_head_in_the_colour_of_its_type() -> None:
+    figure = draw_content({"one": made(0.1, 0.4), "other": made(0.2, 0.3, gate=False).isel(layer=[0])})
+    assert len(figure.axes) == 2 + 2 + 1
+    gates, _, information = figure.axes[:3]
+    assert gates.get_ylabel() == "one\ngate"
+    assert [line.get_color() for line in gates.lines] == [
+        COLORS[kind] for kind in ("content", "mixed", "convolutional")
+    ]
+    np.testing.assert_allclose(information.lines[0].get_ydata(), [0.1, 0.4])
+    np.testing.assert_allclose(figure.axes[4].lines[2].get_ydata(), [0.2, 0.3])
+
+
+def test_shuffled_labels_are_the_same_labels_of_other_images() -> None:
+    study = Training(
+        Namespace(),
+        small_resnet(),
+        digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0),
+        output=None,
+        stages=1,
+    )  # type: ignore[arg-type]
+    datasets = [one.loaders[0].dataset for one in (study, study.on_shuffled_labels(1), study.on_shuffled_labels(2))]
+    labels = [torch.as_tensor(one.labels) for one in datasets]
+    assert datasets[1].digits is datasets[0].digits
+    assert study.on_shuffled_labels(1).loaders[1] is study.loaders[1]
+    for other in labels[1:]:
+        assert torch.equal(other.bincount(), labels[0].bincount())
+        assert (other == labels[0]).double().mean() < 0.2
+    assert not torch.equal(labels[1], labels[2])

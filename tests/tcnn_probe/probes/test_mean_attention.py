@@ -1,0 +1,51 @@
+"""The mean over images of the attention of chosen queries, beside float64 over all images at once."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_model import GPSA
+from tests.tcnn_probe.attention.bruteforce import attention_of
+from tests.tcnn_probe.attention.sharpen import sharpen
+
+QUERIES = [(0.5, 0.5), (0.0, 0.99)]
+
+
+def recorded(model: nn.Module, x: Tensor) -> tcnn_probe.Recorder:
+    with tcnn_probe.record(model, probes=tcnn_probe.mean_attention(QUERIES)) as recorder, torch.no_grad():
+        for batch in x.split([3, 2]):
+            model(batch)
+        recorder.mark(epoch=0)
+    return recorder
+
+
+def test_of_a_vit_with_a_class_token() -> None:
+    torch.manual_seed(0)
+    options = {"img_size": (48, 80), "depth": 2, "embed_dim": 12, "num_heads": 3}
+    model = sharpen(timm.create_model("vit_tiny_patch16_224", **options)).eval()
+    x = torch.randn(5, 3, 48, 80)
+    found = recorded(model, x).tree["mean-attention"].dataset.isel(epoch=0)
+    assert found["query"].values.tolist() == ["0.5, 0.5", "0, 0.99"]
+    assert (found.images == 5).all()
+    for whole in attention_of(model, x):  # grid of 3 x 5, after a class token
+        rows = whole.weights[:, :, [1 + 1 * 5 + 2, 1 + 4], 1:].mean(0).numpy()
+        np.testing.assert_allclose(found.mean_attention.sel(layer=whole.layer), rows.reshape(3, 2, 3, 5), atol=1e-6)
+
+
+def test_of_gated_attention() -> None:
+    torch.manual_seed(0)
+    layer = GPSA(3, 4, 3, padding=1, gating=-1.0, qk_scale=50.0)
+    x = torch.randn(5, 3, 7, 5)
+    found = recorded(nn.Sequential(layer).eval(), x).tree["mean-attention"].mean_attention[0, 0]
+    padded = layer.double().attention(x.double()).detach()  # (B, heads, N_query, padded keys)
+    rows = padded.unflatten(-1, (9, 7))[:, :, [3 * 5 + 2, 4], 1:-1, 1:-1].mean(0)
+    np.testing.assert_allclose(found, rows, atol=1e-6)
+
+
+@pytest.mark.parametrize("queries", [[], [(0.5, 1.0)], [(-0.1, 0.5)]])
+def test_queries_that_lie_outside_are_refused(queries: list[tuple[float, float]]) -> None:
+    with pytest.raises(ValueError, match="from 0 and below 1, got"):
+        tcnn_probe.mean_attention(queries)
