@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bokeh.models import BasicTicker, ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, Range1d, Rect, Span
+from bokeh.models import BasicTicker, ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, Range1d, Rect
 from bokeh.palettes import PuOr11, Viridis256, interp_palette
 from bokeh.plotting import figure
 from bokeh.transform import transform
@@ -11,7 +11,19 @@ from bokeh.transform import transform
 from tcnn_probe.plot.style import OKABE_ITO
 from tcnn_probe.reporting.recordings import Axes
 
-__all__ = ["ABSENT", "DIFFERENCES", "MISSING", "NUMBERS", "RUNS", "SAME", "TYPES", "curve", "grid", "width_of"]
+__all__ = [
+    "ABSENT",
+    "BORDER",
+    "DIFFERENCES",
+    "MISSING",
+    "NUMBERS",
+    "RUNS",
+    "SAME",
+    "TYPES",
+    "curve",
+    "grid",
+    "width_of",
+]
 
 NUMBERS = list(Viridis256)
 DIFFERENCES = list(interp_palette(PuOr11[::-1], 255))
@@ -23,8 +35,12 @@ MISSING, ABSENT, SAME = "#a0a0a0", "#ececec", "#cfe3d4"
 
 RUNS = [OKABE_ITO["black"], OKABE_ITO["blue"]]
 
+BORDER = 8
+"""Between the end of an axis and that of its figure, pixels."""
+
 _CELL = 24  # pixels
 _FONT = "12px"
+_DOTS = 40  # marks; of more, a line shows no single ones
 
 
 def grid(
@@ -63,7 +79,7 @@ def grid(
         tools="tap",
         toolbar_location=None,
         background_fill_color=ABSENT,
-        min_border_right=8,
+        min_border_right=BORDER,
     )
     drawn = plot.rect("column", "row", 1, 1, source=cells, fill_color=transform("value", mapper), line_color="white")
     drawn.selection_glyph = drawn.nonselection_glyph = None  # other cells must not fade when one is chosen
@@ -85,7 +101,7 @@ def width_of(axes: Axes) -> int:
     return max(280, 30 * len(axes.heads) + 9 * max(map(len, _short(list(axes.layers)))) + 30)
 
 
-def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSource], mark: Span) -> figure:
+def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSource]) -> figure:
     """A variable over the marks, a colour a run; a dashed line for the mean over the heads of the layer."""
     first, last = axes.marks[0], axes.marks[-1]
     edge = 0.02 * (last - first) or 0.5
@@ -100,18 +116,19 @@ def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSour
         sizing_mode="stretch_width",
         tools="",
         toolbar_location=None,
-        min_border_right=8,
+        min_border_right=BORDER,
     )
+    lines = []
     for source, color in zip(sources, RUNS, strict=False):
         if variable["of"] == "head":
             source.add([], f"{name} mean")
             plot.line(along, f"{name} mean", source=source, line_color=color, line_dash=[3, 3], line_alpha=0.7)
         source.add([], name)
-        line = plot.line(along, name, source=source, line_color=color, line_width=2)
-        plot.scatter(along, name, source=source, color=color, size="size")
-        tips = [(along, f"@{{{along}}}"), (variable["label"], f"@{{{name}}}{{0.0000}}")]
-        plot.add_tools(HoverTool(renderers=[line], mode="vline", tooltips=tips))
-    plot.add_layout(mark)
+        lines.append(plot.line(along, name, source=source, line_color=color, line_width=2))
+        if len(axes.marks) <= _DOTS:
+            plot.scatter(along, name, source=source, color=color, size=5)
+    tips = [(along, f"@{{{along}}}"), (variable["label"], f"@{{{name}}}{{0.0000}}")]
+    plot.add_tools(HoverTool(renderers=lines, mode="vline", tooltips=tips))
     plot.xgrid.visible = False
     whole = all(isinstance(each, int) for each in axes.marks)
     few = FixedTicker(ticks=axes.marks) if len(axes.marks) < 9 else BasicTicker(min_interval=1 if whole else 0)

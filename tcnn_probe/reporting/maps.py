@@ -1,6 +1,5 @@
 """Maps as a page holds them: a byte a cell, and each map's largest value."""
 
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +23,7 @@ class Maps:
         shape: (marks, images, heads or classes, y, x); y and x are 0 for numbers beside maps.
         by: "head" or "class".
         windows: whether a map is a sheet of windows.
-        data: compressed: the largest value of each map (or the number itself) as float32, then the cells as bytes.
+        data: the largest value of each map (or the number itself) as float32, then the cells as bytes.
     """
 
     layer: str
@@ -51,7 +50,7 @@ class Choice:
 
 
 def choose(run: Run, most: float) -> Choice:
-    """Thin the maps of a recording until they take at most so many bytes in base64, before compression.
+    """Thin the maps of a recording until they take at most so many bytes in base64, not compressed.
 
     Images stay as long as there is room for one mark of them. The marks that stay are evenly spread, the last among
     them.
@@ -112,9 +111,9 @@ def _sheet(values: xr.DataArray) -> xr.DataArray:
 def _bytes(array: NDArray[np.float32]) -> bytes:
     """Each map's largest value, then its cells."""
     if array.ndim == 3:
-        return zlib.compress(array.tobytes())
+        return array.tobytes()
     finite = np.where(np.isfinite(array), array, 0)
     largest = finite.max((-2, -1))
     share = finite / np.maximum(largest, np.finfo(np.float32).tiny)[..., None, None]
     cells = np.where(np.isfinite(array), np.round(share * (NO_VALUE - 1)), NO_VALUE).astype(np.uint8)
-    return zlib.compress(largest.tobytes() + cells.tobytes())
+    return largest.tobytes() + cells.tobytes()

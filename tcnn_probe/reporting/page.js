@@ -1,13 +1,11 @@
-// Runs once, when Bokeh's document is ready. `page` is JSON; `numbers` and `maps` are compressed; the rest are Bokeh's.
+// Runs once, when Bokeh's document is ready. `page` is JSON; `numbers` and `maps` are bytes; the rest are Bokeh's.
 const $ = id => document.getElementById(id)
-const {along, marks, layers, heads, runs, variables, types, palettes, tiles, images, pictures} = JSON.parse(page)
-const inflate = async bytes =>
-  new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer()
+const {along, marks, layers, heads, runs, variables, types, palettes, tiles, images, pictures, border} = JSON.parse(page)
 const element = (tag, text = "", properties = {}) =>
   Object.assign(document.createElement(tag), {textContent: text}, properties)
 
 // All first bytes of the float64 numbers, then all second ones, ...
-const shuffled = new Uint8Array(await inflate(numbers)), count = shuffled.length / 8
+const shuffled = new Uint8Array(numbers), count = shuffled.length / 8
 const bytes = new Uint8Array(shuffled.length)
 for (let k = 0; k < 8; k++) for (let i = 0; i < count; i++) bytes[8 * i + k] = shuffled[k * count + i]
 const all = new Float64Array(bytes.buffer)
@@ -85,7 +83,13 @@ function captions() {
   }))
   $("chosen").textContent = `${layers[state.row].name}, head ${heads[state.column]}`
   $("now").textContent = `${along} ${marks[state.mark]} (${state.mark + 1} of ${marks.length})`
-  mark.location = marks[state.mark]
+  move()
+}
+function move() {  // the marks over the curves; as a part of Bokeh's figures each step would draw all of these again
+  for (const plot of plots) {
+    const {start, end} = plot.x_range, left = plot.outer_width - plot.inner_width - border
+    $(plot.name).style.left = `${left + plot.inner_width * (marks[state.mark] - start) / (end - start)}px`
+  }
 }
 function curves() {
   const range = marks.map((_, i) => i)
@@ -94,7 +98,7 @@ function curves() {
       !runs.some((_, run) => range.some(i => !Number.isNaN(value(one, run, i, state.row, state.column))))
   sources.forEach((source, run) => {
     const there = range.filter(i => runs[run].marked[i])
-    const columns = {[along]: there.map(i => marks[i]), size: there.map(() => there.length > 40 ? 0 : 5)}
+    const columns = {[along]: there.map(i => marks[i])}
     for (const variable of variables.filter(one => one.curve)) {
       columns[variable.name] = there.map(i => value(variable, run, i, state.row, state.column))
       if (variable.of === "head") columns[`${variable.name} mean`] = there.map(i => {
@@ -107,14 +111,9 @@ function curves() {
   boxes.forEach(box => { box.data = {row: [state.row], column: [state.column]} })
 }
 
-const opened = new Map()  // the layer's maps, decompressed when they are first looked at
-async function open(entry) {
-  if (!opened.has(entry.place)) {
-    const buffer = await inflate(maps[entry.place]), [kept, images, width] = entry.shape
-    const many = kept * images * width
-    opened.set(entry.place, {largest: new Float32Array(buffer, 0, many), cells: new Uint8Array(buffer, 4 * many)})
-  }
-  return {...entry, ...opened.get(entry.place)}
+function open(entry) {
+  const [kept, images, width] = entry.shape, many = kept * images * width
+  return {...entry, largest: new Float32Array(maps[entry.place], 0, many), cells: new Uint8Array(maps[entry.place], 4 * many)}
 }
 const rgb = palettes.maps.map(color => [1, 3, 5].map(i => parseInt(color.slice(i, i + 2), 16)))
 function tile(entry, at, share, caption, picture) {
@@ -134,11 +133,10 @@ function tile(entry, at, share, caption, picture) {
   figure.append(frame, element("figcaption", caption.join("\n")))
   return figure
 }
-let latest = 0
-async function show() {
-  const turn = ++latest, image = $("image").selectedIndex, found = []
+function show() {
+  const image = $("image").selectedIndex, found = []
   for (const [run, about] of runs.entries()) {
-    const entries = await Promise.all(tiles.filter(one => one.run === run && one.layer === layers[state.row].name).map(open))
+    const entries = tiles.filter(one => one.run === run && one.layer === layers[state.row].name).map(open)
     let kept = about.kept.findLastIndex(i => i <= state.mark)
     if (kept < 0) kept = 0
     const place = (entry, column, when = kept) => (when * entry.shape[1] + image) * entry.shape[2] + column
@@ -160,7 +158,6 @@ async function show() {
       }
     }
   }
-  if (turn !== latest) return  // something else was chosen meanwhile
   if (!found.length) found.push(element("span", `No maps of ${layers[state.row].name}.`))
   $("tiles").replaceChildren(...found)
 }
@@ -233,5 +230,6 @@ $("play").onclick = () => {
   else timer = setInterval(() => step((state.mark + 1) % marks.length), Math.min(700, Math.max(100, 12000 / marks.length)))
   $("play").textContent = timer === null ? "▶ play" : "⏸ pause"
 }
+for (const plot of plots) plot.properties.inner_width.change.connect(move)
 legend(), curves(), step(state.mark), table()
 document.body.dataset.ready = "yes"

@@ -7,7 +7,7 @@ from typing import Any
 
 from bokeh.document import Document
 from bokeh.embed import file_html
-from bokeh.models import ColumnDataSource, CustomJS, Span
+from bokeh.models import ColumnDataSource, CustomJS
 from bokeh.palettes import Cividis256
 from bokeh.resources import INLINE
 
@@ -20,7 +20,7 @@ from tcnn_probe.reporting.variables import label, variables_of
 __all__ = ["page"]
 
 _HERE = Path(__file__).parent
-_OVERHEAD = 2_000_000
+_OVERHEAD = 1_600_000
 """Bytes of Bokeh's own program and of the words."""
 
 _BESIDE = {
@@ -73,6 +73,7 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
         "pictures": pictures,
         "tiles": [_tile(place, *each) for place, each in enumerate(maps)],
         "palettes": _PALETTES,
+        "border": figures.BORDER,
     }
     words = {
         "summary": notes.summary(axes, runs),
@@ -116,20 +117,19 @@ def _tile(place: int, run: int, entry: Maps) -> dict[str, Any]:
 
 def _document(axes: Axes, runs: Sequence[Run], variables: Sequence[dict[str, Any]], args: dict[str, Any]) -> Document:
     """Bokeh's figures, and the program that fills them."""
-    document, mark = Document(), Span(dimension="height", line_color="#d55e00", line_width=1.5)
+    document = Document()
     counts = [run.heads for run in runs]
     if len(runs) == 2:
         counts.append({layer: min(count, runs[1].heads.get(layer, 0)) for layer, count in runs[0].heads.items()})
     grids = [figures.grid(axes, f"grid {number}", each) for number, each in enumerate(counts)]
-    sources = [ColumnDataSource({axes.along: [], "size": []}) for _ in runs]
-    curves = [figures.curve(axes, variable, sources, mark) for variable in variables if variable["curve"]]
+    sources = [ColumnDataSource({axes.along: []}) for _ in runs]
+    curves = [figures.curve(axes, variable, sources) for variable in variables if variable["curve"]]
     with document.models.freeze():  # or each root is compared with all before it
         for plot in [*(plot for plot, *_ in grids), *curves]:
             document.add_root(plot)
     _, cells, mappers, boxes = zip(*grids, strict=True)
-    args |= {"grids": list(cells), "mappers": list(mappers), "boxes": list(boxes), "sources": sources, "mark": mark}
-    code = (_HERE / "page.js").read_text(encoding="utf-8")
-    program = CustomJS(args=args, code=f"(async () => {{\n{code}}})()")
+    args |= {"grids": list(cells), "mappers": list(mappers), "boxes": list(boxes), "sources": sources, "plots": curves}
+    program = CustomJS(args=args, code=(_HERE / "page.js").read_text(encoding="utf-8"))
     document.js_on_event("document_ready", program)  # the document's event, which no model hears
     document.template_variables["grids"] = [
         {"root": plot.name, "width": figures.width_of(axes), "caption": caption}

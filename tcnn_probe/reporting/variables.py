@@ -1,6 +1,5 @@
 """The numbers of a page: every variable of every run in one block of float64, and a table that says where."""
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ def variables_of(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]],
         for each variable its name, label, unit and meaning; ``of``: what a value is of ("head", "layer", "model");
         ``starts``: where each run's values (marks, layers, heads) begin, None where a run has none; ``limits`` of all
         its values, and the ``widest`` difference between two runs. Then the values: all first bytes of the numbers,
-        all second ones, ..., compressed.
+        all second ones, ..., which Bokeh compresses better.
     """
     table: list[dict[str, Any]] = []
     blocks: list[NDArray[np.float64]] = []
@@ -53,7 +52,7 @@ def variables_of(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]],
         )
     shuffled = np.concatenate(blocks).astype("<f8").view(np.uint8).reshape(-1, 8).T
     table.sort(key=lambda one: (not one["types"], ("head", "layer", "model").index(one["of"])))
-    return table, zlib.compress(shuffled.tobytes())
+    return table, shuffled.tobytes()
 
 
 def label(name: str) -> str:
