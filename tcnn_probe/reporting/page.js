@@ -220,7 +220,7 @@ for (const one of variables.filter(one => one.of !== "model")) $("colour").appen
 $("colour").onchange = () => { state.colour = $("colour").value; legend(), recolour() }
 $("image").append(...images.map(name => element("option", name)))
 $("image").onchange = $("own").onchange = show
-if (!tiles.length) $("mapcontrols").remove()
+$("mapcontrols").hidden = !tiles.length
 $("marks").max = marks.length - 1
 $("play").disabled = marks.length < 2
 $("marks").oninput = () => step(Number($("marks").value))
