@@ -30,6 +30,8 @@ from .probes import mean_attention as mean_attention
 from .probes import register as register
 from .recording.recorder import Recorder as Recorder
 from .recording.recorder import record as record
+from .reporting import Report as Report
+from .reporting import report as report
 from .schema import Variable as Variable
 from .storage import StoreError as StoreError
 from .storage import open as open

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import xarray as xr
 
 import tcnn_probe
-from tcnn_probe.storage import StoreError
+from tcnn_probe.storage import StoreError, numbers
 
 __all__ = ["main"]
 
@@ -33,15 +33,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot.add_argument("variable", help="such as entropy")
     plot.add_argument("-o", "--output", required=True, metavar="FILE", help="of any kind that matplotlib writes")
     plot.add_argument("--layers", default="*", metavar="GLOB", help="default: all")
+    report = commands.add_parser("report", help="one page to look at in a browser, of one recording or two")
+    report.add_argument("stores", nargs="+", metavar="store")
+    report.add_argument("-o", "--output", required=True, metavar="FILE", help="such as report.html")
+    report.add_argument("--max-mb", type=float, default=50, help="leave out maps until the page fits; default: 50")
     options = parser.parse_args(arguments)
     try:
         if options.command == "show":
             print(_shown(options.store))
         elif options.command == "compare":
             print(_compared(*options.stores))
+        elif options.command == "report":
+            tcnn_probe.report(options.stores, options.output, max_mb=options.max_mb)
         else:
             _plotted(options.store, options.variable, options.layers, options.output)
-    except (StoreError, ValueError, OSError) as error:
+    except (StoreError, ValueError, OSError, ModuleNotFoundError) as error:
         print(f"tcnn-probe: {error}", file=sys.stderr)
         return 2
     return 0
@@ -49,9 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _opened(store: str) -> xr.Dataset:
     """Scalars and heads in one dataset, after the checks that ``open`` makes."""
-    tree = tcnn_probe.open(store)
-    heads = tree["heads"].to_dataset() if "heads" in tree.children else xr.Dataset()
-    return heads.assign(tree.to_dataset().data_vars).assign_attrs(tree.attrs | heads.attrs)
+    return numbers(tcnn_probe.open(store))
 
 
 def _shown(store: str) -> str:

@@ -30,7 +30,8 @@ PARTS: dict[str, set[str]] = {
     "attribution": {"attention", "images", "models", "provenance"},
     "perturbations": {"bootstrap", "hooks", "images", "models", "provenance"},
     "plot": {"bootstrap", "heads", "perturbations", "schema"},
-    "command_line": {"plot", "storage"},
+    "reporting": {"heads", "plot", "storage"},
+    "command_line": {"plot", "reporting", "storage"},
 }
 
 # The fine-tuning loop, and what the root of tcnn_model re-exports of it.

@@ -10,7 +10,7 @@ from tcnn_probe.storage.commit import HEADS, UNREADABLE, Root
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.place import Place, find
 
-__all__ = ["existing", "open_dataset", "open_recording", "open_tree"]
+__all__ = ["existing", "numbers", "open_dataset", "open_recording", "open_tree"]
 
 
 def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
@@ -53,3 +53,9 @@ def open_tree(store: Store) -> xr.DataTree:
         groups[f"/{HEADS}"] = heads = root.drop_vars(set(of_model) - {along})
         heads.attrs = {"layers": root.attrs["layers"]}
     return xr.DataTree.from_dict(groups)
+
+
+def numbers(tree: xr.DataTree) -> xr.Dataset:
+    """Heads and scalars of an opened recording in one dataset, as ``xr.open_zarr`` gives them."""
+    heads = tree[HEADS].to_dataset() if HEADS in tree.children else xr.Dataset()
+    return heads.assign(tree.to_dataset().data_vars).assign_attrs(tree.attrs | heads.attrs)

@@ -1,0 +1,158 @@
+"""Bokeh's part of the page: grids of heads, and curves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bokeh.models import BasicTicker, ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, Range1d, Rect
+from bokeh.palettes import PuOr11, Viridis256, interp_palette
+from bokeh.plotting import figure
+from bokeh.transform import transform
+
+from tcnn_probe.plot.style import OKABE_ITO
+from tcnn_probe.reporting.recordings import Axes
+
+__all__ = [
+    "ABSENT",
+    "BORDER",
+    "DIFFERENCES",
+    "MISSING",
+    "NUMBERS",
+    "RUNS",
+    "SAME",
+    "TYPES",
+    "curve",
+    "grid",
+    "width_of",
+]
+
+NUMBERS = list(Viridis256)
+DIFFERENCES = list(interp_palette(PuOr11[::-1], 255))
+TYPES = [OKABE_ITO[name] for name in ("blue", "yellow", "vermillion", "sky blue")]
+"""Convolutional, averaging, content, mixed."""
+
+MISSING, ABSENT, SAME = "#a0a0a0", "#ececec", "#cfe3d4"
+"""A head without a value; no head; a head of the same type in both runs."""
+
+RUNS = [OKABE_ITO["black"], OKABE_ITO["blue"]]
+
+BORDER = 8
+"""Between the end of an axis and that of its figure, pixels."""
+
+_CELL = 24  # pixels
+_FONT = "12px"
+_DOTS = 40  # marks; of more, a line shows no single ones
+
+
+def grid(
+    axes: Axes, name: str, counts: Mapping[str, int]
+) -> tuple[figure, ColumnDataSource, LinearColorMapper, ColumnDataSource]:
+    """Layers x heads, the first layer at the top.
+
+    Args:
+        axes: of all grids.
+        name: of the figure.
+        counts: how many heads each layer has; others are not drawn.
+
+    Returns:
+        the figure; the source of its cells, with places in "row" and "column", and "value" and "text" to be filled
+        in; their colours; the source of the box around the chosen cell.
+    """
+    rows, columns = len(axes.layers), len(axes.heads)
+    there = [
+        (row, column, layer, head)
+        for row, layer in enumerate(axes.layers)
+        for column, head in enumerate(axes.heads)
+        if head < counts.get(layer, 0)
+    ]
+    row, column, layer, head = ([each[part] for each in there] for part in range(4))
+    nothing = [float("nan")] * len(there)
+    cells = ColumnDataSource(
+        {"row": row, "column": column, "layer": layer, "head": head, "value": nothing, "text": [""] * len(there)}
+    )
+    box, mapper = ColumnDataSource({"row": [], "column": []}), LinearColorMapper(palette=NUMBERS, nan_color=MISSING)
+    plot = figure(
+        name=name,
+        x_range=Range1d(-0.5, columns - 0.5),
+        y_range=Range1d(rows - 0.5, -0.5),
+        height=_CELL * rows + 48,
+        sizing_mode="stretch_width",
+        tools="tap",
+        toolbar_location=None,
+        background_fill_color=ABSENT,
+        min_border_right=BORDER,
+    )
+    drawn = plot.rect("column", "row", 1, 1, source=cells, fill_color=transform("value", mapper), line_color="white")
+    drawn.selection_glyph = drawn.nonselection_glyph = None  # other cells must not fade when one is chosen
+    plot.add_glyph(box, Rect(x="column", y="row", width=1, height=1, fill_alpha=0, line_color="black", line_width=3))
+    plot.add_tools(HoverTool(renderers=[drawn], tooltips=[("layer", "@layer"), ("head", "@head"), ("", "@text")]))
+    plot.xgrid.visible = plot.ygrid.visible = False
+    plot.xaxis.axis_label = "head"
+    step = -(-columns // 16)
+    plot.xaxis.ticker = FixedTicker(ticks=list(range(0, columns, step)))
+    plot.xaxis.major_label_overrides = {place: str(head) for place, head in enumerate(axes.heads)}
+    plot.yaxis.ticker = FixedTicker(ticks=list(range(rows)))
+    plot.yaxis.major_label_overrides = dict(enumerate(_short(list(axes.layers))))
+    _plain(plot)
+    return plot, cells, mapper, box
+
+
+def width_of(axes: Axes) -> int:
+    """A good width of a grid, pixels."""
+    return max(280, 30 * len(axes.heads) + 9 * max(map(len, _short(list(axes.layers)))) + 30)
+
+
+def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSource]) -> figure:
+    """A variable over the marks, a colour a run; a dashed line for the mean over the heads of the layer."""
+    first, last = axes.marks[0], axes.marks[-1]
+    edge = 0.02 * (last - first) or 0.5
+    low, high = variable["limits"]
+    room = max(0.06 * (high - low), 0.01 * max(abs(low), abs(high))) or 0.5
+    name, along = variable["name"], axes.along
+    plot = figure(
+        name=f"curve {name}",
+        x_range=Range1d(first - edge, last + edge),
+        y_range=Range1d(low - room, high + room),
+        height=130,
+        sizing_mode="stretch_width",
+        tools="",
+        toolbar_location=None,
+        min_border_right=BORDER,
+    )
+    lines = []
+    for source, color in zip(sources, RUNS, strict=False):
+        if variable["of"] == "head":
+            source.add([], f"{name} mean")
+            plot.line(along, f"{name} mean", source=source, line_color=color, line_dash=[3, 3], line_alpha=0.7)
+        source.add([], name)
+        lines.append(plot.line(along, name, source=source, line_color=color, line_width=2))
+        if len(axes.marks) <= _DOTS:
+            plot.scatter(along, name, source=source, color=color, size=5)
+    tips = [(along, f"@{{{along}}}"), (variable["label"], f"@{{{name}}}{{0.0000}}")]
+    plot.add_tools(HoverTool(renderers=lines, mode="vline", tooltips=tips))
+    plot.xgrid.visible = False
+    whole = all(isinstance(each, int) for each in axes.marks)
+    few = FixedTicker(ticks=axes.marks) if len(axes.marks) < 9 else BasicTicker(min_interval=1 if whole else 0)
+    plot.xaxis.ticker, plot.yaxis.ticker = few, BasicTicker(desired_num_ticks=4)
+    plot.xaxis.axis_label = along
+    _plain(plot)
+    return plot
+
+
+def _plain(plot: figure) -> None:
+    plot.outline_line_color = None
+    plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = _FONT
+    plot.axis.axis_label_text_font_style = "normal"
+    plot.axis.axis_line_color = plot.axis.major_tick_line_color = "#888888"
+    plot.axis.minor_tick_line_color = None
+
+
+def _short(layers: Sequence[str]) -> list[str]:
+    """Names without the parts that all of them begin or end with, if they are long."""
+    parts = [layer.split(".") for layer in layers]
+    if max(map(len, layers)) <= 26 or len(layers) == 1:
+        return list(layers)
+    while len({part[0] for part in parts}) == 1 and min(map(len, parts)) > 1:
+        parts = [part[1:] for part in parts]
+    while len({part[-1] for part in parts}) == 1 and min(map(len, parts)) > 1:
+        parts = [part[:-1] for part in parts]
+    return [name if len(name) <= 24 else f"…{name[-23:]}" for name in map(".".join, parts)]

@@ -1,0 +1,235 @@
+// Runs once, when Bokeh's document is ready. `page` is JSON; `numbers` and `maps` are bytes; the rest are Bokeh's.
+const $ = id => document.getElementById(id)
+const {along, marks, layers, heads, runs, variables, types, palettes, tiles, images, pictures, border} = JSON.parse(page)
+const element = (tag, text = "", properties = {}) =>
+  Object.assign(document.createElement(tag), {textContent: text}, properties)
+
+// All first bytes of the float64 numbers, then all second ones, ...
+const shuffled = new Uint8Array(numbers), count = shuffled.length / 8
+const bytes = new Uint8Array(shuffled.length)
+for (let k = 0; k < 8; k++) for (let i = 0; i < count; i++) bytes[8 * i + k] = shuffled[k * count + i]
+const all = new Float64Array(bytes.buffer)
+
+const state = {mark: marks.length - 1, row: 0, column: 0, colour: variables[0].name, sort: null, down: false}
+const two = runs.length === 2
+const value = (variable, run, mark, row, column) => {  // NaN where there is none
+  const start = variable.starts[run]
+  if (start === null) return NaN
+  if (variable.of === "model") return all[start + mark]
+  if (variable.of === "layer") return all[start + mark * layers.length + row]
+  return all[start + (mark * layers.length + row) * heads.length + column]
+}
+const short = x => String(Number(x.toPrecision(5)))
+const text = (variable, x) =>
+  Number.isNaN(x) ? "no value" : variable.types ? types[x] : short(x) + variable.unit
+const difference = (variable, mark, row, column) => {
+  const [a, b] = [0, 1].map(run => value(variable, run, mark, row, column))
+  return variable.types ? (Number.isNaN(a + b) ? NaN : Number(a !== b)) : b - a
+}
+const same = ["same type", "another type"]
+const columnsOf = row => heads.flatMap((head, column) => head < layers[row].heads ? [column] : [])
+
+function recolour() {
+  const variable = variables.find(one => one.name === state.colour)
+  grids.forEach((cells, which) => {
+    const differing = which === 2, mapper = mappers[which]
+    const {row, column} = cells.data, values = new Float64Array(row.length)
+    for (let i = 0; i < values.length; i++)
+      values[i] = differing ? difference(variable, state.mark, row[i], column[i]) : value(variable, which, state.mark, row[i], column[i])
+    const said = Array.from(values, x => differing && variable.types ? same[x] ?? "no value" : text(variable, x))
+    cells.data = {...cells.data, value: values, text: said}
+    const [palette, low, high] = scale(variable, differing)
+    mapper.setv({palette, low, high})
+  })
+}
+function scale(variable, differing) {
+  if (variable.types)
+    return differing ? [[palettes.same, palettes.types[2]], -0.5, 1.5] : [palettes.types, -0.5, types.length - 0.5]
+  const bound = variable.widest || 1
+  if (differing) return [palettes.differences, -bound, bound]
+  const [low, high] = variable.limits
+  return [palettes.numbers, low, high > low ? high : low + 1]
+}
+function legend() {
+  const variable = variables.find(one => one.name === state.colour), parts = []
+  const part = (...nodes) => { const span = element("span"); span.append(...nodes); parts.push(span, " ") }
+  const colours = (kind, style) => element("span", "", {className: kind, style: `background:${style}`})
+  const swatch = (color, words) => part(colours("swatch", color), words)
+  const ramp = ([palette, low, high], words) => part(element("b", words), ` ${short(low)} `,
+    colours("ramp", `linear-gradient(to right,${palette.filter((_, i) => i % 15 === 0)})`), short(high) + variable.unit)
+  if (variable.types) types.forEach((name, i) => swatch(palettes.types[i], name))
+  else ramp(scale(variable, false), variable.label)
+  if (two && variable.types) swatch(palettes.same, same[0]), swatch(palettes.types[2], same[1])
+  else if (two) ramp(scale(variable, true), "difference")
+  swatch(palettes.missing, "no value"), swatch(palettes.absent, "no such head")
+  $("legend").replaceChildren(...parts)
+  $("legend").title = variable.meaning
+}
+
+function captions() {
+  for (const variable of variables) {
+    const place = $(`value ${variable.name}`)
+    if (!place) continue
+    place.replaceChildren(...runs.flatMap((run, which) => {
+      const x = value(variable, which, state.mark, state.row, state.column)
+      return [element("data", text(variable, x), {value: String(x), style: `color:${palettes.runs[which]}`})]
+    }))
+  }
+  $("facts").replaceChildren(...runs.map((run, which) => {
+    const known = variables.filter(one => one.types || one.of === "layer")
+      .map(one => [one, value(one, which, state.mark, state.row, state.column)])
+    const facts = known.filter(([, x]) => !Number.isNaN(x)).map(([one, x]) => `${one.label} ${text(one, x)}`)
+    return element("p", (two ? `${run.name}: ` : "") + (facts.join(" · ") || "no value"), {style: `color:${palettes.runs[which]}`})
+  }))
+  $("chosen").textContent = `${layers[state.row].name}, head ${heads[state.column]}`
+  $("now").textContent = `${along} ${marks[state.mark]} (${state.mark + 1} of ${marks.length})`
+  move()
+}
+function move() {  // the marks over the curves; as a part of Bokeh's figures each step would draw all of these again
+  for (const plot of plots) {
+    const {start, end} = plot.x_range, left = plot.outer_width - plot.inner_width - border
+    $(plot.name).style.left = `${left + plot.inner_width * (marks[state.mark] - start) / (end - start)}px`
+  }
+}
+function curves() {
+  const range = marks.map((_, i) => i)
+  for (const one of variables.filter(one => one.curve && one.of === "head"))
+    $(`value ${one.name}`).closest("figure").hidden =
+      !runs.some((_, run) => range.some(i => !Number.isNaN(value(one, run, i, state.row, state.column))))
+  sources.forEach((source, run) => {
+    const there = range.filter(i => runs[run].marked[i])
+    const columns = {[along]: there.map(i => marks[i])}
+    for (const variable of variables.filter(one => one.curve)) {
+      columns[variable.name] = there.map(i => value(variable, run, i, state.row, state.column))
+      if (variable.of === "head") columns[`${variable.name} mean`] = there.map(i => {
+        const known = columnsOf(state.row).map(column => value(variable, run, i, state.row, column)).filter(x => !Number.isNaN(x))
+        return known.reduce((sum, x) => sum + x, 0) / known.length
+      })
+    }
+    source.data = columns
+  })
+  boxes.forEach(box => { box.data = {row: [state.row], column: [state.column]} })
+}
+
+function open(entry) {
+  const [kept, images, width] = entry.shape, many = kept * images * width
+  return {...entry, largest: new Float32Array(maps[entry.place], 0, many), cells: new Uint8Array(maps[entry.place], 4 * many)}
+}
+const rgb = palettes.maps.map(color => [1, 3, 5].map(i => parseInt(color.slice(i, i + 2), 16)))
+function tile(entry, at, share, caption, picture) {
+  const [, , , height, width] = entry.shape, canvas = element("canvas", "", {width, height})
+  const pixels = new ImageData(width, height), start = at * height * width
+  for (let i = 0; i < height * width; i++) {
+    const byte = entry.cells[start + i], part = byte / 254 * share
+    if (byte === 255) continue
+    pixels.data.set([...rgb[Math.min(255, Math.round(part * 255))], picture ? 255 * (0.35 + 0.6 * part) : 255], 4 * i)
+  }
+  canvas.getContext("2d").putImageData(pixels, 0, 0)
+  const frame = element("div", "", {className: "frame"}), figure = element("figure", "", {className: "tile"})
+  if (picture) frame.style.backgroundImage = `url(${picture})`
+  frame.append(canvas)
+  if (entry.query) frame.append(element("div", "", {className: "query", style:
+    `top:${100 * entry.query[0] / height}%;left:${100 * entry.query[1] / width}%;height:${100 / height}%;width:${100 / width}%`}))
+  figure.append(frame, element("figcaption", caption.join("\n")))
+  return figure
+}
+function show() {
+  const image = $("image").selectedIndex, found = []
+  for (const [run, about] of runs.entries()) {
+    const entries = tiles.filter(one => one.run === run && one.layer === layers[state.row].name).map(open)
+    let kept = about.kept.findLastIndex(i => i <= state.mark)
+    if (kept < 0) kept = 0
+    const place = (entry, column, when = kept) => (when * entry.shape[1] + image) * entry.shape[2] + column
+    const beside = entries.filter(entry => !entry.shape[3] && image < entry.shape[1])
+    const shown = entries.filter(entry => entry.shape[3] && image < entry.shape[1])
+    if (two && shown.length) found.push(element("b", about.name, {style: `width:100%;color:${palettes.runs[run]}`}))
+    if (shown.length && about.kept[kept] !== state.mark)
+      found.push(element("span", `Maps of ${along} ${marks[about.kept[kept]]}: those of ${along} ${marks[state.mark]} are not on this page.`, {style: "width:100%"}))
+    for (const entry of shown) {
+      const ofClass = entry.by === "class", columns = ofClass ? [...Array(entry.shape[2]).keys()] : [state.column]
+      for (const column of columns.filter(c => c < entry.shape[2])) {
+        const at = place(entry, column), over = about.kept.map((_, when) => entry.largest[place(entry, column, when)])
+        const top = $("own").checked ? entry.largest[at] : Math.max(...over)
+        const facts = beside.filter(one => one.beside === entry.name)
+          .map(one => `${one.label} ${short(one.largest[place(one, column)])}`)
+        const bright = top === entry.largest[at] ? "" : ` (brightest is ${short(top)})`
+        const caption = [entry.label, `largest value ${short(entry.largest[at])}${bright}`, ...facts]
+        found.push(tile(entry, at, entry.largest[at] / (top || 1), caption, entry.windows ? null : pictures[image]))
+      }
+    }
+  }
+  if (!found.length) found.push(element("span", `No maps of ${layers[state.row].name}.`))
+  $("tiles").replaceChildren(...found)
+}
+
+const shownColumns = variables.filter(one => one.of === "head")
+function rows() {
+  const found = []
+  runs.forEach((run, which) => layers.forEach((layer, row) => {
+    for (const column of run.marked[state.mark] ? columnsOf(row).filter(() => run.layers.includes(layer.name)) : [])
+      found.push([...(two ? [run.name] : []), layer.name, heads[column],
+        ...shownColumns.map(one => { const x = value(one, which, state.mark, row, column); return one.types ? types[x] ?? "" : x })])
+  }))
+  const {sort, down} = state
+  if (sort !== null) found.sort((a, b) => {
+    const [x, y] = [a[sort], b[sort]]
+    return Number.isNaN(x) ? 1 : Number.isNaN(y) ? -1 : (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1)
+  })
+  return found
+}
+const titles = [...(two ? ["run"] : []), "layer", "head", ...shownColumns.map(one => one.name)]
+function table() {
+  const body = document.createElement("tbody")
+  for (const row of rows()) {
+    const line = body.insertRow()
+    for (const cell of row) line.insertCell().textContent = typeof cell === "number" ? (Number.isNaN(cell) ? "" : Number(cell.toPrecision(5))) : cell
+  }
+  $("heads").tBodies[0].replaceWith(body)
+}
+$("heads").tHead.append(element("tr"))
+titles.forEach((title, i) => {
+  const cell = element("th", title)
+  cell.onclick = () => { state.down = state.sort === i && !state.down; state.sort = i; table() }
+  $("heads").tHead.rows[0].append(cell)
+})
+$("copy").onclick = () => {
+  const area = element("textarea", [titles, ...rows()].map(row => row.join("\t")).join("\n"))
+  document.body.append(area)
+  area.select()
+  document.execCommand("copy")  // the newer way is forbidden in the frames of notebooks
+  area.remove()
+}
+
+let later = null
+function step(to) {
+  state.mark = to
+  $("marks").value = to
+  recolour(), captions(), show()
+  clearTimeout(later)
+  later = setTimeout(table, 200)  // when the slider rests
+}
+function choose(row, column) {
+  Object.assign(state, {row, column})
+  captions(), curves(), show()
+}
+for (const cells of grids) cells.selected.connect(cells.selected.properties.indices.change, () => {
+  const [i] = cells.selected.indices
+  if (i !== undefined) choose(cells.data.row[i], cells.data.column[i]), cells.selected.indices = []
+})
+for (const one of variables.filter(one => one.of !== "model")) $("colour").append(element("option", one.label, {value: one.name}))
+$("colour").onchange = () => { state.colour = $("colour").value; legend(), recolour() }
+$("image").append(...images.map(name => element("option", name)))
+$("image").onchange = $("own").onchange = show
+$("mapcontrols").hidden = !tiles.length
+$("marks").max = marks.length - 1
+$("play").disabled = marks.length < 2
+$("marks").oninput = () => step(Number($("marks").value))
+let timer = null
+$("play").onclick = () => {
+  if (timer !== null) clearInterval(timer), timer = null
+  else timer = setInterval(() => step((state.mark + 1) % marks.length), Math.min(700, Math.max(100, 12000 / marks.length)))
+  $("play").textContent = timer === null ? "▶ play" : "⏸ pause"
+}
+for (const plot of plots) plot.properties.inner_width.change.connect(move)
+legend(), curves(), step(state.mark), table()
+document.body.dataset.ready = "yes"

@@ -1,0 +1,65 @@
+"""Recordings that were not recorded, and what a page holds of them, decoded anew."""
+
+import base64
+import gzip
+import html
+import json
+import re
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+NAUGHTY = "</script><img src=x onerror=alert(1)>"
+ABOUT = {"units": "nat", "long_name": "attention entropy", "description": "-sum A log A <b>"}
+
+
+def recording(
+    layers: dict[str, int], epochs: list[int], *, seed: int = 0, grid: tuple[int, int] | None = (3, 5)
+) -> Any:
+    """A tree as ``tcnn_probe.open`` gives it: random numbers by layer and head, and maps of two images on a grid."""
+    rng, heads = np.random.default_rng(seed), max(layers.values())
+    coords = {"epoch": epochs, "layer": list(layers), "head": range(heads)}
+    there = np.arange(heads) < np.array([*layers.values()])[:, None]
+    table = {"layers": json.dumps({name: {"kind": "softmax", "heads": count} for name, count in layers.items()})}
+
+    def of_heads(*shape: int) -> Any:
+        values = rng.random((len(epochs), len(layers), *shape, heads))
+        return np.where(np.expand_dims(there, tuple(range(1, 1 + len(shape)))), values, np.nan)
+
+    dims = ("epoch", "layer", "head")
+    numbers = xr.Dataset({"entropy": (dims, of_heads(), ABOUT), "gate": (dims, of_heads())}, coords, table)
+    numbers["uniform_entropy"] = ("epoch", "layer"), rng.random((len(epochs), len(layers)))
+    attrs = {"along": "epoch", "model_class": "Net", "unsupported": json.dumps({"stem": "no softmax"}), "missing": "{}"}
+    root = xr.Dataset({"top1": ("epoch", rng.random(len(epochs)))}, {"epoch": epochs}, attrs)
+    groups = {"/": root, "/heads": numbers}
+    if grid is not None:
+        maps = np.moveaxis(of_heads(2, *grid), -1, 3).astype(np.float16)  # (epoch, layer, image, head, y, x)
+        groups["/maps"] = xr.Dataset(
+            {"class_attention": (("epoch", "layer", "image", "head", "y", "x"), maps)},
+            coords | {"image": [0, 3]},
+            table,
+        )
+    return xr.DataTree.from_dict(groups)
+
+
+def held(page: str) -> tuple[dict[str, Any], np.ndarray, list[bytes]]:
+    """What the page's program is given: its facts, its numbers and its maps."""
+    scripts = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, flags=re.DOTALL)
+    args = dict(_program(json.loads(html.unescape(scripts[0])))["args"]["entries"])
+    numbers = np.frombuffer(_inflated(args["numbers"]), np.uint8).reshape(8, -1).T.copy().view("<f8").ravel()
+    return json.loads(args["page"]), numbers, [_inflated(each) for each in args["maps"]]
+
+
+def _inflated(about: dict[str, str]) -> bytes:
+    return gzip.decompress(base64.b64decode(about["data"]))
+
+
+def _program(node: Any) -> Any:
+    """The attributes of the one CustomJS."""
+    if isinstance(node, dict):
+        if node.get("name") == "CustomJS":
+            return node["attributes"]
+        node = list(node.values())
+    found = [_program(each) for each in node] if isinstance(node, list) else []
+    return next((each for each in found if each is not None), None)

@@ -1,0 +1,203 @@
+"""A report in a browser that finds no network: what is seen, and what a click shows."""
+
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from bokeh.palettes import Viridis256
+from PIL import Image, ImageColor
+
+import tcnn_probe
+from tcnn_probe.reporting.figures import MISSING
+from tests.tcnn_probe.reporting.made import NAUGHTY, recording
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="no chromium or no chromedriver (apt install chromium chromium-driver)"
+)
+EPOCHS = [0, 5, 7]
+LAYER, HEAD = 11, 3
+LAYERS = {NAUGHTY: 3} | {f"blocks.{number}": 5 for number in range(1, 11)} | {"blocks.11": 9}
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[xr.DataTree]:
+    """Twelve layers of 3 to 9 heads; the second run ends earlier, and has no maps."""
+    one = recording(LAYERS, EPOCHS)
+    one["heads"]["entropy"][:, 1, 1] = np.nan
+    maps = one["maps/class_attention"]
+    maps[:, LAYER, 0, HEAD] = 0.01
+    maps[:, LAYER, 0, HEAD, 0, 0] = 0.5
+    return [one, recording(LAYERS, EPOCHS[:2], seed=1, grid=None)]
+
+
+@pytest.fixture(scope="module")
+def browser(runs: list[xr.DataTree], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A browser with the page of both runs in it."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1200"):
+        options.add_argument(argument)
+    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        path = tmp_path_factory.mktemp("page") / "report.html"
+        tcnn_probe.report(runs, path)
+        driver.get(path.as_uri())
+        until(driver, "document.body.dataset.ready")
+        yield driver
+    finally:
+        driver.quit()
+
+
+def until(driver: Any, condition: str) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(driver, 60, poll_frequency=0.05).until(lambda driver: driver.execute_script(f"return {condition}"))
+
+
+def at(driver: Any, grid: int, row: int, column: int) -> tuple[float, float]:
+    """Where the middle of a cell is, in pixels of the window."""
+    return tuple(
+        driver.execute_script(
+            """const view = Bokeh.index.roots.find(view => view.model.name === `grid ${arguments[0]}`)
+            view.el.scrollIntoView({block: "center"})
+            const {left, top} = view.el.getBoundingClientRect(), frame = view.frame.bbox
+            const {x_range, y_range} = view.model
+            return [left + frame.left + frame.width * (arguments[2] + 0.5) / x_range.end.toFixed(),
+                    top + frame.top + frame.height * (arguments[1] + 0.5) / y_range.start.toFixed()]""",
+            grid, row, column,
+        )
+    )  # fmt: skip
+
+
+def click(driver: Any, grid: int, row: int, column: int) -> None:
+    x, y = at(driver, grid, row, column)
+    for kind in ("mousePressed", "mouseReleased"):
+        event = {"type": kind, "x": x, "y": y, "button": "left", "clickCount": 1}
+        driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
+    until(driver, f"document.getElementById('chosen').textContent.endsWith('head {column}')")
+
+
+def color(driver: Any, row: int, column: int) -> tuple[int, ...]:
+    """Of a cell, a little off its middle, after everything has been painted."""
+    x, y = at(driver, 0, row, column)
+    driver.execute_async_script(
+        "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], 100)))"
+    )
+    return Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB").getpixel((int(x) + 4, int(y) + 4))
+
+
+def to(driver: Any, mark: int, colour: str) -> None:
+    """Move the slider, and choose the variable."""
+    driver.execute_script(
+        """const [mark, colour] = ["marks", "colour"].map(id => document.getElementById(id))
+        mark.value = arguments[0]; mark.dispatchEvent(new Event("input"))
+        colour.value = arguments[1]; colour.dispatchEvent(new Event("change"))""",
+        mark, colour,
+    )  # fmt: skip
+
+
+def test_a_click_shows_the_numbers_of_its_head(browser: Any, runs: list[xr.DataTree]) -> None:
+    for mark, epoch in enumerate(EPOCHS):
+        to(browser, mark, "gate")
+        click(browser, mark % 3, LAYER, HEAD)  # in either run's grid, or that of the difference
+        assert browser.execute_script("return document.getElementById('chosen').textContent") == "blocks.11, head 3"
+        for name in ("entropy", "gate"):
+            cells = browser.find_elements("xpath", f"//*[@id='value {name}']/data")
+            for run, cell in zip(runs, cells, strict=True):
+                if epoch not in run.epoch:
+                    assert cell.text == "no value"
+                    continue
+                value = run["heads"][name].sel(epoch=epoch, layer="blocks.11", head=3).item()
+                assert float(cell.get_attribute("value")) == value
+                assert float(cell.text.removesuffix(" nat")) == float(f"{value:.5g}")
+    source = browser.execute_script(
+        "const d = Bokeh.documents[0].get_model_by_name('curve entropy').renderers[0].data_source.data;"
+        "return [d.epoch, d.entropy, d['entropy mean']].map(values => Array.from(values))"
+    )
+    heads = runs[0]["heads"].entropy.sel(layer="blocks.11")
+    assert source[:2] == [EPOCHS, heads.sel(head=3).values.tolist()]
+    assert source[2] == pytest.approx(heads.mean("head").values.tolist(), rel=1e-14)
+
+
+def test_colours_mean_the_same_at_every_epoch(browser: Any, runs: list[xr.DataTree]) -> None:
+    """As ``(value - low) / (high - low)`` of all epochs and both runs; a chosen head does not dim the others."""
+    values = [run["heads"].entropy.values for run in runs]
+    low, high = (f([f(each) for each in values]) for f in (np.nanmin, np.nanmax))
+    for mark, (row, column) in ((0, (2, 4)), (1, (5, 0)), (2, (9, 2))):
+        to(browser, mark, "entropy")
+        click(browser, 0, LAYER, HEAD)
+        step = min(255, int((values[0][mark, row, column] - low) / (high - low) * 256))
+        assert color(browser, row, column) == ImageColor.getrgb(Viridis256[step])
+    assert color(browser, 1, 1) == ImageColor.getrgb(MISSING)
+    to(browser, 1, "entropy")
+    cells = browser.execute_script(
+        "const {value, row, column} = Bokeh.documents[0].get_model_by_name('grid 2').renderers[0].data_source.data;"
+        "return [value, row, column].map(each => Array.from(each))"
+    )
+    for value, row, column in zip(*cells, strict=True):
+        expected = values[1][1, row, column] - values[0][1, row, column]
+        assert value == expected or (value is None and np.isnan(expected))
+    assert len(cells[0]) == sum(LAYERS.values())
+
+
+def test_the_first_row_of_a_map_is_at_the_top(browser: Any) -> None:
+    to(browser, 2, "gate")
+    click(browser, 0, LAYER, HEAD)
+    frame = browser.find_element("css selector", ".frame")
+    light = np.asarray(Image.open(io.BytesIO(frame.screenshot_as_png)).convert("L"), dtype=int)
+    height, width = light.shape
+    cells = light[height // 6 :: height // 3, width // 10 :: width // 5][:3, :5]
+    assert cells[0, 0] > 200
+    assert cells.ravel()[1:].max() < 60
+
+
+def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -> None:
+    to(browser, 1, "gate")
+    browser.execute_script("document.execCommand = () => { window.copied = document.activeElement.value }")
+    browser.execute_script(
+        "for (const cell of document.querySelectorAll('#heads th')) if (cell.textContent === 'gate') cell.click()"
+    )
+    browser.execute_script("document.getElementById('copy').click()")
+    title, *rows = (line.split("\t") for line in browser.execute_script("return window.copied").splitlines())
+    assert title == ["run", "layer", "head", "entropy", "gate"]
+    found = [(row[0], row[1], int(row[2]), float(row[4])) for row in rows]
+    expected = {
+        (f"Net ({which})", layer, head, run["heads"].gate.sel(epoch=5, layer=layer, head=head).item())
+        for which, run in zip("AB", runs, strict=True)
+        for layer, count in LAYERS.items()
+        for head in range(count)
+    }
+    assert {*found} == expected
+    assert [row[3] for row in found] == sorted(row[3] for row in found)
+    shown = browser.execute_script(
+        "return [...document.querySelectorAll('#heads td:last-child')].map(x => x.textContent)"
+    )
+    assert [float(each) for each in shown] == [float(f"{row[3]:.5g}") for row in found]
+
+
+def test_nothing_is_asked_for_and_nothing_fails(browser: Any, runs: list[xr.DataTree], tmp_path: Path) -> None:
+    """After all that was done above, and in a notebook's frame."""
+    browser.execute_script("document.getElementById('play').click()")
+    until(browser, "document.getElementById('now').textContent.startsWith('epoch 7')")
+    assert browser.execute_script("return document.querySelectorAll('img').length") == 0
+    assert NAUGHTY in browser.execute_script("return document.body.innerText")
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text('<meta charset="utf-8">' + tcnn_probe.report(runs[1])._repr_html_(), encoding="utf-8")
+    browser.get(notebook.as_uri())
+    until(browser, "document.querySelector('iframe').contentDocument.body?.dataset.ready")
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    assert len(asked) >= 2
+    assert [url for url in asked if not url.startswith(("file:", "data:", "about:srcdoc"))] == []

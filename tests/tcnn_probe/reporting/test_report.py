@@ -1,0 +1,183 @@
+"""What is in the file of a report: the recording's numbers and maps, words as words, and nothing from elsewhere."""
+
+import html
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import xarray as xr
+
+import tcnn_probe
+from tcnn_probe.command_line import main
+from tcnn_probe.reporting.maps import Choice, choose
+from tcnn_probe.reporting.recordings import read
+from tests.tcnn_probe.reporting.made import NAUGHTY, held, recording
+
+
+class Tags(HTMLParser):
+    """Every tag of a page, with its attributes."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[xr.DataTree]:
+    """Layers of 3 and 9 heads, one with a name that is markup; other epochs, and a layer more, in the second."""
+    one = recording({"a.attn": 3, NAUGHTY: 9}, [0, 5, 7])
+    one["heads"]["entropy"][0, 1, 4] = np.nan
+    return [one, recording({"a.attn": 3, NAUGHTY: 7, "c": 2}, [0, 7, 8], seed=1, grid=None)]
+
+
+@pytest.fixture(scope="module")
+def page(runs: list[xr.DataTree]) -> str:
+    return tcnn_probe.report(runs).html
+
+
+def test_numbers_are_those_of_the_recordings(runs: list[xr.DataTree], page: str) -> None:
+    facts, numbers, _ = held(page)
+    assert facts["marks"] == [0, 5, 7, 8]
+    assert facts["layers"] == [{"name": "a.attn", "heads": 3}, {"name": NAUGHTY, "heads": 9}, {"name": "c", "heads": 2}]
+    sizes = {"head": (4, 3, 9), "layer": (4, 3), "model": (4,)}
+    seen = {}
+    for number, run in enumerate(runs):
+        for about in facts["variables"]:
+            ds = run["heads"].dataset if about["of"] != "model" else run.dataset
+            shape = sizes[about["of"]]
+            values = numbers[about["starts"][number] :][: np.prod(shape)].reshape(shape)
+            for at in np.ndindex(shape):
+                labels = facts["marks"], [layer["name"] for layer in facts["layers"]], facts["heads"]
+                chosen = {dim: labels[n][at[n]] for n, dim in enumerate(("epoch", "layer", "head")[: len(at)])}
+                there = all(value in ds[dim].values for dim, value in chosen.items())
+                expected = ds[about["name"]].sel(chosen).item() if there else np.nan
+                assert np.array_equal(values[at], expected, equal_nan=True), (about["name"], chosen)
+                seen[about["name"], there] = True
+    assert len(seen) == 8
+
+
+def test_maps_are_those_of_the_recording(runs: list[xr.DataTree], page: str) -> None:
+    facts, _, blocks = held(page)
+    maps = runs[0]["maps/class_attention"]
+    assert [tile["layer"] for tile in facts["tiles"]] == ["a.attn", NAUGHTY]
+    for tile, block in zip(facts["tiles"], blocks, strict=True):
+        expected = maps.sel(layer=tile["layer"]).values.astype(float)
+        shape = 3, 2, 9, 3, 5
+        assert tile["shape"] == list(shape) == list(expected.shape)
+        largest = np.frombuffer(block, "<f4", 54).reshape(shape[:3])
+        cells = np.frombuffer(block, np.uint8, offset=216).reshape(shape)
+        assert np.array_equal(largest, np.nan_to_num(expected).max((-2, -1)))
+        assert np.array_equal(cells == 255, np.isnan(expected))
+        shown = np.where(cells == 255, np.nan, cells / 254 * largest[..., None, None])
+        assert np.nanmax(np.abs(shown - expected) / largest.max()) <= 0.5 / 254 + 4 * np.finfo("f4").eps
+
+
+def test_names_are_text_and_nothing_is_loaded(page: str) -> None:
+    tags = Tags(page).found
+    assert {tag for tag, _ in tags} >= {"style", "script", "table"}
+    assert not {tag for tag, _ in tags} & {"img", "b-onerror", "link", "iframe", "object", "base"}
+    assert not [attrs for _, attrs in tags if {"src", "href", "onerror"} & attrs.keys()]
+    assert html.escape(NAUGHTY) in page  # in the list of what is missing
+
+
+def test_what_is_missing_is_said(page: str) -> None:
+    words = html.unescape(page)
+    for said in (
+        "Net (A): stem is not supported: no softmax",
+        "Net (A): the other run has layers that this one has not: c",
+        "Net (A): the other run has epochs that this one has not: 8",
+        "Net (B): the other run has epochs that this one has not: 5",
+        f"Net (B): the other run has heads that this one has not: 2 of {NAUGHTY}",
+        "Net (B): maps: none were recorded",
+    ):
+        assert said in words
+
+
+def test_maps_are_thinned_and_said_to_be() -> None:
+    run = recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37))
+    whole = tcnn_probe.report(run)
+    assert "because max_mb" not in whole.html
+    assert len(whole.html) <= run["maps/class_attention"].nbytes + 5e6
+    room = 1.6 + 4 / 3 * 10.5 * 2 * 2 * 5 * (31 * 37 + 4) / 1e6  # of ten of the forty epochs
+    some = tcnn_probe.report(run, max_mb=room)
+    assert f"this page has those of 10 of 40 epochs, evenly spread, because max_mb={room:g}" in some.html
+    kept = held(some.html)[0]["runs"][0]["kept"]
+    assert len(kept) == 10
+    assert set(np.diff(kept)) <= {4, 5}
+    assert kept[-1] == 39
+    assert len(some.html) <= room * 1e6
+    assert np.array_equal(held(some.html)[1], held(whole.html)[1], equal_nan=True)
+
+
+def test_images_are_left_out_last() -> None:
+    run = read(recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37)))
+    one = 4 / 3 * 2 * 5 * (31 * 37 + 4)  # bytes of the maps of one image at one epoch
+    assert choose(run, 40 * 2 * one) == Choice(list(range(40)), 2, 2)
+    assert choose(run, 2 * one) == Choice([39], 2, 2)
+    assert choose(run, 2 * one - 1) == Choice([39], 1, 2)
+    assert choose(run, one - 1) == Choice([], 0, 2)
+    assert choose(read(recording({"a": 3}, [1], grid=None)), 0) == Choice([], 0, 0)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=(32, 48), depth=2, embed_dim=24, num_classes=3).eval()
+    path = tmp_path_factory.mktemp("store") / "run.zarr"
+    with tcnn_probe.record(vit, path, images=[0, 2], layers="blocks.1*") as recorder, torch.no_grad():
+        vit(torch.randn(3, 3, 32, 48))
+        recorder.mark(epoch=4, top1=0.5)
+    return path
+
+
+def test_of_a_store_and_a_dataset(store: Path, tmp_path: Path) -> None:
+    ds = xr.open_zarr(store)
+    shown = tcnn_probe.report(store, tmp_path / "page.html", images=np.random.default_rng(0).random((2, 3, 32, 48)))
+    for page, maps in ((shown, 5), (tcnn_probe.report(ds), 0)):
+        facts, numbers, blocks = held(page.html)
+        assert len(blocks) == maps
+        start = next(about["starts"][0] for about in facts["variables"] if about["name"] == "class_entropy")
+        assert numbers[start : start + 3].tolist() == ds.class_entropy.values.ravel().tolist()
+        assert facts["variables"][0]["types"]
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == shown.html
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert held(shown.html)[0]["pictures"][1].startswith("data:image/png;base64,")
+    frame = Tags(shown._repr_html_()).found
+    assert [(tag, attrs["srcdoc"]) for tag, attrs in frame] == [("iframe", shown.html)]
+
+
+def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "two.html"
+    assert main(["report", str(store), str(store), "-o", str(output), "--max-mb", "9"]) == 0
+    assert "run.zarr (A) and run.zarr (B)" in output.read_text(encoding="utf-8")
+    assert main(["report", *[str(store)] * 3, "-o", str(output)]) == 2
+    assert "expected one recording or two, got 3" in capsys.readouterr().err
+
+
+def test_refusals(runs: list[xr.DataTree], monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = recording({"a": 2}, [1]).map_over_datasets(lambda ds: ds.rename(epoch="step") if "epoch" in ds.dims else ds)
+    steps.attrs["along"] = "step"
+    for given, error, match in (
+        ([], ValueError, "expected one recording or two, got 0"),
+        (3, TypeError, "got int"),
+        (xr.Dataset({"a": 1}), ValueError, "expected a recording"),
+        (runs[0].isel(epoch=slice(0)), ValueError, "Net has no epoch yet"),
+        ([runs[0], steps], ValueError, "Net (A) was marked by epoch, Net (B) by step"),
+    ):
+        with pytest.raises(error, match=re.escape(match)):
+            tcnn_probe.report(given)
+    with pytest.raises(ValueError, match="expected the 2 images whose maps were recorded, got 3"):
+        tcnn_probe.report(runs[0], images=np.zeros((3, 1, 5, 7)))
+    for name in [name for name in sys.modules if name.startswith(("bokeh", "tcnn_probe.reporting.page"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "tcnn-probe\[report\]"'):
+        tcnn_probe.report(runs[0])
