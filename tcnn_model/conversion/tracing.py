@@ -13,6 +13,9 @@ __all__ = ["FAILURES", "Call", "InputSize", "copy_in_its_modes", "find_input_siz
 Grid = tuple[int, int]
 InputSize = tuple[int, int, int]
 
+# They keep the shape; PyTorch, without storage, computes them step by step, and most of a conversion's time went there.
+_NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
+
 # What a network raises on an image that it does not take, or whose resolution changed under it.
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
@@ -143,6 +146,8 @@ class _Operations(TorchFunctionMode):
         weights = name == "softmax" and args[0].ndim > 2 and dim in (-1, args[0].ndim - 1)  # no class scores
         if module and (weights or name == "scaled_dot_product_attention"):
             self.attention.add(module)
+        if args and name in _NORMS:
+            return args[0]
         return func(*args, **kwargs)
 
 

@@ -22,8 +22,9 @@ QUICK = [*FEW, "--images", "2", "--steps", "3", "--batch-size", "4"]
 
 @pytest.fixture(autouse=True)
 def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are drawn, but not written, which takes long; test_small_forms.py writes them."""
+    """No figures, which take long; test_small_forms.py writes those of every study."""
     monkeypatch.setattr(Figure, "savefig", lambda *_, **options: None)
+    monkeypatch.setattr(attention_maps, "draw", lambda *_: Figure())
 
 
 @pytest.mark.parametrize(
