@@ -2,6 +2,7 @@
 
 import platform
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ def _class(model: "nn.Module") -> type:
     return next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed"))
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)

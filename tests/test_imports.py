@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,13 @@ LOOP = {"tcnn_model.training", "tcnn_model.finetune", "tcnn_model.EpochResult", 
 STUDIES = {"studies", *(p.stem for p in (ROOT / "studies").glob("*") if p.suffix == ".py" or p.is_dir())}
 
 
-def _imports(path: Path) -> Iterator[str]:
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
     """Dotted names that a file imports: modules, and ``module.name`` for each name taken from one."""
+    return tuple(_names(path))
+
+
+def _names(path: Path) -> Iterator[str]:
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["FAILURES", "Call", "InputSize", "copy_in_its_modes", "find_input_size", "meta_copy", "trace"]
+__all__ = ["FAILURES", "Call", "InputSize", "Shapes", "copy_in_its_modes", "find_input_size", "meta_copy", "trace"]
 
 Grid = tuple[int, int]
 InputSize = tuple[int, int, int]
+
+# They keep the shape, which PyTorch finds by running them step by step, in Python: most of the time of a conversion.
+_NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
 
 # What a network raises on an image that it does not take, or whose resolution changed under it.
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
@@ -125,7 +128,16 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
     ]
 
 
-class _Operations(TorchFunctionMode):
+class Shapes(TorchFunctionMode):
+    """Norms give back what they are given: a network that runs without storage then gives its shapes much sooner."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and getattr(func, "__name__", "") in _NORMS:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class _Operations(Shapes):
     """Notes the modules that themselves convolve, and those that run a softmax over the last axis: attention layers."""
 
     def __init__(self) -> None:
@@ -143,7 +155,7 @@ class _Operations(TorchFunctionMode):
         weights = name == "softmax" and args[0].ndim > 2 and dim in (-1, args[0].ndim - 1)  # no class scores
         if module and (weights or name == "scaled_dot_product_attention"):
             self.attention.add(module)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def find_input_size(model: nn.Module, given: InputSize | None = None) -> InputSize:

@@ -10,7 +10,7 @@ from timm.layers import ClassifierHead, SelectAdaptivePool2d
 from timm.models.vgg import VGG, ConvMlp
 from torch import Tensor, nn
 
-from tcnn_model.conversion.tracing import FAILURES, InputSize, copy_in_its_modes, find_input_size, meta_copy
+from tcnn_model.conversion.tracing import FAILURES, InputSize, Shapes, copy_in_its_modes, find_input_size, meta_copy
 from tcnn_model.pooling.attention_pool import AttentionPool2d
 from tcnn_model.pooling.pooled_model import GlobalAttentionPool, exchange_classifier, pooled_class
 
@@ -138,7 +138,7 @@ def _find_pool(model: nn.Module, size: InputSize) -> _Place:
 
     handles = [module.register_forward_hook(observe) for module in names]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Shapes():
             model(_images(model, size))
     except FAILURES as error:
         raise ValueError(f"could not run {type(model).__name__}: {type(error).__name__}: {error}") from error
@@ -219,10 +219,11 @@ def _images(model: nn.Module, size: InputSize) -> Tensor:
 @torch.no_grad()
 def _shapes(model: Any, size: InputSize) -> list[tuple[int, ...]]:
     """Shapes of what a model gives, and of its features before the classifier; batch 2."""
-    outputs = [model(_images(model, size))]
-    if hasattr(model, "forward_head"):
-        features = model.forward_features(_images(model, size))
-        outputs.append(model.forward_head(features, pre_logits=True))
+    with Shapes():
+        outputs = [model(_images(model, size))]
+        if hasattr(model, "forward_head"):
+            features = model.forward_features(_images(model, size))
+            outputs.append(model.forward_head(features, pre_logits=True))
     if not all(isinstance(output, Tensor) for output in outputs):
         raise ValueError(f"expected a model that gives one tensor, got {[type(o).__name__ for o in outputs]}")
     return [tuple(output.shape) for output in outputs]

@@ -22,8 +22,9 @@ QUICK = [*FEW, "--images", "2", "--steps", "3", "--batch-size", "4"]
 
 @pytest.fixture(autouse=True)
 def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are drawn, but not written, which takes long; test_small_forms.py writes them."""
+    """No figures, which take long; test_small_forms.py writes those of every study."""
     monkeypatch.setattr(Figure, "savefig", lambda *_, **options: None)
+    monkeypatch.setattr(attention_maps, "draw", lambda *_: Figure())
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,9 @@ def test_saliency_of_a_trained_transformer(
     assert "did NOT learn" not in capsys.readouterr().out  # nothing was trained
 
 
-def test_a_convnet_gets_an_attention_pool(tmp_path: Path, image_folder: Path) -> None:
+def test_a_convnet_gets_an_attention_pool(tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for draw in ("draw_faithfulness", "draw_maps"):  # which the test above calls
+        monkeypatch.setattr(class_attention_saliency, draw, lambda *_: Figure())
     options = ["--model", "test_resnet", "--data", str(image_folder), "--img-size", "64", "--epochs", "1", *QUICK]
     class_attention_saliency.main([*options, "--out", str(tmp_path / "out")])
     tree = scores(tmp_path / "out")

@@ -41,12 +41,10 @@ NARROW: dict[str, dict[str, Any]] = {
     "tf_efficientnetv2_s": {"channel_multiplier": 0.125, "depth_multiplier": 0.2},
     "convnext_tiny": {"depths": (1, 1, 2, 2), "dims": (8, 16, 24, 32)},
     "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
-    "inception_next_atto": {"depths": (1, 1, 1, 1)},
     "repvgg_b0": {
         "stem_chs": 16,
         "blocks": tuple(replace(stage, d=1, c=stage.c // 16) for stage in byobnet.model_cfgs["repvgg_b0"].blocks),
     },
-    "t_resnet50": {**_BOTTLENECK, "layers": (1, 1, 1, 1)},
 }
 # These have no arguments for a narrower relative, and are small or the smallest of their kind.
 _FULL_SIZE = (

@@ -11,11 +11,11 @@ from tests.tcnn_model.dense import EXTREMES, NAMES, Case, assert_as_the_equation
 
 CASES = {
     "padded": Case(Axis(3, 1, 1, 3), Axis(7, 1, 1, 3), 2, 7, 33, batch=2),
-    "strided": Case(Axis(7, 2, "same", 3), Axis(5, 1, "same", 2), 2, 17, 37, shared=False),
+    "strided": Case(Axis(7, 2, "same", 3), Axis(5, 1, "same", 2), 2, 17, 5, shared=False),
     "unpadded": Case(Axis(7, 1, 0, 3), Axis(5, 1, 0, 3), 2, 1, 1),
     "rows of whole 16 bytes": Case(Axis(3, 1, 1, 3), Axis(5, 1, 1, 3), 1, 8, 16),
 }
-NARROW = [("strided", torch.float32), ("padded", torch.bfloat16), ("unpadded", torch.float16)]
+NARROW = [("strided", torch.float32), ("rows of whole 16 bytes", torch.bfloat16), ("unpadded", torch.float16)]
 on_kernels = partial(gpsa, backend="triton")
 
 
@@ -43,7 +43,7 @@ def test_extremes(name: str) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_gradients_are_the_numerical_ones() -> None:
-    """Every element of every argument, so the sizes are small: the cases above are the large ones."""
+    """In a random direction of each argument; the equations have every element of the cases above."""
     case = Case(Axis(1, 1, 1, 3), Axis(3, 2, 1, 3), 1, 1, 1)
     tensors = case.inputs()
 
@@ -51,4 +51,4 @@ def test_gradients_are_the_numerical_ones() -> None:
         return on_kernels(*arguments, y=case.y, x=case.x)
 
     assert list(tensors) == list(NAMES)
-    assert torch.autograd.gradcheck(function, tuple(tensors.values()))
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)

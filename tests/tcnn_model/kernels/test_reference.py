@@ -10,7 +10,7 @@ from tests.tcnn_model.dense import DEVICE, Case, apply, gradients, measure, term
 from tests.tcnn_model.helpers import assert_rounding, random
 
 CASES = {
-    "padded": Case(Axis(5, 1, 1, 3), Axis(7, 2, 1, 3), 2, 3, 5, batch=2),
+    "padded": Case(Axis(3, 1, 1, 3), Axis(7, 2, 1, 3), 2, 3, 5, batch=2),
     "strided": Case(Axis(7, 2, "same", 3), Axis(3, 2, "same", 3), 3, 7, 3, shared=False),
     "unpadded": Case(Axis(2, 1, 0, 1), Axis(5, 1, 0, 3), 2, 1, 1),
 }

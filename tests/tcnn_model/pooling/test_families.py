@@ -18,7 +18,6 @@ HEADS = {  # what has to take a pooled vector, or one for each class
     "1 x 1 convolution, activation, Linear": "mobilenetv3_small_050",
     "a hidden Linear": "convnext_atto",
 }
-OTHERS = ("convnext_tiny", "inception_next_atto", "t_resnet50")
 
 
 def small(name: str) -> Any:
@@ -64,9 +63,7 @@ def _trains(model: Any, x: torch.Tensor) -> None:
     model.eval()
 
 
-@pytest.mark.parametrize(
-    ("name", "per_class"), [*((name, True) for name in HEADS.values()), *((name, False) for name in OTHERS)]
-)
+@pytest.mark.parametrize(("name", "per_class"), [*((name, True) for name in HEADS.values()), ("convnext_tiny", False)])
 def test_family(name: str, per_class: bool) -> None:
     model = _disturbed(add_attention_pool(small(name), per_class=per_class)).eval()
     x = _images(name)

@@ -1,4 +1,4 @@
-"""What each of the processes of test_distributed.py does; one function a scenario."""
+"""What each of the processes of test_processes.py does; one function a scenario."""
 
 import re
 import warnings

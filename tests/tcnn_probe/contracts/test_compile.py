@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, entropies, fresh_processes, images, vit
+from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, entropies, images, vit
 
 # torch._dynamo hides this warning of its own, which a filter that raises undoes.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -137,18 +137,3 @@ def test_fullgraph_of_the_forward() -> None:
     assert backend.runs == 2
     for mark in range(2):
         check_entropies(recorder, expected, mark)
-
-
-def dispatch_modes() -> list[int]:
-    """How many a recorded forward of a model runs under."""
-    model, modes = vit(), list[int]()
-    model.blocks[0].register_forward_hook(lambda *_: modes.append(torch._C._len_torch_dispatch_stack()))
-    with tcnn_probe.record(model):
-        model(images())
-    return modes
-
-
-def test_nothing_more_than_needed_where_nothing_is_compiled() -> None:
-    """In a process of its own, as this one has compiled things. A dispatch mode would slow down every operation."""
-    with fresh_processes(1) as pool:
-        assert pool.apply(dispatch_modes) == [0]

@@ -6,7 +6,6 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, fresh_processes, images, vit
+from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, images, vit
 
 
 def saved(model: nn.Module) -> nn.Module:
@@ -73,26 +72,6 @@ def test_copy_can_be_recorded_itself() -> None:
         outer.mark(epoch=0)
     assert inner.dataset.images.values.tolist() == [[2, 2]]
     assert outer.dataset.images.values.tolist() == [[3, 3]]
-
-
-def hooks_of(file: Path) -> tuple[bool, bool, bool]:
-    """Of a model in a file: whether ours are called, whether they are all there are, and whether others stayed."""
-    model, seen = torch.load(file, weights_only=False), list[int]()
-    modules = (model, *model.children())
-    handles = [module.register_forward_pre_hook(lambda module, args: seen.append(len(args))) for module in modules]
-    model(images())
-    there = sum(len(module._forward_pre_hooks) for module in model.modules())
-    others = any(module._forward_pre_hooks_with_kwargs or module._forward_hooks for module in model.modules())
-    return len(seen) > 5, there == len(handles), others
-
-
-def test_a_file_in_another_process(tmp_path: Path) -> None:
-    """A hook that is registered there first is called as torch calls hooks, and alone remains."""
-    model = vit()
-    with tcnn_probe.record(model):
-        torch.save(model, tmp_path / "model.pt")
-    with fresh_processes(1) as pool:
-        assert pool.apply(hooks_of, (tmp_path / "model.pt",)) == (True, True, False)
 
 
 def tensors() -> tuple[int, int]:

@@ -1,0 +1,54 @@
+"""What needs processes of their own: two that record together (ranks.py), and one that has done nothing before."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tcnn_probe
+from tests.tcnn_probe.contracts import ranks
+from tests.tcnn_probe.contracts.helpers import fresh_processes, images, vit
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
+def test_two_ranks(tmp_path: Path) -> None:
+    """On the CPU, by gloo."""
+    with fresh_processes(2) as pool:
+        told = pool.starmap_async(ranks.main, [(rank, tmp_path) for rank in range(2)], chunksize=1).get(timeout=300)
+    assert told == [[scenario.__name__ for scenario in ranks.SCENARIOS]] * 2
+
+
+def hooks_of(file: Path) -> tuple[bool, bool, bool]:
+    """Of a model in a file: whether ours are called, whether they are all there are, and whether others stayed."""
+    model, seen = torch.load(file, weights_only=False), list[int]()
+    modules = (model, *model.children())
+    handles = [module.register_forward_pre_hook(lambda module, args: seen.append(len(args))) for module in modules]
+    model(images())
+    there = sum(len(module._forward_pre_hooks) for module in model.modules())
+    others = any(module._forward_pre_hooks_with_kwargs or module._forward_hooks for module in model.modules())
+    return len(seen) > 5, there == len(handles), others
+
+
+def test_a_file_in_another_process(tmp_path: Path) -> None:
+    """A hook that is registered there first is called as torch calls hooks, and alone remains."""
+    model = vit()
+    with tcnn_probe.record(model):
+        torch.save(model, tmp_path / "model.pt")
+    with fresh_processes(1) as pool:
+        assert pool.apply(hooks_of, (tmp_path / "model.pt",)) == (True, True, False)
+
+
+def dispatch_modes() -> list[int]:
+    """How many a recorded forward of a model runs under."""
+    model, modes = vit(), list[int]()
+    model.blocks[0].register_forward_hook(lambda *_: modes.append(torch._C._len_torch_dispatch_stack()))
+    with tcnn_probe.record(model):
+        model(images())
+    return modes
+
+
+def test_nothing_more_than_needed_where_nothing_is_compiled() -> None:
+    """This process may have compiled things. A dispatch mode would slow down every operation."""
+    with fresh_processes(1) as pool:
+        assert pool.apply(dispatch_modes) == [0]
