@@ -18,6 +18,7 @@ import head_entropy
 import initial_locality
 import learning_rate_dip
 import test_resolution as resolution
+import when_to_reparameterize
 from common.ending import finish, learned
 
 HEADS = {"layer": ["first", "last"], "head": [0, 1]}
@@ -93,9 +94,19 @@ def costs(more: float = 2.0, top1: float = 0.5) -> tuple[Any, ...]:
     return xr.Dataset({"multiply_adds": (dims, counts), "top1": (dims, [[0.5, top1]]), "images": 99}, coords), 0.1
 
 
+def times(heads: int = 18, top1: float = 0.5) -> tuple[Any, ...]:
+    """The hybrid and the CNN, of two epochs."""
+    accuracies = [[0.1, 0.3, top1], [0.1, 0.3, 0.5]]
+    coords = {"t1": [0, 2], "epoch": [0, 1, 2]}
+    found = {"top1": (("t1", "epoch"), accuracies), "heads": ("t1", [heads, 0]), "images": 99}
+    return (xr.Dataset(found, coords),)
+
+
 @pytest.mark.parametrize(
     ("study", "made", "changed", "message"),
     [
+        (when_to_reparameterize, times, {"heads": 0}, "t1 = 0 has 0 heads: NOT what it should have become"),
+        (when_to_reparameterize, times, {"top1": 0.12}, "the run of t1 = 0 did NOT learn"),
         (architectures, costs, {"more": 0.9}, "need NOT more multiply-adds than their CNNs: 0.90 times"),
         (architectures, costs, {"top1": 0.1}, "T-CNN, fine-tuned did NOT learn"),
         (finetune_length, curves, {"low": 0.8}, "T-CNN NOT more accurate after the longest"),

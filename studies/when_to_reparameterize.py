@@ -1,0 +1,191 @@
+"""When to reparameterize, at equal total training (T-CNN paper, Sec. 5 and Table 3).
+
+    python studies/when_to_reparameterize.py
+
+Takes about 5 minutes on one CPU core.
+
+What one should see (when_to_reparameterize.png): in the paper, a ResNet-50 trained for 400 epochs in all does best when
+it becomes a T-CNN after 100 of them (80.44 %), better than from scratch (79.95 %) and than late (79.28 % after 300).
+Here the same question is asked of a small ResNet on handwritten digits. One run each, which do not tell starts apart
+that are closer than two standard errors; the last line that is printed says which are.
+
+How: the loop of ``tcnn-finetune`` trains a CNN with SGD and momentum for t1 epochs, converts its last stage to gated
+positional self-attention (GPSA), and goes on with the same optimizer and schedule for t2 epochs, t1 + t2 being the same
+in all runs (the paper's T-CNN*). t1 = 0 is the hybrid trained from scratch, t1 = all the CNN.
+
+Writes into results/:
+when_to_reparameterize.png    A accuracy at the end by t1, B accuracy by epoch of each run
+when_to_reparameterize.zarr   accuracies and losses by (t1, epoch): xarray.open_zarr
+when_to_reparameterize_runs   the folder of each run: its settings, checkpoints, and recording.zarr with its heads
+
+It ends by checking that each run learned, and went on as a T-CNN where it should.
+
+On your own images, as the paper did on ImageNet with a GPU:
+
+    python studies/when_to_reparameterize.py --model resnet50 --data path/to/imagenet --img-size 224 --epochs 400 \
+        --times 0 100 200 300 400 --batch-size 1024 --lr 0.4 --device cuda --amp --workers 16 --out results/imagenet
+"""
+
+import argparse
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import matplotlib as mpl
+import xarray as xr
+from matplotlib.figure import Figure
+
+import tcnn_probe
+from common.ending import ended, finish, learned, refused
+from common.options import (
+    NOT_SAVED,
+    add_machine,
+    add_output,
+    fill_in,
+    from_least,
+    parsed,
+    positive_number,
+    study_parser,
+)
+from common.output import RunOutput
+from tcnn_model.training.command import train
+from tcnn_model.training.config import Config
+
+KEPT = ("top1", "val_loss", "train_loss", "train_top1")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
+    output = RunOutput(args.out, "when_to_reparameterize", options, resume=args.resume, overwrite=args.overwrite)
+    found = xr.concat([one_run(args, output, t1) for t1 in args.times], "t1", join="outer")
+    found["images"] = found.images.max()  # also of the CNN
+    found.to_zarr(output.store, mode="w", consolidated=False)
+    draw(found).savefig(output.figure, dpi=200)
+    print(table(found))
+    print(f"wrote {output.store} and {output.figure}")
+    return finish(check(found), args.data)
+
+
+def one_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Dataset:
+    """Train the CNN for ``t1`` epochs and the T-CNN for the rest; accuracies and losses by epoch."""
+    folder = output.beside("_runs") / f"t1_{t1}"
+    config = Config(
+        args.model,
+        data=args.data,
+        img_size=args.img_size,
+        limit=args.limit,
+        epochs=args.epochs,
+        warmup_epochs=max(1, args.epochs // 10),
+        batch_size=args.batch_size,
+        opt="momentum",
+        lr=args.lr,
+        weight_decay=1e-4,
+        reparameterize_at=t1 if t1 < args.epochs else None,
+        keep_optimizer=True,
+        workers=args.workers if args.data != "digits" else 0,
+        device=args.device,
+        amp="bfloat16" if args.amp else None,
+        seed=args.seed,
+        out=str(folder),
+    )
+    with refused(ValueError, OSError):
+        results = [asdict(result) for result in train(config, resume=folder.exists())]
+    recorded, seen = tcnn_probe.open(folder / "recording.zarr"), {"heads": 0, "images": 0}
+    if "heads" in recorded.children:  # the CNN has none
+        last = recorded["heads"].dataset.isel(epoch=-1)
+        seen = {"heads": int(last.gate.notnull().sum()), "images": int(last.images.max())}
+    measured: dict[str, Any] = {name: (("t1", "epoch"), [[result[name] for result in results]]) for name in KEPT}
+    coords = {"t1": [t1], "epoch": [result["epoch"] for result in results]}
+    return xr.Dataset({**measured, **{name: ("t1", [number]) for name, number in seen.items()}}, coords)
+
+
+@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+def draw(found: xr.Dataset) -> Figure:
+    """Accuracies at the end, and on the way there."""
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    a, b = figure.subplots(1, 2, sharey=True)
+    ends, error = at_the_end(found)
+    a.errorbar(found.t1, ends, error, color="0.2", marker="o", capsize=3)
+    a.set(xlabel="t1: epochs before it becomes a T-CNN", ylabel="validation accuracy", title="accuracy at the end")
+    colors = mpl.colormaps["viridis"].resampled(found.sizes["t1"] + 1)
+    for at, t1 in enumerate(found.t1.values):
+        one = found.top1.sel(t1=t1)
+        b.plot(found.epoch, one, color=colors(at), lw=1.6, label=f"{t1}" if found.heads[at] else f"{t1}: the CNN")
+        if found.heads[at]:
+            b.plot([t1], [float(one.sel(epoch=t1))], "o", color=colors(at), ms=5)
+    b.set(xlabel="epoch", title="accuracy by epoch; dots: becomes a T-CNN")
+    b.legend(title="t1", frameon=False)
+    for panel, letter in ((a, "A"), (b, "B")):
+        panel.set_title(letter, loc="left", fontweight="bold")
+    return figure
+
+
+def at_the_end(found: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
+    """Accuracy after the last epoch, and its standard error over validation images."""
+    ends = found.top1.isel(epoch=-1, drop=True)
+    return ends, (ends * (1 - ends) / float(found.images)) ** 0.5
+
+
+def table(found: xr.Dataset) -> str:
+    """Table 3 of the paper, and what the standard errors tell apart."""
+    ends, error = at_the_end(found)
+    total, best = int(found.epoch[-1]), int(ends.argmax("t1"))
+    lines = [f"\n{'t1':>5}{'t2':>5}{'heads':>7}{'top-1':>8}   (one seed each, {int(found.images)} validation images)"]
+    for t1, end, heads in zip(found.t1.values, ends.values, found.heads.values, strict=True):
+        lines.append(f"{t1:>5}{total - t1:>5}{heads:>7}{end:>8.3f}")
+    apart = ends[best] - ends > 2 * (error**2 + error[best] ** 2) ** 0.5
+    behind = ", ".join(str(t1) for t1 in found.t1.values[apart.values]) or "none"
+    lines.append(f"most accurate: t1 = {int(found.t1[best])}; behind it by more than two standard errors: {behind}")
+    return "\n".join(lines)
+
+
+def check(found: xr.Dataset) -> bool:
+    """Whether each run learned, and has the heads of a T-CNN where it became one."""
+    seen = []
+    for t1, of_run in found.groupby("t1"):
+        run = of_run.squeeze("t1")
+        untrained = max(float(run.top1[0]), 1 / float(found.images))
+        seen.append(learned(f"the run of t1 = {t1}", float(run.top1[-1]), int(found.images), untrained))
+        seen.append((int(run.heads) > 0) == (t1 < int(found.epoch[-1])))
+        if not seen[-1]:
+            print(f"check: the run of t1 = {t1} has {int(run.heads)} heads: NOT what it should have become")
+    print(f"check: {sum(seen)} of {len(seen)} hold: runs that learned, and became T-CNNs where they should")
+    return all(seen)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; the digits and the user's own images have different defaults."""
+    parser = study_parser(__doc__)
+    add = parser.add_argument_group("model and data").add_argument
+    add("--model", default="test_resnet", help="timm name of a CNN (default: test_resnet, a small one)")
+    add("--data", default="digits", help="folder with train/ and val/, and in each a folder a class (default: digits)")
+    add("--img-size", type=from_least(1), help="height and width of the images (default: 64; 224 for --data)")
+    add("--limit", type=from_least(4), help="use only so many training images, and as many to validate on")
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add("--epochs", type=from_least(2), help="t1 + t2 (default: 12; 400 for --data)")
+    add("--times", type=from_least(0), nargs="+", help="t1 (default: 0, 1/4, 1/2, 3/4 and all of --epochs)")
+    add("--batch-size", type=from_least(1), help="images per step (default: 32; 256 for --data)")
+    add("--lr", type=positive_number, help="peak learning rate (default: 0.1)")
+    add_machine(group, small="2 of 4 epochs, 20 seconds")
+    add_output(parser)
+    args = parsed(parser, arguments, "when_to_reparameterize")
+    defaults: dict[str, Any] = {"img_size": 64, "epochs": 12, "batch_size": 32, "lr": 0.1}
+    if args.small:
+        defaults |= {"img_size": 48, "epochs": 3, "limit": 400, "batch_size": 16, "times": [1, 3]}
+    if args.data != "digits":
+        if args.small:
+            parser.error("--small is for the digits; with --data, --limit and --epochs make a run short")
+        defaults = {"img_size": 224, "epochs": 400, "batch_size": 256, "lr": 0.1}
+    fill_in(args, defaults)
+    fill_in(args, {"times": [args.epochs * share // 4 for share in range(5)]})
+    args.times = sorted({*args.times})
+    if len(args.times) < 2 or args.times[-1] > args.epochs:
+        parser.error(f"--times: expected at least two, none above --epochs {args.epochs}, got {args.times}")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))
