@@ -14,7 +14,7 @@ with the one that this recorder wrote last.
 from tcnn_probe.storage.epochs import EpochStore, Mode
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.reading import open_recording
-from tcnn_probe.storage.reading import open_recording as open  # noqa: A004 (the public name)
 from tcnn_probe.storage.repacking import repack
+from tcnn_probe.storage.runs import open_recordings as open  # noqa: A004 (the public name)
 
 __all__ = ["EpochStore", "Mode", "StoreError", "open", "open_recording", "repack"]

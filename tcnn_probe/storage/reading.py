@@ -14,20 +14,7 @@ __all__ = ["existing", "open_dataset", "open_recording", "open_tree"]
 
 
 def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
-    """Open a recording for reading; nothing of it is changed. Another process may be writing to it.
-
-    Args:
-        target: path, URL or zarr store of a recording.
-
-    Returns:
-        A tree of lazily loaded groups, all over the same marks. At its root are the attributes and the scalars that
-        came with marks; in "heads" the numbers of each head; under their own paths, such as "maps/6x14x14", the other
-        groups. ``xr.open_zarr`` alone gives scalars and numbers of heads as one dataset, which cannot be the root
-        here: a :class:`xarray.DataTree` holds below a node only what is aligned with it, and maps are of other layers.
-
-    Raises:
-        StoreError: nothing is there, or no recording, or a damaged one, or one of another schema version.
-    """
+    """Open one recording, see :func:`~tcnn_probe.storage.runs.open_recordings`."""
     place = find(target, writable=False)
     existing(target, place)
     try:

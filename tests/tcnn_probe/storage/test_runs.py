@@ -1,0 +1,152 @@
+"""Several recordings opened as one, against xarray's own concatenation of everything in memory."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from tcnn_probe.schema import Group, Variable
+from tcnn_probe.storage import EpochStore, StoreError, open, open_recording  # noqa: A004 (the public name)
+
+MAPS = "maps/3x2x5"
+
+
+def _record(path: Path, layers: Sequence[str], heads: int, marks: Sequence[float], about: dict[str, Any]) -> Path:
+    """Numbers of every head, maps of the first layer if there are three heads, class indices, and the rate."""
+    groups = {
+        "": Group(
+            {
+                "gate": Variable(("layer", "head"), "1", "gate", "The gate."),
+                "best": Variable(("layer",), "1", "best", "A class.", dtype="int64"),
+            },
+            {name: {"kind": "gpsa", "heads": heads} for name in layers},
+            {"head": heads},
+        )
+    }
+    if heads == 3:
+        look = Variable(("layer", "head", "y", "x"), "1", "look", "A map.", dtype="float16")
+        groups[MAPS] = Group({"look": look}, {layers[0]: {}}, {"head": 3, "y": 2, "x": 5}, maps=True)
+    store, rng = EpochStore(path), np.random.default_rng(len(layers) + heads)
+    store.create(groups, about)
+    for mark in marks:
+        values = {
+            place: {
+                name: (100 * rng.random(group.shape(name))).astype(one.dtype) for name, one in group.variables.items()
+            }
+            for place, group in groups.items()
+        }
+        store.append(mark, values, {"lr": mark / 7})
+    store.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two that agree, and one with other layers, heads and marks."""
+    root = tmp_path_factory.mktemp("runs")
+    other = {"seed": 5, "lr": 0.1, "recipe": "deit", "missing": json.dumps({"gate": {"c": "why"}}), "classes": [1]}
+    return [
+        _record(root / "seed0/recording.zarr", ["a", "b"], 3, range(4), {"seed": 0, "lr": 0.1, "missing": "{}"}),
+        _record(root / "seed1/recording.zarr", ["a", "b"], 3, range(4), {"seed": 1, "lr": 0.1, "missing": "{}"}),
+        _record(root / "seed5/recording.zarr", ["c", "b"], 2, [1, 3, 5], {**other, "lr": 0.2}),
+    ]
+
+
+def _in_memory(paths: Sequence[Path], group: str) -> xr.Dataset:
+    members = [open_recording(path)[group].to_dataset().load() for path in paths]
+    names = xr.DataArray([path.parent.name for path in paths], dims="run", name="run")
+    fill = {"best": -1} if "best" in members[0] else {}
+    options = {"join": "outer", "combine_attrs": "drop", "coords": "minimal", "compat": "override"}
+    return xr.concat(members, names, fill_value=fill or np.nan, **options)  # type: ignore[call-overload]
+
+
+def test_runs_are_joined(three: list[Path]) -> None:
+    tree = open(path for path in three)
+    heads, maps, root = tree["heads"].dataset, tree[MAPS].dataset, tree.dataset
+    assert heads.run.values.tolist() == ["seed0", "seed1", "seed5"]
+    assert dict(heads.sizes) == {"run": 3, "epoch": 5, "layer": 3, "head": 3}
+    for found, expected in (
+        (heads, _in_memory(three, "heads")),
+        (root, _in_memory(three, "/")),
+        (maps, _in_memory(three[:2], MAPS).reindex(run=heads.run, epoch=heads.epoch)),
+    ):
+        for name in expected.data_vars:
+            wanted = expected[name].reindex_like(found).transpose(*found[name].dims)
+            np.testing.assert_array_equal(found[name], wanted)
+            assert found[name].dtype == wanted.dtype
+            assert not found[name]._in_memory
+    assert heads.best.sel(run="seed0", layer="c").values.tolist() == [-1] * 5
+    assert maps.look.attrs["description"] == "A map."
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {"run": 2, "layer": 2},
+        {"run": [2, 0], "epoch": [4, 1, 1], "head": slice(None, None, -1)},
+        {"run": slice(1, None), "epoch": slice(1, 4, 2), "layer": [2, 1]},
+        {"epoch": [], "head": -1},
+    ],
+)
+def test_parts_are_the_same_parts(three: list[Path], key: dict[str, Any]) -> None:
+    whole = open(three)["heads"].gate
+    np.testing.assert_array_equal(whole.isel(key), whole.load().isel(key))
+
+
+def test_what_differs_is_a_coordinate_and_what_is_absent_is_said(three: list[Path]) -> None:
+    tree = open(three)
+    assert tree.seed.values.tolist() == [0, 1, 5]
+    assert tree.recipe.values.tolist() == ["", "", "deit"]
+    assert tree.classes.values.tolist() == ["", "", "[1]"]
+    assert tree.run_lr.values.tolist() == [0.1, 0.1, 0.2]  # beside the scalar of that name
+    assert tree["heads"].lr.values.tolist() == [0.1, 0.1, 0.2]
+    assert tree["heads"].gate.groupby("seed").mean(...).sizes == {"seed": 3}
+    assert json.loads(tree.attrs["absent"]) == {
+        "seed0": {"epoch": [5], "heads/layer": ["c"]},
+        "seed1": {"epoch": [5], "heads/layer": ["c"]},
+        "seed5": {"epoch": [0, 2], "heads/layer": ["a"], "heads/head": [2], "groups": [MAPS]},
+    }
+    assert json.loads(tree.attrs["missing"]) == {"seed0": {}, "seed1": {}, "seed5": {"gate": {"c": "why"}}}
+    layers = json.loads(tree["heads"].attrs["layers"])
+    assert layers == {"a": {"kind": "gpsa", "heads": 3}, "b": {"kind": "gpsa"}, "c": {"kind": "gpsa", "heads": 2}}
+
+
+def test_names_of_runs(three: list[Path]) -> None:
+    assert open({"one": three[0], "two": three[0]}).run.values.tolist() == ["one", "two"]
+    assert open([three[0]]).run.values.tolist() == ["recording"]
+    with pytest.raises(ValueError, match="expected different recordings, got .*a mapping gives them names"):
+        open([three[0], three[0]])
+    with pytest.raises(ValueError, match="expected one recording at least"):
+        open([])
+    with pytest.raises(StoreError, match="holds no recording"):
+        open([three[0], three[0].parent / "nothing.zarr"])
+
+
+def test_marks_of_two_kinds_are_refused(three: list[Path], tmp_path: Path) -> None:
+    store = EpochStore(tmp_path / "steps.zarr", along="step")
+    store.create({"": Group({}, {})}, {})
+    store.append(0, {"": {}}, {})
+    with pytest.raises(StoreError, match=r"expected the same marks in all, got marks along \['epoch', 'step'\]"):
+        open([three[0], tmp_path / "steps.zarr"])
+
+
+@pytest.fixture
+def _cluster() -> Iterator[None]:
+    distributed = pytest.importorskip("dask.distributed", reason="dask is an extra: pip install 'tcnn-probe[dask]'")
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster):
+        yield
+
+
+@pytest.mark.usefixtures("_cluster")
+@pytest.mark.filterwarnings("default")  # those of dask's own
+def test_reductions_by_dask_are_numpys(three: list[Path]) -> None:
+    maps = open(three)[MAPS].look
+    by_dask = maps.chunk(run=1, epoch=2, head=2).astype(float)
+    assert by_dask.chunks is not None
+    expected = np.nanmean(maps.values.astype(float), axis=(0, 1))
+    np.testing.assert_allclose(by_dask.mean(["run", "epoch"]).compute(), expected, rtol=1e-12)
