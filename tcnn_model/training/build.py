@@ -1,6 +1,8 @@
 """The model, the optimizer and the task of a run, from its settings."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import timm
@@ -18,6 +20,7 @@ from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.loop import Training
 from tcnn_model.training.optimization import create_optimizer, create_schedules, set_drop_path
 from tcnn_model.training.seeding import seed_everything, seed_of
+from tcnn_model.training.sharding import gathered, shard, without_sync
 from tcnn_model.training.task import create_criterion, create_task
 
 __all__ = ["build_model", "build_training", "convert"]
@@ -54,6 +57,8 @@ def build_model(config: Config, classes: int) -> tuple[nn.Module, dict[str, Any]
         blocks = set_drop_path(model, config.drop_path, uniform=config.uniform_drop_path)
         if not blocks and config.drop_path:
             raise ValueError(f"drop_path={config.drop_path}, but {config.model} has no block with a drop_path")
+    if config.reparameterize_at == 0 and not gpsa_layers(model):
+        _reparameterize(model, config)
     if config.grad_checkpointing:
         model.set_grad_checkpointing(True)
     return model, data
@@ -74,7 +79,13 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
     model.to(ranks.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
+    if config.sync_bn and ranks.count > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     frozen = _freeze(model, config.freeze or [])
+    ema = ModelEmaV3(model, decay=config.ema) if config.ema else None
+    sharded = config.distribute == "fsdp" and ranks.count > 1
+    for each in (model, *([ema.module] if ema else [])) if sharded else ():
+        shard(each)
     mix = None
     if config.mixed:
         mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=_outputs(model))
@@ -89,9 +100,11 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
         clip_grad=config.clip_grad,
         mix=mix,
         seed=config.seed,
-        ema=ModelEmaV3(model, decay=config.ema) if config.ema else None,
+        ema=ema,
         frozen=frozen,
         channels_last=config.channels_last,
+        no_sync=partial(without_sync, model) if sharded else nullcontext,
+        gathered=gathered if sharded else nullcontext,
         over_ranks=ranks.total,
         rank=ranks.rank,
     )
@@ -107,16 +120,20 @@ def convert(training: Training, config: Config, steps: int, ranks: Ranks) -> boo
     """
     if gpsa_layers(training.model):
         return False
-    size = (3, config.img_size, config.img_size) if config.img_size else None
     for model in [training.model, *([training.ema.module] if training.ema else [])]:
-        seed_everything(seed_of(config.seed, -1))  # the moving average gets the same new weights
-        reparameterize(model, input_size=size, inplace=True)
+        _reparameterize(model, config)  # the moving average gets the same new weights
     state = training.optimizer.state
     training.optimizer = _optimizer(config, training.model)
     if config.keep_optimizer:
         training.optimizer.state.update({p: state[p] for p in training.model.parameters() if p in state})
     _attach(training, config, steps, ranks)
     return True
+
+
+def _reparameterize(model: nn.Module, config: Config) -> None:
+    seed_everything(seed_of(config.seed, -1))
+    size = (3, config.img_size, config.img_size) if config.img_size else None
+    reparameterize(model, input_size=size, inplace=True)
 
 
 def _optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
@@ -144,10 +161,8 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
         gating_warmup_epochs=config.gating_warmup_epochs,
         gating_min_lr=config.gating_min_lr,
     )
-    if config.sync_bn and ranks.count > 1:
-        training.model = nn.SyncBatchNorm.convert_sync_batchnorm(training.model)
     forward: Any = torch.compile(training.model) if config.compile else training.model
-    if ranks.count > 1:
+    if ranks.count > 1 and config.distribute == "ddp":
         forward = nn.parallel.DistributedDataParallel(
             forward, device_ids=[ranks.device] if ranks.device.type == "cuda" else None
         )

@@ -1,21 +1,27 @@
 """Checkpoints of a training run: on the disk whole or not at all, and read back or refused."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-__all__ = ["read_checkpoint", "write_checkpoint"]
+__all__ = ["read_checkpoint", "write_checkpoint", "write_file"]
 
 
 def write_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint as :func:`write_file` does."""
+    write_file(path, lambda file: torch.save(state, file))
+
+
+def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace the file in one step. When this returns, it survives a loss of power."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
-        torch.save(state, file)
+        write(file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

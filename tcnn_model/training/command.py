@@ -1,7 +1,6 @@
 """``tcnn-finetune MODEL --data FOLDER --recipe NAME``: train a model of timm as the papers do."""
 
 import argparse
-import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,13 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tcnn_model.training.build import build_model, build_training, convert
-from tcnn_model.training.config import Config, add_options, read_toml, recipe_names, recipe_settings
+from tcnn_model.training.config import Config, add_options, read_toml, recipe_settings
 from tcnn_model.training.data import Images, create_transforms
 from tcnn_model.training.distributed import Ranks, joined
-from tcnn_model.training.evaluation import EpochResult, evaluate
+from tcnn_model.training.evaluation import EpochResult
 from tcnn_model.training.loop import NonFiniteLossError, StopRequested, Training, run
 from tcnn_model.training.session import Folder, Stopping, say
 from tcnn_model.training.sources import Source, open_sources
+from tcnn_model.training.watching import Watching
 
 __all__ = ["main", "train"]
 
@@ -42,14 +42,13 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
     parser = argparse.ArgumentParser("tcnn-finetune", description=__doc__)
     text = Config.__dataclass_fields__["model"].metadata["help"]
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=text)
-    parser.add_argument("--recipe", help=f"one of {', '.join(recipe_names())}, or a TOML file")
     parser.add_argument("--config", type=Path, help="TOML file with settings, named as the options with _ for -")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with its settings")
     add_options(parser)
     given = vars(parser.parse_args(arguments))
-    recipe, file, resume = (given.pop(name) for name in ("recipe", "config", "resume"))
+    file, resume = (given.pop(name) for name in ("config", "resume"))
     if resume:
-        if recipe or file:
+        if "recipe" in given or file:
             raise ValueError("--resume goes on with the settings of the run: leave --recipe and --config out")
         kept = Path(given.get("out", Config.out)) / "config.toml"
         if not kept.exists():
@@ -58,6 +57,7 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
     own = {**(read_toml(file) if file else {}), **given}
     if not own.get("model"):
         parser.error("expected the name of a model, such as t_resnetrs50")
+    recipe = own.get("recipe")
     return Config(**{**(recipe_settings(recipe, own["model"]) if recipe else {}), **own}), False
 
 
@@ -125,9 +125,7 @@ def _epochs(
         if due and convert(training, folder.scaled, steps, folder.ranks):
             watch.attach()
 
-    if config.reparameterize_at == 0:
-        convert(training, folder.scaled, steps, folder.ranks)
-    watch = _Watching(training, config, folder)
+    watch = Watching(training, config, folder)
     results = run(
         training,
         images,
@@ -140,56 +138,13 @@ def _epochs(
     )
     try:
         for result in results:
-            watch(asdict(result) | _average(training, images, folder, progress))
+            watch(asdict(result))
             yield result
     except NonFiniteLossError as error:
         path = folder.keep_batch(error.images, error.targets, str(error))
         raise NonFiniteLossError(f"{error}; the batch is in {path}", error.images, error.targets) from error
     finally:
         watch.close()
-
-
-def _average(training: Training, images: Images, folder: Folder, progress: bool) -> dict[str, float]:
-    """How well the moving average of the weights does, where there is one."""
-    if training.ema is None:
-        return {}
-    loss, top1 = evaluate(
-        training.ema.module,
-        images.validation(),
-        device=training.device,
-        amp=training.amp,
-        progress=progress,
-        over_ranks=folder.ranks.total,
-    )
-    return {"ema_val_loss": loss, "ema_top1": top1}
-
-
-class _Watching:
-    """Whoever watches a run from outside, such as tcnn_probe's recorder; nobody where it is not installed."""
-
-    def __init__(self, training: Training, config: Config, folder: Folder) -> None:
-        self._training, self._folder, self._make, self._watch = training, folder, None, None
-        if config.watcher not in (None, "none"):
-            try:
-                self._make = pkgutil.resolve_name(config.watcher)
-            except ImportError as error:
-                say(f"nobody watches this run ({error}): epochs.csv has what it comes to", folder.ranks)
-        self.attach()
-
-    def attach(self) -> None:
-        """Look at the model as it now is."""
-        self.close()
-        self._watch = None if self._make is None else self._make(self._training.model, self._folder.path)
-
-    def __call__(self, scalars: dict[str, float]) -> None:
-        if self._watch is not None:
-            self._watch(scalars)
-
-    def close(self) -> None:
-        """Leave the model."""
-        if self._watch is not None:
-            self._watch.close()
-        self._watch = None
 
 
 def _summary(training: Training, images: Images, folder: Folder) -> None:

@@ -25,6 +25,7 @@ class Config:
     """Every setting of a training. A recipe sets some of them, then a TOML file, then the command line."""
 
     model: str = option("model", "timm's name of it (t_resnetrs50, patchconvnet_s60, ... are registered too)", "")
+    recipe: str | None = option("model", "one of RECIPES, or a TOML file: the command takes the settings from it")
     pretrained: bool = option("model", "start from timm's weights", False)
     weights: str | None = option("model", "start from the weights in this file")
     model_options: dict[str, Any] | None = option("model", "further options of timm.create_model")  # noqa: RUF009
@@ -85,12 +86,14 @@ class Config:
     amp: str | None = option("machine", "autocast: bfloat16 or float16")
     channels_last: bool = option("machine", "memory layout", False)
     compile: bool = option("machine", "torch.compile", False)
+    distribute: str = option("machine", "over processes: ddp, each has the model; fsdp, each has a part of it", "ddp")
     sync_bn: bool = option("machine", "batch norms over all processes", False)
 
     out: str = option("run", "folder of the run", "run")
     seed: int = option("run", "of everything that is random", 0)
     checkpoint_steps: int | None = option("run", "a checkpoint each so many steps, beside those of epochs")
     keep: int = option("run", "so many epochs' checkpoints stay", 2)
+    tensorboard: bool = option("run", "write the scalars for TensorBoard too", False)
     watcher: str | None = option(
         "run", "module:class that watches; none for nobody", "tcnn_probe.callbacks.finetuning:Recording"
     )
@@ -109,9 +112,16 @@ class Config:
             raise ValueError(f"label_smoothing: expected a number in [0, 1), got {self.label_smoothing}")
         if self.mixed and self.batch_size % 2:
             raise ValueError(f"batch_size: mixup and CutMix take images in pairs, got {self.batch_size}")
-        for name, known in {"crop": ("rrc", "simple"), "amp": (None, "bfloat16", "float16")}.items():
+        choices = {"crop": ("rrc", "simple"), "amp": (None, "bfloat16", "float16"), "distribute": ("ddp", "fsdp")}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
+
+        if self.distribute == "fsdp" and self.reparameterize_at:
+            raise ValueError(
+                f"reparameterize_at: with distribute=fsdp expected 0, got {self.reparameterize_at}: train the CNN "
+                f"first, then begin a run of the T-CNN with --weights of its best.pt"
+            )
 
     @property
     def mixed(self) -> bool:
@@ -141,7 +151,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group = each.metadata["group"]
         groups[group] = groups.get(group) or parser.add_argument_group(group)
         kind = types_[each.name]
-        shown = each.metadata["help"]
+        shown = each.metadata["help"].replace("RECIPES", ", ".join(recipe_names()))
         if "default" not in shown and each.default not in (None, False, ""):
             shown += f" (default: {each.default})"
         groups[group].add_argument(

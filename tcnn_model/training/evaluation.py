@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-__all__ = ["EpochResult", "evaluate", "totals", "with_bar"]
+__all__ = ["AveragedResult", "EpochResult", "evaluate", "totals", "with_bar"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,14 @@ class EpochResult:
     val_loss: float
     top1: float
     lr: float
+
+
+@dataclass(frozen=True)
+class AveragedResult(EpochResult):
+    """The same of a training with a moving average of the weights, and how well the average does."""
+
+    ema_val_loss: float
+    ema_top1: float
 
 
 @torch.no_grad()

@@ -16,8 +16,9 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from tcnn_model.training.evaluation import EpochResult, evaluate, totals
+from tcnn_model.training.evaluation import AveragedResult, EpochResult, evaluate, totals
 from tcnn_model.training.seeding import seed_everything, seed_of
+from tcnn_model.training.sharding import spread, spread_state, whole
 
 __all__ = ["Batches", "NonFiniteLossError", "StopRequested", "Training", "run"]
 
@@ -70,6 +71,7 @@ class Training:
         ema: moving average of the weights.
         frozen: modules that stay in eval mode, so that their running statistics stay as they are.
         no_sync: of a distributed model, entered for all batches of a step but the last.
+        gathered: entered with a model to validate it, where it is spread over processes.
         over_ranks: adds up totals of several processes.
         rank: of this process.
         history: results so far.
@@ -91,6 +93,7 @@ class Training:
     frozen: list[nn.Module] = field(default_factory=list)
     channels_last: bool = False
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    gathered: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
     over_ranks: Callable[[Tensor], Tensor] = lambda total: total
     rank: int = 0
     history: list[EpochResult] = field(default_factory=list)
@@ -108,36 +111,51 @@ class Training:
         return next((group["lr"] for group in self.optimizer.param_groups if group["name"] in names), math.nan)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on, of tensors and plain values."""
+        """All that is needed to go on, of tensors and plain values; to be called by all processes together."""
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": whole(self.model.state_dict()),
+            "optimizer": whole(self.optimizer.state_dict()),
             "schedules": [_plain(schedule.state_dict()) for schedule in self.schedules],
             "scaler": self.scaler.state_dict(),
-            "ema": None if self.ema is None else self.ema.module.state_dict(),
+            "ema": None if self.ema is None else whole(self.ema.module.state_dict()),
             "history": [asdict(result) for result in self.history],
             "epoch": self.epoch,
             "step": self.step,
-            "total": self.total,
+            "total": self.over_ranks(self.total).cpu(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(spread(state["model"], self.model))
         self.optimizer.load_state_dict(state["optimizer"])
+        spread_state(self.optimizer)
         for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
         self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
-            self.ema.module.load_state_dict(state["ema"])
-        self.history = [EpochResult(**result) for result in state["history"]]
-        self.epoch, self.step, self.total = state["epoch"], state["step"], state["total"].to("cpu")
+            self.ema.module.load_state_dict(spread(state["ema"], self.ema.module))
+        kind = EpochResult if self.ema is None else AveragedResult
+        self.history = [kind(**result) for result in state["history"]]
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.total = state["total"].to("cpu") * (self.rank == 0)  # it is of all processes
 
     def train_mode(self) -> None:
         """Training mode, but for what is frozen."""
         self.model.train()
         for module in self.frozen:
             module.eval()
+
+    def validate(self, model: nn.Module, batches: "Batches", progress: bool) -> tuple[float, float]:
+        """Loss and accuracy of the model or of the average of its weights."""
+        with self.gathered(model):
+            return evaluate(
+                model,
+                batches.validation(),
+                device=self.device,
+                amp=self.amp,
+                progress=progress,
+                over_ranks=self.over_ranks,
+            )
 
     def make_step(self, batches: tuple[Batch, ...], update: int) -> None:
         """One step of the optimizer, from the mean gradient of these batches."""
@@ -213,16 +231,12 @@ def run(
             else:
                 batches.begin(epoch)
             trained = (known.train_loss, known.train_top1) if known else _means(training) if epoch else (math.nan,) * 2
-            val_loss, top1 = evaluate(
-                training.model,
-                batches.validation(),
-                device=training.device,
-                amp=training.amp,
-                progress=progress,
-                over_ranks=training.over_ranks,
-            )
-            result = EpochResult(epoch, *trained, val_loss, top1, training.lr)
-            bar.set_postfix(top1=f"{top1:.3f}", refresh=False)
+            validated = training.validate(training.model, batches, progress)
+            result = EpochResult(epoch, *trained, *validated, training.lr)
+            if training.ema is not None:
+                average = training.validate(training.ema.module, batches, progress)
+                result = AveragedResult(**asdict(result), ema_val_loss=average[0], ema_top1=average[1])
+            bar.set_postfix(top1=f"{result.top1:.3f}", refresh=False)
             bar.update(epoch > first)
             if known is None:
                 training.history.append(result)

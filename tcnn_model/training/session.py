@@ -2,7 +2,6 @@
 
 import csv
 import io
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from tcnn_model.training.build import convert
-from tcnn_model.training.checkpoint import read_checkpoint, write_checkpoint
+from tcnn_model.training.checkpoint import read_checkpoint, write_checkpoint, write_file
 from tcnn_model.training.config import Config, as_toml
 from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.loop import StopRequested, Training
@@ -108,15 +107,15 @@ class Folder:
     def after_epoch(self, training: Training) -> None:
         """A checkpoint, the best weights, and the table."""
         done = training.history[-1].epoch
-        self._write(training, self._checkpoints / f"epoch-{done:04d}.pt")
+        state = self._write(training, self._checkpoints / f"epoch-{done:04d}.pt")
         if not self.ranks.first:
             return
         (self._checkpoints / "within.pt").unlink(missing_ok=True)
         for old in sorted(self._checkpoints.glob("epoch-*.pt"))[: -self.config.keep]:
             old.unlink()
         if training.history[-1].top1 >= max(result.top1 for result in training.history):
-            best: dict[str, Any] = {"state_dict": training.model.state_dict(), "epoch": done}
-            best |= {} if training.ema is None else {"state_dict_ema": training.ema.module.state_dict()}
+            best: dict[str, Any] = {"state_dict": state["model"], "epoch": done}
+            best |= {} if training.ema is None else {"state_dict_ema": state["ema"]}
             write_checkpoint(self.path / "best.pt", best)
         table = io.StringIO()
         writer = csv.DictWriter(table, list(asdict(training.history[0])))
@@ -130,11 +129,12 @@ class Folder:
         write_checkpoint(path, {"images": images.cpu(), "targets": targets.cpu(), "where": where})
         return path
 
-    def _write(self, training: Training, path: Path) -> None:
+    def _write(self, training: Training, path: Path) -> dict[str, Any]:
+        state = training.state_dict()
         if self.ranks.first:
             converted = any(name.endswith(".raw_locality") for name, _ in training.model.named_parameters())
-            state = {**training.state_dict(), "settings": self._settings, "converted": converted}
-            write_checkpoint(path, state)
+            write_checkpoint(path, {**state, "settings": self._settings, "converted": converted})
+        return state
 
     def _latest(self) -> Path | None:
         """The checkpoint within an epoch is later than those of epochs: it goes when an epoch has its own."""
@@ -148,9 +148,7 @@ class Folder:
 
 
 def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    write_file(path, lambda file: file.write(text.encode()))
 
 
 def say(text: str, ranks: Ranks) -> None:

@@ -6,35 +6,47 @@ from pathlib import Path
 from typing import Any
 
 from tcnn_probe.recording.recorder import Recorder
+from tcnn_probe.storage import StoreError
 
 __all__ = ["Recording"]
 
 
 class Recording:
-    """Records each validation of a run into ``recording.zarr`` in its folder, with the run's scalars.
+    """Records each validation of a run into ``recording.zarr`` in its folder, with the run's scalars and settings.
+
+    Of a model without heads, as a CNN before it is a T-CNN, the scalars are recorded. Its heads come in once it has
+    some. A model that has some and gets others goes on in a second recording, ``recording-converted.zarr``.
 
     Args:
-        model: that is trained. If it has nothing that can be recorded, as a CNN before it is a T-CNN, nothing is.
+        model: that is trained.
         folder: of the run.
+        settings: of the run; files and folders of this machine are left out.
     """
 
-    def __init__(self, model: Any, folder: Path) -> None:
-        self._recorder: Recorder | None = Recorder(model, folder / "recording.zarr")
+    def __init__(self, model: Any, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._model, self._store = model, folder / "recording.zarr"
+        local = ("data", "weights", "teacher_weights", "out", "watcher", "device")
+        self._attrs = {name: value for name, value in settings.items() if name not in local}
+        try:
+            self._recorder = Recorder(model, self._store, attrs=self._attrs)
+        except StoreError as error:
+            if "of other layers" not in str(error):
+                raise
+            self._store = folder / "recording-converted.zarr"
+            self._recorder = Recorder(model, self._store, attrs=self._attrs)
 
     def __call__(self, scalars: Mapping[str, float]) -> None:
         """Mark an epoch."""
-        if self._recorder is None:
-            return
         try:
             self._recorder.mark(if_marked="skip", **scalars)
         except RuntimeError as error:
-            if self._recorder.epochs:
+            if self._recorder.layers:
                 raise
-            print(f"no heads are recorded: {error}", file=sys.stderr)
-            self.close()
+            print(f"no heads are recorded, only scalars: {error}", file=sys.stderr)
+            self._recorder.remove()
+            self._recorder = Recorder(self._model, self._store, probes=[], attrs=self._attrs)
+            self._recorder.mark(if_marked="skip", **scalars)
 
     def close(self) -> None:
         """Detach."""
-        if self._recorder is not None:
-            self._recorder.remove()
-        self._recorder = None
+        self._recorder.remove()

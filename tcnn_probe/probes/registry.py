@@ -35,7 +35,7 @@ def find_probes(wanted: Iterable[str | Probe] | str | Probe | None) -> list[Prob
     """Probes by kind, or as they are; None for the default ones.
 
     Raises:
-        ValueError: an unknown kind, two probes of one kind, or none at all.
+        ValueError: an unknown kind, or two probes of one kind.
         TypeError: something else than a name or a probe.
     """
     if wanted is None:
@@ -62,6 +62,4 @@ def find_probes(wanted: Iterable[str | Probe] | str | Probe | None) -> list[Prob
                 raise ValueError(
                     f"two probes have {name!r} in one group, along other dimensions: give one another group"
                 )
-    if not probes:
-        raise ValueError("probes is empty: name at least one, or pass None for the default ones")
     return probes

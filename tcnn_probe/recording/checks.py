@@ -45,7 +45,7 @@ def check_probes(collector: Collector, *, chose_layers: bool) -> None:
             raise ValueError(f"classes={classes.plain} chooses maps, and there are none without images=")
         for pool, count in counts.items():
             classes.check(pool, count)
-    if not collector.sums and not collector.sees_forwards:
+    if probes and not collector.sums and not collector.sees_forwards:
         where = " among those asked for" if chose_layers else ""
         why = f": {collector.missing}" if collector.missing else ""
         raise ValueError(f"{collector.model_class} has no layer{where} for the probes {kinds}{why}")
@@ -66,6 +66,8 @@ def check_same_recording(store: EpochStore, about: Mapping[str, str], collector:
             raise StoreError(f"the store is a recording of another model (of {what} {then!r}, not {now!r})")
     if (kept := json.loads(attrs["images"])) != list(sampling.images):
         raise StoreError(f"the store keeps maps of the images {kept}, and images= asks for {list(sampling.images)}")
+    if not store.has_layers:
+        return
     for path, group in groups.items():
         for layer, table in group.layers.items() if path.startswith(MAPS_OF_CLASSES) else ():
             if (chosen := table["classes"]) != (classes := sampling.classes.plain):
@@ -152,6 +154,8 @@ def check_epoch(
     Raises:
         RuntimeError: with what is missing, why, and what to do.
     """
+    if not collector.probes:
+        return
     sampling, training = collector.sampling, f"{collector.training_forwards} forwards in training mode"
     advice = "run some before mark()"
     if sampling.when == "eval":

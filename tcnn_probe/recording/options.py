@@ -1,5 +1,6 @@
 """What users give to ``record()`` and ``mark()``, as checked values: forwards, images, classes, marks and scalars."""
 
+import json
 import operator
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -11,7 +12,17 @@ from torch import Tensor
 
 from tcnn_probe.schema import COORDINATES
 
-__all__ = ["Classes", "Sampling", "When", "a_or_an", "as_mark", "as_scalars", "check_along", "check_integer"]
+__all__ = [
+    "Classes",
+    "Sampling",
+    "When",
+    "a_or_an",
+    "as_attributes",
+    "as_mark",
+    "as_scalars",
+    "check_along",
+    "check_integer",
+]
 
 When = Literal["eval", "train", "always"]
 _MODES = {"eval": "eval mode", "train": "training mode", "always": "any mode"}
@@ -167,6 +178,18 @@ def as_scalars(scalars: Mapping[str, SupportsFloat], along: str) -> dict[str, fl
         if name in COORDINATES or name == along:
             raise ValueError(f"{name!r} is the name of a coordinate: give the scalar another one")
     return {name: _as_number(name, value) for name, value in scalars.items()}
+
+
+def as_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recording is to say of itself."""
+    for name, value in attrs.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"expected attrs of plain JSON, got {name!r}: {value!r}: {error}") from error
+        if not isinstance(name, str) or name in COORDINATES:
+            raise ValueError(f"expected another name for an attribute than {name!r}")
+    return dict(attrs)
 
 
 def a_or_an(noun: str) -> str:

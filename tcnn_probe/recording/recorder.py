@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, SupportsFloat, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, get_args
 
 import xarray as xr
 from torch import nn
@@ -29,7 +29,7 @@ from tcnn_probe.recording.checks import (
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.dataset import assemble, groups_of, layer_values, map_values, nonfinite, without_strangers
 from tcnn_probe.recording.distributed import Ranks, whole_parameters
-from tcnn_probe.recording.options import Sampling, When, as_mark, as_scalars, check_along
+from tcnn_probe.recording.options import Sampling, When, as_attributes, as_mark, as_scalars, check_along
 from tcnn_probe.recording.summary import as_html, as_text, forgotten, rows
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, Mode
@@ -65,7 +65,8 @@ class Recorder:
             the first epoch is marked; "x" refuses it.
         layers: names, globs or a predicate ``(name, module) -> bool``; None for all that can be recorded.
         probes: what to measure: names of ``tcnn_probe.PROBES`` or probes of your own; None for attention heads
-            (``tcnn_probe.DEFAULT``).
+            (``tcnn_probe.DEFAULT``). With ``[]`` only scalars are kept, of a CNN that gets its heads later: a recorder
+            that continues the recording then adds them, as NaN for the marks before.
         when: which forwards are measured, by ``model.training``: "eval", "train" or "always".
         every: measure one forward in so many.
         images: of which images maps are kept: the first so many of each epoch, or their numbers in the order in which
@@ -77,6 +78,8 @@ class Recorder:
         prefix_tokens: class and register tokens before the patches, where neither the model says so nor what it does.
         class_token: likewise, whether the class token is the "first" or the "last" of all tokens, or there is "none".
         grid: likewise, rows and columns of the patches, of a model in which all tokens see each other.
+        attrs: what else a new recording says of itself, in plain JSON: the seed and other settings. Where several
+            recordings are opened together, those that differ are coordinates.
         distributed: whether ``mark`` is called by all ranks together, which adds up what they measured; rank 0 writes.
             None: if torch.distributed is initialised. Give False if one rank records alone.
 
@@ -102,6 +105,7 @@ class Recorder:
         prefix_tokens: int | None = None,
         class_token: Literal["first", "last", "none"] | None = None,
         grid: tuple[int, int] | None = None,
+        attrs: Mapping[str, Any] | None = None,
         distributed: bool | None = None,
     ) -> None:
         check_model(model)
@@ -111,7 +115,7 @@ class Recorder:
                 f"expected mode='a' (continue), 'w' (replace) or 'x' (only if nothing is there), got {mode!r}"
             )
         tokens = GivenTokens(prefix_tokens, class_token, grid)
-        self._model, self._along, self._asked = model, along, layers
+        self._model, self._along, self._asked, self._about = model, along, layers, as_attributes(attrs or {})
         sampling = Sampling.asked(when, every, max_images, images, classes)
         wanted, chosen = wanted_layers(model, layers), find_probes(probes)
         self._marked = False
@@ -291,16 +295,16 @@ class Recorder:
         check_epoch(found, collector, self._asked, self._groups, missed=missed)
         sums = [collector.sums[key] for key in found]
         entries = layer_values(sums, found) + map_values(sums, collector.sampling)
-        groups = self._groups or groups_of(entries, collector.order)
-        if self._groups is None and (stored := self._store.groups) is not None:
+        groups, stored = self._groups or groups_of(entries, collector.order), self._store.groups
+        if self._groups is None and stored is not None and self._store.has_layers:
             check_resumed(stored, groups)
             groups = stored
         check_scalars(scalars, groups)
         warned = without_strangers(entries, groups) + nonfinite(entries) + collector.mixes_sizes(found)
         warned += collector.images.changed(json.loads((self._store.attrs or {}).get("image_hashes", "{}")))
-        if self._store.groups is None:
+        if stored is None or not self._store.has_layers:
             images = {"images": json.dumps(collector.sampling.images)}  # of which maps are kept
-            self._store.create(groups, provenance(self._model) | images | self._attributes())
+            self._store.create(groups, self._about | provenance(self._model) | images | self._attributes())
         self._store.append(number, assemble(entries, groups), scalars, attrs=self._attributes())
         self._groups = groups
         return warned

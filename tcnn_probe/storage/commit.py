@@ -166,6 +166,18 @@ class Root:
         documents |= {path: with_length(about, self.length + 1) for path, about in growing.items()}
         return Root.of({**self.attributes, **attrs}, documents, labels=self.labels)
 
+    def with_groups(self, groups: Mapping[str, Group]) -> "Root":
+        """Give the root of the same marks with groups, of which there were none: fill values so far.
+
+        Raises:
+            ValueError: a name is that of a scalar.
+        """
+        new = Root.new(groups, self.attributes, self.along, self.documents[self.along]["data_type"])
+        if taken := sorted(new.documents.keys() & self.documents.keys() - {self.along}):
+            raise ValueError(f"{taken[0]!r} was given to mark() before, and is now recorded")
+        growing = {path: with_length(about, self.length) for path, about in new.growing.items()}
+        return Root.of(new.attributes, {**new.documents, **growing, **self.documents}, labels=new.labels)
+
     def _group(self, path: str, attributes: Mapping[str, Any]) -> Group:
         variables, sizes, maps, scalars = {}, {}, False, self.scalars
         for name, about in self.arrays.items():
@@ -217,7 +229,7 @@ async def commit(
         growing: the arrays of the store that is written.
         old: the root that is there, None if none is.
         new: the root with one mark more.
-        values: of the mark, by path. An array that has none gets its fill value.
+        values: of the mark, by path, or of all marks for a new array. One that has none gets its fill value.
         only: on which condition the root is replaced, see :mod:`tcnn_probe.storage.conditional`.
 
     Raises:

@@ -90,22 +90,29 @@ class EpochStore:
         return None if self._root is None else MappingProxyType(dict(self._root.attributes))
 
     @property
+    def has_layers(self) -> bool:
+        """Whether anything but scalars is there."""
+        return any(group.layers for group in (self.groups or {}).values())
+
+    @property
     def marks(self) -> tuple[Mark, ...]:
         """The committed marks, ascending."""
         return self._marks
 
     def create(self, groups: Mapping[str, Group], attrs: Mapping[str, Any]) -> None:
-        """Say what a new recording consists of. It is made with its first mark; until then this may be said again.
+        """Say what a recording consists of that is new, or has no layers yet: they are NaN for the marks before.
+
+        It is made with the next mark; until then this may be said again.
 
         Args:
             groups: by path; "" is the root, others are such as "layer_scale" or "maps/6x14x14".
             attrs: of the root, plain JSON.
 
         Raises:
-            StoreError: there is a recording already.
+            StoreError: there is a recording with layers already.
             ValueError: there is no root group, a name is used twice, or an attribute is not plain JSON.
         """
-        if self._root is not None:
+        if self._root is not None and self.has_layers:
             raise StoreError(f"{self._place.name} holds a recording already")
         check_names(groups, self._along)
         Root.new(groups, attrs, self._along, "int64")
@@ -176,8 +183,12 @@ class EpochStore:
             if self._begun is None:
                 raise StoreError(f"{self._place.name} holds nothing yet: create() comes first")
             root = Root.new(*self._begun, self._along, "int64" if isinstance(mark, int) else "float64")
+        elif self._begun is not None and not self.has_layers:
+            root = root.with_groups(self._begun[0])
         rows = self._rows(root, values, scalars)
-        rows |= {path: np.array(mark) for path in root.growing if path.rpartition("/")[2] == self._along}
+        there = {} if self._root is None else self._root.documents
+        alongs = [path for path in root.growing if path.rpartition("/")[2] == self._along]
+        rows |= {path: np.array(mark if path in there else [*self._marks, mark]) for path in alongs}
         new = root.with_mark(scalars, {**(attrs or {}), **self._writer_is})
         if self._root is None and self._place.directory is not None:
             with new_directory(self._place.directory) as (store, lock):

@@ -39,13 +39,16 @@ class GrowingArrays:
         Args:
             path: of the array.
             document: of the array as it is to be; its last row is the one to be written.
-            row: None for the fill value.
+            row: None for the fill value; of a new array also all of its rows.
             new: whether none of the array is committed: then all rows before this one get the fill value, over
                 whatever a killed run has left.
 
         Raises:
             StoreError: the chunk is damaged, so that its other rows cannot be written again.
         """
+        if row is not None and row.ndim == len(document["shape"]):
+            await open_array(self.store, path, document).setitem(..., row)
+            return
         rows = document["chunk_grid"]["configuration"]["chunk_shape"][0]
         number, place = divmod(document["shape"][0] - 1, rows)
         if path not in self._chunks or self._chunks[path].number != number:

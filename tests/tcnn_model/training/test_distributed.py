@@ -2,12 +2,18 @@
 
 import os
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.fsdp
+import torch.distributed.tensor  # by this process, for those that it forks
+import xarray as xr
 
+from tcnn_model.training import loop
 from tcnn_model.training.config import Config
 from tcnn_model.training.data import Images
 from tcnn_model.training.distributed import Ranks
@@ -16,28 +22,57 @@ from tests.tcnn_model.training.runs import config, finish, fork, last_checkpoint
 # Layer norms only: batch norms would see other batches. 27 images to validate on: 14 and 13.
 PLAIN: dict[str, Any] = {"model": "deit_tiny_patch16_224", "limit": 27, "epochs": 2, "lr": 1e-3, "random_erasing": 0.5}
 PLAIN |= {"model_options": {"embed_dim": 24, "depth": 1, "num_heads": 3}, "repeated_augmentation": 2, "ema": 0.5}
+PLAIN |= {"watcher": Config.watcher, "clip_grad": 1.0}
 
 
-def _of_rank(settings: Config, rank: int, port: int) -> None:
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A training in one process: its last checkpoint, and its folder."""
+    folder = tmp_path_factory.mktemp("one")
+    return finish(config(folder, **PLAIN, batch_size=8)), folder
+
+
+def _of_rank(settings: Config, rank: int, port: int, *, resume: bool, stop: int | None) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    finish(settings)
+    make_step, made = loop.Training.make_step, []
+
+    def counted(self: Any, *arguments: Any) -> None:
+        if len(made) == stop:
+            os._exit(0)
+        make_step(self, *arguments)
+        made.append(None)
+
+    loop.Training.make_step = counted  # type: ignore[method-assign]  # of a process that ends after this
+    finish(settings, resume=resume)
 
 
-def test_two_processes_are_one(tmp_path: Path) -> None:
-    one = finish(config(tmp_path / "one", **PLAIN, batch_size=8))
+def _in_two(settings: Config, *, resume: bool = False, stop: int | None = None) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = config(tmp_path / "two", **PLAIN, batch_size=4)
-    processes = [fork(lambda rank=rank: _of_rank(settings, rank, port)) for rank in range(2)]  # type: ignore[misc]
+    options = {"resume": resume, "stop": stop}
+    processes = [fork(partial(_of_rank, settings, rank, port, **options)) for rank in range(2)]
     assert [os.waitpid(process, 0)[1] for process in processes] == [0, 0]
-    two = last_checkpoint(settings)
-    for actual, expected in zip(two["history"][1:], one["history"][1:], strict=True):
-        assert actual == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("distribute", ["ddp", "fsdp"])
+def test_two_processes_are_one(distribute: str, one: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    """Losses, weights and recorded statistics; with FSDP of a run that was killed and resumed."""
+    settings = config(tmp_path, **PLAIN, batch_size=4, distribute=distribute, checkpoint_steps=1)
+    if distribute == "fsdp":
+        _in_two(settings, stop=4)
+    _in_two(settings, resume=distribute == "fsdp")
+    two, (expected, folder) = last_checkpoint(settings), one
+    for actual, wanted in zip(two["history"][1:], expected["history"][1:], strict=True):
+        assert actual == pytest.approx(wanted, rel=1e-4)
     assert two["history"][0]["top1"] in [n / 27 for n in range(28)]
-    for name, value in one["ema"].items():
+    for name, value in expected["ema"].items():
         torch.testing.assert_close(two["ema"][name], value, rtol=1e-3, atol=1e-4)
+    recorded, alone = (xr.open_zarr(place / "recording.zarr") for place in (tmp_path, folder))
+    assert recorded.images.values.tolist() == [[27]] * 3
+    for name in alone.data_vars:
+        np.testing.assert_allclose(recorded[name], alone[name], rtol=1e-5, atol=1e-5, err_msg=str(name))
 
 
 class _Numbers:

@@ -4,8 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xarray as xr
+from torch import nn
 
+import tcnn_probe
+from tcnn_model import GPSA
 from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 from tcnn_probe.callbacks.finetuning import Recording
@@ -41,11 +45,39 @@ def test_each_epoch_of_a_resumed_run_is_recorded_once(tmp_path: Path, monkeypatc
     assert ds.gate.notnull().all()
 
 
-def test_recording_begins_where_a_cnn_becomes_a_tcnn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    list(train(_config(tmp_path, reparameterize_at=1), progress=False))
-    assert xr.open_zarr(tmp_path / "recording.zarr").epoch.values.tolist() == [2]
-    assert "no heads are recorded: nothing to mark: no attention was seen in ResNet" in capsys.readouterr().err
-    assert len((tmp_path / "epochs.csv").read_text().splitlines()) == 4
+def test_heads_come_in_where_a_cnn_becomes_a_tcnn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Scalars and settings are recorded from the beginning; one seed is beside another as a run."""
+    results = list(train(_config(tmp_path / "a", reparameterize_at=1), progress=False))
+    ds = xr.open_zarr(tmp_path / "a" / "recording.zarr")
+    assert ds.epoch.values.tolist() == [0, 1, 2]
+    assert ds.train_top1.values.tolist()[1:] == [result.train_top1 for result in results[1:]]
+    assert ds.gate.notnull().any(["layer", "head"]).values.tolist() == [False, False, True]
+    told = capsys.readouterr().err
+    assert "no heads are recorded, only scalars: nothing to mark: no attention was seen in ResNet" in told
+    assert len((tmp_path / "a" / "epochs.csv").read_text().splitlines()) == 4
+    list(train(_config(tmp_path / "b", seed=1, epochs=1, warmup_epochs=0), progress=False))
+    tree = tcnn_probe.open([tmp_path / name / "recording.zarr" for name in "ab"])
+    assert (tree.seed.values.tolist(), tree.reparameterize_at.values[0]) == ([0, 1], 1)
+    assert tree.attrs["model"] == "resnet18"
+    assert tree["heads"].gate.sel(run="b").isnull().all()
+
+
+def test_model_that_has_heads_and_gets_others(tmp_path: Path) -> None:
+    def model(*layers: nn.Module) -> nn.Module:
+        return nn.Sequential(*layers).eval()
+
+    attention, convolution = GPSA(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+    before, after = model(attention, convolution), model(attention, GPSA.from_conv(convolution))
+    for epoch, one in enumerate((before, after, after)):
+        watcher = Recording(one, tmp_path, {"seed": 3, "out": "here"})
+        with torch.no_grad():
+            one(torch.randn(2, 3, 5, 7))
+        watcher({"epoch": epoch})
+        watcher.close()
+    recorded = xr.open_zarr(tmp_path / "recording.zarr"), xr.open_zarr(tmp_path / "recording-converted.zarr")
+    assert [ds.epoch.values.tolist() for ds in recorded] == [[0], [1, 2]]
+    assert [ds.layer.values.tolist() for ds in recorded] == [["0"], ["0", "1"]]
+    assert "out" not in recorded[0].attrs
 
 
 def test_a_watcher_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

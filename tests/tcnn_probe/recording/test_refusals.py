@@ -28,7 +28,6 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
     "unknown glob": (vit, {"layers": ["blocks", "layer4.*"]}, ValueError, r"match 'layer4\.\*'"),
     "name of a second attention": (with_strange_name, {}, ValueError, "names of modules without '#', .* got 'norm#1'"),
     "unknown probe": (vit, {"probes": "softmacks"}, ValueError, "no probe 'softmacks'; did you mean 'softmax'"),
-    "no probes": (vit, {"probes": []}, ValueError, "probes is empty"),
     "no probe": (vit, {"probes": [3]}, TypeError, "expected a tcnn_probe.Probe or the name of one, got 3"),
     "no layer": (vit, {"probes": "layer-scale", "layers": "head"}, ValueError, r"has no layer among those asked for"),
     "unknown mode": (vit, {"mode": "r"}, ValueError, r"expected mode='a' \(continue\), 'w' .* got 'r'"),

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tcnn_probe.storage import EpochStore, open_recording
+from tcnn_probe.schema import Group
+from tcnn_probe.storage import EpochStore, StoreError, open_recording
 from tcnn_probe.storage import directory as module
 from tests.tcnn_probe.storage import tables
 from tests.tcnn_probe.storage.tables import (
@@ -88,6 +89,52 @@ def test_crash_at_every_write_of_the_first_mark(tmp_path: Path, kind: str) -> No
     assert number == len(done) > 20
     assert_holds(store, {0: 9}, {"fresh": {0: 0.5}})
     assert kind == "directory" or ".tcnn_probe.init" not in target._store_dict
+
+
+def test_crash_at_every_write_of_the_mark_that_brings_layers(tmp_path: Path) -> None:
+    """A recording that began without any: they have no values for the marks before."""
+    path = tmp_path / "run.zarr"
+    store = EpochStore(path)
+    store.create({"": Group({}, {})}, {"made_by": "a test"})
+    for mark in range(2):
+        store.append(mark, {"": {}}, {"top1": mark / 7})
+    dies(store)
+    for number in count(step=7):
+        store = create_layers(path)
+        with steps(number, WRITES) as done:
+            try:
+                add(store, 2, top1=2 / 7)
+                break
+            except Crash:
+                dies(store)
+        tree = open_recording(path)
+        assert (tree.groups, tree.top1.values.tolist()) == (("/",), [0, 1 / 7])
+    assert number >= len(done) > 20
+    add(store, 3)
+    with pytest.raises(StoreError, match="holds a recording already"):
+        store.create(tables.GROUPS, {})
+    tree = open_recording(path)
+    np.testing.assert_array_equal(tree.top1, [0, 1 / 7, 2 / 7, np.nan])
+    for group, name in (("heads", "gate"), ("layer_scale", "scale"), (MAPS, "saliency")):
+        found = tree[group][name]
+        assert found[:2].isnull().all()
+        np.testing.assert_array_equal(found[2:], [values(mark)[group.replace("heads", "")][name] for mark in (2, 3)])
+    assert create(path).marks == (0, 1, 2, 3)
+
+
+def create_layers(path: Path) -> EpochStore:
+    store = EpochStore(path)
+    store.create(tables.GROUPS, {})
+    return store
+
+
+def test_scalar_that_a_layer_is_recorded_as_later(tmp_path: Path) -> None:
+    store = EpochStore(tmp_path / "run.zarr")
+    store.create({"": Group({}, {})}, {})
+    store.append(0, {"": {}}, {"gate": 0.5})
+    store.create(tables.GROUPS, {})
+    with pytest.raises(ValueError, match=r"'gate' was given to mark\(\) before, and is now recorded"):
+        add(store, 1)
 
 
 def test_first_mark_that_is_refused_fixes_nothing(tmp_path: Path) -> None:

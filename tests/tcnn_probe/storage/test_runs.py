@@ -118,7 +118,7 @@ def test_what_differs_is_a_coordinate_and_what_is_absent_is_said(three: list[Pat
 def test_names_of_runs(three: list[Path]) -> None:
     assert open({"one": three[0], "two": three[0]}).run.values.tolist() == ["one", "two"]
     assert open([three[0]]).run.values.tolist() == ["recording"]
-    with pytest.raises(ValueError, match="expected different recordings, got .*a mapping gives them names"):
+    with pytest.raises(ValueError, match=r"expected different recordings, got .*a mapping gives them names"):
         open([three[0], three[0]])
     with pytest.raises(ValueError, match="expected one recording at least"):
         open([])
