@@ -11,7 +11,8 @@ differ from seed to seed (studies/README.md has the ranges).
 
 How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage is then reparameterized as gated
 positional self-attention (GPSA) and fine-tuned, while the gate, the attention span and the entropy of every head are
-recorded. As the control, a copy of the CNN is fine-tuned for as long without attention.
+recorded. As the control, a copy of the CNN is fine-tuned for as long without attention. Attention is then confounded
+with the doubled grid of the last stage: --unstrided adds a control that has this grid and no attention.
 
 Writes into results/:
 gating_evolution.png    A accuracy, B attention span 1 / alpha, C gate sigma(lambda), D entropy of content and
@@ -28,7 +29,6 @@ On your own images, as the papers did on ImageNet with a GPU:
 """
 
 import argparse
-import copy
 import sys
 
 import matplotlib as mpl
@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 import tcnn_probe
 from common.ending import ended, finish, learned
 from common.options import add_output, parsed, study_parser
-from common.training import add_training, begin, settle
+from common.training import add_controls, add_training, begin, settle
 from tcnn_model import EpochResult
 from tcnn_probe.plot import OKABE_ITO
 
@@ -48,11 +48,14 @@ Run = list[EpochResult]
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin("gating_evolution", args, stages=3)
+    study = begin("gating_evolution", args, stages=3 + args.unstrided)
     training = study.train_cnn()
-    control = list(study.fine_tune(copy.deepcopy(study.cnn), "control", "the CNN goes on (control)"))
+    controls = study.controls()
     output = study.output
-    _, dataset = study.tcnn(output.store, scalars=lambda result: {"control_top1": control[result.epoch].top1})
+    _, dataset = study.tcnn(
+        output.store,
+        scalars=lambda result: {f"{name}_top1": run[result.epoch].top1 for name, (_, run) in controls.items()},
+    )
 
     draw(dataset, training).savefig(output.figure, dpi=200)
     print(head_table(dataset))
@@ -74,6 +77,9 @@ def draw(dataset: xr.Dataset, training: Run) -> Figure:
         before = [r.epoch - training[-1].epoch for r in training]
         a.plot(before, [r.top1 for r in training], color="0.6", label="CNN, training")
     a.plot(dataset.epoch, dataset.control_top1, color="0.25", ls="--", label="CNN, fine-tuned (control)")
+    if "unstrided_top1" in dataset:
+        label = "CNN at stride 1, fine-tuned (control)"
+        a.plot(dataset.epoch, dataset.unstrided_top1, color=OKABE_ITO["blue"], ls="-.", label=label)
     a.plot(dataset.epoch, dataset.top1, color=OKABE_ITO["vermillion"], lw=2, label="T-CNN, fine-tuned")
     a.axvline(0, color="0.8", lw=1, zorder=0, label="reparameterized")
     a.set(ylabel="validation accuracy", title="accuracy", xlabel="epoch after reparameterization")
@@ -120,9 +126,10 @@ def accuracy_report(dataset: xr.Dataset) -> str:
     ahead = "equal" if tcnn == control else "T-CNN ahead" if tcnn > control else "CNN ahead"
     n = float(last.images.isel(layer=0))
     error = ((tcnn * (1 - tcnn) + control * (1 - control)) / n) ** 0.5
+    further = f", CNN at stride 1 {float(last.unstrided_top1):.3f}" if "unstrided_top1" in last else ""
     return (
         f"\nvalidation accuracy: CNN {float(start.control_top1):.3f}; reparameterized {float(start.top1):.3f}; "
-        f"after fine-tuning T-CNN {tcnn:.3f}, CNN {control:.3f} "
+        f"after fine-tuning T-CNN {tcnn:.3f}, CNN {control:.3f}{further} "
         f"({ahead}: {tcnn - control:+.3f}, standard error about {error:.3f} on {n:.0f} images, one seed)"
     )
 
@@ -143,6 +150,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 10 seconds")
+    add_controls(parser)
     add_output(parser)
     args = parsed(parser, arguments, "gating_evolution")
     settle(parser, args)

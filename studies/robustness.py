@@ -11,9 +11,9 @@ The last lines that are printed say what the intervals of this run support.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. It is then fine-tuned for as long in two ways: as it
 is (the control that the papers have for accuracy, Table 1 and Fig. 7, and not for robustness), and with its last stage
-reparameterized as gated positional self-attention (T-CNN). The three models are shown the same validation images:
-clean, with the 15 corruptions of ImageNet-C at 5 severities, and after the adversarial attacks FGSM and PGD within
-1/255 of each pixel.
+reparameterized as gated positional self-attention (T-CNN). --unstrided adds a control with the T-CNN's finer grid and
+without its attention. The models are shown the same validation images: clean, with the 15 corruptions of ImageNet-C at
+5 severities, and after the adversarial attacks FGSM and PGD within 1/255 of each pixel.
 
 Writes into results/:
 robustness.png          accuracy of the three A clean and by group of corruptions and B under attack (Fig. 1, Table 3);
@@ -32,7 +32,6 @@ corrupted at --img-size; the papers "keep a resolution of 224 at test time" for 
 """
 
 import argparse
-import copy
 import sys
 from pathlib import Path
 
@@ -44,9 +43,10 @@ import tcnn_probe
 from common.data import PixelBatches
 from common.ending import InputError, ended, finish, learned
 from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
-from common.training import add_training, begin, settle
+from common.training import add_controls, add_training, begin, settle
 
 CNN, CONTROL, TCNN = "CNN", "CNN, fine-tuned", "T-CNN, fine-tuned"
+CONTROLS = {"control": CONTROL, "unstrided": "CNN at stride 1, fine-tuned"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,19 +56,17 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin(
         "robustness",
         args,
-        stages=3,
+        stages=3 + args.unstrided,
         later=("corruptions", "severities", "epsilon", "images", "variant"),
         before=lambda cnn: variants.extend(open_variants(cnn, args)),
     )
     study.train_cnn()
-    control = copy.deepcopy(study.cnn)
-    for _ in study.fine_tune(control, "control", "the CNN goes on (control)"):
-        pass
+    controls = {CONTROLS[name]: model for name, (model, _) in study.controls().items()}
     tcnn, _ = study.tcnn(study.output.beside("_heads.zarr"))
 
     images = PixelBatches(study.cnn, study.loaders[1], args.images)
     results = tcnn_probe.robustness(
-        {CNN: study.cnn, CONTROL: control, TCNN: tcnn},
+        {CNN: study.cnn, **controls, TCNN: tcnn},
         images,
         corruptions=args.corruptions,
         severities=args.severities,
@@ -151,9 +149,9 @@ def table(results: xr.Dataset) -> str:
 
 
 def verdicts(results: xr.Dataset, classes: int) -> str:
-    """What the intervals say of the T-CNN against the CNN, and against the CNN that was trained for as long."""
+    """What the intervals say of the T-CNN against the CNN, and against those that were trained for as long."""
     lines, reached = [], accuracies(results)
-    for baseline in (CNN, CONTROL):
+    for baseline in results.model.values[:-1].tolist():
         lines.append(f"\nT-CNN against {baseline!r}, difference in accuracy with 95 % interval over images:")
         for by in (None, "group", "attack"):
             found = tcnn_probe.improvement(results, baseline, by, relative=False).sel(model=TCNN)
@@ -186,6 +184,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 4 corruptions, 2 severities, 20 seconds")
+    add_controls(parser)
     add = parser.add_argument_group("perturbations").add_argument
     add(
         "--images", type=from_least(2), help="validation images to perturb, spread evenly (default: 150; all of --data)"

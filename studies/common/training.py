@@ -1,6 +1,7 @@
 """The trainings of the studies of Transformed CNNs: a CNN, the CNN for longer, and its T-CNN."""
 
 import argparse
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +17,9 @@ from common.ending import refused
 from common.models import check_input, own_model, small_resnet
 from common.options import NOT_SAVED, add_data, add_machine, check_data_options, fill_in, from_least, positive_number
 from common.output import RunOutput
-from tcnn_model import EpochResult, finetune, reparameterize
+from tcnn_model import EpochResult, finetune, reparameterize, unstride
 
-__all__ = ["Training", "add_training", "begin", "settle", "warmup"]
+__all__ = ["Training", "add_controls", "add_training", "begin", "settle", "warmup"]
 
 PAPER_BATCH = 1024
 """Images of a step that the paper's rates of 1e-4 and 0.1 are for."""
@@ -48,8 +49,15 @@ def add_training(parser: argparse.ArgumentParser, *, small: str) -> None:
     )
     add("--cnn-lr", type=positive_number, help="of training the CNN (default: 1e-2; for --data 0.1 for batches of 256)")
     add("--gating-lr", type=positive_number, help="of the gates (default: 0.1; for --data the paper's, as --lr)")
+    add("--gating-min-lr", type=positive_number, help="rate that the gates end at (default: annealed as the weights')")
     add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
     add_machine(group, small=small)
+
+
+def add_controls(parser: argparse.ArgumentParser) -> None:
+    """The option for a second control."""
+    help_ = "a second control: the CNN with its last stage at stride 1 like the T-CNN's, without attention"
+    parser.add_argument_group("controls").add_argument("--unstrided", action="store_true", help=help_)
 
 
 def settle(
@@ -193,10 +201,18 @@ class Training:
         recipe = {"epochs": self.args.epochs, "lr": self.args.lr, "gating_lr": self.args.gating_lr}
         recipe |= {
             "qk_lr": getattr(self.args, "qk_lr", None),
+            "gating_min_lr": self.args.gating_min_lr,
             "drop_path_rate": self.args.drop_path,
             "seed": self.args.seed if seed is None else seed,
         }
         return self._train(model, file, title, **{**recipe, **changed})
+
+    def controls(self) -> dict[str, tuple[nn.Module, list[EpochResult]]]:
+        """The CNN fine-tuned as it is, "control"; with ``--unstrided`` also with its last stage at stride 1."""
+        models = {"control": ("the CNN goes on (control)", copy.deepcopy(self.cnn))}
+        if self.args.unstrided:
+            models["unstrided"] = ("the CNN goes on at stride 1 (control)", unstride(self.cnn))
+        return {name: (model, list(self.fine_tune(model, name, title))) for name, (title, model) in models.items()}
 
     def tcnn(
         self,

@@ -80,6 +80,8 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
     if config.sync_bn and ranks.count > 1:
+        if ranks.device.type == "cpu":
+            raise ValueError("sync_bn: torch shares the statistics of batch norms between GPUs only, got the CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     frozen = _freeze(model, config.freeze or [])
     ema = ModelEmaV3(model, decay=config.ema) if config.ema else None

@@ -44,8 +44,8 @@ class Watching:
         if self._watch is not None:
             self._watch(scalars)
         if self._board is not None:
-            for name, value in scalars.items():
-                self._board.add_scalar(name, value, scalars["epoch"])
+            for name in [name for name, value in scalars.items() if value == value]:  # not NaN
+                self._board.add_scalar(name, scalars[name], scalars["epoch"])
             self._board.flush()
 
     def close(self) -> None:

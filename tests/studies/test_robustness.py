@@ -1,10 +1,15 @@
 """What the study says of made results: no more than their intervals support."""
 
+from argparse import Namespace
+
 import numpy as np
 import pytest
 import xarray as xr
+from torch import nn
 
 import robustness as study
+from common.models import small_resnet
+from common.training import Training
 
 MODELS = [study.CNN, study.CONTROL, study.TCNN]
 GROUPS = {"fog": "weather", "snow": "weather", "contrast": "digital"}
@@ -72,3 +77,17 @@ def test_the_check_can_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did NOT learn" in capsys.readouterr().out
     one = made([0.6, 0.8, 0.8]).isel(severity=[1])
     assert study.check(one, 0.1)  # against clean images
+
+
+def test_the_second_control_has_the_finer_grid_and_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[str] = []
+    monkeypatch.setattr(Training, "fine_tune", lambda self, model, file, title: trained.append(file) or [])
+    cnn = small_resnet()
+    for unstrided, names in ((False, ["control"]), (True, ["control", "unstrided"])):
+        controls = Training(Namespace(unstrided=unstrided), cnn, (), None, 4).controls()  # type: ignore[arg-type]
+        assert [*controls] == names
+        assert {*controls} <= {*study.CONTROLS}
+    control, finer = (model for model, _ in controls.values())
+    assert trained == ["control", "control", "unstrided"]
+    assert (control.layer4[0].conv1.stride, finer.layer4[0].conv1.stride) == ((2, 2), (1, 1))
+    assert isinstance(finer.layer4[0].conv1, nn.Conv2d)

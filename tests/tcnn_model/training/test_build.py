@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,40 @@ def test_clipped_gradient_has_this_norm(tmp_path: Path) -> None:
     training.make_step((_batch(4),), update=2)
     norm = torch.stack([p.grad.double().square().sum() for p in training.model.parameters() if p.grad is not None])
     assert float(norm.sum().sqrt()) == pytest.approx(1e-3, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ways", "eps"),
+    [
+        ({"grad_checkpointing": True}, torch.finfo(torch.float32).eps),
+        ({"compile": True}, torch.finfo(torch.float32).eps),
+        ({"channels_last": True}, torch.finfo(torch.float32).eps),
+        ({"amp": "bfloat16"}, torch.finfo(torch.bfloat16).eps),
+        ({"amp": "float16"}, torch.finfo(torch.float16).eps),
+    ],
+    ids=["grad_checkpointing", "compile", "channels_last", "bfloat16", "float16"],
+)
+def test_ways_to_compute_the_same_gradient(
+    ways: dict[str, Any], eps: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled without a compiler: what is captured runs as it is. float16 with a scaler, on the CPU too."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    tiny = {"model_options": {"embed_dim": 24, "depth": 2, "num_heads": 3}, "clip_grad": 1e9}
+    batch, gradients = _batch(4), []
+    for further in ({}, ways):
+        training = _training(config(tmp_path, "deit_tiny_patch16_224", **tiny, **further))
+        training.train_mode()
+        training.make_step((batch,), update=2)
+        gradients.append(torch.cat([p.grad.flatten() for p in training.model.parameters() if p.grad is not None]))
+        assert set(training.model.state_dict()) == {name for name, _ in training.model.named_parameters()}
+    plain, other = gradients
+    assert float((other - plain).norm() / plain.norm()) < 8 * eps
+
+
+def test_batch_norms_are_synchronized_on_gpus_only(tmp_path: Path) -> None:
+    settings = config(tmp_path, sync_bn=True)
+    with pytest.raises(ValueError, match=r"sync_bn: .* between GPUs only, got the CPU"):
+        build_training(settings, build_model(settings, 10)[0], 3, Ranks(0, 2, torch.device("cpu")))
 
 
 def test_what_is_frozen_stays_as_it_is(tmp_path: Path) -> None:

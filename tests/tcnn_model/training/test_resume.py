@@ -5,8 +5,10 @@ import math
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +168,35 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     again = config(tmp_path / "again", weights=str(tmp_path / "best.pt"))
     first = next(train(again, progress=False))
     assert first.top1 == max(result["top1"] for result in expected["history"])
+
+
+def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each epoch once, without NaN, also of a run that is resumed; the package is named where it is missing."""
+    shown: dict[tuple[str, int], float] = {}
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            assert (folder, purge_step) == (str(tmp_path / "run" / "tensorboard"), 0)
+            shown.clear()
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            assert shown.setdefault((name, step), value) is value
+
+        def flush(self) -> None: ...
+
+        close = flush
+
+    module = "torch.utils.tensorboard"
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(SummaryWriter=Writer))
+    settings = config(tmp_path / "run", tensorboard=True, epochs=2)
+    _cut(monkeypatch, settings, 5)
+    history = finish(settings, resume=True)["history"]
+    assert {step: value for (name, step), value in shown.items() if name == "train_loss"} == {
+        step: history[step]["train_loss"] for step in (1, 2)
+    }
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(["resnet18", "--tensorboard", "--limit", "64", "--out", str(tmp_path / "other")]) == 2
+    assert "--tensorboard needs the package tensorboard: pip install tensorboard" in capsys.readouterr().err
 
 
 def test_resume_with_other_settings_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

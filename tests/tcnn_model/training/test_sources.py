@@ -1,5 +1,6 @@
 """What is wrong with data is said, with what was found; an unreadable image is named."""
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +80,23 @@ def test_folder_and_its_labels(val: str, tmp_path: Path) -> None:
     labels = {train.name(index).split("/")[-2]: train.read(index)[1] for index in range(16)}
     assert labels == {"cat": 0, "dog": 1}
     assert train.read(0)[0].size == (40, 36)
+
+
+def test_data_set_of_torchvision(tmp_path: Path) -> None:
+    """Fashion-MNIST's files, made here."""
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for split, count in (("train", 7), ("t10k", 3)):
+        head = struct.pack(">4i", 0x803, count, 28, 28)
+        (raw / f"{split}-images-idx3-ubyte").write_bytes(head + bytes(range(count)) * 28 * 28)
+        (raw / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 0x801, count) + bytes(range(count)))
+    train, validate = open_sources(str(tmp_path), "torch/fashion_mnist", ("train", "validation"))
+    assert (len(train), len(validate)) == (7, 3)
+    assert train.classes is not None
+    assert len(train.classes) == 10
+    image, label = train.read(5)
+    assert (image.mode, image.size, label, validate.read(2)[1]) == ("RGB", (28, 28), 5, 2)
+    assert train.name(5) == "5"
 
 
 def test_unreadable_images_are_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
