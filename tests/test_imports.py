@@ -26,7 +26,7 @@ PARTS: dict[str, set[str]] = {
     "heads": {"schema"},
     "probes": {"attention", "hooks", "schema"},
     "recording": {"attention", "heads", "hooks", "models", "probes", "provenance", "schema", "storage"},
-    "callbacks": {"recording", "schema"},
+    "callbacks": {"recording", "schema", "storage"},
     "interventions": {"attention", "hooks", "images", "models"},
     "attribution": {"attention", "images", "models", "provenance"},
     "perturbations": {"bootstrap", "hooks", "images", "models", "provenance"},

@@ -81,6 +81,20 @@ def _collate(items: Sequence[Any]) -> tuple[Tensor, Tensor, list[_Unreadable]]:
     return images, labels, [item for item in items if isinstance(item, _Unreadable)]
 
 
+@dataclass(frozen=True)
+class _Counted:
+    """Batches, and how many there are, for progress bars."""
+
+    batches: Iterator[tuple[Tensor, Tensor]]
+    count: int
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.batches
+
+    def __len__(self) -> int:
+        return self.count
+
+
 @dataclass
 class Images:
     """The batches of a training on several processes.
@@ -134,14 +148,14 @@ class Images:
         for batch in range(first, self.per_epoch):
             places = range(batch * self._batch + self.ranks.rank, (batch + 1) * self._batch, self.ranks.count)
             keys.append([(self._epoch, place, int(order[place])) for place in places])
-        return self._load(self.train, self.transforms[0], keys, pairs=self.config.mixed)
+        return _Counted(self._load(self.train, self.transforms[0], keys, pairs=self.config.mixed), len(keys))
 
     def validation(self) -> Iterable[tuple[Tensor, Tensor]]:
         """The share of this process in the validation images: each is in one process, and once."""
         mine = _spread(len(self.validate), self._sizes[1])[self.ranks.rank :: self.ranks.count].tolist()
         size = self.config.batch_size
         keys = [[(0, index, index) for index in mine[n : n + size]] for n in range(0, len(mine), size)]
-        return self._load(self.validate, self.transforms[1], keys)
+        return _Counted(self._load(self.validate, self.transforms[1], keys), len(keys))
 
     def _load(
         self, source: Source, transform: Transform, keys: list[list[Key]], *, pairs: bool = False

@@ -229,7 +229,7 @@ async def commit(
         growing: the arrays of the store that is written.
         old: the root that is there, None if none is.
         new: the root with one mark more.
-        values: of the mark by path, or of a new array of all marks. An array that has none gets its fill value.
+        values: of the mark, by path, or of all marks for a new array. One that has none gets its fill value.
         only: on which condition the root is replaced, see :mod:`tcnn_probe.storage.conditional`.
 
     Raises:
@@ -240,8 +240,7 @@ async def commit(
     for path in new.labels.keys() - there.keys():
         writes.append(open_array(store, path, new.documents[path]).setitem(..., new.labels[path]))
     for path, about in new.growing.items():
-        committed = old.length if old is not None and path in there else 0
-        writes.append(growing.append(path, about, values.get(path), committed=committed))
+        writes.append(growing.append(path, about, values.get(path), new=path not in there))
     try:
         await all_of(writes)
         await put_if(store, ROOT, new.text, only)

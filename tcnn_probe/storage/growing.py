@@ -33,46 +33,46 @@ class GrowingArrays:
         self.store = store
         self._chunks: dict[str, _Chunk] = {}
 
-    async def append(self, path: str, document: Document, rows: np.ndarray | None, *, committed: int) -> None:
-        """Write the last rows of an array, which are not committed by this.
+    async def append(self, path: str, document: Document, row: np.ndarray | None, *, new: bool) -> None:
+        """Add a row to an array, which is not committed by this.
 
         Args:
             path: of the array.
-            document: of the array as it is to be.
-            rows: its last row, or all of them; None for the fill value.
-            committed: how many rows are there: all but the last, or of a new array none. Then all of it is written,
-                over what a killed run has left; rows that are not given get the fill value.
+            document: of the array as it is to be; its last row is the one to be written.
+            row: None for the fill value; of a new array also all of its rows.
+            new: whether none of the array is committed: then all rows before this one get the fill value, over
+                whatever a killed run has left.
 
         Raises:
             StoreError: the chunk is damaged, so that its other rows cannot be written again.
         """
-        length, size = document["shape"][0], document["chunk_grid"]["configuration"]["chunk_shape"][0]
-        fill = np.array(float(document["fill_value"])).astype(document["data_type"])
-        given = np.broadcast_to(fill, document["shape"][1:]) if rows is None else rows
-        given = given if given.ndim == len(document["shape"]) else given[None]
-        known, number = length - len(given), (length - 1) // size
-        first = number * size
+        if row is not None and row.ndim == len(document["shape"]):
+            await open_array(self.store, path, document).setitem(..., row)
+            return
+        rows = document["chunk_grid"]["configuration"]["chunk_shape"][0]
+        number, place = divmod(document["shape"][0] - 1, rows)
         if path not in self._chunks or self._chunks[path].number != number:
-            array = open_array(self.store, path, with_length(document, first + size))
-            chunk = _Chunk(number, array, np.full((size, *document["shape"][1:]), fill))
-            if committed > first:
-                chunk.rows[: committed - first] = await self._read(path, array, first, committed)
-            elif committed < first:
-                earlier = given[:first] if known == 0 else np.broadcast_to(fill, (first, *document["shape"][1:]))
-                await array.setitem((slice(0, first), ...), earlier)
-            self._chunks[path] = chunk
+            self._chunks[path] = await self._opened(path, document, number, place, new=new)
         chunk = self._chunks[path]
-        chunk.rows[max(known - first, 0) : length - first] = given[max(first - known, 0) :]
-        await chunk.array.setitem((slice(first, first + size), ...), chunk.rows)
-        if length == first + size:
+        chunk.rows[place] = float(document["fill_value"]) if row is None else row
+        await chunk.array.setitem((slice(number * rows, (number + 1) * rows), ...), chunk.rows)
+        if place == rows - 1:
             del self._chunks[path]
 
     def forget(self) -> None:
         """Read chunks again before rows are added: those that were added last were not committed."""
         self._chunks.clear()
 
-    async def _read(self, path: str, array: "zarr.AsyncArray[Any]", start: int, stop: int) -> Any:
+    async def _opened(self, path: str, document: Document, number: int, place: int, *, new: bool) -> _Chunk:
+        rows = document["chunk_grid"]["configuration"]["chunk_shape"][0]
+        first, shape = number * rows, (rows, *document["shape"][1:])
+        array = open_array(self.store, path, with_length(document, first + rows))
+        filled = np.full(shape, float(document["fill_value"]), document["data_type"])
         try:
-            return await array.getitem((slice(start, stop), ...))
+            if new and first:
+                await array.setitem((slice(0, first), ...), np.broadcast_to(filled[:1], (first, *shape[1:])))
+            elif place and not new:
+                filled[:place] = await array.getitem((slice(first, first + place), ...))
         except ValueError as error:
             raise StoreError(f"the last chunk of {path!r} in {self.store} is damaged: {error}") from error
+        return _Chunk(number, array, filled)

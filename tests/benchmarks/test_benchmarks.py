@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import timm
 import torch
+import xarray as xr
+from torch import nn
 
 import contest
+from tcnn_model.training.config import recipe_settings
 
 SMALL = {
     "backends": ["--batch", "1"],
@@ -28,7 +31,8 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def test_every_benchmark_is_here() -> None:
-    assert {p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")} == {*SMALL, "contest"}
+    others = {"contest", "recording_epoch", "training_budget"}
+    assert {p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")} == {*SMALL, *others}
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -87,6 +91,29 @@ def test_memory_against_resolution(
     assert [cell.strip() for cell in rows["ResNet-50"]] == ["300", "1200", "2700", "1.00", "1.00 - 1.00", "1.0000"]
     assert [cell.strip() for cell in rows["ViT-S, not fused"]][3:5] == ["2.00", "2.00 - 2.00"]
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_recorded_epoch_beside_a_plain_one(tmp_path: Path) -> None:
+    benchmark = importlib.import_module("recording_epoch")
+    assert pytest.approx(25.6, abs=0.03) == benchmark.PROPORTION
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, **TINY["vit"])
+    epoch = benchmark.Epoch(model, torch.randn(77, 3, 32, 32), 40, tmp_path / "run.zarr")
+    assert epoch.run(1) > 0
+    assert epoch.run() > 0
+    recorded = xr.open_zarr(tmp_path / "run.zarr")
+    assert (recorded.epoch.values.tolist(), recorded.images.values.tolist()) == ([0, 1], [[3], [3]])
+
+
+def test_budget_of_a_training_by_hand() -> None:
+    """A network of two matrices: autograd keeps the image and what comes between them."""
+    benchmark = importlib.import_module("training_budget")
+    layers = nn.Flatten(), nn.Linear(3 * 4 * 4, 7), nn.Sigmoid(), nn.Linear(7, 5)
+    assert benchmark.kept_bytes(nn.Sequential(*layers).to("meta"), 4) == 2 * (3 * 4 * 4 + 7)
+    assert benchmark.hours(1e9, 3_600_000, 100, 6e14, 0.5) == pytest.approx(2.0)
+    for recipe, name, data in benchmark.SETTINGS:
+        assert {"epochs", "paper_batch"} <= recipe_settings(recipe, name).keys()
+        assert timm.is_model(name)
+        assert data in benchmark.IMAGES
 
 
 def test_marking_is_timed_in_memory_and_on_disk(capsys: pytest.CaptureFixture[str]) -> None:
