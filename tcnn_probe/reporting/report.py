@@ -92,9 +92,9 @@ def _pictures(images: Any, runs: Sequence[Run]) -> list[str]:
     from PIL import Image
 
     found = as_images(images)
-    count = max((ds.sizes["image"] for run in runs for ds in run.maps), default=0)
-    if len(found) != count:
-        raise ValueError(f"expected the {count} images whose maps were recorded, got {len(found)}")
+    recorded = sorted({image for run in runs for image in run.images})
+    if len(found) != len(recorded):
+        raise ValueError(f"expected the images {recorded}, whose maps were recorded; got {len(found)}")
     urls = []
     for image in found:
         pixels = (image - image.min()) / max(float(image.max() - image.min()), 1e-12)

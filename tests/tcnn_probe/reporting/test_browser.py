@@ -26,6 +26,12 @@ LAYER, HEAD = 11, 3
 LAYERS = {NAUGHTY: 3} | {f"blocks.{number}": 5 for number in range(1, 11)} | {"blocks.11": 9}
 
 
+WITH_SHADOWS = (
+    "(all = root => [...root.querySelectorAll('*')].flatMap(e => [e, ...e.shadowRoot ? all(e.shadowRoot) : []]), 0) || "
+)
+"""JavaScript before an expression that uses ``all(document)``: every element, those of Bokeh's shadow trees as well."""
+
+
 @pytest.fixture(scope="module")
 def runs() -> list[xr.DataTree]:
     """Twelve layers of 3 to 9 heads; the second run ends earlier, and has no maps."""
@@ -190,8 +196,14 @@ def test_nothing_is_asked_for_and_nothing_fails(browser: Any, runs: list[xr.Data
     """After all that was done above, and in a notebook's frame."""
     browser.execute_script("document.getElementById('play').click()")
     until(browser, "document.getElementById('now').textContent.startsWith('epoch 7')")
-    assert browser.execute_script("return document.querySelectorAll('img').length") == 0
+    x, y = at(browser, 0, 0, 1)
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y})
+    until(browser, WITH_SHADOWS + "all(document).some(node => node.matches('.bk-tooltip-row-value'))")
     assert NAUGHTY in browser.execute_script("return document.body.innerText")
+    assert (
+        browser.execute_script("return " + WITH_SHADOWS + "all(document).filter(node => node.matches('img')).length")
+        == 0
+    )
     notebook = tmp_path / "notebook.html"
     notebook.write_text('<meta charset="utf-8">' + tcnn_probe.report(runs[1])._repr_html_(), encoding="utf-8")
     browser.get(notebook.as_uri())
