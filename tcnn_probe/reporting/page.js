@@ -44,7 +44,7 @@ function recolour() {
 }
 function scale(variable, differing) {
   if (variable.types)
-    return differing ? [[palettes.same, palettes.types[2]], -0.5, 1.5] : [palettes.types, -0.5, types.length - 0.5]
+    return differing ? [palettes.same, -0.5, 1.5] : [palettes.types, -0.5, types.length - 0.5]
   const bound = variable.widest || 1
   if (differing) return [palettes.differences, -bound, bound]
   const [low, high] = variable.limits
@@ -59,7 +59,7 @@ function legend() {
     colours("ramp", `linear-gradient(to right,${palette.filter((_, i) => i % 15 === 0)})`), short(high) + variable.unit)
   if (variable.types) types.forEach((name, i) => swatch(palettes.types[i], name))
   else ramp(scale(variable, false), variable.label)
-  if (two && variable.types) swatch(palettes.same, same[0]), swatch(palettes.types[2], same[1])
+  if (two && variable.types) same.forEach((words, i) => swatch(palettes.same[i], words))
   else if (two) ramp(scale(variable, true), "difference")
   swatch(palettes.missing, "no value"), swatch(palettes.absent, "no such head")
   $("legend").replaceChildren(...parts)

@@ -41,7 +41,7 @@ _PALETTES = {
     "maps": Cividis256,
     "missing": figures.MISSING,
     "absent": figures.ABSENT,
-    "same": figures.SAME,
+    "same": [figures.SAME_TYPE, figures.OTHER_TYPE],
 }
 
 
