@@ -48,6 +48,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("plots.md", 5),
         ("recipes.md", 4),
         ("recording.md", 8),
+        ("report.md", 4),
         ("robustness.md", 5),
         ("saliency.md", 4),
         ("training.md", 1),

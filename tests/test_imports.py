@@ -154,9 +154,10 @@ def test_the_walk_finds_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 NAMES = """
 import sys
 import tcnn_probe
-assert not {'torch', 'timm', 'xarray', 'zarr', 'matplotlib'} & {*sys.modules}, "importing the probe imports little"
+heavy = {'torch', 'timm', 'xarray', 'zarr', 'matplotlib', 'bokeh'}
+assert not heavy & {*sys.modules}, "importing the probe imports little"
 
-optional = dict.fromkeys(("captum", "scipy", "triton", "matplotlib", "sklearn", "studies"))
+optional = dict.fromkeys(("bokeh", "captum", "scipy", "triton", "matplotlib", "sklearn", "studies"))
 sys.modules.update(optional | dict.fromkeys(("zarr", "xarray", "tcnn_probe")))
 import tcnn_model
 for name in tcnn_model.__all__:

@@ -12,26 +12,20 @@ from tcnn_probe.plot.style import OKABE_ITO
 from tcnn_probe.reporting.recordings import Axes
 
 __all__ = [
-    "ABSENT",
-    "BORDER",
-    "DIFFERENCES",
-    "MISSING",
-    "NUMBERS",
-    "RUNS",
-    "SAME",
-    "TYPES",
-    "curve",
-    "grid",
-    "width_of",
-]
+    "ABSENT", "BORDER", "DIFFERENCES", "MISSING", "NUMBERS", "OTHER_TYPE", "RUNS", "SAME_TYPE", "TYPES",
+    "curve", "grid", "width_of",
+]  # fmt: skip
 
 NUMBERS = list(Viridis256)
 DIFFERENCES = list(interp_palette(PuOr11[::-1], 255))
 TYPES = [OKABE_ITO[name] for name in ("blue", "yellow", "vermillion", "sky blue")]
 """Convolutional, averaging, content, mixed."""
 
-MISSING, ABSENT, SAME = "#a0a0a0", "#ececec", "#cfe3d4"
-"""A head without a value; no head; a head of the same type in both runs."""
+SAME_TYPE, OTHER_TYPE = "#cfe3d4", OKABE_ITO["purple"]
+"""Of a head in both runs."""
+
+MISSING, ABSENT = "#a0a0a0", "#ececec"
+"""A head without a value, and no head."""
 
 RUNS = [OKABE_ITO["black"], OKABE_ITO["blue"]]
 

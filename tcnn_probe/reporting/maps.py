@@ -55,7 +55,7 @@ def choose(run: Run, most: float) -> Choice:
     Images stay as long as there is room for one mark of them. The marks that stay are evenly spread, the last among
     them.
     """
-    count, images = len(run.marks), max((ds.sizes["image"] for ds in run.maps), default=0)
+    count, images = len(run.marks), len(run.images)
     cells = sum(_cells(values, run.along) for ds in run.maps for values in ds.data_vars.values())
     room = most / (4 / 3 * cells / images) if cells else 0.0  # in maps of one image at one mark
     if room < images:

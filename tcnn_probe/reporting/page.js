@@ -44,7 +44,7 @@ function recolour() {
 }
 function scale(variable, differing) {
   if (variable.types)
-    return differing ? [[palettes.same, palettes.types[2]], -0.5, 1.5] : [palettes.types, -0.5, types.length - 0.5]
+    return differing ? [palettes.same, -0.5, 1.5] : [palettes.types, -0.5, types.length - 0.5]
   const bound = variable.widest || 1
   if (differing) return [palettes.differences, -bound, bound]
   const [low, high] = variable.limits
@@ -59,7 +59,7 @@ function legend() {
     colours("ramp", `linear-gradient(to right,${palette.filter((_, i) => i % 15 === 0)})`), short(high) + variable.unit)
   if (variable.types) types.forEach((name, i) => swatch(palettes.types[i], name))
   else ramp(scale(variable, false), variable.label)
-  if (two && variable.types) swatch(palettes.same, same[0]), swatch(palettes.types[2], same[1])
+  if (two && variable.types) same.forEach((words, i) => swatch(palettes.same[i], words))
   else if (two) ramp(scale(variable, true), "difference")
   swatch(palettes.missing, "no value"), swatch(palettes.absent, "no such head")
   $("legend").replaceChildren(...parts)
@@ -134,31 +134,33 @@ function tile(entry, at, share, caption, picture) {
   return figure
 }
 function show() {
-  const image = $("image").selectedIndex, found = []
+  const chosen = $("image").selectedIndex, layer = layers[state.row].name, found = []
+  const image = entry => runs[entry.run].images.indexOf(images[chosen])
+  const ofLayer = tiles.filter(one => one.layer === layer && 0 <= image(one) && image(one) < one.shape[1]).map(open)
+  const place = (entry, when, column) => (when * entry.shape[1] + image(entry)) * entry.shape[2] + column
+  const brightest = (name, column) => Math.max(...ofLayer.filter(one => one.name === name)  // of all epochs and runs
+    .flatMap(one => Array.from({length: one.shape[0]}, (_, when) => one.largest[place(one, when, column)] ?? 0)))
   for (const [run, about] of runs.entries()) {
-    const entries = tiles.filter(one => one.run === run && one.layer === layers[state.row].name).map(open)
+    const entries = ofLayer.filter(one => one.run === run)
     let kept = about.kept.findLastIndex(i => i <= state.mark)
     if (kept < 0) kept = 0
-    const place = (entry, column, when = kept) => (when * entry.shape[1] + image) * entry.shape[2] + column
-    const beside = entries.filter(entry => !entry.shape[3] && image < entry.shape[1])
-    const shown = entries.filter(entry => entry.shape[3] && image < entry.shape[1])
+    const beside = entries.filter(entry => !entry.shape[3]), shown = entries.filter(entry => entry.shape[3])
     if (two && shown.length) found.push(element("b", about.name, {style: `width:100%;color:${palettes.runs[run]}`}))
     if (shown.length && about.kept[kept] !== state.mark)
       found.push(element("span", `Maps of ${along} ${marks[about.kept[kept]]}: those of ${along} ${marks[state.mark]} are not on this page.`, {style: "width:100%"}))
     for (const entry of shown) {
       const ofClass = entry.by === "class", columns = ofClass ? [...Array(entry.shape[2]).keys()] : [state.column]
       for (const column of columns.filter(c => c < entry.shape[2])) {
-        const at = place(entry, column), over = about.kept.map((_, when) => entry.largest[place(entry, column, when)])
-        const top = $("own").checked ? entry.largest[at] : Math.max(...over)
+        const at = place(entry, kept, column), top = $("own").checked ? entry.largest[at] : brightest(entry.name, column)
         const facts = beside.filter(one => one.beside === entry.name)
-          .map(one => `${one.label} ${short(one.largest[place(one, column)])}`)
+          .map(one => `${one.label} ${short(one.largest[place(one, kept, column)])}`)
         const bright = top === entry.largest[at] ? "" : ` (brightest is ${short(top)})`
         const caption = [entry.label, `largest value ${short(entry.largest[at])}${bright}`, ...facts]
-        found.push(tile(entry, at, entry.largest[at] / (top || 1), caption, entry.windows ? null : pictures[image]))
+        found.push(tile(entry, at, entry.largest[at] / (top || 1), caption, entry.windows ? null : pictures[chosen]))
       }
     }
   }
-  if (!found.length) found.push(element("span", `No maps of ${layers[state.row].name}.`))
+  if (!found.length) found.push(element("span", `No maps of ${layer}.`))
   $("tiles").replaceChildren(...found)
 }
 

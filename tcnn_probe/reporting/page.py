@@ -41,7 +41,7 @@ _PALETTES = {
     "maps": Cividis256,
     "missing": figures.MISSING,
     "absent": figures.ABSENT,
-    "same": figures.SAME,
+    "same": [figures.SAME_TYPE, figures.OTHER_TYPE],
 }
 
 
@@ -69,7 +69,7 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
         "runs": [_run(run, axes, choice) for run, choice in zip(runs, choices, strict=True)],
         "variables": variables,
         "types": TYPES,
-        "images": sorted({image for run in runs for ds in run.maps for image in ds["image"].values.tolist()}),
+        "images": axes.images,
         "pictures": pictures,
         "tiles": [_tile(place, *each) for place, each in enumerate(maps)],
         "palettes": _PALETTES,
@@ -93,6 +93,7 @@ def _run(run: Run, axes: Axes, choice: Choice) -> dict[str, Any]:
     return {
         "name": run.name,
         "layers": list(run.heads),
+        "images": run.images,
         "marked": [mark in there for mark in axes.marks],
         "kept": [axes.marks.index(run.marks[place]) for place in choice.marks],
     }

@@ -31,6 +31,7 @@ class Run:
         numbers: variables (marks, layer, head) and (marks, layer); TYPE is among them if a head has one.
         scalars: variables (marks,).
         maps: the groups of maps: (marks, layer, image, ...).
+        images: labels of the images that have maps.
         heads: how many each layer has, in the model's order.
         attrs: of the recording.
         hidden: variables that have no place on the page.
@@ -42,6 +43,7 @@ class Run:
     numbers: xr.Dataset
     scalars: xr.Dataset
     maps: list[xr.Dataset]
+    images: list[int]
     heads: dict[str, int]
     attrs: Mapping[Any, Any]
     hidden: list[str]
@@ -55,6 +57,7 @@ class Axes:
     marks: list[Any]
     layers: dict[str, int]  # with the number of heads that the largest run has
     heads: list[int]
+    images: list[int]
     numbers: dict[str, dict[str, str]]  # attributes of each variable that has a value
     scalars: dict[str, dict[str, str]]
 
@@ -101,7 +104,8 @@ def read(recording: Any) -> Run:
     on_page = {*shown, *map(str, scalars.data_vars), *(str(key) for ds in maps for key in ds.data_vars)}
     hidden = sorted({str(key) for ds in groups for key in ds.data_vars} - on_page)
     marks, by_head = flat[along].values.tolist(), xr.Dataset(shown | _types(flat))
-    return Run(name, along, marks, by_head, scalars, maps, heads, tree.attrs, hidden)
+    images = maps[0]["image"].values.tolist() if maps else []
+    return Run(name, along, marks, by_head, scalars, maps, images, heads, tree.attrs, hidden)
 
 
 def axes_of(runs: Sequence[Run]) -> Axes:
@@ -120,6 +124,7 @@ def axes_of(runs: Sequence[Run]) -> Axes:
         sorted({mark for run in runs for mark in run.marks}),
         layers,
         sorted({head for run in runs if "head" in run.numbers.dims for head in run.numbers["head"].values.tolist()}),
+        sorted({image for run in runs for image in run.images}),
         *(
             {str(name): one.attrs for ds in kind for name, one in ds.data_vars.items() if np.isfinite(one).any()}
             for kind in ([run.numbers for run in runs], [run.scalars for run in runs])

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from tcnn_probe.plot.style import as_images
@@ -54,11 +54,17 @@ def report(
         raise ValueError(f"expected one recording or two, got {len(given)}")
     runs = [read(one) for one in given]
     if len(runs) == 2 and runs[0].name == runs[1].name:
-        runs = [replace(run, name=f"{run.name} ({which})") for run, which in zip(runs, "AB", strict=True)]
+        runs = [replace(run, name=name) for run, name in zip(runs, _told_apart(given, runs[0].name), strict=True)]
     made = Report(page(runs, [] if images is None else _pictures(images, runs), max_mb))
     if path is not None:
         made.save(path)
     return made
+
+
+def _told_apart(given: Sequence[Any], name: str) -> list[str]:
+    """Other names for two recordings of one name: with the folders they are in, if these have other names."""
+    found = ["/".join(PurePath(one).parts[-2:]) if isinstance(one, str | os.PathLike) else name for one in given]
+    return found if found[0] != found[1] else [f"{name} (A)", f"{name} (B)"]
 
 
 class Report:
@@ -92,9 +98,9 @@ def _pictures(images: Any, runs: Sequence[Run]) -> list[str]:
     from PIL import Image
 
     found = as_images(images)
-    count = max((ds.sizes["image"] for run in runs for ds in run.maps), default=0)
-    if len(found) != count:
-        raise ValueError(f"expected the {count} images whose maps were recorded, got {len(found)}")
+    recorded = sorted({image for run in runs for image in run.images})
+    if len(found) != len(recorded):
+        raise ValueError(f"expected the images {recorded}, whose maps were recorded; got {len(found)}")
     urls = []
     for image in found:
         pixels = (image - image.min()) / max(float(image.max() - image.min()), 1e-12)

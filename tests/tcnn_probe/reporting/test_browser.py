@@ -26,6 +26,11 @@ LAYER, HEAD = 11, 3
 LAYERS = {NAUGHTY: 3} | {f"blocks.{number}": 5 for number in range(1, 11)} | {"blocks.11": 9}
 
 
+EVERYWHERE = """(all = (root, kind) => [...root.querySelectorAll("*")].flatMap(
+    node => [node, ...node.shadowRoot ? all(node.shadowRoot, "*") : []]).filter(node => node.matches(kind)))"""
+"""JavaScript: the elements of a kind, those of Bokeh's shadow trees as well."""
+
+
 @pytest.fixture(scope="module")
 def runs() -> list[xr.DataTree]:
     """Twelve layers of 3 to 9 heads; the second run ends earlier, and has no maps."""
@@ -190,8 +195,11 @@ def test_nothing_is_asked_for_and_nothing_fails(browser: Any, runs: list[xr.Data
     """After all that was done above, and in a notebook's frame."""
     browser.execute_script("document.getElementById('play').click()")
     until(browser, "document.getElementById('now').textContent.startsWith('epoch 7')")
-    assert browser.execute_script("return document.querySelectorAll('img').length") == 0
+    x, y = at(browser, 0, 0, 1)
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y})
+    until(browser, EVERYWHERE + "(document, '.bk-tooltip-row-value').length")
     assert NAUGHTY in browser.execute_script("return document.body.innerText")
+    assert browser.execute_script(f"return {EVERYWHERE}(document, 'img').length") == 0
     notebook = tmp_path / "notebook.html"
     notebook.write_text('<meta charset="utf-8">' + tcnn_probe.report(runs[1])._repr_html_(), encoding="utf-8")
     browser.get(notebook.as_uri())
