@@ -67,7 +67,7 @@ def run(threads: list[threading.Thread]) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize(("terms", "forwards"), [(False, 6), (True, 3)], ids=["gates and heads", "terms too"])
+@pytest.mark.parametrize(("terms", "forwards"), [(False, 25), (True, 5)], ids=["gates and heads", "terms too"])
 def test_three_threads(terms: bool, forwards: int) -> None:
     model, equal = Both(), []
     before = Trace(model)
