@@ -58,8 +58,9 @@ def whole(state: Any) -> Any:
 
 
 def spread(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """A model's state, each tensor spread as the model's own is."""
-    return {name: _like(state[name], own) if name in state else own for name, own in model.state_dict().items()}
+    """A state for a model, each tensor spread as the model's own is."""
+    own = model.state_dict()
+    return {name: _like(value, own[name]) if name in own else value for name, value in state.items()}
 
 
 def spread_state(optimizer: torch.optim.Optimizer) -> None:

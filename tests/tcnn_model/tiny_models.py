@@ -1,5 +1,7 @@
 """A tiny T-CNN, one that pools by attention, and tiny random data to train them on."""
 
+import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,8 +35,15 @@ def tiny_cnn() -> nn.Module:
     return randomise_norms(cnn)
 
 
-def tiny_tcnn() -> nn.Module:
+@cache
+def _reparameterized() -> nn.Module:
     return reparameterize(tiny_cnn(), input_size=(1, 64, 64))
+
+
+def tiny_tcnn() -> nn.Module:
+    model = copy.deepcopy(_reparameterized())
+    torch.manual_seed(0)
+    return model
 
 
 @torch.no_grad()

@@ -34,11 +34,18 @@ def _assert_same(actual: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(actual.state_dict()[name], value), name
 
 
+@pytest.fixture(scope="module")
+def uninterrupted() -> tuple[nn.Module, list[EpochResult]]:
+    model = tiny_tcnn()
+    return model, _run(model, None)
+
+
 @pytest.mark.parametrize("stop", [0, 2, 4])
-def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stop: int) -> None:
+def test_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path, stop: int, uninterrupted: tuple[nn.Module, list[EpochResult]]
+) -> None:
     """Also where nothing but the last validation is left to do."""
-    expected_model, model = tiny_tcnn(), tiny_tcnn()
-    expected = _run(expected_model, None)
+    (expected_model, expected), model = uninterrupted, tiny_tcnn()
     assert len(_run(tiny_tcnn(), tmp_path / "run.pt", stop=stop)) == stop + 1
     torch.manual_seed(stop)
     resumed = _run(model, tmp_path / "run.pt")
@@ -58,7 +65,9 @@ def test_weights_at_each_resumed_epoch(tmp_path: Path) -> None:
     assert seen[2:] == [True] * 3 + [False] * 2
 
 
-def test_interruption_within_an_epoch_repeats_it(tmp_path: Path) -> None:
+def test_interruption_within_an_epoch_repeats_it(
+    tmp_path: Path, uninterrupted: tuple[nn.Module, list[EpochResult]]
+) -> None:
     class PowerCut(Exception):  # noqa: N818
         pass
 
@@ -72,8 +81,7 @@ def test_interruption_within_an_epoch_repeats_it(tmp_path: Path) -> None:
     model.register_forward_hook(cut)
     with pytest.raises(PowerCut):
         _run(model, tmp_path / "run.pt")
-    expected_model, resumed_model = tiny_tcnn(), tiny_tcnn()
-    expected = _run(expected_model, None)
+    (expected_model, expected), resumed_model = uninterrupted, tiny_tcnn()
     assert repr(_run(resumed_model, tmp_path / "run.pt")) == repr(expected)
     _assert_same(resumed_model, expected_model)
 

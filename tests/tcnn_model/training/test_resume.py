@@ -35,6 +35,12 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The last checkpoint of a run that is not interrupted; when else there is one does not matter to it."""
+    return finish(config(tmp_path_factory.mktemp("whole"), **EVERYTHING))
+
+
 class PowerCut(BaseException):
     pass
 
@@ -74,19 +80,18 @@ def test_run_cut_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (Path(settings.out) / "checkpoints" / "within.pt").exists()
 
 
-def test_run_cut_within_an_epoch_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    further = {**EVERYTHING, "checkpoint_steps": None}
-    expected = finish(config(tmp_path / "whole", **further))
-    settings = config(tmp_path / "cut", **further)
+def test_run_cut_within_an_epoch_repeats_it(
+    whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(tmp_path / "cut", **{**EVERYTHING, "checkpoint_steps": None})
     _cut(monkeypatch, settings, 5)
     _disturb(1)
-    assert_same_weights(finish(settings, resume=True), expected)
+    assert_same_weights(finish(settings, resume=True), whole)
 
 
-def test_killed_processes_with_workers(tmp_path: Path) -> None:
+def test_killed_processes_with_workers(whole: dict[str, Any], tmp_path: Path) -> None:
     """A process, and with it those that load its images, is killed at random moments after it has come further."""
     settings = config(tmp_path / "killed", **EVERYTHING, workers=1)
-    expected = finish(config(tmp_path / "whole", **EVERYTHING))
     generator = random.Random(0)
     for kill in range(3):
         before = _written(settings)
@@ -97,7 +102,7 @@ def test_killed_processes_with_workers(tmp_path: Path) -> None:
         time.sleep(generator.uniform(0, 0.1))
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-    assert_same_weights(finish(settings, resume=True), expected)
+    assert_same_weights(finish(settings, resume=True), whole)
 
 
 def _written(settings: Config) -> set[tuple[str, int]]:
@@ -110,11 +115,9 @@ def _written(settings: Config) -> set[tuple[str, int]]:
 
 
 def test_sigterm_writes_a_checkpoint_and_ends_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {**EVERYTHING, "checkpoint_steps": None}
-    expected = finish(config(tmp_path / "whole", **options))
-    settings = config(tmp_path / "stopped", **options)
+    settings = config(tmp_path / "stopped", **{**EVERYTHING, "checkpoint_steps": None})
     before, make_step = signal.getsignal(signal.SIGTERM), loop.Training.make_step
 
     def asked_to_stop(self: Any, *arguments: Any) -> None:
@@ -129,7 +132,7 @@ def test_sigterm_writes_a_checkpoint_and_ends_well(
     assert "stopped in epoch 1, after step 1; go on with: tcnn-finetune --resume" in capsys.readouterr().err
     assert torch.load(tmp_path / "stopped/checkpoints/within.pt", weights_only=True)["step"] == 1
     assert main(["--resume", "--out", settings.out]) == 0
-    assert_same_weights(last_checkpoint(settings), expected)
+    assert_same_weights(last_checkpoint(settings), whole)
     assert f"its weights: {tmp_path / 'stopped' / 'best.pt'}" in capsys.readouterr().err
 
 
