@@ -32,7 +32,6 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
     figure = Figure(figsize=(2.2 * columns + 0.8, 2 * len(rows) + 0.6), layout="constrained")
     axes = figure.subplots(len(rows), columns, squeeze=False, sharey="row")
     for panels, (title, ds, variable) in zip(axes, rows, strict=True):
-        panels[0].set(ylabel=title, ylim=(0, 1) if variable == "gate" else (0, None))
         for panel, layer in zip(panels, ds.layer.values, strict=False):
             one = ds.sel(layer=layer)
             for values, kind in zip(one[variable].transpose("head", "epoch"), one.head_type.values, strict=True):
@@ -41,11 +40,13 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
             panel.xaxis.get_major_locator().set_params(integer=True)
         for panel in panels[ds.sizes["layer"] :]:
             panel.remove()
+        panels[0].set(ylabel=title, ylim=(0, 1 if variable == "gate" else None))
+    for panel in axes[-1]:
+        panel.set_xlabel("epoch")
     handles = [mpl.lines.Line2D([], [], color=color, lw=2.5) for color in COLORS.values()]
     figure.legend(
         handles, [f"{kind} at the end" for kind in COLORS], loc="outside lower center", ncols=4, frameon=False
     )
-    figure.supxlabel("epoch", fontsize=9)
     return figure
 
 
@@ -61,14 +62,17 @@ def gain(found: xr.Dataset, shuffled: xr.Dataset | None) -> str:
     if shuffled is not None:
         controls["on shuffled labels"] = shuffled.content_information.isel(epoch=-1)
     lines = ["content information, mean over all heads, in nat, with 95 % bootstrap intervals over heads:"]
+    every = {"trained": end, **controls}
     for training in found.training.values:
-        means = {"trained": end, **controls}
-        words = [f"{name} {_interval(values.sel(training=training))}" for name, values in means.items()]
+        words = [f"{name} {_interval(values.sel(training=training))}" for name, values in every.items()]
         lines.append(f"  seed {training}: " + ", ".join(words))
     for name, values in controls.items():
         low, high = _over_trainings(end - values)
         mean = float((end - values).mean())
         lines.append(f"  trained less {name}: {mean:+.3f}, t interval over trainings [{low:+.3f}, {high:+.3f}]")
+    largest = {name: values.max(["layer", "head"]).values for name, values in every.items()}
+    words = [f"{name} {', '.join(f'{value:.2f}' for value in values)}" for name, values in largest.items()]
+    lines.append(f"  the largest of all heads, by seed: {'; '.join(words)}")
     return "\n".join(lines)
 
 

@@ -256,7 +256,9 @@ class Training:
         dataset = copy.copy(train.dataset)
         dataset.labels = dataset.labels[torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))]
         shuffled = DataLoader(dataset, train.batch_size, shuffle=True, drop_last=True)
-        return replace(self, loaders=(shuffled, validation))
+        other = replace(self, loaders=(shuffled, validation))
+        self._stage += 1  # its own
+        return other
 
     def _train(self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any) -> Iterator[EpochResult]:
         self._stage += 1

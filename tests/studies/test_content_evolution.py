@@ -39,18 +39,21 @@ def test_gain_is_beside_both_controls() -> None:
         said[3] == f"  trained less untrained: +0.400, t interval over trainings [{0.4 - half:+.3f}, {0.4 + half:+.3f}]"
     )
     assert said[4] == "  trained less on shuffled labels: +0.300, t interval over trainings [+0.300, +0.300]"
+    assert said[5].endswith("by seed: trained 0.40, 0.60; untrained 0.10, 0.10; on shuffled labels 0.10, 0.30")
     assert "shuffled" not in gain(found, None)
 
 
 def test_a_line_is_a_head_in_the_colour_of_its_type() -> None:
-    figure = draw_content({"one": made(0.1, 0.4), "other": made(0.2, 0.3, gate=False).isel(layer=[0])})
+    figure = draw_content({"one": made(0.1, 1.4), "other": made(0.2, 0.3, gate=False).isel(layer=[0])})
     assert len(figure.axes) == 2 + 2 + 1
     gates, _, information = figure.axes[:3]
     assert gates.get_ylabel() == "one\ngate"
     assert [line.get_color() for line in gates.lines] == [
         COLORS[kind] for kind in ("content", "mixed", "convolutional")
     ]
-    np.testing.assert_allclose(information.lines[0].get_ydata(), [0.1, 0.4])
+    np.testing.assert_allclose(information.lines[0].get_ydata(), [0.1, 1.4])
+    assert information.get_ylim()[0] == 0
+    assert information.get_ylim()[1] > 1.4
     np.testing.assert_allclose(figure.axes[4].lines[2].get_ydata(), [0.2, 0.3])
 
 
