@@ -16,7 +16,7 @@ __all__ = ["Report", "report"]
 
 
 def report(
-    recordings: Any, path: str | os.PathLike[str] | None = None, *, images: Any = None, max_mb: float = 50
+    recordings: Any, path: str | os.PathLike[str] | None = None, *, images: Any = None, max_mb: float = 100
 ) -> "Report":
     """Make one page of a recording, which a browser shows without a server or a network.
 

@@ -30,7 +30,8 @@ def variables_of(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]],
         there = [one.ravel() for one in values if one is not None]
         known = np.concatenate(there)
         known = known[np.isfinite(known)]
-        apart = np.abs(there[0] - there[1]) if len(there) == 2 else np.zeros(1)
+        with np.errstate(invalid="ignore"):  # infinities
+            apart = np.abs(there[0] - there[1]) if len(there) == 2 else np.zeros(1)
         starts = []
         for one in values:
             starts.append(None if one is None else sum(map(len, blocks)))
