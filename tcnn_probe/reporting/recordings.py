@@ -88,6 +88,8 @@ def read(recording: Any) -> Run:
     along = str(flat.attrs.get("along"))
     if along not in flat.dims:
         raise ValueError("expected a recording: a path, recorder.tree, recorder.dataset, or tcnn_probe.open(path)")
+    if "run" in flat.dims:
+        raise ValueError("expected one recording, got several along 'run': give their paths, report([a, b])")
     groups = [node.to_dataset() for node in tree.subtree]
     maps = [ds for ds in groups if {"layer", "image", "y", "x"} <= {*ds.dims}]
     of_heads = [flat, *(ds for ds in groups if "head" in ds.dims and "y" not in ds.dims)]

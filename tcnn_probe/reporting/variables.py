@@ -51,6 +51,8 @@ def variables_of(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]],
                 "widest": float(apart[np.isfinite(apart)].max(initial=0)),
             }
         )
+    if not blocks:
+        raise ValueError(f"no variable of {runs[0].name} has a value: there is nothing to show")
     shuffled = np.concatenate(blocks).astype("<f8").view(np.uint8).reshape(-1, 8).T
     table.sort(key=lambda one: (not one["types"], ("head", "layer", "model").index(one["of"])))
     return table, shuffled.tobytes()

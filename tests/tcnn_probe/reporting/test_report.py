@@ -178,6 +178,8 @@ def test_refusals(runs: list[xr.DataTree], monkeypatch: pytest.MonkeyPatch) -> N
         (3, TypeError, "got int"),
         (xr.Dataset({"a": 1}), ValueError, "expected a recording"),
         (runs[0].isel(epoch=slice(0)), ValueError, "Net has no epoch yet"),
+        ({"a": runs[0].map_over_datasets(lambda ds: ds.where(False))}, ValueError, "no variable of a has a value"),
+        (runs[0].map_over_datasets(lambda ds: ds.expand_dims(run=2)), ValueError, "give their paths, report([a, b])"),
         ([runs[0], steps], ValueError, "Net (A) was marked by epoch, Net (B) by step"),
     ):
         with pytest.raises(error, match=re.escape(match)):
