@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = commands.add_parser("report", help="one page to look at in a browser, of one recording or two")
     report.add_argument("stores", nargs="+", metavar="store")
     report.add_argument("-o", "--output", required=True, metavar="FILE", help="such as report.html")
-    report.add_argument("--max-mb", type=float, default=50, help="leave out maps until the page fits; default: 50")
+    report.add_argument("--max-mb", type=float, default=100, help="leave out maps until the page fits; default: 100")
     options = parser.parse_args(arguments)
     try:
         if options.command == "show":

@@ -3,7 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bokeh.models import BasicTicker, ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, Range1d, Rect
+from bokeh.models import (
+    BasicTicker,
+    ColumnDataSource,
+    FixedTicker,
+    HoverTool,
+    LinearColorMapper,
+    Range1d,
+    Rect,
+    TapTool,
+)
 from bokeh.palettes import PuOr11, Viridis256, interp_palette
 from bokeh.plotting import figure
 from bokeh.transform import transform
@@ -52,42 +61,34 @@ def grid(
         in; their colours; the source of the box around the chosen cell.
     """
     rows, columns = len(axes.layers), len(axes.heads)
+    cells, box = _cells(axes, counts), ColumnDataSource({"row": [], "column": []})
+    mapper = LinearColorMapper(palette=NUMBERS, nan_color=MISSING)
+    plot = _figure(name, (-0.5, columns - 0.5), (rows - 0.5, -0.5), _CELL * rows + 48)
+    plot.background_fill_color = ABSENT
+    drawn = plot.rect("column", "row", 1, 1, source=cells, fill_color=transform("value", mapper), line_color="white")
+    plot.add_glyph(box, Rect(x="column", y="row", width=1, height=1, fill_alpha=0, line_color="black", line_width=3))
+    tips = [("layer", "@layer"), ("head", "@head"), ("", "@text")]
+    plot.add_tools(TapTool(), HoverTool(renderers=[drawn], tooltips=tips))
+    plot.ygrid.visible = False
+    plot.xaxis.axis_label = "head"
+    plot.xaxis.ticker = FixedTicker(ticks=list(range(0, columns, -(-columns // 16))))
+    plot.xaxis.major_label_overrides = {place: str(head) for place, head in enumerate(axes.heads)}
+    plot.yaxis.ticker = FixedTicker(ticks=list(range(rows)))
+    plot.yaxis.major_label_overrides = dict(enumerate(_short(list(axes.layers))))
+    return plot, cells, mapper, box
+
+
+def _cells(axes: Axes, counts: Mapping[str, int]) -> ColumnDataSource:
     there = [
         (row, column, layer, head)
         for row, layer in enumerate(axes.layers)
         for column, head in enumerate(axes.heads)
         if head < counts.get(layer, 0)
     ]
-    row, column, layer, head = ([each[part] for each in there] for part in range(4))
-    nothing = [float("nan")] * len(there)
-    cells = ColumnDataSource(
-        {"row": row, "column": column, "layer": layer, "head": head, "value": nothing, "text": [""] * len(there)}
-    )
-    box, mapper = ColumnDataSource({"row": [], "column": []}), LinearColorMapper(palette=NUMBERS, nan_color=MISSING)
-    plot = figure(
-        name=name,
-        x_range=Range1d(-0.5, columns - 0.5),
-        y_range=Range1d(rows - 0.5, -0.5),
-        height=_CELL * rows + 48,
-        sizing_mode="stretch_width",
-        tools="tap",
-        toolbar_location=None,
-        background_fill_color=ABSENT,
-        min_border_right=BORDER,
-    )
-    drawn = plot.rect("column", "row", 1, 1, source=cells, fill_color=transform("value", mapper), line_color="white")
-    drawn.selection_glyph = drawn.nonselection_glyph = None  # other cells must not fade when one is chosen
-    plot.add_glyph(box, Rect(x="column", y="row", width=1, height=1, fill_alpha=0, line_color="black", line_width=3))
-    plot.add_tools(HoverTool(renderers=[drawn], tooltips=[("layer", "@layer"), ("head", "@head"), ("", "@text")]))
-    plot.xgrid.visible = plot.ygrid.visible = False
-    plot.xaxis.axis_label = "head"
-    step = -(-columns // 16)
-    plot.xaxis.ticker = FixedTicker(ticks=list(range(0, columns, step)))
-    plot.xaxis.major_label_overrides = {place: str(head) for place, head in enumerate(axes.heads)}
-    plot.yaxis.ticker = FixedTicker(ticks=list(range(rows)))
-    plot.yaxis.major_label_overrides = dict(enumerate(_short(list(axes.layers))))
-    _plain(plot)
-    return plot, cells, mapper, box
+    data: dict[str, list[Any]] = {
+        name: [each[part] for each in there] for part, name in enumerate(("row", "column", "layer", "head"))
+    }
+    return ColumnDataSource(data | {"value": [float("nan")] * len(there), "text": [""] * len(there)})
 
 
 def width_of(axes: Axes) -> int:
@@ -102,16 +103,7 @@ def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSour
     low, high = variable["limits"]
     room = max(0.06 * (high - low), 0.01 * max(abs(low), abs(high))) or 0.5
     name, along = variable["name"], axes.along
-    plot = figure(
-        name=f"curve {name}",
-        x_range=Range1d(first - edge, last + edge),
-        y_range=Range1d(low - room, high + room),
-        height=130,
-        sizing_mode="stretch_width",
-        tools="",
-        toolbar_location=None,
-        min_border_right=BORDER,
-    )
+    plot = _figure(f"curve {name}", (first - edge, last + edge), (low - room, high + room), 130)
     lines = []
     for source, color in zip(sources, RUNS, strict=False):
         if variable["of"] == "head":
@@ -123,21 +115,32 @@ def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSour
             plot.scatter(along, name, source=source, color=color, size=5)
     tips = [(along, f"@{{{along}}}"), (variable["label"], f"@{{{name}}}{{0.0000}}")]
     plot.add_tools(HoverTool(renderers=lines, mode="vline", tooltips=tips))
-    plot.xgrid.visible = False
     whole = all(isinstance(each, int) for each in axes.marks)
     few = FixedTicker(ticks=axes.marks) if len(axes.marks) < 9 else BasicTicker(min_interval=1 if whole else 0)
     plot.xaxis.ticker, plot.yaxis.ticker = few, BasicTicker(desired_num_ticks=4)
     plot.xaxis.axis_label = along
-    _plain(plot)
     return plot
 
 
-def _plain(plot: figure) -> None:
-    plot.outline_line_color = None
+def _figure(name: str, x: tuple[float, float], y: tuple[float, float], height: int) -> figure:
+    """An empty one, as wide as its place on the page."""
+    plot = figure(
+        name=name,
+        x_range=Range1d(*x),
+        y_range=Range1d(*y),
+        height=height,
+        sizing_mode="stretch_width",
+        tools="",
+        toolbar_location=None,
+        min_border_right=BORDER,
+        outline_line_color=None,
+    )
+    plot.xgrid.visible = False
     plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = _FONT
     plot.axis.axis_label_text_font_style = "normal"
     plot.axis.axis_line_color = plot.axis.major_tick_line_color = "#888888"
     plot.axis.minor_tick_line_color = None
+    return plot
 
 
 def _short(layers: Sequence[str]) -> list[str]:

@@ -59,7 +59,7 @@ def choose(run: Run, most: float) -> Choice:
     cells = sum(_cells(values, run.along) for ds in run.maps for values in ds.data_vars.values())
     room = most / (4 / 3 * cells / images) if cells else 0.0  # in maps of one image at one mark
     if room < images:
-        return Choice([count - 1] if room >= 1 else [], int(room), images)
+        return Choice([count - 1], int(room), images) if room >= 1 else Choice([], 0, images)
     kept = min(count, int(room / images)) if images else 0
     return Choice(np.unique(np.linspace(count - 1, 0, kept).round().astype(int)).tolist(), images, images)
 
@@ -68,7 +68,7 @@ def packed(run: Run, choice: Choice) -> list[Maps]:
     """The chosen maps, layer by layer."""
     found = []
     for ds in run.maps if choice.marks else ():
-        some = ds.isel({run.along: choice.marks, "image": slice(choice.images)})
+        some = ds.isel({run.along: choice.marks, "image": slice(choice.images)}).load()  # or each layer would read all
         for name, values in some.data_vars.items():
             if "y" in values.dims and "window" in values.dims:
                 values = _sheet(values)

@@ -54,6 +54,9 @@ def _of_maps(run: Run, choice: Choice, max_mb: float) -> Iterable[str]:
     if not run.maps:
         yield "maps: none were recorded (record(..., images=[0, 1]) keeps those of two images)"
         return
+    if not choice.marks:
+        yield f"maps: there is no room for them, because max_mb={max_mb:g}; the recording has them"
+        return
     left = []
     if len(choice.marks) < len(run.marks):
         spread = ", evenly spread" if len(choice.marks) > 1 else ""

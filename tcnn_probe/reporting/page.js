@@ -156,6 +156,7 @@ function show() {
           .map(one => `${one.label} ${short(one.largest[place(one, kept, column)])}`)
         const bright = top === entry.largest[at] ? "" : ` (brightest is ${short(top)})`
         const caption = [entry.label, `largest value ${short(entry.largest[at])}${bright}`, ...facts]
+        if (entry.query) caption.push("box: the middle")
         found.push(tile(entry, at, entry.largest[at] / (top || 1), caption, entry.windows ? null : pictures[chosen]))
       }
     }
@@ -216,7 +217,9 @@ function choose(row, column) {
 }
 for (const cells of grids) cells.selected.connect(cells.selected.properties.indices.change, () => {
   const [i] = cells.selected.indices
-  if (i !== undefined) choose(cells.data.row[i], cells.data.column[i]), cells.selected.indices = []
+  if (i === undefined) return
+  choose(cells.data.row[i], cells.data.column[i])
+  cells.selected.indices = []  // or Bokeh would fade the other cells, and their colours would lie
 })
 for (const one of variables.filter(one => one.of !== "model")) $("colour").append(element("option", one.label, {value: one.name}))
 $("colour").onchange = () => { state.colour = $("colour").value; legend(), recolour() }

@@ -88,18 +88,15 @@ def read(recording: Any) -> Run:
     along = str(flat.attrs.get("along"))
     if along not in flat.dims:
         raise ValueError("expected a recording: a path, recorder.tree, recorder.dataset, or tcnn_probe.open(path)")
+    if "run" in flat.dims:
+        raise ValueError("expected one recording, got several along 'run': give their paths, report([a, b])")
     groups = [node.to_dataset() for node in tree.subtree]
     maps = [ds for ds in groups if {"layer", "image", "y", "x"} <= {*ds.dims}]
     of_heads = [flat, *(ds for ds in groups if "head" in ds.dims and "y" not in ds.dims)]
-    shown = {
-        str(key): values.transpose(along, "layer", ...)
-        for ds in of_heads
-        for key, values in ds.data_vars.items()
-        if {along, "layer"} <= {*values.dims} <= {along, "layer", "head"}
-    }
     heads = _heads([*of_heads, *maps])
     if not flat.sizes[along] or not heads:
         raise ValueError(f"{name} has no {'layers' if flat.sizes[along] else along} yet: there is nothing to show")
+    shown = _numbers(of_heads, along, list(heads))
     scalars = flat[[key for key, values in flat.data_vars.items() if values.dims == (along,)]]
     on_page = {*shown, *map(str, scalars.data_vars), *(str(key) for ds in maps for key in ds.data_vars)}
     hidden = sorted({str(key) for ds in groups for key in ds.data_vars} - on_page)
@@ -152,6 +149,18 @@ def _heads(groups: Iterable[xr.Dataset]) -> dict[str, int]:
         table = json.loads(ds.attrs.get("layers", "{}"))
         for layer in ds["layer"].values.tolist() if "layer" in ds.dims else ():
             found.setdefault(layer, table.get(layer, {}).get("heads", ds.sizes.get("head", 1)))
+    return found
+
+
+def _numbers(groups: Sequence[xr.Dataset], along: str, layers: list[str]) -> dict[str, xr.DataArray]:
+    """Variables by (marks, layer, head) or (marks, layer), of all layers; of one name, those of the first group."""
+    heads = sorted({head for ds in groups if "head" in ds.dims for head in ds["head"].values.tolist()})
+    found: dict[str, xr.DataArray] = {}
+    for ds in groups:
+        for key, values in ds.data_vars.items():
+            if {along, "layer"} <= {*values.dims} <= {along, "layer", "head"} and key not in found:
+                labels = {"layer": layers} | ({"head": heads} if "head" in values.dims else {})
+                found[str(key)] = values.astype(float).reindex(labels).transpose(along, *labels)
     return found
 
 

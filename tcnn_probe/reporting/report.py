@@ -16,7 +16,7 @@ __all__ = ["Report", "report"]
 
 
 def report(
-    recordings: Any, path: str | os.PathLike[str] | None = None, *, images: Any = None, max_mb: float = 50
+    recordings: Any, path: str | os.PathLike[str] | None = None, *, images: Any = None, max_mb: float = 100
 ) -> "Report":
     """Make one page of a recording, which a browser shows without a server or a network.
 
@@ -30,7 +30,7 @@ def report(
     those of the recording, in float64. Maps have 255 steps from 0 to the largest value of each.
 
     Args:
-        recordings: a path, URL, dataset or tree of a recording, or two of these.
+        recordings: a path, URL, dataset or tree of a recording; two of these; or a mapping that gives them names.
         path: of the HTML file, which is replaced in one step; None to write none.
         images: pictures to draw the maps over, (B, C, H, W) with 1 or 3 channels of any range: one for each image whose
             maps were recorded, in the order of the coordinate "image". Recordings hold no images.
@@ -49,12 +49,15 @@ def report(
         if (error.name or "").partition(".")[0] != "bokeh":
             raise
         raise ModuleNotFoundError('a report needs Bokeh: pip install "tcnn-probe[report]"', name="bokeh") from None
-    given = list(recordings) if isinstance(recordings, list | tuple) else [recordings]
+    names = list(recordings) if isinstance(recordings, dict) else []
+    given = list(recordings.values()) if names else recordings
+    given = list(given) if isinstance(given, list | tuple) else [given]
     if not 1 <= len(given) <= 2:
         raise ValueError(f"expected one recording or two, got {len(given)}")
     runs = [read(one) for one in given]
-    if len(runs) == 2 and runs[0].name == runs[1].name:
-        runs = [replace(run, name=name) for run, name in zip(runs, _told_apart(given, runs[0].name), strict=True)]
+    if not names and len(runs) == 2 and runs[0].name == runs[1].name:
+        names = _told_apart(given, runs[0].name)
+    runs = [replace(run, name=str(name)) for run, name in zip(runs, names or [run.name for run in runs], strict=True)]
     made = Report(page(runs, [] if images is None else _pictures(images, runs), max_mb))
     if path is not None:
         made.save(path)

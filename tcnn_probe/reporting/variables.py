@@ -30,7 +30,8 @@ def variables_of(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]],
         there = [one.ravel() for one in values if one is not None]
         known = np.concatenate(there)
         known = known[np.isfinite(known)]
-        apart = np.abs(there[0] - there[1]) if len(there) == 2 else np.zeros(1)
+        with np.errstate(invalid="ignore"):  # infinities
+            apart = np.abs(there[0] - there[1]) if len(there) == 2 else np.zeros(1)
         starts = []
         for one in values:
             starts.append(None if one is None else sum(map(len, blocks)))
@@ -50,6 +51,8 @@ def variables_of(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]],
                 "widest": float(apart[np.isfinite(apart)].max(initial=0)),
             }
         )
+    if not blocks:
+        raise ValueError(f"no variable of {runs[0].name} has a value: there is nothing to show")
     shuffled = np.concatenate(blocks).astype("<f8").view(np.uint8).reshape(-1, 8).T
     table.sort(key=lambda one: (not one["types"], ("head", "layer", "model").index(one["of"])))
     return table, shuffled.tobytes()

@@ -39,7 +39,9 @@ def runs() -> list[xr.DataTree]:
     maps = one["maps/class_attention"]
     maps[:, LAYER, 0, HEAD] = 0.01
     maps[:, LAYER, 0, HEAD, 0, 0] = 0.5
-    return [one, recording(LAYERS, EPOCHS[:2], seed=1, grid=None)]
+    two = recording(LAYERS, EPOCHS[:2], seed=1, grid=None)
+    two["heads"]["entropy"] *= 2  # colours must have room for it
+    return [one, two]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,8 @@ def until(driver: Any, condition: str) -> None:
 
 
 def at(driver: Any, grid: int, row: int, column: int) -> tuple[float, float]:
-    """Where the middle of a cell is, in pixels of the window."""
+    """Where the middle of a cell is, in pixels of the window, once everything has its place."""
+    until(driver, "Bokeh.index.roots.every(view => view.has_finished())")
     return tuple(
         driver.execute_script(
             """const view = Bokeh.index.roots.find(view => view.model.name === `grid ${arguments[0]}`)
