@@ -43,6 +43,7 @@ from common.options import (
     add_output,
     fill_in,
     from_least,
+    need_model,
     parsed,
     positive_number,
     study_parser,
@@ -159,7 +160,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add = parser.add_argument_group("model and data").add_argument
-    add("--model", default="test_resnet", help="timm name of a CNN (default: test_resnet, a small one)")
+    add("--model", help="timm name of a CNN (default: test_resnet, a small one)")
     add("--data", default="digits", help="folder with train/ and val/, and in each a folder a class (default: digits)")
     add("--img-size", type=from_least(1), help="height and width of the images (default: 64; 224 for --data)")
     add("--limit", type=from_least(4), help="use only so many training images, and as many to validate on")
@@ -176,11 +177,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.small:
         defaults |= {"img_size": 48, "epochs": 3, "limit": 400, "batch_size": 16, "times": [1, 3]}
     if args.data != "digits":
+        need_model(parser, args)
         if args.small:
             parser.error("--small is for the digits; with --data, --limit and --epochs make a run short")
         defaults = {"img_size": 224, "epochs": 400, "batch_size": 256, "lr": 0.1}
     fill_in(args, defaults)
-    fill_in(args, {"times": [args.epochs * share // 4 for share in range(5)]})
+    fill_in(args, {"model": "test_resnet", "times": [args.epochs * share // 4 for share in range(5)]})
     args.times = sorted({*args.times})
     if len(args.times) < 2 or args.times[-1] > args.epochs:
         parser.error(f"--times: expected at least two, none above --epochs {args.epochs}, got {args.times}")

@@ -450,7 +450,7 @@ def a_loop_of_somebody_elses_is_recorded_where_its_validation_ends(tmp_path: Pat
     callback.on_evaluate(None, state, None, metrics={"eval_loss": 0.25, "eval/top-1": 0.5, "note": "text"})
     callback.on_train_end(None, state, None)
     ds = xr.open_zarr(tmp_path / "run.zarr")
-    assert (ds.step.values.tolist(), ds.eval_loss.item(), ds.eval_top_1.item()) == ([7], 0.25, 0.5)
+    assert (ds.step.values, ds.eval_loss.values, ds.eval_top_1.values) == ([7], [0.25], [0.5])
     assert not model._forward_pre_hooks
 
 

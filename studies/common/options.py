@@ -19,6 +19,7 @@ __all__ = [
     "check_data_options",
     "fill_in",
     "from_least",
+    "need_model",
     "parsed",
     "positive_number",
     "study_parser",
@@ -102,6 +103,12 @@ def check_data_options(parser: argparse.ArgumentParser, args: argparse.Namespace
         parser.error("--small and --clutter are for the digits; with --data, --limit and --epochs make a run short")
     if args.data == "digits" and args.num_classes is not None:
         parser.error("--num-classes goes with --data: there are ten digits")
+
+
+def need_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse pretrained weights, or images of the user's own, without the name of a model."""
+    if args.model is None:
+        parser.error("--pretrained and --data need --model, the name of a timm CNN such as resnet50")
 
 
 def from_least(least: int) -> Callable[[str], int]:

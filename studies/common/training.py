@@ -16,7 +16,16 @@ import tcnn_probe
 from common.data import Loaders, chance, digits_loaders, own_model_and_data
 from common.ending import refused
 from common.models import check_input, own_model, small_resnet, small_vit
-from common.options import NOT_SAVED, add_data, add_machine, check_data_options, fill_in, from_least, positive_number
+from common.options import (
+    NOT_SAVED,
+    add_data,
+    add_machine,
+    check_data_options,
+    fill_in,
+    from_least,
+    need_model,
+    positive_number,
+)
 from common.output import RunOutput
 from tcnn_model import EpochResult, finetune, reparameterize, unstride
 
@@ -74,8 +83,8 @@ def settle(
         digits: the study's own defaults for the digits.
     """
     on_digits = args.data == "digits"
-    if args.model is None and (args.pretrained or not on_digits):
-        parser.error("--pretrained and --data need --model, the name of a timm CNN such as resnet50")
+    if args.pretrained or not on_digits:
+        need_model(parser, args)
     check_data_options(parser, args)
     defaults = {"img_size": 64, "epochs": 6, "cnn_epochs": 15, "batch_size": 32, "clutter": 6}
     defaults |= {"lr": 1e-3, "gating_lr": 0.1, "cnn_lr": 1e-2}

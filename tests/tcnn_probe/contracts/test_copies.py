@@ -105,7 +105,7 @@ def test_no_cycle_keeps_a_forward_or_the_model_alive() -> None:
         try:
             for _ in range(5):
                 model(x)
-            assert tensors() == before
+            assert all(now <= then for now, then in zip(tensors(), before, strict=True))
         finally:
             gc.enable()
         recorder.mark(epoch=0)
