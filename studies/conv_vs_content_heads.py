@@ -59,7 +59,7 @@ import tcnn_probe
 from common.content_evolution import draw_content, gain, numbers
 from common.data import PixelBatches
 from common.ending import ended, finish, learned
-from common.head_removal import CLEAN, MODES, NOTHING, Sets, conditions, random_heads, single_heads, type_sets
+from common.head_removal import MODES, NOTHING, Sets, conditions, random_heads, single_heads, type_sets
 from common.head_types import COLORS, PAIR
 from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
 from common.removal_costs import DRAWN, WITHIN, costs, head_costs, mean_and_interval
@@ -135,8 +135,9 @@ def one_training(study: Training, seed: int) -> tuple[xr.Dataset, xr.Dataset, xr
     with ThreadPoolExecutor(2) as pool:  # a core each
         one_by_one, *by_mode = pool.map(right, *zip(*jobs, strict=True))
     by_type = xr.concat(by_mode, xr.DataArray(np.array(args.modes, object), dims="mode", name="mode"))
-    of_head = recording.isel(epoch=-1)[["gate", "attention_distance"]]
-    return by_type.assign(head_type=types), one_by_one.assign(head_type=types, **of_head), content
+    last = recording.isel(epoch=-1, drop=True)
+    by_type = by_type.assign(head_type=types, top1=last.top1, top1_images=last.images.max())
+    return by_type, one_by_one.assign(head_type=types, **last[["gate", "attention_distance"]]), content
 
 
 def draw(tree: xr.DataTree) -> Figure:
@@ -190,16 +191,15 @@ def check(tree: xr.DataTree, chance: float, *, small: bool = False) -> bool:
 
     The few images of the small form do not tell the last, so there it is printed only.
     """
-    right, types = tree["types"].right.load().isel(mode=0), tree["types"].head_type.load()
-    accuracy = float(right.sel(ablation=NOTHING, condition=CLEAN).mean("image").min())
-    seen = learned("a T-CNN", accuracy, right.sizes["image"], chance)
+    of_types = tree["types"].dataset.load()
+    right, types = of_types.right.isel(mode=0), of_types.head_type
+    seen = learned("a T-CNN", float(of_types.top1.min()), int(of_types.top1_images.min()), chance)
     for kind in PAIR:
         if not bool((types == kind).any()):
             print(f"check: NO {kind} heads were found in any training")
             seen = False
-    mean, low, high = mean_and_interval(
-        costs(right, "convolutional").drop_sel(condition=WITHIN, errors="ignore").mean("condition")
-    )
+    of_condition = costs(right, "convolutional").drop_sel(condition=WITHIN, errors="ignore")
+    mean, low, high = mean_and_interval(of_condition.mean("condition"))
     what = f"{MODES[str(right.mode.values)]} the convolutional heads {'hurts' if low > 0 else 'does NOT hurt'}"
     print(f"check: {what}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over all conditions")
     return seen and (low > 0 or small)

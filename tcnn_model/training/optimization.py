@@ -18,7 +18,7 @@ __all__ = ["create_optimizer", "create_schedules", "parameter_groups", "set_drop
 
 
 _FUSED = ("adam", "adamw")
-"""These update all weights in one pass: six times as fast for small models on a CPU. SGD's pass takes no new weights."""
+"""These update all weights in one pass, six times as fast for small models on a CPU. SGD's takes no new weights."""
 
 
 def parameter_groups(

@@ -41,7 +41,8 @@ def made(content: list[float], random: list[float], *, convolutional: float = 0.
     modes = xr.DataArray(["zero", "static"], dims="mode", name="mode")
     right = xr.concat([right, right.sel(ablation=["nothing"] * 5).assign_coords(ablation=right.ablation)], modes)
     heads = xr.Dataset({"right": singles, "head_type": types, "gate": gate})
-    return xr.DataTree.from_dict({"types": xr.Dataset({"right": right, "head_type": types}), "heads": heads})
+    of_types = xr.Dataset({"right": right, "head_type": types, "top1": ("training", [0.9, 0.8]), "top1_images": 100})
+    return xr.DataTree.from_dict({"types": of_types, "heads": heads})
 
 
 @pytest.mark.parametrize(
