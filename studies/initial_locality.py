@@ -149,14 +149,14 @@ def check(found: xr.Dataset, chance: float) -> bool:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    add_training(parser, small="2 x 2 starts, 2 epochs, 10 seconds")
+    add_training(parser, small="2 starts, 2 epochs, 10 seconds")
     add = parser.add_argument_group("starts").add_argument
     add("--strengths", type=positive_number, nargs="+", help="alpha of every head (default: 0.2 1 5)")
     add("--gatings", type=float, nargs="+", help="lambda of every head (default: -1 1 3)")
     add_output(parser)
     args = parsed(parser, arguments, "initial_locality")
     if args.small:
-        fill_in(args, {"epochs": 2, "strengths": [0.2, 1], "gatings": [-1, 3]})
+        fill_in(args, {"epochs": 2, "strengths": [1], "gatings": [-1, 3]})
     settle(parser, args)
     fill_in(args, {"strengths": [0.2, 1, 5], "gatings": [-1, 1, 3]})
     args.strengths, args.gatings = sorted({*args.strengths}), sorted({*args.gatings})

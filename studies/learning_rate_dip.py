@@ -131,7 +131,7 @@ def check(found: xr.Dataset, chance: float) -> bool:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    add_training(parser, small="2 rates, 4 epochs, 15 seconds")
+    add_training(parser, small="2 rates, 2 epochs, 10 seconds")
     add = parser.add_argument_group("rates").add_argument
     add(
         "--rates",
@@ -141,6 +141,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_output(parser)
     args = parsed(parser, arguments, "learning_rate_dip")
+    if args.small:
+        fill_in(args, {"epochs": 2})
     settle(parser, args, digits={"epochs": 10})
     fill_in(args, {"rates": [share * args.lr for share in ((0.25, 4) if args.small else (0.25, 1, 4))]})
     args.rates = sorted({*args.rates})
