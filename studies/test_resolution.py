@@ -103,19 +103,20 @@ def draw(found: xr.Dataset, trained_at: int) -> Figure:
         heads = found[variable].stack(each=("layer", "head"))
         b.plot(found.resolution, heads, color=color, lw=0.4, alpha=0.5)
         b.plot(found.resolution, heads.mean("each"), color=color, lw=2.2, label=variable.replace("_entropy", " part"))
-    b.plot(found.resolution, found.uniform_entropy.mean("layer"), color="0.3", ls=":", label="if attention were even")
+    even = found.uniform_content_entropy.mean("layer")
+    b.plot(found.resolution, even, color="0.3", ls=":", label="content part, if it were even")
     b.set(ylabel="entropy (nat)", ylim=(0, None), title="entropy of the two parts")
     colors = mpl.colormaps["viridis"].resampled(found.sizes["layer"] + 1)
     for row, layer in enumerate(found.layer.values):
         reach = found.reach.sel(layer=layer)
         c.plot(found.resolution, reach, color=colors(row), lw=0.4, alpha=0.5)
         c.plot(found.resolution, reach.mean("head"), color=colors(row), lw=2.2, label=layer)
-    c.set(ylabel="mean distance (of even attention)", ylim=(0, None), title="how far heads look")
+    c.set(ylabel="mean distance (of even attention)", ylim=(0, 1.1), title="how far heads look")
     for panel, letter in zip((a, b, c), "ABC", strict=True):
         panel.axvline(trained_at, color="0.8", lw=1, zorder=0)
         panel.set_xlabel("test resolution (pixel)")
         panel.set_title(letter, loc="left", fontweight="bold")
-        panel.legend(frameon=False, fontsize=8)
+        panel.legend(frameon=False, fontsize=8, ncols=2 if panel is c else 1)
     return figure
 
 
