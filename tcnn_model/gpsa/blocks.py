@@ -2,6 +2,9 @@
 
 A block's attention is formed, mixed and multiplied by the values while it is in a core's cache, and formed again in
 the backward. The positional part comes as the logarithms of its two factors, whose product is taken within the block.
+
+In a depthwise layer W_out of a head weights channels, so it can do that before attention gathers them: sum over heads
+of A_h (v * w_h). Then what each head gathers, heads x tokens x channels, is never held, and all heads are one product.
 """
 
 import math
@@ -9,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from tcnn_model.gpsa.precision import widen
 
@@ -17,6 +21,8 @@ __all__ = ["blocks_of_queries", "mix_and_apply"]
 # Attention weights held at a time. On a CPU what stays in a core's cache; elsewhere fewer and larger operations pay.
 _BLOCK_ELEMENTS_CPU = 2**19
 _BLOCK_ELEMENTS = 2**26
+# Weighted values held at a time.
+_WEIGHTED_ELEMENTS = 2**18
 
 
 def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, slice]]:
@@ -33,9 +39,15 @@ def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, 
 
 @torch.library.custom_op("tcnn_model::mix_and_apply", mutates_args=())
 def mix_and_apply(
-    query: Tensor, key: Tensor, values: Tensor, log_rows: Tensor, log_cols: Tensor, gate: Tensor
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    log_rows: Tensor,
+    log_cols: Tensor,
+    gate: Tensor,
+    taps: Tensor | None = None,
 ) -> Tensor:
-    """``((1 - gate) softmax(q k^T) + gate (rows (x) cols)) v``, Eq. (7) applied.
+    """``((1 - gate) softmax(q k^T) + gate (rows (x) cols)) v``, Eq. (7) applied; with taps also Eq. (5), without bias.
 
     Args:
         query: scaled already, shape (B, heads, N_query, d).
@@ -44,11 +56,15 @@ def mix_and_apply(
         log_rows: shape (heads, queries_y, H), in float32 at least, like ``log_cols`` and ``gate``.
         log_cols: shape (heads, queries_x, W).
         gate: shape (heads,).
+        taps: W_out of a depthwise layer, shape (heads, C, C_out / C), for shared values.
 
     Returns:
-        shape (B, heads, N_query, C), in memory (B, N_query, heads, C), so that one matrix product can take it further.
+        shape (B, heads, N_query, C), in memory (B, N_query, heads, C), so that one matrix product can take it further;
+        with taps the sum over heads, shape (B, 1, N_query, C_out).
     """
-    output = _empty_output(query, values)
+    output = _empty_output(query, values, taps)
+    if taps is not None:
+        output = widen(output).zero_()
     wide_query, wide_key, rows, cols = widen(query), widen(key), log_rows.exp(), log_cols.exp()
     for at in blocks_of_queries(query, key):
         image, heads, queries = at
@@ -56,14 +72,33 @@ def mix_and_apply(
         if image == 0:  # the same for all images
             positional = _positional(rows, cols, heads, queries)
         mixed = content.lerp_(positional, gate[heads, None, None]).to(values.dtype)
-        for of_head, head in enumerate(range(heads.start, heads.start + len(mixed))):
-            _product(mixed[of_head], values[image, head % values.shape[1]], out=output[image, head, queries])
-    return output
+        if taps is None:
+            for of_head, head in enumerate(range(heads.start, heads.start + len(mixed))):
+                _product(mixed[of_head], values[image, head % values.shape[1]], out=output[image, head, queries])
+        else:
+            for few, weights in _few_heads(mixed, taps[heads]):
+                _add_product(_side_by_side(few), _weighted(values[image, 0], weights), to=output[image, 0, queries])
+    return output.to(values.dtype)
 
 
 @mix_and_apply.register_fake
-def _(query: Tensor, key: Tensor, values: Tensor, *rest: Tensor) -> Tensor:
-    return _empty_output(query, values)
+def _(
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    log_rows: Tensor,
+    log_cols: Tensor,
+    gate: Tensor,
+    taps: Tensor | None = None,
+) -> Tensor:
+    return _empty_output(query, values, taps)
+
+
+@register_flop_formula(torch.ops.tcnn_model.mix_and_apply)
+def _flops(query, key, values, *rest, out_shape, **options) -> int:  # type: ignore[no-untyped-def]
+    """Twice the multiply-adds of the products with keys and with values; shapes in place of tensors."""
+    batch, heads, queries, dim = query
+    return int(2 * batch * heads * queries * key[2] * (dim + out_shape[-1]))
 
 
 @torch.library.custom_op("tcnn_model::mix_and_apply_backward", mutates_args=())
@@ -75,11 +110,13 @@ def _backward(
     log_rows: Tensor,
     log_cols: Tensor,
     gate: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the six arguments of :func:`mix_and_apply` from that of its output."""
+    taps: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the arguments of :func:`mix_and_apply` from that of its output; an empty one for no taps."""
     wide_query, wide_key, rows, cols = widen(query), widen(key), log_rows.exp(), log_cols.exp()
     d_query, d_key, d_values = torch.empty_like(wide_query), torch.zeros_like(wide_key), torch.zeros_like(widen(values))
     d_rows, d_cols, d_gate = torch.zeros_like(rows), torch.zeros_like(cols), torch.zeros_like(gate)
+    d_taps = values.new_empty(0) if taps is None else torch.zeros_like(widen(taps))
     for at in blocks_of_queries(query, key):
         image, heads, queries = at
         q, k, share = wide_query[at], wide_key[image, heads], gate[heads, None, None]
@@ -88,14 +125,19 @@ def _backward(
             positional = _positional(rows, cols, heads, queries)
         mixed = torch.lerp(content, positional, share)
         narrow, d_mixed = mixed.to(values.dtype), torch.empty_like(mixed, dtype=values.dtype)
-        for of_head, head in enumerate(range(heads.start, heads.start + len(mixed))):
-            upstream, of_values = d_output[image, head, queries], head % values.shape[1]
-            if d_values.dtype == values.dtype:
-                d_values[image, of_values].addmm_(narrow[of_head].T, upstream)
-            else:
-                upstream = upstream.contiguous()
-                d_values[image, of_values] += narrow[of_head].T @ upstream
-            _product(upstream, values[image, of_values].T, out=d_mixed[of_head])
+        if taps is None:
+            for of_head, head in enumerate(range(heads.start, heads.start + len(mixed))):
+                upstream, of_values = d_output[image, head, queries], head % values.shape[1]
+                _add_product(narrow[of_head].T, upstream, to=d_values[image, of_values])
+                _product(upstream, values[image, of_values].T, out=d_mixed[of_head])
+        else:
+            upstream = d_output[image, 0, queries].contiguous()
+            for few, weights, d_few, d_weights in _few_heads(narrow, taps[heads], d_mixed, d_taps[heads]):
+                d_weighted = (_side_by_side(few).T @ upstream).view(len(few), len(key[0, 0]), *weights.shape[1:])
+                d_values[image, 0] += (d_weighted * weights[:, None]).sum((0, 3))
+                d_weights += (d_weighted * values[image, 0, :, :, None]).sum(1)
+                d_side = upstream @ _weighted(values[image, 0], weights).T
+                d_few.copy_(d_side.unflatten(1, (len(few), -1)).transpose(0, 1))
         d_mixed = widen(d_mixed)
 
         content_sums = torch.linalg.vecdot(content, d_mixed)[..., None]
@@ -109,20 +151,22 @@ def _backward(
         index = torch.arange(query.shape[2], device=query.device)[queries]
         d_rows[heads].index_add_(1, index // cols.shape[1], along_y * share)
         d_cols[heads].index_add_(1, index % cols.shape[1], along_x * share)
-    return d_query.to(query.dtype), d_key.to(key.dtype), d_values.to(values.dtype), d_rows, d_cols, d_gate
+    d_taps = d_taps.to(values.dtype)
+    return d_query.to(query.dtype), d_key.to(key.dtype), d_values.to(values.dtype), d_rows, d_cols, d_gate, d_taps
 
 
 @_backward.register_fake
-def _(d_output: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in inputs)
+def _(d_output: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(d_output.new_empty(0) if x is None else torch.empty_like(x) for x in inputs)
 
 
 def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx, d_output: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
-    return _backward(d_output, *ctx.saved_tensors)
+def _differentiate(ctx, d_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    *gradients, d_taps = _backward(d_output, *ctx.saved_tensors)
+    return *gradients, None if ctx.saved_tensors[-1] is None else d_taps
 
 
 def _refuse(ctx, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
@@ -136,9 +180,34 @@ _backward.register_autograd(_refuse)
 def _product(left: Tensor, right: Tensor, *, out: Tensor) -> None:
     """Write ``left @ right`` to ``out``, whose rows may lie apart: torch 2.8 errs there for half-precision vectors."""
     if out.dtype in (torch.float16, torch.bfloat16):
-        out.copy_(left @ right)
+        out.copy_(left.contiguous() @ right)
     else:
         torch.mm(left, right, out=out)
+
+
+def _add_product(left: Tensor, right: Tensor, *, to: Tensor) -> None:
+    """Add ``left @ right`` to a tensor, which may have a wider type."""
+    if to.dtype == left.dtype:
+        to.addmm_(left, right)
+    else:
+        to += left @ right.contiguous()
+
+
+def _few_heads(*of_heads: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Parts of tensors (heads, ...), of so many heads that their weighted values stay in a core's cache."""
+    attention, taps = of_heads[:2]
+    together = max(1, _WEIGHTED_ELEMENTS // (attention.shape[2] * taps[0].numel()))
+    return zip(*(tensor.split(together) for tensor in of_heads), strict=True)
+
+
+def _weighted(values: Tensor, taps: Tensor) -> Tensor:
+    """Values (N_key, C) times W_out of each head, (heads, C, C_out / C): (heads * N_key, C_out)."""
+    return (values[:, :, None] * taps[:, None]).flatten(2).flatten(0, 1)
+
+
+def _side_by_side(attention: Tensor) -> Tensor:
+    """(heads, n, N_key) -> (n, heads * N_key)."""
+    return attention.transpose(0, 1).flatten(1)
 
 
 def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Tensor:
@@ -148,6 +217,8 @@ def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Ten
     return (at_row[..., :, None] * at_col[..., None, :]).flatten(2)
 
 
-def _empty_output(query: Tensor, values: Tensor) -> Tensor:
+def _empty_output(query: Tensor, values: Tensor, taps: Tensor | None) -> Tensor:
     batch, heads, queries, _ = query.shape
+    if taps is not None:
+        return values.new_empty(batch, 1, queries, taps.shape[1] * taps.shape[2])
     return values.new_empty(batch, queries, heads, values.shape[3]).transpose(1, 2)

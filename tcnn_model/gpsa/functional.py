@@ -14,7 +14,7 @@ from tcnn_model.gpsa.positional import Axis, apply_separable
 from tcnn_model.gpsa.precision import at_least_float32, autocast_dtype, without_autocast
 from tcnn_model.gpsa.statistics import AttentionStatistics, apply_and_measure, measure
 
-__all__ = ["Backend", "attend", "attend_and_measure", "check_backend", "gpsa"]
+__all__ = ["Backend", "attend", "attend_and_measure", "attend_weighted", "check_backend", "gpsa"]
 
 Backend = Literal["auto", "dense", "blocks", "fused", "triton"]
 
@@ -110,6 +110,22 @@ def attend(attention: GatedAttention, values: Tensor, *, backend: Backend = "aut
         return _APPLY[chosen](attention, values)
 
 
+def attend_weighted(attention: GatedAttention, values: Tensor, taps: Tensor) -> Tensor:
+    """Apply a described attention and W_out of a depthwise layer, without what each head gathers: Eq. (5), no bias.
+
+    Args:
+        attention: of all heads.
+        values: shared by the heads, shape (B, 1, N_key, C).
+        taps: shape (heads, C, C_out / C).
+
+    Returns:
+        shape (B, N_query, C_out).
+    """
+    attention, values, _ = _prepare(attention, values, "blocks")
+    with without_autocast(values):
+        return _blocks(attention, values.contiguous(), taps.to(values.dtype).contiguous())[:, 0]
+
+
 def attend_and_measure(
     attention: GatedAttention, values: Tensor, *, backend: Backend = "auto"
 ) -> tuple[Tensor, AttentionStatistics]:
@@ -173,11 +189,11 @@ def _dense(attention: GatedAttention, values: Tensor) -> Tensor:
     return mixed @ values
 
 
-def _blocks(attention: GatedAttention, values: Tensor) -> Tensor:
+def _blocks(attention: GatedAttention, values: Tensor, taps: Tensor | None = None) -> Tensor:
     wide = at_least_float32(values.dtype)
     log_rows, log_cols = (factor.to(wide) for factor in attention.log_factors_on_pixels())
     scaled = attention.query * attention.scale
-    return mix_and_apply(scaled, attention.key, values, log_rows, log_cols, attention.gate.to(wide))
+    return mix_and_apply(scaled, attention.key, values, log_rows, log_cols, attention.gate.to(wide), taps)
 
 
 def _fused(attention: GatedAttention, values: Tensor) -> Tensor:

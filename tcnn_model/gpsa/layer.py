@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from tcnn_model.conversion.convolution import Convolution, describe
 from tcnn_model.gpsa.attention import GatedAttention
-from tcnn_model.gpsa.functional import Backend, attend, check_backend
+from tcnn_model.gpsa.functional import Backend, attend, attend_weighted, check_backend
 from tcnn_model.gpsa.positional import Axis, axes, gaussian_position
 from tcnn_model.gpsa.precision import widen, widest
 
 __all__ = ["GPSA", "gpsa_layers", "inverse_softplus"]
 
 _SOFTPLUS_BETA = 5.0  # footnote 1 of the paper, whose printed e^{-beta a} is decreasing: a misprint for e^{+beta a}
+_WEIGHTED_FROM = 2**14  # numbers in the feature map of an image (benchmarks/backends.py)
 
 
 class GPSA(nn.Module):
@@ -255,8 +256,11 @@ class GPSA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C_in, H, W) -> (B, C_out, H_out, W_out), Eq. (5)."""
-        attention = self.gated_attention(x)
-        output = self.combine(attend(attention, self.values(x), backend=self.backend), attention)
+        attention, values = self.gated_attention(x), self.values(x)
+        if self._weights_first(x):
+            output = self._weighted(attention, values)
+        else:
+            output = self.combine(attend(attention, values, backend=self.backend), attention)
         return output.contiguous(memory_format=_memory_format(x))  # as a convolution's
 
     def values(self, x: Tensor) -> Tensor:
@@ -272,6 +276,23 @@ class GPSA(nn.Module):
         # With channels before heads this is the "soft" counterpart of F.unfold, and takes the convolution's weight.
         unfolded = gathered.permute(0, 4, 1, 2, 3).flatten(1, 2)
         return F.conv2d(unfolded, self.weight.flatten(1)[:, :, None, None], self.bias, groups=self.groups)
+
+    def _weights_first(self, x: Tensor) -> bool:
+        """Whether W_out weights the values before attention gathers them: in a depthwise layer, on a CPU.
+
+        Not if somebody asks for the outputs of heads, and not for small inputs, where it takes longer.
+        """
+        seam = self.head_outputs
+        watched = type(seam) is not nn.Identity or seam._forward_hooks or seam._forward_pre_hooks
+        large = x.device.type == "cpu" and len(x) > 0 and x[0].numel() >= _WEIGHTED_FROM
+        return self.groups == self.in_channels and self.backend == "auto" and large and not watched
+
+    def _weighted(self, attention: GatedAttention, values: Tensor) -> Tensor:
+        """What :meth:`combine` gives, without what single heads gather."""
+        taps = self.weight.flatten(1).unflatten(0, (self.in_channels, -1)).permute(2, 0, 1)
+        output = attend_weighted(attention, values, taps)
+        output = output if self.bias is None else output + self.bias
+        return output.transpose(1, 2).unflatten(2, (attention.y.queries, attention.x.queries))
 
     def _split_heads(self, features: Tensor) -> Tensor:
         """(B, heads * d, H, W) -> (B, heads, H * W, d)."""

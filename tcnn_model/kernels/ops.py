@@ -4,6 +4,7 @@ The kernels themselves are imported when an operator first runs, so that neither
 this file.
 """
 
+import math
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from tcnn_model.gpsa.attention import GatedAttention
 from tcnn_model.gpsa.precision import at_least_float32, widen, widest
@@ -169,6 +171,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     table = normaliser.new_empty(q.shape[1], 12, q.shape[2])
     per_query = (normaliser.new_empty(q.shape[:3]) for _ in range(3))
     return _output(q, v), normaliser, table, *per_query, normaliser.new_empty(k.shape[:3])
+
+
+@register_flop_formula([torch.ops.tcnn_model.gated_attention, torch.ops.tcnn_model.gated_attention_statistics])
+def _flops(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
+    """Twice the multiply-adds of the products with keys and with values; shapes in place of tensors."""
+    return int(2 * math.prod(q[:3]) * k[2] * (q[3] + v[3]))
 
 
 @_backward_queries.register_fake

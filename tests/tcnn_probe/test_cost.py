@@ -6,6 +6,7 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
+import tcnn_model
 import tcnn_probe
 from tests.tcnn_probe.contracts.helpers import Trace
 
@@ -36,6 +37,13 @@ def test_by_hand() -> None:
     assert quick(grouped, (4, 8)).multiply_adds.item() == 6 * 2 * 4 * 9
     grey = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1))
     assert quick(grey, (1, 4, 8)).multiply_adds.item() == 5 * 4 * 8 * 9
+
+
+def test_attention_in_blocks_is_counted() -> None:
+    layers = {backend: tcnn_model.GPSA(4, 4, 3, backend=backend) for backend in ("dense", "blocks")}
+    counted = quick(layers, (4, 14, 15)).multiply_adds.values
+    pixels, queries = 14 * 15, 12 * 13
+    assert counted[0] == counted[1] == 9 * queries * pixels * (1 + 4) + pixels * (9 + 4) * 4 + queries * (9 + 9 * 4) * 4
 
 
 @pytest.mark.parametrize(

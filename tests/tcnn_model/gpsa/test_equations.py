@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from tcnn_model import GPSA
+from tcnn_model.gpsa import blocks
+from tcnn_model.gpsa import layer as gpsa_layer
 from tcnn_model.gpsa.functional import Backend
 from tcnn_model.gpsa.reference import gpsa_attention_reference, gpsa_reference
 from tests.tcnn_model.cases import Case, every_case
-from tests.tcnn_model.helpers import assert_same, disturb, random
+from tests.tcnn_model.helpers import LargestTensor, assert_same, disturb, random
 
 pytestmark = pytest.mark.numerical
 
@@ -48,6 +50,30 @@ def test_output_attention_and_gradients_are_those_of_the_paper(case: Case, backe
     for name, actual, wanted in zip(leaves, ours, theirs, strict=True):
         assert float(wanted.abs().max()) > 0, f"{name} gets no gradient in the reference"
         assert_same(actual, wanted, name)
+
+
+@pytest.mark.parametrize("elements", [1, 300, 2**18])
+@pytest.mark.parametrize("multiplier", [1, 2])
+def test_depthwise_layers_weight_first(multiplier: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients are the same, in one head or block of queries at a time too; unless heads are looked at."""
+    monkeypatch.setattr(gpsa_layer, "_WEIGHTED_FROM", 0)
+    monkeypatch.setattr(blocks, "_WEIGHTED_ELEMENTS", elements)
+    monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
+    geometry = {"stride": (1, 2), "padding": (1, 2), "dilation": (2, 1), "groups": 5}
+    layer = disturb(GPSA(5, 5 * multiplier, (2, 3), **geometry, dtype=torch.float64))
+    x = random(2, 5, 6, 7).requires_grad_()
+    with LargestTensor() as largest:
+        output = layer(x).flatten(2)
+    assert largest.elements < layer.heads * output[0, 0].numel() * 5 * 2  # what heads gather
+    expected = _reference_output(layer, x)
+    assert_same(output, expected)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    upstream = random(*output.shape, seed=1)
+    ours, theirs = (torch.autograd.grad(each, list(leaves.values()), upstream) for each in (output, expected))
+    for name, actual, wanted in zip(leaves, ours, theirs, strict=True):
+        assert_same(actual, wanted, name)
+    with layer.head_outputs.register_forward_hook(lambda *_: None):
+        assert_same(layer(x).flatten(2), expected)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -102,11 +102,12 @@ def test_autocast(backend: Backend) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of opcheck itself
-def test_custom_operator_is_registered_well() -> None:
+@pytest.mark.parametrize("taps", [[], [torch.randn(3, 11, 2, dtype=torch.float64)]])
+def test_custom_operator_is_registered_well(taps: list[Tensor]) -> None:
     arguments = _arguments("shared")
     values = arguments.pop("values")
     rows, cols = GatedAttention(**arguments).log_factors_on_pixels()
-    tensors = (arguments["query"], arguments["key"], values, rows, cols, arguments["gate"])
+    tensors = (arguments["query"], arguments["key"], values, rows, cols, arguments["gate"], *taps)
     torch.library.opcheck(blocks.mix_and_apply, tuple(t.clone().requires_grad_() for t in tensors))
 
 
