@@ -34,6 +34,7 @@ from .reporting import Report as Report
 from .reporting import report as report
 from .schema import Variable as Variable
 from .storage import StoreError as StoreError
+from .storage import load_example as load_example
 from .storage import open as open
 from .storage import repack as repack
 

@@ -13,8 +13,9 @@ with the one that this recorder wrote last.
 
 from tcnn_probe.storage.epochs import EpochStore, Mode
 from tcnn_probe.storage.errors import StoreError
+from tcnn_probe.storage.example import load_example
 from tcnn_probe.storage.reading import numbers, open_recording
 from tcnn_probe.storage.repacking import repack
 from tcnn_probe.storage.runs import open_recordings as open  # noqa: A004 (the public name)
 
-__all__ = ["EpochStore", "Mode", "StoreError", "numbers", "open", "open_recording", "repack"]
+__all__ = ["EpochStore", "Mode", "StoreError", "load_example", "numbers", "open", "open_recording", "repack"]
