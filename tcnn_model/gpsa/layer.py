@@ -17,7 +17,7 @@ from tcnn_model.gpsa.precision import widen, widest
 __all__ = ["GPSA", "gpsa_layers", "inverse_softplus"]
 
 _SOFTPLUS_BETA = 5.0  # footnote 1 of the paper, whose printed e^{-beta a} is decreasing: a misprint for e^{+beta a}
-_WEIGHTED_FROM = 2**14  # numbers in the feature map of an image (benchmarks/backends.py)
+_WEIGHTED_FROM = 2**14  # numbers in the feature map of an image (benchmarks/depthwise_layer.py)
 
 
 class GPSA(nn.Module):

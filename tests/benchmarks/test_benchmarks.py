@@ -17,6 +17,7 @@ from tcnn_model.training.config import recipe_settings
 SMALL = {
     "backends": ["--batch", "1"],
     "convit_layer": ["--sides", "3", "5"],
+    "depthwise_layer": ["--batch", "1"],
     "recording": ["--models", "vit_tiny_patch16_224", "t_resnet50", "--size", "64", "--batch", "2"],
     "resolution": ["--sides", "3", "5"],
     "resolution_memory": ["--sizes", "48", "64", "--training"],
