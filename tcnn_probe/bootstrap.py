@@ -1,6 +1,7 @@
 """Bootstrap intervals for means over images, and over seeds and images."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import xarray as xr
@@ -81,13 +82,23 @@ def resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray
         others = tuple(other for other in range(values.ndim) if other != axis)
         some = np.flatnonzero(there.any(others))
         values, there = values.take(some, axis), there.take(some, axis)
-    rng = np.random.default_rng(seed)
     total, count = np.where(there, values, 0.0)[None], there.astype(float)[None]
-    for size in values.shape[::-1]:
-        drawn = rng.multinomial(size, np.full(size, 1 / size), resamples).astype(float)  # (resamples, size)
+    draw = _kept_draws if resamples * sum(values.shape) <= _MOST_KEPT else _draws
+    for drawn in draw(values.shape[::-1], resamples, seed):
         total, count = (_weighted(x, drawn) for x in (total, count))
     with np.errstate(invalid="ignore"):
         return total / count
+
+
+def _draws(sizes: tuple[int, ...], resamples: int, seed: int) -> list[np.ndarray]:
+    """How often each label of each axis is drawn, (resamples, size)."""
+    rng = np.random.default_rng(seed)
+    return [rng.multinomial(size, np.full(size, 1 / size), resamples).astype(float) for size in sizes]
+
+
+_kept_draws = lru_cache(maxsize=2)(_draws)
+"""Drawing takes most of the time, and tables ask for many intervals of arrays of one shape."""
+_MOST_KEPT = 2**23
 
 
 def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
