@@ -17,7 +17,7 @@ __all__ = ["GatedAttention"]
 
 @dataclass(frozen=True)
 class GatedAttention:
-    """``A_h = (1 - gate_h) softmax(q k^T / sqrt(d)) + gate_h softmax(position_h . r)``.
+    """``A_h = (1 - gate_h) softmax(q k^T / sqrt(d)) + gate_h softmax(position_h · r)``.
 
     The content part attends to real pixels only; the positional part to the real grid extended by the padding.
 

@@ -67,7 +67,7 @@ def gpsa(
 ) -> Tensor | tuple[Tensor, AttentionStatistics]:
     """Gated positional self-attention: ``A_h v`` with A_h of Eq. (7).
 
-    ``A_h = (1 - gate_h) softmax(q_h k_h^T / sqrt(d)) + gate_h softmax(position_h . r)``, where r is
+    ``A_h = (1 - gate_h) softmax(q_h k_h^T / sqrt(d)) + gate_h softmax(position_h · r)``, where r is
     ``(||delta||^2, delta_1, delta_2)`` of the offset delta from query to key in pixels. Values on padding are zero.
 
     Args:

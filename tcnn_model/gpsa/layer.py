@@ -163,7 +163,7 @@ class GPSA(nn.Module):
         weight-standardised layer it takes the standardised weight, which is not standardised again when it trains.
 
         Args:
-            conv: a convolution, or its :class:`~tcnn_model.conversion.convolution.Convolution`:
+            conv: a convolution, or its ``tcnn_model.conversion.convolution.Convolution``:
                 ``nn.Conv2d``, or a subclass whose forward is one convolution with zero or TensorFlow's "same" padding.
             stride: to use instead of the convolution's own.
             qk_dim, locality_strength, gating, qk_scale, backend: as for :class:`GPSA`.

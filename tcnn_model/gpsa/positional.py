@@ -99,7 +99,7 @@ def axes(size: Pair, kernel_size: Pair, stride: Pair, padding: Padding, dilation
 
 
 def gaussian_position(locality_strength: Tensor, center: Tensor) -> Tensor:
-    """The papers' v_pos of a Gaussian around a centre: ``v_pos . r = -alpha ||delta - Delta||^2 + const`` (Eq. 4).
+    """The papers' v_pos of a Gaussian around a centre: ``v_pos · r = -alpha ||delta - Delta||^2 + const`` (Eq. 4).
 
     Args:
         locality_strength: alpha, shape (heads,).
@@ -112,7 +112,7 @@ def gaussian_position(locality_strength: Tensor, center: Tensor) -> Tensor:
 
 
 def log_positional_factors(position: Tensor, y: Axis, x: Axis) -> tuple[Tensor, Tensor]:
-    """Logarithms of the two one-dimensional factors of ``softmax_j(v_pos . r_ij)``.
+    """Logarithms of the two one-dimensional factors of ``softmax_j(v_pos · r_ij)``.
 
     Args:
         position: v_pos, the weights of r = (||delta||^2, delta_1, delta_2), shape (heads, 3).

@@ -70,7 +70,7 @@ def finetune(
         warmup_epochs: epochs of linear warm-up from 0; must be fewer than ``epochs``.
         gating_warmup_epochs, gating_min_lr: warm-up of the gates, and the rate that they end at; None: as the weights.
         label_smoothing: in [0, 1).
-        drop_path_rate: stochastic depth, as a ramp (:func:`~tcnn_model.training.optimization.set_drop_path`); None:
+        drop_path_rate: stochastic depth, as a ramp (``tcnn_model.training.optimization.set_drop_path``); None:
             its own.
         device: to train on; the model's own unless given.
         amp: bfloat16 autocast.

@@ -49,7 +49,7 @@ class Probe:
     Measurements of a forward have one value (or array of values) for each image; the recorder keeps their mean over
     images. Functions run without gradients and must not change the layer. ``{variable: tensor}`` may leave a variable
     out, which is then NaN for that layer. In place of a tensor there may be a
-    :class:`~tcnn_probe.attention.patterns.Pattern` of the first :attr:`ForwardCall.limit` images: the variable is then
+    ``tcnn_probe.attention.patterns.Pattern`` of the first :attr:`ForwardCall.limit` images: the variable is then
     the content information of each head, of all images of the epoch.
 
     Args:
@@ -59,15 +59,15 @@ class Probe:
         group: where its variables go: "" is the root, with the numbers of attention heads; None a group of its own,
             named after the kind.
         facts: module -> what else the layer table says of it, in plain JSON; known before any forward.
-        state: module -> {variable: (*dims)}, read off the parameters when an epoch is marked.
-        measure: :class:`ForwardCall` -> {variable: (B, *dims)}, after each forward of the layer, under the autocast
+        state: module -> ``{variable: (*dims)}``, read off the parameters when an epoch is marked.
+        measure: :class:`ForwardCall` -> ``{variable: (B, *dims)}``, after each forward of the layer, under the autocast
             that the layer ran in.
-        attention: :class:`AttentionCall` -> {variable: (B, *dims)}, for each softmax attention in the model, in
+        attention: :class:`AttentionCall` -> ``{variable: (B, *dims)}``, for each softmax attention in the model, in
             whatever module it is.
         maps: the same call, and which of its images were chosen -> {variable: (images, [windows,] heads, height,
             width)}; the variables have the dims ("layer", "image", ["window",] "head", "y", "x"). Beside these maps
             there may be numbers of each head, without "y" and "x".
-        gradients: module -> {variable: pairs of a parameter and a function of its gradient, to (*dims)}; the recorded
+        gradients: module -> {variable: pairs of a parameter and a function of its gradient, to ``(*dims)``}; the recorded
             value is the square root of the mean, over backward passes, of the sum of these. May raise
             :class:`NotMeasuredError` with the reason why the module is left out.
         rebuild: :class:`ForwardCall` -> the output, of the first image, rebuilt from what is measured; compared once

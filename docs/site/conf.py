@@ -1,0 +1,123 @@
+"""The documentation as a site: ``python -m sphinx -E -W -c docs/site . build/site``, without network.
+
+Its pages are the repository's own Markdown at its own paths, so a link that works on GitHub works here. The examples of
+docs/*.md are run by tests/test_documents.py; the build runs docs/notebooks. Pages of names and of studies are written
+into docs/site/generated, from ``__all__`` and from studies/.
+"""
+
+import ast
+import importlib
+from pathlib import Path
+from typing import Any
+
+import jupytext
+from sphinx.application import Sphinx
+from sphinx.util.logging import getLogger
+
+import tcnn_probe
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+GENERATED = HERE / "generated"
+STUDIES = sorted((ROOT / "studies").glob("*.py"))
+
+project = "tcnn-probe"
+author = "The tcnn-probe developers"
+release = version = tcnn_probe.__version__
+extensions = ["myst_nb", "sphinx.ext.autosummary", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design"]
+root_doc = "README"  # with docs/site/contents.md, see `add_contents`
+include_patterns = ["*.md", "docs/*.md", "docs/notebooks/*.md", "docs/site/**", "*/README.md", "*/kernels/README.md"]
+exclude_patterns = [".*", "build", "docs/site/contents.md", "docs/site/templates"]
+templates_path = [str(HERE / "templates")]  # absolute: autosummary looks from the sources, Sphinx from here
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+nb_execution_raise_on_error = True
+nb_execution_timeout = 60
+
+autosummary_imported_members = True
+autosummary_ignore_module_all = False
+autodoc_typehints = "none"  # signatures have them
+autodoc_default_options = {"no-value": True}
+napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Shape"]
+nitpicky = True
+nitpick_ignore_regex = [(r"py:.*", r"(?!tcnn_).*")]  # the documentation of others is not at hand offline
+
+html_theme = "pydata_sphinx_theme"
+html_title = "tcnn-probe"
+html_static_path: list[str] = []
+html_additional_pages = {"index": "to_readme.html"}
+html_theme_options: dict[str, Any] = {"secondary_sidebar_items": ["page-toc", "sourcelink"]}
+
+
+def modules() -> list[str]:
+    """Modules whose ``__all__`` is public, as the page of names lists them."""
+    return [line.strip() for line in (HERE / "api.md").read_text().splitlines() if line.startswith("   tcnn_")]
+
+
+def write_studies(_: Sphinx) -> None:
+    """Write the gallery, a card a study, and a page for each: its figure and its code."""
+    (GENERATED / "studies").mkdir(parents=True, exist_ok=True)
+    cards = []
+    for path in STUDIES:
+        title = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+        large = ROOT / "docs" / f"{path.stem}.png"
+        figure = large if large.exists() else ROOT / "docs" / "thumbnails" / f"{path.stem}.png"
+        (GENERATED / "studies" / f"{path.stem}.md").write_text(
+            f"# {path.stem}\n\n{title}\n\n![{title}](/{figure.relative_to(ROOT)})\n\n"
+            f"[All studies and their results](/studies/README.md)\n\n"
+            f"```{{literalinclude}} /studies/{path.name}\n```\n"
+        )
+        cards.append(
+            f":::{{grid-item-card}} {path.stem}\n:link: studies/{path.stem}\n:link-type: doc\n"
+            f":img-bottom: /docs/thumbnails/{path.stem}.png\n\n{title}\n:::\n"
+        )
+    names = "\n".join(f"studies/{path.stem}" for path in STUDIES)
+    (GENERATED / "gallery.md").write_text(
+        "# Studies\n\nEach is one command and stands for a figure or table of the papers, or a question that they leave "
+        "open. [What they found](/studies/README.md).\n\n"
+        f"::::{{grid}} 1 2 3 3\n{''.join(cards)}::::\n\n```{{toctree}}\n:hidden:\n\n/studies/README\n{names}\n```\n"
+    )
+
+
+def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
+    """Add the contents to the README, and to a notebook where it can be had as a file."""
+    if docname == root_doc:
+        source[0] += "\n" + (HERE / "contents.md").read_text()
+    elif docname.startswith("docs/notebooks/"):
+        name = Path(docname).name
+        first, heading, rest = source[0].partition("\n# ")
+        title, _, rest = rest.partition("\n")
+        source[0] = f'{first}{heading}{title}\n\n<a href="{name}.ipynb" download>This page as a notebook</a>\n{rest}'
+
+
+def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
+    """Write the notebooks beside their pages as .ipynb; see that every public name has a page."""
+    if exception is not None:
+        return
+    for path in (ROOT / "docs" / "notebooks").glob("*.md"):
+        jupytext.write(jupytext.read(path), Path(app.outdir) / "docs/notebooks" / f"{path.stem}.ipynb")
+
+
+def check_names(app: Sphinx, *_: Any) -> None:
+    """Fail, as -W makes it, where a public name has no page."""
+    for module in modules():
+        for name in importlib.import_module(module).__all__:
+            if f"docs/site/generated/{module}.{name}" not in app.env.found_docs:
+                getLogger(__name__).warning("%s.%s has no page", module, name)
+
+
+def describe_constants(_: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Describe a constant, all of which hold names, by these names, and not by what a dict is."""
+    if what == "data":
+        lines[:] = [", ".join(f"``{each}``" for each in value)]
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what is above."""
+    app.connect("builder-inited", write_studies, priority=0)
+    app.connect("source-read", add_contents)
+    app.connect("env-check-consistency", check_names)
+    app.connect("autodoc-process-docstring", describe_constants)
+    app.connect("build-finished", write_notebooks)
