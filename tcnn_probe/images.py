@@ -119,7 +119,7 @@ def _as_pil(image: Any) -> Image.Image:
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
-    """Of timm's models: input size, mean and std; empty for others."""
+    """Input size, mean and std of timm's models; empty for others."""
     return timm.data.resolve_model_data_config(model) if getattr(model, "pretrained_cfg", None) else {}
 
 

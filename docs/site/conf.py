@@ -33,7 +33,7 @@ templates_path = [str(HERE / "templates")]  # absolute: autosummary looks from t
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 nb_execution_raise_on_error = True
-nb_execution_timeout = 60
+nb_execution_timeout = 300  # seconds a cell, on a machine with other work
 
 autosummary_imported_members = True
 autosummary_ignore_module_all = False
@@ -42,6 +42,7 @@ autodoc_default_options = {"no-value": True}
 napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shape"]
 nitpicky = True
+suppress_warnings = ["ref.python"]  # one name in two classes: words of docstrings that napoleon takes for types
 nitpick_ignore_regex = [(r"py:.*", r"(?!tcnn_).*")]  # the documentation of others is not at hand offline
 
 html_theme = "pydata_sphinx_theme"
@@ -57,27 +58,26 @@ def modules() -> list[str]:
 
 
 def write_studies(_: Sphinx) -> None:
-    """Write the gallery, a card a study, and a page for each: its figure and its code."""
+    """Write the gallery, a card a study, and a page for each: its figure, where docs/ has one, and its code."""
     (GENERATED / "studies").mkdir(parents=True, exist_ok=True)
     cards = []
     for path in STUDIES:
         title = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-        large = ROOT / "docs" / f"{path.stem}.png"
-        figure = large if large.exists() else ROOT / "docs" / "thumbnails" / f"{path.stem}.png"
+        figures = [f"/{folder}/{path.stem}.png" for folder in ("docs", "docs/thumbnails")]
+        large, *_, thumbnail = [name for name in figures if (ROOT / name[1:]).exists()] * 2 or ["", ""]
         (GENERATED / "studies" / f"{path.stem}.md").write_text(
-            f"# {path.stem}\n\n{title}\n\n![{title}](/{figure.relative_to(ROOT)})\n\n"
-            f"[All studies and their results](/studies/README.md)\n\n"
-            f"```{{literalinclude}} /studies/{path.name}\n```\n"
+            f"# {path.stem}\n\n{title}\n\n{large and f'![{title}]({large})'}\n\n"
+            f"[What all studies found](/studies/README.md)\n\n```{{literalinclude}} /studies/{path.name}\n```\n"
         )
         cards.append(
             f":::{{grid-item-card}} {path.stem}\n:link: studies/{path.stem}\n:link-type: doc\n"
-            f":img-bottom: /docs/thumbnails/{path.stem}.png\n\n{title}\n:::\n"
+            f"{thumbnail and f':img-bottom: {thumbnail}'}\n\n{title}\n:::\n"
         )
     names = "\n".join(f"studies/{path.stem}" for path in STUDIES)
     (GENERATED / "gallery.md").write_text(
-        "# Studies\n\nEach is one command and stands for a figure or table of the papers, or a question that they leave "
-        "open. [What they found](/studies/README.md).\n\n"
-        f"::::{{grid}} 1 2 3 3\n{''.join(cards)}::::\n\n```{{toctree}}\n:hidden:\n\n/studies/README\n{names}\n```\n"
+        "# Studies\n\nEach is one command and stands for a figure or table of the papers, or for a question that they "
+        f"leave open. [What they found](/studies/README.md).\n\n::::{{grid}} 1 2 3 3\n{''.join(cards)}::::\n\n"
+        f"```{{toctree}}\n:hidden:\n\n/studies/README\n{names}\n```\n"
     )
 
 

@@ -26,7 +26,7 @@ class Source(Protocol):
         """An image in colour, and its label; OSError if it cannot be read."""
 
     def name(self, index: int) -> str:
-        """Of its file."""
+        """Name of the image's file."""
 
 
 class _Digits:

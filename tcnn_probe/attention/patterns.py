@@ -186,7 +186,7 @@ class _Total:
         self._entropy = self._attention.new_zeros(len(self._attention))
 
     def add(self, weights: Tensor, scratch: Tensor) -> None:
-        """Of some images; ``scratch`` has as many elements."""
+        """Add the attention of some images; ``scratch`` has as many elements."""
         self._attention += weights[0] if len(weights) == 1 else weights.sum(0)
         logarithms = scratch.view(weights.shape).copy_(weights).clamp_(min=torch.finfo(weights.dtype).tiny).log_()
         self._entropy -= logarithms.mul_(weights).sum((0, 2, 3))

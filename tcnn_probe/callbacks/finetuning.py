@@ -14,8 +14,8 @@ __all__ = ["Recording"]
 class Recording:
     """Records each validation of a run into ``recording.zarr`` in its folder, with the run's scalars and settings.
 
-    Of a model without heads, as a CNN before it is a T-CNN, the scalars are recorded. Its heads come in once it has
-    some. A model that has some and gets others goes on in a second recording, ``recording-converted.zarr``.
+    If a model has no heads yet, as a CNN before it is a T-CNN, only the scalars are recorded. Its heads are added once
+    it has some. A model that has heads and gets others goes on in a second recording, ``recording-converted.zarr``.
 
     Args:
         model: that is trained.

@@ -23,7 +23,7 @@ class TakenOverImages:
         self.finished, self.images = False, 0
         """``images`` is how many are running."""
         self.size: torch.Size | None = None
-        """Of one image, once finished."""
+        """The size of one image, once finished."""
         self._thread = threading.get_ident()
 
     @property

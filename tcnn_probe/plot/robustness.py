@@ -85,7 +85,7 @@ def robustness(
 
 
 def _categories(parts: list[xr.DataArray], by: str) -> xr.DataArray:
-    """Of clean images, if there are such, and by what the bars stand beside: with the dimension "category"."""
+    """Values along "category": of clean images, if there are such, and of what the bars stand side by side for."""
     *clean, others = parts
     named = [part.expand_dims(category=["clean"]) for part in clean]
     others = others.rename({by: "category"}).reset_coords(drop=True)

@@ -62,7 +62,7 @@ _VARIABLES: Mapping[str, Variable] = {
 
 
 def _measure(call: ForwardCall) -> dict[str, Tensor | Pattern]:
-    """Of every image: (B, heads) each, (B,) of uniform attention; and sums over images."""
+    """Numbers of every image: (B, heads) each, (B,) of uniform attention; and sums over images."""
     attention = gated_attention(call.module, call.inputs[0])
     whole, part = gated_patterns(attention, call.limit)
     numbers = {**gated_attention_statistics(attention), **uniform_gated_attention(attention)}

@@ -67,8 +67,8 @@ class Probe:
         maps: the same call, and which of its images were chosen -> {variable: (images, [windows,] heads, height,
             width)}; the variables have the dims ("layer", "image", ["window",] "head", "y", "x"). Beside these maps
             there may be numbers of each head, without "y" and "x".
-        gradients: module -> {variable: pairs of a parameter and a function of its gradient, to ``(*dims)``}; the recorded
-            value is the square root of the mean, over backward passes, of the sum of these. May raise
+        gradients: module -> {variable: pairs of a parameter and a function of its gradient, to ``(*dims)``}; the
+            recorded value is the square root of the mean, over backward passes, of the sum of these. May raise
             :class:`NotMeasuredError` with the reason why the module is left out.
         rebuild: :class:`ForwardCall` -> the output, of the first image, rebuilt from what is measured; compared once
             with the true one. None if they cannot be compared, as under dropout.

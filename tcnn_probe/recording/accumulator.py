@@ -143,7 +143,7 @@ class Accumulator:
     @torch.compiler.disable
     @torch.no_grad()
     def _add_gradient(self, variable: str, squares: Callable[[Tensor], Tensor], source: int, gradient: Tensor) -> None:
-        """Of one parameter, in one backward pass; one that overflowed, as under a gradient scaler, does not count."""
+        """Add one parameter's gradient of one backward pass, unless it overflowed, as under a gradient scaler."""
         if self._ignores():
             return
         with named_in_errors(self.name):

@@ -126,7 +126,7 @@ def check_order(along: str, number: int | float, marks: Sequence[int | float]) -
 def idle_probes(named: Collection[str], found: Everything, collector: Collector) -> list[str]:
     """Probes that were named and found no layer, or none with the parameters that they read, in words.
 
-    Of those that are there by default one is enough.
+    One of the default probes is enough.
     """
     busy = {kind for _, kind in collector.sums}
     idle = [kind for kind in named if kind not in busy and not (kind in DEFAULT and busy & {*DEFAULT})]

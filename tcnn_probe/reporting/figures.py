@@ -31,7 +31,7 @@ TYPES = [OKABE_ITO[name] for name in ("blue", "yellow", "vermillion", "sky blue"
 """Convolutional, averaging, content, mixed."""
 
 SAME_TYPE, OTHER_TYPE = "#cfe3d4", OKABE_ITO["purple"]
-"""Of a head in both runs."""
+"""Colours of a head with the same type in both runs, and with two types."""
 
 MISSING, ABSENT = "#a0a0a0", "#ececec"
 """A head without a value, and no head."""

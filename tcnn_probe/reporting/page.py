@@ -141,7 +141,7 @@ def _document(axes: Axes, runs: Sequence[Run], variables: Sequence[dict[str, Any
 
 
 def _captions(runs: Sequence[Run]) -> list[str]:
-    """Of the grids."""
+    """Captions of the grids."""
     names = [run.name for run in runs]
     return [""] if len(names) == 1 else [*names, f"{names[1]} minus {names[0]}"]
 
