@@ -33,6 +33,7 @@ templates_path = [str(HERE / "templates")]  # absolute: autosummary looks from t
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 nb_execution_raise_on_error = True
+nb_output_stderr = "remove"  # such as tqdm's advice to install widgets
 nb_execution_timeout = 300  # seconds a cell, on a machine with other work
 
 autosummary_imported_members = True
@@ -76,7 +77,7 @@ def write_studies(_: Sphinx) -> None:
     names = "\n".join(f"studies/{path.stem}" for path in STUDIES)
     (GENERATED / "gallery.md").write_text(
         "# Studies\n\nEach is one command and stands for a figure or table of the papers, or for a question that they "
-        f"leave open. [What they found](/studies/README.md).\n\n::::{{grid}} 1 2 3 3\n{''.join(cards)}::::\n\n"
+        f"leave open. [What they found](/studies/README.md).\n\n::::{{grid}} 1 1 2 2\n{''.join(cards)}::::\n\n"
         f"```{{toctree}}\n:hidden:\n\n/studies/README\n{names}\n```\n"
     )
 
@@ -97,7 +98,7 @@ def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
     if exception is not None:
         return
     for path in (ROOT / "docs" / "notebooks").glob("*.md"):
-        jupytext.write(jupytext.read(path), Path(app.outdir) / "docs/notebooks" / f"{path.stem}.ipynb")
+        jupytext.write(jupytext.read(path, fmt="md:myst"), Path(app.outdir) / "docs/notebooks" / f"{path.stem}.ipynb")
 
 
 def check_names(app: Sphinx, *_: Any) -> None:
