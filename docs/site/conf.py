@@ -38,7 +38,7 @@ nb_execution_timeout = 300  # seconds a cell, on a machine with other work
 
 autosummary_imported_members = True
 autosummary_ignore_module_all = False
-autodoc_typehints = "none"  # signatures have them
+autodoc_typehints = "none"  # docstrings say what is expected; signatures stay short
 autodoc_default_options = {"no-value": True}
 napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shape"]
@@ -65,14 +65,16 @@ def write_studies(_: Sphinx) -> None:
     for path in STUDIES:
         title = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
         figures = [f"/{folder}/{path.stem}.png" for folder in ("docs", "docs/thumbnails")]
-        large, *_, thumbnail = [name for name in figures if (ROOT / name[1:]).exists()] * 2 or ["", ""]
+        figures = [name for name in figures if (ROOT / name[1:]).exists()]
+        figure = f"![{title}]({figures[0]})" if figures else ""
+        thumbnail = f":img-bottom: {figures[-1]}" if figures else ""
         (GENERATED / "studies" / f"{path.stem}.md").write_text(
-            f"# {path.stem}\n\n{title}\n\n{large and f'![{title}]({large})'}\n\n"
+            f"# {path.stem}\n\n{title}\n\n{figure}\n\n"
             f"[What all studies found](/studies/README.md)\n\n```{{literalinclude}} /studies/{path.name}\n```\n"
         )
         cards.append(
             f":::{{grid-item-card}} {path.stem}\n:link: studies/{path.stem}\n:link-type: doc\n"
-            f"{thumbnail and f':img-bottom: {thumbnail}'}\n\n{title}\n:::\n"
+            f"{thumbnail}\n\n{title}\n:::\n"
         )
     names = "\n".join(f"studies/{path.stem}" for path in STUDIES)
     (GENERATED / "gallery.md").write_text(
@@ -94,7 +96,7 @@ def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
-    """Write the notebooks beside their pages as .ipynb; see that every public name has a page."""
+    """Write the notebooks as .ipynb, beside their pages."""
     if exception is not None:
         return
     for path in (ROOT / "docs" / "notebooks").glob("*.md"):
