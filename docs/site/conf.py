@@ -7,6 +7,7 @@ into docs/site/generated, from ``__all__`` and from studies/.
 
 import ast
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ templates_path = [str(HERE / "templates")]  # absolute: autosummary looks from t
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
+os.environ.pop("MPLBACKEND", None)  # notebooks show their figures, wherever the site is built
 nb_execution_raise_on_error = True
 nb_output_stderr = "remove"  # such as tqdm's advice to install widgets
 nb_execution_timeout = 300  # seconds a cell, on a machine with other work
