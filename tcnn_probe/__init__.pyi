@@ -1,5 +1,6 @@
 from . import attribution as attribution
 from . import plot as plot
+from . import representation as representation
 from .attention.call import AttentionCall as AttentionCall
 from .attention.maps import attention_maps as attention_maps
 from .attention.rebuild import ReconstructionError as ReconstructionError

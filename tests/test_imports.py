@@ -16,6 +16,7 @@ PARTS: dict[str, set[str]] = {
     "schema": set(),
     "bootstrap": set(),
     "loggers": set(),
+    "representation": set(),
     "hooks": set(),
     "models": {"hooks"},
     "images": {"models"},
