@@ -27,6 +27,7 @@ from .probes import DEFAULT as DEFAULT
 from .probes import PROBES as PROBES
 from .probes import ForwardCall as ForwardCall
 from .probes import Probe as Probe
+from .probes import features as features
 from .probes import mean_attention as mean_attention
 from .probes import register as register
 from .recording.recorder import Recorder as Recorder

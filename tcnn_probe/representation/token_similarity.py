@@ -15,7 +15,7 @@ def token_cosine(tokens: Any) -> Any:
         tokens: shape (..., N, C), N >= 2 tokens of C channels: an array, or a tensor of torch.
 
     Returns:
-        shape (...,), from -1/(N - 1) to 1; NaN where a token is all zeros.
+        shape (...,), from -1/(N - 1) to 1. A token of zeros, as after a ReLU, has the cosine 0 with all others.
 
     Raises:
         ValueError: fewer than two tokens.
@@ -24,5 +24,6 @@ def token_cosine(tokens: Any) -> Any:
         raise ValueError(f"expected two tokens or more, shape (..., N, C), got the shape {tuple(tokens.shape)}")
     count = tokens.shape[-2]
     lengths = (tokens * tokens).sum(-1) ** 0.5
-    total = (tokens / lengths[..., None]).sum(-2)  # |sum of unit vectors|^2 = N + sum of cosines over ordered pairs
-    return ((total * total).sum(-1) - count) / (count * (count - 1))
+    total = (tokens / (lengths + (lengths == 0))[..., None]).sum(-2)
+    # |sum of unit vectors|^2 = their number + the sum of cosines over ordered pairs
+    return ((total * total).sum(-1) - (lengths > 0).sum(-1)) / (count * (count - 1))

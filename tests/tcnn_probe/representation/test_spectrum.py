@@ -34,6 +34,7 @@ def test_token_cosine_is_the_mean_over_pairs() -> None:
     cosines = [[a[i] @ a[j] / np.linalg.norm(a[i]) / np.linalg.norm(a[j]) for i, j in pairs] for a in x]
     np.testing.assert_allclose(token_cosine(x), np.mean(cosines, 1), rtol=1e-12)
     np.testing.assert_allclose(token_cosine(torch.tensor(x)), token_cosine(x), rtol=1e-12)
+    np.testing.assert_allclose(token_cosine(np.array([[1.0, 0], [1, 0], [0, 0]])), 1 / 3)
     np.testing.assert_allclose(token_cosine(np.stack([x[0, 0], 3 * x[0, 0]])), 1)
     with pytest.raises(ValueError, match=r"two tokens or more, shape \(..., N, C\), got the shape \(3, 1, 7\)"):
         token_cosine(x[:, :1])
