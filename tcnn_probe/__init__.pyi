@@ -10,6 +10,7 @@ from .attribution import saliency as saliency
 from .bootstrap import bootstrap_interval as bootstrap_interval
 from .cost import cost as cost
 from .heads import head_types as head_types
+from .heads.cross_patch_weights import cross_patch as cross_patch
 from .images import as_images as as_images
 from .interventions.ablation import Ablation as Ablation
 from .interventions.ablation import ablate as ablate

@@ -24,7 +24,7 @@ PARTS: dict[str, set[str]] = {
     "cost": {"models", "provenance"},
     "attention": {"hooks", "images", "models", "provenance"},
     "storage": {"schema"},
-    "heads": {"schema"},
+    "heads": {"models", "schema"},
     "probes": {"attention", "hooks", "representation", "schema"},
     "recording": {"attention", "heads", "hooks", "models", "probes", "provenance", "schema", "storage"},
     "callbacks": {"recording", "schema", "storage"},

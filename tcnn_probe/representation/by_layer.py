@@ -5,14 +5,13 @@ import xarray as xr
 from numpy.typing import ArrayLike
 
 from tcnn_probe.representation.cka import linear_cka
-from tcnn_probe.representation.neighbors import average_precision, knn_correct
+from tcnn_probe.representation.neighbors import knn_correct
 from tcnn_probe.representation.spectrum import participation_ratio
 
 __all__ = ["layer_cka", "layer_scores"]
 
 _ABOUT = {
     "knn_correct": ("kNN accuracy", "Whether the nearest other images name the image's class (thesis, Eq. 2.6)."),
-    "average_precision": ("average precision", "Of the other images ranked by cosine; its mean is the mAP."),
     "participation_ratio": ("participation ratio", "Effective number of principal components."),
 }
 
@@ -32,19 +31,18 @@ def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 
         neighbors: as of :func:`knn_correct`.
 
     Returns:
-        ``knn_correct`` and ``average_precision`` with the dim "image" and the others, ``participation_ratio`` with the
-        others; NaN where the features of an image are missing.
+        ``knn_correct`` with the dim "image" and the others, ``participation_ratio`` with the others; NaN where the
+        features of an image are missing.
     """
     images = _checked(features).sizes["image"]
 
-    def scores(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    def scores(x: np.ndarray) -> tuple[np.ndarray, float]:
         x = x[:, ~np.isnan(x).all(0)]
         if not x.size or np.isnan(x).any():
-            return np.full(images, np.nan), np.full(images, np.nan), np.nan
-        correct = knn_correct(x, labels, neighbors=neighbors).astype(float)
-        return correct, average_precision(x, labels), participation_ratio(x)
+            return np.full(images, np.nan), np.nan
+        return knn_correct(x, labels, neighbors=neighbors).astype(float), participation_ratio(x)
 
-    dims = [["image"], ["image"], []]
+    dims = [["image"], []]
     values = xr.apply_ufunc(
         scores, features, input_core_dims=[["image", "channel"]], output_core_dims=dims, vectorize=True
     )
