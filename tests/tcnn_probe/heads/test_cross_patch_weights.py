@@ -44,14 +44,14 @@ def test_of_known_matrices() -> None:
     for one in (identity, convolution):
         assert one.translation_equivariance.item() == pytest.approx(1, abs=1e-12)
     assert 0 < convolution.attention_distance < math.sqrt(2)
-    assert convolution.near_zero == (toeplitz().abs() < 0.05 * 4).double().mean()
-    # A random one: variances of n values and of the means of g groups, each with its degrees of freedom, so that 0 is
-    # its mean, and the standard deviation that of a ratio of two chi-squares.
+    assert float(convolution.near_zero) == pytest.approx(float((toeplitz().abs() < 0.05 * 4).double().mean()))
+    # 1 - W / T of a random one: chi-squares of n - g and n - 1 degrees of freedom, the first a part of the second.
     n, groups = (H * W) ** 2, (2 * H - 1) * (2 * W - 1)
-    assert abs(float(random.translation_equivariance)) < 4 * math.sqrt(2 * groups) / (n - groups)
+    deviation = math.sqrt(2 * (groups - 1) / ((n - groups) * (n - 1)))
+    assert abs(float(random.translation_equivariance)) < 4 * deviation
     rows = torch.randn(4000, H * W, generator=torch.Generator().manual_seed(2)).abs()
     shares = rows / rows.sum(1, keepdim=True)
-    assert random.entropy == pytest.approx(-(shares * shares.log()).sum(1).mean(), abs=0.05)
+    assert float(random.entropy) == pytest.approx(float(-(shares * shares.log()).sum(1).mean()), abs=0.05)
 
 
 def test_of_every_pair_of_patches() -> None:
