@@ -1,5 +1,6 @@
 from . import attribution as attribution
 from . import plot as plot
+from . import representation as representation
 from .attention.call import AttentionCall as AttentionCall
 from .attention.maps import attention_maps as attention_maps
 from .attention.rebuild import ReconstructionError as ReconstructionError
@@ -9,6 +10,7 @@ from .attribution import saliency as saliency
 from .bootstrap import bootstrap_interval as bootstrap_interval
 from .cost import cost as cost
 from .heads import head_types as head_types
+from .heads.cross_patch_weights import cross_patch as cross_patch
 from .images import as_images as as_images
 from .interventions.ablation import Ablation as Ablation
 from .interventions.ablation import ablate as ablate
@@ -26,6 +28,7 @@ from .probes import DEFAULT as DEFAULT
 from .probes import PROBES as PROBES
 from .probes import ForwardCall as ForwardCall
 from .probes import Probe as Probe
+from .probes import features as features
 from .probes import mean_attention as mean_attention
 from .probes import register as register
 from .recording.recorder import Recorder as Recorder

@@ -49,6 +49,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("recipes.md", 4),
         ("recording.md", 8),
         ("report.md", 4),
+        ("representation.md", 3),
         ("robustness.md", 5),
         ("saliency.md", 4),
         ("training.md", 1),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ __all__ = [
     "chance",
     "digits_loaders",
     "image_loaders",
+    "labels_of",
     "own_model_and_data",
     "probed_images",
 ]
@@ -109,10 +111,14 @@ def own_model_and_data(args: Namespace, size: int | None) -> tuple[nn.Module, Lo
     return model, loaders
 
 
+def labels_of(dataset: ClutteredDigits | ClassFolders) -> np.ndarray:
+    """The label of each image, shape (N,)."""
+    return np.asarray(dataset.labels if isinstance(dataset, ClutteredDigits) else dataset.targets)
+
+
 def chance(dataset: ClutteredDigits | ClassFolders) -> float:
     """The accuracy of always naming the most frequent class."""
-    labels = torch.as_tensor(dataset.labels if isinstance(dataset, ClutteredDigits) else dataset.targets)
-    return float(labels.bincount().max() / len(labels))
+    return float(np.bincount(labels := labels_of(dataset)).max() / len(labels))
 
 
 @dataclass(frozen=True)

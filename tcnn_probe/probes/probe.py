@@ -1,7 +1,7 @@
 """The contract between the recorder and what it can measure."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,9 @@ class Probe:
         parts: names of submodules whose inputs or outputs ``measure`` needs.
         coords: labels along dimensions of its own, such as {"branch": ["attention", "mlp"]}; those of the first so
             many that the layers have.
+        images: numbers of the images of which it keeps maps, in a group with its numbers; None: those that
+            ``record(images=)`` names, in the groups of all maps.
+        layers: names of all modules -> those that it is for, if ``module_type`` alone does not say.
 
     Raises:
         ValueError, TypeError: what could not be recorded, or not be told apart from what else is.
@@ -93,6 +96,8 @@ class Probe:
     rebuild: Callable[[ForwardCall], Tensor | None] | None = None
     parts: Sequence[str] = ()
     coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    images: tuple[int, ...] | None = None
+    layers: Callable[[Iterable[str]], Collection[str]] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would fail, or be lost, when the first epoch is marked."""

@@ -7,6 +7,7 @@ from tcnn_probe.probes.class_attention import ATTENTION_BY_CLASS, CLASS_ATTENTIO
 from tcnn_probe.probes.cross_patch import CROSS_PATCH
 from tcnn_probe.probes.gated import CONVIT, GPSA
 from tcnn_probe.probes.gradient import GRADIENT
+from tcnn_probe.probes.layer_features import FEATURES
 from tcnn_probe.probes.layer_scale import LAYER_SCALE
 from tcnn_probe.probes.mean_attention import MEAN_ATTENTION
 from tcnn_probe.probes.probe import Probe
@@ -18,7 +19,7 @@ __all__ = ["DEFAULT", "PROBES", "find_probes", "register"]
 _HEADS = (GPSA, CONVIT, SOFTMAX, CLASS_ATTENTION, DISTILLATION_ATTENTION, ATTENTION_BY_CLASS)
 DEFAULT: tuple[str, ...] = tuple(probe.kind for probe in _HEADS)
 PROBES: dict[str, Probe] = {
-    probe.kind: probe for probe in (*_HEADS, MEAN_ATTENTION, LAYER_SCALE, CROSS_PATCH, GRADIENT)
+    probe.kind: probe for probe in (*_HEADS, MEAN_ATTENTION, FEATURES, LAYER_SCALE, CROSS_PATCH, GRADIENT)
 }
 
 

@@ -35,7 +35,7 @@ def check_probes(collector: Collector, *, chose_layers: bool) -> None:
     """
     probes, sampling, classes = collector.probes, collector.sampling, collector.sampling.classes
     kinds = [probe.kind for probe in probes]
-    if sampling.images and not any(probe.maps for probe in probes):
+    if sampling.images and not any(probe.maps and probe.images is None for probe in probes):
         raise ValueError(f"images= keeps maps, and none of the probes {kinds} has any")
     if classes.chosen:
         counts = collector.class_counts
@@ -79,6 +79,9 @@ def check_same_recording(store: EpochStore, about: Mapping[str, str], collector:
         table = groups[one.probe.place].layers if one.probe.place in groups else {}
         here = {"kind": one.probe.kind} | (dict(one.probe.facts(one.module)) if one.probe.facts else {})
         there = {key: table[one.name].get(key) for key in here} if one.name in table else "absent"
+        kept = groups[one.probe.place].coords.get("image") if one.probe.place in groups else None
+        if one.probe.images is not None and kept is not None and list(kept) != list(one.probe.images):
+            raise StoreError(f"the store has {one.probe.kind} of {len(kept)} other images than are asked for")
         if there != here:
             raise StoreError(f"the store is a recording of other layers ({one.name!r}: {there} there, {here} here)")
 

@@ -72,7 +72,6 @@ class Collector(AttentionListener):
         tokens: GivenTokens,
     ) -> None:
         self._model, self._wanted, self.probes, self.sampling = model, wanted, probes, sampling
-        self._chosen = frozenset(sampling.images)
         self._attention_probes = [probe for probe in probes if probe.attention is not None]
         self._names = layer_names(model)
         self.model_class = type(unwrap(model)).__name__
@@ -82,13 +81,15 @@ class Collector(AttentionListener):
         self.advice: dict[str, str] = {}
         self.training_forwards = self.paused = 0
         self._aside = aside_depth()
-        self.images = ImageIdentity(sampling.images)
+        self._chosen = {one.kind: frozenset(sampling.images if one.images is None else one.images) for one in probes}
+        self.images = ImageIdentity(sorted({*sampling.images}.union(*(one.images or () for one in probes))))
         self.lock = threading.RLock()
         self._entered: Counter[nn.Module] = Counter()
         self._of_module: dict[nn.Module, list[Accumulator]] = {}
+        named = [(one, one.layers(self._names.values()) if one.layers else self.order) for one in probes]
         for module, name in self._names.items():
             if wanted is None or name in wanted:
-                self._attach(name, module, probes)
+                self._attach(name, module, [one for one, names in named if name in names])
         self._parts = {part for many in self._of_module.values() for one in many for _, part in _parts_of(one)}
         self._epoch = self._begun_in = 0
         self._size: object = None  # of the images of this forward
@@ -308,7 +309,8 @@ class Collector(AttentionListener):
         images, before = len(next(iter(values.values()))), self._before(layer, probe)
         self._images[layer, probe.kind] += images
         counted = range(images)[: call.limit]
-        rows = [row for row in counted if before + row in self._chosen] if self._chosen and probe.maps else []
+        chosen = self._chosen[probe.kind] if probe.maps else ()
+        rows = [row for row in counted if before + row in chosen]
         maps = probe.maps(call, rows) if rows and probe.maps else {}
         for name in probe.of_classes & maps.keys():
             self.sampling.classes.check(layer, maps[name].shape[1])

@@ -93,13 +93,15 @@ def layer_values(sums: Iterable[Accumulator], found: Mapping[tuple[str, str], Ep
 
 def map_values(sums: Iterable[Accumulator], sampling: Sampling) -> list[LayerValues]:
     """The maps of chosen images, and numbers beside them; layers whose maps have one shape share a group."""
-    images, classes = sampling.images, sampling.classes
+    classes = sampling.classes
     layers: dict[tuple[str, str], LayerValues] = {}
     for each in sums:
+        images = sampling.images if each.probe.images is None else each.probe.images
         for image, maps in each.maps.items():
             found = {name: _of_image(each.probe.variables[name], value.cpu().numpy()) for name, value in maps.items()}
             for names in (maps.keys() - each.probe.of_classes, maps.keys() & each.probe.of_classes):
-                key = _place_of_maps([found[name] for name in names]), each.name
+                place = each.probe.place if each.probe.images else _place_of_maps([found[name] for name in names])
+                key = place, each.name
                 for name in sorted(names):
                     about, array = found[name]
                     entry = layers.setdefault(key, LayerValues(*key, maps=True))

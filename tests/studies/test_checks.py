@@ -17,6 +17,7 @@ import gating_evolution
 import head_entropy
 import initial_locality
 import learning_rate_dip
+import representations
 import test_resolution as resolution
 import when_to_reparameterize
 from common.ending import finish, learned
@@ -102,9 +103,30 @@ def times(heads: int = 18, top1: float = 0.5) -> tuple[Any, ...]:
     return (xr.Dataset(found, coords),)
 
 
+def knowledge(before: float = 1.0, gain: float = 0.9, top1: float = 0.5) -> tuple[Any, ...]:
+    """Two stages and a hundred images: which of them neighbours know at the end, and at the start none."""
+    dims = ("model", "epoch", "layer")
+    cka = np.array([[before, 0.3], [0.9, 0.8]])[None, :, :, None].repeat(2, 0).repeat(2, 3)
+    correct = np.zeros((2, 2, 2, 100))
+    correct[:, 1, 1, : int(100 * gain)] = 1
+    stages = ["first", "last"]
+    coords = {"model": ["T-CNN", "CNN"], "epoch": [0, 1], "layer": stages, "other_layer": stages}
+    found = {"cka": ((*dims, "other_layer"), cka), "knn_correct": ((*dims, "image"), correct)}
+    top = {"top1": (dims[:2], np.full((2, 2), top1)), "seen": (dims, np.full((2, 2, 2), 99))}
+    return xr.Dataset(found | top, coords), 0.1
+
+
 @pytest.mark.parametrize(
     ("study", "made", "changed", "message"),
     [
+        (
+            representations,
+            knowledge,
+            {"before": 0.9},
+            "all stages but the last are NOT the CNN's: CKA of at least 0.90",
+        ),
+        (representations, knowledge, {"gain": 0.01}, "do NOT clearly know more of the class"),
+        (representations, knowledge, {"top1": 0.1}, "the T-CNN did NOT learn"),
         (when_to_reparameterize, times, {"heads": 0}, "t1 = 0 has 0 heads: NOT what it should have become"),
         (when_to_reparameterize, times, {"top1": 0.12}, "the run of t1 = 0 did NOT learn"),
         (architectures, costs, {"more": 0.9}, "need NOT more multiply-adds than their CNNs: 0.90 times"),

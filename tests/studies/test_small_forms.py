@@ -47,8 +47,8 @@ class Done(NamedTuple):
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]:
     """Gives what ``python studies/NAME.py --small`` left; it runs once, whoever asks.
 
-    The CNN, its control and its T-CNN are the same for several studies: each is trained once, and the T-CNN of every
-    epoch then validated again, for the recorder of the next study.
+    The CNN, its control and its T-CNN are the same for several studies: each is trained once, and the last two of
+    every epoch then validated again, for the recorder of the next study.
     """
     runs: dict[str, Done] = {}
     trained: dict[str, list[tuple[EpochResult, dict[str, Tensor]]]] = {}
@@ -64,7 +64,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
             return
         for result, weights in trained[key]:
             model.load_state_dict(weights)
-            if file.startswith("tcnn"):
+            if file.startswith(("tcnn", "control")):
                 evaluate(model.eval(), study.loaders[1])
             yield result
 
@@ -168,6 +168,18 @@ def test_head_entropy_measures_the_parts(small_run: Callable[[str], Done]) -> No
     np.testing.assert_allclose(found.positional_distance[0, :, 0], sum(distances) / 16, rtol=1e-5)
     assert (found.head_type[0] == "convolutional").all()
     np.testing.assert_array_equal(found.head_type == "content", found.gate <= 1 / 3)
+
+
+def test_representations_are_of_the_images_with_these_labels(small_run: Callable[[str], Done]) -> None:
+    out = small_run("representations").out
+    found = xr.open_zarr(out / "representations.zarr", consolidated=False).load()
+    assert dict(found.cka.sizes) == {"model": 2, "epoch": 5, "layer": 4, "other_layer": 4}
+    _, labels = zip(*digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)[1].dataset, strict=True)
+    for model, name in (("T-CNN", "tcnn"), ("CNN", "control")):
+        kept = tcnn_probe.open(out / f"representations_{name}.zarr")["features"].dataset.feature
+        last = kept.sel(epoch=4, layer="layer4", token="mean").dropna("channel")
+        correct = tcnn_probe.representation.knn_correct(last, labels)
+        np.testing.assert_array_equal(found.knn_correct.sel(model=model, epoch=4, layer="layer4"), correct)
 
 
 CLASS_RUNS = {  # in the small form, with how long each trains

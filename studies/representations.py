@@ -1,0 +1,196 @@
+"""What the stages of a CNN and of its T-CNN know, and how alike they are, epoch by epoch (T-CNN paper, Sec. 4).
+
+    python studies/representations.py
+
+Takes about 2 minutes on one CPU core.
+
+The paper asks how representations evolve when convolutions become attention, and shows gates, spans and maps. Here are
+the representations themselves.
+
+What one should see (representations.png): the stages before the converted one begin as the CNN's own (CKA 1). The last
+stage does not: attention at the paper's start, on twice the grid, does not compute what the convolutions computed, and
+its nearest neighbours know less of the digit. Fine-tuning teaches it again. Whether it returns to what the CNN knew is
+what CKA shows, beside the CNN that was trained for as long.
+
+How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage becomes gated positional
+self-attention (GPSA), and both are fine-tuned with one recipe. At each epoch the means over places of each stage's
+output are kept, of at most 256 validation images (``tcnn_probe.features``).
+
+Writes into results/:
+representations.png             by epoch and stage: A CKA with the CNN before fine-tuning, B kNN accuracy with 95 %
+                                intervals, C participation ratio; D CKA of all pairs of stages at the end
+representations.zarr            the numbers behind it: xarray.open_zarr
+representations_tcnn.zarr       what was recorded of the T-CNN, and of the CNN that goes on in
+representations_control.zarr    this one: tcnn_probe.open(...)["features"]
+
+It ends by checking that the T-CNN learned, that all stages but the last begin as the CNN's, and that nearest neighbours
+by the last stage know more of the digit after fine-tuning than before.
+
+On your own images, as the papers did on ImageNet with a GPU:
+
+    python studies/representations.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
+        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+"""
+
+import argparse
+import copy
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import tcnn_probe
+from common.data import labels_of
+from common.ending import ended, finish, learned
+from common.folder import spread
+from common.options import add_output, parsed, study_parser
+from common.training import Training, add_training, begin, settle
+
+IMAGES = 256
+MODELS = {"T-CNN": "-", "CNN": ":"}
+SAME = 0.999  # CKA of features that differ by their rounding to float16 only
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    study = begin("representations", args, stages=3)
+    study.train_cnn()
+    dataset = study.loaders[1].dataset
+    probe = tcnn_probe.features(images=spread(len(dataset), min(IMAGES, len(dataset))))
+    stores = [study.output.beside(f"_{name}.zarr") for name in ("tcnn", "control")]
+    study.tcnn(stores[0], probes=[*tcnn_probe.DEFAULT, probe])
+    follow_control(study, stores[1], probe)
+    found = numbers(stores, labels_of(dataset))
+    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    draw(found).savefig(study.output.figure, dpi=200)
+    print(table(found))
+    print(f"wrote {study.output.store} and {study.output.figure}")
+    return finish(check(found, study.chance), args.data)
+
+
+def follow_control(study: Training, store: Path, probe: tcnn_probe.Probe) -> None:
+    """Fine-tune the CNN as it is, for as long."""
+    model = copy.deepcopy(study.cnn)
+    with tcnn_probe.record(model, store, probes=probe) as recorder:
+        for result in study.fine_tune(model, "control", "the CNN goes on (control)"):
+            recorder.mark(if_marked="skip", **asdict(result))
+
+
+def numbers(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
+    """What is drawn, (model, epoch, layer), of the images whose features are kept."""
+    trees = [tcnn_probe.open(store) for store in stores]
+    features = [tree["features"].dataset.feature.sel(token="mean", drop=True).load().astype(float) for tree in trees]
+    start = features[1].isel(epoch=0, drop=True)  # the CNN before fine-tuning
+    several = []
+    for one, tree in zip(features, trees, strict=True):
+        scores = tcnn_probe.representation.layer_scores(one, labels[one["image"].values])
+        cka = tcnn_probe.representation.layer_cka(one, start)
+        several.append(scores.assign(cka=cka, top1=tree.dataset.top1, seen=tree["features"].dataset.images))
+    found = xr.concat(several, xr.Variable("model", list(MODELS)), combine_attrs="drop_conflicts").drop_encoding()
+    text = ("model", "layer", "other_layer")  # zarr warns of fixed width
+    return found.load().assign_coords({name: found[name].astype(object) for name in text})
+
+
+def same_layer(found: xr.Dataset) -> xr.DataArray:
+    """CKA of each stage with the same one of the CNN, (model, epoch, layer)."""
+    pairs = [found.cka.sel(layer=name, other_layer=name, drop=True) for name in found.layer.values]
+    return xr.concat(pairs, found.layer).transpose("model", "epoch", "layer")
+
+
+@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+def draw(found: xr.Dataset) -> Figure:
+    """Three panels by epoch, and the pairs of stages at the end."""
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    axes = figure.subplot_mosaic("ABD;ACE", width_ratios=[1, 1, 0.9])
+    curves(axes["A"], same_layer(found), "CKA with the CNN before fine-tuning")
+    accuracy = found.knn_correct
+    curves(axes["B"], accuracy.mean("image"), "kNN accuracy", tcnn_probe.bootstrap_interval(accuracy))
+    curves(axes["C"], found.participation_ratio, "participation ratio")
+    for letter, model in zip("DE", MODELS, strict=True):
+        end = found.cka.sel(model=model).isel(epoch=-1).transpose("layer", "other_layer")
+        axes[letter].imshow(end, vmin=0, vmax=1, cmap="viridis")
+        for row, column in np.ndindex(end.shape):
+            number = float(end[row, column])
+            axes[letter].text(
+                column, row, f"{number:.2f}", ha="center", va="center", color="w" if number < 0.6 else "k"
+            )
+        for axis in (axes[letter].xaxis, axes[letter].yaxis):
+            axis.set_ticks(range(len(end)), [str(name) for name in found.layer.values], fontsize=7)
+        axes[letter].set(title=f"{model}, at the end", xlabel="CNN before fine-tuning", ylabel=model)
+    axes["A"].legend(frameon=False, fontsize=8)
+    for letter, panel in axes.items():
+        panel.set_title(letter, loc="left", fontweight="bold")
+    return figure
+
+
+def curves(axes: Axes, values: xr.DataArray, label: str, interval: Any = None) -> None:
+    """A line for each stage and model by epoch."""
+    colors = mpl.colormaps["viridis"].resampled(values.sizes["layer"] + 1)
+    for model, ls in MODELS.items():
+        for at, layer in enumerate(values.layer.values):
+            one = values.sel(model=model, layer=layer)
+            axes.plot(one.epoch, one, color=colors(at), ls=ls, marker="o", ms=3, label=f"{layer}, {model}")
+            if interval is not None and at == values.sizes["layer"] - 1:
+                bounds = interval.sel(model=model, layer=layer).transpose("bound", "epoch")
+                axes.fill_between(one.epoch, *bounds.values, color=colors(at), alpha=0.15, lw=0)
+    axes.set(xlabel="epoch", ylabel=label)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def table(found: xr.Dataset) -> str:
+    """The first and the last epoch of each stage."""
+    lines = [f"\n{'':8}{'stage':12}{'CKA':>14}{'kNN accuracy':>18}{'participation':>18}"]
+    columns = [
+        same_layer(found),
+        found.knn_correct.mean("image"),
+        found.participation_ratio,
+    ]
+    for model in MODELS:
+        for layer in found.layer.values:
+            ends = [column.sel(model=model, layer=layer).isel(epoch=[0, -1]).values for column in columns]
+            cells = "".join(f"{f'{a:.2f} -> {b:.2f}':>16}" for a, b in ends)
+            lines.append(f"{model:8}{layer:12}{cells}")
+    return "\n".join(lines)
+
+
+def check(found: xr.Dataset, chance: float) -> bool:
+    """Whether the T-CNN learned, begins as the CNN before its last stage, and its last stage gains knowledge."""
+    tcnn, cka = found.sel(model="T-CNN"), same_layer(found).sel(model="T-CNN").isel(epoch=0)
+    seen = learned("the T-CNN", float(tcnn.top1[-1]), int(tcnn.seen.max()), chance)
+    least = float(cka[:-1].min())
+    verdict = "are the CNN's" if least > SAME else "are NOT the CNN's"
+    print(f"check: before fine-tuning all stages but the last {verdict}: CKA of at least {least:.4f}")
+    correct = tcnn.knn_correct.isel(layer=-1)
+    gain = correct.isel(epoch=-1, drop=True) - correct.isel(epoch=0, drop=True)
+    low, high = tcnn_probe.bootstrap_interval(gain).values
+    verdict = "know more" if low > 0 else "do NOT clearly know more"
+    print(
+        f"check: neighbours by the last stage {verdict} of the class after fine-tuning: kNN accuracy "
+        f"{float(gain.mean()):+.2f} [{low:.2f}, {high:.2f}]"
+    )
+    control = found.knn_correct.isel(layer=-1, epoch=-1)
+    lead = control.sel(model="T-CNN") - control.sel(model="CNN")
+    low, high = tcnn_probe.bootstrap_interval(lead).values
+    print(f"beside the CNN that was trained for as long: {float(lead.mean()):+.2f} [{low:.2f}, {high:.2f}]")
+    return seen and least > SAME and bool(tcnn_probe.bootstrap_interval(gain).values[0] > 0)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; the digits and the user's own images have different defaults."""
+    parser = study_parser(__doc__)
+    add_training(parser, small="4 epochs, 10 seconds")
+    add_output(parser)
+    args = parsed(parser, arguments, "representations")
+    settle(parser, args)
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))

@@ -1,0 +1,109 @@
+"""Which of the layers between the patches of ResMLP and MLP-Mixer convolve: their weights, as static attention.
+
+The weight from key patch j to query patch i does not depend on the image. So each such layer is a head whose content
+information is 0, and types of heads apply (thesis of Touvron, Section 4.3.3, asks how much these layers look like
+convolutions).
+"""
+
+import math
+
+import numpy as np
+import xarray as xr
+from timm.models.mlp_mixer import MixerBlock, ResBlock
+from torch import Tensor, nn
+
+from tcnn_probe.heads.static_pattern import translation_equivariance
+from tcnn_probe.models import layer_names, unwrap
+
+__all__ = ["cross_patch"]
+
+_SMALL = 0.05
+_ABOUT = {
+    "weight": ("1", "weight of the key patch for the query patch; of MLP-Mixer the product of its two layers"),
+    "near_zero": ("1", "share of weights below 5 % of the largest, in absolute value (thesis, Fig. 4.3)"),
+    "attention_distance": ("cell", "support radius: mean over queries of sum_j |A_ij| ||delta_ij|| / sum_j |A_ij|"),
+    "uniform_distance": ("cell", "the same if all weights were equal"),
+    "entropy": ("nat", "mean over queries of the entropy of |A_ij| / sum_j |A_ij|"),
+    "uniform_entropy": ("nat", "log N, the same if all weights were equal"),
+    "translation_equivariance": ("1", "share of the variance of A_ij that depends on the offset from i to j alone"),
+    "content_information": ("nat", "0: no image changes the weights"),
+    "images": ("1", "how many images it is of: all"),
+}
+
+
+def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dataset:
+    """Read the layers between patches of a ResMLP or MLP-Mixer as static attention.
+
+    ::
+
+        layers = tcnn_probe.cross_patch(model)
+        layers.weight.sel(layer="blocks.0", query_y=7, query_x=7).plot()  # a row of the matrix (thesis, Fig. 4.2)
+        tcnn_probe.head_types(layers)  # convolutional, averaging or mixed, as of heads of attention
+
+    Signs count for ``translation_equivariance`` only. MLP-Mixer has a GELU between its two layers: their product is
+    what the block would do without it.
+
+    Args:
+        model: with blocks of timm's ResMLP or MLP-Mixer.
+        grid: rows and columns of patches; None: what the model's patch embedding says.
+
+    Returns:
+        ``weight`` (layer, query_y, query_x, y, x); ``near_zero``, ``uniform_...`` and ``images`` (layer,);
+        ``attention_distance``, ``entropy``, ``translation_equivariance`` and ``content_information`` (layer, head), of
+        one head.
+
+    Raises:
+        TypeError: no module.
+        ValueError: no such block, or a grid that is not known or does not fit.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    blocks = {name: module for module, name in layer_names(model).items() if isinstance(module, ResBlock | MixerBlock)}
+    matrices = {name: _matrix(block) for name, block in blocks.items()}
+    if not matrices:
+        raise ValueError(f"expected blocks of timm's ResMLP or MLP-Mixer, got {type(unwrap(model)).__name__}")
+    if grid is None:
+        grid = getattr(getattr(unwrap(model), "stem", None), "grid_size", None)
+    patches = len(next(iter(matrices.values())))
+    if grid is None or math.prod(grid) != patches:
+        raise ValueError(f"expected grid=(rows, columns) of {patches} patches, got {grid}")
+    rows = [_measured(matrix, grid) for matrix in matrices.values()]
+    found = xr.concat(rows, xr.Variable("layer", list(matrices)))
+    for name, (units, description) in _ABOUT.items():
+        found[name].attrs = {"units": units, "long_name": name.replace("_", " "), "description": description}
+    return found
+
+
+def _matrix(block: ResBlock | MixerBlock) -> np.ndarray:
+    """Shape (queries, keys), in float64."""
+
+    def weights(layer: nn.Module) -> np.ndarray:
+        assert isinstance(layer.weight, Tensor)
+        return layer.weight.detach().double().cpu().numpy()
+
+    if isinstance(block, ResBlock):
+        return weights(block.linear_tokens)
+    return weights(block.mlp_tokens.fc2) @ weights(block.mlp_tokens.fc1)
+
+
+def _measured(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
+    places = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(-1, 2)
+    distances = np.linalg.norm(places[:, None] - places, axis=-1)
+    sizes = np.abs(matrix)
+    total = sizes.sum(1, keepdims=True)
+    shares = sizes / np.where(total > 0, total, np.nan)
+    entropies = -(shares * np.log(shares, where=shares > 0, out=np.zeros_like(shares))).sum(1)
+    by_head = {
+        "attention_distance": (shares * distances).sum(1).mean(),
+        "entropy": entropies.mean(),
+        "translation_equivariance": translation_equivariance(matrix[None], places, places)[0],
+        "content_information": 0.0,
+    }
+    whole = {
+        "near_zero": (sizes < _SMALL * sizes.max()).mean(),
+        "uniform_distance": distances.mean(),
+        "uniform_entropy": math.log(len(matrix)),
+        "images": math.inf,
+    }
+    found = {"weight": (("query_y", "query_x", "y", "x"), matrix.reshape(*grid, *grid))}
+    return xr.Dataset(found | {name: ("head", [value]) for name, value in by_head.items()} | whole, {"head": [0]})

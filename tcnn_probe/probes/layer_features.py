@@ -1,0 +1,130 @@
+"""Features of chosen images, layer by layer: what :mod:`tcnn_probe.representation` looks at."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.probes.probe import ForwardCall, Probe
+from tcnn_probe.representation.token_similarity import token_cosine
+from tcnn_probe.schema import Variable
+
+__all__ = ["FEATURES", "features"]
+
+_STAGE = re.compile(r"(.+[._])?(layers?|stages|blocks|features)[._]?\d+")
+
+
+def features(
+    layers: str | Collection[str] | None = None,
+    images: int | Collection[int] = 256,
+    *,
+    tokens: Sequence[int] = (),
+    prefix_tokens: int = 0,
+    channel_axis: int | None = None,
+    max_bytes: int = 2**24,
+) -> Probe:
+    """Record what layers make of chosen images: the mean over the places of their output, and single tokens.
+
+    ::
+
+        probes = [*tcnn_probe.DEFAULT, tcnn_probe.features(["layer3", "layer4"], images=100)]
+        with tcnn_probe.record(model, "run.zarr", probes=probes) as recorder:
+            ...
+        recorder.tree["features"].feature.sel(layer="layer4", token="mean")  # (epoch, image, channel)
+
+    In the group "features": ``feature`` (epoch, layer, image, token, channel), NaN beyond a layer's own channels; and
+    ``token_cosine`` (epoch, layer), the mean over all images of :func:`tcnn_probe.representation.token_cosine` of the
+    places of the output. Features are stored as float16: a number between 6e-5 and 65504 is off by 5e-4 of itself at
+    most, a smaller one by 3e-8; a larger one becomes infinite. Each epoch takes images * (1 + tokens) * channels * 2
+    bytes for each layer, in memory and, before compression, on disk.
+
+    Args:
+        layers: names or globs of modules that return feature maps or tokens; None: stages and blocks, by their names
+            (layer4, stages.3, blocks.11, encoder_layer_11).
+        images: how many, or the numbers of some, counted from 0 in each epoch.
+        tokens: which single ones to keep beside the mean: 0 is the class token of a ViT; of a feature map the place.
+        prefix_tokens: class and register tokens at the front, which the mean and the cosine leave out.
+        channel_axis: of the output; None: 1 of (B, C, H, W), the last one of (B, N, C). -1 for Swin's (B, H, W, C).
+        max_bytes: for each layer and epoch; more is refused in the first forward.
+
+    Raises:
+        ValueError: no images or layers, or, when it is recorded, names that the model lacks.
+    """
+    numbers = tuple(range(images)) if isinstance(images, int) else tuple(sorted({*images}))
+    if not numbers or numbers[0] < 0:
+        raise ValueError(f"expected a number of images, or the numbers of some, got {images!r}")
+    patterns = None if layers is None else [layers] if isinstance(layers, str) else list(layers)
+
+    def of(call: ForwardCall) -> Tensor:
+        """All places of the output, (B, N, C)."""
+        x = call.output
+        if not isinstance(x, Tensor) or x.ndim < 3:
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"expected layers that return (B, C, H, W) or (B, N, C), got {got} from {call.name!r}")
+        axis = channel_axis if channel_axis is not None else 1 if x.ndim > 3 else -1
+        x = x.movedim(axis, -1).flatten(1, -2)
+        needed = len(numbers) * (1 + len(tokens)) * x.shape[-1] * 2
+        if needed > max_bytes:
+            raise ValueError(
+                f"{len(numbers)} images of {x.shape[-1]} channels need {needed} bytes for {call.name!r}, more than "
+                f"max_bytes={max_bytes}: give fewer images or tokens, or a larger max_bytes"
+            )
+        return x.to(at_least_float32(x.dtype))
+
+    def measure(call: ForwardCall) -> dict[str, Tensor]:
+        x = of(call)[:, prefix_tokens:]
+        return {"token_cosine": token_cosine(x) if x.shape[1] > 1 else x.new_ones(len(x))}
+
+    def maps(call: ForwardCall, rows: Sequence[int]) -> dict[str, Tensor]:
+        x = of(call)
+        x = x[rows] if len(rows) < len(x) else x
+        return {"feature": torch.cat([x[:, prefix_tokens:].mean(1, keepdim=True), x[:, list(tokens)]], 1)}
+
+    return Probe(
+        "features",
+        _VARIABLES,
+        nn.Module,
+        measure=measure,
+        maps=maps,
+        coords={"token": ["mean", *map(str, tokens)]},
+        images=numbers,
+        layers=_choice(patterns),
+    )
+
+
+def _choice(patterns: Sequence[str] | None) -> Callable[[Iterable[str]], Collection[str]]:
+    """From the names of all modules to those of the layers."""
+
+    def chosen(names: Iterable[str]) -> Collection[str]:
+        every = list(names)
+        if patterns is None:
+            return {name for name in every if _STAGE.fullmatch(name)}
+        found = {pattern: [name for name in every if fnmatchcase(name, pattern)] for pattern in patterns}
+        if lacking := [pattern for pattern, some in found.items() if not some]:
+            raise ValueError(f"no layers match {lacking[0]!r}: the model has {every[:4]} and {len(every) - 4} others")
+        return {name for some in found.values() for name in some}
+
+    return chosen
+
+
+_VARIABLES: dict[str, Any] = {
+    "feature": Variable(
+        ("layer", "image", "token", "channel"),
+        "1",
+        "feature",
+        "Output of the layer for an image: the mean over its places, or a single token; float16.",
+        dtype="float16",
+    ),
+    "token_cosine": Variable(
+        ("layer",),
+        "1",
+        "cosine between tokens",
+        "Mean cosine between different places of the layer's output (Touvron's thesis, Section 3.3, of two tokens); "
+        "1 of a single one. Mean over the images seen since the previous mark.",
+    ),
+}
+FEATURES = features()

@@ -1,0 +1,106 @@
+"""Layers between patches whose kind is known, and loops over pairs of patches."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from timm.models.mlp_mixer import Affine, MixerBlock, MlpMixer, ResBlock
+from torch import nn
+
+import tcnn_probe
+
+H, W = 5, 7
+PLACES = list(product(range(H), range(W)))
+
+
+def mlp_model(block: type[nn.Module] = ResBlock) -> MlpMixer:
+    torch.manual_seed(0)
+    about = {"norm_layer": Affine, "mlp_ratio": 4} if block is ResBlock else {}
+    return MlpMixer(3, img_size=(16 * H, 16 * W), num_blocks=3, embed_dim=4, block_layer=block, **about)
+
+
+def toeplitz() -> torch.Tensor:
+    """A 3 x 3 convolution with weights of both signs."""
+    kernel = {(-1, -1): 1.0, (-1, 0): -2, (0, 0): 4, (0, 1): -1, (1, 1): 0.01}
+    return torch.tensor([[kernel.get((v - y, u - x), 0.0) for v, u in PLACES] for y, x in PLACES])
+
+
+@torch.no_grad()
+def known() -> MlpMixer:
+    model = mlp_model()
+    generator = torch.Generator().manual_seed(1)
+    matrices = torch.eye(H * W), toeplitz(), torch.randn(H * W, H * W, generator=generator)
+    for block, matrix in zip(model.blocks, matrices, strict=True):
+        block.linear_tokens.weight.copy_(matrix)
+    return model
+
+
+def test_of_known_matrices() -> None:
+    identity, convolution, random = (tcnn_probe.cross_patch(known()).isel(layer=n, head=0) for n in range(3))
+    assert identity.attention_distance == 0
+    assert identity.entropy == 0
+    for one in (identity, convolution):
+        assert one.translation_equivariance.item() == pytest.approx(1, abs=1e-12)
+    assert 0 < convolution.attention_distance < math.sqrt(2)
+    assert float(convolution.near_zero) == pytest.approx(float((toeplitz().abs() < 0.05 * 4).double().mean()))
+    # 1 - W / T of a random one: chi-squares of n - g and n - 1 degrees of freedom, the first a part of the second.
+    n, groups = (H * W) ** 2, (2 * H - 1) * (2 * W - 1)
+    deviation = math.sqrt(2 * (groups - 1) / ((n - groups) * (n - 1)))
+    assert abs(float(random.translation_equivariance)) < 4 * deviation
+    rows = torch.randn(4000, H * W, generator=torch.Generator().manual_seed(2)).abs()
+    shares = rows / rows.sum(1, keepdim=True)
+    assert float(random.entropy) == pytest.approx(float(-(shares * shares.log()).sum(1).mean()), abs=0.05)
+
+
+def test_of_every_pair_of_patches() -> None:
+    model = known()
+    found = tcnn_probe.cross_patch(model)
+    assert found.layer.values.tolist() == [f"blocks.{n}" for n in range(3)]
+    for n, block in enumerate(model.blocks):
+        a, one = block.linear_tokens.weight.detach().double().numpy(), found.isel(layer=n)
+        distance, entropy = 0.0, 0.0
+        for i, (y, x) in enumerate(PLACES):
+            shares = abs(a[i]) / abs(a[i]).sum()
+            distance += sum(p * math.dist((y, x), key) for p, key in zip(shares, PLACES, strict=True)) / len(PLACES)
+            entropy -= sum(p * math.log(p) for p in shares if p > 0) / len(PLACES)
+            np.testing.assert_array_equal(one.weight.sel(query_y=y, query_x=x), a[i].reshape(H, W))
+        assert one.attention_distance.item() == pytest.approx(distance, rel=1e-12)
+        assert one.entropy.item() == pytest.approx(entropy, rel=1e-12)
+    even = sum(math.dist(a, b) for a in PLACES for b in PLACES) / len(PLACES) ** 2
+    np.testing.assert_allclose(found.uniform_distance, even)
+    np.testing.assert_allclose(found.uniform_entropy, math.log(H * W))
+
+
+def test_types_are_those_of_heads() -> None:
+    types = tcnn_probe.head_types(tcnn_probe.cross_patch(known()))
+    assert types.dims == ("layer", "head")
+    assert types.values[:2].tolist() == [["convolutional"], ["convolutional"]]
+    assert types.values[2] != "convolutional"
+    model = known()
+    nn.init.ones_(model.blocks[2].linear_tokens.weight)
+    assert tcnn_probe.head_types(tcnn_probe.cross_patch(model)).values[2] == "averaging"
+
+
+def test_of_mlp_mixer_it_is_the_product() -> None:
+    """What the block does to one patch, with an identity for the GELU."""
+    block = mlp_model(MixerBlock).double().blocks[1]
+    model = nn.Sequential(block)
+    found = tcnn_probe.cross_patch(model, grid=(H, W)).weight.isel(layer=0)
+    block.mlp_tokens.act = nn.Identity()
+    zero = torch.zeros(1, 1, H * W, dtype=torch.float64)
+    for key in (0, 9):
+        one = zero.clone()
+        one[..., key] = 1
+        effect = (block.mlp_tokens(one) - block.mlp_tokens(zero)).detach().reshape(H, W)
+        np.testing.assert_allclose(found.sel(y=key // W, x=key % W), effect, atol=1e-12)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="ResMLP or MLP-Mixer, got Linear"):
+        tcnn_probe.cross_patch(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"grid=\(rows, columns\) of 35 patches, got \(6, 6\)"):
+        tcnn_probe.cross_patch(mlp_model(), grid=(6, 6))
+    with pytest.raises(ValueError, match="of 35 patches, got None"):
+        tcnn_probe.cross_patch(nn.Sequential(mlp_model().blocks[0]))

@@ -1,0 +1,140 @@
+"""Features of chosen images beside the layers' own outputs in float64."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_model import reparameterize
+from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.probes.helpers import images, scattered
+
+FLOAT16 = 2.0**-11  # of a number, or
+SMALL = 2.0**-25  # where it is below the smallest normal one
+
+
+def tcnn() -> nn.Module:
+    torch.manual_seed(0)
+    channels = {"channels": (5, 7, 11, 13), "num_classes": 3}
+    return reparameterize(scattered(timm.create_model("resnet10t", **channels)), layers="layer4.0.conv1").eval()
+
+
+def outputs(model: nn.Module, x: Tensor, *names: str) -> dict[str, np.ndarray]:
+    """Of layers, (B, C, N) or (B, N, C) as the layer has it; the forward is in float32 as the recorded one was."""
+    found: dict[str, np.ndarray] = {}
+    for name in names:
+        keep = lambda _, __, out, name=name: found.__setitem__(name, out.double().numpy())  # noqa: E731
+        model.get_submodule(name).register_forward_hook(keep)
+    with torch.no_grad():
+        model(x)
+    return found
+
+
+def recorded(model: nn.Module, x: Tensor, store: Path | None = None, **about: object) -> tcnn_probe.Recorder:
+    probes = [*tcnn_probe.DEFAULT, tcnn_probe.features(**about)]
+    with tcnn_probe.record(model, store, probes=probes) as recorder, torch.no_grad():
+        for batch in x.split([3, 2]):
+            model(batch)
+        recorder.mark(epoch=len(recorder.epochs))
+    return recorder
+
+
+def check(feature: np.ndarray, expected: np.ndarray, terms: np.ndarray) -> None:
+    """Rounding to float16, and of the mean in float32."""
+    assert (abs(feature - expected) <= FLOAT16 * abs(expected) + SMALL + 4 * 2.0**-23 * terms).all()
+
+
+def cosines(tokens: np.ndarray) -> float:
+    lengths = np.linalg.norm(tokens, axis=-1, keepdims=True)
+    unit = tokens / np.where(lengths > 0, lengths, 1)
+    products = unit @ unit.swapaxes(1, 2)
+    return products[:, ~np.eye(tokens.shape[1], dtype=bool)].mean()
+
+
+def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
+    model, x = tcnn(), images(5, 64, 96)
+    recorder = recorded(model, x, tmp_path / "run.zarr", images=[1, 4, 9])
+    assert recorder.dataset.layer.values.tolist() == ["layer4.0.conv1"]  # the heads, as ever
+    found = recorder.tree["features"].dataset.isel(epoch=0)
+    assert found.layer.values.tolist() == [f"layer{n}" for n in range(1, 5)]
+    assert found["image"].values.tolist() == [1, 4, 9]
+    for layer, whole in outputs(model, x, *found.layer.values).items():
+        one, channels = found.sel(layer=layer), whole.shape[1]
+        rows = whole[[1, 4]].reshape(2, channels, -1)
+        feature = one.feature.sel(token="mean").values
+        check(feature[:2, :channels], rows.mean(-1), abs(rows).mean(-1))
+        assert np.isnan(feature[2]).all(), "an image that did not come"
+        assert np.isnan(feature[:, channels:]).all()
+        tokens = whole.reshape(5, channels, -1).swapaxes(1, 2)
+        expected = cosines(tokens) if tokens.shape[1] > 1 else 1
+        np.testing.assert_allclose(one.token_cosine, expected, rtol=1e-4)
+        assert one.images == 5
+
+
+def test_of_tokens() -> None:
+    torch.manual_seed(0)
+    options = {"img_size": (32, 48), "depth": 2, "embed_dim": 12, "num_heads": 3}
+    model = sharpen(timm.create_model("deit_tiny_distilled_patch16_224", **options)).eval()
+    x = images(5)
+    recorder = recorded(model, x, layers="blocks.?", images=4, tokens=[0, 1], prefix_tokens=2)
+    found = recorder.tree["features"].dataset.isel(epoch=0)
+    assert found.token.values.tolist() == ["mean", "0", "1"]
+    for layer, whole in outputs(model, x, "blocks.0", "blocks.1").items():
+        feature = found.feature.sel(layer=layer).values
+        check(feature[:, 0], whole[:4, 2:].mean(1), abs(whole[:4, 2:]).mean(1))
+        check(feature[:, 1:], whole[:4, :2], abs(whole[:4, :2]))
+        np.testing.assert_allclose(found.token_cosine.sel(layer=layer), cosines(whole[:, 2:]), rtol=1e-4)
+        both = tcnn_probe.representation.token_cosine(feature[:, 1:].astype(float))  # class and distillation token
+        np.testing.assert_allclose(both.mean(), cosines(whole[:4, :2]), atol=2e-3)
+
+
+def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
+    torch.manual_seed(0)
+    cnn = scattered(timm.create_model("resnet10t", channels=(5, 7, 11, 13), num_classes=3)).double().eval()
+    same = reparameterize(cnn, stride="keep", locality_strength=40, gating=40)
+    other = reparameterize(cnn)
+    x, layers = images(7, 64, 96).double(), ["layer3", "layer4"]
+    of = {name: outputs(model, x, *layers) for name, model in {"cnn": cnn, "same": same, "other": other}.items()}
+    for layer in layers:
+        pooled = {name: found[layer].mean((2, 3)) for name, found in of.items()}
+        whole = tcnn_probe.representation.linear_cka(of["cnn"][layer], of["same"][layer])
+        assert whole == pytest.approx(1, abs=1e-6)
+        assert tcnn_probe.representation.linear_cka(pooled["cnn"], pooled["same"]) == pytest.approx(1, abs=1e-6)
+        far = tcnn_probe.representation.linear_cka(pooled["cnn"], pooled["other"])
+        assert (abs(far - 1) < 1e-6) == (layer == "layer3")
+
+
+def test_the_store_grows_by_what_was_said(tmp_path: Path) -> None:
+    """Random features are hardly compressed; what is beside them is a few kilobytes."""
+    model, x = nn.Sequential(nn.Conv2d(3, 97, 1)).eval(), torch.randn(101, 3, 3, 5)
+    sizes = []
+    for epoch in range(2):
+        with tcnn_probe.record(model, tmp_path / "run.zarr", probes=tcnn_probe.features("0", 89)) as recorder:
+            with torch.no_grad():
+                model(x)
+            recorder.mark(epoch=epoch)
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / "run.zarr").rglob("*") if path.is_file()))
+    said = 89 * 97 * 2
+    assert 0.7 * said < sizes[1] - sizes[0] < said + 4000
+
+
+def test_refusals(tmp_path: Path) -> None:
+    model, x = tcnn(), images(5, 64, 96)
+    with pytest.raises(ValueError, match="a number of images, or the numbers of some, got 0"):
+        tcnn_probe.features(images=0)
+    with pytest.raises(ValueError, match="no layers match 'layer5': the model has"):
+        tcnn_probe.record(model, probes=tcnn_probe.features(["layer1", "layer5"]))
+    with pytest.raises(ValueError, match="no layer for the probes"):
+        tcnn_probe.record(nn.Sequential(nn.ReLU()), probes="features")
+    with pytest.raises(ValueError, match="256 images of 5 channels need 2560 bytes for 'layer1', more than max"):
+        recorded(model, x, max_bytes=9)
+    with pytest.raises(ValueError, match=r"\(B, C, H, W\) or \(B, N, C\), got shape \(3, 3\) from 'fc'"):
+        recorded(model, x, layers="fc")
+    recorded(model, x, tmp_path / "run.zarr", images=3)
+    with pytest.raises(tcnn_probe.StoreError, match="the store has features of 3 other images"):
+        recorded(model, x, tmp_path / "run.zarr", images=4)
+    assert len(recorded(model, x, tmp_path / "run.zarr", images=3).epochs) == 2

@@ -1,0 +1,89 @@
+"""CKA beside the definition of HSIC, element by element in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from tcnn_probe.representation import LinearCKA, layer_cka, linear_cka
+
+
+def hsic(x: np.ndarray, y: np.ndarray) -> float:
+    """The U-statistic itself: the mean of its kernel over all ordered quadruples of different images."""
+    n = len(x)
+    k, l = x @ x.T, y @ y.T  # noqa: E741
+    off = ~np.eye(n, dtype=bool)
+    k, l = k * off, l * off  # noqa: E741
+    pairs = sum(k[i, j] * l[i, j] for i in range(n) for j in range(n)) / math.perm(n, 2)
+    quadruples, triples = 0.0, 0.0
+    for i in range(n):
+        for j in range(n):
+            for q in range(n):
+                if len({i, j, q}) == 3:
+                    triples += k[i, j] * l[i, q]
+                    quadruples += sum(k[i, j] * l[q, r] for r in range(n) if r not in (i, j, q))
+    return pairs + quadruples / math.perm(n, 4) - 2 * triples / math.perm(n, 3)
+
+
+def made(*channels: int, n: int = 11, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shared = rng.standard_normal((n, 2))
+    return [shared @ rng.standard_normal((2, c)) + rng.standard_normal((n, c)) + 5 for c in channels]
+
+
+def test_is_the_u_statistic() -> None:
+    x, y = made(3, 7)
+    expected = hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y))
+    assert 0.05 < abs(expected) < 0.95
+    assert linear_cka(x, y) == pytest.approx(expected, rel=1e-10)
+
+
+def test_batches_do_not_matter_nor_do_shift_rotation_and_scale() -> None:
+    x, y = made(3, 7, n=13)
+    streamed = LinearCKA()
+    for rows in (slice(0, 5), slice(5, 6), slice(6, 13)):
+        streamed.add({"a": x[rows], "b": y[rows]})
+    found = streamed.result()
+    assert found.dims == ("layer", "other_layer")
+    np.testing.assert_allclose(np.diag(found), 1, rtol=1e-12)
+    assert found.sel(layer="a", other_layer="b").item() == pytest.approx(linear_cka(x, y), rel=1e-10)
+    rotation = np.linalg.qr(made(7, n=7)[0])[0]
+    assert linear_cka(x, 3 * (y + 1e4) @ rotation) == pytest.approx(linear_cka(x, y), rel=1e-6)
+    assert linear_cka(x, -2 * x + 1e3) == pytest.approx(1, rel=1e-10)
+
+
+def test_of_unrelated_features_it_is_0_on_average() -> None:
+    """The biased estimate of as few images would be above 0.9."""
+    rng = np.random.default_rng(0)
+    found = [linear_cka(rng.standard_normal((17, 101)), rng.standard_normal((17, 103))) for _ in range(40)]
+    assert abs(np.mean(found)) < 3 * np.std(found) / math.sqrt(len(found))
+
+
+def test_refusals() -> None:
+    x, y = made(3, 7)
+    cka = LinearCKA()
+    with pytest.raises(ValueError, match="4 images or more, got 3"):
+        linear_cka(x[:3], y[:3])
+    with pytest.raises(ValueError, match="as many images from all layers, got"):
+        cka.add({"a": x}, {"b": y[:5]})
+    cka.add({"a": x}, {"b": y})
+    with pytest.raises(ValueError, match=r"expected the layers \[\['a'\], \['b'\]\], as before"):
+        cka.add({"a": x})
+    assert math.isnan(linear_cka(x, np.ones_like(y)))
+
+
+def test_labelled_is_the_same_and_has_nan_where_features_are_missing() -> None:
+    x, y = made(5, 3)
+    padded = np.full((2, 2, 11, 5), np.nan, dtype=np.float32)
+    padded[0, 0], padded[0, 1, :, :3], padded[1, 0] = x, y, 2 * x
+    padded[1, 1, :4, :3] = y[:4]  # the other images did not come
+    dims = ("epoch", "layer", "image", "channel")
+    features = xr.DataArray(padded, {"epoch": [0, 1], "layer": ["a", "b"]}, dims)
+    found = layer_cka(features)
+    assert found.sel(epoch=0, layer="a", other_layer="b").item() == pytest.approx(linear_cka(x, y), rel=1e-4)
+    assert found.sel(epoch=1).isnull().values.tolist() == [[False, True], [True, True]]
+    fixed = layer_cka(features, features.sel(epoch=0, drop=True))
+    np.testing.assert_allclose(fixed.sel(layer="a", other_layer="a"), 1, rtol=1e-5)
+    with pytest.raises(ValueError, match="with the dims 'image' and 'channel', got"):
+        layer_cka(features.rename(image="sample"))

@@ -1,0 +1,133 @@
+"""Nearest neighbours and retrieval beside loops over the thesis' equations in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import xarray as xr
+from sklearn.datasets import load_iris
+
+from tcnn_probe import representation
+from tcnn_probe.representation import average_precision, knn_correct, linear_probe_correct
+
+Q, G, K = 7, 23, 5
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
+
+
+def made(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Features of three classes, which overlap; labels are no 0, 1, 2."""
+    rng = np.random.default_rng(seed)
+    labels = rng.choice([11, 4, 30], count)
+    return np.stack([labels % 7, labels % 3, labels % 2], 1) + 2 * rng.standard_normal((count, 3)), labels
+
+
+def voted(x: np.ndarray, gallery: np.ndarray, labels: np.ndarray) -> int:
+    """Eq. 2.6."""
+    near = sorted(range(len(gallery)), key=lambda j: -cosine(x, gallery[j]))[:K]
+    votes = {label: sum(math.exp(cosine(x, gallery[j]) / 0.05) for j in near if labels[j] == label) for label in labels}
+    return max(votes, key=lambda label: votes[label])
+
+
+def test_knn_is_that_of_the_thesis() -> None:
+    (x, y), (gallery, known) = made(Q, 0), made(G, 1)
+    expected = [voted(one, gallery, known) == label for one, label in zip(x, y, strict=True)]
+    assert len({*expected}) == 2
+    assert knn_correct(x, y, gallery, known, neighbors=K).tolist() == expected
+    others = [np.arange(G) != query for query in range(G)]
+    alone = [voted(gallery[q], gallery[rest], known[rest]) == known[q] for q, rest in enumerate(others)]
+    assert knn_correct(gallery, known, neighbors=K).tolist() == alone
+
+
+def precision(scores: list[float], relevant: list[bool]) -> float:
+    """Mean over the relevant ones of the precision at their rank."""
+    order = sorted(range(len(scores)), key=lambda j: -scores[j])
+    hits = [relevant[j] for j in order]
+    return sum(sum(hits[: r + 1]) / (r + 1) for r in range(len(hits)) if hits[r]) / sum(hits)
+
+
+def test_retrieval_is_that_of_the_thesis() -> None:
+    (x, y), (gallery, known) = made(Q, 0), made(G, 1)
+    y[2] = 99  # which the gallery lacks
+    coarse, rng = (known == 30).astype(int), np.random.default_rng(2)
+    p = rng.uniform(0.1, 0.9, Q)
+    p = np.stack([1 - p, p], 1)
+    plain = average_precision(x, y, gallery, known)
+    conditioned = average_precision(x, y, gallery, known, coarse_probabilities=p, gallery_coarse=coarse)
+    for query in range(Q):
+        cosines = [cosine(x[query], one) for one in gallery]
+        odds = [math.log(p[query, c] / (1 - p[query, c])) for c in coarse]
+        relevant = (known == y[query]).tolist()
+        if query == 2:
+            assert np.isnan([plain[2], conditioned[2]]).all()
+            continue
+        assert plain[query] == pytest.approx(precision(cosines, relevant), rel=1e-12)
+        scores = [c + o for c, o in zip(cosines, odds, strict=True)]
+        assert conditioned[query] == pytest.approx(precision(scores, relevant), rel=1e-12)
+    assert not np.allclose(plain, conditioned, equal_nan=True)
+
+
+def test_an_oracle_ranks_its_coarse_class_first_and_by_cosine_in_it() -> None:
+    (x, y), (gallery, known) = made(Q, 0), made(G, 1)
+    coarse = (known == 30).astype(int)
+    oracle = np.stack([y != 30, y == 30], 1).astype(float)
+    found = average_precision(x, y, gallery, known, coarse_probabilities=oracle, gallery_coarse=coarse)
+    for query in range(Q):
+        first = coarse == (y[query] == 30)
+        cosines = [cosine(x[query], one) for one in gallery[first]]
+        assert found[query] == pytest.approx(precision(cosines, (known[first] == y[query]).tolist()), rel=1e-12)
+
+
+def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
+    x, y = load_iris(return_X_y=True)
+    x = x - x.mean(0)
+    shuffled = [np.random.default_rng(seed).permutation(y) for seed in range(4)]
+    train, test = slice(0, None, 2), slice(1, None, 2)
+
+    def linear(labels: np.ndarray) -> float:
+        return linear_probe_correct(x[test], labels[test], x[train], labels[train]).mean()
+
+    for measure, chance in ((lambda labels: knn_correct(x, labels).mean(), 1 / 3), (linear, 1 / 3)):
+        found = [measure(labels) for labels in shuffled]
+        assert measure(y) > 0.85
+        assert abs(np.mean(found) - chance) < 3 * math.sqrt(chance * (1 - chance) / (75 * len(found)))
+    some = slice(None, None, 3)
+    assert average_precision(x[some], y[some]).mean() > 0.7
+    assert average_precision(x[some], shuffled[0][some]).mean() == pytest.approx(1 / 3, abs=0.08)
+
+
+def test_labelled_is_the_same() -> None:
+    x, y = made(G, 1)
+    both = np.full((2, G, 5), np.nan)
+    both[0, :, :3], both[1, 1:, :] = x, 1.0  # the second layer lacks an image
+    features = xr.DataArray(both, {"layer": ["a", "b"]}, ("layer", "image", "channel"))
+    found = representation.layer_scores(features, y, neighbors=K)
+    np.testing.assert_array_equal(found.knn_correct.sel(layer="a"), knn_correct(x, y, neighbors=K))
+    assert found.participation_ratio.sel(layer="a").item() == pytest.approx(representation.participation_ratio(x))
+    assert all(found[name].sel(layer="b").isnull().all() for name in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"neighbors": 23}, "neighbors from 1 to 22"),
+        ({"gallery": np.ones((4, 3))}, "gallery and gallery_labels together"),
+        ({"gallery": np.ones((4, 2)), "gallery_labels": np.ones(4)}, "a gallery of 3 numbers an image, got 2"),
+        ({"labels": np.ones(22)}, r"labels of shape \(23,\)"),
+        ({"features": np.full((23, 3), np.nan)}, "finite features"),
+    ],
+)
+def test_refusals(change: dict[str, object], message: str) -> None:
+    features, labels = made(G, 1)
+    with pytest.raises(ValueError, match=message):
+        knn_correct(**{"features": features, "labels": labels} | change)
+
+
+def test_coarse_labels_come_with_their_probabilities() -> None:
+    features, labels = made(G, 1)
+    with pytest.raises(ValueError, match="coarse_probabilities and gallery_coarse together"):
+        average_precision(features, labels, gallery_coarse=labels)
+    with pytest.raises(ValueError, match=r"from 0 to 1 of shape \(23, K\)"):
+        average_precision(features, labels, gallery_coarse=labels, coarse_probabilities=2 * np.ones((23, 31)))
