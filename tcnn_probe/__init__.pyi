@@ -17,10 +17,13 @@ from .interventions.ablation import ablate as ablate
 from .loggers import scalars as scalars
 from .perturbations import CORRUPTIONS as CORRUPTIONS
 from .perturbations import Variant as Variant
+from .perturbations import calibration_error as calibration_error
 from .perturbations import corrupt as corrupt
+from .perturbations import disagreement as disagreement
 from .perturbations import fgsm as fgsm
 from .perturbations import imagenet_variant as imagenet_variant
 from .perturbations import improvement as improvement
+from .perturbations import mcnemar as mcnemar
 from .perturbations import mean_corruption_error as mean_corruption_error
 from .perturbations import pgd as pgd
 from .perturbations import robustness as robustness

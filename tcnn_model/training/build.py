@@ -15,19 +15,26 @@ from tcnn_model.conversion.reparameterize import reparameterize, unstride
 from tcnn_model.conversion.selection import matching
 from tcnn_model.gpsa.layer import gpsa_layers
 from tcnn_model.models import patchconvnet, t_resnet  # noqa: F401 (timm then has them)
-from tcnn_model.training.config import Config
+from tcnn_model.training.config import GRAFIT, Config
 from tcnn_model.training.distributed import Ranks
+from tcnn_model.training.grafit import Grafit, GrafitTask
 from tcnn_model.training.loop import Training
 from tcnn_model.training.optimization import create_optimizer, create_schedules, set_drop_path
 from tcnn_model.training.seeding import seed_everything, seed_of
 from tcnn_model.training.sharding import gathered, shard, without_sync
+from tcnn_model.training.sources import DIGITS
 from tcnn_model.training.task import create_criterion, create_task
 
 __all__ = ["build_model", "build_training", "convert"]
 
 
-def build_model(config: Config, classes: int) -> tuple[nn.Module, dict[str, Any]]:
+def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Module, dict[str, Any]]:
     """The model, and how timm prepares images for it.
+
+    Args:
+        config: of the run.
+        classes: of the data.
+        images: in the training data, all of which Grafit remembers.
 
     Raises:
         ValueError: timm has no such model; fewer outputs than classes; nothing to freeze by a name.
@@ -47,9 +54,9 @@ def build_model(config: Config, classes: int) -> tuple[nn.Module, dict[str, Any]
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"timm cannot make the model {config.model!r}: {error}") from error
     data = resolve_model_data_config(model)
-    size = config.img_size or (64 if config.data == "digits" else data["input_size"][-1])
+    size = config.img_size or (64 if config.data in DIGITS else data["input_size"][-1])
     data["input_size"] = (data["input_size"][0], size, size)
-    if config.data == "digits" and config.crop_pct is None:
+    if config.data in DIGITS and config.crop_pct is None:
         data["crop_pct"] = 1.0
     if config.unstride:
         model = unstride(model, input_size=data["input_size"], inplace=True)
@@ -61,6 +68,8 @@ def build_model(config: Config, classes: int) -> tuple[nn.Module, dict[str, Any]
         _reparameterize(model, config)
     if config.grad_checkpointing:
         model.set_grad_checkpointing(True)
+    if config.objective == GRAFIT:
+        model = Grafit(model, _outputs(model), images, dim=config.embedding_dim, temperature=config.temperature)
     return model, data
 
 
@@ -76,6 +85,8 @@ def _of_size(config: Config, options: dict[str, Any]) -> Any:
 
 def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -> Training:
     """Everything that a model is trained with; rates are those of the settings as they are."""
+    if config.objective == GRAFIT and ranks.count > 1:
+        raise ValueError(f"objective: grafit has one memory and runs on one process, got {ranks.count}")
     model.to(ranks.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
@@ -163,6 +174,10 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
         gating_warmup_epochs=config.gating_warmup_epochs,
         gating_min_lr=config.gating_min_lr,
     )
+    if isinstance(training.model, Grafit):
+        assert training.ema is not None
+        training.task = GrafitTask(training.model, training.ema.module, config.repeated_augmentation)
+        return
     forward: Any = torch.compile(training.model) if config.compile else training.model
     if ranks.count > 1 and config.distribute == "ddp":
         forward = nn.parallel.DistributedDataParallel(

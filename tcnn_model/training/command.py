@@ -92,7 +92,7 @@ def train(config: Config, *, resume: bool = False, progress: bool = True) -> Ite
 
 def _prepare(config: Config, ranks: Ranks) -> tuple[Training, Images]:
     sources = open_sources(config.data, config.dataset, (config.train_split, config.val_split))
-    model, data = build_model(config, _count(sources[0], config))
+    model, data = build_model(config, _count(sources[0], config), len(sources[0]))
     images = Images(*sources, create_transforms(config, data), config, ranks)
     steps = images.per_epoch // config.accumulate
     scaled = config.scaled(ranks.count)

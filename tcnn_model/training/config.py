@@ -13,7 +13,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Config", "add_options", "as_toml", "read_toml", "recipe_names", "recipe_settings"]
+__all__ = ["GRAFIT", "Config", "add_options", "as_toml", "read_toml", "recipe_names", "recipe_settings"]
+
+
+CLASSES, GRAFIT = "classification", "grafit"
 
 
 def option(group: str, text: str, default: Any = None) -> Any:
@@ -37,7 +40,9 @@ class Config:
     freeze: list[str] | None = option("model", "names or globs of what is not trained")  # noqa: RUF009
     grad_checkpointing: bool = option("model", "keep less memory for the backward, and compute more", False)
 
-    data: str = option("data", "folder (or tar) with the images; digits: scikit-learn's 8 x 8 ones", "digits")
+    data: str = option(
+        "data", "folder (or tar) with the images; digits: scikit-learn's; parity: the same, even or odd", "digits"
+    )
     dataset: str = option("data", "timm's kind of data set: hfds/NAME, torch/NAME (default: folder or tar)", "")
     train_split: str = option("data", "(default: train)", "train")
     val_split: str = option("data", "(default: validation, which also finds val/)", "validation")
@@ -63,6 +68,10 @@ class Config:
     gating_min_lr: float | None = option("optimization", "rate that the gates end at (default: as the weights)")
     clip_grad: float | None = option("optimization", "largest norm of the gradient")
     ema: float | None = option("optimization", "decay of a moving average of the weights, also validated")
+
+    objective: str = option("objective", "classification, or grafit: fine representations from coarse labels", CLASSES)
+    embedding_dim: int = option("objective", "dimensions of Grafit's embeddings", 256)
+    temperature: float = option("objective", "of Grafit's neighbours", 0.05)
 
     loss: str = option("regularization", "ce or bce", "ce")
     label_smoothing: float = option("regularization", "in [0, 1)", 0.1)
@@ -113,6 +122,7 @@ class Config:
         if self.mixed and self.batch_size % 2:
             raise ValueError(f"batch_size: mixup and CutMix take images in pairs, got {self.batch_size}")
         choices = {"crop": ("rrc", "simple"), "amp": (None, "bfloat16", "float16"), "distribute": ("ddp", "fsdp")}
+        choices["objective"] = (CLASSES, GRAFIT)
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
@@ -121,6 +131,15 @@ class Config:
             raise ValueError(
                 f"reparameterize_at: with distribute=fsdp expected 0, got {self.reparameterize_at}: train the CNN "
                 f"first, then begin a run of the T-CNN with --weights of its best.pt"
+            )
+
+        views, others = self.repeated_augmentation, self.mixed or self.teacher or self.compile or self.reparameterize_at
+        fits = self.ema and views > 1 and self.batch_size % views == 0 and self.batch_size > views
+        if self.objective == GRAFIT and (not fits or others):
+            raise ValueError(
+                f"objective: grafit needs ema, got {self.ema}; repeated_augmentation of 2 or more, got {views}; a "
+                f"batch_size of several images with so many views each, got {self.batch_size}; and no mixup, cutmix, "
+                f"teacher, compile or reparameterize_at after an epoch"
             )
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
-from tcnn_model.training.config import Config
+from tcnn_model.training.config import GRAFIT, Config
 from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.seeding import own_randomness, seed_of
 from tcnn_model.training.sources import Source
@@ -59,19 +59,22 @@ class _Unreadable:
 
 
 class _Seeded(Dataset[Any]):
-    """Images by key. Each draws its augmentation from generators of its own, seeded by the key."""
+    """Images by key. Each draws its augmentation from generators of its own, seeded by the key.
 
-    def __init__(self, source: Source, transform: Transform, seed: int) -> None:
-        self.source, self.transform, self.seed = source, transform, seed
+    If they are numbered, the label has the number of the image beside it.
+    """
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, int] | _Unreadable:
+    def __init__(self, source: Source, transform: Transform, seed: int, numbered: bool) -> None:
+        self.source, self.transform, self.seed, self.numbered = source, transform, seed, numbered
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, int | tuple[int, int]] | _Unreadable:
         epoch, place, index = key
         try:
             image, label = self.source.read(index)
         except (OSError, SyntaxError, ValueError) as error:
             return _Unreadable(self.source.name(index), str(error))
         with own_randomness(seed_of(self.seed, epoch, place)):
-            return self.transform(image), label
+            return self.transform(image), (label, index) if self.numbered else label
 
 
 def _collate(items: Sequence[Any]) -> tuple[Tensor, Tensor, list[_Unreadable]]:
@@ -161,7 +164,7 @@ class Images:
         self, source: Source, transform: Transform, keys: list[list[Key]], *, pairs: bool = False
     ) -> Iterator[tuple[Tensor, Tensor]]:
         loader = DataLoader(
-            _Seeded(source, transform, self.config.seed),
+            _Seeded(source, transform, self.config.seed, self.config.objective == GRAFIT and source is self.train),
             batch_sampler=keys,
             num_workers=self.config.workers,
             collate_fn=_collate,

@@ -59,7 +59,8 @@ class Training:
 
     Args:
         model: without wrappers.
-        task: images and targets to a mapping with "loss", and "output", the class scores.
+        task: images and targets to a mapping with "loss", and "output", the class scores; and with "targets", if these
+            are others than those of the batch.
         optimizer: of the model's parameters.
         schedules: of timm, updated before each step of the optimizer.
         device: of the model.
@@ -190,7 +191,7 @@ class Training:
             where = f"epoch {self.epoch}, step {self.step + 1}"
             raise NonFiniteLossError(f"the loss is {everywhere:g} in {where}", images, targets)
         self.scaler.scale(loss / parts).backward()
-        self.total += totals(logits, loss, targets).cpu()
+        self.total += totals(logits, loss, result.get("targets", targets)).cpu()
 
 
 def run(

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-__all__ = ["Source", "open_sources"]
+__all__ = ["DIGITS", "Source", "open_sources"]
 
+DIGITS = ("digits", "parity")
 SPLITS = {"train": ("train", "training"), "validation": ("val", "validation", "valid", "eval", "evaluation")}
 
 
@@ -32,9 +33,7 @@ class Source(Protocol):
 class _Digits:
     """scikit-learn's ``load_digits``: 1,797 images of 8 x 8 pixels, three quarters for training."""
 
-    classes = tuple("0123456789")
-
-    def __init__(self, training: bool) -> None:
+    def __init__(self, training: bool, *, parity: bool = False) -> None:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
@@ -42,13 +41,14 @@ class _Digits:
         split = train_test_split(range(len(data.target)), test_size=0.25, random_state=0, stratify=data.target)
         self._numbers = split[0] if training else split[1]
         self._images, self._labels = np.clip(data.images * 16, 0, 255).astype(np.uint8), data.target
+        self.classes = ("even", "odd") if parity else tuple("0123456789")
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         number = self._numbers[index]
-        return Image.fromarray(self._images[number]).convert("RGB"), int(self._labels[number])
+        return Image.fromarray(self._images[number]).convert("RGB"), int(self._labels[number]) % len(self.classes)
 
     def name(self, index: int) -> str:
         return f"digit {self._numbers[index]}"
@@ -82,15 +82,15 @@ def open_sources(data: str, dataset: str, splits: tuple[str, str]) -> tuple[Sour
     """Training and validation images.
 
     Args:
-        data: "digits", or a folder or tar file.
+        data: "digits", "parity" (the same digits, as even or odd), or a folder or tar file.
         dataset: timm's name of a kind of data set; "" for folders and tar files.
         splits: names of those for training and for validation.
 
     Raises:
         ValueError: what is there is not what was expected; the message says what was found.
     """
-    if data == "digits":
-        return _Digits(True), _Digits(False)
+    if data in DIGITS:
+        return _Digits(True, parity=data == "parity"), _Digits(False, parity=data == "parity")
     if dataset.partition("/")[0].lower() in ("wds", "tfds", "hfids"):
         raise ValueError(f"{dataset} gives images in a stream, and a run that is exact needs their numbers: use hfds/")
     roots = _roots(data, splits) if not dataset else (data, data)

@@ -2,6 +2,9 @@ from .adversarial import fgsm as fgsm
 from .adversarial import pgd as pgd
 from .corrupt_images import corrupt as corrupt
 from .corruptions.table import CORRUPTIONS as CORRUPTIONS
+from .decisions import calibration_error as calibration_error
+from .decisions import disagreement as disagreement
+from .decisions import mcnemar as mcnemar
 from .evaluate import robustness as robustness
 from .imagenet_variants import Variant as Variant
 from .imagenet_variants import imagenet_variant as imagenet_variant

@@ -1,4 +1,4 @@
-"""``robustness()``: which images models get right, corrupted, attacked or from other test sets, as a dataset."""
+"""``robustness()``: what models decide of images, corrupted, attacked or from other test sets, as a dataset."""
 
 import json
 import warnings
@@ -27,6 +27,9 @@ from tcnn_probe.provenance import versions
 
 __all__ = ["robustness"]
 
+Decisions = tuple[NDArray[Any], NDArray[Any]]
+"""Predictions and confidences, images last."""
+
 
 def robustness(
     models: Model | Mapping[str, Model],
@@ -51,9 +54,10 @@ def robustness(
         ds = tcnn_probe.robustness({"cnn": cnn, "tcnn": tcnn}, images, labels, severities=(1, 3, 5))
         print(ds.accuracy.groupby("group").mean(["corruption", "severity", "seed"]).to_pandas())
 
-    A prediction is the class of the highest score, the first of equal ones. With a NaN among the scores it is wrong,
-    which is counted in ``attrs["nan_scores"]`` and warned of. Each model is attacked itself, with the true classes, and
-    also on images that it had wrong before.
+    A prediction is the class of the highest score, the first of equal ones; its confidence is the softmax of the scores
+    there. With a NaN among the scores the prediction is -1, which is wrong, and the confidence NaN; this is counted in
+    ``attrs["nan_scores"]`` and warned of. Each model is attacked itself, with the true classes, and also on images that
+    it had wrong before.
 
     Args:
         models: a module, which runs in eval mode and is afterwards as it was, or a function, which is called as it is
@@ -74,11 +78,12 @@ def robustness(
         progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
 
     Returns:
-        a dataset of what was asked for. Per image, bool: ``clean_correct`` (model, image), ``correct`` (model,
-        corruption, severity, seed, image), ``adversarial_correct`` (model, attack, seed, image). Their means over
-        images: ``clean_accuracy``, ``accuracy``, ``adversarial_accuracy``; and ``variant_accuracy`` (model, variant)
-        over ``variant_images`` (variant). Each mean has its binomial standard error √(p(1 - p)/n), with ``_se`` added
-        to its name. Coordinates: ``group`` of each corruption, ``label`` of each image.
+        a dataset of what was asked for. Per image: ``prediction`` (int32), ``confidence`` (float32) and ``correct``
+        (bool), each (model, corruption, severity, seed, image); ``clean_prediction``, ... (model, image) and
+        ``adversarial_prediction``, ... (model, attack, seed, image). Means of correct over images: ``accuracy``,
+        ``clean_accuracy``, ``adversarial_accuracy``; and ``variant_accuracy`` (model, variant) over ``variant_images``
+        (variant). Each mean has its binomial standard error √(p(1 - p)/n), with ``_se`` added to its name.
+        Coordinates: ``group`` of each corruption, ``label`` of each image.
 
     Raises:
         ValueError, TypeError: models, images, labels or options that cannot be.
@@ -113,8 +118,8 @@ def robustness(
         by_variant = {one.name: measuring.variant(one) for one in sets}
     if measuring.nan:
         warnings.warn(f"scores with NaN, counted as wrong: {dict(measuring.nan)}", RuntimeWarning, stacklevel=2)
-    right = {name: np.concatenate(rows, -1) for name, rows in found.items()}
-    return as_dataset(right, by_variant, measuring.coordinates(), measuring.attrs())
+    decisions = {name: np.concatenate(rows, -1) for name, rows in found.items()}
+    return as_dataset(decisions, by_variant, measuring.coordinates(), measuring.attrs())
 
 
 @dataclass
@@ -140,21 +145,23 @@ class _Measurement:
         return 1 + sum(len(self.seeds) if random else 1 for random in draws)
 
     def batch(self, images: Tensor, labels: Tensor, first: int) -> dict[str, NDArray[Any]]:
-        """Which images are right, as they are and perturbed, (model, ..., B), and their labels, (B,)."""
+        """Predictions and confidences, as they are and perturbed, (model, ..., B), and the images' labels, (B,)."""
         if labels.ndim != 1:
             raise ValueError("expected one label for each image, (B,); only variants have several")
         judges = self._judges(images, None)
-        found = {"label": labels.numpy(), "clean_correct": self._right(judges, images, labels)}
+        found = {"label": labels.numpy()} | _named("clean_", self._decide(judges, images, labels))
         if self.corruptions:
-            found["correct"] = self._corrupted(judges, images, labels, first)
+            found |= _named("", self._corrupted(judges, images, labels, first))
         if self.attacks:
-            found["adversarial_correct"] = self._attacked(judges, images, labels, first)
+            found |= _named("adversarial_", self._attacked(judges, images, labels, first))
         return found
 
     def variant(self, variant: Variant) -> NDArray[Any]:
         """Which images are right, (model, image)."""
-        batches = _as_batches(variant.loader, None, 1)[0]
-        rows = [self._right(self._judges(images, variant.classes), images, labels) for images, labels in batches]
+        rows = []
+        for images, labels in _as_batches(variant.loader, None, 1)[0]:
+            predictions = self._decide(self._judges(images, variant.classes), images, labels)[0]
+            rows.append(_right(predictions, labels.numpy()))
         if not rows:
             raise ValueError(f"expected images of the variant {variant.name!r}, got none")
         return np.concatenate(rows, -1)
@@ -184,41 +191,61 @@ class _Measurement:
         self.normalized = {name: [judge.mean, judge.std] for name, judge in judges.items()}
         return judges
 
-    def _corrupted(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> NDArray[Any]:
-        rows: list[NDArray[Any]] = []
+    def _corrupted(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> Decisions:
+        rows: list[Decisions] = []
         for name, severity, seed in product(self.corruptions, self.severities, self.seeds):
             if seed != self.seeds[0] and not CORRUPTIONS[name].random:
                 rows.append(rows[-1])
                 continue
             worse = corrupt(images, name, severity, seed=seed, first=first, frost=self.frost)
-            rows.append(self._right(judges, worse, labels))
-        shape = len(self.corruptions), len(self.severities), len(self.seeds)
-        return np.stack(rows, 1).reshape(len(judges), *shape, len(images))
+            rows.append(self._decide(judges, worse, labels))
+        return _stacked(rows, (len(self.corruptions), len(self.severities), len(self.seeds)))
 
-    def _attacked(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> NDArray[Any]:
-        rows: list[NDArray[Any]] = []
+    def _attacked(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> Decisions:
+        rows: list[Decisions] = []
         for ascent, seed in product(self.attacks.values(), self.seeds):
             if seed != self.seeds[0] and not ascent.random_start:
                 rows.append(rows[-1])
                 continue
             attacked = ((name, judge, ascent(judge, images, labels, seed, first)) for name, judge in judges.items())
-            rows.append(np.concatenate([self._right({name: judge}, x, labels) for name, judge, x in attacked]))
-        return np.stack(rows, 1).reshape(len(judges), len(self.attacks), len(self.seeds), len(images))
+            each = [self._decide({name: judge}, x, labels) for name, judge, x in attacked]
+            rows.append((np.concatenate([one[0] for one in each]), np.concatenate([one[1] for one in each])))
+        return _stacked(rows, (len(self.attacks), len(self.seeds)))
 
     @torch.no_grad()
-    def _right(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor) -> NDArray[Any]:
-        """Whether each model's best class is the label, or one of the labels, (model, B), bool."""
+    def _decide(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor) -> Decisions:
+        """Each model's best class, (model, B), -1 where a score is NaN; and the softmax of the scores there."""
         rows = []
         for name, judge in judges.items():
             scores = judge(judge.place(images))
             check_labels(labels, scores.shape[1], f"the model {name!r}")
-            best, nan = scores.argmax(1).cpu(), scores.isnan().any(1).cpu()
-            hit = best == labels if labels.ndim == 1 else labels.gather(1, best[:, None])[:, 0]
-            rows.append((hit & ~nan).numpy())
+            best, sure = scores.argmax(1), scores.float().softmax(1).amax(1)
+            nan = scores.isnan().any(1)
             if nan.any():
                 self.nan[name] += int(nan.sum())
+                best, sure = best.masked_fill(nan, -1), sure.masked_fill(nan, torch.nan)
+            rows.append((best.int().cpu().numpy(), sure.cpu().numpy()))
             self.done(1)
-        return np.stack(rows)
+        predictions, confidences = (np.stack(each) for each in zip(*rows, strict=True))
+        return predictions, confidences
+
+
+def _named(kind: str, decisions: Decisions) -> dict[str, NDArray[Any]]:
+    return {f"{kind}prediction": decisions[0], f"{kind}confidence": decisions[1]}
+
+
+def _stacked(rows: list[Decisions], shape: tuple[int, ...]) -> Decisions:
+    """Rows of (model, B) as (model, *shape, B)."""
+    first, second = (np.stack([row[of] for row in rows], 1) for of in (0, 1))
+    models, _, images = first.shape
+    return first.reshape(models, *shape, images), second.reshape(models, *shape, images)
+
+
+def _right(predictions: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
+    """Whether predictions (model, B) are the labels (B,) or one of the labels, bool (B, K)."""
+    if labels.ndim == 1:
+        return predictions == labels
+    return np.take_along_axis(labels.T, predictions, 0) & (predictions >= 0)
 
 
 def _by_model(given: Any, models: Mapping[str, Model]) -> dict[str, Normalization | None]:

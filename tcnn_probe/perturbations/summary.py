@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from tcnn_probe.bootstrap import resampled_means, tails
 
-__all__ = ["as_dataset", "improvement", "mean_corruption_error", "share_right"]
+__all__ = ["as_dataset", "check_results", "improvement", "kind_of", "mean_by", "mean_corruption_error", "share_right"]
 
 _RULE = "the highest score is the label's; of equal scores the first is the highest; a NaN among them is wrong"
 
-# By the kind of answers ("clean_correct", "clean_accuracy", ...): the dimensions of their means, and what they are of.
+# By the kind of decisions ("clean_correct", "clean_accuracy", ...): dimensions of their means, and what they are of.
 _KINDS = {
     "clean_": (("model",), "of the images as they are"),
     "": (
@@ -30,24 +30,32 @@ _KIND_BY |= dict.fromkeys(("group", "corruption", "severity"), "")
 
 
 def as_dataset(
-    right: Mapping[str, NDArray[Any]],
+    decisions: Mapping[str, NDArray[Any]],
     variants: Mapping[str, NDArray[Any]],
     coordinates: Mapping[str, Any],
     attrs: dict[str, str],
 ) -> xr.Dataset:
-    """The answers with their means over images, and the standard errors of these.
+    """What was decided of each image, whether it is right, the means of this, and the standard errors of these.
 
     Args:
-        right: bool, by the name of the variable, images last; and "label", the class of each image.
-        variants: by name, answers on other test sets, (model, image), bool.
+        decisions: predictions and confidences by the name of the variable, images last; and "label", the class of each
+            image.
+        variants: by name, whether models are right on other test sets, (model, image), bool.
         coordinates: of the dimensions but "image" and "variant"; those of other dimensions are left out.
         attrs: of the dataset.
     """
     variables: dict[str, xr.Variable] = {}
     for kind, (dims, words) in _KINDS.items():
-        if (answers := right.get(f"{kind}correct")) is not None:
-            about = {"long_name": f"right {words}", "definition": _RULE}
-            variables[f"{kind}correct"] = xr.Variable((*dims, "image"), answers, about)
+        if (predictions := decisions.get(f"{kind}prediction")) is not None:
+            answers = predictions == decisions["label"]
+            of_images = {
+                "prediction": (predictions, f"prediction {words}", "class of the highest score; -1: NaN in the scores"),
+                "confidence": (decisions[f"{kind}confidence"], f"confidence {words}", "largest softmax of the scores"),
+                "correct": (answers, f"right {words}", _RULE),
+            }
+            for name, (values, long_name, definition) in of_images.items():
+                about = {"long_name": long_name, "definition": definition}
+                variables[f"{kind}{name}"] = xr.Variable((*dims, "image"), values, about)
             variables |= _means(f"{kind}accuracy", dims, answers.mean(-1), answers.shape[-1], words)
     if variants:
         images = np.array([answers.shape[1] for answers in variants.values()])
@@ -55,9 +63,9 @@ def as_dataset(
         variables |= _means("variant_accuracy", ("model", "variant"), shares, images, "on other test sets")
         variables["variant_images"] = xr.Variable("variant", images, {"long_name": "images of the variant"})
     found = xr.Dataset(variables, attrs=attrs | {"prediction": _RULE})
-    given = {**coordinates, "variant": np.array(list(variants), dtype=object), "image": range(len(right["label"]))}
+    given = {**coordinates, "variant": np.array(list(variants), dtype=object), "image": range(len(decisions["label"]))}
     given = {name: values for name, values in given.items() if (values[0] if name == "group" else name) in found.dims}
-    return found.assign_coords(given | {"label": ("image", right["label"])})
+    return found.assign_coords(given | {"label": ("image", decisions["label"])})
 
 
 def _means(name: str, dims: tuple[str, ...], shares: Any, images: Any, words: str) -> dict[str, xr.Variable]:
@@ -148,7 +156,7 @@ def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
         TypeError: no Dataset.
         ValueError: no accuracies under corruption, or no such model.
     """
-    _check_results(ds, "accuracy", "clean_accuracy", "group")
+    check_results(ds, "accuracy", "clean_accuracy", "group")
     errors = 1 - ds.accuracy
     _names_of_models(errors, baseline)
     if "corruption" not in errors.dims:  # one was selected
@@ -160,7 +168,7 @@ def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
     for kind, rates in (("", errors), ("relative_", lost)):
         sums = rates.sum([dim for dim in rates.dims if dim == "severity"], skipna=False)
         own = sums.sel(model=baseline, drop=True)
-        ratio = (sums / own.where(own != 0)).transpose("model", "corruption")
+        ratio = (sums / own.where(own != 0)).transpose("model", "corruption", ...)
         found[f"{kind}corruption_error"] = ratio
         found[f"{kind}group_corruption_error"] = ratio.groupby("group").mean("corruption", skipna=False)
         found[f"{kind}mean_corruption_error"] = ratio.mean("corruption", skipna=False)
@@ -171,27 +179,37 @@ def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
 
 def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
     """The share of right answers of each image, (model, by, image) or (model, image); see :func:`improvement`."""
+    name = f"{kind_of(by)}correct"
+    check_results(results, name)
+    if missing := [dim for dim in ("model", "image") if dim not in results[name].dims]:
+        raise ValueError(f"expected {name!r} with the dimension {missing[0]!r}, got {results[name].dims}")
+    return mean_by(results[name], by).transpose("model", ..., "image")
+
+
+def kind_of(by: str | None) -> str:
+    """The kind of decisions, "clean_", "" or "adversarial_", that have this coordinate; see :func:`improvement`."""
     if by not in _KIND_BY:
         raise ValueError(f"expected by to be one of {', '.join(map(repr, _KIND_BY))}, got {by!r}")
-    name = f"{_KIND_BY[by]}correct"
-    _check_results(results, name)
-    right = results[name].astype(float)
-    if missing := [dim for dim in ("model", "image") if dim not in right.dims]:
-        raise ValueError(f"expected {name!r} with the dimension {missing[0]!r}, got {right.dims}")
-    if by is not None and by not in right.coords:
-        raise ValueError(f"expected {name!r} with the coordinate {by!r}, got {tuple(right.coords)}")
+    return _KIND_BY[by]
+
+
+def mean_by(values: xr.DataArray, by: str | None) -> xr.DataArray:
+    """Means of what is known of each image, over all but ``by``, "model" and "image": (..., by, image)."""
+    if by is not None and by not in values.coords:
+        raise ValueError(f"expected {values.name!r} with the coordinate {by!r}, got {tuple(values.coords)}")
+    found = values.astype(float)
     along_by = "corruption" if by == "group" else by
-    if along_by is not None and along_by not in right.dims:  # one was selected
-        right = right.expand_dims(along_by)
+    if along_by is not None and along_by not in found.dims:  # one was selected
+        found = found.expand_dims(along_by)
     if by == "group":
-        groups = np.atleast_1d(right.group.values)
-        right = right.assign_coords(group=("corruption", groups)).groupby("group").mean("corruption")
-        right = right.sel(group=list(dict.fromkeys(str(group) for group in groups)))  # in the published order
-    along = [dim for dim in right.dims if dim not in ("model", "image", by)]
-    return right.mean(along).transpose("model", ..., "image")
+        groups = np.atleast_1d(found.group.values)
+        found = found.assign_coords(group=("corruption", groups)).groupby("group").mean("corruption")
+        found = found.sel(group=list(dict.fromkeys(str(group) for group in groups)))  # in the published order
+    along = [dim for dim in found.dims if dim not in ("model", "image", by)]
+    return found.mean(along).transpose(..., "image")
 
 
-def _check_results(given: object, *names: str) -> None:
+def check_results(given: object, *names: str) -> None:
     """Refuse what is no Dataset, such as one of its variables, or lacks some of these."""
     if not isinstance(given, xr.Dataset):
         raise TypeError(f"expected what tcnn_probe.robustness gives, an xarray.Dataset; got {type(given).__name__}")

@@ -6,11 +6,20 @@ Colours are ones that the colour-blind can tell apart, ``OKABE_ITO``; matplotlib
 from tcnn_probe.plot.attention_grid import attention_grid
 from tcnn_probe.plot.attention_over_image import attention_maps
 from tcnn_probe.plot.evolution import evolution
+from tcnn_probe.plot.generalization import generalization
 from tcnn_probe.plot.robustness import robustness
 from tcnn_probe.plot.saliency_over_image import saliency_overlay
 from tcnn_probe.plot.style import OKABE_ITO
 
-__all__ = ["OKABE_ITO", "attention_grid", "attention_maps", "evolution", "robustness", "saliency_overlay"]
+__all__ = [
+    "OKABE_ITO",
+    "attention_grid",
+    "attention_maps",
+    "evolution",
+    "generalization",
+    "robustness",
+    "saliency_overlay",
+]
 
 
 def __dir__() -> list[str]:

@@ -83,7 +83,7 @@ def layer_cka(features: xr.DataArray, others: xr.DataArray | None = None) -> xr.
         "long_name": "linear CKA",
         "description": "Debiased linear CKA of the features of two layers.",
     }
-    return found.rename("cka").assign_attrs(units="1", long_name="linear CKA", description=about)
+    return found.rename("cka").assign_attrs(about)
 
 
 def _checked(features: xr.DataArray) -> xr.DataArray:

@@ -12,6 +12,7 @@ import xarray as xr
 import architectures
 import attention_maps
 import class_attention_saliency
+import disagreement
 import finetune_length
 import gating_evolution
 import head_entropy
@@ -116,6 +117,16 @@ def knowledge(before: float = 1.0, gain: float = 0.9, top1: float = 0.5) -> tupl
     return xr.Dataset(found | top, coords), 0.1
 
 
+def decisions(differ: float = 0.1, top1: float = 0.8) -> tuple[Any, ...]:
+    """Of two trainings, 99 images and two conditions."""
+    coords = {"model": [disagreement.CNN, disagreement.TCNN, disagreement.ORDER]}
+    accuracies = np.broadcast_to([0.8, top1, 0.8], (2, 3))
+    results = xr.Dataset({"clean_accuracy": (("training", "model"), accuracies)}, coords | {"image": range(99)})
+    shares = np.broadcast_to(np.array([0.3, differ])[:, None, None], (2, 2, 2, 99))
+    dims = ("training", "model", "group", "image")
+    return xr.DataArray(shares, {"model": coords["model"][1:], "group": ["clean", "blur"]}, dims), results, 0.1
+
+
 @pytest.mark.parametrize(
     ("study", "made", "changed", "message"),
     [
@@ -127,6 +138,8 @@ def knowledge(before: float = 1.0, gain: float = 0.9, top1: float = 0.5) -> tupl
         ),
         (representations, knowledge, {"gain": 0.01}, "do NOT clearly know more of the class"),
         (representations, knowledge, {"top1": 0.1}, "the T-CNN did NOT learn"),
+        (disagreement, decisions, {"differ": 0.4}, "disagree NOT less than independent errors: 0.400, 0.320"),
+        (disagreement, decisions, {"top1": 0.1}, "a model did NOT learn"),
         (when_to_reparameterize, times, {"heads": 0}, "t1 = 0 has 0 heads: NOT what it should have become"),
         (when_to_reparameterize, times, {"top1": 0.12}, "the run of t1 = 0 did NOT learn"),
         (architectures, costs, {"more": 0.9}, "need NOT more multiply-adds than their CNNs: 0.90 times"),

@@ -27,7 +27,7 @@ def resmlp_tiny(pretrained: bool = False, **options: Any) -> MlpMixer:
     return MlpMixer(**shape, block_layer=ResBlock, norm_layer=Affine)
 
 
-# Typed from the papers: thesis Tables 3.9, 3.16, 6.1, 6.14 and the texts that the recipes name.
+# Typed from the papers: thesis Sec. 2.5.1, Tables 3.9, 3.16, 6.1, 6.14 and the texts that the recipes name.
 DEIT = {
     "opt": "adamw",
     "lr": 5e-4 * 1024 / 512,
@@ -114,6 +114,12 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         "patchconvnet_s60",
         CONVNET,
         CONV | {"lr": 5e-4, "paper_batch": 1024, "epochs": 100, "drop_path": 0.05, "img_size": 224},
+    ),
+    "grafit": (
+        "resnet18",
+        [*RESNET, "--embedding-dim", "8"],
+        {"objective": "grafit", "repeated_augmentation": 4, "temperature": 0.05, "embedding_dim": 256, "epochs": 600}
+        | {"opt": "sgd", "lr": 0.1 * 1024 / 256, "paper_batch": 4 * 1024, "random_erasing": 0.25, "img_size": 224},
     ),
     "patchconvnet_specialise": ("patchconvnet_s60_multi", CONVNET, {"lr": 1e-5, "paper_batch": 512, "epochs": 10}),
 }

@@ -1,6 +1,7 @@
 """robustness() against loops by hand, and on models whose accuracy is known."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -65,6 +66,29 @@ def test_by_hand() -> None:
         assert ds[each].values.any() > ds[each].values.all()
 
 
+def test_predictions_and_confidences_by_hand() -> None:
+    """One image at a time, the softmax in float64: scores are rounded to float32 first."""
+    models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
+    x, y = pixels(7).double(), labels(7)
+    ds = tcnn_probe.robustness(models, x, y, **SOME, attacks="fgsm", normalization=NONE, batch_size=3)
+    for name, model in models.items():
+        of = ds.sel(model=name)
+        kinds = {"clean_": x, "adversarial_": tcnn_probe.fgsm(model, x, y, normalization=NONE)}
+        kinds[""] = tcnn_probe.corrupt(x, "gaussian_noise", 2, seed=3)
+        at = {"": {"corruption": "gaussian_noise", "severity": 2, "seed": 3}, "adversarial_": {"seed": 0}}
+        for kind, images in kinds.items():
+            with torch.no_grad():
+                scores = [model(image[None])[0].tolist() for image in images]
+            best = [max(range(5), key=row.__getitem__) for row in scores]
+            sure = [math.exp(row[b]) / sum(map(math.exp, row)) for row, b in zip(scores, best, strict=True)]
+            found = of.sel(at.get(kind, {}))
+            assert found[f"{kind}prediction"].values.ravel().tolist() == best
+            bound = 4 * (1 + max(abs(score) for row in scores for score in row)) * np.finfo(np.float32).eps
+            np.testing.assert_allclose(found[f"{kind}confidence"].values.ravel(), sure, rtol=bound)
+    assert (ds.prediction.dtype, ds.confidence.dtype) == (np.int32, np.float32)
+    assert len(set(ds.prediction.values.ravel().tolist())) > 1
+
+
 def sensitive(x: Tensor) -> Tensor:
     """Scores that any noise changes, of images 9 x 11."""
     weight = torch.randn(3 * 9 * 11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -121,7 +145,8 @@ def test_functions_and_normalization_by_model() -> None:
 
 def test_only_what_is_asked_for() -> None:
     clean = tcnn_probe.robustness(Small(), pixels(2), labels(2), **CLEAN)
-    assert set(clean.variables) == {"model", "image", "label", "clean_correct", "clean_accuracy", "clean_accuracy_se"}
+    of_images = {f"clean_{name}" for name in ("prediction", "confidence", "correct")}
+    assert set(clean.variables) == of_images | {"model", "image", "label", "clean_accuracy", "clean_accuracy_se"}
     attacked = tcnn_probe.robustness(Small(), pixels(2), labels(2), **CLEAN | {"attacks": "fgsm"})
     assert "accuracy" not in attacked
     assert named_corruptions("blur") == ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur")
@@ -154,6 +179,8 @@ def test_ties_and_nan() -> None:
     with pytest.warns(RuntimeWarning, match="scores with NaN, counted as wrong: {'bad': 2}"):
         ds = tcnn_probe.robustness({"bad": broken}, x, y, **CLEAN)
     assert ds.clean_correct[0].values.tolist() == [True, False, False, True]
+    assert ds.clean_prediction[0].values.tolist() == [0, -1, -1, 2]
+    assert ds.clean_confidence[0].isnull().values.tolist() == [False, True, True, False]
     assert json.loads(ds.attrs["nan_scores"]) == {"bad": 2}
     assert "NaN" in ds.attrs["prediction"]
 

@@ -1,0 +1,218 @@
+"""Whether a T-CNN decides otherwise than its CNN, more than two CNNs do (thesis, Table 3.4, asked of T-CNNs).
+
+    python studies/disagreement.py
+
+Takes about 11 minutes on one CPU core.
+
+What one should see (disagreement.png): any two trainings disagree, so the disagreement of a T-CNN and its CNN means
+little by itself. The yardsticks are two trainings of the same CNN: with another order of the images from the same
+start, and from another start. Both fail on many of the same images, and so disagree less than independent errors
+would make them. The last lines that are printed say where the T-CNN departs further from its CNN than the yardsticks
+do, as far as the intervals support it. A less accurate model also disagrees more: compare the accuracies.
+
+How: several small ResNets learn handwritten digits in cluttered scenes, each from its own seed. Each is then fine-tuned
+for as long in three ways: as it is, as it is with images in another order, and as a T-CNN, which sees them in the order
+of the first. All are shown the same validation images, clean and corrupted as those of ImageNet-C.
+
+Writes into results/:
+disagreement.png    A share of images that a model and the CNN classify differently, clean and by group of corruptions;
+                    B by corruption, how much more often the T-CNN differs than the CNN of another order
+disagreement.zarr   every decision of every model, and its confidence: xarray.open_zarr
+
+It ends by checking that the models learned, and that the CNN of another order disagrees with the CNN less often than
+independent errors would make them.
+
+On your own images, with a GPU. Fine-tuned from the same weights, there is no yardstick of another start:
+
+    python studies/disagreement.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
+        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+"""
+
+import argparse
+import copy
+import sys
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import tcnn_probe
+from common.data import PixelBatches
+from common.ending import ended, finish, learned
+from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, study_parser
+from common.training import Training, add_training, begin, settle
+from tcnn_model import reparameterize
+from tcnn_probe.plot import OKABE_ITO
+
+CNN, TCNN, ORDER, START = "CNN", "T-CNN", "CNN, other order", "CNN, other start"
+COLORS = {TCNN: OKABE_ITO["vermillion"], ORDER: OKABE_ITO["sky blue"], START: OKABE_ITO["blue"]}
+OVER = ("training", "image")
+FAR = 1000  # seeds of other orders begin so far from those of trainings
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    study = begin("disagreement", args, stages=4 * args.seeds, later=("corruptions", "severities", "images"))
+    results = xr.concat([one_training(study, nth) for nth in range(args.seeds)], "training")
+    if args.seeds > 1 and not args.pretrained:
+        results = with_other_start(results)
+    results.to_zarr(study.output.store, mode="w", consolidated=False)
+    found = {by: differing(results, by) for by in ("group", "corruption")}
+    draw(found["group"], found["corruption"]).savefig(study.output.figure, dpi=200)
+    print(table(found["group"], results))
+    print(verdicts(found))
+    print(f"wrote {study.output.store} and {study.output.figure}")
+    return finish(check(found["group"], results, study.chance), args.data)
+
+
+def one_training(study: Training, nth: int) -> xr.Dataset:
+    """What the CNN of a seed, fine-tuned in three ways, decides of the validation images."""
+    args, loaders = argparse.Namespace(**vars(study.args)), study.loaders
+    args.seed += nth
+    if nth:
+        study = study.other(args)
+        study.loaders = loaders  # the same images for all
+    study.train_cnn(f"cnn_{nth}", f"CNN {nth}")
+    torch.manual_seed(args.seed)
+    models = {CNN: copy.deepcopy(study.cnn), TCNN: reparameterize(study.cnn), ORDER: copy.deepcopy(study.cnn)}
+    for (name, model), file in zip(models.items(), ("control", "tcnn", "order"), strict=True):
+        seed = args.seed + FAR if name == ORDER else args.seed
+        list(study.fine_tune(model, f"{file}_{nth}", f"{name} {nth}", seed=seed))
+    images = PixelBatches(study.cnn, study.loaders[1], args.images)
+    return tcnn_probe.robustness(
+        models,
+        images,
+        corruptions=args.corruptions,
+        severities=args.severities,
+        normalization=images.normalization,
+        attacks=(),
+        device=args.device,
+    )
+
+
+def with_other_start(results: xr.Dataset) -> xr.Dataset:
+    """The CNN of the next training beside that of each one: it began elsewhere."""
+    decided = [name for name in results.data_vars if "model" in results[name].dims]
+    other = results[decided].sel(model=[CNN]).roll(training=-1, roll_coords=False)
+    return xr.concat(
+        [results, other.assign_coords(model=np.array([START], dtype=object))], "model", data_vars="minimal"
+    )
+
+
+def differing(results: xr.Dataset, by: str) -> xr.DataArray:
+    """How often each model decides otherwise than the CNN of its training: (training, model, by, image).
+
+    Labels of ``by`` begin with "clean".
+    """
+    runs = []
+    for nth in range(results.sizes["training"]):
+        run = results.isel(training=nth)
+        clean, worse = (tcnn_probe.disagreement(run, each).differ.sel(other=CNN, drop=True) for each in (None, by))
+        worse = worse.assign_coords({by: worse[by].astype(str).astype(object)}).reset_coords(drop=True)
+        runs.append(xr.concat([clean.expand_dims({by: np.array(["clean"], dtype=object)}), worse], by))
+    models = [name for name in COLORS if name in results.model]
+    return xr.concat(runs, "training").sel(model=models).transpose("training", "model", by, "image")
+
+
+def surplus(found: xr.DataArray, than: str) -> tuple[xr.DataArray, xr.DataArray]:
+    """How much more often the T-CNN differs from the CNN than another does, and the 95 % interval."""
+    more = found.sel(model=TCNN, drop=True) - found.sel(model=than, drop=True)
+    return more.mean(OVER), tcnn_probe.bootstrap_interval(more, OVER)
+
+
+@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
+    """Disagreement by group, and the T-CNN's surplus by corruption."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    a, b = figure.subplots(1, 2)
+    models = by_group.model.values.tolist()
+    for nth, name in enumerate(models):
+        values = by_group.sel(model=name)
+        at = np.arange(values.sizes["group"]) + (nth - (len(models) - 1) / 2) * 0.8 / len(models)
+        bar(
+            a, at, values.mean(OVER), tcnn_probe.bootstrap_interval(values, OVER), COLORS[name], name, 0.8 / len(models)
+        )
+    a.set_xticks(range(by_group.sizes["group"]), by_group.group.values)
+    a.set(ylabel="share of images decided otherwise than by the CNN", title="clean and by group of corruptions")
+    a.legend(frameon=False)
+    mean, interval = surplus(by_corruption, ORDER)
+    bar(b, np.arange(mean.size), mean, interval, COLORS[TCNN], "", 0.7)
+    b.set_xticks(range(mean.size), [name.replace("_", " ") for name in mean.corruption.values], rotation=60, ha="right")
+    b.set(ylabel=f"T-CNN more often than {ORDER}", title="by corruption")
+    b.axhline(0, color="k", lw=0.8)
+    for panel, letter in ((a, "A"), (b, "B")):
+        panel.set_title(letter, loc="left", fontweight="bold")
+    return figure
+
+
+def bar(
+    axes: Axes, at: np.ndarray, mean: xr.DataArray, interval: xr.DataArray, color: str, label: str, width: float
+) -> None:
+    """Bars with their intervals."""
+    reach = np.clip([mean - interval.sel(bound="low"), interval.sel(bound="high") - mean], 0, None)
+    axes.bar(at, mean, width, color=color, label=label, yerr=reach, error_kw={"elinewidth": 0.8, "capsize": 2})
+
+
+def table(by_group: xr.DataArray, results: xr.Dataset) -> str:
+    """Disagreement with the CNN by model and condition; and accuracies."""
+    trainings = f"{results.sizes['training']} trainings"
+    lines = [f"\nshare of {results.sizes['image']} images decided otherwise than by the CNN; {trainings}"]
+    lines.append(f"{'':<18}" + "".join(f"{name:>10}" for name in by_group.group.values) + "   accuracy, clean")
+    for name in by_group.model.values:
+        cells = "".join(f"{float(value):>10.3f}" for value in by_group.sel(model=name).mean(OVER))
+        lines.append(f"{name:<18}{cells}{float(results.clean_accuracy.sel(model=name).mean()):>18.3f}")
+    return "\n".join(lines)
+
+
+def verdicts(found: dict[str, xr.DataArray]) -> str:
+    """Where the T-CNN departs further from the CNN than each yardstick, by the intervals."""
+    lines = []
+    for than in found["group"].model.values[1:]:
+        lines.append(f"\nthe T-CNN differs from the CNN more often than {than!r}, with 95 % interval:")
+        for by in ("group", "corruption"):
+            mean, interval = surplus(found[by], than)
+            for label in mean[by].values[by == "corruption" :]:  # clean images are in both
+                low, high = interval.sel({by: label}).values
+                verdict = "more often" if low > 0 else "less often" if high < 0 else "not distinguishable"
+                lines.append(f"  {label:<18}{float(mean.sel({by: label})):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}")
+    lines.append("Intervals are over these images and trainings, few of which say little about other trainings.")
+    return "\n".join(lines)
+
+
+def check(by_group: xr.DataArray, results: xr.Dataset, chance: float) -> bool:
+    """Whether the models learned, and the CNN of another order shares errors with the CNN, on clean images."""
+    seen = learned("a model", float(results.clean_accuracy.min()), results.sizes["image"], chance)
+    differ = float(by_group.sel(model=ORDER, group="clean").mean())
+    one, other = (results.clean_accuracy.sel(model=name) for name in (CNN, ORDER))
+    independent = float((one * (1 - other) + other * (1 - one)).mean())  # if no image is harder than another
+    verdict = "less" if differ < independent else "NOT less"
+    print(f"check: two orders of images disagree {verdict} than independent errors: {differ:.3f}, {independent:.3f}")
+    return seen and differ < independent
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; the digits and the user's own images have different defaults."""
+    parser = study_parser(__doc__)
+    add_training(parser, small="1 seed, 4 epochs, 4 corruptions, 2 severities, 30 seconds")
+    add = parser.add_argument_group("comparison").add_argument
+    add("--seeds", type=from_least(1), help="CNNs, each with a T-CNN, from --seed on (default: 3)")
+    add("--images", type=from_least(2), help="validation images, spread evenly (default: 150; all of --data)")
+    add("--corruptions", nargs="+", choices=tcnn_probe.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
+    add("--severities", type=int, nargs="+", choices=range(1, 6), help="of the corruptions (default: 1 3 5)")
+    add_output(parser)
+    args = parsed(parser, arguments, "disagreement")
+    settle(parser, args)
+    if args.small:
+        fill_in(args, {"seeds": 1, "severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
+    fill_in(args, {"seeds": 3, "severities": [1, 3, 5]})
+    if args.data == "digits":
+        fill_in(args, {"images": 50 if args.small else 150})
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))

@@ -1,0 +1,140 @@
+"""Fine representations from coarse labels: Grafit's losses and network (arXiv:2011.12982; Touvron's thesis, Ch. 2)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Grafit", "GrafitTask", "instance_loss", "neighbour_scores"]
+
+
+def instance_loss(predictions: Tensor, targets: Tensor) -> Tensor:
+    """The views of an image predict each other's embeddings (Eq. 2.1); mean over images, from -1 to 1.
+
+    Args:
+        predictions: q(g(t_i(x))), shape (B, T, D), T views of each image.
+        targets: embeddings of the same views by the target network, shape (B, T, D).
+    """
+    cosines = F.normalize(predictions, dim=-1) @ F.normalize(targets, dim=-1).mT
+    views = cosines.shape[-1]
+    others = cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(-1)
+    return -(others / (views * (views - 1))).mean()
+
+
+def neighbour_scores(
+    embeddings: Tensor,
+    memory: Tensor,
+    labels: Tensor,
+    classes: int,
+    *,
+    temperature: float = 0.05,
+    own: Tensor | None = None,
+) -> Tensor:
+    """Log-probabilities of classes by all neighbours, shape (B, K): log of the sum of p_ij over j of the class.
+
+    p_ij is a softmax of cosines over neighbours (Eq. 2.2). The negative log-likelihood of the label is the kNN loss
+    (Eq. 2.3). A class without neighbours has the logarithm of the dtype's smallest normal number.
+
+    Args:
+        embeddings: of images, shape (B, D).
+        memory: of their neighbours, shape (N, D).
+        labels: of the neighbours, shape (N,).
+        classes: how many.
+        temperature: sigma of the thesis.
+        own: which neighbour is the image itself, shape (B, N), bool: it is left out.
+    """
+    scaled = F.normalize(embeddings, dim=-1) @ F.normalize(memory, dim=-1).T / temperature
+    if own is not None:
+        scaled = scaled.masked_fill(own, -torch.inf)
+    shares = scaled.softmax(-1)
+    masses = shares.new_zeros(len(embeddings), classes).index_add(1, labels, shares)
+    return masses.clamp_min(torch.finfo(masses.dtype).tiny).log()
+
+
+class Grafit(nn.Module):
+    """A trunk, a projector, a predictor, and a memory of embeddings, which classifies by neighbours.
+
+    The thesis does not give the widths of projector and predictor. Here they are BYOL's (arXiv:2006.07733) for 256
+    dimensions: one hidden layer, 16 times as wide.
+
+    Args:
+        trunk: a model of timm; its classifier is removed.
+        classes: coarse ones, those of the labels.
+        images: in the training set, each with a place in the memory.
+        dim: of embeddings.
+        temperature: sigma of the thesis.
+    """
+
+    memory: Tensor
+    labels: Tensor
+
+    def __init__(self, trunk: Any, classes: int, images: int, *, dim: int = 256, temperature: float = 0.05) -> None:
+        super().__init__()
+        trunk.reset_classifier(0)
+        self.trunk, self.num_classes, self.temperature = trunk, classes, temperature
+        self.pretrained_cfg = getattr(trunk, "pretrained_cfg", None)
+        self.projector = _perceptron(trunk.head_hidden_size, dim)
+        self.predictor = _perceptron(dim, dim)
+        self.register_buffer("memory", torch.zeros(images, dim))
+        self.register_buffer("labels", torch.full((images,), -1))  # -1: not seen yet
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Embeddings g(x) of length 1, shape (B, D): what neighbours are found by, coarse or fine."""
+        return F.normalize(self.projector(self.trunk(images)), dim=-1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Log-probabilities of the coarse classes by the images in the memory, shape (B, K)."""
+        return self.scores(self.embed(images).float())
+
+    def scores(self, embeddings: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """The same of embeddings; of training images by their numbers (B,), each without itself."""
+        seen = (self.labels >= 0).nonzero()[:, 0]
+        return neighbour_scores(
+            embeddings, self.memory[seen], self.labels[seen], self.num_classes, temperature=self.temperature,
+            own=None if numbers is None else seen == numbers[:, None],
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def remember(self, numbers: Tensor, labels: Tensor, embeddings: Tensor) -> None:
+        """Move the images' memory half of the way to these embeddings (thesis, "Memory of embeddings")."""
+        self.memory[numbers] = (self.memory[numbers] + embeddings) / 2
+        self.labels[numbers] = labels
+
+
+class GrafitTask:
+    """The sum of both losses (Eq. 2.4), of batches in which the views of an image follow each other.
+
+    The kNN loss takes the first view. A batch enters the memory before its loss, so that the first one has neighbours.
+
+    Args:
+        model: trained.
+        target: moving average of the model, the target network.
+        views: T, of each image.
+    """
+
+    def __init__(self, model: Grafit, target: Grafit, views: int) -> None:
+        self.model, self.target, self.views = model, target, views
+
+    def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        """The loss, scores (B / T, K) and labels (B / T,); ``targets`` are labels and numbers of images, (B, 2)."""
+        labels, numbers = targets.unflatten(0, (-1, self.views)).unbind(-1)
+        if (numbers != numbers[:, :1]).any():
+            raise ValueError(f"expected {self.views} views of each image, one after the other: is an image unreadable?")
+        with torch.no_grad():
+            theirs = self.target.embed(images)
+        ours = self.model.embed(images)
+        predictions = self.model.predictor(ours)
+        with torch.autocast(images.device.type, enabled=False):
+            views = [each.float().unflatten(0, (-1, self.views)) for each in (ours, predictions, theirs)]
+            first = views[0][:, 0]
+            self.model.remember(numbers[:, 0], labels[:, 0], first.detach())
+            scores = self.model.scores(first, numbers[:, 0])
+            loss = F.nll_loss(scores, labels[:, 0]) + instance_loss(views[1], views[2])
+        return {"loss": loss, "output": scores, "targets": labels[:, 0]}
+
+
+def _perceptron(width: int, dim: int) -> nn.Sequential:
+    hidden = 16 * dim
+    return nn.Sequential(nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, dim))

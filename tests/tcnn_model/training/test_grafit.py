@@ -1,0 +1,152 @@
+"""Grafit's losses against loops over Eqs. 2.1 to 2.4 in float64, and its training as a run."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tcnn_model.training.command import main, train
+from tcnn_model.training.grafit import Grafit, GrafitTask, instance_loss, neighbour_scores
+from tcnn_model.training.sources import open_sources
+from tests.tcnn_model.training.runs import assert_same_weights, config, finish
+
+GRAFIT: dict[str, Any] = {
+    "objective": "grafit", "data": "parity", "ema": 0.9, "repeated_augmentation": 2, "embedding_dim": 8,
+}  # fmt: skip
+
+
+def cosine(a: list[float], b: list[float]) -> float:
+    dot = sum(x * y for x, y in zip(a, b, strict=True))
+    return dot / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+
+
+def by_hand(embedding: list[float], others: list[tuple[list[float], int]], label: int, sigma: float) -> float:
+    """Eqs. 2.2 and 2.3 of one image, without itself among the others."""
+    weights = [math.exp(cosine(embedding, other) / sigma) for other, _ in others]
+    return -math.log(sum(w for w, (_, y) in zip(weights, others, strict=True) if y == label) / sum(weights))
+
+
+def instance_by_hand(predictions: Tensor, targets: Tensor) -> float:
+    """Eq. 2.1, mean over images."""
+    images, views, _ = predictions.shape
+    pairs = [(i, j) for i in range(views) for j in range(views) if i != j]
+    total = sum(cosine(predictions[b, i].tolist(), targets[b, j].tolist()) for b in range(images) for i, j in pairs)
+    return -total / (views * (views - 1)) / images
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_instance_loss_by_hand() -> None:
+    predictions, targets = random(5, 3, 7), random(5, 3, 7, seed=1)
+    assert instance_loss(predictions, targets).item() == pytest.approx(
+        instance_by_hand(predictions, targets), abs=1e-14
+    )
+    assert instance_loss(
+        predictions[:, :1].expand(5, 3, 7), predictions[:, :1].expand(5, 3, 7)
+    ).item() == pytest.approx(-1)
+
+
+def test_neighbour_scores_by_hand() -> None:
+    embeddings, memory, labels = random(5, 7), random(11, 7, seed=1), torch.arange(11) % 3
+    own = torch.arange(11) == torch.tensor([4, 0, 10, 7, 1])[:, None]
+    for mask in (None, own):
+        scores = neighbour_scores(embeddings, memory, labels, 4, temperature=0.3, own=mask)
+        for image in range(5):
+            left = [n for n in range(11) if mask is None or not mask[image, n]]
+            others = [(memory[n].tolist(), int(labels[n])) for n in left]
+            expected = [by_hand(embeddings[image].tolist(), others, label, 0.3) for label in range(3)]
+            assert (-scores[image, :3]).tolist() == pytest.approx(expected, rel=1e-12)
+        assert scores[:, 3].tolist() == [math.log(torch.finfo(torch.float64).tiny)] * 5  # of no neighbour
+
+
+class Trunk(nn.Linear):
+    """What Grafit needs of a model of timm."""
+
+    head_hidden_size = 5
+
+    def reset_classifier(self, classes: int) -> None:
+        assert classes == 0
+
+
+def grafit(seed: int) -> Grafit:
+    torch.manual_seed(seed)
+    return Grafit(Trunk(7, 5), 2, 13, dim=3, temperature=0.2).double()
+
+
+def test_task_is_the_sum_of_both_losses() -> None:
+    """Of 4 images of 3 views; two images of an earlier batch are in the memory, one of them seen again."""
+    model, target = grafit(0).float(), grafit(1).float().eval()
+    before, old, images = random(2, 3).float(), torch.tensor([9, 4]), random(12, 7, seed=2).float()
+    model.memory[old], model.labels[old] = before, torch.tensor([1, 0])
+    labels, numbers = torch.tensor([1, 1, 0, 0]), torch.tensor([2, 12, 4, 0])
+    result = GrafitTask(model, target, 3)(images, torch.stack([labels, numbers], 1).repeat_interleave(3, 0))
+    with torch.no_grad():
+        ours, theirs = (each.embed(images).unflatten(0, (4, 3)) for each in (model, target))
+        predictions = model.predictor(model.embed(images)).unflatten(0, (4, 3))
+    kept = {9: (before[0].tolist(), 1)}
+    for n, (label, number) in enumerate(zip(labels.tolist(), numbers.tolist(), strict=True)):
+        half = ours[n, 0] / 2 + (before[1] / 2 if number == 4 else 0)
+        kept[number] = half.tolist(), label
+        torch.testing.assert_close(model.memory[number], half)
+    losses = []
+    for n, number in enumerate(numbers.tolist()):
+        others = [one for other, one in kept.items() if other != number]
+        losses.append(by_hand(ours[n, 0].tolist(), others, int(labels[n]), 0.2))
+    expected = sum(losses) / 4 + instance_by_hand(predictions, theirs)
+    terms = sum(map(abs, losses)) / 4 + 1 + 2 / 0.2
+    assert result["loss"].item() == pytest.approx(expected, abs=16 * torch.finfo(torch.float32).eps * terms)
+    assert result["targets"].tolist() == labels.tolist()
+    assert result["output"].shape == (4, 2)
+    result["loss"].backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def test_views_that_are_apart_are_refused() -> None:
+    targets = torch.tensor([[0, 3], [0, 3], [1, 4], [1, 5]])
+    with pytest.raises(ValueError, match="expected 2 views of each image, one after the other"):
+        GrafitTask(grafit(0), grafit(0), 2)(random(4, 7), targets)
+
+
+def test_a_run_interrupted_or_not(tmp_path: Path) -> None:
+    """The memory and the target network are in the checkpoint; validation is by neighbours, on coarse labels."""
+    whole = finish(config(tmp_path / "whole", **GRAFIT))
+    settings = config(tmp_path / "twice", **GRAFIT)
+    for result in train(settings, progress=False):
+        if result.epoch == 1:
+            break
+    again = finish(settings, resume=True)
+    assert_same_weights(again, whole)
+    seen = whole["model"]["labels"] >= 0
+    assert 12 < seen.sum() <= 24  # of 24 images 12 in each of two epochs
+    parity = open_sources("parity", "", ("train", "validation"))[0]
+    fine = open_sources("digits", "", ("train", "validation"))[0]
+    for number in seen.nonzero()[:, 0].tolist():
+        assert whole["model"]["labels"][number] == parity.read(number)[1] == fine.read(number)[1] % 2
+    assert (whole["model"]["memory"][~seen] == 0).all()
+    assert whole["history"][-1]["train_loss"] < 20
+    assert not torch.equal(whole["model"]["trunk.conv1.weight"], whole["ema"]["trunk.conv1.weight"])
+
+
+def test_settings_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["resnet18", "--recipe", "grafit", "--out", str(tmp_path / "run"), "--warmup-epochs", "0"]
+    for wrong in ("--ema 0", "--batch-size 6", "--batch-size 4", "--mixup 0.8", "--compile", "--reparameterize-at 3"):
+        assert main([*given, *wrong.split()]) == 2
+        assert "objective: grafit needs ema, got" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_image_finds_its_class_by_its_neighbours() -> None:
+    """Embeddings of two clusters: each image has the label of the other members of its own."""
+    model = grafit(0).eval()
+    centres = F.normalize(random(2, 3), dim=-1)
+    labels = torch.arange(13) % 2
+    model.remember(torch.arange(13), labels, centres[labels] + 0.01 * random(13, 3, seed=1))
+    assert model.scores(centres).argmax(1).tolist() == [0, 1]
+    assert grafit(0).scores(centres).tolist() == [[math.log(torch.finfo(torch.float64).tiny)] * 2] * 2  # nothing seen
