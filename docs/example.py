@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from PIL import Image
 from sklearn.datasets import load_sample_image
 
 import tcnn_model
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = tcnn_model.reparameterize(cnn).eval()
     trained = tcnn_probe.open(given.run / "attention_maps_recording.zarr")
     store = given.run / "example.zarr"
-    photograph = tcnn_probe.as_images(load_sample_image(PHOTOGRAPH), model)
+    photograph = validation.dataset.transform(Image.fromarray(load_sample_image(PHOTOGRAPH)))[None]
     kept = {name: options[name] for name in ("model", "img_size", "limit", "batch_size", "lr", "gating_lr", "seed")}
     with tcnn_probe.record(model, store, mode="w", images=[0], attrs=kept | {"photograph": PHOTOGRAPH}) as recorder:
         for epoch in trained.epoch.values.tolist():
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for images, _ in validation:
                 model(images)
             recorder.mark(epoch=epoch, **{name: float(of.sel(epoch=epoch)) for name, of in trained.data_vars.items()})
-    with zipfile.ZipFile(given.out, "w") as packed:
+    with zipfile.ZipFile(given.out, "w", zipfile.ZIP_DEFLATED) as packed:
         for file in sorted(path for path in store.rglob("*") if path.is_file() and not path.name.startswith(".")):
             packed.write(file, file.relative_to(store))
     print(f"wrote {given.out}: {given.out.stat().st_size / 1e6:.2f} MB")
