@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -98,11 +99,13 @@ def test_recorded_epoch_beside_a_plain_one(tmp_path: Path) -> None:
     benchmark = importlib.import_module("recording_epoch")
     assert pytest.approx(25.6, abs=0.03) == benchmark.PROPORTION
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, **TINY["vit"])
-    epoch = benchmark.Epoch(model, torch.randn(77, 3, 32, 32), 40, tmp_path / "run.zarr")
-    assert epoch.run(1) > 0
-    assert epoch.run() > 0
+    training = benchmark.Training(model, torch.randn(3, 3, 32, 32), tmp_path / "run.zarr")
+    for epoch in range(2):
+        assert min(training.step(), training.validate(), training.mark(epoch)) > 0
     recorded = xr.open_zarr(tmp_path / "run.zarr")
     assert (recorded.epoch.values.tolist(), recorded.images.values.tolist()) == ([0, 1], [[3], [3]])
+    rounds = np.array([[[2.0, 2.0], [1.0, 1.5]], [[2.0, 2.2], [1.0, 1.5]], [[9.0, 2.2], [1.0, 1.5]]])
+    assert benchmark.longer(rounds) == pytest.approx((25.62 * 2.2 + 1.5) / (25.62 * 2 + 1) - 1, abs=1e-4)
 
 
 def test_budget_of_a_training_by_hand() -> None:
