@@ -4,7 +4,9 @@
         --limit 1600 --epochs 5 --batch-size 32 --lr 1e-4 --gating-lr 0.1 --out results/photos
     python docs/example.py results/photos
 
-At each epoch the validation photographs of the study are recorded, and before them one whose maps are kept.
+At each epoch the validation photographs of the study are recorded, and before them one whose maps are kept. The file in
+the package is from the weights and scores of ``gating_evolution.py --unstrided`` with these options, which trains the
+same T-CNN, so it has the accuracies of two controls as well.
 """
 
 import argparse

@@ -110,7 +110,7 @@ def test_equals_brute_force(family: Family) -> None:
 
 
 def test_maps_of_shifted_windows() -> None:
-    """Of each window of images 0 and 3: what its keys receive, and what its central query sees."""
+    """Each window of images 0 and 3: what its keys receive, and what its central query sees."""
     model, images = sharpen(FAMILIES[0].make()).double(), FAMILIES[0].images().double()
     assert (model.layers[0].blocks[1].attn_mask < -10).any()
     wholes = {whole.layer: whole.weights.unflatten(0, (4, -1)).numpy() for whole in attention_of(model, images)}

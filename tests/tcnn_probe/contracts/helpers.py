@@ -54,7 +54,7 @@ def images(count: int = 3, seed: int = 0) -> Tensor:
 
 
 def entropy(attention: Attention, tokens: Tensor) -> Tensor:
-    """Of a layer given its input (B, N, C): mean over queries, (B, heads), in float64 from beginning to end."""
+    """Entropies of a layer given its input (B, N, C): mean over queries, (B, heads), in float64 throughout."""
     weight, bias = attention.qkv.weight.detach().double(), attention.qkv.bias.detach().double()
     q, k, _ = (tokens.detach().double() @ weight.T + bias).unflatten(-1, (3, attention.num_heads, -1)).unbind(2)
     weights = torch.einsum("bqhd,bkhd->bhqk", q, k).mul(q.shape[-1] ** -0.5).softmax(-1)

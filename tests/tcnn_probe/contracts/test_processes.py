@@ -20,7 +20,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def hooks_of(file: Path) -> tuple[bool, bool, bool]:
-    """Of a model in a file: whether ours are called, whether they are all there are, and whether others stayed."""
+    """Hooks of a model in a file: whether ours are called, whether they are all, and whether others stayed."""
     model, seen = torch.load(file, weights_only=False), list[int]()
     modules = (model, *model.children())
     handles = [module.register_forward_pre_hook(lambda module, args: seen.append(len(args))) for module in modules]

@@ -37,7 +37,7 @@ class Stop(nn.Module):
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_left(case: str) -> None:
-    """Of the ablation itself, while it is there but for its hooks, and of exceptions in a forward or in the body."""
+    """Neither of the ablation, while it is there but for its hooks, nor of exceptions in a forward or in the body."""
     make, given, options = CASES[case]
     model, x = make(), given()
     stop = Stop(model)

@@ -79,7 +79,7 @@ def close(found: Tensor, weights: Tensor, values: Tensor, projection: nn.Module,
     ("name", "fused"), [(n, True) for n in ("vit", "beit", "swin", "torch")] + [("swin", False)], indirect=["fused"]
 )
 def test_softmax_by_hand(name: str, mode: Any, fused: bool) -> None:
-    """Of each window, with its bias and mask, in batches of any size."""
+    """Each window has its own, with its bias and mask, in batches of any size."""
     make, shape, path, projection = MODELS[name]
     model = wide(make())
     layer = model.get_submodule(path)
