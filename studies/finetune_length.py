@@ -25,20 +25,16 @@ On your own images, as the paper did on ImageNet with a GPU:
 """
 
 import argparse
-import copy
 import sys
 from collections.abc import Iterator
 
 import matplotlib as mpl
-import torch
 import xarray as xr
 from matplotlib.figure import Figure
-from torch import nn
 
 from common.ending import ended, finish, learned
 from common.options import add_output, fill_in, from_least, parsed, study_parser
 from common.training import Training, add_training, begin, settle
-from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
 CONTROL, TCNN = "CNN", "T-CNN"
@@ -61,15 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
 def curves(study: Training) -> Iterator[xr.Dataset]:
     """Accuracy of both models by epoch, for each length."""
     for length in study.args.lengths:
-        models: dict[str, nn.Module] = {CONTROL: copy.deepcopy(study.cnn)}
-        torch.manual_seed(study.args.seed)
-        models[TCNN] = reparameterize(study.cnn)
-        top1 = []
-        for name, model in models.items():
-            file = f"{'control' if name == CONTROL else 'tcnn'}_{length}"
-            results = study.fine_tune(model, file, f"the {name}, {length} epochs", epochs=length)
-            top1.append([result.top1 for result in results])
-        coords = {"model": [*models], "epoch": range(length + 1), "length": [length]}
+        results = study.both(f"{length}", f"{length} epochs", epochs=length)
+        top1 = [[result.top1 for result in run] for run in results]
+        coords = {"model": [CONTROL, TCNN], "epoch": range(length + 1), "length": [length]}
         of_length = xr.Dataset({"top1": (("length", "model", "epoch"), [top1])}, coords)
         yield of_length.assign_coords(model=of_length.model.astype(object))  # zarr warns of fixed-width text
 

@@ -26,20 +26,16 @@ On your own images, as the paper did on ImageNet with a GPU:
 """
 
 import argparse
-import copy
 import sys
 from collections.abc import Iterator
 
 import matplotlib as mpl
-import torch
 import xarray as xr
 from matplotlib.figure import Figure
-from torch import nn
 
 from common.ending import ended, finish, learned
 from common.options import add_output, fill_in, parsed, positive_number, study_parser
 from common.training import Training, add_training, begin, settle, warmup
-from tcnn_model import reparameterize
 
 CONTROL, TCNN = "CNN", "T-CNN"
 
@@ -60,18 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
 def curves(study: Training) -> Iterator[xr.Dataset]:
     """Accuracy and loss of both models by epoch, for each rate."""
     for lr in study.args.rates:
-        models: dict[str, nn.Module] = {CONTROL: copy.deepcopy(study.cnn)}
-        torch.manual_seed(study.args.seed)
-        models[TCNN] = reparameterize(study.cnn)
-        results = []
-        for name, model in models.items():
-            file = f"{'control' if name == CONTROL else 'tcnn'}_{lr:g}"
-            results.append(list(study.fine_tune(model, file, f"the {name}, rate {lr:g}", lr=lr)))
+        results = study.both(f"{lr:g}", f"rate {lr:g}", lr=lr)
         measured = {
             variable: (("lr", "model", "epoch"), [[[getattr(r, variable) for r in run] for run in results]])
             for variable in ("top1", "val_loss", "train_loss")
         }
-        coords = {"model": [*models], "epoch": range(len(results[0])), "lr": [lr]}
+        coords = {"model": [CONTROL, TCNN], "epoch": range(len(results[0])), "lr": [lr]}
         of_rate = xr.Dataset(measured, coords)
         yield of_rate.assign_coords(model=of_rate.model.astype(object))  # zarr warns of fixed-width text
 

@@ -224,6 +224,21 @@ class Training:
             models["unstrided"] = ("the CNN goes on at stride 1 (control)", unstride(self.cnn))
         return {name: (model, list(self.fine_tune(model, name, title))) for name, (title, model) in models.items()}
 
+    def both(self, name: str, title: str, **changed: Any) -> list[list[EpochResult]]:
+        """The CNN as it is (control) and its T-CNN, fine-tuned with one recipe; nothing is recorded.
+
+        Args:
+            name: of the recipe, for the checkpoints.
+            title: of the recipe, for the progress bars.
+            **changed: of the recipe, as for :meth:`fine_tune`.
+        """
+        torch.manual_seed(self.args.seed)
+        models = {"control": ("the CNN", copy.deepcopy(self.cnn)), "tcnn": ("the T-CNN", reparameterize(self.cnn))}
+        return [
+            list(self.fine_tune(model, f"{file}_{name}", f"{words}, {title}", **changed))
+            for file, (words, model) in models.items()
+        ]
+
     def tcnn(
         self,
         store: Path,
