@@ -61,7 +61,7 @@ from common.data import PixelBatches
 from common.ending import ended, finish, learned
 from common.head_removal import MODES, NOTHING, Sets, conditions, random_heads, single_heads, type_sets
 from common.head_types import COLORS, PAIR
-from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
+from common.options import add_output, fill_in, from_least, parsed, positive_number, study_parser
 from common.removal_costs import DRAWN, WITHIN, costs, head_costs, mean_and_interval
 from common.removal_report import sentence, table
 from common.training import Training, add_training, begin, settle
@@ -117,7 +117,7 @@ def one_training(study: Training, seed: int) -> tuple[xr.Dataset, xr.Dataset, xr
     content = numbers(recording)
     types = content.head_type
     options = {"corruptions": args.corruptions, "severities": args.severities, "epsilon": args.epsilon}
-    options |= {"device": args.device, "seed": seed}
+    options |= {"device": args.device, "seed": seed, "steps": 2 if args.small else 5}
     torch.manual_seed(args.seed)
     count = 32 if args.small else 128
     options["reference"] = [images for images, _ in islice(study.loaders[0], -(-count // args.batch_size))]
@@ -208,7 +208,7 @@ def check(tree: xr.DataTree, chance: float, *, small: bool = False) -> bool:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    add_training(parser, small="1 seed, 2 modes, 4 corruptions, few images, heads peaked from the start, 20 seconds")
+    add_training(parser, small="1 seed, 2 modes, 2 corruptions, few images, heads peaked from the start, 20 seconds")
     add = parser.add_argument_group("interventions").add_argument
     add("--seeds", type=from_least(1), help="trainings of the T-CNN, from --seed on (default: 3)")
     gates = "initial lambda of the gates, one number or one for each head (default: 1 and -3 in turn; 1 with --data)"
@@ -232,7 +232,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     modes = ["zero", "static"] if args.small else ["zero", "static", "shuffled"]
     defaults = {"seeds": 3, "draws": 3, "images": 64, "head_images": 16}
     if args.small:
-        defaults = {"seeds": 1, "draws": 2, "images": 16, "head_images": 2, "corruptions": FEW_CORRUPTIONS}
+        defaults = {"seeds": 1, "draws": 2, "images": 16, "head_images": 2, "corruptions": ["shot_noise", "contrast"]}
     if args.modes and args.modes[0] not in ("zero", "mean"):
         parser.error("the first of --modes removes heads: zero or mean")
     settle(parser, args)

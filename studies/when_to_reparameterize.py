@@ -175,7 +175,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "when_to_reparameterize")
     defaults: dict[str, Any] = {"img_size": 64, "epochs": 12, "batch_size": 32, "lr": 0.1}
     if args.small:
-        defaults |= {"img_size": 48, "epochs": 3, "limit": 400, "batch_size": 16, "times": [1, 3]}
+        defaults |= {"img_size": 48, "epochs": 3, "limit": 240, "batch_size": 16, "times": [1, 3]}
     if args.data != "digits":
         need_model(parser, args)
         if args.small:

@@ -149,8 +149,9 @@ def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
     """Those that this model has what they need for; attention that does not lead to a class token, say, has no map."""
     usable = []
     for method in METHODS:
+        quick: Any = {"n_steps": 1} if method == "integrated_gradients" else {}
         try:
-            tcnn_probe.saliency(model, image, method=method, progress=False)
+            tcnn_probe.saliency(model, image, method=method, progress=False, **quick)
             usable.append(method)
         except ValueError as error:
             print(f"{type(model).__name__}: without {method} ({error})")

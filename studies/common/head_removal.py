@@ -71,6 +71,7 @@ def conditions(
     corruptions: Sequence[str] | None,
     severities: Sequence[int],
     epsilon: float,
+    steps: int,
     seed: int,
     device: str,
     part: Path,
@@ -86,7 +87,7 @@ def conditions(
             given to other images.
         corruptions: names, or None for all.
         severities: of the corruptions.
-        epsilon: of PGD.
+        epsilon, steps: of PGD.
         seed: of corruptions and PGD.
         device: where the model is.
         part: where the answers are kept; they are read from there if they were measured before.
@@ -100,7 +101,7 @@ def conditions(
             batches,
             corruptions=corruptions,
             severities=severities,
-            attacks={"pgd": {"epsilon": epsilon, "step": epsilon / 2}},
+            attacks={"pgd": {"epsilon": epsilon, "step": epsilon / 2, "steps": steps}},
             seeds=(seed,),
             normalization=batches.normalization,
             device=device,

@@ -90,7 +90,8 @@ def settle(
     defaults |= {"lr": 1e-3, "gating_lr": 0.1, "cnn_lr": 1e-2}
     defaults |= digits or {}
     if args.small:
-        defaults |= {"img_size": 32, "epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 400, "clutter": 0}
+        defaults |= {"img_size": 32, "epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 280, "clutter": 0}
+        defaults |= {"lr": 3e-3, "cnn_lr": 2e-2}
     if not on_digits:
         defaults = {"img_size": 224, "epochs": 50, "batch_size": 256}
         share = (args.batch_size or defaults["batch_size"]) / PAPER_BATCH

@@ -102,7 +102,7 @@ def test_small_form(study: str, small_run: Callable[[str], Done]) -> None:
 def test_gating_evolution_records_both_trainings(small_run: Callable[[str], Done]) -> None:
     ds = xr.open_zarr(small_run("gating_evolution").out / "gating_evolution.zarr").load()
     assert dict(ds.sizes) == {"epoch": 5, "layer": 4, "head": 9}
-    assert (ds.images == 100).all()  # a quarter of 400: the whole validation set, once an epoch
+    assert (ds.images == 70).all()  # a quarter of 280: the whole validation set, once an epoch
     for name in ("top1", "control_top1", "train_top1", "val_loss"):
         assert np.isfinite(ds[name].values[1:]).all(), name
     np.testing.assert_allclose(ds.gate[0], 1 / (1 + math.exp(-1)), rtol=1e-6)
@@ -124,7 +124,7 @@ def test_attention_maps_are_those_that_the_recorder_sees(small_run: Callable[[st
     model = reparameterize(small_resnet())
     weights = torch.load(out / "attention_maps_checkpoints" / "tcnn-0004.pt", weights_only=True)
     model.load_state_dict(weights)
-    loaders = digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)
+    loaders = digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)
     with tcnn_probe.record(model.eval(), images=2) as recorder, torch.no_grad():
         model(probed_images(loaders[1].dataset, 2).images)
         recorder.mark(epoch=4)
@@ -174,7 +174,7 @@ def test_representations_are_of_the_images_with_these_labels(small_run: Callable
     out = small_run("representations").out
     found = xr.open_zarr(out / "representations.zarr", consolidated=False).load()
     assert dict(found.cka.sizes) == {"model": 2, "epoch": 5, "layer": 4, "other_layer": 4}
-    _, labels = zip(*digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)[1].dataset, strict=True)
+    _, labels = zip(*digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)[1].dataset, strict=True)
     for model, name in (("T-CNN", "tcnn"), ("CNN", "control")):
         kept = tcnn_probe.open(out / f"representations_{name}.zarr")["features"].dataset.feature
         last = kept.sel(epoch=4, layer="layer4", token="mean").dropna("channel")
