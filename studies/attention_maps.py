@@ -42,14 +42,13 @@ import numpy as np
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import probed_images
 from common.ending import ended, finish
 from common.gpsa_maps import maps_of, open_images
-from common.options import add_output, from_least, parsed, study_parser
+from common.options import add_output, from_least, image_file, parsed, study_parser
 from common.training import Training, add_training, begin, settle
 from tcnn_model import EpochResult, reparameterize
 
@@ -228,16 +227,6 @@ def pixel(text: str) -> tuple[int, int]:
     """Two integers, as Y,X."""
     y, x = text.split(",")
     return int(y), int(x)
-
-
-def image_file(name: str) -> str:
-    """The name of a file that can be opened as an image."""
-    try:
-        with Image.open(name) as image:
-            image.verify()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"no image: {error}") from None
-    return name
 
 
 if __name__ == "__main__":

@@ -19,7 +19,15 @@ import tcnn_model  # noqa: F401 (registers PatchConvNet with timm)
 from common.ending import InputError
 from common.folder import imagenet_rows
 
-__all__ = ["SMALL_RESNETS", "check_input", "own_model", "small_patchconvnet", "small_resnet", "small_vit"]
+__all__ = [
+    "SMALL_RESNETS",
+    "check_input",
+    "own_model",
+    "pretrained_model",
+    "small_patchconvnet",
+    "small_resnet",
+    "small_vit",
+]
 
 SMALL_RESNETS: dict[str, dict[str, Any]] = {
     "ResNet": {},
@@ -74,10 +82,7 @@ def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Mod
     wanted = args.num_classes or len(classes)
     if wanted < len(classes):
         raise InputError(f"--num-classes: the images have {len(classes)} classes, got {wanted}")
-    options["pretrained"] = bool(args.pretrained)
-    if isinstance(args.pretrained, str):
-        options |= _of_file(args.model, args.pretrained)
-    model = _of_size(args.model, args.img_size, options)
+    model = pretrained_model(args, **options)
     has = model.num_classes
     rows = imagenet_rows(classes, timm.data.infer_imagenet_subset(model)) if args.pretrained else None
     if rows is not None and wanted == len(classes):
@@ -89,6 +94,22 @@ def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Mod
         if args.pretrained:
             print(f"the classifier is new: the weights have {has} classes, and the images {wanted}")
     return model
+
+
+def pretrained_model(args: Namespace, **options: Any) -> nn.Module:
+    """The model of timm's that the user named, with its own classifier; with weights if the user asked for them.
+
+    Args:
+        args: the study's command line.
+        **options: of ``timm.create_model``.
+
+    Raises:
+        InputError, RuntimeError, OSError: timm has no such model, or the weights are not there or do not fit.
+    """
+    options["pretrained"] = bool(args.pretrained)
+    if isinstance(args.pretrained, str):
+        options |= _of_file(args.model, args.pretrained)
+    return _of_size(args.model, args.img_size, options)
 
 
 @torch.no_grad()

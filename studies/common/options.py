@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from PIL import Image
 
 from common.output import saved_options
 
@@ -19,6 +20,7 @@ __all__ = [
     "check_data_options",
     "fill_in",
     "from_least",
+    "image_file",
     "need_model",
     "parsed",
     "positive_number",
@@ -137,3 +139,13 @@ def device(text: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(f"no device {text!r} here: {str(error).partition('.')[0][:90]}") from None
     return text
+
+
+def image_file(name: str) -> str:
+    """The name of a file that can be opened as an image."""
+    try:
+        with Image.open(name) as image:
+            image.verify()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"no image: {error}") from None
+    return name

@@ -1,9 +1,10 @@
 """The check that ends each study, on made numbers: it passes, and it fails where it has to."""
 
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,14 +12,17 @@ import xarray as xr
 
 import architectures
 import attention_maps
+import cait_attention
 import class_attention_saliency
 import disagreement
 import finetune_length
 import gating_evolution
 import head_entropy
 import initial_locality
+import layer_scale
 import learning_rate_dip
 import representations
+import resmlp_weights
 import test_resolution as resolution
 import when_to_reparameterize
 from common.ending import finish, learned
@@ -117,6 +121,43 @@ def knowledge(before: float = 1.0, gain: float = 0.9, top1: float = 0.5) -> tupl
     return xr.Dataset(found | top, coords), 0.1
 
 
+class NotTrained(NamedTuple):
+    """In place of a run: 99 images of ten classes."""
+
+    args: Any = Namespace(model=None, init_values=0.1)
+
+    def learned(self, name: str, accuracy: float) -> bool:
+        return learned(name, accuracy, 99, 0.1)
+
+
+def matrices(start: float = 0.01, equivariance: float = 0.3, top1: float = 0.5) -> tuple[Any, ...]:
+    """Of two blocks, on 8 x 8 patches: random matrices have an equivariance below 0.021."""
+    found = {
+        "translation_equivariance": (("epoch", "layer"), [[start, -0.01], [0.3, equivariance]]),
+        "top1": ("epoch", [0.1, top1]),
+        "weight": (("epoch", "layer", "query_y", "query_x", "y", "x"), np.ones((2, 2, 8, 8, 8, 8))),
+    }
+    return xr.Dataset(found), NotTrained()
+
+
+def ratios(share: float = 0.1, top1: float = 0.5) -> tuple[Any, ...]:
+    """Of two blocks at the start and at the end."""
+    values = np.broadcast_to(np.array([1, share]).reshape(2, 1, 1, 1), (2, 2, 2, 2))
+    coords = {"model": [layer_scale.WITHOUT, layer_scale.WITH], "branch": ["mixer", "mlp"]}
+    found = {
+        "residual_ratio": (("model", "epoch", "layer", "branch"), values),
+        "top1": (("model", "epoch"), [[0.1, 0.5], [0.1, top1]]),
+    }
+    return xr.Dataset(found, coords), NotTrained()
+
+
+def class_maps(on_digit: float = 0.4, top1: float = 0.5) -> tuple[Any, ...]:
+    """Two layers of one head, on 9 images."""
+    shares = np.broadcast_to(np.array([on_digit, 0.2]).reshape(1, 2, 1), (9, 2, 1))
+    found = {"on_digit": (("image", "layer", "head"), shares), "even": ("image", np.full(9, 0.2)), "top1": top1}
+    return xr.Dataset(found), NotTrained()
+
+
 def decisions(differ: float = 0.1, top1: float = 0.8) -> tuple[Any, ...]:
     """Of two trainings, 99 images and two conditions."""
     coords = {"model": [disagreement.CNN, disagreement.TCNN, disagreement.ORDER]}
@@ -130,6 +171,13 @@ def decisions(differ: float = 0.1, top1: float = 0.8) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("study", "made", "changed", "message"),
     [
+        (resmlp_weights, matrices, {"start": 0.03}, "at the start equivariance is NOT that of random matrices"),
+        (resmlp_weights, matrices, {"equivariance": 0.02}, "NOT all blocks are above: 0.020 to 0.300"),
+        (resmlp_weights, matrices, {"top1": 0.1}, "the ResMLP did NOT learn"),
+        (layer_scale, ratios, {"share": 0.11}, "is 0.11 times that without: NOT the initial weight 0.1"),
+        (layer_scale, ratios, {"top1": 0.1}, "with LayerScale did NOT learn"),
+        (cait_attention, class_maps, {"on_digit": 0.2}, "looks at the strokes NOT more than even attention"),
+        (cait_attention, class_maps, {"top1": 0.1}, "the CaiT did NOT learn"),
         (
             representations,
             knowledge,

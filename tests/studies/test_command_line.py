@@ -3,6 +3,7 @@
 import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -11,10 +12,12 @@ from matplotlib.figure import Figure
 
 import attention_maps
 import class_attention_saliency
+import tcnn_probe
 from common.ending import ended
 from tests.studies.test_small_forms import STUDIES
 
 MODEL_FIRST = "need --model, the name of a timm CNN"
+SINGLE = ("cait_attention", "layer_scale", "resmlp_weights")
 TOGETHER = "--data and --model belong together"
 FEW = ["--workers", "0", "--device", "cpu"]
 QUICK = [*FEW, "--images", "2", "--steps", "3", "--batch-size", "4"]
@@ -30,7 +33,10 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("study", "options", "message"),
     [
-        *((name, "--data .", MODEL_FIRST) for name in STUDIES if name != "class_attention_saliency"),
+        *((name, "--data .", MODEL_FIRST) for name in STUDIES if name not in (*SINGLE, "class_attention_saliency")),
+        *((name, "--pretrained", "--model and --pretrained belong together") for name in SINGLE),
+        ("layer_scale", "--model test_vit --pretrained", "--model and --image belong together"),
+        ("resmlp_weights", "--model resmlp_12_224 --pretrained no.pth", "no file 'no.pth'"),
         ("gating_evolution", "--pretrained", MODEL_FIRST),
         ("gating_evolution", "--data no/where --model resnet18", "--data: there is no folder 'no/where'"),
         ("gating_evolution", "--data . --model resnet18", "found in .: "),
@@ -160,3 +166,34 @@ def test_a_convnet_gets_an_attention_pool(tmp_path: Path, image_folder: Path, mo
     plan = [class_attention_saliency.plan(class_attention_saliency.parse([*options, "--seed", "7"]))[0] for _ in "ab"]
     for one, other in zip(*plan, strict=True):  # new classifiers and pools are those of the seed
         torch.testing.assert_close(one.make({}).state_dict(), other.make({}).state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("study", ["cait_attention", "layer_scale"])
+def test_a_trained_model_is_looked_at_as_it_is(
+    study: str,
+    tmp_path: Path,
+    image_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    create, narrow = timm.create_model, {"embed_dim": 12, "depth": 1}
+    model, weights = create("cait_xxs24_224", **narrow).eval(), str(tmp_path / "own.pth")
+    torch.save(model.state_dict(), weights)
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, **narrow, **options))
+    image = str(image_folder / "val" / "dog" / "1.png")
+    main, own = importlib.import_module(study).main, ["--pretrained", weights, "--image", image, "--device", "cpu"]
+    assert ended(main, ["--model", "cait_xxs24_224", *own, "--out", str(tmp_path / "out")]) == 0
+    found = xr.open_zarr(tmp_path / "out" / f"{study}.zarr", consolidated=False)
+    if study == "cait_attention":
+        with torch.no_grad():
+            expected = model(tcnn_probe.as_images([image], model)).softmax(1)
+        np.testing.assert_allclose(found.probability, expected, rtol=1e-4)
+        assert dict(found.class_attention.sizes) == {"image": 1, "layer": 2, "head": 4, "y": 14, "x": 14}
+    else:
+        assert found.layer.values.tolist() == ["blocks.0", "blocks_token_only.0", "blocks_token_only.1"]
+        assert (found.residual_ratio < 1e-2).all()  # LayerScale begins at 1e-5
+    torch.save(create("test_resnet").state_dict(), weights)
+    monkeypatch.setattr(timm, "create_model", create)
+    assert ended(main, ["--model", "test_resnet", *own, "--out", str(tmp_path / "other")]) == 2
+    assert "ResNet" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,192 @@
+"""Where the class token of a CaiT looks, by layer and head, and the likely classes (Touvron's thesis, Figs. 3.9, 3.10).
+
+    python studies/cait_attention.py
+
+Takes about MINUTES on one CPU core.
+
+What one should see (cait_attention.png): in a CaiT the class token meets the patches in two class-attention layers
+alone. Heads of the first look at the digit, each at other parts of it, as in the thesis. The thesis sees the second
+look at more of the image. The lines that are printed compare both with even attention and with each other, image by
+image; studies/README.md says what several seeds agree on.
+
+How: a small CaiT (two blocks of self-attention, two of class attention, four heads) learns handwritten digits, each
+somewhere in a scene. Its patches are embedded by the convolutions of timm's XCiT: with CaiT's own single layer it
+learns nothing from so few images.
+
+Writes into results/:
+cait_attention.png     for each image: the image; the heads of the first and of the second class-attention layer, each
+                       from 0 to its largest weight (Fig. 3.9); the image in the light of the first layer's mean over
+                       heads, and the classes above 10 % (Fig. 3.10)
+cait_attention.zarr    the numbers behind it, of all images that were looked at: xarray.open_zarr
+
+It ends by checking that the model learned, and that the first class-attention layer looks at the digit's strokes more
+than even attention would.
+
+With timm's weights, on images of yours, nothing is trained:
+
+    python studies/cait_attention.py --model cait_xxs24_224 --pretrained --image photograph.jpg another.jpg
+"""
+
+import argparse
+import sys
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import torch.nn.functional as F
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from timm.data import ImageNetInfo
+from timm.models.cait import Cait, ClassAttn
+from timm.models.xcit import ConvPatchEmbed
+from torch import Tensor, nn
+
+import tcnn_probe
+from common.ending import ended, finish
+from common.options import from_least, study_parser
+from common.single_model import SingleModel, begin_single, parse_single
+
+LIKELY = 0.1
+"""Classes above this probability are named (thesis, Fig. 3.10)."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    run = begin_single("cait_attention", args, small_cait, before=only_cait)
+    if args.model:
+        found = look(run.model, run.images)
+    else:
+        *_, last = run.train(run.model, "cait", "a CaiT")
+        probed = run.probed(args.images)
+        found = look(run.model, probed.images).assign(top1=last.top1)
+        found["on_digit"], found["even"] = on_object(found.class_attention, probed.masks)
+    found.to_zarr(run.output.store, mode="w", consolidated=False)
+    draw(found.isel(image=slice(args.show))).savefig(run.output.figure, dpi=200)
+    print(f"wrote {run.output.store} and {run.output.figure}")
+    return finish(args.model is not None or check(found, run), args.model or "digits")
+
+
+def only_cait(model: nn.Module) -> None:
+    """Refuse other models."""
+    if not isinstance(model, Cait):
+        raise ValueError(f"--model: expected a CaiT, got {type(model).__name__}")
+
+
+class ConvolutionalPatches(ConvPatchEmbed):
+    """Patches by 3 x 3 convolutions of stride 2, as tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, N, D)."""
+        return super().forward(x)[0]
+
+
+def small_cait(size: int) -> nn.Module:
+    """Two blocks of self-attention and two of class attention, of width 48 and four heads, on 8 x 8 pixel patches."""
+    shape = {"img_size": size, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 48}
+    return Cait(**shape, depth=2, num_heads=4, init_values=1.0, patch_layer=ConvolutionalPatches)
+
+
+@torch.no_grad()
+def look(model: nn.Module, images: Tensor) -> xr.Dataset:
+    """Class attention on the patches, (image, layer, head, y, x), and the probabilities of all classes."""
+    device = next(model.parameters()).device
+    maps = tcnn_probe.attention_maps(
+        model, images.to(device), layers=lambda name, layer: isinstance(layer, ClassAttn), queries="class"
+    )
+    (node,) = (one.dataset for one in maps.children.values())
+    probability = torch.cat([model.eval()(some.to(device)).softmax(1).cpu() for some in images.split(32)])
+    found = node[["class_attention"]].assign(input=maps.input, probability=(("image", "class"), probability.numpy()))
+    return found.assign_coords(layer=found.layer.astype(object))
+
+
+def on_object(attention: xr.DataArray, masks: Tensor) -> tuple[xr.DataArray, xr.DataArray]:
+    """The share of the attention to patches that falls on the object, (image, layer, head), and that of even attention.
+
+    Attention of a patch is spread evenly over its pixels.
+
+    Args:
+        attention: (image, layer, head, y, x).
+        masks: where the object is, shape (image, H, W), bool.
+    """
+    cells = F.adaptive_avg_pool2d(masks[:, None].double(), attention.shape[-2:])[:, 0]
+    share = xr.DataArray(cells.numpy(), dims=("image", "y", "x"))
+    dims = ["y", "x"]
+    return (attention * share).sum(dims) / attention.sum(dims), share.mean(dims)
+
+
+@mpl.rc_context({"font.size": 9})
+def draw(found: xr.Dataset) -> Figure:
+    """A row for each image."""
+    layers, heads, rows = (found.sizes[name] for name in ("layer", "head", "image"))
+    columns = 3 + layers * heads
+    figure = Figure(figsize=(1.05 * columns, 1.1 * rows + 0.5), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for row, axes in zip(range(rows), panels, strict=True):
+        one = found.isel(image=row)
+        picture = one.input.mean("channel").values
+        picture = (picture - picture.min()) / np.ptp(picture)
+        axes[0].imshow(picture, cmap="gray")
+        for ax, values in zip(axes[1:-2], one.class_attention.stack(map=("layer", "head")).T, strict=True):
+            ax.imshow(values.transpose("y", "x"), cmap="viridis", vmin=0)
+        draw_in_the_light(axes[-2], picture, one.class_attention.isel(layer=0).mean("head"))
+        axes[-1].text(0, 0.5, "\n".join(likely(one.probability.values)), va="center", fontsize=8)
+    for ax in panels.flat:
+        ax.set_axis_off()
+    titles = ["image", *(f"layer {layer + 1}\nhead {head + 1}" for layer in range(layers) for head in range(heads))]
+    for ax, title in zip(panels[0], [*titles, "layer 1\nmean", f"above {LIKELY:.0%}"], strict=True):
+        ax.set_title(title, fontsize=8)
+    return figure
+
+
+def draw_in_the_light(ax: Axes, picture: np.ndarray, attention: xr.DataArray) -> None:
+    """The gray image times the attention, which is enlarged and scaled from 0 to 1 (thesis, Section 3.7.2.5)."""
+    coarse = torch.from_numpy(attention.values.astype(float))[None, None]
+    light = F.interpolate(coarse, size=picture.shape, mode="bilinear")[0, 0].numpy()
+    ax.imshow(picture * (light - light.min()) / np.ptp(light), cmap="cividis")
+
+
+def likely(probabilities: np.ndarray) -> list[str]:
+    """Names and probabilities of the classes above 10 %, the likeliest first."""
+    which = [int(one) for one in (-probabilities).argsort() if probabilities[one] > LIKELY]
+    if len(probabilities) == 1000:
+        names = [ImageNetInfo().index_to_description(one).partition(",")[0] for one in which]
+    else:
+        names = [str(one) for one in which]
+    return [f"{name}: {probabilities[one]:.0%}" for name, one in zip(names, which, strict=True)]
+
+
+def check(found: xr.Dataset, run: SingleModel) -> bool:
+    """Whether the model learned, and its first class-attention layer prefers the digit; and what the second does."""
+    seen = run.learned("the CaiT", float(found.top1))
+    layers = found.on_digit.mean("head").transpose("layer", "image")
+    gains = layers - found.even
+    low, high = tcnn_probe.bootstrap_interval(gains[0]).values
+    verdict = "more" if low > 0 else "NOT more"
+    print(
+        f"check: the first class-attention layer looks at the strokes {verdict} than even attention: share "
+        f"{float(layers[0].mean()):.3f}, even {float(found.even.mean()):.3f}, by {low:+.3f} to {high:+.3f}"
+    )
+    first, second = layers[0], layers[1]
+    bounds = tcnn_probe.bootstrap_interval(first - second).values
+    print(
+        f"the second: {float(second.mean()):.3f}; first less second {float((first - second).mean()):+.3f} "
+        f"[{bounds[0]:+.3f}, {bounds[1]:+.3f}]"
+    )
+    return bool(seen and low > 0)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = study_parser(__doc__)
+    add = parser.add_argument_group("maps").add_argument
+    add("--images", type=from_least(2), default=100, help="validation scenes to look at (default: 100)")
+    add("--show", type=from_least(1), default=4, help="images to draw (default: 4)")
+    return parse_single(
+        parser, arguments, "cait_attention", example="cait_xxs24_224", lr=3e-3, epochs=15, small_epochs=5
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))

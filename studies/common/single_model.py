@@ -1,0 +1,165 @@
+"""Studies of one architecture: a small model of it, trained on the digits, or a model of timm's with its weights."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.data import Loaders, Probed, chance, digits_loaders, probed_images
+from common.ending import learned, refused
+from common.models import pretrained_model
+from common.options import (
+    NOT_SAVED,
+    add_machine,
+    add_output,
+    fill_in,
+    from_least,
+    image_file,
+    parsed,
+    positive_number,
+)
+from common.output import RunOutput
+from common.training import warmup
+from tcnn_model import EpochResult, finetune
+from tcnn_probe import as_images
+
+__all__ = ["SingleModel", "begin_single", "parse_single"]
+
+
+def parse_single(
+    parser: argparse.ArgumentParser,
+    arguments: list[str] | None,
+    study: str,
+    *,
+    example: str,
+    lr: float,
+    epochs: int,
+    small_epochs: int,
+    size: int = 64,
+    images: bool = True,
+) -> argparse.Namespace:
+    """The command line of a study: options for the model, its images, the training and the output.
+
+    Args:
+        parser: with the study's own options.
+        arguments: of the command line; None: what the user typed.
+        study: its name.
+        example: timm's name of a model.
+        lr, epochs: of training the small model, by default.
+        small_epochs: of ``--small``.
+        size: height and width of the scenes, by default.
+        images: whether a trained model has to be shown images.
+    """
+    add = parser.add_argument_group("model and images").add_argument
+    add("--model", help=f"timm name of a model with weights, such as {example} (default: a small one is trained)")
+    help_ = "the weights of --model: timm's, or those in FILE; nothing is trained"
+    add("--pretrained", nargs="?", const=True, default=False, metavar="FILE", help=help_)
+    if images:
+        add("--image", type=image_file, nargs="+", metavar="FILE", help="images for --model")
+    add("--img-size", type=from_least(28), help=f"height and width of the images (default: {size}; of --model its own)")
+    add("--limit", type=from_least(40), help="use only so many digits, a quarter of them for validation")
+    add("--clutter", type=from_least(0), help="fragments of other digits in each scene (default: 0)")
+    training = parser.add_argument_group("training on the digits")
+    add = training.add_argument
+    add("--epochs", type=from_least(2), help=f"(default: {epochs})")
+    add("--batch-size", type=from_least(1), help="images per step (default: 32)")
+    add("--lr", type=positive_number, default=lr, help=f"peak learning rate (default: {lr:g})")
+    add_machine(training, small=f"{small_epochs} epochs, seconds")
+    add_output(parser)
+    args = parsed(parser, arguments, study)
+    if bool(args.model) != bool(args.pretrained):
+        parser.error("--model and --pretrained belong together: no model of timm's is trained here")
+    if images and bool(args.model) != bool(args.image):
+        parser.error("--model and --image belong together: a trained model is shown images of yours")
+    if not args.model:
+        defaults = {"img_size": size, "clutter": 0, "batch_size": 32, "epochs": epochs}
+        if args.small:
+            defaults |= {"img_size": 32, "limit": 240, "batch_size": 16, "epochs": small_epochs}
+        fill_in(args, defaults)
+    return args
+
+
+@dataclass(frozen=True)
+class SingleModel:
+    """A run of a study of one architecture.
+
+    Args:
+        args: the study's command line.
+        model: a trained model, as the user asked for it, or the small one, not trained yet.
+        output: where files go.
+        loaders: training and validation batches of the digits; None for a trained model.
+        images: the user's, as the trained model takes them, shape (B, C, H, W).
+    """
+
+    args: argparse.Namespace
+    model: nn.Module
+    output: RunOutput
+    loaders: Loaders | None = None
+    images: Tensor | None = None
+
+    def train(self, model: nn.Module, file: str, title: str) -> Iterator[EpochResult]:
+        """Train a model on the digits; its checkpoint has this name."""
+        assert self.loaders is not None
+        args = self.args
+        return finetune(
+            model.to(args.device),
+            *self.loaders,
+            epochs=args.epochs,
+            warmup_epochs=warmup(args.epochs),
+            lr=args.lr,
+            seed=args.seed,
+            device=args.device,
+            amp=args.amp,
+            checkpoint=self.output.checkpoints / f"{file}.pt",
+            name=title,
+        )
+
+    def probed(self, count: int) -> Probed:
+        """So many validation scenes."""
+        assert self.loaders is not None
+        return probed_images(self.loaders[1].dataset, count)
+
+    def learned(self, name: str, accuracy: float) -> bool:
+        """Whether a model knows the digits better than chance; says so if not. True for one that was not trained."""
+        if self.loaders is None:
+            return True
+        dataset = self.loaders[1].dataset
+        return learned(name, accuracy, len(dataset), chance(dataset))
+
+
+def begin_single(
+    study: str,
+    args: argparse.Namespace,
+    small_model: Callable[[int], nn.Module],
+    *,
+    before: Callable[[nn.Module], Any] = lambda model: None,
+) -> SingleModel:
+    """Model, images and output folder; refuses what is not possible before anything is trained or written.
+
+    Args:
+        study: its name.
+        args: its command line, settled.
+        small_model: gives the small model for scenes of this many pixels.
+        before: called with the model before anything is written; its ValueErrors are refusals.
+
+    Raises:
+        InputError: with the reason.
+    """
+    options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
+    torch.manual_seed(args.seed)
+    loaders = images = None
+    with refused(ValueError, RuntimeError, OSError):
+        if args.model:
+            model = pretrained_model(args).eval()
+            images = as_images(args.image, model) if getattr(args, "image", None) else None
+        else:
+            torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
+            sizes = {"size": args.img_size, "batch_size": args.batch_size, "clutter": args.clutter}
+            loaders = digits_loaders(**sizes, seed=args.seed, limit=args.limit)
+            model = small_model(args.img_size)
+        before(model)
+        output = RunOutput(args.out, study, options, resume=args.resume, overwrite=args.overwrite)
+    return SingleModel(args, model, output, loaders, images)

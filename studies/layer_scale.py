@@ -1,0 +1,194 @@
+"""How much each residual branch adds to what passes it by, with and without LayerScale (Touvron's thesis, Fig. 3.6).
+
+    python studies/layer_scale.py
+
+Takes about MINUTES on one CPU core.
+
+What one should see (layer_scale.png): for each block the norm of what a residual branch adds, divided by the norm of
+what it is added to. With LayerScale it starts ten times smaller, and training decides how far each branch opens. The
+last lines that are printed say how much the ratio varies over the blocks, which in the thesis is less with LayerScale;
+studies/README.md says what several seeds agree on.
+
+How: two vision transformers of 12 blocks learn handwritten digits from the same initial weights and the same images.
+One has LayerScale, whose weights start at 0.1, the thesis' number for up to 18 blocks. After each epoch the probe
+"layer-scale" measures the ratio on the validation images, before stochastic depth.
+
+Writes into results/:
+layer_scale.png             the ratio by block, logarithmic, darker with each epoch: above of attention, below of the
+                            MLP; left without and right with LayerScale
+layer_scale.zarr            the numbers behind it, (model, epoch, layer, branch): xarray.open_zarr
+layer_scale_*.zarr          what was recorded of each model
+
+It ends by checking that both models learned, and that at the start the first branch with LayerScale is 0.1 times that
+without, as it must be.
+
+With timm's weights nothing is trained, and there is one model, shown images of yours:
+
+    python studies/layer_scale.py --model cait_xxs24_224 --pretrained --image photograph.jpg another.jpg
+"""
+
+import argparse
+import sys
+from dataclasses import asdict
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import xarray as xr
+from matplotlib.figure import Figure
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import tcnn_probe
+from common.ending import ended, finish
+from common.options import positive_number, study_parser
+from common.single_model import SingleModel, begin_single, parse_single
+
+WITHOUT, WITH = "without LayerScale", "with LayerScale"
+COLORS = {WITHOUT: "Reds", WITH: "Blues"}
+BRANCHES = {"mixer": "attention", "mlp": "MLP"}
+ROUNDING = 1e-4  # of norms in float32
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    run = begin_single("layer_scale", args, lambda size: small_vit(size, args), before=has_blocks)
+    found = looked_at(run) if args.model else trained(run)
+    found.to_zarr(run.output.store, mode="w", consolidated=False)
+    draw(found.residual_ratio).savefig(run.output.figure, dpi=200)
+    print(table(found.residual_ratio))
+    print(f"wrote {run.output.store} and {run.output.figure}")
+    return finish(check(found, run), args.model or "digits")
+
+
+def small_vit(size: int, args: argparse.Namespace, *, scaled: bool = False) -> nn.Module:
+    """Blocks of width 48 and four heads, on 4 x 4 patches; 4 of them in the small form, else 12."""
+    model = VisionTransformer(
+        img_size=size,
+        patch_size=size // 4,
+        in_chans=1,
+        num_classes=10,
+        embed_dim=48,
+        depth=4 if args.small else 12,
+        num_heads=4,
+        mlp_ratio=2,
+        init_values=args.init_values if scaled else None,
+    )
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()  # timm's initial values, for widths of 192 and more, are too small for 48
+    return model
+
+
+def has_blocks(model: nn.Module) -> None:
+    """Refuse a model without blocks that the probe knows."""
+    tcnn_probe.record(model, probes="layer-scale").remove()
+
+
+def trained(run: SingleModel) -> xr.Dataset:
+    """The ratio of both models at each epoch of their trainings, and their accuracy."""
+    several = []
+    for name, slug in ((WITHOUT, "without"), (WITH, "with")):
+        torch.manual_seed(run.args.seed)
+        model = small_vit(run.args.img_size, run.args, scaled=name == WITH)
+        store = run.output.beside(f"_{slug}.zarr")
+        with tcnn_probe.record(model, store, probes="layer-scale") as recorder:
+            for result in run.train(model, slug, name):
+                recorder.mark(if_marked="skip", **asdict(result))
+        tree = tcnn_probe.open(store)
+        several.append(xr.Dataset({"residual_ratio": ratio(tree), "top1": tree.dataset.top1}))
+    return with_plain_labels(xr.concat(several, xr.Variable("model", [WITHOUT, WITH]), combine_attrs="override"))
+
+
+def looked_at(run: SingleModel) -> xr.Dataset:
+    """The ratio of a trained model, mean over the user's images."""
+    model = run.model.to(run.args.device)
+    with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
+        model(run.images.to(run.args.device))
+        recorder.mark(epoch=0)
+    return with_plain_labels(ratio(recorder.tree).expand_dims(model=[run.args.model]).to_dataset())
+
+
+def ratio(tree: xr.DataTree) -> xr.DataArray:
+    """Of the branches that are drawn, (epoch, layer, branch)."""
+    return tree["layer-scale"].dataset.residual_ratio.sel(branch=list(BRANCHES)).load()
+
+
+def with_plain_labels(found: xr.Dataset) -> xr.Dataset:
+    """Labels as objects: zarr warns of text of fixed width."""
+    labels = {name: found[name].astype(object) for name in ("model", "layer", "branch")}
+    return found.assign_coords(labels).drop_encoding()
+
+
+@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+def draw(ratios: xr.DataArray) -> Figure:
+    """A row for each branch, a column for each model, and a line for each epoch."""
+    models = ratios.model.values
+    figure = Figure(figsize=(1 + 4 * len(models), 5), layout="constrained")
+    panels = figure.subplots(len(BRANCHES), len(models), squeeze=False, sharex=True, sharey="row")
+    for column, model in zip(panels.T, models, strict=True):
+        colors = mpl.colormaps[COLORS.get(model, "Blues")](np.linspace(0.25, 1, ratios.sizes["epoch"]))
+        for axes, (branch, words) in zip(column, BRANCHES.items(), strict=True):
+            for color, epoch in zip(colors, ratios.epoch.values, strict=True):
+                one = ratios.sel(model=model, branch=branch, epoch=epoch)
+                axes.plot(one, color=color, marker="o", ms=3, lw=1.5, label=f"epoch {epoch}")
+            axes.set(title=f"{words}, {model}", yscale="log")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        handles, labels = column[0].get_legend_handles_labels()
+        column[0].legend(handles[:: len(handles) - 1 or 1], labels[:: len(labels) - 1 or 1], frameon=False, fontsize=8)
+        column[-1].set_xlabel("block")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("residual branch / main branch")
+    return figure
+
+
+def table(ratios: xr.DataArray) -> str:
+    """The first and the last epoch: the mean over blocks, and how much the blocks vary."""
+    lines = [f"\n{'':22}{'branch':12}{'mean ratio':>16}{'largest':>10}{'deviation / mean':>20}"]
+    for model in ratios.model.values:
+        for branch, words in BRANCHES.items():
+            one = ratios.sel(model=model, branch=branch)
+            start, end = (float(one.isel(epoch=at).mean("layer")) for at in (0, -1))
+            cells = f"{f'{start:.3f} -> {end:.3f}':>16}{float(one[-1].max()):10.3f}{float(variation(one)):20.2f}"
+            lines.append(f"{model:22}{words:12}{cells}")
+    return "\n".join(lines)
+
+
+def variation(ratios: xr.DataArray) -> xr.DataArray:
+    """Standard deviation over blocks divided by the mean, at the end."""
+    last = ratios.isel(epoch=-1)
+    return last.std("layer") / last.mean("layer")
+
+
+def check(found: xr.Dataset, run: SingleModel) -> bool:
+    """Whether both models learned, and LayerScale multiplied the first branch by its initial weight."""
+    if run.args.model:
+        return True
+    seen = all(run.learned(str(one.model.item()), float(one)) for one in found.top1.isel(epoch=-1))
+    first = found.residual_ratio.isel(epoch=0, layer=0).sel(branch="mixer")
+    share, expected = float(first.sel(model=WITH) / first.sel(model=WITHOUT)), run.args.init_values
+    scaled = abs(share - expected) < ROUNDING * expected
+    print(
+        f"check: at the start the first branch with LayerScale is {share:.6g} times that without: "
+        f"{'the' if scaled else 'NOT the'} initial weight {expected:g}"
+    )
+    for branch, words in BRANCHES.items():
+        of_both = variation(found.residual_ratio.sel(branch=branch))
+        numbers = ", ".join(f"{name} {float(of_both.sel(model=name)):.2f}" for name in found.model.values)
+        print(f"variation over the blocks of {words}, at the end: {numbers}")
+    return seen and scaled
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = study_parser(__doc__)
+    help_ = "initial weights of LayerScale (default: 0.1)"
+    parser.add_argument("--init-values", type=positive_number, default=0.1, help=help_)
+    return parse_single(
+        parser, arguments, "layer_scale", example="cait_xxs24_224", lr=1e-3, epochs=10, small_epochs=4, size=32
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))

@@ -1,0 +1,203 @@
+"""Whether the layers between the patches of a ResMLP become convolutions (Touvron's thesis, Figs. 4.2 and 4.3).
+
+    python studies/resmlp_weights.py
+
+Takes about MINUTES on one CPU core.
+
+What one should see (resmlp_weights.png): rows of the matrix between patches, drawn as images, resemble shifted versions
+of each other (Fig. 4.2). Training makes the matrices depend on the offset between two patches: translation
+equivariance, 0 for a random matrix but for chance, rises in every block.
+
+How: a small ResMLP (four blocks, 8 x 8 patches) learns handwritten digits, each somewhere in a scene. Its matrices
+begin with a hundredth of timm's initial weights: else what so short a training teaches is hidden under these random
+numbers. LayerScale begins at 1: at timm's 1e-4 the model learns nothing in this time.
+
+Writes into results/:
+resmlp_weights.png     A rows of the matrix of each block, of the 4 x 4 patches in the middle; by epoch and block:
+                       B translation equivariance, C support radius; D by block, the share of weights below 5 % of the
+                       largest, beside that of the layers on channels (Fig. 4.3)
+resmlp_weights.zarr    the numbers and matrices behind it: xarray.open_zarr
+
+It ends by checking that the model learned, and that translation equivariance is within what random matrices have at
+the start and above it in every block at the end.
+
+With timm's weights nothing is trained, and B and C are by block:
+
+    python studies/resmlp_weights.py --model resmlp_24_224 --pretrained
+"""
+
+import argparse
+import math
+import sys
+from functools import partial
+
+import matplotlib as mpl
+import numpy as np
+import timm.models.mlp_mixer
+import torch
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import nn
+
+import tcnn_probe
+from common.ending import ended, finish
+from common.options import study_parser
+from common.single_model import SingleModel, begin_single, parse_single
+
+SHARES = {"near_zero": "between patches", "fc1_sparsity": "on channels, 1st", "fc2_sparsity": "on channels, 2nd"}
+SHOWN = 4
+"""Rows and columns of the patches in the middle whose weights are drawn."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    run = begin_single("resmlp_weights", args, small_resmlp, before=tcnn_probe.cross_patch)
+    found = read(run.model, 0) if args.model else trained(run)
+    found.to_zarr(run.output.store, mode="w", consolidated=False)
+    draw(found).savefig(run.output.figure, dpi=200)
+    print(table(found))
+    print(f"wrote {run.output.store} and {run.output.figure}")
+    return finish(check(found, run), args.model or "digits")
+
+
+@torch.no_grad()
+def small_resmlp(size: int) -> nn.Module:
+    """Four blocks of width 48, on 8 x 8 patches."""
+    mixer = timm.models.mlp_mixer
+    model = mixer.MlpMixer(
+        img_size=size,
+        patch_size=size // 8,
+        in_chans=1,
+        num_classes=10,
+        num_blocks=4,
+        embed_dim=48,
+        mlp_ratio=4,
+        block_layer=partial(mixer.ResBlock, init_values=1.0),
+        norm_layer=mixer.Affine,
+    )
+    for block in model.blocks:
+        block.linear_tokens.weight.mul_(0.01)
+    return model
+
+
+def trained(run: SingleModel) -> xr.Dataset:
+    """What is read at each epoch of the training."""
+    results = run.train(run.model, "resmlp", "a ResMLP")
+    return xr.concat([read(run.model, one.epoch).assign(top1=("epoch", [one.top1])) for one in results], "epoch")
+
+
+def read(model: nn.Module, epoch: int) -> xr.Dataset:
+    """The matrices, what they are like, and the shares of small weights, of one epoch."""
+    with tcnn_probe.record(model, probes="cross-patch") as recorder:
+        recorder.mark(epoch=epoch)
+    shares = recorder.tree["cross-patch"].dataset[["fc1_sparsity", "fc2_sparsity"]].load()
+    matrices = tcnn_probe.cross_patch(model)
+    found = matrices.assign(head_type=tcnn_probe.head_types(matrices)).isel(head=0, drop=True)
+    found = found.expand_dims(epoch=[epoch]).assign(shares.data_vars)
+    return found.assign_coords(layer=found.layer.astype(object)).drop_encoding()
+
+
+def limit(found: xr.Dataset) -> float:
+    """Four standard deviations of the equivariance of random matrices, whose mean is 0.
+
+    It is 1 - [W / (n - g)] / [T / (n - 1)] of sums of squares of n weights with g offsets: chi-squares of n - g and
+    n - 1 degrees of freedom, of which the first is a part of the second.
+    """
+    height, width = found.weight.shape[-2:]
+    n, g = (height * width) ** 2, (2 * height - 1) * (2 * width - 1)
+    return 4 * math.sqrt(2 * (g - 1) / ((n - g) * (n - 1)))
+
+
+@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+def draw(found: xr.Dataset) -> Figure:
+    """Rows of the matrices of some blocks, and below them the measures by epoch, or by block if there is one epoch."""
+    every = found.layer.values
+    blocks = every[np.unique(np.linspace(0, len(every) - 1, 6).round().astype(int))]
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    above, below = figure.subfigures(2, 1)
+    for axes, block in zip(above.subplots(1, len(blocks), squeeze=False)[0], blocks, strict=True):
+        picture = rows_of_matrix(found.weight.isel(epoch=-1).sel(layer=block))
+        most = np.nanmax(abs(picture))
+        axes.imshow(picture, cmap="RdBu_r", vmin=-most, vmax=most)
+        axes.set_title(block)
+        axes.set_axis_off()
+    panels = below.subplots(1, 3)
+    curves(panels[0], found.translation_equivariance, "translation equivariance")
+    panels[0].axhspan(-limit(found), limit(found), color="0.85", lw=0, label="random matrices")
+    curves(panels[1], found.attention_distance, "support radius (patches)")
+    panels[1].axhline(float(found.uniform_distance.isel(epoch=-1, layer=0)), color="0.6", ls=":", label="equal weights")
+    for name, words in SHARES.items():
+        panels[2].plot(found[name].isel(epoch=-1), marker="o", ms=3, lw=1.5, label=words)
+    panels[2].set(xlabel="block", ylabel="share of weights near 0", ylim=(0, None))
+    for letter, axes in zip("BCD", panels, strict=True):
+        axes.set_title(letter, loc="left", fontweight="bold")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    panels[2].legend(frameon=False, fontsize=7)
+    handles = [*panels[0].get_legend_handles_labels()[0], panels[1].lines[-1]]
+    below.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=8)
+    above.suptitle("A", x=0.02, ha="left", fontweight="bold", fontsize=10)
+    return figure
+
+
+def rows_of_matrix(weight: xr.DataArray) -> np.ndarray:
+    """The weights for each patch in the middle, side by side as images; NaN between them."""
+    first = [max(0, (size - SHOWN) // 2) for size in weight.shape[:2]]
+    middle = weight[tuple(slice(at, at + SHOWN) for at in first)].values
+    return np.block([[np.pad(one, 1, constant_values=np.nan) for one in row] for row in middle])
+
+
+def curves(axes: Axes, values: xr.DataArray, label: str) -> None:
+    """A line for each block by epoch, or one by block."""
+    if values.sizes["epoch"] == 1:
+        axes.plot(values[0], color="k", marker="o", ms=3, lw=1.5)
+        axes.set(xlabel="block", ylabel=label)
+        return
+    colors = mpl.colormaps["viridis"].resampled(values.sizes["layer"] + 1)
+    for at, layer in enumerate(values.layer.values):
+        axes.plot(values.epoch, values.sel(layer=layer), color=colors(at), marker="o", ms=3, lw=1.5, label=layer)
+    axes.set(xlabel="epoch", ylabel=label)
+
+
+def table(found: xr.Dataset) -> str:
+    """The last epoch, by block."""
+    last = found.isel(epoch=-1)
+    lines = [f"\n{'block':12}{'equivariance':>14}{'radius':>9}{'even':>7}{'near 0: A':>11}{'B':>7}{'C':>7}  type"]
+    for layer in last.layer.values:
+        one = last.sel(layer=layer)
+        names = ("translation_equivariance", "attention_distance", "uniform_distance", *SHARES)
+        text = "".join(f"{float(one[n]):{width}.2f}" for n, width in zip(names, (14, 9, 7, 11, 7, 7), strict=True))
+        lines.append(f"{layer:12}{text}  {one.head_type.item()}")
+    return "\n".join(lines)
+
+
+def check(found: xr.Dataset, run: SingleModel) -> bool:
+    """Whether the model learned, and equivariance rose in every block from that of random matrices."""
+    most, values = limit(found), found.translation_equivariance
+    seen = run.learned("the ResMLP", float(found.top1[-1])) if "top1" in found else True
+    if values.sizes["epoch"] > 1:
+        start = float(abs(values[0]).max())
+        seen &= start < most
+        print(
+            f"check: at the start equivariance is {'' if start < most else 'NOT '}that of random matrices: at most "
+            f"{start:.3f} from 0, where four standard deviations of theirs are {most:.3f}"
+        )
+    above = bool((values[-1] > most).all())
+    print(
+        f"check: at the end {'all' if above else 'NOT all'} blocks are above: {float(values[-1].min()):.3f} to "
+        f"{float(values[-1].max()):.3f}"
+    )
+    return seen and above
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = study_parser(__doc__)
+    return parse_single(
+        parser, arguments, "resmlp_weights", example="resmlp_24_224", lr=4e-3, epochs=15, small_epochs=6, images=False
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))

@@ -1,0 +1,87 @@
+"""The dense probe, against a classifier of single pixels and loops over pixels."""
+
+import math
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+
+from tcnn_probe.representation import dense_probe, layer_dense_probe
+
+CHANNELS, GRID, CELL = 3, (2, 5), (3, 2)
+
+
+def made(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Feature maps, and masks of three classes; most pixels of a cell have the class that its features show."""
+    rng = np.random.default_rng(seed)
+    shown = rng.choice([0, 4, 7], (images, *GRID))
+    features = np.stack([shown % 3, shown % 4, shown % 2], 1) + 0.3 * rng.standard_normal((images, CHANNELS, *GRID))
+    masks = shown.repeat(CELL[0], 1).repeat(CELL[1], 2)
+    return features, np.where(rng.random(masks.shape) < 0.2, rng.choice([0, 4, 7], masks.shape), masks)
+
+
+def pixels(features: np.ndarray, masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The features and the class of every pixel."""
+    found = [
+        (features[n, :, y // CELL[0], x // CELL[1]], masks[n, y, x])
+        for n in range(len(masks))
+        for y in range(masks.shape[1])
+        for x in range(masks.shape[2])
+    ]
+    return np.array([x for x, _ in found]), np.array([label for _, label in found])
+
+
+def test_is_a_classifier_of_pixels() -> None:
+    (features, masks), train = made(7, 0), made(11, 1)
+    x, y = pixels(*train)
+    mean, deviation = x.mean(0), x.std(0)
+    classifier = LogisticRegression(C=1 / 3, max_iter=5000).fit((x - mean) / deviation, y)
+    x, y = pixels(features, masks)
+    named = classifier.predict((x - mean) / deviation)
+    expected = [
+        sum(a == b == one for a, b in zip(y, named, strict=True))
+        / sum(one in (a, b) for a, b in zip(y, named, strict=True))
+        for one in (0, 4, 7)
+    ]
+    assert 0.3 < min(expected) < max(expected) < 1
+    np.testing.assert_allclose(dense_probe(features, masks, *train, regularization=3), expected, rtol=1e-12)
+
+
+def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
+    """At chance a class of the share p, named for the share q of pixels, has the IoU pq / (p + q - pq) <= p."""
+    (features, masks), (train, known) = made(40, 0), made(40, 1)
+    share = (masks == 4).mean()
+    assert dense_probe(features, masks == 4, train, known == 4)[1] > 0.6
+    unrelated = np.random.default_rng(2).random(known.shape) < 0.5
+    chance = dense_probe(features, masks == 4, train, unrelated)[1]
+    assert chance < share + 3 * math.sqrt(share * (1 - share) / features[:, 0].size)
+
+
+def test_labelled_judges_grids_by_the_same_pixels() -> None:
+    (features, masks), (train, known) = made(7, 0), made(11, 1)
+    fine, coarse = features.repeat(CELL[0], 2).repeat(CELL[1], 3), features[..., :1]
+    found = layer_dense_probe(
+        {"a": features, "fine": fine, "b": coarse},
+        masks,
+        {"a": train, "fine": train.repeat(CELL[0], 2).repeat(CELL[1], 3), "b": train[..., :1]},
+        known,
+    )
+    assert found.dims == ("layer", "class")
+    assert found["class"].values.tolist() == [0, 4, 7]
+    np.testing.assert_allclose(found.sel(layer="a"), dense_probe(features, masks, train, known))
+    np.testing.assert_allclose(found.sel(layer="fine"), found.sel(layer="a"))
+    assert found.sel(layer="b").mean() < found.sel(layer="a").mean()
+
+
+@pytest.mark.parametrize(
+    ("features", "masks", "message"),
+    [
+        (np.ones((7, 2, 3, 4)), np.ones((6, 3, 4), int), r"got the shapes \(7, 2, 3, 4\) and \(6, 3, 4\)"),
+        (np.ones((7, 2, 3)), np.ones((7, 3), int), r"features \(n, C, h, w\)"),
+        (np.ones((7, 2, 3, 4)), np.ones((7, 6, 9), int), "multiples of 3 and 4, got 6 and 9: resize them"),
+        (np.full((7, 2, 3, 4), math.nan), np.ones((7, 3, 4), int), "finite features"),
+    ],
+)
+def test_refusals(features: np.ndarray, masks: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dense_probe(features, masks, *made(7, 0))
