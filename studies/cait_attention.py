@@ -2,7 +2,7 @@
 
     python studies/cait_attention.py
 
-Takes about MINUTES on one CPU core.
+Takes about a minute on one CPU core.
 
 What one should see (cait_attention.png): in a CaiT the class token meets the patches in two class-attention layers
 alone. Heads of the first look at the digit, each at other parts of it, as in the thesis. The thesis sees the second
@@ -184,7 +184,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--images", type=from_least(2), default=100, help="validation scenes to look at (default: 100)")
     add("--show", type=from_least(1), default=4, help="images to draw (default: 4)")
     return parse_single(
-        parser, arguments, "cait_attention", example="cait_xxs24_224", lr=3e-3, epochs=15, small_epochs=5
+        parser, arguments, "cait_attention", example="cait_xxs24_224", lr=3e-3, epochs=15, small_epochs=5, size=48
     )
 
 

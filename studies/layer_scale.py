@@ -2,7 +2,7 @@
 
     python studies/layer_scale.py
 
-Takes about MINUTES on one CPU core.
+Takes about a minute on one CPU core.
 
 What one should see (layer_scale.png): for each block the norm of what a residual branch adds, divided by the norm of
 what it is added to. With LayerScale it starts ten times smaller, and training decides how far each branch opens. The
@@ -14,8 +14,8 @@ One has LayerScale, whose weights start at 0.1, the thesis' number for up to 18 
 "layer-scale" measures the ratio on the validation images, before stochastic depth.
 
 Writes into results/:
-layer_scale.png             the ratio by block, logarithmic, darker with each epoch: above of attention, below of the
-                            MLP; left without and right with LayerScale
+layer_scale.png             the ratio by block, darker with each epoch: above of attention, below of the MLP; left
+                            without and right with LayerScale, on scales of their own
 layer_scale.zarr            the numbers behind it, (model, epoch, layer, branch): xarray.open_zarr
 layer_scale_*.zarr          what was recorded of each model
 
@@ -126,14 +126,14 @@ def draw(ratios: xr.DataArray) -> Figure:
     """A row for each branch, a column for each model, and a line for each epoch."""
     models = ratios.model.values
     figure = Figure(figsize=(1 + 4 * len(models), 5), layout="constrained")
-    panels = figure.subplots(len(BRANCHES), len(models), squeeze=False, sharex=True, sharey="row")
+    panels = figure.subplots(len(BRANCHES), len(models), squeeze=False, sharex=True)
     for column, model in zip(panels.T, models, strict=True):
         colors = mpl.colormaps[COLORS.get(model, "Blues")](np.linspace(0.25, 1, ratios.sizes["epoch"]))
         for axes, (branch, words) in zip(column, BRANCHES.items(), strict=True):
             for color, epoch in zip(colors, ratios.epoch.values, strict=True):
                 one = ratios.sel(model=model, branch=branch, epoch=epoch)
                 axes.plot(one, color=color, marker="o", ms=3, lw=1.5, label=f"epoch {epoch}")
-            axes.set(title=f"{words}, {model}", yscale="log")
+            axes.set(title=f"{words}, {model}", ylim=(0, None))
             axes.xaxis.get_major_locator().set_params(integer=True)
         handles, labels = column[0].get_legend_handles_labels()
         column[0].legend(handles[:: len(handles) - 1 or 1], labels[:: len(labels) - 1 or 1], frameon=False, fontsize=8)

@@ -2,7 +2,7 @@
 
     python studies/resmlp_weights.py
 
-Takes about MINUTES on one CPU core.
+Takes about a minute on one CPU core.
 
 What one should see (resmlp_weights.png): rows of the matrix between patches, drawn as images, resemble shifted versions
 of each other (Fig. 4.2). Training makes the matrices depend on the offset between two patches: translation

@@ -1,8 +1,10 @@
 """The scenes of the studies: real digits, in a known place, without leakage between the splits."""
 
 import torch
+import torch.nn.functional as F
 
 from common.digits import ClutteredDigits, cluttered_digits
+from tcnn_probe.representation import layer_dense_probe
 
 
 def test_no_digit_image_is_in_both_splits_and_all_are_used() -> None:
@@ -38,3 +40,17 @@ def test_validation_scenes_are_fixed_and_training_scenes_are_not() -> None:
     torch.manual_seed(5)
     assert torch.equal(train[3][0], first)
     assert train[3][1] == int(train.labels[3])
+
+
+def test_a_dense_probe_finds_the_strokes_of_scenes_as_far_as_the_grid_lets_it() -> None:
+    """Strokes are what is bright where there is no clutter."""
+    validation = cluttered_digits(size=32, limit=80, fragments=0)[1]
+    scenes = [validation.scene(n) for n in range(20)]
+    images, masks = torch.stack([scene.image for scene in scenes]), torch.stack([scene.mask for scene in scenes])
+    features = {"pixels": images, "cells": F.avg_pool2d(images, 4)}
+    fit, judged = ({name: maps[part] for name, maps in features.items()} for part in (slice(10), slice(10, None)))
+    iou = layer_dense_probe(judged, masks[10:], fit, masks[:10]).sel({"class": True})
+    assert iou.sel(layer="pixels") > 0.95
+    assert 0.95 > iou.sel(layer="cells") > 2 * float(masks.double().mean())
+    elsewhere = layer_dense_probe(judged, masks[10:].roll(1, 0), fit, masks[:10]).sel({"class": True})
+    assert elsewhere.sel(layer="pixels") < 0.7

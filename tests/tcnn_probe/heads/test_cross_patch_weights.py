@@ -6,10 +6,13 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from timm.models.beit import Attention as BeitAttention
 from timm.models.mlp_mixer import Affine, MixerBlock, MlpMixer, ResBlock
+from timm.models.swin_transformer import WindowAttention
 from torch import nn
 
 import tcnn_probe
+from tcnn_probe.heads import translation_equivariance
 
 H, W = 5, 7
 PLACES = list(product(range(H), range(W)))
@@ -95,6 +98,21 @@ def test_of_mlp_mixer_it_is_the_product() -> None:
         one[..., key] = 1
         effect = (block.mlp_tokens(one) - block.mlp_tokens(zero)).detach().reshape(H, W)
         np.testing.assert_allclose(found.sel(y=key // W, x=key % W), effect, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["swin", "beit"])
+def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
+    """Rebuilt by the model from its table, with a class token in BEiT; with the queries backwards it is none."""
+    if kind == "swin":
+        layer, prefix = WindowAttention(8, num_heads=2, window_size=(H, W)), 0
+    else:
+        layer, prefix = BeitAttention(8, num_heads=2, window_size=(H, W)), 1
+    nn.init.normal_(layer.relative_position_bias_table)
+    bias = layer._get_rel_pos_bias().detach().double().numpy().reshape(2, prefix + H * W, prefix + H * W)
+    places = np.array([(math.nan, math.nan)] * prefix + PLACES)
+    np.testing.assert_allclose(translation_equivariance(bias, places, places), 1, atol=1e-12)
+    backwards = np.concatenate([places[:prefix], places[prefix:][::-1]])
+    assert (translation_equivariance(bias, backwards, places) < 0.1).all()
 
 
 def test_refusals() -> None:
