@@ -5,9 +5,9 @@
 Takes about a minute on one CPU core.
 
 What one should see (cait_attention.png): in a CaiT the class token meets the patches in two class-attention layers
-alone. Heads of the first look at the digit, each at other parts of it, as in the thesis. The thesis sees the second
-look at more of the image. The lines that are printed compare both with even attention and with each other, image by
-image; studies/README.md says what several seeds agree on.
+alone. The first looks at the digit, as in the thesis. The thesis sees the second look at more of the image. The lines
+that are printed compare both with even attention and with each other, image by image; studies/README.md says what
+several seeds agree on.
 
 How: a small CaiT (two blocks of self-attention, two of class attention, four heads) learns handwritten digits, each
 somewhere in a scene. Its patches are embedded by the convolutions of timm's XCiT: with CaiT's own single layer it

@@ -29,6 +29,7 @@ With timm's weights nothing is trained, and there is one model, shown images of 
 
 import argparse
 import sys
+import warnings
 from dataclasses import asdict
 
 import matplotlib as mpl
@@ -93,7 +94,8 @@ def trained(run: SingleModel) -> xr.Dataset:
         torch.manual_seed(run.args.seed)
         model = small_vit(run.args.img_size, run.args, scaled=name == WITH)
         store = run.output.beside(f"_{slug}.zarr")
-        with tcnn_probe.record(model, store, probes="layer-scale") as recorder:
+        with warnings.catch_warnings(), tcnn_probe.record(model, store, probes="layer-scale") as recorder:
+            warnings.filterwarnings("ignore", ".* has no .'scale'.")  # as it should be, without LayerScale
             for result in run.train(model, slug, name):
                 recorder.mark(if_marked="skip", **asdict(result))
         tree = tcnn_probe.open(store)
