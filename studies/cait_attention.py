@@ -45,6 +45,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.ending import ended, finish
 from common.options import from_least, study_parser
+from common.output import plain_labels
 from common.single_model import SingleModel, begin_single, parse_single
 
 LIKELY = 0.1
@@ -98,7 +99,7 @@ def look(model: nn.Module, images: Tensor) -> xr.Dataset:
     (node,) = (one.dataset for one in maps.children.values())
     probability = torch.cat([model.eval()(some.to(device)).softmax(1).cpu() for some in images.split(32)])
     found = node[["class_attention"]].assign(input=maps.input, probability=(("image", "class"), probability.numpy()))
-    return found.assign_coords(layer=found.layer.astype(object))
+    return plain_labels(found, "layer")
 
 
 def on_object(attention: xr.DataArray, masks: Tensor) -> tuple[xr.DataArray, xr.DataArray]:

@@ -43,6 +43,7 @@ from torch import nn
 import tcnn_probe
 from common.ending import ended, finish
 from common.options import positive_number, study_parser
+from common.output import plain_labels
 from common.single_model import SingleModel, begin_single, parse_single
 
 WITHOUT, WITH = "without LayerScale", "with LayerScale"
@@ -64,14 +65,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def small_vit(size: int, args: argparse.Namespace, *, scaled: bool = False) -> nn.Module:
-    """Blocks of width 48 and four heads, on 4 x 4 patches; 4 of them in the small form, else 12."""
+    """Blocks of width 48 and four heads, on 4 x 4 patches; 3 of them in the small form, else 12."""
     model = VisionTransformer(
         img_size=size,
         patch_size=size // 4,
         in_chans=1,
         num_classes=10,
         embed_dim=48,
-        depth=4 if args.small else 12,
+        depth=3 if args.small else 12,
         num_heads=4,
         mlp_ratio=2,
         init_values=args.init_values if scaled else None,
@@ -95,12 +96,13 @@ def trained(run: SingleModel) -> xr.Dataset:
         model = small_vit(run.args.img_size, run.args, scaled=name == WITH)
         store = run.output.beside(f"_{slug}.zarr")
         with warnings.catch_warnings(), tcnn_probe.record(model, store, probes="layer-scale") as recorder:
-            warnings.filterwarnings("ignore", ".* has no .'scale'.")  # as it should be, without LayerScale
+            warnings.filterwarnings("ignore", ".*for the probe 'layer-scale' to read")  # one has no LayerScale
             for result in run.train(model, slug, name):
                 recorder.mark(if_marked="skip", **asdict(result))
         tree = tcnn_probe.open(store)
         several.append(xr.Dataset({"residual_ratio": ratio(tree), "top1": tree.dataset.top1}))
-    return with_plain_labels(xr.concat(several, xr.Variable("model", [WITHOUT, WITH]), combine_attrs="override"))
+    found = xr.concat(several, xr.Variable("model", [WITHOUT, WITH]), combine_attrs="override")
+    return plain_labels(found, "model", "layer", "branch")
 
 
 def looked_at(run: SingleModel) -> xr.Dataset:
@@ -109,18 +111,13 @@ def looked_at(run: SingleModel) -> xr.Dataset:
     with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
         model(run.images.to(run.args.device))
         recorder.mark(epoch=0)
-    return with_plain_labels(ratio(recorder.tree).expand_dims(model=[run.args.model]).to_dataset())
+    found = ratio(recorder.tree).expand_dims(model=[run.args.model]).to_dataset()
+    return plain_labels(found, "model", "layer", "branch")
 
 
 def ratio(tree: xr.DataTree) -> xr.DataArray:
     """Of the branches that are drawn, (epoch, layer, branch)."""
     return tree["layer-scale"].dataset.residual_ratio.sel(branch=list(BRANCHES)).load()
-
-
-def with_plain_labels(found: xr.Dataset) -> xr.Dataset:
-    """Labels as objects: zarr warns of text of fixed width."""
-    labels = {name: found[name].astype(object) for name in ("model", "layer", "branch")}
-    return found.assign_coords(labels).drop_encoding()
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -188,7 +185,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     help_ = "initial weights of LayerScale (default: 0.1)"
     parser.add_argument("--init-values", type=positive_number, default=0.1, help=help_)
     return parse_single(
-        parser, arguments, "layer_scale", example="cait_xxs24_224", lr=1e-3, epochs=10, small_epochs=4, size=32
+        parser, arguments, "layer_scale", example="cait_xxs24_224", lr=1e-3, epochs=10, small_epochs=8, size=32
     )
 
 

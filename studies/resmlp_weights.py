@@ -42,7 +42,9 @@ from torch import nn
 
 import tcnn_probe
 from common.ending import ended, finish
+from common.following import write_whole
 from common.options import study_parser
+from common.output import plain_labels
 from common.single_model import SingleModel, begin_single, parse_single
 
 SHARES = {"near_zero": "between patches", "fc1_sparsity": "on channels, 1st", "fc2_sparsity": "on channels, 2nd"}
@@ -83,9 +85,14 @@ def small_resmlp(size: int) -> nn.Module:
 
 
 def trained(run: SingleModel) -> xr.Dataset:
-    """What is read at each epoch of the training."""
-    results = run.train(run.model, "resmlp", "a ResMLP")
-    return xr.concat([read(run.model, one.epoch).assign(top1=("epoch", [one.top1])) for one in results], "epoch")
+    """What is read at each epoch of the training; a resumed run has kept it."""
+    parts = []
+    for result in run.train(run.model, "resmlp", "a ResMLP"):
+        part = run.output.checkpoints / f"resmlp-{result.epoch:04d}.zarr"
+        if not part.exists():
+            write_whole(read(run.model, result.epoch).assign(top1=("epoch", [result.top1])), part)
+        parts.append(xr.open_zarr(part, consolidated=False).load())
+    return plain_labels(xr.concat(parts, "epoch"), "layer", "head_type")
 
 
 def read(model: nn.Module, epoch: int) -> xr.Dataset:
@@ -96,7 +103,7 @@ def read(model: nn.Module, epoch: int) -> xr.Dataset:
     matrices = tcnn_probe.cross_patch(model)
     found = matrices.assign(head_type=tcnn_probe.head_types(matrices)).isel(head=0, drop=True)
     found = found.expand_dims(epoch=[epoch]).assign(shares.data_vars)
-    return found.assign_coords(layer=found.layer.astype(object)).drop_encoding()
+    return plain_labels(found, "layer", "head_type")
 
 
 def limit(found: xr.Dataset) -> float:

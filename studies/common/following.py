@@ -22,7 +22,7 @@ from common.ending import refused
 from common.output import RunOutput
 from tcnn_model import EpochResult, finetune
 
-__all__ = ["Follower", "Models", "Run"]
+__all__ = ["Follower", "Models", "Run", "write_whole"]
 
 METHODS = ("class_attention", "rollout", "gradcam", "integrated_gradients", "input_x_gradient", "occlusion")
 MEASURES = ("deletion_auc", "insertion_auc")

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import xarray as xr
+
 from common.ending import InputError
 
-__all__ = ["RunOutput", "saved_options"]
+__all__ = ["RunOutput", "plain_labels", "saved_options"]
 
 
 def saved_options(folder: str | Path, study: str) -> dict[str, Any]:
@@ -83,3 +85,9 @@ class RunOutput:
             self._further.append(path.name)
             self._list.write_text(json.dumps(self._further))
         return path
+
+
+def plain_labels(dataset: xr.Dataset, *names: str) -> xr.Dataset:
+    """The dataset with these texts as objects, as zarr keeps them without a warning of fixed widths."""
+    labels = {name: dataset[name].variable.astype(object) for name in names}
+    return dataset.drop_encoding().assign(labels)

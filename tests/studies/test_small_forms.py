@@ -182,6 +182,19 @@ def test_representations_are_of_the_images_with_these_labels(small_run: Callable
         np.testing.assert_array_equal(found.knn_correct.sel(model=model, epoch=4, layer="layer4"), correct)
 
 
+@pytest.mark.parametrize("study", ["layer_scale", "resmlp_weights"])
+def test_a_resumed_study_has_every_epoch_as_it_was(
+    study: str, small_run: Callable[[str], Done], tmp_path: Path
+) -> None:
+    """Its model has the weights of the last epoch at each of them."""
+    finished, out = small_run(study).out, tmp_path / "out"
+    shutil.copytree(finished, out)
+    assert importlib.import_module(study).main([*SMALL, "--resume", "--out", str(out)]) == 0
+    found = [xr.open_zarr(one / f"{study}.zarr", consolidated=False).load() for one in (finished, out)]
+    assert found[0].sizes["epoch"] > 6
+    xr.testing.assert_allclose(*found, rtol=1e-6)
+
+
 CLASS_RUNS = {  # in the small form, with how long each trains
     "ResNet, average pooling": 3,
     "ResNet, attention pooling": 3,
