@@ -10,8 +10,8 @@ that are printed compare both with even attention and with each other, image by 
 several seeds agree on.
 
 How: a small CaiT (two blocks of self-attention, two of class attention, four heads) learns handwritten digits, each
-somewhere in a scene. Its patches are embedded by the convolutions of timm's XCiT: with CaiT's own single layer it
-learns nothing from so few images.
+somewhere in a scene. Its patches are embedded by the convolutions of timm's XCiT in place of a single layer, so that it
+learns from few images, and LayerScale begins at 1.
 
 Writes into results/:
 cait_attention.png     for each image: the image; the heads of the first and of the second class-attention layer, each

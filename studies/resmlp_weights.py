@@ -10,7 +10,7 @@ equivariance, 0 for a random matrix but for chance, rises in every block.
 
 How: a small ResMLP (four blocks, 8 x 8 patches) learns handwritten digits, each somewhere in a scene. Its matrices
 begin with a hundredth of timm's initial weights: else what so short a training teaches is hidden under these random
-numbers. LayerScale begins at 1: at timm's 1e-4 the model learns nothing in this time.
+numbers. LayerScale begins at 1, so that the model learns in this time.
 
 Writes into results/:
 resmlp_weights.png     A rows of the matrix of each block, of the 4 x 4 patches in the middle; by epoch and block:
