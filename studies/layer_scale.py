@@ -116,7 +116,7 @@ def looked_at(run: SingleModel) -> xr.Dataset:
 
 
 def ratio(tree: xr.DataTree) -> xr.DataArray:
-    """Of the branches that are drawn, (epoch, layer, branch)."""
+    """The ratios of the branches that are drawn, (epoch, layer, branch)."""
     return tree["layer-scale"].dataset.residual_ratio.sel(branch=list(BRANCHES)).load()
 
 
