@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -133,24 +134,25 @@ class Root:
         """How many marks are committed."""
         return self.documents[self.along]["shape"][0]
 
-    @property
+    @cached_property
     def arrays(self) -> dict[str, Document]:
         """The documents of all arrays."""
         return {path: about for path, about in self.documents.items() if about["node_type"] == "array"}
 
-    @property
+    @cached_property
     def growing(self) -> dict[str, Document]:
         """The documents of the arrays over the marks."""
         return {path: about for path, about in self.arrays.items() if about["dimension_names"][0] == self.along}
 
-    @property
+    @cached_property
     def scalars(self) -> set[str]:
         """Names of the numbers that came with marks."""
         given = {path for path, about in self.growing.items() if about["attributes"].get("description") == GIVEN}
         return {path for path in given if "/" not in path and len(self.documents[path]["shape"]) == 1} - {self.along}
 
+    @cached_property
     def groups(self) -> dict[str, Group]:
-        """Give the groups as they were created; units, names and descriptions as stored."""
+        """The groups as they were created; units, names and descriptions as stored."""
         attributes = {"": self.attributes}
         for path, about in self.documents.items():
             if about["node_type"] == "group" and LAYERS in about["attributes"]:
@@ -212,7 +214,7 @@ class Root:
             elif about["node_type"] != "group":
                 raise ValueError(f"{path} is a {about['node_type']!r}")
         lengths = {path: about["shape"][0] for path, about in self.growing.items()}
-        if len(set(lengths.values())) != 1 or not all(_join(path, self.along) in lengths for path in self.groups()):
+        if len(set(lengths.values())) != 1 or not all(_join(path, self.along) in lengths for path in self.groups):
             raise ValueError(f"its arrays have unequal lengths along {self.along!r}: {lengths}")
 
 

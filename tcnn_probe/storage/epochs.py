@@ -82,7 +82,7 @@ class EpochStore:
     @property
     def groups(self) -> Mapping[str, Group] | None:
         """The groups as stored, None before the first mark."""
-        return None if self._root is None else MappingProxyType(self._root.groups())
+        return None if self._root is None else MappingProxyType(self._root.groups)
 
     @property
     def attrs(self) -> Mapping[str, Any] | None:
@@ -124,7 +124,7 @@ class EpochStore:
         Raises:
             StoreError: they are not the same; the first difference is named.
         """
-        if (found := difference(self._existing().groups(), groups)) is not None:
+        if (found := difference(self._existing().groups, groups)) is not None:
             raise StoreError(f"{self._place.name} is a recording of something else ({found}): choose another path")
 
     def hold(self) -> None:
@@ -289,7 +289,7 @@ class EpochStore:
         self, root: Root, values: Mapping[str, Mapping[str, np.ndarray]], scalars: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
         """The values, by path and as stored."""
-        groups = root.groups()
+        groups = root.groups
         if extra := [path for path in values if path not in groups]:
             raise ValueError(f"expected values for the groups {list(groups)}, got also {extra}")
         rows: dict[str, np.ndarray] = {}
