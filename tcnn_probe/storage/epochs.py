@@ -16,20 +16,18 @@ import zarr
 from tcnn_probe.schema import Group, difference
 from tcnn_probe.storage.commit import (
     GIVEN,
-    HEADS,
     REPACKED,
     UNREADABLE,
     Root,
     all_of,
-    check_names,
     commit,
     documents_beside,
-    is_name,
 )
 from tcnn_probe.storage.conditional import condition
 from tcnn_probe.storage.directory import DurableStore, Lock, delete_directory, new_directory
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.growing import GrowingArrays
+from tcnn_probe.storage.names import HEADS, check_names, is_name
 from tcnn_probe.storage.place import ROOT, UNFINISHED, Target, find, get, put, run
 from tcnn_probe.storage.reading import open_dataset, open_tree
 
