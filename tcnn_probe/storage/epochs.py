@@ -128,10 +128,14 @@ class EpochStore:
     def hold(self) -> None:
         """Become the one that writes to the recording, if there is one yet; :meth:`append` does it otherwise.
 
+        One that is to be replaced is not held: it is only checked that nobody else writes to it.
+
         Raises:
             StoreError: another recorder writes to it, or it is not as this one left it.
         """
         if self._root is None:
+            if self._replaces and self._place.directory is not None:
+                Lock(self._place.directory, self._place.name).release()
             return
         self._check_unchanged()  # before anything is made there
         if self._place.directory is not None and not self._holds:
