@@ -43,7 +43,7 @@ class Config:
     data: str = option(
         "data", "folder (or tar) with the images; digits: scikit-learn's; parity: the same, even or odd", "digits"
     )
-    dataset: str = option("data", "timm's kind of data set: hfds/NAME, torch/NAME (default: folder or tar)", "")
+    dataset: str = option("data", "timm's kind of data set: hfds/NAME, torch/NAME, wds/ (default: folder or tar)", "")
     train_split: str = option("data", "(default: train)", "train")
     val_split: str = option("data", "(default: validation, which also finds val/)", "validation")
     limit: int | None = option("data", "use only so many training images, and as many to validate on")

@@ -83,7 +83,7 @@ def open_sources(data: str, dataset: str, splits: tuple[str, str]) -> tuple[Sour
 
     Args:
         data: "digits", "parity" (the same digits, as even or odd), or a folder or tar file.
-        dataset: timm's name of a kind of data set; "" for folders and tar files.
+        dataset: timm's name of a kind of data set; "" for folders and tar files, "wds/" for WebDataset shards.
         splits: names of those for training and for validation.
 
     Raises:
@@ -91,7 +91,7 @@ def open_sources(data: str, dataset: str, splits: tuple[str, str]) -> tuple[Sour
     """
     if data in DIGITS:
         return _Digits(True, parity=data == "parity"), _Digits(False, parity=data == "parity")
-    if dataset.partition("/")[0].lower() in ("wds", "tfds", "hfids"):
+    if _kind(dataset) in ("tfds", "hfids"):
         raise ValueError(f"{dataset} gives images in a stream, and a run that is exact needs their numbers: use hfds/")
     roots = _roots(data, splits) if not dataset else (data, data)
     sources = [_open(root, dataset, split) for root, split in zip(roots, splits, strict=True)]
@@ -108,10 +108,18 @@ def open_sources(data: str, dataset: str, splits: tuple[str, str]) -> tuple[Sour
     return sources[0], sources[1]
 
 
+def _kind(dataset: str) -> str:
+    return dataset.partition("/")[0].lower()
+
+
 def _open(root: str, dataset: str, split: str) -> _Timm:
-    from timm.data import create_dataset
+    from timm.data import ImageDataset, create_dataset
 
     try:
+        if _kind(dataset) == "wds":
+            from tcnn_model.training.shards import ShardReader
+
+            return _Timm(ImageDataset(root, reader=ShardReader(root, _names(split))))
         return _Timm(create_dataset(dataset, root=root, split=split, search_split=False))
     except (RuntimeError, OSError, AssertionError, ImportError) as error:
         raise ValueError(f"cannot open the split {split!r} of {dataset or 'the folder'} in {root}: {error}") from error
@@ -137,9 +145,13 @@ def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
 
 
 def _split(root: Path, split: str) -> Path | None:
-    names = next((synonyms for synonyms in SPLITS.values() if split in synonyms), (split,))
-    candidates = [root / f"{name}{ending}" for name in (split, *names) for ending in ("", ".tar")]
+    candidates = [root / f"{name}{ending}" for name in _names(split) for ending in ("", ".tar")]
     return next((path for path in candidates if path.exists()), None)
+
+
+def _names(split: str) -> tuple[str, ...]:
+    """A split's name, and the others that it goes by."""
+    return (split, *next((synonyms for synonyms in SPLITS.values() if split in synonyms), ()))
 
 
 def _check_classes(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -132,12 +133,12 @@ class Probe:
         """Whether it measures forwards."""
         return self.measure is not None or self.attention is not None
 
-    @property
+    @cached_property
     def of_images(self) -> frozenset[str]:
         """Names of its maps."""
         return frozenset(name for name, about in self.variables.items() if "image" in about.dims)
 
-    @property
+    @cached_property
     def of_classes(self) -> frozenset[str]:
         """Names of those of its maps of which some classes are kept."""
         return frozenset(name for name in self.of_images if "class" in self.variables[name].dims)

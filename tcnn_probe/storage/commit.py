@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,23 +15,21 @@ from tcnn_probe.storage.chunks import Document, array_document, is_map, label_do
 from tcnn_probe.storage.conditional import put_if
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.growing import GrowingArrays
+from tcnn_probe.storage.names import is_name
 from tcnn_probe.storage.place import ROOT, Place, put
 
 __all__ = [
     "GIVEN",
-    "HEADS",
     "REPACKED",
     "UNREADABLE",
     "Root",
     "all_of",
-    "check_names",
     "commit",
     "documents_beside",
-    "is_name",
 ]
 
 VERSION, ALONG, LAYERS, COORDS, REPACKED = "tcnn_probe_schema", "along", "layers", "coords", "repacked"
-GIVEN, HEADS = "As given to mark().", "heads"
+GIVEN = "As given to mark()."
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What metadata raise that are not as they should be."""
 
@@ -133,24 +132,25 @@ class Root:
         """How many marks are committed."""
         return self.documents[self.along]["shape"][0]
 
-    @property
+    @cached_property
     def arrays(self) -> dict[str, Document]:
         """The documents of all arrays."""
         return {path: about for path, about in self.documents.items() if about["node_type"] == "array"}
 
-    @property
+    @cached_property
     def growing(self) -> dict[str, Document]:
         """The documents of the arrays over the marks."""
         return {path: about for path, about in self.arrays.items() if about["dimension_names"][0] == self.along}
 
-    @property
+    @cached_property
     def scalars(self) -> set[str]:
         """Names of the numbers that came with marks."""
         given = {path for path, about in self.growing.items() if about["attributes"].get("description") == GIVEN}
         return {path for path in given if "/" not in path and len(self.documents[path]["shape"]) == 1} - {self.along}
 
+    @cached_property
     def groups(self) -> dict[str, Group]:
-        """Give the groups as they were created; units, names and descriptions as stored."""
+        """The groups as they were created; units, names and descriptions as stored."""
         attributes = {"": self.attributes}
         for path, about in self.documents.items():
             if about["node_type"] == "group" and LAYERS in about["attributes"]:
@@ -164,7 +164,9 @@ class Root:
             documents[name] = array_document(Variable((), "", name, GIVEN), (), self.along)
         growing = Root(self.attributes, documents, b"").growing
         documents |= {path: with_length(about, self.length + 1) for path, about in growing.items()}
-        return Root.of({**self.attributes, **attrs}, documents, labels=self.labels)
+        new = Root.of({**self.attributes, **attrs}, documents, labels=self.labels)
+        new.__dict__["groups"] = self.groups  # the same
+        return new
 
     def with_groups(self, groups: Mapping[str, Group]) -> "Root":
         """Give the root of the same marks with groups, of which there were none: fill values so far.
@@ -212,7 +214,7 @@ class Root:
             elif about["node_type"] != "group":
                 raise ValueError(f"{path} is a {about['node_type']!r}")
         lengths = {path: about["shape"][0] for path, about in self.growing.items()}
-        if len(set(lengths.values())) != 1 or not all(_join(path, self.along) in lengths for path in self.groups()):
+        if len(set(lengths.values())) != 1 or not all(_join(path, self.along) in lengths for path in self.groups):
             raise ValueError(f"its arrays have unequal lengths along {self.along!r}: {lengths}")
 
 
@@ -259,31 +261,6 @@ async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     for ended in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(ended, BaseException):
             raise ended
-
-
-def check_names(groups: Mapping[str, Group], along: str) -> None:
-    """Every path and name stands for one thing, and no group lies inside another but the root; else ValueError."""
-    if "" not in groups:
-        raise ValueError("expected a root group, '', which may be without variables")
-    nodes = [path for path in groups if path]
-    parts = [part for path in nodes for part in path.split("/")]
-    for path, group in groups.items():
-        names = [along, *(["layer"] if group.layers else []), *group.sizes, *group.variables]
-        parts += names
-        nodes += [f"{path}/{name}" if path else name for name in names]
-    if strange := [part for part in parts if not is_name(part)]:
-        raise ValueError(f"expected paths such as 'maps/6x14x14' and names such as 'gate', got {strange[0]!r}")
-    if any(path.split("/")[0] == HEADS for path in nodes):
-        raise ValueError(f"expected other names than {HEADS!r}, under which the tree has the numbers of the root")
-    twice = [path for path in nodes if nodes.count(path) > 1]
-    inside = [path for path in groups if any(path.startswith(f"{node}/") for node in nodes)]
-    if twice or inside:
-        raise ValueError(f"expected every name to stand for one thing, got twice or in each other: {twice + inside}")
-
-
-def is_name(text: str) -> bool:
-    """Whether a text may be a part of a path: never one that leads out of the store."""
-    return bool(text) and not text.startswith(".") and not {*text} & {*"/\\\0"} and text != ROOT
 
 
 def _group_document(attributes: Mapping[str, Any]) -> Document:

@@ -40,7 +40,7 @@ class DurableStore(LocalStore):
     def _put(self, key: str, data: bytes) -> None:
         path = self.root / key
         changed = {path.parent}
-        for folder in reversed(path.parents):
+        for folder in () if path.parent.is_dir() else reversed(path.parents):
             if self.root in folder.parents:
                 with suppress(FileExistsError):
                     folder.mkdir()

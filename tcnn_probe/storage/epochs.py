@@ -16,20 +16,18 @@ import zarr
 from tcnn_probe.schema import Group, difference
 from tcnn_probe.storage.commit import (
     GIVEN,
-    HEADS,
     REPACKED,
     UNREADABLE,
     Root,
     all_of,
-    check_names,
     commit,
     documents_beside,
-    is_name,
 )
 from tcnn_probe.storage.conditional import condition
 from tcnn_probe.storage.directory import DurableStore, Lock, delete_directory, new_directory
 from tcnn_probe.storage.errors import StoreError
 from tcnn_probe.storage.growing import GrowingArrays
+from tcnn_probe.storage.names import HEADS, check_names, is_name
 from tcnn_probe.storage.place import ROOT, UNFINISHED, Target, find, get, put, run
 from tcnn_probe.storage.reading import open_dataset, open_tree
 
@@ -82,7 +80,7 @@ class EpochStore:
     @property
     def groups(self) -> Mapping[str, Group] | None:
         """The groups as stored, None before the first mark."""
-        return None if self._root is None else MappingProxyType(self._root.groups())
+        return None if self._root is None else MappingProxyType(self._root.groups)
 
     @property
     def attrs(self) -> Mapping[str, Any] | None:
@@ -124,16 +122,20 @@ class EpochStore:
         Raises:
             StoreError: they are not the same; the first difference is named.
         """
-        if (found := difference(self._existing().groups(), groups)) is not None:
+        if (found := difference(self._existing().groups, groups)) is not None:
             raise StoreError(f"{self._place.name} is a recording of something else ({found}): choose another path")
 
     def hold(self) -> None:
         """Become the one that writes to the recording, if there is one yet; :meth:`append` does it otherwise.
 
+        One that is to be replaced is not held: it is only checked that nobody else writes to it.
+
         Raises:
             StoreError: another recorder writes to it, or it is not as this one left it.
         """
         if self._root is None:
+            if self._replaces and self._place.directory is not None:
+                Lock(self._place.directory, self._place.name).release()
             return
         self._check_unchanged()  # before anything is made there
         if self._place.directory is not None and not self._holds:
@@ -289,7 +291,7 @@ class EpochStore:
         self, root: Root, values: Mapping[str, Mapping[str, np.ndarray]], scalars: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
         """The values, by path and as stored."""
-        groups = root.groups()
+        groups = root.groups
         if extra := [path for path in values if path not in groups]:
             raise ValueError(f"expected values for the groups {list(groups)}, got also {extra}")
         rows: dict[str, np.ndarray] = {}

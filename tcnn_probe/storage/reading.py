@@ -6,8 +6,9 @@ from typing import Any, cast
 import xarray as xr
 from zarr.abc.store import Store
 
-from tcnn_probe.storage.commit import HEADS, UNREADABLE, Root
+from tcnn_probe.storage.commit import UNREADABLE, Root
 from tcnn_probe.storage.errors import StoreError
+from tcnn_probe.storage.names import HEADS
 from tcnn_probe.storage.place import Place, find
 
 __all__ = ["existing", "numbers", "open_dataset", "open_recording", "open_tree"]

@@ -70,7 +70,7 @@ def test_folder_that_is_none(make: Callable[[Path], Path], message: str, tmp_pat
 
 def test_streams_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gives images in a stream, .* use hfds/"):
-        open_sources("somewhere", "wds/imagenet", ("train", "validation"))
+        open_sources("somewhere", "tfds/imagenet", ("train", "validation"))
 
 
 @pytest.mark.parametrize("val", ["val", "validation", "valid"])

@@ -37,7 +37,7 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
     first = create(path)
     add(first, 0)
     second = create(path)
-    for use in (second.hold, lambda: add(second, 1, 7)):
+    for use in (second.hold, lambda: add(second, 1, 7), create(path, mode="w").hold):
         with pytest.raises(StoreError, match=HELD.format(os.getpid())):
             use()
     add(first, 1)
