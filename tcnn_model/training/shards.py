@@ -67,7 +67,7 @@ def _shards_of(root: str, splits: Sequence[str]) -> tuple[list[Path], str]:
         known |= json.loads(path.read_text()).get("splits", {}) if path.is_file() else {}
     about: dict[str, Any] = next((known[name] for name in splits if name in known), {})
     if about:
-        names = about["filenames"]
+        names = about.get("filenames", [])
     elif ".tar" in splits[0]:
         names = _expanded(splits[0].partition("|")[0])
     else:
