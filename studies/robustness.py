@@ -141,10 +141,10 @@ def table(results: xr.Dataset) -> str:
     """Accuracy by model and condition."""
     columns = accuracies(results)
     lines = [f"\naccuracy on {results.sizes['image']} validation images, corruptions averaged over severities"]
-    lines.append(f"{'':<18}" + "".join(f"{name:>11}" for name in columns))
+    lines.append(f"{'':<28}" + "".join(f"{name:>9}" for name in columns))
     for model in results.model.values:
-        cells = "".join(f"{float(values.sel(model=model)):>11.3f}" for values in columns.values())
-        lines.append(f"{model:<18}{cells}")
+        cells = "".join(f"{float(values.sel(model=model)):>9.3f}" for values in columns.values())
+        lines.append(f"{model:<28}{cells}")
     return "\n".join(lines)
 
 
