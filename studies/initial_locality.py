@@ -158,7 +158,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "initial_locality")
     if args.small:
         fill_in(args, {"epochs": 2, "strengths": [1], "gatings": [-1, 3]})
-    settle(parser, args)
+    settle(parser, args, digits={"epochs": 4})
     fill_in(args, {"strengths": [0.2, 1, 5], "gatings": [-1, 1, 3]})
     args.strengths, args.gatings = sorted({*args.strengths}), sorted({*args.gatings})
     return args
