@@ -2,7 +2,7 @@
 
     python studies/initial_locality.py
 
-Takes about 3 minutes on one CPU core.
+Takes about 6 minutes on one CPU core.
 
 What one should see (initial_locality.png): the higher gates start, the higher they end. Heads that start with a high
 gate and a narrow positional attention stay convolutions ("may stay stuck in the convolutional configuration"); heads
