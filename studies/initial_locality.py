@@ -2,12 +2,12 @@
 
     python studies/initial_locality.py
 
-Takes about 6 minutes on one CPU core.
+Takes about 8 minutes on one CPU core.
 
-What one should see (initial_locality.png): the higher gates start, the higher they end. Heads that start with a high
-gate and a narrow positional attention stay convolutions ("may stay stuck in the convolutional configuration"); heads
-that start with a low gate or a wide one give up the CNN's function at the start. Whether the start between the two
-extremes, the paper's alpha = lambda = 1, ends as the most accurate is printed, and differs between seeds.
+What one should see (initial_locality.png): the higher gates start, the higher they end. The paper names a trade-off:
+heads that start strictly local "may stay stuck in the convolutional configuration", and heads that start with a low
+gate or a wide positional attention give up the CNN's function. The accuracy at the start shows the second. Whether the
+start between the extremes, the paper's alpha = lambda = 1, ends as the most accurate is printed.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage is reparameterized as gated positional
 self-attention (GPSA), starting from each pair of a locality strength alpha and a gating parameter lambda. All are

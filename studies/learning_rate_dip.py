@@ -2,7 +2,7 @@
 
     python studies/learning_rate_dip.py
 
-Takes about 6 minutes on one CPU core.
+Takes about 7 minutes on one CPU core.
 
 What one should see (learning_rate_dip.png): with the largest rate the T-CNN climbs furthest from its lowest accuracy.
 In the paper, whose CNN is fully trained, accuracy dips first, lower with a larger rate. The table that is printed says
