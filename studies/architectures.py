@@ -2,12 +2,12 @@
 
     python studies/architectures.py
 
-Takes about 4 minutes on one CPU core.
+Takes about 7 minutes on one CPU core.
 
 What one should see (architectures.png): every CNN can be made a T-CNN and fine-tuned with one recipe. The paper's gains
 over the CNN are the sum of three things: the longer training, the last stage's doubled grid, and attention. The two
 controls tell them apart: the CNN that goes on, and the CNN whose last stage has lost its stride (``unstride``) and has
-no attention. On the digits most of the gain, and often all, is there without attention.
+no attention.
 
 How: for each architecture a CNN is trained, and then fine-tuned for as long in three ways. On the digits these are
 small versions of the papers' architectures: ResNet, ResNet-D (pools in its shortcuts) and ResNet-RS (squeeze and
