@@ -2,7 +2,7 @@
 
     python studies/architectures.py
 
-Takes about 7 minutes on one CPU core.
+Takes about 8 minutes on one CPU core.
 
 What one should see (architectures.png): every CNN can be made a T-CNN and fine-tuned with one recipe. The paper's gains
 over the CNN are the sum of three things: the longer training, the last stage's doubled grid, and attention. The two
