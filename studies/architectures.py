@@ -2,20 +2,20 @@
 
     python studies/architectures.py
 
-Takes about 4 minutes on one CPU core.
+Takes about 8 minutes on one CPU core.
 
 What one should see (architectures.png): every CNN can be made a T-CNN and fine-tuned with one recipe. The paper's gains
 over the CNN are the sum of three things: the longer training, the last stage's doubled grid, and attention. The two
 controls tell them apart: the CNN that goes on, and the CNN whose last stage has lost its stride (``unstride``) and has
-no attention. On the digits most of the gain, and often all, is there without attention.
+no attention.
 
 How: for each architecture a CNN is trained, and then fine-tuned for as long in three ways. On the digits these are
 small versions of the papers' architectures: ResNet, ResNet-D (pools in its shortcuts) and ResNet-RS (squeeze and
 excitation too).
 
 Writes into results/:
-architectures.png    A gain in accuracy over the CNN, by architecture, B accuracy and time of a training step of each
-                     model, relative to its CNN
+architectures.png    A gain in accuracy over the CNN, by architecture, with standard errors over images (too wide: all
+                     models see the same), B gain and time of a training step of each model, relative to its CNN
 architectures.zarr   accuracy, parameters, multiply-adds, memory and speed, by (architecture, model): xarray.open_zarr
 
 It ends by checking that all models learned, and that T-CNNs need more multiply-adds than their CNNs.
@@ -113,17 +113,24 @@ def draw(found: xr.Dataset) -> Figure:
     figure = Figure(figsize=(9.5, 4), layout="constrained")
     a, b = figure.subplots(1, 2)
     gains, slower = relative(found)
+    variance = found.top1 * (1 - found.top1) / float(found.images)
+    error = (variance + variance.sel(model=CNN)) ** 0.5
     for place, (arm, color) in enumerate(COLORS.items()):
         x = [row + 0.26 * (place - 1) for row in range(found.sizes["architecture"])]
-        a.bar(x, gains.sel(model=arm), 0.24, color=color, label=arm)
-        b.scatter(slower.sel(model=arm), gains.sel(model=arm), color=color, s=36, label=arm)
+        a.bar(x, gains.sel(model=arm), 0.24, yerr=error.sel(model=arm), color=color, label=arm, error_kw={"lw": 0.8})
+        for row, name in enumerate(found.architecture.values):
+            one = {"model": arm, "architecture": name}
+            b.scatter(slower.sel(one), gains.sel(one), color=color, s=36, marker="osD^v"[row % 5])
+    for row, name in enumerate(found.architecture.values):
+        b.scatter([], [], color="0.4", marker="osD^v"[row % 5], label=name)
     a.set_xticks(range(found.sizes["architecture"]), found.architecture.values)
     a.set(ylabel="gain in validation accuracy over the CNN", title="gain")
     b.set(xlabel="time of a training step (of the CNN's)", ylabel="gain over the CNN", title="gain and time")
+    a.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.08), fontsize=8, handlelength=1)
+    b.legend(frameon=False)
     for panel, letter in ((a, "A"), (b, "B")):
         panel.axhline(0, color="0.8", lw=1, zorder=0)
         panel.set_title(letter, loc="left", fontweight="bold")
-    a.legend(frameon=False)
     return figure
 
 

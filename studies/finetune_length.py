@@ -2,10 +2,10 @@
 
     python studies/finetune_length.py
 
-Takes about 3 minutes on one CPU core.
+Takes about 4 minutes on one CPU core.
 
 What one should see (finetune_length.png): fine-tuned for longer, the T-CNN ends more accurate, as in the paper. The
-control shows what the paper's table leaves open: the CNN, trained on for as long, gains too.
+control shows what the paper's table leaves open: whether the CNN, trained on for as long, gains as much.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. From there the CNN as it is (control) and its
 T-CNN are fine-tuned for several numbers of epochs, each with its own warm-up and cosine decay, as the paper does: a

@@ -2,11 +2,11 @@
 
     python studies/learning_rate_dip.py
 
-Takes about 3 minutes on one CPU core.
+Takes about 7 minutes on one CPU core.
 
-What one should see (learning_rate_dip.png): the larger the rate, the faster the T-CNN's accuracy climbs. The paper,
-whose CNN is fully trained, also sees it dip first, lower with a larger rate. On the digits the T-CNN starts far below
-its CNN, so there is little to lose; the table that is printed says whether there was a dip, and how deep.
+What one should see (learning_rate_dip.png): with the largest rate the T-CNN climbs furthest from its lowest accuracy.
+In the paper, whose CNN is fully trained, accuracy dips first, lower with a larger rate. The table that is printed says
+whether it did here, and how deep, beside the CNN that goes on.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. From there the CNN as it is (control) and its T-CNN
 are fine-tuned with several peak learning rates, all with the same warm-up and cosine decay.

@@ -2,15 +2,15 @@
 
     python studies/representations.py
 
-Takes about 2 minutes on one CPU core.
+Takes about 3 minutes on one CPU core.
 
 The paper asks how representations evolve when convolutions become attention, and shows gates, spans and maps. Here are
 the representations themselves.
 
 What one should see (representations.png): the stages before the converted one begin as the CNN's own (CKA 1). The last
-stage does not: attention at the paper's start, on twice the grid, does not compute what the convolutions computed, and
-its nearest neighbours know less of the digit. Fine-tuning teaches it again. Whether it returns to what the CNN knew is
-what CKA shows, beside the CNN that was trained for as long.
+stage does not: attention at the paper's start, on twice the grid, does not compute what the convolutions computed. Its
+nearest neighbours know more of the digit after fine-tuning than before. CKA shows how far it returns to what the CNN
+computed, beside the CNN that was trained for as long.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage becomes gated positional
 self-attention (GPSA), and both are fine-tuned with one recipe. At each epoch the means over places of each stage's

@@ -2,7 +2,7 @@
 
     python studies/test_resolution.py
 
-Takes about 2 minutes on one CPU core.
+Takes about 3 minutes on one CPU core.
 
 What one should see (test_resolution.png): all models are best near the resolution that they were trained at. Attention
 is over more positions at higher resolutions. The positional part keeps its width in cells of the feature map, so it

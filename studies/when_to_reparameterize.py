@@ -120,6 +120,7 @@ def draw(found: xr.Dataset) -> Figure:
     b.legend(title="t1", frameon=False)
     for panel, letter in ((a, "A"), (b, "B")):
         panel.set_title(letter, loc="left", fontweight="bold")
+        panel.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 

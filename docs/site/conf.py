@@ -34,6 +34,7 @@ templates_path = [str(HERE / "templates")]  # absolute: autosummary looks from t
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 os.environ.pop("MPLBACKEND", None)  # notebooks show their figures, wherever the site is built
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # their models are small: more threads mostly wait for each other
 nb_execution_raise_on_error = True
 nb_output_stderr = "remove"  # such as tqdm's advice to install widgets
 nb_execution_timeout = 300  # seconds a cell, on a machine with other work

@@ -72,7 +72,7 @@ def attention_maps(
     max_bytes: int = 1 << 30,
     progress: bool | None = None,
 ) -> xr.DataTree:
-    """Give the attention of a model to these images: of every layer and head, on the grid of the layer.
+    """Compute where every head of a model looks in these images, on the grid of its layer.
 
     ::
 

@@ -27,7 +27,7 @@ def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
 
 
 def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Whether the most salient pixel lies on the object: 1 or 0, and the share that does of several maxima.
+    """Whether the most salient pixel lies on the object: 1 or 0; if several are, the share of them that does.
 
     So a constant map has the mask's share of the image, which is what pointing at random gives. (Zhang et al. 2018,
     Top-down Neural Attention by Excitation Backprop, §4.1, where the tolerance is 15 pixels.)

@@ -15,7 +15,7 @@ _LEAST_DEVIATION = 0.03  # of shares: without it a few heads that are nearly equ
 
 @dataclass(frozen=True)
 class Mixture:
-    """K Gaussians.
+    """A mixture of K Gaussians, as :func:`fit_mixture` finds it.
 
     Args:
         weights: shape (K,), which sum to one.

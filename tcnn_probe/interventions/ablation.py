@@ -114,7 +114,7 @@ def ablate(
 
 
 class Ablation:
-    """What :func:`ablate` makes, which acts at once; may be entered again after its end, with what it has taken."""
+    """The handle of :func:`ablate`. It acts at once, and again when it is entered after its end."""
 
     def __init__(
         self, model: nn.Module, edits: list[Edit], mode: Mode, images: Iterable[Tensor] | None, seed: int | None

@@ -23,7 +23,7 @@ _CLASSES = 1000
 
 @dataclass(frozen=True)
 class Variant:
-    """A test set, of your own too.
+    """A test set for :func:`tcnn_probe.robustness`; make one of your own from a name and batches.
 
     Attributes:
         name: its label in the results.

@@ -71,7 +71,7 @@ def _told_apart(given: Sequence[Any], name: str) -> list[str]:
 
 
 class Report:
-    """A page. A notebook shows it where it stands; ``html`` is the text of the file."""
+    """The page that :func:`tcnn_probe.report` makes. A notebook shows it; ``html`` is the text of the file."""
 
     def __init__(self, html: str):
         self.html = html
