@@ -2,7 +2,7 @@
 
     python studies/when_to_reparameterize.py
 
-Takes about 5 minutes on one CPU core.
+Takes about 6 minutes on one CPU core.
 
 What one should see (when_to_reparameterize.png): in the paper, a ResNet-50 trained for 400 epochs in all does best when
 it becomes a T-CNN after 100 of them (80.44 %), better than from scratch (79.95 %) and than late (79.28 % after 300).
