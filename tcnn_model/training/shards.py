@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from timm.data.readers.reader import Reader
 
 __all__ = ["ShardReader"]
 
@@ -24,7 +25,7 @@ _SAMPLE = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
-class ShardReader:
+class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
     """The images of a split, in the order of the shards, as files with their labels.
 
     Args:
@@ -37,6 +38,7 @@ class ShardReader:
     """
 
     def __init__(self, root: str, splits: Sequence[str]) -> None:
+        super().__init__()
         self._shards, field = _shards_of(root, splits)
         found = [(n, *sample) for n, shard in enumerate(self._shards) for sample in _samples(shard, field)]
         self._places = np.array(found, dtype=np.int64).reshape(-1, 4)  # shard, first byte, size, label
@@ -52,11 +54,12 @@ class ShardReader:
             file.seek(first)
             return io.BytesIO(file.read(size)), label
 
-    def filename(self, index: int) -> str:
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         """The shard, and the name of the image in it."""
         shard, first = self._shards[self._places[index, 0]], self._places[index, 1]
         with tarfile.open(shard, "r:") as tar:
-            return f"{shard}/{next(member.name for member in tar if member.offset_data == first)}"
+            path = shard / next(member.name for member in tar if member.offset_data == first)
+        return path.name if basename else str(path.absolute() if absolute else path)
 
 
 def _shards_of(root: str, splits: Sequence[str]) -> tuple[list[Path], str]:

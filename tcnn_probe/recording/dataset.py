@@ -70,7 +70,7 @@ class LayerValues:
 
     def is_finite(self) -> bool:
         """Whether all values are."""
-        return bool(np.isfinite(np.concatenate([[0.0], *(value.ravel() for value in self.values.values())])).all())
+        return all(np.isfinite(value).all() for value in self.values.values())
 
 
 def layer_values(sums: Iterable[Accumulator], found: Mapping[tuple[str, str], EpochSums]) -> list[LayerValues]:

@@ -164,9 +164,7 @@ class Root:
             documents[name] = array_document(Variable((), "", name, GIVEN), (), self.along)
         growing = Root(self.attributes, documents, b"").growing
         documents |= {path: with_length(about, self.length + 1) for path, about in growing.items()}
-        new = Root.of({**self.attributes, **attrs}, documents, labels=self.labels)
-        new.__dict__["groups"] = self.groups  # the same
-        return new
+        return Root.of({**self.attributes, **attrs}, documents, labels=self.labels)
 
     def with_groups(self, groups: Mapping[str, Group]) -> "Root":
         """Give the root of the same marks with groups, of which there were none: fill values so far.

@@ -131,7 +131,7 @@ class NotTrained(NamedTuple):
 
 
 def matrices(start: float = 0.01, equivariance: float = 0.3, top1: float = 0.5) -> tuple[Any, ...]:
-    """Of two blocks, on 8 x 8 patches: random matrices have an equivariance below 0.021."""
+    """Two blocks, on 8 x 8 patches: random matrices have an equivariance below 0.021."""
     found = {
         "translation_equivariance": (("epoch", "layer"), [[start, -0.01], [0.3, equivariance]]),
         "top1": ("epoch", [0.1, top1]),
@@ -141,7 +141,7 @@ def matrices(start: float = 0.01, equivariance: float = 0.3, top1: float = 0.5) 
 
 
 def ratios(share: float = 0.1, top1: float = 0.5) -> tuple[Any, ...]:
-    """Of two blocks at the start and at the end."""
+    """Two blocks at the start and at the end."""
     values = np.broadcast_to(np.array([1, share]).reshape(2, 1, 1, 1), (2, 2, 2, 2))
     coords = {"model": [layer_scale.WITHOUT, layer_scale.WITH], "branch": ["mixer", "mlp"]}
     found = {

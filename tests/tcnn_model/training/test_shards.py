@@ -73,7 +73,7 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
 
 
 def test_labels_in_json(tmp_path: Path) -> None:
-    """Of the field that ``_info.json`` names, else of "label"; -1 is none, as in timm; endings in any case."""
+    """The field that ``_info.json`` names, else "label"; -1 is none, as in timm; endings in any case."""
     told = [{"label": 1, "fine": 0}, {"label": 0, "fine": 1}, {"label": 0, "fine": -1}]
     kinds = (("JPG", "jpeg"), ("jpeg", "jpeg"), ("webp", "webp"))
     samples = [

@@ -167,7 +167,7 @@ def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
 
 
 def test_gradients_are_those_of_what_runs() -> None:
-    """Of the input and of every parameter, in float64, against the same model with zeroed taps and fixed gates."""
+    """Input and every parameter, in float64, against the same model with zeroed taps and fixed gates."""
     model, x = layer(dtype=torch.float64), images().double().requires_grad_()
     with tcnn_probe.ablate(model, {"": [0, 2]}), tcnn_probe.ablate(model, {"": [2, 3]}, "positional"):
         model(x).pow(2).sum().backward()

@@ -34,7 +34,7 @@ def without(model: nn.Module, layer: str, projection: str, heads: list[int]) -> 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "fused"), BUILT, indirect=["fused"])
 def test_zeroed_heads(name: str, fused: bool) -> None:
-    """Of all heads nothing but the bias is left; a recorder sees attention as it is before heads are zeroed."""
+    """Nothing but the bias is left of all heads; a recorder sees attention as it is before heads are zeroed."""
     make, shape, layer, projection = MODELS[name]
     model, x = make(), torch.randn(2, *shape)
     count, plain, recordings = heads_of(model, layer), model(x), []

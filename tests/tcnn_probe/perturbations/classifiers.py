@@ -35,7 +35,7 @@ def configured() -> nn.Module:
 
 
 def pixels(count: int, channels: int = 3, seed: int = 0, size: tuple[int, int] = SIZE) -> Tensor:
-    """Of which some are exactly 0 or 1."""
+    """Images of which some pixels are exactly 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.rand(count, channels, *size, generator=generator) * 1.2 - 0.1).clamp(0, 1)
 

@@ -97,7 +97,7 @@ def click(driver: Any, grid: int, row: int, column: int) -> None:
 
 
 def color(driver: Any, row: int, column: int) -> tuple[int, ...]:
-    """Of a cell, a little off its middle, after everything has been painted."""
+    """The color of a cell, a little off its middle, after everything has been painted."""
     x, y = at(driver, 0, row, column)
     driver.execute_async_script(
         "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], 100)))"

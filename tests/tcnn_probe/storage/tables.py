@@ -54,7 +54,7 @@ class Remote(MemoryStore):
 
 
 def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
-    """Of each group and variable: distinct for every seed, variable, layer, head, ... and exact in its dtype."""
+    """Values of each group and variable: distinct for every seed, variable, layer, head, ... and exact in its dtype."""
     found: dict[str, dict[str, np.ndarray]] = {}
     for path, group in GROUPS.items():
         found[path] = {}
