@@ -82,22 +82,20 @@ class PatternSum:
         self._sum = torch.zeros(call.heads, self._queries.numel(), call.keys, dtype=_wide(device), device=device)
         self._places: dict[tuple[int, ...], tuple[slice, Tensor]] = {}
 
-    def add(self, block: Block, attention: Tensor, share: Tensor | None) -> None:
+    def add(self, block: Block, weights: Tensor, factor: Tensor) -> None:
         """Add a block.
 
         Args:
             block: of the call.
-            attention: over the keys on the grid, shape (rows, heads, queries, keys).
-            share: of these keys in all attention of each query, shape (rows, heads, queries); None if there are no
-                others.
+            weights: attention over the keys on the grid but for a factor, shape (rows, heads, queries, keys).
+            factor: of each query, shape (rows, heads, queries).
         """
         images = min(block.images.stop, self._images) - block.images.start
         chosen, index = self._in(block, max(images, 0))
         if not index.numel():
             return
-        some = attention.flatten(0, 2).index_select(0, index)
-        if share is not None:
-            some.mul_(share.flatten().index_select(0, index)[:, None])
+        some = weights.flatten(0, 2).index_select(0, index)
+        some.mul_(factor.flatten().index_select(0, index)[:, None])
         by_image = some.view(images, len(self._sum), -1, some.shape[1])
         self._sum[:, chosen, self._layout.prefix :] += by_image[0] if images == 1 else by_image.sum(0)
 

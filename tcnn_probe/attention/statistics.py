@@ -111,7 +111,7 @@ def _rows_over_grid(call: AttentionCall, prefix: Tensor | None, patterns: Patter
         patterns: takes note of each block.
     """
     logits, layout, first = call.logits, call.layout, call.layout.prefix
-    top, largest, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
+    top, total, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
     distance = None if layout.queries is None else torch.empty_like(top)
     small = distance is not None and call.queries * call.keys <= _SMALL_TABLE
     table = _table(layout, logits.dtype, logits.device) if small else None
@@ -120,38 +120,29 @@ def _rows_over_grid(call: AttentionCall, prefix: Tensor | None, patterns: Patter
         rows, queries = call.rows(block), block.queries
         at = rows, slice(None), queries
         shape = rows.stop - rows.start, call.heads, queries.stop - queries.start, call.keys - first
-        s, attention = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+        s, weights = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
         logits(rows, queries, slice(first, call.keys), out=s)
         m = s.amax(-1, keepdim=True)
-        torch.softmax(s, -1, out=attention)
-        largest[at], top[at] = attention.amax(-1), m[..., 0]
-        if logits.masked:  # rows that see none of these keys, and keys that a row does not see
-            empty = m == -torch.inf
-            attention.masked_fill_(empty, 0)
-            s.sub_(m.masked_fill_(empty, 0)).clamp_(min=_LEAST)
-        else:
-            s.sub_(m)
-        expected[at] = s.mul_(attention).sum(-1)
+        top[at] = m[..., 0]
+        s.sub_(m.masked_fill_(m == -torch.inf, 0)).clamp_(min=_LEAST) if logits.masked else s.sub_(m)
+        torch.exp(s, out=weights)
+        total[at] = z = weights.sum(-1)
+        expected[at] = s.mul_(weights).sum(-1)
         if distance is not None:
             far = layout.distances(queries, logits.dtype, logits.device) if table is None else table[queries]
-            distance[at] = torch.mul(attention, far, out=s).sum(-1)
-        if prefix is not None:
-            share = (top[at] - largest[at].log() - prefix[at]).sigmoid_().nan_to_num_()  # 0 / 0 where a mask hides all
-        patterns.add(block, attention, None if prefix is None else share)
-    if not logits.masked:
-        return _Rows(top, -largest.log(), expected, distance, None)  # max_j A_j = exp(m - m - lse)
-    empty = top == -torch.inf
-    return _Rows(top.masked_fill_(empty, 0), -largest.masked_fill_(empty, torch.inf).log(), expected, distance, empty)
+            distance[at] = torch.mul(weights, far, out=s).sum(-1)
+        share = 1 if prefix is None else (top[at] + z.log() - prefix[at]).sigmoid_()
+        patterns.add(block, weights, (share / z).nan_to_num_())  # 0 / 0 where a mask hides all
+    empty = top == -torch.inf if logits.masked else None
+    lse = total.log()
+    if empty is not None:
+        top, total = top.masked_fill_(empty, 0), total.masked_fill_(empty, 1)
+    return _Rows(top, lse, expected.div_(total), None if distance is None else distance.div_(total), empty)
 
 
 def _prefix_logits(call: AttentionCall) -> Tensor:
     """Logits of the class and register tokens, shape (rows, heads, N_query, prefix)."""
-    prefix = call.layout.prefix
-    logits = call.logits.new_empty(*call.logits.shape[:3], prefix)
-    for block in call.blocks():
-        rows, queries = call.rows(block), block.queries
-        logits[rows, :, queries] = call.logits(rows, queries, slice(0, prefix))
-    return logits
+    return call.logits(slice(None), slice(None), slice(0, call.layout.prefix))
 
 
 def _with_prefix(grid: _Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
