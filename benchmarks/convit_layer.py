@@ -1,5 +1,7 @@
 """(a) timm's ConViT GPSA layer against itself accelerated: same weights, 9 heads, 144 channels, forward and backward.
 
+The floor is timm's plain attention of the same width, fused: a layer without positional attention and gates.
+
 python benchmarks/convit_layer.py          14, 28 and 56 squared tokens; about 3 minutes on one core
 """
 
@@ -8,6 +10,7 @@ import copy
 from collections.abc import Mapping
 
 import torch
+from timm.layers import Attention
 from timm.models.convit import GPSA
 
 import contest
@@ -22,6 +25,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     timm_layer.local_init()
     ours = copy.deepcopy(timm_layer)
     accelerate(ours)
+    plain = Attention(144, num_heads=9).to(arguments.device, dtype)
 
     def at(side: int) -> contest.Contest:
         x = torch.randn(arguments.batch, side * side, 144, device=arguments.device, dtype=dtype, requires_grad=True)
@@ -32,6 +36,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
         return {
             "timm": lambda: contest.training_step(timm_layer, x),
             "tcnn_model.accelerate": lambda: contest.training_step(ours, x),
+            "plain attention, fused": lambda: contest.training_step(plain, x),
         }
 
     return {f"{side} x {side} tokens": at(side) for side in arguments.sides}

@@ -70,7 +70,8 @@ def test_table_of_ratios_and_memory(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     printed = capsys.readouterr().out
     assert "7 x 7: largest difference of outputs" in printed
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "tokens" in line]
-    assert [(row[1], *row[4:]) for row in rows] == [("timm", "4", "1.0"), ("tcnn_model.accelerate", "1", "4.0")]
+    others = "tcnn_model.accelerate", "plain attention, fused"
+    assert [(row[1], *row[4:]) for row in rows] == [("timm", "4", "1.0"), *((name, "1", "4.0") for name in others)]
     assert rows[0][2] == "1"
     assert float(rows[1][2]) > 0
     _main(monkeypatch, "--child", "7 x 7 tokens", "timm")
