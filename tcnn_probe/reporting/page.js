@@ -10,7 +10,8 @@ const bytes = new Uint8Array(shuffled.length)
 for (let k = 0; k < 8; k++) for (let i = 0; i < count; i++) bytes[8 * i + k] = shuffled[k * count + i]
 const all = new Float64Array(bytes.buffer)
 
-const state = {mark: marks.length - 1, row: 0, column: 0, colour: variables[0].name, sort: null, down: false}
+const shared = marks.findLastIndex((_, i) => runs.every(run => run.marked[i]))  // where both runs have something to show
+const state = {mark: shared < 0 ? marks.length - 1 : shared, row: 0, column: 0, colour: variables[0].name, sort: null, down: false}
 const two = runs.length === 2
 const value = (variable, run, mark, row, column) => {  // NaN where there is none
   const start = variable.starts[run]

@@ -115,6 +115,12 @@ def to(driver: Any, mark: int, colour: str) -> None:
     )  # fmt: skip
 
 
+def test_it_opens_at_the_last_epoch_that_both_runs_have(browser: Any) -> None:
+    browser.refresh()
+    until(browser, "document.body.dataset.ready")
+    assert browser.execute_script("return document.getElementById('now').textContent") == "epoch 5 (2 of 3)"
+
+
 def test_a_click_shows_the_numbers_of_its_head(browser: Any, runs: list[xr.DataTree]) -> None:
     for mark, epoch in enumerate(EPOCHS):
         to(browser, mark, "gate")
