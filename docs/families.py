@@ -51,15 +51,15 @@ FURTHER = (
 )
 HEADER = """# Convnets of timm
 
-Written by `python docs/families.py` with timm {version}: of every module of timm that holds models,
-its smallest member in full width, and members of large families that are built differently.
+Written by `python docs/families.py` with timm {version}. The table has the smallest member, in full width, of every module of
+timm that holds models, and members of large families that are built differently.
 
 - *layers*: the convolutions that `reparameterize` chooses by default, those of the last stage.
-- *heads*: in each of these layers.
-- *grid*: where the last of them works, for this image, at `stride="keep"` -> at `stride="unit"`; or "keep only"
-  and why the stride cannot be taken out.
-- *error*: at `stride="keep", locality_strength=20, gating=20`, the largest difference from the output of the
-  CNN in float32, relative to its largest output, with random weights, norms and layer scales.
+- *heads*: how many each of these layers has.
+- *grid*: rows x columns at the last of these layers, for this image, at `stride="keep"` -> at `stride="unit"`. "keep
+  only": the stride cannot be taken out, with the reason.
+- *error*: the largest difference between the outputs of T-CNN and CNN, divided by the largest output of the CNN. At
+  `stride="keep", locality_strength=20, gating=20`, in float32, with random weights, norms and layer scales.
 
 | family | model | image | layers | heads | grid | error |
 |---|---|---|---|---|---|---|"""

@@ -58,7 +58,8 @@ def cost(
         operators take for themselves) and ``images_per_second``.
 
     Raises:
-        TypeError, ValueError: models or sizes that cannot be; or no size is given, and timm does not know it.
+        TypeError: something that is no model, or no size.
+        ValueError: a size out of range, or none, where timm does not know it.
     """
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:

@@ -62,7 +62,7 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
         shape (B, C, H, W), floating point.
 
     Raises:
-        TypeError: they are none; pictures for a model of which timm knows no transform.
+        TypeError: these are no images; or pictures for a model of which timm knows no transform.
         ValueError: another shape, or values as large as those of bytes.
         OSError: a file that is not there, or no picture.
     """

@@ -52,14 +52,14 @@ def reparameterize(
     included, and those of the block that brings it there; those inside attention layers are left out. In a network
     built with timm's ``output_stride`` several stages share the final resolution, and all are converted.
 
-    With ``stride="unit"``, where a chosen convolution carries the stride, or else its block does (a module around it
-    that makes the step in resolution, and may be the stage), every operation that makes the same step (1 x 1 shortcut,
-    parallel branch, average, max or blur pool) is set to stride 1 too, and the grid doubles. Operations that would then
-    fall short of their grid are extended at the border, as the 2 x 2 convolutions of ConvNeXt's downsampling: one pixel
-    of zeros to the right and down, so that the windows overlap and every second one is a window of the CNN. It is
-    refused where operations would not fit together any more. Where the stride stands in a separate layer before the
-    chosen ones and their blocks (the pools of VGG and DenseNet), there is nothing to take out and both settings give
-    the same.
+    ``stride="unit"`` takes out the stride of a chosen convolution, or else that of its block: the module around it
+    that makes the step in resolution, which may be the stage. Every operation that makes the same step (1 x 1 shortcut,
+    parallel branch, average, max or blur pool) is set to stride 1 too, and the grid doubles. Operations whose output
+    would then be too small for the grid are extended at the border. For the 2 x 2 convolutions of ConvNeXt's
+    downsampling this is one pixel of zeros to the right and down: windows overlap, and every second one is a window of
+    the CNN. An error is raised where operations would not fit together any more. Where the stride stands in a separate
+    layer before the chosen ones and their blocks (the pools of VGG and DenseNet), there is nothing to take out, and
+    both settings give the same.
 
     A weight-standardised convolution becomes a layer with the standardised weight, which is a new parameter; a
     checkpoint of the CNN has to be loaded before the conversion. Plain convolutions keep their weight, and its name.

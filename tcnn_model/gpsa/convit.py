@@ -22,7 +22,7 @@ __all__ = ["Acceleration", "accelerate", "convit_attention"]
 
 
 def accelerate(model: nn.Module) -> "Acceleration":
-    """Let the attention layers of a timm ConViT compute what they compute without N x N matrices, in place.
+    """Make the attention layers of a timm ConViT work without N x N matrices, in place.
 
     Parameters, ``state_dict``, hooks and output (to rounding) stay. Only the layers' forward is exchanged, until
     ``remove()`` of the result or, in a ``with`` statement, its end. Attention dropout needs the matrix, so layers that

@@ -91,6 +91,9 @@ def specialize(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         model: a PatchConvNet, or one from :func:`add_attention_pool`.
         inplace: change ``model`` itself rather than a copy.
 
+    Returns:
+        the model with a token for each class.
+
     Raises:
         ValueError: no :class:`~tcnn_model.AttentionPool2d`, one that has a token for each class already, or no linear
             classifier. The model is then unchanged.

@@ -93,7 +93,7 @@ def attention_maps(
             tokens alone. None: from everywhere: 22 MB an image for 12 layers of 12 heads and 196 patches.
         prefix_tokens, class_token, grid: see :func:`tcnn_probe.record`.
         batch_size: images at a time.
-        max_bytes: refuse what is larger.
+        max_bytes: a larger result raises an error.
         progress: whether to show a bar; None: after three seconds, on a terminal.
 
     Returns:
@@ -109,7 +109,7 @@ def attention_maps(
 
     Raises:
         ValueError: no layer has attention whose grid is known; queries outside of the images; more than ``max_bytes``.
-        TypeError: something is no model, or no images.
+        TypeError: ``model`` is no module, or ``images`` are no images.
     """
     check_model(model)
     images = as_images(images, model)

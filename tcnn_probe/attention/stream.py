@@ -44,6 +44,9 @@ def attention_stream(model: nn.Module, on_attention: Callable[[AttentionCall], o
         on_attention: called with each attention while the forward runs, without gradients. Of a softmax it is not
             known yet whether it will weigh values; :attr:`AttentionStream.layers` says so afterwards.
 
+    Yields:
+        :class:`AttentionStream`, with the names of the ``layers`` and of what is ``unsupported``.
+
     Raises:
         ReconstructionError: by a forward whose attention is not what it is taken for.
     """

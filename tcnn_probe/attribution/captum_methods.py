@@ -55,7 +55,7 @@ def captum_maps(
     batch_size: int = 32,
     **options: Any,
 ) -> tuple[Tensor, str]:
-    """What a method of captum attributes to each pixel, sum over channels; a layer's map is interpolated to pixels.
+    """Give what a captum method attributes to each pixel, sum over channels; a layer's map is interpolated to pixels.
 
     Args:
         method: a class of ``captum.attr`` or its name: "IntegratedGradients", "GuidedBackprop", "LayerGradCam", ...

@@ -45,7 +45,7 @@ def faithfulness(
     seed: int = 0,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """How well saliency says what a model's score depends on, or where the object is.
+    """Measure how well saliency says what a model's score depends on, or where the object is.
 
     ::
 
@@ -83,8 +83,8 @@ def faithfulness(
         that can be computed again.
 
     Raises:
-        ValueError, TypeError: images, maps, masks, methods, metrics or options that cannot be; or a metric that was
-            asked for and lacks masks, or a method that can be computed again.
+        ValueError, TypeError: images, maps, masks, methods, metrics or options of another kind or out of range; a
+            metric that was asked for, and lacks masks or a method that can be computed again.
         ModuleNotFoundError: captum is needed, and not installed.
     """
     images = as_images(images, model)

@@ -27,17 +27,20 @@ def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
 
 
 def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Whether the most salient pixel lies on the object: 1 or 0; if several are, the share of them that does.
+    """Test whether the most salient pixel lies on the object: 1 or 0; if several are, the share of them that does.
 
     So a constant map has the mask's share of the image, which is what pointing at random gives. (Zhang et al. 2018,
     Top-down Neural Attention by Excitation Backprop, §4.1, where the tolerance is 15 pixels.)
 
     Args:
         maps, masks: shape (B, H, W); masks bool, True on the object.
-        tolerance: a maximum that is no further than so many pixels from the object is on it.
+        tolerance: in pixels; a maximum that is no further than this from the object counts as on it.
 
     Returns:
         shape (B,), 0 to 1, float64; NaN for a map with a NaN and for an empty mask.
+
+    Raises:
+        ValueError: a negative tolerance, or masks of another shape or dtype.
     """
     _check(maps, masks)
     if not tolerance >= 0:

@@ -72,7 +72,7 @@ def sensitivity(
     The target stays what it was. By captum's ``sensitivity_max``. (Yeh et al. 2019, Definition 3.1.)
 
     Args:
-        model: whose dtype and device count.
+        model: the images are put on its device, with its dtype.
         images, target: shapes (B, C, H, W) and (B,).
         explain: from images (B, C, H, W) and targets (B,) to maps (B, H, W).
         radius: in units of the images.
@@ -81,7 +81,10 @@ def sensitivity(
         seed: of δ.
 
     Returns:
-        shape (B,), from 0; the norm is not divided by where the map is zero.
+        shape (B,), from 0; where the map is zero, the norm is not divided.
+
+    Raises:
+        ValueError: a radius or a number of samples that is not positive.
     """
     if not radius > 0:
         raise ValueError(f"expected a positive radius, got {radius!r}")

@@ -35,7 +35,7 @@ def saliency(
     progress: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Which pixels a model's score for a class depends on, by one method or several, at the images' resolution.
+    """Show which pixels a model's score for a class depends on, by one method or several, at the images' resolution.
 
     ::
 
@@ -64,12 +64,12 @@ def saliency(
     Returns:
         an ``xarray.DataArray``, dims (image, y, x) with the coordinate ``target``, its ``attrs`` saying what it is
         (method, layer, units, definition, source, options) and by which versions it was made; of several methods an
-        ``xarray.Dataset`` of these, by name. Float64 of a float64 model, else float32. Of several methods, one that the
-        model does not support is left out, with a warning.
+        ``xarray.Dataset`` of these, by name. float64 for a float64 model, else float32. Of several methods, one that
+        the model does not support is left out, with a warning.
 
     Raises:
-        ValueError, TypeError: images, targets, a method or an option that cannot be; or a model without what the method
-            needs, or without scores.
+        ValueError, TypeError: images, targets, a method or an option of another kind or out of range; a model without
+            what the method needs, or without scores.
         ModuleNotFoundError: captum is needed, and not installed.
     """
     alone = isinstance(method, str) or callable(method)

@@ -61,8 +61,8 @@ def head_types(
     offset), "averaging" (the same for all images, and nearly even), "content" (the image decides) or "mixed". With
     ``by="gate"`` those of GPSA and ConViT are "convolutional", "content" or "mixed" by their gate, as in the papers;
     others have no type. :class:`~tcnn_probe.heads.Thresholds` and the attribute ``definitions`` say from where to
-    where. Distances and entropies count as shares of what they are if attention is uniform on the same grid, of GPSA
-    and ConViT entropies over the real pixels; information as a share of log min(images, keys).
+    where. Distances and entropies count as shares of those of uniform attention on the same grid (for the entropies of
+    GPSA and ConViT: over the real pixels), and information as a share of log min(images, keys).
 
     "thresholds" looks at each head and mark by itself: later marks change no label. "mixture" fits one to three
     Gaussians to the same numbers of all heads and marks at once. Each component has the type that its mean has by the
@@ -79,7 +79,7 @@ def head_types(
     Returns:
         strings with the dims of ``ds.attention_distance``, dtype object, named "head_type". "" where there is no head,
         or where a number that is needed is not finite: ``attrs["unlabelled"]`` names the layers and the reasons, in
-        JSON. Of the mixture also the coordinates ``posterior_convolutional``, ...: they sum to one over the types, and
+        JSON. A mixture adds the coordinates ``posterior_convolutional``, ...: they sum to one over the types, and
         are NaN where there is no label; ``attrs["mixture"]`` has the components, in JSON.
 
     Raises:

@@ -48,6 +48,9 @@ def fit_mixture(points: np.ndarray, *, seed: int = 0) -> Mixture:
         points: finite, shape (n, F), n >= 1.
         seed: of the initialisations, of which the best of three counts.
 
+    Returns:
+        :class:`Mixture`.
+
     Raises:
         ValueError: there are no points, or one is not finite.
     """

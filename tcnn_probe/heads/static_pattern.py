@@ -18,8 +18,8 @@ def information(mean: np.ndarray, entropy: np.ndarray) -> np.ndarray:
     information of image and key given the query, or the Jensen-Shannon divergence of the images' attentions. It is 0
     where attention does not depend on the image, and at most log min(images, keys).
 
-    From n images it is too low, never too high: of ever more images the mean is ever more even. It lacks about
-    1/2n sum_j Var_b(A_b(i, j)) / A(i, j) where n is large. So compare numbers of the same n.
+    The estimate from n images is too low on average, because the mean of more images is more even. For large n it lacks
+    about 1/2n sum_j Var_b(A_b(i, j)) / A(i, j). So compare numbers from as many images.
 
     Args:
         mean: over images of A, shape (heads, queries, keys). Keys whose attention no image changes, such as padding,

@@ -21,7 +21,7 @@ _MOST = {"information": 1.0, "entropy": np.inf, "gate": 1.0}
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where one type ends and the next begins. A head exactly at a threshold is not "mixed".
+    """Limits between the types of heads. A head exactly at a threshold is not "mixed".
 
     Args:
         information: content information as a share of its bound, log min(images, keys): up to the first a head is

@@ -46,15 +46,15 @@ def ablate(
     mode         what it does
     ============ ====================================================================================================
     "zero"       The heads give zero, where their outputs lie side by side before the layer's projection; its bias
-                 stays. Of talking heads (CaiT) what is zeroed is the softmax, before heads are mixed.
+                 stays. With talking heads (CaiT) the softmax is zeroed, before heads are mixed.
     "mean"       Each query gets what these heads give on average: their mean over the queries of the same image (or
                  window), or with ``images=`` the mean over these of what they add to the layer's output, position by
                  position. Never the mean of the batch that is running: one image's result must not depend on another.
     "positional" Gates are 1: attention is by position alone. For GPSA and timm's ConViT (T-CNN Eq. 7).
     "content"    Gates are 0: attention is by content alone. For GPSA and timm's ConViT.
     "static"     Attention is its mean over ``images=``: each query looks where it does on average, whatever the image.
-                 What this costs is what it is worth that these heads look at content. Of a head whose attention does
-                 not depend on the image, such as a convolution, it changes nothing.
+                 The loss of accuracy is what it is worth that these heads look at content. A head whose attention does
+                 not depend on the image, such as a convolution, stays as it is.
     "shuffled"   Attention is that of another image: the image at place i of a batch gets what the one at place o(i) of
                  ``images=`` has, with a random cycle o that ``seed`` decides on, or o(i) = i if it is None; in batches
                  of more than n images, i modulo n. So attention is as peaked as before, and its content is wrong.
@@ -73,7 +73,7 @@ def ablate(
         heads: a layer's name as in recordings, or a glob, for all its heads; several of these; a mapping from names or
             globs to an index, indices, a slice or None for all; a boolean DataArray over layer, head or both, and
             perhaps epochs, of which the last counts; None for all heads of all layers that look like attention and can
-            do this. Of an empty selection nothing is ablated.
+            do this. An empty selection ablates nothing.
         mode: see above.
         source: of mode "replaced": a model with the same layers. It runs in eval mode, without gradients of its own.
         images: of modes "mean", "static" and "shuffled": a batch as the model takes it, floating point, or several (of
@@ -126,7 +126,7 @@ class Ablation:
 
     @property
     def mode(self) -> Mode:
-        """What is done."""
+        """The mode that was chosen."""
         return self._mode
 
     @property

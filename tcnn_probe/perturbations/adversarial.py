@@ -21,8 +21,17 @@ def fgsm(
 ) -> Tensor:
     """One step of length ε along the sign of the loss's gradient, x + ε sign ∇ₓL(x, y), cut off at 0 and 1.
 
-    This is :func:`pgd` with one step of length ε and no random start, and takes the same arguments. (Goodfellow et al.
-    2015, Explaining and harnessing adversarial examples, §4.)
+    This is :func:`pgd` with one step of length ε and no random start. (Goodfellow et al. 2015, Explaining and
+    harnessing adversarial examples, §4.)
+
+    Args:
+        model, images, labels, epsilon, normalization: as of :func:`pgd`.
+
+    Returns:
+        images, as of :func:`pgd`.
+
+    Raises:
+        ValueError, TypeError: as :func:`pgd`.
     """
     options: dict[str, Any] = {"epsilon": epsilon, "step": epsilon, "normalization": normalization}
     return pgd(model, images, labels, steps=1, random_start=False, **options)
@@ -67,11 +76,11 @@ def pgd(
             timm's ``pretrained_cfg``; ((0,), (1,)) for none.
 
     Returns:
-        images, shape (B, C, H, W), in pixel space, on the device of those given; float32, float64 of float64 images.
+        images, shape (B, C, H, W), in pixel space, on the device of those given; float64 if those are, else float32.
 
     Raises:
-        ValueError: images outside of [0, 1] or labels that the model does not have, an option that cannot be, or a
-            model that does not say how its images are normalised.
+        ValueError: images outside of [0, 1], labels that the model does not have, an option out of range, or a model
+            that does not say how its images are normalised.
         TypeError: no images or labels, or a model that gives no scores or none that can be differentiated.
     """
     ascent = Ascent(epsilon, step, steps, random_start)

@@ -72,8 +72,8 @@ def mcnemar(first: xr.DataArray, second: xr.DataArray) -> xr.Dataset:
         the dimensions of the two but "image". 1 where the two differ in no image.
 
     Raises:
-        TypeError: not bool.
-        ValueError: no dimension "image", or other images in the one than in the other.
+        TypeError: an argument is not bool.
+        ValueError: no dimension "image", or the two are of different images.
     """
     from scipy.stats import binomtest
 

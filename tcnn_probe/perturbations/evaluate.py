@@ -86,7 +86,7 @@ def robustness(
         Coordinates: ``group`` of each corruption, ``label`` of each image.
 
     Raises:
-        ValueError, TypeError: models, images, labels or options that cannot be.
+        ValueError, TypeError: models, images, labels or options of another kind or out of range.
     """
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:

@@ -51,8 +51,12 @@ def features(
         channel_axis: of the output; None: 1 of (B, C, H, W), the last one of (B, N, C). -1 for Swin's (B, H, W, C).
         max_bytes: for each layer and epoch; more is refused in the first forward.
 
+    Returns:
+        a probe, for ``record(probes=)``.
+
     Raises:
-        ValueError: no images or layers, or, when it is recorded, names that the model lacks.
+        ValueError: no images or no layers; in ``record``, names that the model lacks; in a forward, an output of
+            another shape, or more than ``max_bytes``.
     """
     numbers = tuple(range(images)) if isinstance(images, int) else tuple(sorted({*images}))
     if not numbers or numbers[0] < 0:

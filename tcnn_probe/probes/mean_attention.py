@@ -34,8 +34,11 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
     Args:
         queries: row and column of each, as shares of the height and the width: (0.5, 0.5) is the middle, in all layers.
 
+    Returns:
+        a probe, for ``record(probes=)``.
+
     Raises:
-        ValueError: none, or one that does not lie inside.
+        ValueError: no query, or one outside of the grid.
     """
     if not queries or not all(len(one) == 2 and min(one) >= 0 and max(one) < 1 for one in queries):
         raise ValueError(f"expected queries=[(row, column), ...], from 0 and below 1, got {queries!r}")

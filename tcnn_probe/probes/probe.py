@@ -45,7 +45,7 @@ class ForwardCall:
 
 @dataclass(frozen=True)
 class Probe:
-    """What to measure of one kind of layer, and how. Give any of the functions; each says what it hooks.
+    """Measurements of one kind of layer. Give any of the functions; each says what it hooks.
 
     Measurements of a forward have one value (or array of values) for each image; the recorder keeps their mean over
     images. Functions run without gradients and must not change the layer. ``{variable: tensor}`` may leave a variable

@@ -154,7 +154,7 @@ class Recorder:
 
     @property
     def epochs(self) -> tuple[int | float, ...]:
-        """What has been marked so far, a continued store's included: epochs, steps or what ``along`` names."""
+        """Marks so far, with those of a continued store: epochs, steps or what ``along`` names."""
         return self._store.marks if self._ranks.writes else self._marks
 
     @property

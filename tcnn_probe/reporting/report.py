@@ -35,12 +35,16 @@ def report(
         images: pictures to draw the maps over, (B, C, H, W) with 1 or 3 channels of any range: one for each image whose
             maps were recorded, in the order of the coordinate "image". Recordings hold no images.
         max_mb: size of the page, 10⁶ bytes. Maps of marks between others, and then of images, are left out until it
-            fits; the page says which. Numbers are never left out.
+            fits; the page says which. Numbers and Bokeh, which takes 1.4 MB, are never left out.
+
+    Returns:
+        :class:`Report`, which a notebook shows.
 
     Raises:
         ModuleNotFoundError: no Bokeh; ``pip install "tcnn-probe[report]"``.
-        TypeError: no recording. ValueError: one without marks or layers; more than two; runs that were marked by
-            different things; another number of images than have maps.
+        TypeError: no recording.
+        ValueError: a recording without marks or layers; more than two; runs that were marked by different things;
+            another number of images than have maps.
         StoreError: nothing at a path, or something else.
     """
     try:

@@ -74,8 +74,8 @@ class LinearCKA:
 
     CKA(x, y) = HSIC(x, y) / sqrt(HSIC(x, x) HSIC(y, y)) (Kornblith et al. 2019), with the unbiased estimate of HSIC
     (Song et al. 2012) that Nguyen et al. 2021 use for batches. They average HSIC over batches; here it is that of all
-    images together, and how they are cut into batches does not matter. Kept are sums, of C * C' * 8 bytes for each pair
-    of layers of C and C' channels, whatever the number of images.
+    images together, and how they are cut into batches does not matter. It keeps sums: C * C' * 8 bytes for each pair of
+    layers of C and C' channels, whatever the number of images.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ def linear_probe_correct(
     *,
     regularization: float = 1.0,
 ) -> np.ndarray:
-    """Whether a linear classifier, fitted to other images' features, is right; the mean is its accuracy.
+    """Test a linear classifier, fitted to other images' features, on these; the mean is its accuracy.
 
     scikit-learn's logistic regression on features of zero mean and unit variance.
 

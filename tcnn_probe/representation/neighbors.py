@@ -20,7 +20,7 @@ def knn_correct(
     neighbors: int = 20,
     temperature: float = 0.05,
 ) -> np.ndarray:
-    """Whether the nearest neighbours of each image name its class; the mean is the kNN accuracy.
+    """Test whether the nearest neighbours of each image name its class; the mean is the kNN accuracy.
 
     The k neighbours x_j of the largest cosine vote, each with the weight exp(cos(x, x_j) / sigma) (thesis, Eq. 2.6).
 
@@ -58,7 +58,7 @@ def average_precision(
     coarse_probabilities: ArrayLike | None = None,
     gallery_coarse: ArrayLike | None = None,
 ) -> np.ndarray:
-    """How early images of its own class come when the gallery is ranked by similarity to an image; the mean is the mAP.
+    """Average precision: how early images of its own class come when the gallery is ranked by similarity; mean: mAP.
 
     The score is the cosine, or, with coarse labels, cos(x', x) + log(p / (1 - p)), where p is the probability that the
     query x' has the coarse label of the gallery's image x (thesis, Eq. 2.5). Probabilities of 0 and 1, such as those of

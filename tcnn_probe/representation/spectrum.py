@@ -30,7 +30,7 @@ def pca_energy(features: ArrayLike) -> np.ndarray:
 def participation_ratio(features: ArrayLike) -> float:
     """Effective number of principal components: (sum of variances)^2 / sum of squared variances, along them.
 
-    1 if one direction has all the variance, C if all C have the same; at most n - 1. Of few images it is too low. Gao
+    1 if one direction has all the variance, C if all C have the same; at most n - 1. With few images it is too low. Gao
     et al. 2017, "A theory of multineuronal dimensionality, dynamics and measurement".
 
     Args:

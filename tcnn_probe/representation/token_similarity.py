@@ -8,8 +8,8 @@ __all__ = ["token_cosine"]
 def token_cosine(tokens: Any) -> Any:
     """Mean cosine between different tokens of an image.
 
-    Of a class and a distillation token, by layer, it is what Touvron's thesis follows through DeiT (Section 3.3: 0.06
-    in the first layer, 0.93 in the last). Of all tokens it says whether they become the same with depth.
+    For a class and a distillation token, Touvron's thesis follows it through the layers of DeiT (Section 3.3: 0.06 in
+    the first, 0.93 in the last). For all tokens it says whether they become alike with depth.
 
     Args:
         tokens: shape (..., N, C), N >= 2 tokens of C channels: an array, or a tensor of torch.
