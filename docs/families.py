@@ -51,8 +51,8 @@ FURTHER = (
 )
 HEADER = """# Convnets of timm
 
-Written by `python docs/families.py` with timm {version}. The table has the smallest member, in full width, of every module of
-timm that holds models, and members of large families that are built differently.
+Written by `python docs/families.py` with timm {version}. The table has the smallest member, in full width, of every
+module of timm that holds models, and members of large families that are built differently.
 
 - *layers*: the convolutions that `reparameterize` chooses by default, those of the last stage.
 - *heads*: how many each of these layers has.
