@@ -46,6 +46,7 @@ class GPSA(nn.Module):
         qk_scale: initial scale of queries' and keys' weights: their standard deviation is 0.02 times this. The papers
             have 1, with which content attention starts out even over the image; its logits grow with the square.
         backend: how attention is computed, as in :func:`~tcnn_model.gpsa`; an attribute that may be changed later.
+        device, dtype: of the parameters.
 
     Attributes:
         weight, bias: the convolution's own, (C_out, C_in / groups, k_h, k_w) and (C_out,): W_out of all heads. So a
