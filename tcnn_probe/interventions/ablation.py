@@ -55,9 +55,9 @@ def ablate(
     "static"     Attention is its mean over ``images=``: each query looks where it does on average, whatever the image.
                  The loss of accuracy is what it is worth that these heads look at content. A head whose attention does
                  not depend on the image, such as a convolution, stays as it is.
-    "shuffled"   Attention is that of another image: the image at place i of a batch gets what the one at place o(i) of
-                 ``images=`` has, with a random cycle o that ``seed`` decides on, or o(i) = i if it is None; in batches
-                 of more than n images, i modulo n. So attention is as peaked as before, and its content is wrong.
+    "shuffled"   Attention is that of another image. The image at place i of a batch gets the attention of image o(i) of
+                 ``images=``: o is a random cycle given by ``seed``, or o(i) = i if ``seed`` is None. In batches larger
+                 than ``images=``, places begin again at 0. So attention is as peaked as before, with wrong content.
     "replaced"   What the heads add to the layer's output is what the same heads of ``source``'s layer of that name
                  make of the same input.
     ============ ====================================================================================================

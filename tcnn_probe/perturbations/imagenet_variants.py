@@ -74,6 +74,9 @@ def imagenet_variant(
         workers: processes that read images.
         corruption, severity: of ImageNet-C only: names of the folders.
 
+    Returns:
+        :class:`Variant`, for ``robustness(variants=)``.
+
     Raises:
         FileNotFoundError: no such folder.
         ValueError: an unknown name, an option that the variant does not have, or folders that are not those above.

@@ -26,6 +26,12 @@ PROBES: dict[str, Probe] = {
 def register(probe: Probe) -> Probe:
     """Make a probe known by its kind, so that ``record(model, probes=[..., kind])`` finds it.
 
+    Args:
+        probe: a new one, of a kind of its own.
+
+    Returns:
+        the probe.
+
     Raises:
         ValueError: another probe has this kind.
     """

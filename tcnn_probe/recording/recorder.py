@@ -65,8 +65,8 @@ class Recorder:
             the first epoch is marked; "x" refuses it.
         layers: names, globs or a predicate ``(name, module) -> bool``; None for all that can be recorded.
         probes: what to measure: names of ``tcnn_probe.PROBES`` or probes of your own; None for attention heads
-            (``tcnn_probe.DEFAULT``). With ``[]`` only scalars are kept, of a CNN that gets its heads later: a recorder
-            that continues the recording then adds them, as NaN for the marks before.
+            (``tcnn_probe.DEFAULT``). With ``[]`` only scalars are kept, for a CNN that gets its heads later. A
+            recorder that continues the recording adds these heads, with NaN for the marks before.
         when: which forwards are measured, by ``model.training``: "eval", "train" or "always".
         every: measure one forward in so many.
         images: of which images maps are kept: the first so many of each epoch, or their numbers in the order in which
@@ -75,11 +75,11 @@ class Recorder:
             the first so many by the model's own output, of each image, or those whose indices you give. None for none.
         max_images: measure no more than so many images in each epoch.
         along: name of what is marked: "epoch", "step", or any coordinate that only grows.
-        prefix_tokens: class and register tokens before the patches, where neither the model says so nor what it does.
-        class_token: likewise, whether the class token is the "first" or the "last" of all tokens, or there is "none".
-        grid: likewise, rows and columns of the patches, of a model in which all tokens see each other.
-        attrs: what else a new recording says of itself, in plain JSON: the seed and other settings. Where several
-            recordings are opened together, those that differ are coordinates.
+        prefix_tokens: number of class and register tokens before the patches, for a model that does not show it.
+        class_token: for such a model: whether the class token is the "first" or the "last" token, or there is "none".
+        grid: for such a model, if all of its tokens see each other: rows and columns of the patches.
+        attrs: further attributes of a new recording, in plain JSON, such as the seed. If several recordings are opened
+            together, attributes that differ become coordinates.
         distributed: whether ``mark`` is called by all ranks together, which adds up what they measured; rank 0 writes.
             None: if torch.distributed is initialised. Give False if one rank records alone.
 

@@ -34,11 +34,11 @@ def open_recordings(target: Target | Mapping[str, Target] | Iterable[Target]) ->
         tree = tcnn_probe.open(sorted(Path("seeds").glob("*/recording.zarr")))
         tree["heads"].gate.groupby("recipe").mean(["run", "head"])
 
-    Several are joined along ``run``. What they say of themselves and is not the same in all of them, such as the seed
-    and other settings, is a coordinate on ``run`` (with ``run_`` before its name if a variable is called so). Marks,
-    layers, heads and groups of one run alone are kept: what the others lack is NaN, of integers -1, and ``attrs[
-    "absent"]`` names it, in JSON by run. Nothing is loaded before it is looked at. ``tree.chunk(run=1)`` makes dask
-    arrays of it, for reductions that are larger than memory: ``pip install "tcnn-probe[dask]"``.
+    Several are joined along ``run``. Attributes that differ between them, such as the seed, become coordinates on
+    ``run`` (with ``run_`` before the name if a variable has the same one). Marks, layers, heads and groups that only
+    some runs have are kept. What a run lacks is NaN, or -1 for integers; ``attrs["absent"]`` names it, in JSON by run.
+    Nothing is loaded before it is looked at. ``tree.chunk(run=1)`` makes dask arrays of it, for reductions that are
+    larger than memory: ``pip install "tcnn-probe[dask]"``.
 
     Args:
         target: path, URL or zarr store of a recording; or several of them. Runs are called after that part of their
