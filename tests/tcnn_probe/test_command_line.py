@@ -1,7 +1,5 @@
 """The shell commands: what they print is what the recording holds, and what they refuse they refuse in a sentence."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -109,12 +107,3 @@ def test_refusals(
     assert error.startswith("tcnn-probe: ")
     assert message.format(tmp=tmp_path) in error
     assert error.count("\n") == 1
-
-
-def test_needs_no_torch(stores: list[str]) -> None:
-    code = "import sys; sys.modules['torch'] = sys.modules['timm'] = None; from tcnn_probe.command_line import main; "
-    done = subprocess.run(
-        [sys.executable, "-c", code + f"sys.exit(main(['show', {stores[0]!r}]))"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert LAYERS[0] in done.stdout

@@ -49,6 +49,8 @@ plot.robustness(results, baseline="a")
 improvement(results, "a")
 accuracies = {"accuracy": results.correct.mean("image"), "clean_accuracy": results.clean_correct.mean("image")}
 mean_corruption_error(results.assign(accuracies), "a")
+from tcnn_probe.command_line import main
+assert main(["show", sys.argv[1]]) == 0
 print(json.dumps([ticks, gates, types]))
 """
 
@@ -64,7 +66,9 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     command, root = [sys.executable, "-c", PROGRAM, tmp_path / "run.zarr"], Path(tcnn_probe.__file__).parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    ticks, gates, types = json.loads(done.stdout)
+    shown, _, printed = done.stdout.rstrip().rpartition("\n")
+    assert "層" in shown
+    ticks, gates, types = json.loads(printed)
     ds = recorder.dataset
     assert ticks == ["層", "far"]
     assert gates == ds.gate.sel(layer="層", epoch=1).dropna("head").values.tolist()
