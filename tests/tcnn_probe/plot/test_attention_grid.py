@@ -82,14 +82,12 @@ def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> No
     assert picture.get_xlabel() == "image"
 
 
-@pytest.mark.parametrize("heads", [1, 12])
-def test_texts_lie_within_the_figure_and_apart(heads: int) -> None:
+@pytest.mark.parametrize(("heads", "options"), [(1, {}), (12, {"image": torch.rand(3, 40, 56), "title": "epoch 7"})])
+def test_texts_lie_within_the_figure_and_apart(heads: int, options: dict[str, Any]) -> None:
     names = ["stages.3.blocks.10.attention.conv", "stages.3.blocks.11.attention.conv"]
     values = np.random.default_rng(0).random((2, heads, 5, 7))
     maps = xr.DataArray(values, {"layer": names, "head": range(heads)}, ("layer", "head", "y", "x"))
-    options: list[dict[str, Any]] = [{}, {"image": torch.rand(3, 40, 56), "title": "epoch 7"}]
-    for some in options:
-        texts_within_and_apart(tcnn_probe.plot.attention_grid(maps, gate=maps.mean(["y", "x"]), **some))
+    texts_within_and_apart(tcnn_probe.plot.attention_grid(maps, gate=maps.mean(["y", "x"]), **options))
 
 
 def test_twelve_layers_of_twelve_heads_fit_a_page() -> None:
