@@ -67,7 +67,7 @@ def run(threads: list[threading.Thread]) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize(("terms", "forwards"), [(False, 25), (True, 5)], ids=["gates and heads", "terms too"])
+@pytest.mark.parametrize(("terms", "forwards"), [(False, 8), (True, 3)], ids=["gates and heads", "terms too"])
 def test_three_threads(terms: bool, forwards: int) -> None:
     model, equal = Both(), []
     before = Trace(model)
@@ -135,8 +135,8 @@ def tiny_vit(seed: int) -> VisionTransformer:
 
 
 def test_ablated_recorded_and_attributed_at_once() -> None:
-    """Three models, each in a thread of its own, for 100 forwards, or as many as TCNN_PROBE_FORWARDS says."""
-    forwards = int(os.environ.get("TCNN_PROBE_FORWARDS", 100))
+    """Three models, each in a thread of its own, for 50 forwards, or as many as TCNN_PROBE_FORWARDS says."""
+    forwards = int(os.environ.get("TCNN_PROBE_FORWARDS", 50))
     sys.setswitchinterval(1e-4)  # the threads take turns often enough
     models = ablated, recorded, attributed = [tiny_vit(seed) for seed in range(3)]
     x = torch.randn(25, 1, 8, 12, generator=torch.Generator().manual_seed(7))
