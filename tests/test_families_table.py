@@ -49,7 +49,7 @@ def write() -> Callable[[list[str]], None]:
 
 def test_script_writes_the_table(write: Callable[[list[str]], None], tmp_path: Path) -> None:
     out = tmp_path / "families.md"
-    write(["--families", "visformer", "starnet_s050", "convit", "--out", str(out)])
+    write(["--families", "visformer", "starnet_s050", "convit_tiny", "--out", str(out)])
     rows = _rows(out.read_text())
     assert list(rows) == ["starnet_s050", "visformer_tiny"]
     kinds = "1 of 3 x 3, 2 of 7 x 7 depthwise"

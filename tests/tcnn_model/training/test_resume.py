@@ -93,7 +93,7 @@ def test_killed_processes_with_workers(whole: dict[str, Any], tmp_path: Path) ->
     """A process, and with it those that load its images, is killed at random moments after it has come further."""
     settings = config(tmp_path / "killed", **EVERYTHING, workers=1)
     generator = random.Random(0)
-    for kill in range(3):
+    for kill in range(2):
         before = _written(settings)
         process = fork(lambda resume=kill > 0: finish(settings, resume=resume))  # type: ignore[misc]
         while _written(settings) == before:
