@@ -1,7 +1,6 @@
 """Vision models of transformers and torchvision: tokens, grids and windows are found; numbers equal brute force."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
 from tests.tcnn_probe.attention.checking import check, same
 from tests.tcnn_probe.attention.sharpen import sharpen
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.numerical
 
 TINY = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 24, "patch_size": 8}
@@ -23,8 +21,11 @@ WINDOWS = {"patch_size": 4, "embed_dim": 8, "depths": [2], "num_heads": [2], "wi
 
 
 def of(name: str, **options: Any) -> Callable[[], nn.Module]:
-    config = getattr(transformers, f"{name}Config")(**options)
-    return partial(getattr(transformers, f"{name}Model"), config)
+    def make() -> nn.Module:
+        transformers = pytest.importorskip("transformers")  # not where tests are collected: by each of pytest's workers
+        return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options))
+
+    return make
 
 
 def detections_first(weights: Tensor, images: int) -> Tensor:

@@ -18,13 +18,11 @@ from tcnn_probe.storage import commit as module
 from tests.tcnn_probe.storage.soak import Child, write
 from tests.tcnn_probe.storage.tables import add, assert_holds, create, values
 
-s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
-obstore = pytest.importorskip("obstore", reason="obstore is not installed")
-moto = pytest.importorskip("moto.server", reason="moto is not installed")
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
+    """Imports take seconds, and are not for every process that collects tests."""
+    _, _, moto = (pytest.importorskip(name) for name in ("s3fs", "obstore", "moto.server"))
     server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -69,6 +67,8 @@ def test_another_recorder_in_the_middle_of_a_mark(
     url: str, monkeypatch: pytest.MonkeyPatch, through: str, first: bool
 ) -> None:
     """After the root was compared: the server refuses to replace it."""
+    import obstore
+
     at = obstore.store.from_url(url, client_options={"allow_http": True})
     target = url if through == "s3fs" else ObjectStore(at)
     count = 0 if first else 2
@@ -93,6 +93,8 @@ def test_another_recorder_in_the_middle_of_a_mark(
 
 @pytest.mark.parametrize("what", ["answer lost", "no conditional writes"])
 def test_servers(url: str, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    import s3fs
+
     original = s3fs.S3FileSystem._pipe_file
 
     async def pipe_file(self: Any, path: str, data: bytes, **only: Any) -> None:
