@@ -1,5 +1,6 @@
-"""Settings that must be made before torch, and Triton, are loaded."""
+"""Settings that must be made before torch, and Triton, are loaded; and when garbage is looked for."""
 
+import gc
 import os
 
 # pytest runs on all cores, so each of its processes needs one thread: the networks are tiny, and several threads would
@@ -11,3 +12,11 @@ import torch
 
 if not torch.cuda.is_available():  # the kernels are then tested through Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+gc.disable()  # until all is imported: half a million objects that stay, 0.3 s a time
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is then looked for among what tests make, and often: at each reset of dynamo, say."""
+    gc.freeze()
+    gc.enable()
