@@ -18,15 +18,22 @@ from tcnn_model.models.patchconvnet import PatchConvNet
 ROOT = Path(__file__).parent.parent
 
 
-def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples write where they are; timm's ResNets and ViTs have few channels, and as many layers and heads."""
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
     create = timm.create_model
 
     def narrow(name: str, **options: Any) -> nn.Module:
-        return create(name, **options, **({"channels": (8, 8, 16, 16)} if "resnet" in name else {"embed_dim": 48}))
+        few = {"channels": (32, 32, 64, 64)} if name.startswith("resnet") else {"embed_dim": 48}
+        narrowed = name.startswith(("resnet", "vit_", "deit"))
+        return create(name, **(few if narrowed else {}) | options)
 
     monkeypatch.setattr(timm, "create_model", narrow)
+
+
+def test_readme_examples_run() -> None:
     blocks = python_blocks(ROOT / "README.md")
     assert blocks
     images, labels = torch.randn(6, 3, 64, 96), torch.arange(6) % 3
@@ -56,9 +63,7 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("transformed_cnns.md", 4),
     ],
 )
-def test_examples_of_the_documents_run(name: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mpl.use("Agg")
-    monkeypatch.chdir(tmp_path)
+def test_examples_of_the_documents_run(name: str, least: int) -> None:
     names: dict[str, object] = {}
     blocks = python_blocks(ROOT / "docs" / name)
     assert len(blocks) >= least
@@ -70,8 +75,7 @@ def test_examples_of_the_documents_run(name: str, least: int, tmp_path: Path, mo
         assert xr.open_zarr("vit.zarr").top1.values.tolist() == [0.5, 0.5, 0.5, 0.6, 0.6]
 
 
-def test_examples_of_aggregation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_examples_of_aggregation_run() -> None:
     small = '"patchconvnet_s60", embed_dim=16, depth=2'
     names: dict[str, object] = {}
     blocks = [block.replace('"patchconvnet_s60"', small) for block in python_blocks(ROOT / "docs" / "aggregation.md")]
