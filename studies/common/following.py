@@ -147,11 +147,11 @@ class Follower:
 
 def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
     """Those that this model has what they need for; attention that does not lead to a class token, say, has no map."""
-    usable = []
+    usable, side = [], image.shape[-1] // 2
+    quick: Any = {"integrated_gradients": {"n_steps": 1}, "occlusion": {"window": side, "stride": side}}
     for method in METHODS:
-        quick: Any = {"n_steps": 1} if method == "integrated_gradients" else {}
         try:
-            tcnn_probe.saliency(model, image, method=method, progress=False, **quick)
+            tcnn_probe.saliency(model, image, method=method, progress=False, **quick.get(method, {}))
             usable.append(method)
         except ValueError as error:
             print(f"{type(model).__name__}: without {method} ({error})")
