@@ -23,7 +23,10 @@ def seed_everything(seed: int, *loaders: Batches) -> None:
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 (what augmentation draws from is the global generator)
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # the same, without the stack trace that torch keeps for each kind of device that is not there
+        torch.default_generator.manual_seed(seed)
     generators = (getattr(part, "generator", None) for loader in loaders for part in (loader, loader.sampler))
     for generator in {id(one): one for one in generators if isinstance(one, torch.Generator)}.values():
         generator.manual_seed(seed)
