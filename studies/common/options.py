@@ -43,11 +43,14 @@ def study_parser(document: str | None) -> argparse.ArgumentParser:
     )
 
 
-def add_data(parser: argparse.ArgumentParser, *, model: str, pretrained: str, img_size: str) -> None:
-    """Options for the model and the images; the arguments are the help texts that differ between studies."""
+def add_data(
+    parser: argparse.ArgumentParser, *, model: str, pretrained: str, img_size: str, several: bool = False
+) -> None:
+    """Options for the model, or several, and the images; texts are the help that differs between studies."""
     add = parser.add_argument_group("model and data").add_argument
-    add("--model", help=model)
-    add("--pretrained", nargs="?", const=True, default=False, metavar="FILE", help=pretrained)
+    add("--model", nargs="+" if several else None, help=model)
+    number: dict[str, Any] = {"nargs": "*"} if several else {"nargs": "?", "const": True}
+    add("--pretrained", **number, default=False, metavar="FILE", help=pretrained)
     add("--data", default="digits", help="folder with train/ and val/, and in each a folder a class (default: digits)")
     add("--num-classes", type=from_least(2), help="if not those that --data has folders for")
     add("--img-size", type=from_least(1), help=img_size)

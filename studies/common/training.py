@@ -35,13 +35,20 @@ PAPER_BATCH = 1024
 """Images of a step that the paper's rates of 1e-4 and 0.1 are for."""
 
 
-def add_training(parser: argparse.ArgumentParser, *, small: str) -> None:
-    """Options for the model, the data and the training; ``small`` says what else ``--small`` changes."""
+def add_training(parser: argparse.ArgumentParser, *, small: str, several: str = "") -> None:
+    """Options for the model, the data and the training.
+
+    Args:
+        parser: of the study.
+        small: what else ``--small`` changes.
+        several: what the study does with several models; empty if it takes one.
+    """
     add_data(
         parser,
-        model="timm name of a CNN (default: a small ResNet built from timm)",
+        model=f"timm name of a CNN (default: a small ResNet built from timm){several}",
         pretrained="start from timm's weights, or from those in FILE, instead of training the CNN",
         img_size="height and width of the images (default: 64; 224 for --data)",
+        several=bool(several),
     )
     group = parser.add_argument_group("training")
     add = group.add_argument
