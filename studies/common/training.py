@@ -191,18 +191,22 @@ class Training:
         return Training(args, cnn, loaders, self.output, self.stages)
 
     def train_cnn(self, file: str = "cnn", title: str = "training the CNN") -> list[EpochResult]:
-        """Train the CNN; if it came with weights, it is taken as it is and nothing is returned.
+        """Train the CNN to the end; see :meth:`cnn_epochs`."""
+        return list(self.cnn_epochs(file, title))
+
+    def cnn_epochs(self, file: str, title: str) -> Iterator[EpochResult]:
+        """Train the CNN; if it came with weights, it is taken as it is and nothing is yielded.
 
         With SGD and momentum, as the T-CNN paper has it (Sec. 5). On the digits with AdamW: in 15 epochs it came to an
         accuracy of 0.89, SGD to 0.26 at a rate of 0.1 and to 0.20 at 0.05 (one run each).
         """
         if self.args.pretrained:
             self._stage += 1
-            return []
+            return
         recipe = {"epochs": self.args.cnn_epochs, "lr": self.args.cnn_lr, "seed": self.args.seed}
         if self.args.data != "digits":
             recipe |= {"opt": "momentum", "weight_decay": 1e-4}
-        return list(self._train(self.cnn, file, title, **recipe))
+        yield from self._train(self.cnn, file, title, **recipe)
 
     def fine_tune(
         self, model: nn.Module, file: str, title: str, *, seed: int | None = None, **changed: Any

@@ -1,0 +1,241 @@
+"""What a linear classifier of single places finds of the digit, by layer and epoch (the papers' segmentation tables).
+
+    python studies/dense_features.py
+
+Takes about 3 minutes on one CPU core.
+
+The papers fine-tune segmentation networks on their trunks. Here the trunk stays as classification left it, and a linear
+classifier of each place's features has to tell the strokes of the whole digit from background and from the fragments
+of other digits around it (``tcnn_probe.representation.dense_probe``).
+
+What one should see (dense_features.png): a place cannot tell by its own pixels whether a stroke belongs to the digit,
+so what finds the strokes was brought from around it. Before training that is little; it grows while the models learn
+the labels alone. A coarse grid cannot follow strokes: the dashed line is what a grid allows, found by a classifier
+that is told the share of strokes in each cell. So compare layers on one grid, and the last stage of a T-CNN with that
+of the CNN at stride 1, which has its grid and no attention.
+
+How: for each seed a small ResNet and a small PatchConvNet learn handwritten digits in cluttered scenes. The last stage
+of the ResNet becomes gated positional self-attention (GPSA), or is set to stride 1, and both are fine-tuned with one
+recipe. At each epoch the probe is fitted to scenes of the training digits and judged on validation scenes.
+
+Writes into results/:
+dense_features.png     intersection over union of the strokes by epoch and stage: A ResNet and its two successors,
+                       B PatchConvNet
+dense_features.zarr    the numbers behind it: xarray.open_zarr
+
+It ends by checking that the T-CNN learned, that its stages before attention begin as the CNN's, and that the last stage
+finds more of the strokes on twice the grid. It is for the digits, whose masks are known; docs/representation.md shows
+the same with your own trunk and masks.
+"""
+
+import argparse
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import torch.nn.functional as F
+import xarray as xr
+from matplotlib.figure import Figure
+from scipy import stats
+from torch import Tensor, nn
+
+from common.data import probed_images
+from common.ending import ended, finish, learned
+from common.models import small_patchconvnet
+from common.options import add_output, fill_in, from_least, parsed, study_parser
+from common.output import plain_labels
+from common.training import Training, add_training, begin, settle
+from tcnn_model import EpochResult, reparameterize, unstride
+from tcnn_probe.plot import OKABE_ITO
+from tcnn_probe.representation import layer_dense_probe
+
+CNN, TCNN, UNSTRIDED, PATCH = "ResNet", "T-CNN", "ResNet at stride 1", "PatchConvNet"
+STAGES = 4
+PATCH_LR = 2e-3
+SAME = 1e-3  # IoU: the same features, but for rounding
+STYLES = {CNN: "-", TCNN: "-", UNSTRIDED: ":", PATCH: "-"}
+COLORS = dict(zip(STYLES, (OKABE_ITO[name] for name in ("black", "vermillion", "sky blue", "green")), strict=True))
+Scenes = tuple[Tensor, np.ndarray]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    study = begin("dense_features", args, stages=4 * args.seeds)
+    found = xr.concat([one_training(study, nth) for nth in range(args.seeds)], "training")
+    found = plain_labels(found, "model").assign(images=len(study.loaders[1].dataset))
+    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    draw(found).savefig(study.output.figure, dpi=200)
+    print(table(found))
+    print(f"wrote {study.output.store} and {study.output.figure}")
+    return finish(check(found, study.chance), args.data)
+
+
+def one_training(study: Training, nth: int) -> xr.Dataset:
+    """IoU of the models of one seed, (model, epoch, stage), what their grids allow, and accuracies."""
+    args = argparse.Namespace(**vars(study.args))
+    args.seed += nth
+    study = study.other(args) if nth else study
+    fixed = copy.copy(study.loaders[0].dataset)
+    fixed.fixed = True  # the same scene for a digit each time
+    scenes = [scenes_of(dataset, args.images) for dataset in (fixed, study.loaders[1].dataset)]
+    runs = [follow(study, study.cnn, study.cnn_epochs(f"cnn_{nth}", f"{CNN} {nth}"), f"cnn_{nth}", scenes)]
+    torch.manual_seed(args.seed)
+    models = {TCNN: reparameterize(study.cnn), UNSTRIDED: unstride(study.cnn), PATCH: small_patchconvnet()}
+    for (name, model), kind in zip(models.items(), ("tcnn", "unstrided", "patchconvnet"), strict=True):
+        recipe = {"epochs": args.patch_epochs, "lr": PATCH_LR} if name == PATCH else {}
+        file = f"{kind}_{nth}"
+        runs.append(follow(study, model, study.fine_tune(model, file, f"{name} {nth}", **recipe), file, scenes))
+    return xr.concat(runs, xr.Variable("model", [CNN, *models]), join="outer")
+
+
+def scenes_of(dataset: Any, count: int) -> Scenes:
+    """So many scenes, (N, 1, H, W), and the strokes of their digits, (N, H, W)."""
+    probed = probed_images(dataset, count)
+    assert probed.masks is not None
+    return probed.images, probed.masks.numpy()
+
+
+def follow(
+    study: Training, model: nn.Module, results: Iterator[EpochResult], file: str, scenes: list[Scenes]
+) -> xr.Dataset:
+    """Probe a model at each epoch of its training; a resumed run keeps what it has."""
+    several = []
+    for result in results:
+        path = study.output.checkpoints / f"{file}-{result.epoch:04d}.npy"
+        if not path.exists():
+            np.save(path, strokes(features(model, scenes[0][0]), features(model, scenes[1][0]), scenes))
+        several.append(xr.Dataset({"iou": ("stage", np.load(path)), "top1": result.top1}, {"epoch": result.epoch}))
+    known = [[of_grid(masks, maps) for maps in features(model, images)] for images, masks in scenes]
+    found = xr.concat(several, "epoch").assign(ceiling=("stage", strokes(*known, scenes)))
+    return found.assign_coords(stage=range(1, STAGES + 1))
+
+
+@torch.no_grad()
+def features(model: nn.Module, images: Tensor) -> list[np.ndarray]:
+    """Outputs of the last four stages or blocks, (N, C, h, w) each."""
+    device = next(model.parameters()).device
+    outputs = model.eval().forward_intermediates(images.to(device), indices=STAGES, intermediates_only=True)
+    return [maps.cpu().numpy() for maps in outputs]
+
+
+def of_grid(masks: np.ndarray, maps: np.ndarray) -> np.ndarray:
+    """The share of strokes in each cell of a grid, (N, 1, h, w): all that a grid can tell."""
+    return F.adaptive_avg_pool2d(torch.tensor(masks, dtype=torch.float64)[:, None], maps.shape[-2:]).numpy()
+
+
+def strokes(fit: list[np.ndarray], judged: list[np.ndarray], scenes: list[Scenes]) -> np.ndarray:
+    """Intersection over union of the strokes by stage."""
+    numbered = [dict(enumerate(maps)) for maps in (judged, fit)]
+    found = layer_dense_probe(numbered[0], scenes[1][1], numbered[1], scenes[0][1])
+    return found.sel({"class": True}).values
+
+
+@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+def draw(found: xr.Dataset) -> Figure:
+    """IoU by epoch, the ResNet's fine-tuning after its training, and by stage at the end."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    a, b, c = figure.subplots(1, 3, sharey=True, width_ratios=[1.5, 1, 1.2])
+    mean = found.iou.mean("training")
+    colors = mpl.colormaps["viridis"](np.linspace(0, 0.85, STAGES))
+    trained = int(mean.sel(model=CNN).dropna("epoch", how="all").epoch[-1])
+    for axes, models in ((a, (CNN, TCNN, UNSTRIDED)), (b, (PATCH,))):
+        for name in models:
+            for color, stage in zip(colors, mean.stage.values, strict=True):
+                one = mean.sel(model=name, stage=stage).dropna("epoch")
+                after = trained if name in (TCNN, UNSTRIDED) else 0
+                if after == 0 or stage == STAGES:  # the stages before differ little
+                    label = f"stage {stage}" if after == 0 else f"stage {stage}, {name}"
+                    axes.plot(one.epoch + after, one, color=color, ls=STYLES[name], marker=".", label=label)
+        axes.set(xlabel="epoch", title=", ".join(models[:2]))
+        axes.legend(frameon=False, fontsize=8)
+    a.set_ylabel("IoU of the digit's strokes")
+    ends = at_end(found.iou)
+    for nth, name in enumerate(found.model.values):
+        at = np.arange(STAGES) + (nth - 1.5) * 0.2
+        values, ceiling = ends.sel(model=name), found.ceiling.sel(model=name).mean("training")
+        c.bar(at, values.mean("training"), 0.2, color=COLORS[name], label=name)
+        c.plot(np.tile(at, (len(values), 1)).T, values.transpose("stage", "training"), "k.", ms=3)
+        c.hlines(ceiling, at - 0.1, at + 0.1, color="k", ls="--", lw=1)
+    c.set_xticks(range(STAGES), [f"stage {stage}" for stage in found.stage.values])
+    c.set(title="at the end, and what the grid allows (dashed)")
+    c.legend(frameon=False, fontsize=8)
+    for panel, letter in zip((a, b, c), "ABC", strict=True):
+        panel.set_title(letter, loc="left", fontweight="bold")
+    return figure
+
+
+def at_end(values: xr.DataArray) -> xr.DataArray:
+    """What is left after each model's own last epoch."""
+    each = [values.sel(model=name).dropna("epoch", how="all").isel(epoch=-1, drop=True) for name in values.model.values]
+    return xr.concat(each, values.model)
+
+
+def table(found: xr.Dataset) -> str:
+    """IoU by stage, mean over trainings: at the start, at the end, and what the grid allows."""
+    lines = [f"\nIoU of the digit's strokes; {found.sizes['training']} trainings"]
+    lines.append(f"{'':20}" + "".join(f"{f'stage {stage}':>24}" for stage in found.stage.values) + "   accuracy")
+    start, end, ceiling = (one.mean("training") for one in (found.iou.isel(epoch=0), at_end(found.iou), found.ceiling))
+    for name in found.model.values:
+        cells = [
+            f"{float(start.sel(at)):.2f} -> {float(end.sel(at)):.2f} of {float(ceiling.sel(at)):.2f}"
+            for at in ({"model": name, "stage": stage} for stage in found.stage.values)
+        ]
+        accuracy = ", ".join(f"{top1:.2f}" for top1 in at_end(found.top1).sel(model=name).values)
+        lines.append(f"{name:20}" + "".join(f"{cell:>24}" for cell in cells) + f"   {accuracy}")
+    last = at_end(found.iou).isel(stage=-1)
+    gains = last - found.iou.isel(epoch=0, stage=-1)
+    differences = {f"{name}, gain in training": gains.sel(model=name) for name in (CNN, PATCH)}
+    differences[f"{TCNN} less {UNSTRIDED}"] = last.sel(model=TCNN) - last.sel(model=UNSTRIDED)
+    lines.append("\nlast stage, mean over trainings with 95 % t interval:")
+    for words, values in differences.items():
+        lines.append(f"  {words:32}{float(values.mean()):+.3f} {t_interval(values.values)}")
+    return "\n".join(lines)
+
+
+def t_interval(values: np.ndarray) -> str:
+    """The interval of a mean over trainings, as text; nothing of a single one."""
+    if len(values) < 2:
+        return "(one training)"
+    low, high = stats.t.interval(0.95, len(values) - 1, values.mean(), stats.sem(values))
+    return f"[{low:+.3f}, {high:+.3f}]"
+
+
+def check(found: xr.Dataset, chance: float) -> bool:
+    """Whether the T-CNN learned, its stages before attention begin as the CNN's, and a finer grid shows more."""
+    ends, starts = at_end(found.iou), found.iou.isel(epoch=0)
+    seen = learned("the T-CNN", float(at_end(found.top1).sel(model=TCNN).min()), int(found.images), chance)
+    apart = float(abs(ends.sel(model=CNN) - starts.sel(model=TCNN)).isel(stage=slice(-1)).max())
+    verdict = "as the CNN's" if apart < SAME else "NOT as the CNN's"
+    print(f"check: the T-CNN's stages before attention begin {verdict}: IoU apart by {apart:.4f}")
+    coarse, fine = (float(ends.sel(model=name).isel(stage=-1).mean()) for name in (CNN, UNSTRIDED))
+    verdict = "more" if fine > coarse else "NOT more"
+    print(f"check: on twice the grid the ResNet's last stage finds {verdict} of the strokes: {coarse:.3f}, {fine:.3f}")
+    return seen and apart < SAME and fine > coarse
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = study_parser(__doc__)
+    add_training(parser, small="1 seed, 4 epochs, 10 seconds")
+    add = parser.add_argument_group("probe").add_argument
+    add("--seeds", type=from_least(1), help="trainings of each model, from --seed on (default: 3)")
+    add("--patch-epochs", type=from_least(2), help="of training the PatchConvNet (default: 12)")
+    add("--images", type=from_least(10), help="scenes to fit the probe, and as many to judge (default: 80)")
+    add_output(parser)
+    args = parsed(parser, arguments, "dense_features")
+    if args.data != "digits" or args.model:
+        parser.error("--data, --model: the masks are those of the digits' scenes; docs/representation.md has your own")
+    settle(parser, args, digits={"img_size": 48, "clutter": 3, "cnn_epochs": 12, "epochs": 4})
+    if args.small:
+        fill_in(args, {"seeds": 1, "patch_epochs": 2, "images": 20})
+    fill_in(args, {"seeds": 3, "patch_epochs": 12, "images": 80})
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))
