@@ -1,16 +1,16 @@
-"""What a linear classifier of single places finds of the digit, by layer and epoch (the papers' segmentation tables).
+"""What a linear classifier of single places finds of the digit, by layer and epoch (after PatchConvNet's Table 3).
 
     python studies/dense_features.py
 
 Takes about 3 minutes on one CPU core.
 
-The papers fine-tune segmentation networks on their trunks. Here the trunk stays as classification left it, and a linear
-classifier of each place's features has to tell the strokes of the whole digit from background and from the fragments
+The paper fine-tunes its trunks within a segmentation network. Here the trunk stays as classification left it, and a
+linear classifier of each place's features has to tell the strokes of the whole digit from background and from the fragments
 of other digits around it (``tcnn_probe.representation.dense_probe``).
 
 What one should see (dense_features.png): a place cannot tell by its own pixels whether a stroke belongs to the digit,
 so what finds the strokes was brought from around it. Before training that is little; it grows while the models learn
-the labels alone. A coarse grid cannot follow strokes: the dashed line is what a grid allows, found by a classifier
+the labels alone. A coarse grid cannot follow strokes: the short line is what a grid allows, found by a classifier
 that is told the share of strokes in each cell. So compare layers on one grid, and the last stage of a T-CNN with that
 of the CNN at stride 1, which has its grid and no attention.
 
@@ -19,8 +19,8 @@ of the ResNet becomes gated positional self-attention (GPSA), or is set to strid
 recipe. At each epoch the probe is fitted to scenes of the training digits and judged on validation scenes.
 
 Writes into results/:
-dense_features.png     intersection over union of the strokes by epoch and stage: A ResNet and its two successors,
-                       B PatchConvNet
+dense_features.png     intersection over union (IoU) of the strokes: A by epoch and stage of the ResNet, and of the last
+                       stage of its two successors; B by block of the PatchConvNet; C at the end
 dense_features.zarr    the numbers behind it: xarray.open_zarr
 
 It ends by checking that the T-CNN learned, that its stages before attention begin as the CNN's, and that the last stage
@@ -57,8 +57,8 @@ CNN, TCNN, UNSTRIDED, PATCH = "ResNet", "T-CNN", "ResNet at stride 1", "PatchCon
 STAGES = 4
 PATCH_LR = 2e-3
 SAME = 1e-3  # IoU: the same features, but for rounding
-STYLES = {CNN: "-", TCNN: "-", UNSTRIDED: ":", PATCH: "-"}
-COLORS = dict(zip(STYLES, (OKABE_ITO[name] for name in ("black", "vermillion", "sky blue", "green")), strict=True))
+COLORS = {CNN: OKABE_ITO["black"], TCNN: OKABE_ITO["vermillion"], UNSTRIDED: OKABE_ITO["sky blue"]}
+COLORS[PATCH] = OKABE_ITO["green"]
 Scenes = tuple[Tensor, np.ndarray]
 
 
@@ -139,33 +139,31 @@ def strokes(fit: list[np.ndarray], judged: list[np.ndarray], scenes: list[Scenes
 def draw(found: xr.Dataset) -> Figure:
     """IoU by epoch, the ResNet's fine-tuning after its training, and by stage at the end."""
     figure = Figure(figsize=(11, 4), layout="constrained")
-    a, b, c = figure.subplots(1, 3, sharey=True, width_ratios=[1.5, 1, 1.2])
+    a, b, c = figure.subplots(1, 3, sharey=True, width_ratios=[1.5, 1, 1.3])
     mean = found.iou.mean("training")
     colors = mpl.colormaps["viridis"](np.linspace(0, 0.85, STAGES))
     trained = int(mean.sel(model=CNN).dropna("epoch", how="all").epoch[-1])
-    for axes, models in ((a, (CNN, TCNN, UNSTRIDED)), (b, (PATCH,))):
-        for name in models:
-            for color, stage in zip(colors, mean.stage.values, strict=True):
-                one = mean.sel(model=name, stage=stage).dropna("epoch")
-                after = trained if name in (TCNN, UNSTRIDED) else 0
-                if after == 0 or stage == STAGES:  # the stages before differ little
-                    label = f"stage {stage}" if after == 0 else f"stage {stage}, {name}"
-                    axes.plot(one.epoch + after, one, color=color, ls=STYLES[name], marker=".", label=label)
-        axes.set(xlabel="epoch", title=", ".join(models[:2]))
-        axes.legend(frameon=False, fontsize=8)
-    a.set_ylabel("IoU of the digit's strokes")
-    ends = at_end(found.iou)
+    for axes, name, part in ((a, CNN, "stage"), (b, PATCH, "block")):
+        for color, stage in zip(colors, mean.stage.values, strict=True):
+            one = mean.sel(model=name, stage=stage).dropna("epoch")
+            axes.plot(one.epoch, one, color=color, marker=".", label=f"{part} {stage}")
+        axes.set(xlabel="epoch", title=name)
+    for name, ls in ((TCNN, "-"), (UNSTRIDED, ":")):
+        one = mean.sel(model=name).isel(stage=-1).dropna("epoch")
+        a.plot(trained + one.epoch, one, color=COLORS[name], ls=ls, marker=".", label=f"stage {STAGES}, {name}")
+    a.set(title="ResNet, then fine-tuned", ylabel="IoU of the digit's strokes")
+    ends, ceilings = at_end(found.iou), found.ceiling.mean("training")
     for nth, name in enumerate(found.model.values):
-        at = np.arange(STAGES) + (nth - 1.5) * 0.2
-        values, ceiling = ends.sel(model=name), found.ceiling.sel(model=name).mean("training")
+        at, values = np.arange(STAGES) + (nth - 1.5) * 0.2, ends.sel(model=name).transpose("stage", "training")
         c.bar(at, values.mean("training"), 0.2, color=COLORS[name], label=name)
-        c.plot(np.tile(at, (len(values), 1)).T, values.transpose("stage", "training"), "k.", ms=3)
-        c.hlines(ceiling, at - 0.1, at + 0.1, color="k", ls="--", lw=1)
+        c.plot(at, values, ".", color="0.5", ms=3)
+        allowed = {} if nth else {"label": "what the grid allows"}
+        c.hlines(ceilings.sel(model=name), at - 0.1, at + 0.1, color="k", lw=1.2, **allowed)
     c.set_xticks(range(STAGES), [f"stage {stage}" for stage in found.stage.values])
-    c.set(title="at the end, and what the grid allows (dashed)")
-    c.legend(frameon=False, fontsize=8)
+    c.set(title="at the end", ylim=(0, 1.25 * float(ceilings.max())))
     for panel, letter in zip((a, b, c), "ABC", strict=True):
         panel.set_title(letter, loc="left", fontweight="bold")
+        panel.legend(frameon=False, fontsize=7, ncols=2, loc="upper center")
     return figure
 
 
@@ -228,8 +226,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--images", type=from_least(10), help="scenes to fit the probe, and as many to judge (default: 80)")
     add_output(parser)
     args = parsed(parser, arguments, "dense_features")
-    if args.data != "digits" or args.model:
-        parser.error("--data, --model: the masks are those of the digits' scenes; docs/representation.md has your own")
+    if args.data != "digits" or args.pretrained:
+        words = "the masks are those of the digits, which a CNN has to learn; docs/representation.md has your own"
+        parser.error(f"--data, --pretrained: {words}")
     settle(parser, args, digits={"img_size": 48, "clutter": 3, "cnn_epochs": 12, "epochs": 4})
     if args.small:
         fill_in(args, {"seeds": 1, "patch_epochs": 2, "images": 20})

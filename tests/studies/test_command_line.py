@@ -18,6 +18,7 @@ from tests.studies.test_small_forms import STUDIES
 
 MODEL_FIRST = "need --model, the name of a timm CNN"
 SINGLE = ("cait_attention", "layer_scale", "resmlp_weights")
+NOT_ONE_CNN = (*SINGLE, "class_attention_saliency", "dense_features")
 TOGETHER = "--data and --model belong together"
 FEW = ["--workers", "0", "--device", "cpu"]
 QUICK = [*FEW, "--images", "2", "--steps", "3", "--batch-size", "4"]
@@ -33,7 +34,7 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("study", "options", "message"),
     [
-        *((name, "--data .", MODEL_FIRST) for name in STUDIES if name not in (*SINGLE, "class_attention_saliency")),
+        *((name, "--data .", MODEL_FIRST) for name in STUDIES if name not in NOT_ONE_CNN),
         *((name, "--pretrained", "--model and --pretrained belong together") for name in SINGLE),
         ("layer_scale", "--model test_vit --pretrained", "--model and --image belong together"),
         ("resmlp_weights", "--model resmlp_12_224 --pretrained no.pth", "no file 'no.pth'"),
@@ -57,6 +58,11 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
         ("attention_maps", "--query 3", "argument --query: invalid pixel value: '3'"),
         ("attention_maps", f"--image {__file__}", "argument --image: no image: "),
         ("attention_maps", "--images 0", "--images: expected an integer from 1, got 0"),
+        ("dense_features", "--data .", "--data, --pretrained: the masks are those of the digits"),
+        ("disagreement", "--pretrained", MODEL_FIRST),
+        ("disagreement", "--model a b --pretrained", "several models are compared as they are: give --pretrained and"),
+        ("disagreement", "--model a b --data . --pretrained c", "expected a file for each of 2 models, or none, got 1"),
+        ("disagreement", "--model a a --data . --pretrained", "differ in their name or their file, got one twice"),
         ("robustness", "--severities 6", "invalid choice"),
         ("robustness", "--corruptions rain", "invalid choice"),
         ("robustness", "--epsilon 0", "--epsilon: expected a number above 0"),
