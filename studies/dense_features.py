@@ -5,8 +5,8 @@
 Takes about 3 minutes on one CPU core.
 
 The paper fine-tunes its trunks within a segmentation network. Here the trunk stays as classification left it, and a
-linear classifier of each place's features has to tell the strokes of the whole digit from background and from the fragments
-of other digits around it (``tcnn_probe.representation.dense_probe``).
+linear classifier of each place's features has to tell the strokes of the whole digit from background and from the
+fragments of other digits around it (``tcnn_probe.representation.dense_probe``).
 
 What one should see (dense_features.png): a place cannot tell by its own pixels whether a stroke belongs to the digit,
 so what finds the strokes was brought from around it. Before training that is little; it grows while the models learn
