@@ -2,7 +2,7 @@
 
     python studies/disagreement.py
 
-Takes about 11 minutes on one CPU core.
+Takes about 6 minutes on one CPU core.
 
 What one should see (disagreement.png): any two trainings disagree, so the disagreement of a T-CNN and its CNN means
 little by itself. The yardsticks are two trainings of the same CNN: with another order of the images from the same
@@ -143,7 +143,7 @@ def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
             a, at, values.mean(OVER), tcnn_probe.bootstrap_interval(values, OVER), COLORS[name], name, 0.8 / len(models)
         )
     a.set_xticks(range(by_group.sizes["group"]), by_group.group.values)
-    a.set(ylabel="share of images decided otherwise than by the CNN", title="clean and by group of corruptions")
+    a.set(ylabel="decided otherwise than by the CNN", title="clean and by group of corruptions")
     a.legend(frameon=False)
     mean, interval = surplus(by_corruption, ORDER)
     bar(b, np.arange(mean.size), mean, interval, COLORS[TCNN], "", 0.7)

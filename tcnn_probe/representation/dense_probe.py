@@ -18,6 +18,7 @@ def dense_probe(
     train_masks: ArrayLike,
     *,
     regularization: float = 1.0,
+    by_image: bool = False,
 ) -> np.ndarray:
     """Intersection over union of each class, as a linear classifier of pixels finds it; the mean is the mIoU.
 
@@ -35,10 +36,11 @@ def dense_probe(
         masks: the class of each pixel, integers or booleans, shape (n, H, W); H and W are multiples of h and w.
         train_features, train_masks: to fit, shapes (m, C, h, w) and (m, H, W).
         regularization: weight of the L2 penalty, 1 / C of scikit-learn, on a loss that is summed over pixels.
+        by_image: of each image, not of all pixels together; :func:`tcnn_probe.bootstrap_interval` takes these.
 
     Returns:
-        shape (K,), for the classes of both masks in ascending order: pixels that are of the class and are classified
-        so, divided by those that are one of both. From 0 to 1.
+        shape (K,), or (n, K) by image, for the classes of both masks in ascending order: pixels that are of the class
+        and are classified so, divided by those that are one of both. From 0 to 1; by image NaN where there are none.
 
     Raises:
         ValueError: shapes that do not fit, numbers that are not finite, a single class.
@@ -57,9 +59,13 @@ def dense_probe(
     scaler, classifier = StandardScaler(), LogisticRegression(C=1 / regularization, max_iter=5000)
     weights = {"standardscaler__sample_weight": weight, "logisticregression__sample_weight": weight}
     model = make_pipeline(scaler, classifier).fit(train_cells[cell], classes[of_class], **weights)
-    named = np.repeat(model.predict(cells), pixels.shape[1])
-    iou = jaccard_score(pixels.ravel(), named, labels=np.union1d(classes, found), average=None, zero_division=0)
-    return np.asarray(iou)
+    named, labels = np.repeat(model.predict(cells), pixels.shape[1]), np.union1d(classes, found)
+    shape = (len(np.asarray(masks)), -1) if by_image else (1, -1)
+    pairs = [*zip(pixels.reshape(shape), named.reshape(shape), strict=True)]
+    iou = [jaccard_score(*pair, labels=labels, average=None, zero_division=0) for pair in pairs]
+    if not by_image:
+        return np.asarray(iou[0])
+    return np.where([np.isin(labels, pair) for pair in pairs], iou, np.nan)
 
 
 def layer_dense_probe(

@@ -57,6 +57,19 @@ def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
     assert chance < share + 3 * math.sqrt(share * (1 - share) / features[:, 0].size)
 
 
+def test_by_image_is_of_each_image_alone() -> None:
+    (features, masks), train = made(7, 0), made(11, 1)
+    masks[2] = 4
+    found = dense_probe(features, masks, *train, by_image=True)
+    assert found.shape == (7, 3)
+    for image in range(7):
+        alone = dense_probe(features[[image]], masks[[image]], *train)
+        seen = ~np.isnan(found[image])
+        assert seen.all() or (image == 2 and seen[1])
+        np.testing.assert_array_equal(found[image][seen], alone[seen])
+        assert (alone[~seen] == 0).all()
+
+
 def test_labelled_judges_grids_by_the_same_pixels() -> None:
     (features, masks), (train, known) = made(7, 0), made(11, 1)
     fine, coarse = features.repeat(CELL[0], 2).repeat(CELL[1], 3), features[..., :1]
