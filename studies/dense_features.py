@@ -8,11 +8,11 @@ The paper fine-tunes its trunks within a segmentation network. Here the trunk st
 linear classifier of each place's features has to tell the strokes of the whole digit from background and from the
 fragments of other digits around it (``tcnn_probe.representation.dense_probe``).
 
-What one should see (dense_features.png): a place cannot tell by its own pixels whether a stroke belongs to the digit,
-so what finds the strokes was brought from around it. Before training that is little; it grows while the models learn
-the labels alone. A coarse grid cannot follow strokes: the short line is what a grid allows, found by a classifier
-that is told the share of strokes in each cell. So compare layers on one grid, and the last stage of a T-CNN with that
-of the CNN at stride 1, which has its grid and no attention.
+What one should see (dense_features.png): while it learns the labels alone, the stages of the ResNet come to find more
+of the strokes. The blocks of the PatchConvNet, all on one grid, find as much before training as after. A coarse grid
+cannot follow strokes: the short line is what a grid allows, found by a classifier that is told the share of strokes in
+each cell. So the last stage of the T-CNN, on twice the grid, finds far more than that of the ResNet; most of that the
+ResNet at stride 1 does as well, which has its grid and no attention.
 
 How: a small ResNet and a small PatchConvNet learn handwritten digits in cluttered scenes. The last stage
 of the ResNet becomes gated positional self-attention (GPSA), or is set to stride 1, and both are fine-tuned with one
@@ -182,13 +182,14 @@ def table(found: xr.Dataset) -> str:
             f"{f'{start:.2f} -> {end:.2f} of {most:.2f}':>24}" for start, end, most in zip(*one, strict=True)
         )
         lines.append(f"{name:20}{cells}{float(at_end(found.top1).sel(model=name)):11.3f}")
-    last = ends.isel(stage=-1)
-    differences = {f"{PATCH}, gain in training": last.sel(model=PATCH) - starts.sel(model=PATCH).isel(stage=-1)}
-    differences |= {f"{TCNN} less {name}": last.sel(model=TCNN) - last.sel(model=name) for name in (CNN, UNSTRIDED)}
-    lines.append("\nlast stage, with 95 % interval over scenes:")
+    gains, last = ends - starts, ends.isel(stage=-1)
+    differences = {f"{CNN}, gain of stage {n}": gains.sel(model=CNN, stage=n) for n in found.stage.values}
+    differences[f"{PATCH}, gain of the last block"] = gains.sel(model=PATCH).isel(stage=-1)
+    differences |= {f"last stage, {TCNN} less {n}": last.sel(model=TCNN) - last.sel(model=n) for n in (CNN, UNSTRIDED)}
+    lines.append("\nwith 95 % interval over scenes; gains are those of training:")
     for words, values in differences.items():
         low, high = tcnn_probe.bootstrap_interval(values).values
-        lines.append(f"  {words:32}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}]")
+        lines.append(f"  {words:44}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}]")
     return "\n".join(lines)
 
 

@@ -85,8 +85,10 @@ def layer_dense_probe(
     Returns:
         dims "layer" and "class".
     """
-    options = {"regularization": regularization}
-    found = [dense_probe(maps, masks, train_features[name], train_masks, **options) for name, maps in features.items()]
+    found = [
+        dense_probe(maps, masks, train_features[name], train_masks, regularization=regularization)
+        for name, maps in features.items()
+    ]
     coords = {"layer": list(features), "class": np.union1d(masks, train_masks)}
     about = {
         "units": "1",
