@@ -51,7 +51,6 @@ from common.output import plain_labels
 from common.training import Training, add_training, begin, settle
 from tcnn_model import EpochResult, reparameterize, unstride
 from tcnn_probe.plot import OKABE_ITO
-from tcnn_probe.representation import dense_probe
 
 CNN, TCNN, UNSTRIDED, PATCH = "ResNet", "T-CNN", "ResNet at stride 1", "PatchConvNet"
 STAGES = 4
@@ -129,7 +128,8 @@ def of_grid(masks: np.ndarray, maps: np.ndarray) -> np.ndarray:
 def strokes(fit: list[np.ndarray], judged: list[np.ndarray], scenes: list[Scenes]) -> np.ndarray:
     """Intersection over union of the strokes, (stage, image)."""
     (_, fit_masks), (_, masks) = scenes
-    found = [dense_probe(x, masks, y, fit_masks, by_image=True) for x, y in zip(judged, fit, strict=True)]
+    probe = tcnn_probe.representation.dense_probe
+    found = [probe(x, masks, y, fit_masks, by_image=True) for x, y in zip(judged, fit, strict=True)]
     return np.stack(found)[..., 1]
 
 
