@@ -46,7 +46,6 @@ def dense_probe(
         ValueError: shapes that do not fit, numbers that are not finite, a single class.
     """
     from sklearn.linear_model import LogisticRegression
-    from sklearn.metrics import jaccard_score
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
@@ -61,11 +60,11 @@ def dense_probe(
     model = make_pipeline(scaler, classifier).fit(train_cells[cell], classes[of_class], **weights)
     named, labels = np.repeat(model.predict(cells), pixels.shape[1]), np.union1d(classes, found)
     shape = (len(np.asarray(masks)), -1) if by_image else (1, -1)
-    pairs = [*zip(pixels.reshape(shape), named.reshape(shape), strict=True)]
-    iou = [jaccard_score(*pair, labels=labels, average=None, zero_division=0) for pair in pairs]
-    if not by_image:
-        return np.asarray(iou[0])
-    return np.where([np.isin(labels, pair) for pair in pairs], iou, np.nan)
+    shown, taken = (each.reshape(*shape, 1) == labels for each in (pixels, named))
+    either = (shown | taken).sum(1)
+    nothing = np.full(either.shape, np.nan if by_image else 0.0)
+    iou = np.divide((shown & taken).sum(1), either, out=nothing, where=either > 0)
+    return np.asarray(iou if by_image else iou[0])
 
 
 def layer_dense_probe(
