@@ -3,7 +3,8 @@
 import argparse
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ class Training:
     loaders: Loaders
     output: RunOutput
     stages: int
-    _stage: int = 0
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))  # of all trainings of the study
 
     @property
     def chance(self) -> float:
@@ -188,7 +189,7 @@ class Training:
         with refused(ValueError, RuntimeError, OSError):
             cnn, loaders = model_and_data(args)
             reparameterize(cnn.to(args.device))
-        return Training(args, cnn, loaders, self.output, self.stages)
+        return replace(self, args=args, cnn=cnn, loaders=loaders)
 
     def train_cnn(self, file: str = "cnn", title: str = "training the CNN") -> list[EpochResult]:
         """Train the CNN to the end; see :meth:`cnn_epochs`."""
@@ -201,7 +202,7 @@ class Training:
         accuracy of 0.89, SGD to 0.26 at a rate of 0.1 and to 0.20 at 0.05 (one run each).
         """
         if self.args.pretrained:
-            self._stage += 1
+            next(self._numbers)
             return
         recipe = {"epochs": self.args.cnn_epochs, "lr": self.args.cnn_lr, "seed": self.args.seed}
         if self.args.data != "digits":
@@ -292,12 +293,10 @@ class Training:
         dataset = copy.copy(train.dataset)
         dataset.labels = dataset.labels[torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))]
         shuffled = DataLoader(dataset, train.batch_size, shuffle=True, drop_last=True)
-        other = replace(self, loaders=(shuffled, validation))
-        self._stage += 1  # its own
-        return other
+        return replace(self, loaders=(shuffled, validation))
 
     def _train(self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any) -> Iterator[EpochResult]:
-        self._stage += 1
+        number = next(self._numbers)
         with refused(ValueError):
             yield from finetune(
                 model,
@@ -305,7 +304,7 @@ class Training:
                 epochs=epochs,
                 warmup_epochs=warmup(epochs),
                 checkpoint=self.output.checkpoints / f"{file}.pt",
-                name=f"{self._stage}/{self.stages} {title}",
+                name=f"{number}/{self.stages} {title}",
                 device=self.args.device,
                 amp=self.args.amp,
                 **recipe,
