@@ -14,6 +14,7 @@ import architectures
 import attention_maps
 import cait_attention
 import class_attention_saliency
+import coarse_labels
 import dense_features
 import disagreement
 import finetune_length
@@ -179,9 +180,16 @@ def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[An
     return xr.Dataset(found, {"model": names, "epoch": range(3), "stage": [1, 2]}), 0.1
 
 
+def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
+    """Two trainings of each kind, on 99 images."""
+    top1 = [[0.9, 0.9], [0.9, grafit]]
+    return (xr.Dataset({"top1": (("training", "arm"), top1)}, {"arm": list(coarse_labels.ARMS), "image": range(99)}),)
+
+
 @pytest.mark.parametrize(
     ("study", "made", "changed", "message"),
     [
+        (coarse_labels, fine_digits, {"grafit": 0.5}, "grafit did NOT learn"),
         (dense_features, dense, {"before": 0.49}, "begin NOT as the CNN's: IoU apart by 0.0100"),
         (dense_features, dense, {"fine": 0.1}, "finds NOT clearly more of the strokes: -0.100 ["),
         (dense_features, dense, {"top1": 0.1}, "the T-CNN did NOT learn"),

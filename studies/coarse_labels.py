@@ -1,0 +1,220 @@
+"""What coarse labels teach about finer classes, with and without Grafit's losses (arXiv:2011.12982; thesis, Ch. 2).
+
+    python studies/coarse_labels.py
+
+Takes about 6 minutes on one CPU core.
+
+What one should see (coarse_labels.png): whether features of a network that was told only whether a digit is even or
+odd tell the ten digits apart, beside features of random weights. In the thesis, on ImageNet and with 600 epochs,
+Grafit's are better at this than those of plain training. The last lines that are printed say what 20 epochs show here.
+
+How: with each seed a narrow ResNet-18 is trained on digits of 32 x 32 pixels, labelled even or odd: as a classifier
+(cross-entropy), and with Grafit's losses (instance loss and kNN loss, with a moving average of the weights as the
+target), for as many views and at the same rate. Of each, the epoch is taken that is best at even and odd. Features of
+the validation images are then asked for the digit: by their 20 nearest neighbours (Eq. 2.6) and by average precision
+(Eq. 2.5), each image among the others. Grafit has features of its trunk, and embeddings.
+
+Writes into results/:
+coarse_labels.png    accuracy by neighbours, and mean average precision, by features
+coarse_labels.zarr   both by (training, features, image): xarray.open_zarr
+coarse_labels_runs   the folder of each training
+
+It ends by checking that each training learned even from odd.
+
+On your own images: ``tcnn-finetune --recipe grafit``, and docs/representation.md for neighbours and average precision.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import timm
+import torch
+import xarray as xr
+from matplotlib.figure import Figure
+from timm.data import create_transform
+from torch import Tensor, nn
+
+import tcnn_probe
+from common.ending import ended, finish, learned
+from common.options import (
+    NOT_SAVED,
+    add_machine,
+    add_output,
+    fill_in,
+    from_least,
+    parsed,
+    positive_number,
+    study_parser,
+)
+from common.output import RunOutput
+from tcnn_model.training.command import train
+from tcnn_model.training.config import Config
+from tcnn_model.training.grafit import Grafit
+from tcnn_model.training.sources import open_sources
+from tcnn_probe.representation import average_precision, knn_correct
+
+SHAPE = {"layers": [1, 1, 1, 1], "channels": [8, 16, 32, 64]}
+DIM = 32
+ARMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grafit": {"objective": "grafit", "embedding_dim": DIM, "repeated_augmentation": 4},
+}
+FEATURES = ("random weights", "plain", "Grafit's trunk", "Grafit's embedding")
+MEASURES = {"knn": "accuracy by 20 neighbours", "precision": "mean average precision"}
+OVER = ("training", "image")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
+    output = RunOutput(args.out, "coarse_labels", options, resume=args.resume, overwrite=args.overwrite)
+    seeds = range(args.seed, args.seed + args.seeds)
+    found = xr.concat([one_training(args, output, seed) for seed in seeds], "training")
+    found = found.assign_coords(features=found.features.astype(object), arm=found.arm.astype(object))
+    found.to_zarr(output.store, mode="w", consolidated=False)
+    draw(found).savefig(output.figure, dpi=200)
+    print(table(found))
+    print(f"wrote {output.store} and {output.figure}")
+    return finish(check(found), "digits")
+
+
+def one_training(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.Dataset:
+    """Train both ways; what neighbours and average precision make of each kind of features."""
+    images, digits = pictures()
+    torch.manual_seed(seed)
+    features = {FEATURES[0]: pooled(network(), images)}
+    top1 = []
+    for arm, settings in ARMS.items():
+        folder = output.beside("_runs") / f"{arm}_{seed}"
+        config = Config(
+            "resnet18",
+            data="parity",
+            img_size=32,
+            limit=args.limit,
+            model_options=SHAPE,
+            hflip=0.0,
+            crop="simple",
+            opt="adamw",
+            lr=args.lr,
+            weight_decay=1e-4,
+            epochs=args.epochs,
+            warmup_epochs=1,
+            batch_size=64,
+            watcher="none",
+            workers=0,
+            device=args.device,
+            seed=seed,
+            out=str(folder),
+            **settings | ({"ema": args.ema} if settings else {}),
+        )
+        top1.append(max(result.top1 for result in train(config, resume=folder.exists())))
+        weights = torch.load(folder / "best.pt", weights_only=True)["state_dict"]
+        if arm == "plain":
+            features[arm] = pooled(loaded(network(), weights), images)
+        else:
+            model = loaded(Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights)
+            with torch.no_grad():
+                features |= {FEATURES[2]: model.trunk(images), FEATURES[3]: model.embed(images)}
+    measured = {"knn": knn_correct, "precision": average_precision}
+    values = {
+        name: (("features", "image"), np.stack([np.asarray(of(features[kind], digits), float) for kind in FEATURES]))
+        for name, of in measured.items()
+    }
+    return xr.Dataset(values | {"top1": ("arm", top1)}, {"features": list(FEATURES), "arm": list(ARMS)})
+
+
+def network() -> nn.Module:
+    """A narrow ResNet-18 for two classes."""
+    return timm.create_model("resnet18", num_classes=2, **SHAPE)
+
+
+def loaded(model: Any, weights: dict[str, Tensor]) -> Any:
+    """The model with these weights, in eval mode."""
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+@torch.no_grad()
+def pooled(model: Any, images: Tensor) -> Tensor:
+    """Features before the classifier, shape (B, C)."""
+    model.eval()
+    return model.forward_head(model.forward_features(images), pre_logits=True)
+
+
+def pictures() -> tuple[Tensor, np.ndarray]:
+    """The validation images as the networks take them, and which digit each shows."""
+    source = open_sources("digits", "", ("train", "validation"))[1]
+    transform = create_transform((3, 32, 32), crop_pct=0.95)
+    images, digits = zip(*(source.read(n) for n in range(len(source))), strict=True)
+    return torch.stack([transform(image) for image in images]), np.array(digits)
+
+
+@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+def draw(found: xr.Dataset) -> Figure:
+    """A panel for each measure: bars by features, and a point for each training."""
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    for panel, letter, (name, words) in zip(figure.subplots(1, 2), "AB", MEASURES.items(), strict=True):
+        means = found[name].mean("image")
+        colors = ["0.7", *(tcnn_probe.plot.OKABE_ITO[each] for each in ("blue", "orange", "vermillion"))]
+        panel.barh(range(means.sizes["features"]), means.mean("training"), color=colors)
+        for of_training in means:
+            panel.plot(of_training, range(means.sizes["features"]), "o", color="0.2", ms=3)
+        panel.set_yticks(range(means.sizes["features"]), means.features.values if letter == "A" else [])
+        panel.invert_yaxis()
+        panel.set(xlabel=f"{words}; a dot a training", xlim=(0, 1))
+        panel.set_title(letter, loc="left", fontweight="bold")
+    return figure
+
+
+def table(found: xr.Dataset) -> str:
+    """Each training's numbers, and what intervals over trainings and images say of Grafit."""
+    lines = [f"\nwhich of ten digits, from networks that were told even or odd; {found.sizes['image']} images"]
+    for name, words in MEASURES.items():
+        lines.append(f"{words}, a column a training:")
+        lines += [
+            f"  {kind:20}" + "".join(f"{value:8.3f}" for value in found[name].sel(features=kind).mean("image").values)
+            for kind in found.features.values
+        ]
+    for name, words in MEASURES.items():
+        for kind in FEATURES[2:]:
+            gain = found[name].sel(features=kind) - found[name].sel(features="plain")
+            low, high = tcnn_probe.bootstrap_interval(gain, OVER).values
+            verdict = "better" if low > 0 else "WORSE" if high < 0 else "not clearly other"
+            mean = float(gain.mean())
+            lines.append(f"{kind}: {verdict} than plain training's, {words} {mean:+.3f} [{low:+.3f}, {high:+.3f}]")
+    return "\n".join(lines)
+
+
+def check(found: xr.Dataset) -> bool:
+    """Whether each training learned even from odd."""
+    worst = found.top1.min("training")
+    seen = [learned(str(arm), float(worst.sel(arm=arm)), found.sizes["image"], 0.5) for arm in found.arm.values]
+    print(f"check: {sum(seen)} of {len(seen)} kinds of training learned even from odd")
+    return all(seen)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = study_parser(__doc__)
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add("--epochs", type=from_least(2), help="of each training (default: 20)")
+    add("--lr", type=positive_number, help="peak learning rate of both (default: 0.001)")
+    add("--ema", type=positive_number, help="decay of Grafit's target network (default: 0.99)")
+    add("--seeds", type=from_least(1), help="trainings of each kind, from --seed on (default: 3)")
+    add("--limit", type=from_least(40), help="use only so many training digits, and as many to validate on")
+    add_machine(group, small="1 seed, 3 epochs, 10 seconds")
+    add_output(parser)
+    args = parsed(parser, arguments, "coarse_labels")
+    if args.small:
+        fill_in(args, {"seeds": 1, "epochs": 3, "lr": 3e-3, "ema": 0.9})
+    fill_in(args, {"seeds": 3, "epochs": 20, "lr": 1e-3, "ema": 0.99})
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))
