@@ -54,7 +54,6 @@ from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 from tcnn_model.training.grafit import Grafit
 from tcnn_model.training.sources import open_sources
-from tcnn_probe.representation import average_precision, knn_correct
 
 SHAPE = {"layers": [1, 1, 1, 1], "channels": [8, 16, 32, 64]}
 DIM = 32
@@ -119,7 +118,7 @@ def one_training(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.D
             model = loaded(Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights)
             with torch.no_grad():
                 features |= {FEATURES[2]: model.trunk(images), FEATURES[3]: model.embed(images)}
-    measured = {"knn": knn_correct, "precision": average_precision}
+    measured = {"knn": tcnn_probe.representation.knn_correct, "precision": tcnn_probe.representation.average_precision}
     values = {
         name: (("features", "image"), np.stack([np.asarray(of(features[kind], digits), float) for kind in FEATURES]))
         for name, of in measured.items()
