@@ -197,13 +197,13 @@ def _blocks(attention: GatedAttention, values: Tensor, taps: Tensor | None = Non
 
 
 def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
-    gate, (rows, cols) = attention.gate[:, None, None], attention.factors_on_pixels()
+    rows, cols = (factor.to(values.dtype) for factor in attention.factors_on_pixels())
     on_grid = values.unflatten(2, (attention.y.length, attention.x.length))
-    positional = apply_separable((gate * rows).to(values.dtype), cols.to(values.dtype), on_grid).flatten(2, 3)
+    positional = apply_separable(rows, cols, on_grid).flatten(2, 3)
     # Where channels are not the innermost, torch would fall back to an N x N matrix.
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (attention.query, attention.key, values))
     content = F.scaled_dot_product_attention(q, k, v)
-    return torch.addcmul(positional, content, (1 - gate).to(values.dtype))
+    return torch.lerp(content, positional, attention.gate[:, None, None].to(values.dtype))
 
 
 def _triton(attention: GatedAttention, values: Tensor) -> Tensor:
