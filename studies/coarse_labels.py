@@ -34,7 +34,7 @@ import timm
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
-from timm.data import create_transform
+from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
 import tcnn_probe
@@ -56,7 +56,7 @@ from tcnn_model.training.grafit import Grafit
 from tcnn_model.training.sources import open_sources
 
 SHAPE = {"layers": [1, 1, 1, 1], "channels": [8, 16, 32, 64]}
-DIM = 32
+DIM, SIDE = 32, 32
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "grafit": {"objective": "grafit", "embedding_dim": DIM, "repeated_augmentation": 4},
@@ -85,45 +85,49 @@ def one_training(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.D
     """Train both ways; what neighbours and average precision make of each kind of features."""
     images, digits = pictures()
     torch.manual_seed(seed)
-    features = {FEATURES[0]: pooled(network(), images)}
-    top1 = []
-    for arm, settings in ARMS.items():
-        folder = output.beside("_runs") / f"{arm}_{seed}"
-        config = Config(
-            "resnet18",
-            data="parity",
-            img_size=32,
-            limit=args.limit,
-            model_options=SHAPE,
-            hflip=0.0,
-            crop="simple",
-            opt="adamw",
-            lr=args.lr,
-            weight_decay=1e-4,
-            epochs=args.epochs,
-            warmup_epochs=1,
-            batch_size=64,
-            watcher="none",
-            workers=0,
-            device=args.device,
-            seed=seed,
-            out=str(folder),
-            **settings | ({"ema": args.ema} if settings else {}),
-        )
-        top1.append(max(result.top1 for result in train(config, resume=folder.exists())))
-        weights = torch.load(folder / "best.pt", weights_only=True)["state_dict"]
+    features, top1 = [pooled(network(), images)], []
+    for arm in ARMS:
+        best, weights = trained(args, output, arm, seed)
+        top1.append(best)
         if arm == "plain":
-            features[arm] = pooled(loaded(network(), weights), images)
+            features.append(pooled(loaded(network(), weights), images))
         else:
             model = loaded(Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights)
             with torch.no_grad():
-                features |= {FEATURES[2]: model.trunk(images), FEATURES[3]: model.embed(images)}
+                features += [model.trunk(images), model.embed(images)]
     measured = {"knn": tcnn_probe.representation.knn_correct, "precision": tcnn_probe.representation.average_precision}
     values = {
-        name: (("features", "image"), np.stack([np.asarray(of(features[kind], digits), float) for kind in FEATURES]))
+        name: (("features", "image"), np.stack([np.asarray(of(each, digits), float) for each in features]))
         for name, of in measured.items()
     }
     return xr.Dataset(values | {"top1": ("arm", top1)}, {"features": list(FEATURES), "arm": list(ARMS)})
+
+
+def trained(args: argparse.Namespace, output: RunOutput, arm: str, seed: int) -> tuple[float, dict[str, Tensor]]:
+    """Train, or go on with it: the accuracy of even and odd in the best epoch, and the weights of this epoch."""
+    folder = output.beside("_runs") / f"{arm}_{seed}"
+    config = Config(
+        "resnet18",
+        data="parity",
+        img_size=SIDE,
+        model_options=SHAPE,
+        hflip=0.0,
+        crop="simple",
+        opt="adamw",
+        lr=args.lr,
+        weight_decay=1e-4,
+        epochs=args.epochs,
+        warmup_epochs=1,
+        batch_size=64,
+        watcher="none",
+        workers=0,
+        device=args.device,
+        seed=seed,
+        out=str(folder),
+        **ARMS[arm] | ({"ema": args.ema} if arm == "grafit" else {}),
+    )
+    best = max(result.top1 for result in train(config, resume=folder.exists()))
+    return best, torch.load(folder / "best.pt", weights_only=True)["state_dict"]
 
 
 def network() -> nn.Module:
@@ -147,7 +151,8 @@ def pooled(model: Any, images: Tensor) -> Tensor:
 def pictures() -> tuple[Tensor, np.ndarray]:
     """The validation images as the networks take them, and which digit each shows."""
     source = open_sources("digits", "", ("train", "validation"))[1]
-    transform = create_transform((3, 32, 32), crop_pct=0.95)
+    whole = {"input_size": (3, SIDE, SIDE), "crop_pct": 1.0}  # of the digits nothing is cut off
+    transform = create_transform(**resolve_data_config(whole, model=network()))
     images, digits = zip(*(source.read(n) for n in range(len(source))), strict=True)
     return torch.stack([transform(image) for image in images]), np.array(digits)
 
@@ -205,7 +210,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=positive_number, help="peak learning rate of both (default: 0.001)")
     add("--ema", type=positive_number, help="decay of Grafit's target network (default: 0.99)")
     add("--seeds", type=from_least(1), help="trainings of each kind, from --seed on (default: 3)")
-    add("--limit", type=from_least(40), help="use only so many training digits, and as many to validate on")
     add_machine(group, small="1 seed, 3 epochs, 10 seconds")
     add_output(parser)
     args = parsed(parser, arguments, "coarse_labels")

@@ -210,9 +210,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_output(parser)
     args = parsed(parser, arguments, "disagreement")
     one_or_several(parser, args)
-    settle(
-        parser, args, digits={"img_size": 48, "clutter": 3}
-    )  # in scenes of 64 pixels, one CNN in three learns little
+    easier = {"img_size": 48, "clutter": 3}  # in scenes of 64 pixels, one CNN in three learns little
+    settle(parser, args, digits=easier)
     if args.small:
         fill_in(args, {"seeds": 1, "severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
     fill_in(args, {"seeds": 3, "severities": [1, 3, 5]})

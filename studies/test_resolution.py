@@ -116,9 +116,8 @@ def draw(found: xr.Dataset, trained_at: int) -> Figure:
         panel.axvline(trained_at, color="0.8", lw=1, zorder=0)
         panel.set_xlabel("test resolution (pixel)")
         panel.set_title(letter, loc="left", fontweight="bold")
-        panel.legend(
-            frameon=False, fontsize=8, **({"loc": "center left", "bbox_to_anchor": (1, 0.5)} if panel is c else {})
-        )
+        beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if panel is c else {}
+        panel.legend(frameon=False, fontsize=8, **beside)
     return figure
 
 

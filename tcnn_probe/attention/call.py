@@ -82,7 +82,7 @@ class ProductLogits(Logits):
         each: tuple[Tensor, ...] = (logits, query, key)
         if query.shape[0] > _FEW:  # windows: merging rows and heads copies queries and keys, which is cheap then
             each = tuple(x.flatten(0, 1)[None] for x in each)
-        for one, q, k in zip(*(x.unbind() for x in each), strict=True):
+        for one, q, k in zip(*each, strict=True):
             torch.baddbmm(one, q, k.transpose(1, 2), beta=0, alpha=self._scale, out=one)
         if self._mask is None:
             return logits

@@ -27,13 +27,11 @@ class FeatureMaps:
         self._joins: dict[int, tuple[int, ...]] = {}
         self._channels = 0
         self._maps: dict[tuple[int, int], None] = {}
-        self._shapes: set[tuple[int, ...]] = set()
 
     def enter(self, inputs: Sequence[Any], *, whole_model: bool) -> None:
         """Begin a forward: of the model, or of one part, which may go on with the images of a part called before."""
         given = next((x for x in inputs if isinstance(x, Tensor)), None)
         is_map = given is not None and given.ndim == 4
-        self._shapes.clear()
         if whole_model or (is_map and given is not None and tuple(given.shape[2:]) not in self._maps):
             self.size, self._channels = None, 0
             self._maps.clear()
@@ -51,9 +49,8 @@ class FeatureMaps:
     def passes(self, values: Iterable[Any]) -> None:
         """Take note of the inputs and outputs of a module."""
         for value in values:
-            if not isinstance(value, Tensor) or value.shape in self._shapes:
+            if not isinstance(value, Tensor):
                 continue
-            self._shapes.add(value.shape)
             if value.ndim == 4:
                 self._maps[value.shape[2], value.shape[3]] = None  # (B, C, H, W)
                 self._maps[value.shape[1], value.shape[2]] = None  # (B, H, W, C)

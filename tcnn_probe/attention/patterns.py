@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -198,10 +197,8 @@ def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
-@lru_cache(maxsize=64)
 def _places(tokens: Tokens) -> np.ndarray:
     """Row and column of each token, (count, 2); NaN for those before the grid."""
     places = torch.stack(tokens.positions(torch.float64, torch.device("cpu")), 1).numpy()
     places[: tokens.prefix] = np.nan
-    places.flags.writeable = False  # all calls share it
     return places

@@ -124,7 +124,10 @@ def _rows_over_grid(call: AttentionCall, prefix: Tensor | None, patterns: Patter
         logits(rows, queries, slice(first, call.keys), out=s)
         m = s.amax(-1, keepdim=True)
         top[at] = m[..., 0]
-        s.sub_(m.masked_fill_(m == -torch.inf, 0)).clamp_(min=_LEAST) if logits.masked else s.sub_(m)
+        if logits.masked:  # rows that see none of these keys, and keys that a row does not see
+            s.sub_(m.masked_fill_(m == -torch.inf, 0)).clamp_(min=_LEAST)
+        else:
+            s.sub_(m)
         torch.exp(s, out=weights)
         total[at] = z = weights.sum(-1)
         expected[at] = s.mul_(weights).sum(-1)

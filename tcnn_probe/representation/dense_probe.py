@@ -46,6 +46,7 @@ def dense_probe(
         ValueError: shapes that do not fit, numbers that are not finite, a single class.
     """
     from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import jaccard_score
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
@@ -59,12 +60,14 @@ def dense_probe(
     weights = {"standardscaler__sample_weight": weight, "logisticregression__sample_weight": weight}
     model = make_pipeline(scaler, classifier).fit(train_cells[cell], classes[of_class], **weights)
     named, labels = np.repeat(model.predict(cells), pixels.shape[1]), np.union1d(classes, found)
-    shape = (len(np.asarray(masks)), -1) if by_image else (1, -1)
-    shown, taken = (each.reshape(*shape, 1) == labels for each in (pixels, named))
-    either = (shown | taken).sum(1)
-    nothing = np.full(either.shape, np.nan if by_image else 0.0)
-    iou = np.divide((shown & taken).sum(1), either, out=nothing, where=either > 0)
-    return np.asarray(iou if by_image else iou[0])
+    count = len(np.asarray(masks)) if by_image else 1
+    shown, taken = (  # a column for each image and class: one call for all
+        (each.reshape(count, -1).T[:, :, None] == labels).reshape(-1, count * len(labels)) for each in (pixels, named)
+    )
+    iou = jaccard_score(shown, taken, average=None, zero_division=0).reshape(count, -1)
+    if not by_image:
+        return np.asarray(iou[0])
+    return np.where((shown | taken).any(0).reshape(iou.shape), iou, np.nan)
 
 
 def layer_dense_probe(

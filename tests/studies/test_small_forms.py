@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor, nn
 
+import coarse_labels
 import tcnn_probe
 from common.data import digits_loaders, probed_images
 from common.models import small_resnet
@@ -97,6 +98,16 @@ def test_small_form(study: str, small_run: Callable[[str], Done]) -> None:
             assert min(figure.size) > 100, path.name
     with xr.open_datatree(done.out / f"{study}.zarr", engine="zarr", consolidated=False) as tree:
         assert any(node.data_vars for node in tree.subtree), "no numbers"
+
+
+def test_coarse_labels_asks_of_the_images_that_were_validated_on(small_run: Callable[[str], Done]) -> None:
+    out = small_run("coarse_labels").out
+    weights = torch.load(out / "coarse_labels_runs" / "plain_0" / "best.pt", weights_only=True)["state_dict"]
+    images, digits = coarse_labels.pictures()
+    with torch.no_grad():
+        named = coarse_labels.loaded(coarse_labels.network(), weights)(images).argmax(1).numpy()
+    top1 = float(xr.open_zarr(out / "coarse_labels.zarr", consolidated=False).top1.sel(arm="plain")[0])
+    assert np.mean(named == digits % 2) == pytest.approx(top1, abs=1e-6)
 
 
 def test_gating_evolution_records_both_trainings(small_run: Callable[[str], Done]) -> None:

@@ -137,7 +137,7 @@ def test_recipe_is_the_papers(name: str) -> None:
     assert actual == pytest.approx(expected)
 
 
-# Each model, objective, loss, crop and optimizer once; the other recipes give these other numbers.
+# Each model, objective, loss, crop and optimizer once; the other recipes differ from one of these in numbers only.
 TRAINED = ["deit_distilled", "cait", "resmlp", "deit3", "deit3_21k", "rsb_a2", "tcnn_finetune", "tcnn_scratch"]
 TRAINED += ["patchconvnet", "patchconvnet_specialise", "grafit"]
 
