@@ -17,9 +17,10 @@ learn five times as fast. Heads are then typed by ``tcnn_probe.head_types``: the
 looks, by its content information. The paper guesses that heads which leave convolution bring the robustness.
 All heads of a type are ablated at once, and as the control as many heads drawn at random; likewise each head by itself.
 Their outputs are zeroed; or their attention is replaced by its mean over training images, so that they look at places
-and not at content ("static"); or by that of a training image, whose content is another ("shuffled"). Accuracy is
-measured on the same images with and without: clean, in the four groups of ImageNet-C's corruptions, on contrast alone
-(faint images), and under PGD attacks on the model whose heads are ablated.
+and not at content ("static"); or by that of a training image, whose content is another ("shuffled"); or their gates are
+set to 1, which leaves the positional part of attention alone ("positional"). Accuracy is measured on the same images
+with and without: clean, in the four groups of ImageNet-C's corruptions, on contrast alone (faint images), and under PGD
+attacks on the model whose heads are ablated.
 Content information is compared with that of the same heads untrained, and of trainings on shuffled labels. A ViT, plain
 attention on the ResNet's features, is fine-tuned on the same scenes and recorded beside it.
 Bootstrap intervals, over random draws and images, are for these trainings as they are; t intervals, wide as they are
@@ -219,7 +220,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--modes",
         nargs="+",
         choices=MODES,
-        help="of tcnn_probe.ablate, the first for single heads too (default: zero static shuffled)",
+        help="of tcnn_probe.ablate, the first for single heads too (default: zero static shuffled positional)",
     )
     add("--draws", type=from_least(1), help="random sets of heads for each type (default: 3)")
     add("--images", type=from_least(2), help="validation images for types (default: 64; 1000 of --data)")
@@ -229,7 +230,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--epsilon", type=positive_number, default=1 / 255, help="of PGD, in pixels of 0 to 1 (default: 1/255)")
     add_output(parser)
     args = parsed(parser, arguments, "conv_vs_content_heads")
-    modes = ["zero", "static"] if args.small else ["zero", "static", "shuffled"]
+    modes = ["zero", "static"] if args.small else ["zero", "static", "shuffled", "positional"]
     defaults = {"seeds": 3, "draws": 3, "images": 64, "head_images": 16}
     if args.small:
         defaults = {"seeds": 1, "draws": 2, "images": 16, "head_images": 2, "corruptions": ["shot_noise", "contrast"]}

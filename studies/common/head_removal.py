@@ -25,6 +25,7 @@ MODES = {
     "mean": "replacing by their means the outputs of",
     "static": "replacing by its mean the attention of",
     "shuffled": "giving another image's attention to",
+    "positional": "setting to 1 the gates of",
 }
 """What :func:`tcnn_probe.ablate` does to heads, and the words for it."""
 
@@ -119,7 +120,7 @@ def without(
     """The model with some of its heads ablated, as a function of images."""
     if heads is None:
         return model
-    images = {"zero": None, "shuffled": reference[:1]}.get(mode, reference)
+    images = {"mean": reference, "static": reference, "shuffled": reference[:1]}.get(mode)
     ablation = tcnn_probe.ablate(model, heads, mode, images=images)  # type: ignore[arg-type]
     ablation.remove()  # until it is entered
 
