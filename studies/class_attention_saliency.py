@@ -28,8 +28,8 @@ class_attention_saliency_*.zarr         what tcnn_probe recorded of each model's
 It ends by checking that the models learned, and that the class attention of the PatchConvNet comes near the digit more
 often than chance.
 
-On your own model and images: a trained model (maps alone, in a minute or so), or with --epochs one to be fine-tuned (a
-convnet with attention in place of its pooling as well):
+On your own model and images: a trained model (maps alone, in a minute or so), or with --epochs one to be
+fine-tuned; and of a convnet its trunk once more, frozen, with attention in place of its pooling:
 
     python studies/class_attention_saliency.py --model deit_small_patch16_224 --pretrained --data path/to/imagenet
     python studies/class_attention_saliency.py --model resnet50 --pretrained --data path/to/imagenet --epochs 10
@@ -41,6 +41,7 @@ import sys
 
 import torch
 import xarray as xr
+from timm.utils import freeze
 from torch import nn
 
 import tcnn_probe
@@ -131,13 +132,23 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
         pool = next((module for module in model.modules() if isinstance(module, AttentionPool2d)), None)
         if pool is None:
             try:
-                pooled = add_attention_pool(model)
+                add_attention_pool(model)
             except ValueError:
                 return runs, loaders  # a transformer: its own class token will do
-            runs.append(Run(f"{args.model}, attention pooling", lambda _: pooled, args.epochs, args.lr))
+            name = f"{args.model}, attention pooling"
+            runs.append(Run(name, lambda m: with_attention_pool(m[args.model]), args.epochs, args.pool_lr))
         elif not pool.per_class:
             runs.append(Run(f"{args.model}, by class", lambda m: specialize(m[args.model]), args.epochs, args.lr))
     return runs, loaders
+
+
+def with_attention_pool(trained: nn.Module) -> nn.Module:
+    """The network with an attention pool in place of its average; all but that and the classifier stays as it is."""
+    pooled = add_attention_pool(trained, init_values=0.1)
+    pool = next(module for module in pooled.modules() if isinstance(module, AttentionPool2d))
+    learning = {pool, pooled.get_classifier()}
+    freeze(pooled, [name for name, part in pooled.named_children() if learning.isdisjoint(part.modules())])
+    return pooled
 
 
 def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
@@ -178,6 +189,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=from_least(0), help=epochs)
     add("--batch-size", type=from_least(1), help="images per step (default: 32)")
     add("--lr", type=positive_number, default=1e-4, help="of fine-tuning on --data (default: 1e-4)")
+    add("--pool-lr", type=positive_number, default=1e-3, help="of a new attention pool on --data (default: 1e-3)")
     add_machine(training, small="6 epochs, 20 seconds")
     add = parser.add_argument_group("saliency").add_argument
     add("--images", type=from_least(1), help="validation images to explain, spread evenly (default: 48; 32 of --data)")

@@ -68,14 +68,14 @@ class Layout:
         return self.keys.prefix if self.keys else 0
 
     def distances(self, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Distances ``||delta_ij||`` from some queries to all keys on the grid, shape (queries, keys on the grid).
+        """Distances ``||delta_ij||`` from some queries to all keys, shape (queries, keys).
 
-        Rows of class and register tokens hold meaningless numbers.
+        Rows and columns of class and register tokens hold meaningless numbers.
         """
         assert self.queries is not None
         assert self.keys is not None
         from_y, from_x = (at[queries, None] for at in self.queries.positions(dtype, device))
-        to_y, to_x = (at[self.prefix :] for at in self.keys.positions(dtype, device))
+        to_y, to_x = self.keys.positions(dtype, device)
         return torch.hypot(to_y - from_y, to_x - from_x)
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,8 @@ def sampled(windows: int, queries: int) -> tuple[Tensor, Tensor]:
     each = min(queries, QUERIES // chosen)
     step = max(1, round(queries * (math.sqrt(5) - 1) / 2))
     step = next(one for one in range(step, step + queries + 1) if math.gcd(one, queries) == 1)
-    at = (torch.arange(1, chosen * each + 1) * step % queries).view(chosen, each)
-    return torch.arange(chosen) * windows // chosen, at.sort(-1).values
+    at = (torch.arange(1, chosen * each + 1, device="cpu") * step % queries).view(chosen, each)
+    return torch.arange(chosen, device="cpu") * windows // chosen, at.sort(-1).values
 
 
 class PatternSum:
@@ -87,7 +88,7 @@ class PatternSum:
 
         Args:
             block: of the call.
-            weights: attention over the keys on the grid but for a factor, shape (rows, heads, queries, keys).
+            weights: attention but for a factor, 0 to class and register tokens, shape (rows, heads, queries, keys).
             factor: of each query, shape (rows, heads, queries).
         """
         images = min(block.images.stop, self._images) - block.images.start
@@ -97,7 +98,7 @@ class PatternSum:
         some = weights.flatten(0, 2).index_select(0, index)
         some.mul_(factor.flatten().index_select(0, index)[:, None])
         by_image = some.view(images, len(self._sum), -1, some.shape[1])
-        self._sum[:, chosen, self._layout.prefix :] += by_image[0] if images == 1 else by_image.sum(0)
+        self._sum[:, chosen] += by_image[0] if images == 1 else by_image.sum(0)
 
     def pattern(self, entropy: Tensor, prefix: Tensor | None) -> Pattern:
         """The sums.
@@ -197,8 +198,10 @@ def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
+@lru_cache(maxsize=64)
 def _places(tokens: Tokens) -> np.ndarray:
     """Row and column of each token, (count, 2); NaN for those before the grid."""
     places = torch.stack(tokens.positions(torch.float64, torch.device("cpu")), 1).numpy()
     places[: tokens.prefix] = np.nan
+    places.flags.writeable = False
     return places

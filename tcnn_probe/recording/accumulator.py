@@ -102,18 +102,17 @@ class Accumulator:
 
     def add(self, measured: Mapping[str, Tensor], limit: int | None) -> None:
         """Add the images of a forward, (B, *dims) of each variable; the first ``limit`` of them if it is given."""
-        broken: Tensor | None = None
-        for name, values in measured.items():
-            values = values[:limit]
-            if not len(values):
-                return
-            _add(self._sums, name, values.sum(0, dtype=_sum_dtype(values)))
-            self._counts[name] += len(values)
-            not_finite = ~values.isfinite().reshape(len(values), -1).all(1)
-            broken = not_finite if broken is None else broken | not_finite
-        if broken is not None:
-            self._nonfinite = broken.sum() if self._nonfinite is None else self._nonfinite + broken.sum()
-            self.images += len(broken)
+        values = [one[:limit] for one in measured.values()]
+        if not values or not len(values[0]):
+            return
+        rows = torch.cat([one.reshape(len(one), -1).to(_sum_dtype(one)) for one in values], 1)
+        sums = rows.sum(0).split([one[0].numel() for one in values])
+        for name, one, total in zip(measured, values, sums, strict=True):
+            _add(self._sums, name, total.view(one.shape[1:]))
+            self._counts[name] += len(rows)
+        broken = rows.isfinite().logical_not_().any(1).sum()
+        self._nonfinite = broken if self._nonfinite is None else self._nonfinite + broken
+        self.images += len(rows)
 
     def add_patterns(self, patterns: Mapping[str, Pattern]) -> None:
         """Add sums over images of a forward."""

@@ -169,9 +169,18 @@ def test_a_convnet_gets_an_attention_pool(tmp_path: Path, image_folder: Path, mo
     class_attention_saliency.main([*options, "--out", str(tmp_path / "out")])
     tree = scores(tmp_path / "out")
     assert set(tree.children) == {"test_resnet", "test_resnet, attention pooling"}
-    plan = [class_attention_saliency.plan(class_attention_saliency.parse([*options, "--seed", "7"]))[0] for _ in "ab"]
-    for one, other in zip(*plan, strict=True):  # new classifiers and pools are those of the seed
-        torch.testing.assert_close(one.make({}).state_dict(), other.make({}).state_dict(), rtol=0, atol=0)
+    plans = [class_attention_saliency.plan(class_attention_saliency.parse([*options, "--seed", "7"]))[0] for _ in "ab"]
+    first, other = (runs[0].make({}) for runs in plans)  # a new classifier is that of the seed
+    torch.testing.assert_close(first.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+def test_the_trunk_behind_an_attention_pool_is_frozen() -> None:
+    model = timm.create_model("test_resnet", num_classes=2)
+    pooled = class_attention_saliency.with_attention_pool(model).train()
+    assert {name.split(".")[0] for name, p in pooled.named_parameters() if p.requires_grad} == {"global_pool", "fc"}
+    before = {name: buffer.clone() for name, buffer in pooled.named_buffers()}
+    pooled(torch.randn(4, 3, 32, 32))
+    torch.testing.assert_close(dict(pooled.named_buffers()), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("study", ["cait_attention", "layer_scale"])
