@@ -45,7 +45,7 @@ from timm.utils import freeze
 from torch import nn
 
 import tcnn_probe
-from common.data import Loaders, chance, digits_loaders, own_model_and_data, probed_images
+from common.data import Loaders, boxed_images, chance, digits_loaders, own_model_and_data, probed_images
 from common.ending import ended, finish, learned, refused
 from common.following import Follower, Run
 from common.models import small_patchconvnet, small_resnet
@@ -73,7 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
     with refused(ValueError, RuntimeError, OSError):
         runs, loaders = plan(args)
-        probed = probed_images(loaders[1].dataset, args.images)
+        validation = loaders[1].dataset
+        if args.boxes:
+            probed = boxed_images(args.boxes, validation, runs[0].make({}))
+        else:
+            probed = probed_images(validation, args.images)
         output = RunOutput(args.out, "class_attention_saliency", options, resume=args.resume, overwrite=args.overwrite)
     follower = Follower(loaders, probed, output, args)
     models: dict[str, nn.Module] = {}
@@ -92,13 +96,16 @@ def main(arguments: list[str] | None = None) -> int:
     draw_maps(tree, probed, shown).savefig(output.beside("_maps.png"), dpi=200)
     written = [output.store, output.figure, output.beside("_maps.png")]
     for run in runs:
-        if run.name in found and any(getattr(m, "per_class", False) for m in models[run.name].modules()):
+        if (
+            run.name in found
+            and probed.numbers
+            and any(getattr(m, "per_class", False) for m in models[run.name].modules())
+        ):
             written.append(output.beside("_classes.png"))
             recording = tcnn_probe.open(output.beside(f"_{run.slug}.zarr"))
             draw_by_class(recording, tree[run.name].dataset, probed, shown).savefig(written[-1], dpi=200)
     print(report(tree, args.tolerance))
     print("wrote " + ", ".join(map(str, written)))
-    validation = loaders[1].dataset
     trained = (len(validation), chance(validation)) if args.epochs else None
     return finish(check(tree, trained), args.data)
 
@@ -193,6 +200,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_machine(training, small="6 epochs, 20 seconds")
     add = parser.add_argument_group("saliency").add_argument
     add("--images", type=from_least(1), help="validation images to explain, spread evenly (default: 48; 32 of --data)")
+    boxes = (
+        "photographs to explain instead: lines of file,left,top,right,bottom, a box around the object (pointing game)"
+    )
+    add("--boxes", metavar="FILE", help=boxes)
     add("--show", type=from_least(1), help="of these, how many are drawn and recorded (default: 5)")
     add(
         "--every",
@@ -208,6 +219,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     digits = args.data == "digits"
     if digits == bool(args.model) or (digits and args.pretrained):
         parser.error("--data and --model belong together, and --pretrained goes with them; without, it is the digits")
+    if digits and args.boxes:
+        parser.error("--boxes is for photographs: --data and --model")
     check_data_options(parser, args)
     defaults = {"img_size": 64, "batch_size": 32, "epochs": 14, "clutter": 6, "images": 48, "every": 5}
     if args.small:

@@ -1,20 +1,24 @@
 """Loaders for the studies: cluttered digits unless the user has data of their own."""
 
 import copy
+import csv
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from common.digits import MEAN, STD, ClutteredDigits, cluttered_digits
+from common.ending import InputError
 from common.folder import ClassFolders, imagenet_rows, open_folder, spread
 from common.models import check_input, own_model
 
@@ -23,6 +27,7 @@ __all__ = [
     "PixelBatches",
     "Probed",
     "at_resolution",
+    "boxed_images",
     "chance",
     "digits_loaders",
     "image_loaders",
@@ -123,12 +128,12 @@ def chance(dataset: ClutteredDigits | ClassFolders) -> float:
 
 @dataclass(frozen=True)
 class Probed:
-    """Some images of a validation set, to look at closely.
+    """Some images to look at closely.
 
     Args:
         images: shape (B, C, H, W), as the model takes them.
         labels: shape (B,).
-        numbers: which of the set.
+        numbers: which of the validation set; none if they are others.
         classes: names by label.
         masks: where the objects are, shape (B, H, W), bool, if that is known.
     """
@@ -156,6 +161,38 @@ def probed_images(dataset: Any, count: int) -> Probed:
         if imagenet_rows(names):  # WordNet ids, which few people can read
             names = [ImageNetInfo().label_name_to_description(name).partition(",")[0] for name in names]
     return Probed(images, labels, numbers, names, masks)
+
+
+@torch.no_grad()
+def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probed:
+    """Photographs with a box around the object in each; their labels are what the model says.
+
+    Args:
+        file: a table without a header, of comma-separated file name, left, top, right and bottom, in pixels. Names are
+            relative to the table's folder.
+        validation: whose transform and classes are used.
+        model: for the labels.
+
+    Raises:
+        InputError: not such a table, or no such image.
+    """
+    images, masks = [], []
+    try:
+        for name, *box in csv.reader(Path(file).read_text().splitlines()):
+            left, top, right, bottom = map(float, box)
+            photograph = validation.loader(str(Path(file).parent / name))
+            mask = Image.new("RGB", photograph.size)
+            mask.paste("white", (round(left), round(top), round(right), round(bottom)))
+            images.append(validation.transform(photograph))
+            masks.append(validation.transform(mask)[0])
+        if not images:
+            raise ValueError("it is empty")
+    except (OSError, ValueError) as error:
+        raise InputError(f"--boxes: expected lines of file,left,top,right,bottom in {file!r}: {error}") from None
+    black, white = (validation.transform(Image.new("RGB", photograph.size, color))[0] for color in ("black", "white"))
+    inside, batch = torch.stack(masks) > (black + white) / 2, torch.stack(images)
+    labels = copy.deepcopy(model).eval()(batch).argmax(1)
+    return replace(probed_images(validation, 1), images=batch, labels=labels, numbers=[], masks=inside)
 
 
 class PixelBatches:

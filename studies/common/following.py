@@ -68,7 +68,7 @@ class Follower:
                 pass
             return None
         methods = usable_methods(model, self.probed.images[:1])
-        numbers = (self.probed.numbers if run.epochs else list(range(len(self.probed.numbers))))[: self.args.show]
+        numbers = (self.probed.numbers if run.epochs else list(range(len(self.probed.images))))[: self.args.show]
         recording: Any = nullcontext()
         if "class_attention" in methods:
             recording = tcnn_probe.record(model, self.output.beside(f"_{run.slug}.zarr"), images=numbers)

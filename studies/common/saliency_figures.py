@@ -98,7 +98,8 @@ def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
     axes = figure.subplots(count, 1 + len(columns), squeeze=False)
     for row in range(count):
         _image(axes[row, 0], probed.images[row])
-        axes[row, 0].set_ylabel(f"truth: {_short(probed.classes[int(probed.labels[row])])}")
+        said = "truth" if probed.numbers else "model"
+        axes[row, 0].set_ylabel(f"{said}: {_short(probed.classes[int(probed.labels[row])])}")
         for column, (title, maps) in enumerate(columns, 1):
             _map(axes[row, column], maps.isel(image=row), probed, row)
             if row == 0:

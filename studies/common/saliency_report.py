@@ -30,7 +30,7 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
                 cells.append(f"{float(values.mean()):.2f} [{low:.2f}, {high:.2f}]")
             lines.append(f"{method:21}" + "".join(f"{cell:>20}" for cell in cells))
     count = next(iter(tree.children.values())).sizes["image"]
-    lines.append(f"\nmeans over {count} validation images, 95 % bootstrap intervals over them; one seed")
+    lines.append(f"\nmeans over {count} images, 95 % bootstrap intervals over them; one seed")
     if any("pointing_game" in node for node in tree.children.values()):
         lines.append(f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of it")
     for name, node in tree.children.items():

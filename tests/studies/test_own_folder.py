@@ -10,7 +10,7 @@ import timm
 import torch
 
 import gating_evolution
-from common.data import image_loaders, own_model_and_data, probed_images
+from common.data import boxed_images, image_loaders, own_model_and_data, probed_images
 from common.ending import InputError, ended
 from common.folder import open_folder
 from common.models import own_model
@@ -102,3 +102,23 @@ def test_a_damaged_image_is_named(image_folder: Path, workers: str, capsys: pyte
     out = ["--workers", workers, "--device", "cpu", "--out", str(image_folder / "out")]
     assert ended(gating_evolution.main, [*given, *out]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("gating_evolution.py: --data: ")
+
+
+def test_boxes_around_the_objects_of_photographs(image_folder: Path) -> None:
+    """A box that ends in the middle of the width ends there in what the model sees, cut as the photograph is."""
+    model = timm.create_model("test_resnet", num_classes=2)
+    validation = image_loaders(model, open_folder(str(image_folder), None), size=32, batch_size=4, workers=0)[1].dataset
+    table = image_folder / "boxes.csv"
+    table.write_text("val/cat/0.png,0,0,41.5,71\nval/dog/1.png,0,0,0,0\n")
+    found = boxed_images(str(table), validation, model)
+    assert found.images.shape == (2, 3, 32, 32)
+    assert found.masks is not None
+    assert found.masks[0, :, :15].all()
+    assert not found.masks[0, :, 17:].any()
+    assert not found.masks[1].any()
+    torch.testing.assert_close(found.images[1], validation[5][0], rtol=0, atol=0)
+    assert found.labels.tolist() == model.eval()(found.images).argmax(1).tolist()
+    for wrong in ("val/cat/0.png,1,2,3\n", "val/cat/0.png,a,b,c,d\n", "", "no.png,0,0,1,1\n"):
+        table.write_text(wrong)
+        with pytest.raises(InputError, match=r"no\.png|--boxes: expected lines of file,left,top,right,bottom"):
+            boxed_images(str(table), validation, model)
