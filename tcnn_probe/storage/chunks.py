@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import zarr
 from zarr.abc.buffer import Buffer
@@ -28,7 +27,6 @@ from tcnn_probe.schema import COORDINATES, Variable
 __all__ = [
     "Document",
     "array_document",
-    "as_chunk",
     "is_map",
     "label_document",
     "open_array",
@@ -98,12 +96,6 @@ def label_document(name: str, labels: Sequence[Any]) -> tuple[Document, np.ndarr
 def is_map(document: Mapping[str, Any]) -> bool:
     """Whether an array is stored in shards."""
     return document["codecs"][0]["name"] == "sharding_indexed"
-
-
-def as_chunk(rows: np.ndarray) -> bytes:
-    """Encode a chunk of numbers, as zarr's codecs "bytes" and "crc32c" do."""
-    data = rows.astype(rows.dtype.newbyteorder("<"), copy=False).tobytes()
-    return data + google_crc32c.value(data).to_bytes(4, "little")
 
 
 def with_length(document: Document, length: int) -> Document:

@@ -14,7 +14,6 @@ from tcnn_probe.schema import COORDINATES, SCHEMA_VERSION, Group, Variable
 from tcnn_probe.storage.chunks import Document, array_document, is_map, label_document, open_array, with_length
 from tcnn_probe.storage.conditional import put_if
 from tcnn_probe.storage.errors import StoreError
-from tcnn_probe.storage.growing import GrowingArrays
 from tcnn_probe.storage.names import is_name
 from tcnn_probe.storage.place import ROOT, Place, put
 
@@ -217,7 +216,7 @@ class Root:
 
 
 async def commit(
-    growing: GrowingArrays,
+    store: Store,
     old: Root | None,
     new: Root,
     values: Mapping[str, np.ndarray],
@@ -226,7 +225,7 @@ async def commit(
     """Write a mark: first everything that it consists of, then the root that counts it.
 
     Args:
-        growing: the arrays of the store that is written.
+        store: that is written.
         old: the root that is there, None if none is.
         new: the root with one mark more.
         values: of the mark, by path, or of all marks for a new array. One that has none gets its fill value.
@@ -235,18 +234,32 @@ async def commit(
     Raises:
         StoreError: the chunk to which the mark is added is damaged; or the condition does not hold.
     """
-    store, there = growing.store, {} if old is None else old.documents
+    there = {} if old is None else old.documents
     writes = documents_beside(store, {path: about for path, about in new.documents.items() if path not in there})
     for path in new.labels.keys() - there.keys():
         writes.append(open_array(store, path, new.documents[path]).setitem(..., new.labels[path]))
     for path, about in new.growing.items():
-        writes.append(growing.append(path, about, values.get(path), new=path not in there))
+        writes.append(_append(store, path, about, values.get(path), new=path not in there))
+    await all_of(writes)
+    await put_if(store, ROOT, new.text, only)
+
+
+async def _append(store: Store, path: str, document: Document, row: np.ndarray | None, *, new: bool) -> None:
+    """Write the last row of an array, or all of its rows; of a new array, the rows before it get the fill value.
+
+    Chunks are as good as not there beyond the rows that are committed: what a killed run has left is written over.
+    """
+    before, fill = document["shape"][0] - 1, float(document["fill_value"])
+    array = open_array(store, path, document)
+    if row is not None and row.ndim == len(document["shape"]):
+        await array.setitem(..., row)
+        return
+    if new and before:
+        await open_array(store, path, with_length(document, before)).setitem(..., fill)
     try:
-        await all_of(writes)
-        await put_if(store, ROOT, new.text, only)
-    except BaseException:
-        growing.forget()
-        raise
+        await array.setitem((slice(before, before + 1), ...), fill if row is None else row[None])
+    except ValueError as error:
+        raise StoreError(f"the last chunk of {path!r} in {store} is damaged: {error}") from error
 
 
 def documents_beside(store: Store, documents: Mapping[str, Document]) -> list[Coroutine[Any, Any, None]]:

@@ -26,7 +26,6 @@ from tcnn_probe.storage.commit import (
 from tcnn_probe.storage.conditional import condition
 from tcnn_probe.storage.directory import DurableStore, Lock, delete_directory, new_directory
 from tcnn_probe.storage.errors import StoreError
-from tcnn_probe.storage.growing import GrowingArrays
 from tcnn_probe.storage.names import HEADS, check_names, is_name
 from tcnn_probe.storage.place import ROOT, UNFINISHED, Target, find, get, put, run
 from tcnn_probe.storage.reading import open_dataset, open_tree
@@ -67,7 +66,7 @@ class EpochStore:
         self._lock: Lock | None = None
         self._attempted: bytes | None = None
         directory = self._place.directory
-        self._growing = GrowingArrays(self._place.store if directory is None else DurableStore(directory))
+        self._store = self._place.store if directory is None else DurableStore(directory)
         # Two that add the same mark to a remote store must not write the same root: it shows whose it is.
         self._writer_is = {} if target is None or self._place.directory else {"writer": uuid.uuid4().hex}
         self._wrote = self._closed = False
@@ -194,7 +193,7 @@ class EpochStore:
         new = root.with_mark(scalars, {**(attrs or {}), **self._writer_is})
         if self._root is None and self._place.directory is not None:
             with new_directory(self._place.directory) as (store, lock):
-                run(commit(GrowingArrays(store), None, new, rows))
+                run(commit(store, None, new, rows))
             self._lock = lock
             self._committed(mark, new)
             return
@@ -213,7 +212,7 @@ class EpochStore:
         with suppress(OSError, StoreError):  # a full disk: these are for those who read without the root's metadata
             if self._root is not None and self._wrote and not self._closed and self._holds:
                 self._check_unchanged()
-                run(all_of(documents_beside(self._growing.store, self._root.growing)))
+                run(all_of(documents_beside(self._store, self._root.growing)))
         self._closed = True
         if self._lock is not None:
             self._lock.release()
@@ -250,7 +249,7 @@ class EpochStore:
             raise StoreError(f"{self._place.name} has a damaged {self._along!r}: {error}") from error
 
     async def _write(self, mark: Mark, new: Root, rows: Mapping[str, np.ndarray], only: dict[str, Any] | None) -> None:
-        await commit(self._growing, self._root, new, rows, only)
+        await commit(self._store, self._root, new, rows, only)
         self._committed(mark, new)  # here, as an interrupt from the keyboard may come before run() returns
 
     def _committed(self, mark: Mark, new: Root) -> None:
