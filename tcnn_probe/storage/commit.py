@@ -35,19 +35,12 @@ UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErro
 
 @dataclass(frozen=True)
 class Root:
-    """The root metadata of a recording.
+    """The root metadata of a recording."""
 
-    Args:
-        attributes: of the root group.
-        documents: for the path of each array and further group its ``zarr.json``, with the committed lengths.
-        text: the object as stored.
-        labels: values of the coordinates, of a recording that is not stored yet.
-    """
-
-    attributes: Mapping[str, Any]
-    documents: Mapping[str, Document]
-    text: bytes
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    attributes: Mapping[str, Any]  # of the root group
+    documents: Mapping[str, Document]  # zarr.json of each array and further group by path, with the committed lengths
+    text: bytes  # the object as stored
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # of coordinates that are not stored yet
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], documents: Mapping[str, Document], **labels: Any) -> "Root":
@@ -86,11 +79,7 @@ class Root:
 
     @staticmethod
     def is_at(place: Place) -> bool:
-        """Whether a recording is at a place, of any schema version, damaged or not.
-
-        Raises:
-            StoreError: something else is there.
-        """
+        """Whether a recording is at a place, of any schema version, damaged or not; StoreError if something else is."""
         text = place.root()
         if text is not None and VERSION not in text.decode(errors="replace"):
             raise place.something_else(f"a {ROOT} of something else")
@@ -100,8 +89,7 @@ class Root:
     def read(cls, place: Place) -> "Root | None":
         """Read the root at a place, None if nothing is there.
 
-        Raises:
-            StoreError: something else, a recording of another schema version, or a damaged one.
+        StoreError for something else, a recording of another schema version, or a damaged one.
         """
         text = place.root()
         if text is None:
@@ -168,8 +156,7 @@ class Root:
     def with_groups(self, groups: Mapping[str, Group]) -> "Root":
         """Give the root of the same marks with groups, of which there were none: fill values so far.
 
-        Raises:
-            ValueError: a name is that of a scalar.
+        ValueError if a name is that of a scalar.
         """
         new = Root.new(groups, self.attributes, self.along, self.documents[self.along]["data_type"])
         if taken := sorted(new.documents.keys() & self.documents.keys() - {self.along}):
@@ -222,17 +209,10 @@ async def commit(
     values: Mapping[str, np.ndarray],
     only: dict[str, Any] | None = None,
 ) -> None:
-    """Write a mark: first everything that it consists of, then the root that counts it.
+    """Write a mark: first everything that it consists of, then the root that counts it, if the condition holds.
 
-    Args:
-        store: that is written.
-        old: the root that is there, None if none is.
-        new: the root with one mark more.
-        values: of the mark, by path, or of all marks for a new array. One that has none gets its fill value.
-        only: on which condition the root is replaced, see :mod:`tcnn_probe.storage.conditional`.
-
-    Raises:
-        StoreError: the chunk to which the mark is added is damaged; or the condition does not hold.
+    Values are by path, of the mark, or of all marks for a new array; an array that has none gets its fill value.
+    StoreError if the chunk to which the mark is added is damaged, or the condition does not hold.
     """
     there = {} if old is None else old.documents
     writes = documents_beside(store, {path: about for path, about in new.documents.items() if path not in there})

@@ -30,11 +30,7 @@ async def condition(store: Store, key: str) -> dict[str, Any] | None:
 
 
 async def put_if(store: Store, key: str, data: bytes, only: dict[str, Any] | None) -> None:
-    """Write an object on a condition, or just write it where the store has none.
-
-    Raises:
-        StoreError: somebody else has written it.
-    """
+    """Write an object on a condition, or just write it where the store has none; StoreError if it does not hold."""
     try:
         if isinstance(store, FsspecStore) and only is not None:
             await store.fs._pipe_file(f"{store.path}/{key}", data, **only)

@@ -63,13 +63,7 @@ class Lock:
     """The right to write to a directory. The system frees it when its process ends, however that comes.
 
     A file in the directory names the holder; it goes when the lock is released. Forked processes do not inherit it.
-
-    Args:
-        folder: to be written to.
-        name: of the recording, for messages.
-
-    Raises:
-        StoreError: another recorder holds it; or the directory is gone.
+    StoreError if another recorder holds it, or the directory is gone.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -143,10 +137,8 @@ if hasattr(os, "register_at_fork"):
 def new_directory(directory: Path) -> Iterator[tuple[DurableStore, Lock]]:
     """Fill a directory under another name; it gets its own at the end, in one step, with the lock still held.
 
-    After an exception there is nothing; after a kill a folder beside it, which the next attempt deletes.
-
-    Raises:
-        StoreError: it was made by somebody else meanwhile.
+    After an exception there is nothing; after a kill a folder beside it, which the next attempt deletes. StoreError if
+    somebody else has made it meanwhile.
     """
     made = [folder for folder in directory.parents if not folder.exists()]
     there = _unfinished(directory)
@@ -179,8 +171,7 @@ def new_directory(directory: Path) -> Iterator[tuple[DurableStore, Lock]]:
 def delete_directory(directory: Path) -> None:
     """Delete a recording, in one step for whoever looks: under another name first, as of a run that was killed.
 
-    Raises:
-        StoreError: another recorder writes to it.
+    StoreError if another recorder writes to it.
     """
     if directory.exists():
         lock = Lock(directory, directory.name)

@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from tcnn_probe.schema import Group, difference
+from tcnn_probe.schema import Group
 from tcnn_probe.storage.commit import (
     GIVEN,
     REPACKED,
@@ -115,22 +115,11 @@ class EpochStore:
         Root.new(groups, attrs, self._along, "int64")
         self._begun = (dict(groups), dict(attrs))
 
-    def check(self, groups: Mapping[str, Group]) -> None:
-        """Compare the groups of the recording that is there with others.
-
-        Raises:
-            StoreError: they are not the same; the first difference is named.
-        """
-        if (found := difference(self._existing().groups, groups)) is not None:
-            raise StoreError(f"{self._place.name} is a recording of something else ({found}): choose another path")
-
     def hold(self) -> None:
         """Become the one that writes to the recording, if there is one yet; :meth:`append` does it otherwise.
 
-        One that is to be replaced is not held: it is only checked that nobody else writes to it.
-
-        Raises:
-            StoreError: another recorder writes to it, or it is not as this one left it.
+        One that is to be replaced is not held: it is only checked that nobody else writes to it. StoreError if somebody
+        does, or if it is not as this one left it.
         """
         if self._root is None:
             if self._replaces and self._place.directory is not None:

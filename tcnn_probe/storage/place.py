@@ -14,7 +14,7 @@ from zarr.abc.store import Store
 from zarr.buffer import default_buffer_prototype
 
 # zarr's own event loop: the connections of a remote store belong to the loop that zarr reads them in.
-from zarr.core.sync import sync
+from zarr.core.sync import collect_aiterator, sync
 from zarr.storage import FsspecStore, LocalStore, MemoryStore
 
 from tcnn_probe.storage.errors import StoreError
@@ -68,26 +68,15 @@ class Place:
     writable: bool = True
 
     def check_replaceable(self) -> None:
-        """Refuse to delete what a recording has not written.
-
-        Raises:
-            StoreError: other files lie in it.
-        """
-        if others := [key for key in run(self._keys()) if not _OWN.fullmatch(key)]:
+        """Refuse to delete what a recording has not written: StoreError if other files lie in it."""
+        if others := [key for key in collect_aiterator(self.store.list()) if not _OWN.fullmatch(key)]:
             raise StoreError(f"{self.name} holds more than a recording, and is not replaced: {sorted(others)[0]!r}")
 
-    async def _keys(self) -> list[str]:
-        return [key async for key in self.store.list()]
-
     def root(self) -> bytes | None:
-        """The root ``zarr.json``, None if there is none.
-
-        Raises:
-            StoreError: something is there and no zarr group of format 3.
-        """
+        """The root ``zarr.json``, None if nothing is there; StoreError if something is, and no group of zarr 3."""
         if self.directory is None:
             text = run(get(self.store, ROOT))
-            there = [] if text is not None else run(self._names())
+            there = [] if text is not None else [*collect_aiterator(self.store.list_dir(""))]
         else:
             if self.directory.exists() and not self.directory.is_dir():
                 raise self.something_else("a file")
@@ -104,11 +93,7 @@ class Place:
         return StoreError(f"{self.name} holds something else than a recording ({what}): {advice}")
 
     def check_writable(self, *, exists: bool) -> None:
-        """Refuse a directory that cannot be written, or made, as far as this shows without a try.
-
-        Raises:
-            StoreError: naming the folder that is in the way.
-        """
+        """Refuse a directory that cannot be written, or made, as far as this shows without a try: StoreError."""
         if self.directory is not None:
             folders = (self.directory,) if exists else self.directory.parents
             there = next(folder for folder in folders if folder.exists())
@@ -117,15 +102,11 @@ class Place:
             if not os.access(there, os.W_OK | os.X_OK):
                 raise StoreError(f"{self.directory} cannot be written: no permission to write in {there}")
 
-    async def _names(self) -> list[str]:
-        return [name.strip("/") async for name in self.store.list_dir("")]
-
 
 def find(target: Target, *, writable: bool = True) -> Place:
     """The place that a target means: None is memory, a string with "://" a URL, other strings are paths.
 
-    Raises:
-        StoreError: an empty path, a URL that cannot be opened, a store that cannot be written.
+    StoreError for an empty path, a URL that cannot be opened, a store that cannot be written.
     """
     if target is None:
         return Place(MemoryStore(), None, "memory")

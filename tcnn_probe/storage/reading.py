@@ -25,11 +25,7 @@ def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
 
 
 def existing(target: object, place: Place) -> Root:
-    """Give the root of a recording that is to be read.
-
-    Raises:
-        StoreError: nothing is there, or something else.
-    """
+    """Give the root of a recording that is to be read; StoreError if nothing is there, or something else."""
     root = Root.read(place)
     if target is None or root is None:
         raise StoreError(f"{place.name} holds no recording: nothing is there")

@@ -20,6 +20,7 @@ __all__ = ["open_recordings"]
 
 Target = str | os.PathLike[str] | Store
 _Run = tuple[xr.Variable | None, Mapping[str, np.ndarray]]
+"""A run's variable, if it has it; and by dimension, for each label of all runs, the place where it has it or -1."""
 
 _BY_RUN = ("missing", "unsupported")
 _NOT_OF_A_RUN = (ALONG, VERSION, COORDS, LAYERS, "writer", "images", "image_hashes")
@@ -142,13 +143,7 @@ def _variable(name: str, runs: Sequence[_Run], labels: Mapping[str, np.ndarray])
 
 
 class _Joined(BackendArray):
-    """One variable of several runs; a part of it is read from those that it is of.
-
-    Args:
-        runs: of each run its variable, None if it has none, and for each label of all runs the place where it has it,
-            or -1.
-        shape: without the runs.
-    """
+    """One variable of several runs; a part of it is read from those that it is of."""
 
     def __init__(self, runs: Sequence[_Run], shape: Sequence[int]) -> None:
         self._runs = runs
