@@ -4,14 +4,13 @@
 """
 
 from tcnn_probe.heads.classify import head_types
-from tcnn_probe.heads.mixture import Mixture, fit_mixture
+from tcnn_probe.heads.mixture import fit_mixture
 from tcnn_probe.heads.static_pattern import information, translation_equivariance
 from tcnn_probe.heads.thresholds import GATED, TYPES, Thresholds, content_types, gate_types
 
 __all__ = [
     "GATED",
     "TYPES",
-    "Mixture",
     "Thresholds",
     "content_types",
     "fit_mixture",

@@ -142,25 +142,22 @@ def _by_mixture(
     if not where.any():
         return labels, {}, {}
     points, names = features.points[where], _TYPES[by][0]
-    mixture = fit_mixture(points, seed=seed)
-    components = _types(by, mixture.means, thresholds)
-    found = mixture.posterior(points)
+    mixture, criteria = fit_mixture(points, seed=seed)
+    components = _types(by, mixture.means_, thresholds)
+    found = mixture.predict_proba(points)
     by_type = {name: found[:, components == name].sum(1) for name in names}
     order = ("mixed", *(name for name in names if name != "mixed"))  # of types that are equally probable, the first
     labels[where] = np.array(order, dtype=object)[np.argmax([by_type[name] for name in order], axis=0)]
     posterior = {name: np.full(where.shape, np.nan) for name in names}
     for name, value in by_type.items():
         posterior[name][where] = value
-    return (
-        labels,
-        posterior,
-        {
-            "features": list(features.names),
-            "components": components.tolist(),
-            "weights": mixture.weights.tolist(),
-            "means": mixture.means.tolist(),
-            "covariances": mixture.covariances.tolist(),
-            "bic": list(mixture.bic),
-            "converged": mixture.converged,
-        },
-    )
+    about = {
+        "features": list(features.names),
+        "components": components.tolist(),
+        "weights": mixture.weights_.tolist(),
+        "means": mixture.means_.tolist(),
+        "covariances": mixture.covariances_.tolist(),
+        "bic": criteria,
+        "converged": bool(mixture.converged_),
+    }
+    return labels, posterior, about

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+from sklearn.mixture import GaussianMixture
 
 import tcnn_probe
-from tcnn_probe.heads.mixture import Mixture
 
 NAN = math.nan
 BOTH = ("thresholds", "mixture")
@@ -213,7 +213,7 @@ def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) 
     heads = layer(*[(0.0, entropy, 0.5, 0.9) for entropy in (0.2, 0.21, 0.9, 0.91, 1.5, 1.51)])
     ds = recording({"a": heads}, 20)
     assert set(tcnn_probe.head_types(ds, "mixture").values.ravel()) == {"convolutional", "mixed", "averaging"}
-    monkeypatch.setattr(Mixture, "posterior", lambda self, points: np.full((len(points), len(self.weights)), 1 / 3))
+    monkeypatch.setattr(GaussianMixture, "predict_proba", lambda self, x: np.full((len(x), len(self.weights_)), 1 / 3))
     assert set(tcnn_probe.head_types(ds, "mixture").values.ravel()) == {"mixed"}
 
 
