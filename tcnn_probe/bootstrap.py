@@ -58,11 +58,7 @@ def bootstrap_interval(
 
 
 def tails(confidence: float) -> list[float]:
-    """Quantiles at the two ends of an interval.
-
-    Raises:
-        ValueError: a confidence that is not between 0 and 1.
-    """
+    """Quantiles at the two ends of an interval; ValueError for a confidence that is not between 0 and 1."""
     if not 0 < confidence < 1:
         raise ValueError(f"expected a confidence between 0 and 1, got {confidence!r}")
     tail = (1 - confidence) / 2
@@ -70,13 +66,7 @@ def tails(confidence: float) -> list[float]:
 
 
 def resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Means of ``values`` with each axis resampled by itself, shape (resamples,), NaNs left out.
-
-    Args:
-        values: any number of axes.
-        resamples: number of resamples.
-        seed: of the random generator.
-    """
+    """Means of ``values`` with each axis resampled by itself, shape (resamples,), NaNs left out."""
     there = ~np.isnan(values)
     for axis in range(values.ndim):  # labels without any value are not drawn
         others = tuple(other for other in range(values.ndim) if other != axis)

@@ -134,11 +134,7 @@ def _peak(model: nn.Module, images: Tensor) -> int:
 
 
 class _Alive(TorchDispatchMode):
-    """While entered, adds up the bytes of all storages that operators make, for as long as these live.
-
-    Args:
-        others: tensors that do not count.
-    """
+    """While entered, adds up the bytes of all storages that operators make, for as long as these live."""
 
     def __init__(self, others: list[Tensor]) -> None:
         super().__init__()

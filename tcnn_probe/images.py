@@ -28,12 +28,7 @@ def _is_picture(image: Any) -> bool:
 
 
 def as_pictures(images: Any) -> list[Image.Image] | None:
-    """One picture or several as RGB images of PIL; None if these are no pictures.
-
-    Raises:
-        FileNotFoundError, PIL.UnidentifiedImageError: a file that is not there, or no image.
-        ValueError: bytes of another shape.
-    """
+    """One picture or several as RGB images of PIL; None if these are no pictures; OSError for a file that is none."""
     if _is_picture(images):
         images = [images]
     elif isinstance(images, (np.ndarray, Tensor)):
@@ -81,8 +76,7 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
 def as_batch(images: Any, expected: str) -> Tensor:
     """Images as a tensor (B, C, H, W), floating point; not copied if they are one.
 
-    Raises:
-        TypeError, ValueError: they are none; the message says what is expected.
+    TypeError or ValueError if they are none; the message says what is expected.
     """
     if isinstance(images, Sequence) and images and all(isinstance(x, (Tensor, np.ndarray)) for x in images):
         shapes = {tuple(x.shape) for x in images}

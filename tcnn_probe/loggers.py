@@ -1,5 +1,7 @@
 """The numbers of one mark of a recording as a flat dict, for loggers."""
 
+from itertools import product
+
 import xarray as xr
 
 __all__ = ["scalars"]
@@ -36,16 +38,8 @@ def scalars(ds: xr.Dataset, mark: int | float | None = None, *, heads: bool = Fa
     for name, values in now.data_vars.items():
         if not heads and "head" in values.dims:
             values = values.mean("head")
-        for place, value in zip(_names(values), values.values.ravel(), strict=True):
+        labels = [map(str, values[dim].values) for dim in values.dims]
+        for place, value in zip(product(*labels), values.values.ravel(), strict=True):
             if values.dtype.kind in "fiu" and value == value:
                 found["/".join([str(name), *place])] = float(value)
     return found
-
-
-def _names(values: xr.DataArray) -> list[list[str]]:
-    """Labels of each element, in row-major order."""
-    names: list[list[str]] = [[]]
-    for dim in values.dims:
-        labels = [str(label) for label in values[dim].values]
-        names = [[*before, label] for before in names for label in labels]
-    return names

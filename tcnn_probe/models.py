@@ -54,8 +54,7 @@ def layer_names(model: nn.Module) -> dict[nn.Module, str]:
 def wanted_layers(model: nn.Module, layers: LayerFilter | None) -> frozenset[str] | None:
     """Names that ``layers`` chooses among all modules; None for all.
 
-    Raises:
-        ValueError: a name or glob that is none of the model's, or a module's name that could be a second attention's.
+    ValueError for a name or glob that is none of the model's, or a module's name that could be a second attention's.
     """
     named = {name: module for module, name in layer_names(model).items()}
     chosen = named if layers is None else select_layers(named, layers, what="layers")
@@ -67,11 +66,7 @@ def wanted_layers(model: nn.Module, layers: LayerFilter | None) -> frozenset[str
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what hooks cannot follow.
-
-    Raises:
-        TypeError: no module, or a compiled one.
-    """
+    """Refuse what hooks cannot follow: TypeError for no module, or a compiled one."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -96,10 +91,8 @@ def named_in_errors(layer: str) -> Iterator[None]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, and outside of the caller's inference mode; every flag and gradient is put back.
 
-    What runs inside is not recorded by a recorder that is attached to the model. Threads wait for each other.
-
-    Raises:
-        TypeError: it is no module.
+    What runs inside is not recorded by a recorder that is attached to the model. Threads wait for each other. TypeError
+    if it is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -132,8 +125,7 @@ def whole_number(number: Any, what: str, least: int = 0, most: int | None = None
 def class_indices(given: Any, what: str, classes: int | None = None) -> Tensor:
     """Indices of classes as an int64 tensor on the CPU, a copy of any shape.
 
-    Raises:
-        TypeError, ValueError: they are none, or none of so many classes.
+    TypeError if they are none, ValueError if they are not of so many classes.
     """
     try:
         indices = torch.as_tensor(given).detach().cpu()
@@ -163,11 +155,7 @@ def batches(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[tuple
 
 
 def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
-    """What the model gives, shape (B, K).
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """What the model gives, shape (B, K); TypeError if it is something else."""
     scores = model(images)
     if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
         got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__

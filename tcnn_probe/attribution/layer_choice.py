@@ -22,19 +22,12 @@ __all__ = ["MapLayer", "find_layer", "map_layer"]
 
 @dataclass(frozen=True)
 class MapLayer:
-    """A layer whose output is a map of the image.
-
-    Args:
-        name: of the layer.
-        module: itself.
-        fields: where the cells of maps lie.
-        tokens: on which grid its tokens lie; None if it gives feature maps (B, C, H, W), or something else.
-    """
+    """A layer whose output is a map of the image."""
 
     name: str
     module: nn.Module
-    fields: ReceptiveFields
-    tokens: Tokens | None = None
+    fields: ReceptiveFields  # where the cells of maps lie
+    tokens: Tokens | None = None  # its grid; None if it gives feature maps (B, C, H, W), or something else
 
 
 @dataclass
@@ -61,15 +54,8 @@ def map_layer(model: nn.Module, image: Tensor, layer: str | nn.Module | None = N
     """The layer that was named, or the last one with a map of more than one pixel on which the score depends.
 
     Feature maps (B, C, H, W) are such maps, and tokens, (B, N, C) or (B, H, W, C), whose grid is known. After the last
-    block of most vision transformers the score depends on the class token alone: theirs is the block before.
-
-    Args:
-        model: is run once on the image, shape (1, C, H, W).
-        image: see ``model``.
-        layer: or its name.
-
-    Raises:
-        ValueError: no such layer; or none gives a map, or tokens on a known grid.
+    block of most vision transformers the score depends on the class token alone: theirs is the block before. The model
+    is run once on the image, shape (1, C, H, W). ValueError if there is no such layer, or none gives such a map.
     """
     name, module = (None, None) if layer is None else find_layer(model, layer)
     fields, maps = ReceptiveFields((image.shape[2], image.shape[3])), FeatureMaps(SpecialTokens())

@@ -45,7 +45,7 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
     _check(maps, masks)
     if not tolerance >= 0:
         raise ValueError(f"expected a tolerance of at least 0 pixels, got {tolerance!r}")
-    near = masks if tolerance == 0 else torch.stack([_within(mask, tolerance) for mask in masks])
+    near = torch.stack([_within(mask, tolerance) for mask in masks])
     flat = maps.flatten(1)
     best = flat == flat.amax(1, keepdim=True)
     hits = (best & near.flatten(1)).sum(1).double() / best.sum(1)  # with a NaN there is no maximum: 0 / 0
@@ -56,8 +56,6 @@ def _within(mask: Tensor, distance: float) -> Tensor:
     """Pixels no further than that from the mask, (H, W)."""
     from scipy.ndimage import distance_transform_edt
 
-    if not mask.any():
-        return mask
     return torch.from_numpy(distance_transform_edt(~mask.cpu().numpy()) <= distance).to(mask.device)
 
 

@@ -102,7 +102,9 @@ def _find_method(method: Any, given: Mapping[str, Any]) -> Attribution:
         known = known or Method(method, "", "As captum computes it, sum over channels.", units="")
         options = {**known.options, **given}
         about = _about(known, options, f"captum's {cls.__name__}")
-        return Attribution(name, about, partial(_by_captum, cls, options), packages=("captum",))
+        maps = partial(captum_maps, cls, **options)
+        packages = ("captum",)
+        return Attribution(name, about, lambda m, x, target, n: maps(m, x, target, batch_size=n), packages=packages)
     if not callable(function):
         raise ValueError(
             f"expected a method, one of {list(METHODS)}, a class of captum.attr or its name, or a function "
@@ -134,12 +136,6 @@ def first_paragraph(described: object) -> str:
 def as_json(options: Mapping[str, Any]) -> str:
     """Options as an attribute; of arrays, the shape."""
     return json.dumps(options, default=lambda x: f"of shape {tuple(x.shape)}" if hasattr(x, "shape") else str(x))
-
-
-def _by_captum(
-    cls: type, options: Mapping[str, Any], model: nn.Module, images: Tensor, target: Tensor, batch_size: int
-) -> tuple[Tensor, str]:
-    return captum_maps(cls, model, images, target, batch_size=batch_size, **options)
 
 
 def _by_user(

@@ -30,19 +30,12 @@ _RECORD = "tcnn_probe.record(model) records it of GPSA, ConViT and softmax atten
 
 @dataclass(frozen=True)
 class Features:
-    """What is known of every head.
+    """What is known of every head."""
 
-    Args:
-        points: shape (..., F), of F features; NaN where there is no head.
-        there: which heads there are, with the dims (marks, "layer", "head").
-        recorded: {variable: {layer: why the recording lacks it}}.
-        names: of the features.
-    """
-
-    points: np.ndarray
-    there: xr.DataArray
-    recorded: Mapping[str, Mapping[str, str]]
-    names: Sequence[str]
+    points: np.ndarray  # (..., F), of F features; NaN where there is no head
+    there: xr.DataArray  # which heads there are, with the dims (marks, "layer", "head")
+    recorded: Mapping[str, Mapping[str, str]]  # why the recording lacks a variable, by variable and layer
+    names: Sequence[str]  # of the features
 
     def reasons(self, unlabelled: np.ndarray) -> dict[str, str]:
         """By layer, why it, or some of its heads, have no label."""
@@ -61,12 +54,7 @@ class Features:
 
 
 def features_of(ds: xr.Dataset, by: By) -> Features:
-    """Take the features out of a recording.
-
-    Raises:
-        TypeError: ``ds`` is no dataset.
-        ValueError: a variable or coordinate that is needed is missing.
-    """
+    """Take the features out of a recording; ValueError if a variable or coordinate that is needed is missing."""
     names = FEATURES[by]
     of_heads = [name.split(" ")[0] for name in names]
     found = _loaded(ds, [*of_heads, *_SCALES, *(["images"] if by == "content" else [])], by)

@@ -37,12 +37,9 @@ def as_dataset(
 ) -> xr.Dataset:
     """What was decided of each image, whether it is right, the means of this, and the standard errors of these.
 
-    Args:
-        decisions: predictions and confidences by the name of the variable, images last; and "label", the class of each
-            image.
-        variants: by name, whether models are right on other test sets, (model, image), bool.
-        coordinates: of the dimensions but "image" and "variant"; those of other dimensions are left out.
-        attrs: of the dataset.
+    Decisions are predictions and confidences by the name of the variable, images last, and "label", the class of each
+    image; variants, by name, whether models are right on other test sets, (model, image). Coordinates are those of the
+    dimensions but "image" and "variant"; those of other dimensions are left out.
     """
     variables: dict[str, xr.Variable] = {}
     for kind, (dims, words) in _KINDS.items():

@@ -49,16 +49,10 @@ _DOTS = 40  # marks; of more, a line shows no single ones
 def grid(
     axes: Axes, name: str, counts: Mapping[str, int]
 ) -> tuple[figure, ColumnDataSource, LinearColorMapper, ColumnDataSource]:
-    """Layers x heads, the first layer at the top.
+    """Layers x heads, the first layer at the top; of each layer so many heads as ``counts`` says.
 
-    Args:
-        axes: of all grids.
-        name: of the figure.
-        counts: how many heads each layer has; others are not drawn.
-
-    Returns:
-        the figure; the source of its cells, with places in "row" and "column", and "value" and "text" to be filled
-        in; their colours; the source of the box around the chosen cell.
+    Besides the figure: the source of its cells, in which "value" and "text" are to be filled in; their colours; and the
+    source of the box around the chosen cell.
     """
     rows, columns = len(axes.layers), len(axes.heads)
     cells, box = _cells(axes, counts), ColumnDataSource({"row": [], "column": []})

@@ -16,37 +16,23 @@ NO_VALUE = 255
 
 @dataclass(frozen=True)
 class Maps:
-    """A variable of a layer's maps, or of the numbers beside them.
-
-    Args:
-        layer, name: whose, and which.
-        shape: (marks, images, heads or classes, y, x); y and x are 0 for numbers beside maps.
-        by: "head" or "class".
-        windows: whether a map is a sheet of windows.
-        data: the largest value of each map (or the number itself) as float32, then the cells as bytes.
-    """
+    """A variable of a layer's maps, or of the numbers beside them."""
 
     layer: str
     name: str
-    shape: tuple[int, ...]
-    by: str
-    windows: bool
-    data: bytes
+    shape: tuple[int, ...]  # (marks, images, heads or classes, y, x); y and x are 0 for numbers beside maps
+    by: str  # "head" or "class"
+    windows: bool  # whether a map is a sheet of windows
+    data: bytes  # the largest value of each map (or the number itself) as float32, then the cells as bytes
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The maps of a recording that a page has.
+    """The maps of a recording that a page has."""
 
-    Args:
-        marks: places of their marks in the recording.
-        images: how many images, the first ones.
-        total: how many images the recording has.
-    """
-
-    marks: list[int]
-    images: int
-    total: int
+    marks: list[int]  # places of their marks in the recording
+    images: int  # how many images, the first ones
+    total: int  # how many images the recording has
 
 
 def choose(run: Run, most: float) -> Choice:

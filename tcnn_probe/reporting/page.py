@@ -46,16 +46,7 @@ _PALETTES = {
 
 
 def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
-    """Write the page.
-
-    Args:
-        runs: one or two.
-        pictures: data URLs of the images that have maps, or none.
-        max_mb: how large the page may be; maps are thinned until it is, if they can.
-
-    Returns:
-        HTML that needs nothing else.
-    """
+    """The page of one run or two, HTML that needs nothing else; pictures are data URLs of the images, or none."""
     axes = axes_of(runs)
     variables, numbers = variables_of(axes, runs)
     room = max_mb * 1e6 - _OVERHEAD - len(numbers) * 4 / 3 - sum(map(len, pictures))

@@ -22,31 +22,18 @@ TYPE = "head_type"
 
 @dataclass(frozen=True)
 class Run:
-    """A recording, taken apart.
+    """A recording, taken apart."""
 
-    Args:
-        name: what it is called on the page.
-        along: the dimension of the marks.
-        marks: their labels, such as epochs.
-        numbers: variables (marks, layer, head) and (marks, layer); TYPE is among them if a head has one.
-        scalars: variables (marks,).
-        maps: the groups of maps: (marks, layer, image, ...).
-        images: labels of the images that have maps.
-        heads: how many each layer has, in the model's order.
-        attrs: of the recording.
-        hidden: variables that have no place on the page.
-    """
-
-    name: str
-    along: str
-    marks: list[Any]
-    numbers: xr.Dataset
-    scalars: xr.Dataset
-    maps: list[xr.Dataset]
-    images: list[int]
-    heads: dict[str, int]
+    name: str  # on the page
+    along: str  # the dimension of the marks
+    marks: list[Any]  # their labels, such as epochs
+    numbers: xr.Dataset  # variables (marks, layer, head) and (marks, layer); TYPE is among them if a head has one
+    scalars: xr.Dataset  # variables (marks,)
+    maps: list[xr.Dataset]  # the groups of maps: (marks, layer, image, ...)
+    images: list[int]  # labels of the images that have maps
+    heads: dict[str, int]  # how many each layer has, in the model's order
     attrs: Mapping[Any, Any]
-    hidden: list[str]
+    hidden: list[str]  # variables that have no place on the page
 
 
 @dataclass(frozen=True)
@@ -62,10 +49,9 @@ class Axes:
     scalars: dict[str, dict[str, str]]
 
     def values(self, run: Run, name: str) -> NDArray[np.float64] | None:
-        """A variable of a run on these axes, NaN where it has none; None if it lacks the variable.
+        """A variable of a run on these axes, (marks, layers, heads), (marks, layers) or (marks,); None if it has none.
 
-        Returns:
-            (marks, layers, heads), (marks, layers) or (marks,).
+        NaN where the run has no such mark, layer or head.
         """
         found = run.numbers.get(name, run.scalars.get(name))
         if found is None:
@@ -76,12 +62,7 @@ class Axes:
 
 
 def read(recording: Any) -> Run:
-    """Take a recording apart.
-
-    Raises:
-        TypeError: no path, dataset or tree.
-        ValueError: something else than a recording, or one without marks or layers.
-    """
+    """Take a recording apart; ValueError for something else, or one without marks or layers."""
     tree, source = _as_tree(recording)
     name = str(source or tree.attrs.get("model_architecture") or tree.attrs.get("model_class") or "recording")
     flat = numbers(tree)
@@ -106,11 +87,7 @@ def read(recording: Any) -> Run:
 
 
 def axes_of(runs: Sequence[Run]) -> Axes:
-    """Axes that have room for all runs.
-
-    Raises:
-        ValueError: the runs were marked by different things.
-    """
+    """Axes that have room for all runs; ValueError if these were marked by different things."""
     if len({run.along for run in runs}) > 1:
         raise ValueError(f"{runs[0].name} was marked by {runs[0].along}, {runs[1].name} by {runs[1].along}")
     layers: dict[str, int] = {}

@@ -15,13 +15,10 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def variables_of(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]], bytes]:
-    """Describe the variables, types first, and give their values.
+    """Describe the variables, types first; and give their values, (marks, layers, heads) of one run after another.
 
-    Returns:
-        for each variable its name, label, unit and meaning; ``of``: what a value is of ("head", "layer", "model");
-        ``starts``: where each run's values (marks, layers, heads) begin, None where a run has none; ``limits`` of all
-        its values, and the ``widest`` difference between two runs. Then the values: all first bytes of the numbers,
-        all second ones, ..., which Bokeh compresses better.
+    The values are all first bytes of the numbers, all second ones, ..., which Bokeh compresses better. ``starts`` says
+    where each run's begin, None where a run has none.
     """
     table: list[dict[str, Any]] = []
     blocks: list[NDArray[np.float64]] = []
