@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 
-__all__ = ["background", "blurred", "to_pixels"]
+__all__ = ["background", "to_pixels"]
 
 _BLUR = 11, 5.0  # RISE's: kernel and standard deviation, in pixels
 
@@ -41,7 +41,7 @@ def background(value: Any, images: Tensor) -> Tensor:
     if isinstance(value, str):
         if value != "blur":
             raise ValueError(f"expected 'blur', a number or an image, got {value!r}")
-        return blurred(images)
+        return _blurred(images)
     image = torch.as_tensor(value, dtype=images.dtype, device=images.device).detach()
     try:
         return image.expand(images.shape[1:]).expand_as(images)
@@ -50,7 +50,7 @@ def background(value: Any, images: Tensor) -> Tensor:
         raise ValueError(f"expected a number, or a baseline image that broadcasts to {shapes}") from error
 
 
-def blurred(images: Tensor) -> Tensor:
+def _blurred(images: Tensor) -> Tensor:
     """Images (B, C, H, W) out of focus, mirrored at the border; the kernel is no wider than the image allows."""
     from torchvision.transforms.functional import gaussian_blur
 

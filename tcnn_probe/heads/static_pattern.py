@@ -70,19 +70,8 @@ def translation_equivariance(mean: np.ndarray, queries: ArrayLike, keys: ArrayLi
 @lru_cache(maxsize=16)  # most layers of a model have the same grid
 def _offsets_of_pairs(queries: bytes, keys: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pairs of positions on the grid, given in float64: their indices, the number of each one's offset, and counts."""
-    places = [np.frombuffer(one).reshape(-1, 2) for one in (queries, keys)]
-    on_grid = [np.asarray(np.isfinite(one).all(1)) for one in places]
-    pairs = np.flatnonzero(on_grid[0][:, None] & on_grid[1])
-    down, across = (
-        _offsets(*(one[there, axis] for one, there in zip(places, on_grid, strict=True))) for axis in range(2)
-    )
-    offsets = (down * (across.max(initial=0) + 1) + across).ravel()
-    _, group, count = np.unique(offsets, return_inverse=True, return_counts=True)
-    return pairs, group.ravel(), count
-
-
-def _offsets(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Number of the offset from each query to each key along one axis, shape (queries, keys): equal ones have one."""
-    (rows, of_query), (columns, of_key) = (np.unique(one, return_inverse=True) for one in (queries, keys))
-    numbers = np.unique(columns[None] - rows[:, None], return_inverse=True)[1].reshape(len(rows), len(columns))
-    return np.asarray(numbers[of_query][:, of_key])
+    rows, columns = (np.frombuffer(one).view(complex) for one in (queries, keys))  # a place is one number: y + ix
+    offsets = (columns - rows[:, None]).ravel()
+    pairs = np.flatnonzero(np.isfinite(offsets))
+    _, group, count = np.unique(offsets[pairs], return_inverse=True, return_counts=True)
+    return pairs, group, count

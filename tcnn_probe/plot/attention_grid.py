@@ -1,6 +1,5 @@
 """Where the heads of each layer look, from one query pixel (T-CNN paper, Fig. 5)."""
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from tcnn_probe.plot.style import (
     RED,
     as_array,
     as_images,
+    as_pixel,
     draw_box,
     draw_image,
     draw_map,
@@ -85,7 +85,7 @@ def attention_grid(
     gates = np.full(maps.shape[:2], np.nan) if gate is None else _gates_of(gate, maps)
     picture = None if image is None else as_images(image[None])[0]
     sizes = [grid.shape[1:] for grid in grids] if picture is None else [picture.shape[1:]]
-    query = None if query is None else _checked_query(query, sizes)
+    query = None if query is None else as_pixel(query, *(min(lengths) for lengths in zip(*sizes, strict=True)))
     rows, columns = maps.shape[:2]
     beside = 0 if picture is None else 1 + min(rows, 2)  # the image's width, in panels
     if figure is None:
@@ -141,18 +141,6 @@ def _cell(query: tuple[int, int], size: tuple[int, ...], grid: tuple[int, ...]) 
     return query[0] * grid[0] // size[0], query[1] * grid[1] // size[1]
 
 
-def _checked_query(query: Any, sizes: list[tuple[int, ...]]) -> tuple[int, int]:
-    """As integers, inside each of the sizes (H, W)."""
-    height, width = (min(lengths) for lengths in zip(*sizes, strict=True))
-    try:
-        y, x = (operator.index(at) for at in query)
-    except (TypeError, ValueError):
-        raise ValueError(f"expected a query (y, x), two integers, got {query!r}") from None
-    if not (0 <= y < height and 0 <= x < width):
-        raise ValueError(f"expected a query (y, x) inside {height} x {width} pixels, got {query!r}")
-    return y, x
-
-
 def _without_padding(maps: NDArray[Any]) -> NDArray[Any]:
     """(head, y, x) without rows and columns at the end that are NaN in every head."""
     there = ~np.isnan(maps).all(0)
@@ -170,7 +158,7 @@ def _gates_of(gate: xr.DataArray, maps: xr.DataArray) -> NDArray[Any]:
             there = gate[dim].values.tolist()
             if lacking := [label for label in maps[dim].values.tolist() if label not in there]:
                 raise ValueError(f"the gates lack {dim} {lacking[0]!r} of the maps; they have {there}")
-            gate = gate.sel({dim: maps[dim].values})
+            gate = gate.sel({dim: maps[dim]})
         elif gate.sizes[dim] != maps.sizes[dim]:
             raise ValueError(f"expected gates of {maps.sizes[dim]} {dim}s, as the maps have, got {gate.sizes[dim]}")
     return gate.transpose("layer", "head").values

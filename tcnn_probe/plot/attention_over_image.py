@@ -2,7 +2,6 @@
 
 import fnmatch
 import json
-import operator
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.plot.style import MAPS, draw_box, draw_image, draw_map, empty_figure, wrapped
+from tcnn_probe.plot.style import MAPS, as_pixel, draw_box, draw_image, draw_map, empty_figure, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,17 +102,12 @@ def _checked_query(maps: xr.DataTree, query: Any, size: tuple[int, int]) -> str 
         if query != "class":
             raise ValueError(f"expected query=(y, x) or 'class', got {query!r}")
         return query
-    try:
-        y, x = (operator.index(at) for at in query)
-    except (TypeError, ValueError):
-        raise ValueError(f"expected query=(y, x), two integers, or 'class'; got {query!r}") from None
     if not of_queries:
         raise ValueError("these maps are of class tokens alone: query='class'")
-    if pixels and (y, x) not in pixels:
-        raise ValueError(f"the maps are from the pixels {pixels}, not from {(y, x)}")
-    if not (0 <= y < size[0] and 0 <= x < size[1]):
-        raise ValueError(f"expected a query (y, x) inside of {size[0]} x {size[1]} pixels, got {(y, x)}")
-    return y, x
+    pixel = as_pixel(query, *size)
+    if pixels and pixel not in pixels:
+        raise ValueError(f"the maps are from the pixels {pixels}, not from {pixel}")
+    return pixel
 
 
 def _rows(maps: xr.DataTree, query: str | tuple[int, int], layers: Any, heads: Any) -> list[xr.DataArray]:
@@ -150,14 +144,11 @@ def _from(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArray:
     """Attention from one pixel, (layer, head, y, x), with the cell of the keys that has it as coordinates."""
     if "query" in attention.dims:
         return attention.isel(query=_pixels(attention).index(query))
-    keys = [_nearest(attention[f"pixel_{dim}"], at) for dim, at in zip("yx", query, strict=True)]
+    centres = [attention[f"pixel_{dim}"].values for dim in "yx"]
+    keys = [int(np.abs(along - at).argmin()) for along, at in zip(centres, query, strict=True)]
     cell = [key * attention.sizes[f"query_{dim}"] // attention.sizes[dim] for dim, key in zip("yx", keys, strict=True)]
     values = attention.isel(query_y=cell[0], query_x=cell[1], drop=True)
     return values.assign_coords(query_y=keys[0], query_x=keys[1])
-
-
-def _nearest(centres: xr.DataArray, pixel: int) -> int:
-    return int(np.abs(centres.values - pixel).argmin())
 
 
 def _draw(axes: "Axes", picture: NDArray[Any], maps: xr.DataArray, cmap: str) -> None:

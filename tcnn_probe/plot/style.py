@@ -1,5 +1,6 @@
 """What plots share: colours (for the colour-blind as well), checks of what they are given, images and maps on axes."""
 
+import operator
 import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "BLUE", "MAPS", "OKABE_ITO", "RED", "as_array", "as_images", "axes_or_current", "axis_label", "draw_box",
+    "MAPS", "OKABE_ITO", "RED", "as_array", "as_images", "as_pixel", "axes_or_current", "axis_label", "draw_box",
     "draw_image", "draw_map", "empty_figure", "in_order", "legend_beside", "select_others", "wrapped",
 ]  # fmt: skip
 
@@ -29,7 +30,7 @@ OKABE_ITO = {
 }
 """Of Okabe and Ito (2008), for things that have no order: models, methods, kinds of heads."""
 
-RED, BLUE = OKABE_ITO["vermillion"], OKABE_ITO["blue"]
+RED = OKABE_ITO["vermillion"]
 
 MAPS = "cividis"
 """For maps; its lightness grows evenly."""
@@ -104,6 +105,17 @@ def as_images(images: Any) -> NDArray[Any]:
     return found
 
 
+def as_pixel(query: Any, height: int, width: int) -> tuple[int, int]:
+    """A query (y, x) as integers; ValueError unless it is inside so many pixels."""
+    try:
+        y, x = (operator.index(at) for at in query)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected a query (y, x), two integers, got {query!r}") from None
+    if not (0 <= y < height and 0 <= x < width):
+        raise ValueError(f"expected a query (y, x) inside {height} x {width} pixels, got {query!r}")
+    return y, x
+
+
 def axis_label(values: xr.DataArray) -> str:
     """The array's long name, or name, with its unit, unless that is 1."""
     name = str(values.attrs.get("long_name", values.name or "")).replace("_", " ")
@@ -111,11 +123,11 @@ def axis_label(values: xr.DataArray) -> str:
     return name if units in ("1", "") else f"{name} ({units})"
 
 
-def wrapped(name: Any, width: int = 15) -> str:
-    """A module's name in lines of about ``width``, broken at its dots."""
+def wrapped(name: Any) -> str:
+    """A module's name in lines of about 15 letters, broken at its dots."""
     lines = [""]
     for part in re.split(r"(?<=\.)", str(name)):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
+        if lines[-1] and len(lines[-1]) + len(part) > 15:
             lines.append("")
         lines[-1] += part
     return "\n".join(lines)

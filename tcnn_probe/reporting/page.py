@@ -123,18 +123,14 @@ def _document(axes: Axes, runs: Sequence[Run], variables: Sequence[dict[str, Any
     args |= {"grids": list(cells), "mappers": list(mappers), "boxes": list(boxes), "sources": sources, "plots": curves}
     program = CustomJS(args=args, code=(_HERE / "page.js").read_text(encoding="utf-8"))
     document.js_on_event("document_ready", program)  # the document's event, which no model hears
+    names = [run.name for run in runs]
+    captions = [""] if len(names) == 1 else [*names, f"{names[1]} minus {names[0]}"]
     document.template_variables["grids"] = [
         {"root": plot.name, "width": figures.width_of(axes), "caption": caption}
-        for (plot, *_), caption in zip(grids, _captions(runs), strict=True)
+        for (plot, *_), caption in zip(grids, captions, strict=True)
     ]
     document.template_variables["variables"] = [variable for variable in variables if variable["curve"]]
     return document
-
-
-def _captions(runs: Sequence[Run]) -> list[str]:
-    """Captions of the grids."""
-    names = [run.name for run in runs]
-    return [""] if len(names) == 1 else [*names, f"{names[1]} minus {names[0]}"]
 
 
 def _html(document: Document, title: str, words: dict[str, Any]) -> str:

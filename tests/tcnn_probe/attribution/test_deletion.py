@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tcnn_probe.attribution import area_under, deletion_curve, insertion_curve
 from tcnn_probe.attribution.deletion import pixel_order
-from tcnn_probe.attribution.pixels import blurred
+from tcnn_probe.attribution.pixels import background
 from tests.tcnn_probe.attribution.models import Linear
 
 GENERATOR = torch.Generator().manual_seed(7)
@@ -54,7 +54,7 @@ def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None
 def test_insertion() -> None:
     model, target = Linear(), torch.tensor(TARGETS)
     for start in (0.3, "blur"):
-        begin = blurred(IMAGES) if start == "blur" else torch.full_like(IMAGES, 0.3)
+        begin = background("blur", IMAGES) if start == "blur" else torch.full_like(IMAGES, 0.3)
         shares, curves = by_hand(model, begin, IMAGES, 6)
         found = insertion_curve(model, IMAGES, MAPS, target, steps=6, start=start, batch_size=2)
         np.testing.assert_allclose(found[0], shares, atol=1e-12)
@@ -73,8 +73,8 @@ def test_blur() -> None:
     for y in range(7):
         for x in range(11):
             slow[y, x] = (padded[y : y + 7, x : x + 11] * np.outer(*kernels)).sum()
-    np.testing.assert_allclose(blurred(image)[0, 0], slow, atol=1e-6)
-    assert blurred(torch.ones(1, 2, 1, 3)).shape == (1, 2, 1, 3)
+    np.testing.assert_allclose(background("blur", image)[0, 0], slow, atol=1e-6)
+    assert background("blur", torch.ones(1, 2, 1, 3)).shape == (1, 2, 1, 3)
 
 
 def test_order_of_equal_pixels_is_random_and_the_same_for_all_images() -> None:
