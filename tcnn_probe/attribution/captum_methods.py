@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tcnn_probe.attribution.layer_choice import map_layer
 from tcnn_probe.attribution.pixels import background, to_pixels
-from tcnn_probe.attribution.token_maps import as_feature_map
 
 __all__ = ["captum", "captum_class", "captum_maps"]
 
@@ -98,7 +97,7 @@ def captum_maps(
     with ExitStack() as stack:
         if "layer" in known:
             layer = map_layer(model, images[:1], options.get("layer"))
-            values["layer"] = stack.enter_context(as_feature_map(layer))
+            values["layer"] = stack.enter_context(layer.as_feature_map())
         found = _attribute(cls, model, images, values)
     name = "" if layer is None else layer.name
     if not isinstance(found, Tensor) or found.ndim != 4:

@@ -1,7 +1,7 @@
 """Which layer's map is explained: the one that was named, or the last one that gives a map of the image."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,28 @@ class MapLayer:
     module: nn.Module
     fields: ReceptiveFields  # where the cells of maps lie
     tokens: Tokens | None = None  # its grid; None if it gives feature maps (B, C, H, W), or something else
+
+    @contextmanager
+    def as_feature_map(self) -> Iterator[nn.Module]:
+        """A module through which the map (B, C, h, w) passes: a stand-in, if the layer gives tokens.
+
+        Tokens before and after the grid pass beside it.
+        """
+        if self.tokens is None:
+            yield self.module
+            return
+        tokens, stand_in = self.tokens, nn.Identity()
+
+        def through(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            before, cells, after = output.flatten(1, -2).tensor_split((tokens.prefix, tokens.count), 1)
+            passed = stand_in(cells.transpose(1, 2).unflatten(2, (tokens.height, tokens.width)))
+            return torch.cat([before, passed.flatten(2).transpose(1, 2), after], 1).view_as(output)
+
+        handle = self.module.register_forward_hook(through)
+        try:
+            yield stand_in
+        finally:
+            handle.remove()
 
 
 @dataclass
