@@ -39,20 +39,14 @@ class Variable:
 class Group:
     """Variables that share their layers and sizes; the root group, "", holds the numbers of attention heads.
 
-    Args:
-        variables: by name.
-        layers: the layer table, in the order of the "layer" dimension: for each module's name what is known of it, in
-            plain JSON ("kind", "heads", ...).
-        sizes: length of each further dimension of the variables, such as {"head": 6}.
-        maps: whether the variables are maps, much larger than numbers: one shard for each mark.
-        coords: labels along some of these dimensions; the others count from 0.
+    The layer table, in the order of the dimension "layer", has in plain JSON what is known of each module, by its name.
     """
 
     variables: Mapping[str, Variable]
     layers: Mapping[str, Mapping[str, Any]]
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    maps: bool = False
-    coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of each further dimension, such as {"head": 6}
+    maps: bool = False  # whether the variables are maps, much larger than numbers: one shard for each mark
+    coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # labels along some of these; others count from 0
 
     def shape(self, variable: str) -> tuple[int, ...]:
         """Lengths of a variable's dimensions, without that of the marks."""

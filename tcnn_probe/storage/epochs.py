@@ -39,16 +39,10 @@ Mode = Literal["a", "w", "x"]
 class EpochStore:
     """The marks of one recording; one writer at a time.
 
-    Looks at what is there and changes nothing before :meth:`hold` or :meth:`append`.
-
-    Args:
-        target: path of a directory, ".zarr" by custom; a URL; a zarr store; or None to keep everything in memory.
-        along: name of the marks' coordinate.
-        mode: "a" continues a recording that is there; "w" deletes it just before the first mark; "x" refuses it.
-
-    Raises:
-        StoreError: something else is there, or a recording that cannot be continued: of another schema version, along
-            another coordinate, repacked, or damaged; or the path cannot be written.
+    Looks at what is there and changes nothing before :meth:`hold` or :meth:`append`. The mode "a" continues a recording
+    that is there, "w" deletes it just before the first mark, and "x" refuses it. StoreError if something else is there,
+    or a recording that cannot be continued: of another schema version, along another coordinate, repacked, or damaged;
+    or if the path cannot be written.
     """
 
     def __init__(self, target: Target, *, along: str = "epoch", mode: Mode = "a") -> None:
@@ -99,15 +93,9 @@ class EpochStore:
     def create(self, groups: Mapping[str, Group], attrs: Mapping[str, Any]) -> None:
         """Say what a recording consists of that is new, or has no layers yet: they are NaN for the marks before.
 
-        It is made with the next mark; until then this may be said again.
-
-        Args:
-            groups: by path; "" is the root, others are such as "layer_scale" or "maps/6x14x14".
-            attrs: of the root, plain JSON.
-
-        Raises:
-            StoreError: there is a recording with layers already.
-            ValueError: there is no root group, a name is used twice, or an attribute is not plain JSON.
+        It is made with the next mark; until then this may be said again. Paths of groups are "" for the root, and such
+        as "layer_scale" or "maps/6x14x14". StoreError if there is a recording with layers already; ValueError if there
+        is no root group, a name is used twice, or an attribute is not plain JSON.
         """
         if self._root is not None and self.has_layers:
             raise StoreError(f"{self._place.name} holds a recording already")
@@ -147,16 +135,13 @@ class EpochStore:
         Args:
             mark: later than every one there. Whether the first is an integer decides how all are stored.
             values: for each group and each of its variables, of the shape :meth:`Group.shape` gives.
-            scalars: further root variables. One that is new is NaN for the marks before; one that is missing is NaN
-                for this mark.
+            scalars: further root variables, NaN for the marks that they do not come with.
             attrs: of the root, plain JSON, in place of those of the same names.
 
-        Raises:
-            StoreError: the mark is not later, or no integer where integers are stored; another recorder writes to the
-                store; the store was deleted, damaged or closed, or nothing was created.
-            ValueError: values are missing, too many, or of another shape; a scalar has the name of something else.
-            OSError: and whatever else the store raises. The marks before are as they were; the same mark can be tried
-                again.
+        StoreError if the mark is not later, or no integer where integers are stored; if another recorder writes to the
+        store; if it was deleted, damaged or closed, or nothing was created. ValueError for values that are missing, too
+        many, or of another shape, and a scalar with the name of something else. After these and all that the store
+        raises itself, the marks before are as they were, and the same mark can be tried again.
         """
         if self._closed:
             raise StoreError(f"{self._place.name} was closed: open it again to continue it")

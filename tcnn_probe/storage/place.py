@@ -74,15 +74,12 @@ class Place:
 
     def root(self) -> bytes | None:
         """The root ``zarr.json``, None if nothing is there; StoreError if something is, and no group of zarr 3."""
-        if self.directory is None:
-            text = run(get(self.store, ROOT))
-            there = [] if text is not None else [*collect_aiterator(self.store.list_dir(""))]
-        else:
-            if self.directory.exists() and not self.directory.is_dir():
+        if self.directory is not None and not self.directory.is_dir():
+            if self.directory.exists():
                 raise self.something_else("a file")
-            path = self.directory / ROOT
-            text = path.read_bytes() if path.is_file() else None
-            there = [path.name for path in self.directory.iterdir()] if self.directory.exists() else []
+            return None
+        text = run(get(self.store, ROOT))
+        there = [] if text is not None else [*collect_aiterator(self.store.list_dir(""))]
         if text is None and there and UNFINISHED not in there:
             raise self.something_else(str(sorted(there)[:3]))
         return text
