@@ -69,7 +69,11 @@ def test_dtype_of_the_model(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("model", "layer", "message"),
     [
-        (lambda: transformer(DEIT, class_token=False, global_pool="avg"), None, "no class token attends.*'gradcam'.*"),
+        (
+            lambda: transformer(DEIT, class_token=False, global_pool="avg"),
+            None,
+            r"class attention \(it has no class token\); 'gradcam'",
+        ),
         (lambda: transformer(CAIT), "blocks.0.attn", r"one of \['blocks_token_only.0.attn', .*got 'blocks.0.attn'"),
         (lambda: transformer(DEIT), nn.ReLU(), "no layer this ReLU"),
     ],
@@ -91,7 +95,7 @@ class Crops(nn.Module):
 
 
 def test_other_images_than_those_given() -> None:
-    with pytest.raises(ValueError, match="attends 4 times, where 2 images were given"):
+    with pytest.raises(ValueError, match="where its 2 windows lie in the image is unknown"):
         tcnn_probe.saliency(Crops().eval(), torch.randn(2, 3, *CONVOLVED))
 
 
@@ -110,5 +114,5 @@ class Ring(nn.Module):
 
 
 def test_patches_without_a_grid() -> None:
-    with pytest.raises(ValueError, match=r"'attention' has no map: its patches lie on no known grid: .*class"):
+    with pytest.raises(ValueError, match=r"no layer has a map of class attention \(.*grid"):
         tcnn_probe.saliency(Ring(), torch.randn(2, 3, 6, 14))

@@ -108,11 +108,11 @@ def test_an_unsupported_method_of_several_is_left_out() -> None:
     with pytest.warns(RuntimeWarning) as told:
         maps = tcnn_probe.saliency(model, IMAGES, method=["class_attention", red, "rollout", "gradcam"])
     assert [*maps.data_vars] == ["red"]
-    reasons = ["no class token attends", "no attention was seen", "no layer gives a feature map"]
+    reasons = ["no layer has a map of class attention", "no attention was seen", "no layer gives a feature map"]
     for one, name, reason in zip(told, ("class_attention", "rollout", "gradcam"), reasons, strict=True):
         assert str(one.message).startswith(f"{name!r} is left out: {reason}")
         assert one.filename == __file__
-    with pytest.raises(ValueError, match="no class token attends"):
+    with pytest.raises(ValueError, match="no layer has a map of class attention"):
         tcnn_probe.saliency(model, IMAGES, method=["class_attention", "rollout"])
 
 
