@@ -1,11 +1,8 @@
 """The store of one recording: resumed or begun, extended mark by mark, read, closed."""
 
-import math
-import operator
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -94,8 +91,8 @@ class EpochStore:
         """Say what a recording consists of that is new, or has no layers yet: they are NaN for the marks before.
 
         It is made with the next mark; until then this may be said again. Paths of groups are "" for the root, and such
-        as "layer_scale" or "maps/6x14x14". StoreError if there is a recording with layers already; ValueError if there
-        is no root group, a name is used twice, or an attribute is not plain JSON.
+        as "layer_scale" or "maps/6x14x14". StoreError if there is a recording with layers already; ValueError if a name
+        is used twice, or an attribute is not plain JSON.
         """
         if self._root is not None and self.has_layers:
             raise StoreError(f"{self._place.name} holds a recording already")
@@ -139,9 +136,9 @@ class EpochStore:
             attrs: of the root, plain JSON, in place of those of the same names.
 
         StoreError if the mark is not later, or no integer where integers are stored; if another recorder writes to the
-        store; if it was deleted, damaged or closed, or nothing was created. ValueError for values that are missing, too
-        many, or of another shape, and a scalar with the name of something else. After these and all that the store
-        raises itself, the marks before are as they were, and the same mark can be tried again.
+        store; if it was deleted, damaged or closed, or nothing was created. ValueError for values of another shape, and
+        a scalar with the name of something else. After these and all that the store raises itself, the marks before are
+        as they were, and the same mark can be tried again.
         """
         if self._closed:
             raise StoreError(f"{self._place.name} was closed: open it again to continue it")
@@ -244,39 +241,24 @@ class EpochStore:
                 f"another recorder writes to {self._place.name}: {root.length} marks were left in it, {count} are there"
             )
 
-    def _as_stored(self, mark: object) -> Mark:
+    def _as_stored(self, mark: Mark) -> Mark:
+        """An integer if all marks before are, else a float."""
         there = self._marks
-        if isinstance(mark, Integral):
-            number: Mark = operator.index(mark)
-        elif isinstance(mark, Real) and math.isfinite(mark):
-            number = float(mark)
-        else:
-            raise StoreError(f"expected a finite number for {self._along!r}, got {mark!r}")
-        if there and isinstance(there[0], int) and isinstance(number, float):
+        if there and isinstance(there[0], int) and isinstance(mark, float):
             raise StoreError(f"expected an integer for {self._along!r} as for the marks before, got {mark!r}")
-        if there and isinstance(there[0], float):
-            number = float(number)
-        if there and number <= there[-1]:
+        if there and not mark > there[-1]:
             raise StoreError(f"expected {self._along!r} later than the last mark, {there[-1]}, got {mark!r}")
-        return number
+        return float(mark) if there and isinstance(there[0], float) else mark
 
     def _rows(
         self, root: Root, values: Mapping[str, Mapping[str, np.ndarray]], scalars: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
         """The values, by path and as stored."""
-        groups = root.groups
-        if extra := [path for path in values if path not in groups]:
-            raise ValueError(f"expected values for the groups {list(groups)}, got also {extra}")
         rows: dict[str, np.ndarray] = {}
-        for path, group in groups.items():
-            given = values.get(path, {})
-            if given.keys() != group.variables.keys():
-                raise ValueError(
-                    f"group {path!r}: expected the variables {sorted(group.variables)}, got {sorted(given)}"
-                )
-            for name, value in given.items():
+        for path, group in root.groups.items():
+            for name, variable in group.variables.items():
                 inner = f"{path}/{name}" if path else name
-                rows[inner] = np.asarray(value, dtype=group.variables[name].dtype)
+                rows[inner] = np.asarray(values[path][name], dtype=variable.dtype)
                 if rows[inner].shape != group.shape(name):
                     raise ValueError(f"{inner}: expected shape {group.shape(name)}, got {rows[inner].shape}")
         for name, scalar in scalars.items():
