@@ -78,7 +78,9 @@ def cost(
             bar.update(2)
         for _ in range(rounds):
             for name, model in members.items():
-                times[name].append(_seconds(model, images[name]))
+                start = time.perf_counter()
+                _forward(model, images[name])
+                times[name].append(time.perf_counter() - start)
                 bar.update()
     found["images_per_second"] = [batch_size / statistics.median(times[name]) for name in members]
     ds = xr.Dataset({name: ("model", values) for name, values in found.items()}, {"model": list(members)})
@@ -112,12 +114,6 @@ def _forward(model: nn.Module, images: Tensor) -> None:
         model(images)
     if images.is_cuda:
         torch.cuda.synchronize(images.device)
-
-
-def _seconds(model: nn.Module, images: Tensor) -> float:
-    start = time.perf_counter()
-    _forward(model, images)
-    return time.perf_counter() - start
 
 
 def _peak(model: nn.Module, images: Tensor) -> int:

@@ -37,7 +37,8 @@ def elastic_transform(
     height, width, _ = image.shape
     x, y = np.meshgrid(np.arange(width), np.arange(height))
     back = _back_from_affine(image.shape, random, scale, corners * scale)
-    warped = [map_coordinates(part, _at(back, x, y), order=1, mode="mirror") for part in np.moveaxis(image, -1, 0)]
+    from_x, from_y = (row[0] * x + row[1] * y + row[2] for row in back)
+    warped = [map_coordinates(part, (from_y, from_x), order=1, mode="mirror") for part in np.moveaxis(image, -1, 0)]
     smooth_y, smooth_x = (_smoothing(size, deviation * scale) for size in (height, width))
     right, down = (
         amplitude * scale**2 * (smooth_y @ random.uniform(-1, 1, size=(height, width)) @ smooth_x.T) for _ in range(2)
@@ -53,12 +54,6 @@ def _back_from_affine(shape: tuple[int, ...], random: RandomState, scale: float,
     before = middle + half * np.array([[1, 1], [1, -1], [-1, -1]])
     after = before + random.uniform(-reach, reach, size=before.shape)
     return np.linalg.solve(np.column_stack([after, np.ones(3)]), before).T
-
-
-def _at(back: NDArray[Any], x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Where, as (y, x), the pixels (x, y) come from."""
-    from_x, from_y = (row[0] * x + row[1] * y + row[2] for row in back)
-    return from_y, from_x
 
 
 @lru_cache(maxsize=32)
