@@ -51,7 +51,7 @@ def bootstrap_interval(
         return np.nanquantile(resampled_means(row, resamples, seed), quantiles)
 
     found = xr.apply_ufunc(
-        interval, values.astype(float), input_core_dims=[dims], output_core_dims=[["bound"]], vectorize=True,
+        interval, values.astype(float).compute(), input_core_dims=[dims], output_core_dims=[["bound"]], vectorize=True,
         keep_attrs=True,
     )  # fmt: skip
     return found.assign_coords(bound=["low", "high"])

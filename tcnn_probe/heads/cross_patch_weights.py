@@ -87,15 +87,16 @@ def _matrix(block: ResBlock | MixerBlock) -> np.ndarray:
 
 
 def _measured(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
+    from scipy.special import entr
+
     places = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(-1, 2)
     distances = np.linalg.norm(places[:, None] - places, axis=-1)
     sizes = np.abs(matrix)
     total = sizes.sum(1, keepdims=True)
     shares = sizes / np.where(total > 0, total, np.nan)
-    entropies = -(shares * np.log(shares, where=shares > 0, out=np.zeros_like(shares))).sum(1)
     by_head = {
         "attention_distance": (shares * distances).sum(1).mean(),
-        "entropy": entropies.mean(),
+        "entropy": entr(shares).sum(1).mean(),
         "translation_equivariance": translation_equivariance(matrix[None], places, places)[0],
         "content_information": 0.0,
     }

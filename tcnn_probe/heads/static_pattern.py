@@ -34,7 +34,7 @@ def information(mean: np.ndarray, entropy: np.ndarray) -> np.ndarray:
     return -np.einsum("hij,hij->h", mean, logarithms) / mean.shape[1] - entropy
 
 
-def translation_equivariance(mean: np.ndarray, queries: ArrayLike, keys: ArrayLike) -> np.ndarray:
+def translation_equivariance(mean: ArrayLike, queries: ArrayLike, keys: ArrayLike) -> np.ndarray:
     """Share of a static pattern that depends on the offset from query to key alone, as in a convolution.
 
     The variance that the means over pairs of equal offset explain, corrected for how much they explain by chance:
@@ -43,20 +43,28 @@ def translation_equivariance(mean: np.ndarray, queries: ArrayLike, keys: ArrayLi
     independent random numbers, of which the offsets explain (g - 1) / (n - 1) without the correction.
 
     Args:
-        mean: over images of A, shape (heads, queries, keys).
+        mean: over images of A, shape (heads, queries, keys); numbers of any dtype.
         queries, keys: row and column of each, shape (queries, 2) and (keys, 2), NaN for one that lies on no grid.
 
     Returns:
         shape (heads,); 1 for a pattern that is the same everywhere, NaN where no two pairs have an offset in common.
+
+    Raises:
+        ValueError: not one place for each query and key.
     """
+    mean = np.asarray(mean)
     queries, keys = np.asarray(queries, dtype=float), np.asarray(keys, dtype=float)
+    if mean.shape[1:] != (len(queries), len(keys)):
+        raise ValueError(
+            f"expected attention (heads, {len(queries)}, {len(keys)}), of so many queries and keys, got {mean.shape}"
+        )
     pairs, group, count = _offsets_of_pairs(queries.tobytes(), keys.tobytes())
     free = group.size - count.size
     if free < 1:
         return np.full(len(mean), np.nan)
     found = np.ones(len(mean))
     for head, row in enumerate(mean.reshape(len(mean), -1)):
-        values = row[pairs]
+        values = row[pairs].astype(np.float64, copy=False)
         values -= values.mean()
         total = values @ values
         if total > 0:

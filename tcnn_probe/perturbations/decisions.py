@@ -78,7 +78,7 @@ def mcnemar(first: xr.DataArray, second: xr.DataArray) -> xr.Dataset:
     from scipy.stats import binomtest
 
     _check_right(first, second)
-    first, second = xr.align(first, second, join="exact")
+    first, second = xr.align(first.compute(), second.compute(), join="exact")
     counts = [(one & ~other).sum("image") for one, other in ((first, second), (second, first))]
     p_value = xr.apply_ufunc(
         lambda ours, theirs: binomtest(int(ours), int(ours + theirs)).pvalue if ours + theirs else 1.0,
@@ -125,8 +125,9 @@ def calibration_error(confidence: xr.DataArray, correct: xr.DataArray, bins: int
         gaps = np.bincount(np.searchsorted(edges, sure), weights=right - sure.astype(float), minlength=bins)
         return float(np.abs(gaps).sum() / len(sure))
 
+    given = confidence.compute(), correct.compute()
     found = xr.apply_ufunc(
-        error, confidence, correct, input_core_dims=[["image"]] * 2, join="exact", vectorize=True, output_dtypes=[float]
+        error, *given, input_core_dims=[["image"]] * 2, join="exact", vectorize=True, output_dtypes=[float]
     )
     return found.rename("calibration_error").assign_attrs(
         long_name="expected calibration error", units="1", definition=f"{bins} bins of equal width"
@@ -135,7 +136,8 @@ def calibration_error(confidence: xr.DataArray, correct: xr.DataArray, bins: int
 
 def _check_right(*given: xr.DataArray) -> None:
     for each in given:
-        if each.dtype != bool:
-            raise TypeError(f"expected whether each image is right, bool, as ds.correct; got {each.dtype}")
+        if not isinstance(each, xr.DataArray) or each.dtype != bool:
+            got = each.dtype if isinstance(each, xr.DataArray) else type(each).__name__
+            raise TypeError(f"expected whether each image is right, bool, as ds.correct; got {got}")
         if "image" not in each.dims:
             raise ValueError(f"expected whether each image is right, with the dimension 'image'; got {each.dims}")

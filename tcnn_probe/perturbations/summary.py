@@ -180,7 +180,7 @@ def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
     check_results(results, name)
     if missing := [dim for dim in ("model", "image") if dim not in results[name].dims]:
         raise ValueError(f"expected {name!r} with the dimension {missing[0]!r}, got {results[name].dims}")
-    return mean_by(results[name], by).transpose("model", ..., "image")
+    return mean_by(results[name].compute(), by).transpose("model", ..., "image")
 
 
 def kind_of(by: str | None) -> str:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
+from operator import index
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tcnn_probe.schema import Variable
 
 __all__ = ["FEATURES", "features"]
 
-_STAGE = re.compile(r"(.+[._])?(layers?|stages|blocks|features)[._]?\d+")
+_STAGE = re.compile(r"(.+[._])?(layers?|stages|blocks|features|s)[._]?\d+")
 
 
 def features(
@@ -40,14 +41,15 @@ def features(
     ``token_cosine`` (epoch, layer), the mean over all images of :func:`tcnn_probe.representation.token_cosine` of the
     places of the output. Features are stored as float16: a number between 6e-5 and 65504 is off by 5e-4 of itself at
     most, a smaller one by 3e-8; a larger one becomes infinite. Each epoch takes images * (1 + tokens) * channels * 2
-    bytes for each layer, in memory and, before compression, on disk.
+    bytes for each layer, in memory and at most on disk, where NaN are compressed. Once read, each layer takes as much
+    as that of most channels.
 
     Args:
         layers: names or globs of modules that return feature maps or tokens; None: stages and blocks, by their names
             (layer4, stages.3, blocks.11, encoder_layer_11).
         images: how many, or the numbers of some, counted from 0 in each epoch.
         tokens: which single ones to keep beside the mean: 0 is the class token of a ViT; of a feature map the place.
-        prefix_tokens: class and register tokens at the front, which the mean and the cosine leave out.
+        prefix_tokens: class and register tokens at the front, which the mean and the cosine leave out; from 0.
         channel_axis: of the output; None: 1 of (B, C, H, W), the last one of (B, N, C). -1 for Swin's (B, H, W, C).
         max_bytes: for each layer and epoch; more is refused in the first forward.
 
@@ -55,12 +57,16 @@ def features(
         a probe, for ``record(probes=)``.
 
     Raises:
+        TypeError: numbers of images that are no integers.
         ValueError: no images or no layers; in ``record``, names that the model lacks; in a forward, an output of
-            another shape, or more than ``max_bytes``.
+            another shape, with fewer tokens, or more than ``max_bytes``.
     """
-    numbers = tuple(range(images)) if isinstance(images, int) else tuple(sorted({*images}))
+    given = images if isinstance(images, Iterable) else range(images)
+    numbers = tuple(sorted({index(number) for number in given}))  # plain ones, which a store can write
     if not numbers or numbers[0] < 0:
         raise ValueError(f"expected a number of images, or the numbers of some, got {images!r}")
+    if prefix_tokens < 0:
+        raise ValueError(f"expected prefix_tokens from 0, got {prefix_tokens}")
     patterns = None if layers is None else [layers] if isinstance(layers, str) else list(layers)
 
     def of(call: ForwardCall) -> Tensor:
@@ -76,6 +82,11 @@ def features(
             raise ValueError(
                 f"{len(numbers)} images of {x.shape[-1]} channels need {needed} bytes for {call.name!r}, more than "
                 f"max_bytes={max_bytes}: give fewer images or tokens, or a larger max_bytes"
+            )
+        if max(prefix_tokens, *tokens, 0) >= x.shape[1]:
+            raise ValueError(
+                f"expected tokens and prefix_tokens below {x.shape[1]}, the places of {call.name!r}, got {tokens} and "
+                f"{prefix_tokens}"
             )
         return x.to(at_least_float32(x.dtype))
 
@@ -107,7 +118,7 @@ def _choice(patterns: Sequence[str] | None) -> Callable[[Iterable[str]], Collect
         every = list(names)
         if patterns is None:
             return {name for name in every if _STAGE.fullmatch(name)}
-        found = {pattern: [name for name in every if fnmatchcase(name, pattern)] for pattern in patterns}
+        found = {one: [name for name in every if name == one or fnmatchcase(name, one)] for one in patterns}
         if lacking := [pattern for pattern, some in found.items() if not some]:
             raise ValueError(f"no layers match {lacking[0]!r}: the model has {every[:4]} and {len(every) - 4} others")
         return {name for some in found.values() for name in some}

@@ -26,19 +26,21 @@ def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 
         scores.knn_correct.mean("image").plot.line(x="epoch")
 
     Args:
-        features: with the dims "image" and "channel" and any others; NaN beyond a layer's own channels.
+        features: with the dims "image" and "channel" and any others; NaN beyond a layer's own channels. Loaded as
+            a whole.
         labels: of the images, shape (image,).
         neighbors: as of :func:`knn_correct`.
 
     Returns:
         ``knn_correct`` with the dim "image" and the others, ``participation_ratio`` with the others; NaN where the
-        features of an image are missing.
+        features of an image are missing, or infinite as float16 has them of large numbers.
     """
-    images = _checked(features).sizes["image"]
+    features = _loaded(features)
+    images = features.sizes["image"]
 
     def scores(x: np.ndarray) -> tuple[np.ndarray, float]:
         x = x[:, ~np.isnan(x).all(0)]
-        if not x.size or np.isnan(x).any():
+        if not x.size or not np.isfinite(x).all():
             return np.full(images, np.nan), np.nan
         return knn_correct(x, labels, neighbors=neighbors).astype(float), participation_ratio(x)
 
@@ -61,15 +63,13 @@ def layer_cka(features: xr.DataArray, others: xr.DataArray | None = None) -> xr.
             as "epoch", go together; one without "epoch" is compared with all.
 
     Returns:
-        dims "layer", "other_layer" and the others; NaN where the features of an image are missing.
+        dims "layer", "other_layer" and the others; NaN where the features of an image are missing or infinite.
     """
-    others = features if others is None else others
-    for one in (features, others):
-        _checked(one)
+    features, others = (_loaded(features if one is None else one) for one in (features, others))
 
     def cka(x: np.ndarray, y: np.ndarray) -> float:
         x, y = (one[:, ~np.isnan(one).all(0)] for one in (x, y))
-        return linear_cka(x, y) if x.size and y.size and not (np.isnan(x).any() or np.isnan(y).any()) else np.nan
+        return linear_cka(x, y) if x.size and y.size and np.isfinite(x).all() and np.isfinite(y).all() else np.nan
 
     found = xr.apply_ufunc(
         cka,
@@ -86,8 +86,8 @@ def layer_cka(features: xr.DataArray, others: xr.DataArray | None = None) -> xr.
     return found.rename("cka").assign_attrs(about)
 
 
-def _checked(features: xr.DataArray) -> xr.DataArray:
+def _loaded(features: xr.DataArray) -> xr.DataArray:
     if not isinstance(features, xr.DataArray) or not {"image", "channel"} <= {*features.dims}:
         got = features.dims if isinstance(features, xr.DataArray) else type(features).__name__
         raise ValueError(f"expected features, a DataArray with the dims 'image' and 'channel', got {got}")
-    return features
+    return features.compute()  # dask's too

@@ -92,7 +92,7 @@ class LinearCKA:
             others: of the same images, by other layers, such as those of another model; None: the same layers.
 
         Raises:
-            ValueError: not as many images everywhere, or other layers than in the batch before.
+            ValueError: not as many images everywhere, or other layers or channels than in the batch before.
         """
         sides = [features] if others is None else [features, others]
         if self._names and self._names != [list(side) for side in sides]:
@@ -105,11 +105,15 @@ class LinearCKA:
         counts = {f"{name!r}": len(value) for (_, name), value in x.items()}
         if len({*counts.values()}) != 1:
             raise ValueError(f"expected features of as many images from all layers, got {counts or 'no layer'}")
+        for key, value in x.items():
+            if (channels := len(self._shift.get(key, value[0]))) != value.shape[1]:
+                raise ValueError(f"expected {channels} numbers an image of {key[1]!r}, as before, got {value.shape[1]}")
         self._names = [list(side) for side in sides]
         self._images += next(iter(counts.values()))
         for key, value in x.items():
-            # CKA does not depend on a shift; without it, a large mean would cost digits.
-            x[key] = value - self._shift.setdefault(key, value.mean(0))
+            # CKA does not depend on a shift. Without the first image's, a large mean costs no digits, and equal
+            # features are exactly 0.
+            x[key] = value - self._shift.setdefault(key, value[0].copy())
         for row, column in {*self._pairs(), *((key, key) for key in x)}:
             self._sums.setdefault((row, column), _Sums()).add(x[row], x[column])
 

@@ -86,7 +86,12 @@ def layer_dense_probe(
 
     Returns:
         dims "layer" and "class".
+
+    Raises:
+        ValueError: other layers to fit than to judge, or as of :func:`dense_probe`.
     """
+    if not features or features.keys() != train_features.keys():
+        raise ValueError(f"expected the same layers to fit and to judge, got {[*train_features]} and {[*features]}")
     found = [
         dense_probe(maps, masks, train_features[name], train_masks, regularization=regularization)
         for name, maps in features.items()

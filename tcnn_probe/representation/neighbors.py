@@ -35,15 +35,19 @@ def knn_correct(
         bool, shape (n,).
 
     Raises:
-        ValueError: shapes that do not fit, numbers that are not finite, more neighbours than images.
+        ValueError: shapes that do not fit, numbers that are not finite, more neighbours than images, a temperature that
+            is not above 0.
     """
     from sklearn.neighbors import KNeighborsClassifier
 
+    if not temperature > 0:
+        raise ValueError(f"expected a temperature above 0, got {temperature}")
     queries, labels, known, known_labels = _with_gallery(features, labels, gallery, gallery_labels)
     most = len(known) - (gallery is None)
     if not 1 <= neighbors <= most:
         raise ValueError(f"expected neighbors from 1 to {most}, the images to choose from, got {neighbors}")
-    weights = lambda distance: np.exp(-distance / temperature)  # noqa: E731 (1 - cos; the constant divides out)
+    # The distance is 1 - cos. Of the constants that divide out, that of the nearest one keeps a weight from being 0.
+    weights = lambda distance: np.exp((distance.min(1, keepdims=True) - distance) / temperature)  # noqa: E731
     model = KNeighborsClassifier(neighbors, weights=weights, metric="cosine", algorithm="brute")
     model.fit(known, known_labels)
     return np.asarray(model.predict(None if gallery is None else queries) == labels)
@@ -77,16 +81,20 @@ def average_precision(
 
     Raises:
         ValueError: shapes that do not fit, numbers that are not finite, one of the two coarse arguments without the
-            other.
+            other, a coarse label that has no probability.
     """
     from sklearn.metrics import average_precision_score
+    from sklearn.metrics.pairwise import cosine_similarity
 
     queries, labels, known, known_labels = _with_gallery(features, labels, gallery, gallery_labels)
-    scores = _unit(queries) @ _unit(known).T
+    scores = cosine_similarity(queries, known)
     if (coarse_probabilities is None) != (gallery_coarse is None):
         raise ValueError("expected coarse_probabilities and gallery_coarse together, got one of them")
     if coarse_probabilities is not None and gallery_coarse is not None:
-        scores = scores + _log_odds(coarse_probabilities, queries)[:, as_labels(gallery_coarse, known)]
+        odds, coarse = _log_odds(coarse_probabilities, queries), as_labels(gallery_coarse, known, "gallery_coarse")
+        if not np.isin(coarse, range(odds.shape[1])).all():
+            raise ValueError(f"expected gallery_coarse from 0 to {odds.shape[1] - 1}, got {np.unique(coarse)}")
+        scores = scores + odds[:, coarse.astype(int)]
     found = np.full(len(queries), np.nan)
     for query, (score, label) in enumerate(zip(scores, labels, strict=True)):
         others = np.arange(len(known)) != query if gallery is None else slice(None)
@@ -111,15 +119,11 @@ def _with_gallery(
     return queries, of_queries, known, as_labels(gallery_labels, known, "gallery_labels")
 
 
-def _unit(features: np.ndarray) -> np.ndarray:
-    """Rows of length one; rows of zeros stay."""
-    lengths = np.linalg.norm(features, axis=1, keepdims=True)
-    return features / np.where(lengths > 0, lengths, 1)
-
-
 def _log_odds(probabilities: ArrayLike, queries: np.ndarray) -> np.ndarray:
+    from scipy.special import logit
+
     p = np.asarray(probabilities, dtype=np.float64)
     if p.ndim != 2 or len(p) != len(queries) or not ((p >= 0) & (p <= 1)).all():
         raise ValueError(f"expected coarse_probabilities from 0 to 1 of shape ({len(queries)}, K), got {p.shape}")
-    p = p.clip(np.finfo(p.dtype).eps, 1 - np.finfo(p.dtype).eps)  # log odds of +-36, next to cosines of at most 1
-    return np.log(p) - np.log1p(-p)
+    # log odds of +-36 at most, next to cosines of at most 1
+    return np.asarray(logit(p.clip(np.finfo(p.dtype).eps, 1 - np.finfo(p.dtype).eps)))

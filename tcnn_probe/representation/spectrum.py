@@ -40,7 +40,8 @@ def participation_ratio(features: ArrayLike) -> float:
         a number; NaN if all images have the same features.
     """
     x = as_features(features, least=2)
+    if not np.ptp(x, axis=0).any():
+        return float("nan")
     x = x - x.mean(0)
     products = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T  # which have the same eigenvalues, but for zeros
-    squares = float((products**2).sum())
-    return float(np.trace(products) ** 2 / squares) if squares > 0 else float("nan")
+    return float(np.trace(products) ** 2 / (products**2).sum())

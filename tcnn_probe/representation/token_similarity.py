@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 __all__ = ["token_cosine"]
 
 
@@ -12,7 +14,8 @@ def token_cosine(tokens: Any) -> Any:
     the first, 0.93 in the last). For all tokens it says whether they become alike with depth.
 
     Args:
-        tokens: shape (..., N, C), N >= 2 tokens of C channels: an array, or a tensor of torch.
+        tokens: shape (..., N, C), N >= 2 tokens of C channels: an array, which is taken in float64, or a tensor of
+            torch, in float32 at least.
 
     Returns:
         shape (...,), from -1/(N - 1) to 1. A token of zeros, as after a ReLU, has the cosine 0 with all others.
@@ -20,6 +23,10 @@ def token_cosine(tokens: Any) -> Any:
     Raises:
         ValueError: fewer than two tokens.
     """
+    if hasattr(tokens, "element_size"):  # torch's: squares of half precision overflow
+        tokens = tokens.float() if tokens.element_size() < 4 else tokens
+    else:
+        tokens = np.asarray(tokens, dtype=np.float64)
     if tokens.ndim < 2 or tokens.shape[-2] < 2:
         raise ValueError(f"expected two tokens or more, shape (..., N, C), got the shape {tuple(tokens.shape)}")
     count = tokens.shape[-2]

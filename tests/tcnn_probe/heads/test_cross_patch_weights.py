@@ -115,7 +115,17 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
     assert (translation_equivariance(bias, backwards, places) < 0.1).all()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int16"])
+def test_equivariance_is_in_float64(dtype: str) -> None:
+    """Sums of so large squares are beyond float16 and int16."""
+    pattern = np.random.default_rng(0).integers(-200, 200, (1, H * W, H * W))
+    expected = translation_equivariance(pattern.astype(float), PLACES, PLACES)
+    np.testing.assert_array_equal(translation_equivariance(pattern.astype(dtype), PLACES, PLACES), expected)
+
+
 def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"\(heads, 35, 34\), of so many queries and keys, got \(1, 35, 35\)"):
+        translation_equivariance(np.ones((1, H * W, H * W)), PLACES, PLACES[1:])
     with pytest.raises(ValueError, match="ResMLP or MLP-Mixer, got Linear"):
         tcnn_probe.cross_patch(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"grid=\(rows, columns\) of 35 patches, got \(6, 6\)"):

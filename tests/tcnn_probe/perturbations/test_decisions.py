@@ -132,8 +132,24 @@ def test_runs_with_several_seeds_join(dim: str) -> None:
     assert low < float(differ.mean()) < high
 
 
+def test_of_results_that_are_not_loaded() -> None:
+    pytest.importorskip("dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'")
+    ds = made()
+    lazy = ds.chunk(image=5)
+    for of in (
+        disagreement,
+        lambda one: mcnemar(one.correct[0], one.correct[1]),
+        lambda one: calibration_error(one.confidence, one.correct),
+        lambda one: improvement(one, "cnn", resamples=50),
+        lambda one: bootstrap_interval(one.correct[0], resamples=50),
+    ):
+        xr.testing.assert_equal(of(lazy), of(ds))
+
+
 def test_what_is_refused() -> None:
     ds = made()
+    with pytest.raises(TypeError, match=r"bool, as ds.correct; got ndarray"):
+        mcnemar(ds.clean_correct[0].values, ds.clean_correct[1])
     with pytest.raises(TypeError, match=r"what tcnn_probe.robustness gives, an xarray.Dataset; got DataArray"):
         disagreement(ds.prediction)
     with pytest.raises(ValueError, match=r"results of tcnn_probe.robustness with 'clean_prediction', got"):

@@ -122,8 +122,34 @@ def test_the_store_grows_by_what_was_said(tmp_path: Path) -> None:
     assert 0.7 * said < sizes[1] - sizes[0] < said + 4000
 
 
+def test_layers_and_images_as_they_may_be_given(tmp_path: Path) -> None:
+    """Names that are globs too, RegNet's stages, and NumPy's integers."""
+    model = nn.Sequential()
+    for name in ("s1", "a[1]"):
+        model.add_module(name, nn.Conv2d(3, 3, 1))
+    for layers, found in (("a[1]", ["a[1]"]), (None, ["s1"])):
+        probe = tcnn_probe.features(layers, np.arange(3), tokens=[5])
+        with tcnn_probe.record(model.eval(), tmp_path / f"{layers}.zarr", probes=probe) as recorder, torch.no_grad():
+            model(torch.randn(5, 3, 2, 3))
+            recorder.mark(epoch=0)
+        assert recorder.tree["features"].layer.values.tolist() == found
+        assert recorder.tree["features"]["image"].values.tolist() == [0, 1, 2]
+    assert tcnn_probe.features(images=np.int64(2)).images == (0, 1)
+
+
 def test_refusals(tmp_path: Path) -> None:
     model, x = tcnn(), images(5, 64, 96)
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        tcnn_probe.features(images=[1.5])
+    with pytest.raises(ValueError, match="prefix_tokens from 0, got -1"):
+        tcnn_probe.features(prefix_tokens=-1)
+    layer = nn.Sequential(nn.Conv2d(3, 3, 1)).eval()
+    for about in ({"tokens": [2, 6]}, {"prefix_tokens": 6}):
+        with (
+            tcnn_probe.record(layer, probes=tcnn_probe.features("0", **about)),
+            pytest.raises(ValueError, match="below 6, the places of '0', got"),
+        ):
+            layer(torch.randn(5, 3, 2, 3))
     with pytest.raises(ValueError, match="a number of images, or the numbers of some, got 0"):
         tcnn_probe.features(images=0)
     with pytest.raises(ValueError, match="no layers match 'layer5': the model has"):

@@ -70,7 +70,12 @@ def test_refusals() -> None:
     cka.add({"a": x}, {"b": y})
     with pytest.raises(ValueError, match=r"expected the layers \[\['a'\], \['b'\]\], as before"):
         cka.add({"a": x})
-    assert math.isnan(linear_cka(x, np.ones_like(y)))
+    before = cka.result()
+    with pytest.raises(ValueError, match="expected 7 numbers an image of 'b', as before, got 6"):
+        cka.add({"a": x}, {"b": y[:, :6]})
+    assert cka.result().identical(before)
+    for images, value in ((11, 1.0), (5, 123456.789)):  # the mean of five of these is another number
+        assert math.isnan(linear_cka(x[:images], np.full((images, 7), value)))
 
 
 def test_labelled_is_the_same_and_has_nan_where_features_are_missing() -> None:
@@ -85,5 +90,7 @@ def test_labelled_is_the_same_and_has_nan_where_features_are_missing() -> None:
     assert found.sel(epoch=1).isnull().values.tolist() == [[False, True], [True, True]]
     fixed = layer_cka(features, features.sel(epoch=0, drop=True))
     np.testing.assert_allclose(fixed.sel(layer="a", other_layer="a"), 1, rtol=1e-5)
+    features[0, 0, 3, 2] = np.inf  # as of a number that float16 cannot hold
+    assert layer_cka(features).sel(epoch=0).isnull().values.tolist() == [[True, True], [True, False]]
     with pytest.raises(ValueError, match="with the dims 'image' and 'channel', got"):
         layer_cka(features.rename(image="sample"))

@@ -84,6 +84,8 @@ def test_labelled_judges_grids_by_the_same_pixels() -> None:
     np.testing.assert_allclose(found.sel(layer="a"), dense_probe(features, masks, train, known))
     np.testing.assert_allclose(found.sel(layer="fine"), found.sel(layer="a"))
     assert found.sel(layer="b").mean() < found.sel(layer="a").mean()
+    with pytest.raises(ValueError, match=r"the same layers to fit and to judge, got \['b'\] and \['a'\]"):
+        layer_dense_probe({"a": features}, masks, {"b": train}, known)
 
 
 @pytest.mark.parametrize(

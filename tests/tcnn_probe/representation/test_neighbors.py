@@ -36,6 +36,8 @@ def test_knn_is_that_of_the_thesis() -> None:
     expected = [voted(one, gallery, known) == label for one, label in zip(x, y, strict=True)]
     assert len({*expected}) == 2
     assert knn_correct(x, y, gallery, known, neighbors=K).tolist() == expected
+    nearest = [known[max(range(G), key=lambda j: cosine(one, gallery[j]))] for one in x]
+    assert knn_correct(x, y, gallery, known, neighbors=K, temperature=1e-4).tolist() == (nearest == y).tolist()
     others = [np.arange(G) != query for query in range(G)]
     alone = [voted(gallery[q], gallery[rest], known[rest]) == known[q] for q, rest in enumerate(others)]
     assert knn_correct(gallery, known, neighbors=K).tolist() == alone
@@ -100,19 +102,24 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
 
 def test_labelled_is_the_same() -> None:
     x, y = made(G, 1)
-    both = np.full((2, G, 5), np.nan)
+    both = np.full((3, G, 5), np.nan)
     both[0, :, :3], both[1, 1:, :] = x, 1.0  # the second layer lacks an image
-    features = xr.DataArray(both, {"layer": ["a", "b"]}, ("layer", "image", "channel"))
+    both[2, :, :3], both[2, 5, 1] = x, np.inf  # as float16 has a large number
+    features = xr.DataArray(both, {"layer": ["a", "b", "c"]}, ("layer", "image", "channel"))
     found = representation.layer_scores(features, y, neighbors=K)
     np.testing.assert_array_equal(found.knn_correct.sel(layer="a"), knn_correct(x, y, neighbors=K))
     assert found.participation_ratio.sel(layer="a").item() == pytest.approx(representation.participation_ratio(x))
-    assert all(found[name].sel(layer="b").isnull().all() for name in found)
+    assert all(found[name].sel(layer=["b", "c"]).isnull().all() for name in found)
+    pytest.importorskip("dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'")
+    assert representation.layer_scores(features.chunk(image=7), y, neighbors=K).identical(found)
+    assert representation.layer_cka(features.chunk(image=7)).identical(representation.layer_cka(features))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"neighbors": 23}, "neighbors from 1 to 22"),
+        ({"temperature": 0}, "a temperature above 0, got 0"),
         ({"gallery": np.ones((4, 3))}, "gallery and gallery_labels together"),
         ({"gallery": np.ones((4, 2)), "gallery_labels": np.ones(4)}, "a gallery of 3 numbers an image, got 2"),
         ({"labels": np.ones(22)}, r"labels of shape \(23,\)"),
@@ -129,5 +136,8 @@ def test_coarse_labels_come_with_their_probabilities() -> None:
     features, labels = made(G, 1)
     with pytest.raises(ValueError, match="coarse_probabilities and gallery_coarse together"):
         average_precision(features, labels, gallery_coarse=labels)
+    for wrong in (labels - 11, labels):  # -7 would be that of the seventh from the end
+        with pytest.raises(ValueError, match=r"expected gallery_coarse from 0 to 29, got \["):
+            average_precision(features, labels, gallery_coarse=wrong, coarse_probabilities=np.full((23, 30), 0.5))
     with pytest.raises(ValueError, match=r"from 0 to 1 of shape \(23, K\)"):
         average_precision(features, labels, gallery_coarse=labels, coarse_probabilities=2 * np.ones((23, 31)))

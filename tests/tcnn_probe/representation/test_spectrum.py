@@ -24,8 +24,9 @@ def test_known_spectra() -> None:
     np.testing.assert_allclose(pca_energy(corners), [1 / 3, 2 / 3, 1])
     line = np.arange(7.0)[:, None] * np.array([1.0, 2, 3])
     assert participation_ratio(line) == pytest.approx(1)
-    assert math.isnan(participation_ratio(np.ones((4, 3))))
-    assert np.isnan(pca_energy(np.ones((4, 3)))).all()
+    for same in (np.ones((4, 3)), np.full((7, 3), 0.1)):  # the mean of seven 0.1 is another number
+        assert math.isnan(participation_ratio(same))
+        assert np.isnan(pca_energy(same)).all()
 
 
 def test_token_cosine_is_the_mean_over_pairs() -> None:
@@ -36,5 +37,8 @@ def test_token_cosine_is_the_mean_over_pairs() -> None:
     np.testing.assert_allclose(token_cosine(torch.tensor(x)), token_cosine(x), rtol=1e-12)
     np.testing.assert_allclose(token_cosine(np.array([[1.0, 0], [1, 0], [0, 0]])), 1 / 3)
     np.testing.assert_allclose(token_cosine(np.stack([x[0, 0], 3 * x[0, 0]])), 1)
+    same = np.full((2, 300), 20)
+    for narrow in (same.astype(np.float16), same.astype(np.int8), torch.tensor(same).half()):
+        np.testing.assert_allclose(token_cosine(narrow), 1, rtol=1e-6)  # the squares overflow, and their sum
     with pytest.raises(ValueError, match=r"two tokens or more, shape \(..., N, C\), got the shape \(3, 1, 7\)"):
         token_cosine(x[:, :1])
