@@ -25,7 +25,7 @@ PARTS: dict[str, set[str]] = {
     "attention": {"hooks", "images", "models", "provenance"},
     "storage": {"schema"},
     "heads": {"models", "schema"},
-    "probes": {"attention", "hooks", "representation", "schema"},
+    "probes": {"attention", "heads", "hooks", "representation", "schema"},
     "recording": {"attention", "heads", "hooks", "models", "probes", "provenance", "schema", "storage"},
     "callbacks": {"recording", "schema", "storage"},
     "interventions": {"attention", "hooks", "images", "models"},

@@ -108,7 +108,8 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        least = {"epochs": 1, "batch_size": 1, "accumulate": 1, "keep": 1, "repeated_augmentation": 1, "workers": 0}
+        least = dict.fromkeys(("epochs", "batch_size", "accumulate", "keep", "repeated_augmentation"), 1)
+        least |= {"embedding_dim": 1, "workers": 0}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name}: expected {value} or more, got {getattr(self, name)}")
@@ -134,12 +135,12 @@ class Config:
             )
 
         views, others = self.repeated_augmentation, self.mixed or self.teacher or self.compile or self.reparameterize_at
-        fits = self.ema and views > 1 and self.batch_size % views == 0 and self.batch_size > views
+        fits = self.ema and self.batch_size % views == 0 and self.batch_size > views > 1 and self.temperature > 0
         if self.objective == GRAFIT and (not fits or others):
             raise ValueError(
                 f"objective: grafit needs ema, got {self.ema}; repeated_augmentation of 2 or more, got {views}; a "
-                f"batch_size of several images with so many views each, got {self.batch_size}; and no mixup, cutmix, "
-                f"teacher, compile or reparameterize_at after an epoch"
+                f"batch_size of several images with so many views each, got {self.batch_size}; a temperature above "
+                f"0, got {self.temperature}; and no mixup, cutmix, teacher, compile or reparameterize_at after an epoch"
             )
 
     @property

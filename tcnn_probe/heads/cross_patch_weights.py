@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from tcnn_probe.heads.static_pattern import translation_equivariance
 from tcnn_probe.models import layer_names, unwrap
 
-__all__ = ["cross_patch"]
+__all__ = ["NEAR_ZERO", "cross_patch"]
 
-_SMALL = 0.05
+NEAR_ZERO = 0.05
+"""Smaller weights are near zero, as shares of the largest (thesis, Fig. 4.3)."""
 _ABOUT = {
     "weight": ("1", "weight of the key patch for the query patch; of MLP-Mixer the product of its two layers"),
-    "near_zero": ("1", "share of weights below 5 % of the largest, in absolute value (thesis, Fig. 4.3)"),
+    "near_zero": ("1", f"share of weights below {NEAR_ZERO:.0%} of the largest, in absolute value (thesis, Fig. 4.3)"),
     "attention_distance": ("cell", "support radius: mean over queries of sum_j |A_ij| ||delta_ij|| / sum_j |A_ij|"),
     "uniform_distance": ("cell", "the same if all weights were equal"),
     "entropy": ("nat", "mean over queries of the entropy of |A_ij| / sum_j |A_ij|"),
@@ -101,7 +102,7 @@ def _measured(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
         "content_information": 0.0,
     }
     whole = {
-        "near_zero": (sizes < _SMALL * sizes.max()).mean(),
+        "near_zero": (sizes < NEAR_ZERO * sizes.max()).mean(),
         "uniform_distance": distances.mean(),
         "uniform_entropy": math.log(len(matrix)),
         "images": math.inf,

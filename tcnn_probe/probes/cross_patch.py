@@ -7,12 +7,11 @@ from timm.models.mlp_mixer import MixerBlock, ResBlock
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.heads.cross_patch_weights import NEAR_ZERO
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.schema import Variable
 
 __all__ = ["CROSS_PATCH"]
-
-_SMALL = 0.05
 
 
 def _state(block: ResBlock | MixerBlock) -> dict[str, Tensor]:
@@ -31,11 +30,11 @@ def _linears(module: nn.Module) -> list[nn.Module]:
 
 
 def _share_of_small(layers: Iterable[nn.Module]) -> Tensor | None:
-    """Share of the layers' weights below 5 % of the largest one of their layer; None without weights."""
+    """Share of the layers' weights that are near zero beside the largest one of their layer; None without weights."""
     sizes = [
         part.weight.to(at_least_float32(part.weight.dtype)).abs() for part in layers if isinstance(part, nn.Linear)
     ]
-    small = [(size < _SMALL * size.amax()).flatten() for size in sizes]
+    small = [(size < NEAR_ZERO * size.amax()).flatten() for size in sizes]
     return torch.cat(small).double().mean() if small else None
 
 
@@ -44,8 +43,8 @@ def _about(which: str) -> Variable:
         ("layer",),
         "1",
         f"share of small weights, {which}",
-        f"Share of the weights of {which} that are smaller than 5 % of the largest, in absolute value (Touvron's "
-        "thesis, Fig. 4.3), as marked.",
+        f"Share of the weights of {which} that are smaller than {NEAR_ZERO:.0%} of the largest, in absolute value "
+        "(Touvron's thesis, Fig. 4.3), as marked.",
     )
 
 

@@ -67,6 +67,8 @@ def features(
         raise ValueError(f"expected a number of images, or the numbers of some, got {images!r}")
     if prefix_tokens < 0:
         raise ValueError(f"expected prefix_tokens from 0, got {prefix_tokens}")
+    tokens = [index(token) for token in tokens]
+    facts = {"tokens": tokens, "prefix_tokens": prefix_tokens, "channel_axis": channel_axis}
     patterns = None if layers is None else [layers] if isinstance(layers, str) else list(layers)
 
     def of(call: ForwardCall) -> Tensor:
@@ -97,12 +99,13 @@ def features(
     def maps(call: ForwardCall, rows: Sequence[int]) -> dict[str, Tensor]:
         x = of(call)
         x = x[rows] if len(rows) < len(x) else x
-        return {"feature": torch.cat([x[:, prefix_tokens:].mean(1, keepdim=True), x[:, list(tokens)]], 1)}
+        return {"feature": torch.cat([x[:, prefix_tokens:].mean(1, keepdim=True), x[:, tokens]], 1)}
 
     return Probe(
         "features",
         _VARIABLES,
         nn.Module,
+        facts=lambda _: facts,  # so that other tokens are not written into the same store
         measure=measure,
         maps=maps,
         coords={"token": ["mean", *map(str, tokens)]},

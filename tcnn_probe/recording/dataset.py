@@ -148,14 +148,15 @@ def groups_of(layers: Iterable[LayerValues], order: Mapping[str, int]) -> dict[s
         sizes: dict[str, int] = {}
         coords: dict[str, Sequence[Any]] = {}
         variables: dict[str, Variable] = {}
+        table: dict[str, dict[str, Any]] = {}
         for entry in entries:
+            table[entry.layer] = table.get(entry.layer, {}) | entry.table  # of its numbers, and of its maps
             variables |= entry.variables
             coords |= entry.coords
             for dim, size in entry.sizes().items():
                 sizes[dim] = max(size, sizes.get(dim, 0))
         variables = {name: about for name, about in variables.items() if {*about.dims} <= {"layer", *sizes}}
         coords = {dim: labels[: sizes[dim]] for dim, labels in coords.items()}
-        table = {entry.layer: entry.table for entry in entries}
         groups[place] = Group(variables, table, sizes, any(entry.maps for entry in entries), coords)
     return groups
 

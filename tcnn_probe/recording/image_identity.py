@@ -60,7 +60,8 @@ class ImageIdentity:
         if not numbers or self._told:
             return []
         self._told = True
+        some = numbers if len(numbers) < 5 else [*numbers[:3], "..."]
         return [
-            f"the images {numbers} of this epoch are not those of the epochs before, so their maps cannot be compared: "
+            f"the images {some} of this epoch are not those of the epochs before, so their maps cannot be compared: "
             f"give a validation loader with shuffle=False and without random augmentation"
         ]

@@ -136,9 +136,19 @@ def test_a_run_interrupted_or_not(tmp_path: Path) -> None:
 
 def test_settings_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["resnet18", "--recipe", "grafit", "--out", str(tmp_path / "run"), "--warmup-epochs", "0"]
-    for wrong in ("--ema 0", "--batch-size 6", "--batch-size 4", "--mixup 0.8", "--compile", "--reparameterize-at 3"):
+    for wrong in (
+        "--ema 0",
+        "--batch-size 6",
+        "--batch-size 4",
+        "--mixup 0.8",
+        "--compile",
+        "--reparameterize-at 3",
+        "--temperature 0",
+    ):
         assert main([*given, *wrong.split()]) == 2
         assert "objective: grafit needs ema, got" in capsys.readouterr().err
+    assert main([*given, "--embedding-dim", "0"]) == 2
+    assert "embedding_dim: expected 1 or more, got 0" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -163,4 +163,7 @@ def test_refusals(tmp_path: Path) -> None:
     recorded(model, x, tmp_path / "run.zarr", images=3)
     with pytest.raises(tcnn_probe.StoreError, match="the store has features of 3 other images"):
         recorded(model, x, tmp_path / "run.zarr", images=4)
+    for other in ({"tokens": [3]}, {"prefix_tokens": 1}, {"channel_axis": 1}):
+        with pytest.raises(tcnn_probe.StoreError, match=r"of other layers .*'tokens': \[\], .* there, "):
+            recorded(model, x, tmp_path / "run.zarr", images=3, **other)
     assert len(recorded(model, x, tmp_path / "run.zarr", images=3).epochs) == 2
