@@ -21,7 +21,7 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
         tcnn_probe.bootstrap_interval(found.differ)
 
     The labels stand among the models as "ground truth", so its row has the error rates. Two predictions of -1 (scores
-    with NaN) do not differ.
+    with NaN) do not differ. What is NaN, of a model that did not see these images, is left out.
 
     Args:
         results: what :func:`tcnn_probe.robustness` gave.
@@ -43,7 +43,8 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
     kept = results[name]
     truth = results.label.broadcast_like(kept.isel(model=0, drop=True)).expand_dims(model=[GROUND_TRUTH])
     decided = xr.concat([truth, kept], "model")
-    rows = [mean_by((decided != decided.isel(model=n, drop=True)).rename(name), by) for n in range(len(decided.model))]
+    ones = [decided.isel(model=n, drop=True) for n in range(len(decided.model))]
+    rows = [mean_by((decided != one).where(decided.notnull() & one.notnull()).rename(name), by) for one in ones]
     differ = xr.concat(rows, decided.model.rename(model="other").variable).transpose("model", "other", ..., "image")
     words = "two models decide differently"
     differ.attrs = {"long_name": words, "units": "1", "definition": "share of conditions (severities, seeds, ...)"}

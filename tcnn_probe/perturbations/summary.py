@@ -94,7 +94,8 @@ def improvement(
 
     Returns:
         ``improvement`` (model, by) of the other models, in units of 1, and ``interval`` (model, by, bound) with bound
-        "low" and "high". NaN if relative, where the baseline is never right: in any resample, for the interval.
+        "low" and "high". NaN where a model did not see the images, and, if relative, where the baseline is never right:
+        in any resample, for the interval.
 
     Raises:
         TypeError: no Dataset.
@@ -114,6 +115,8 @@ def improvement(
         return np.where(np.isfinite(found), found, np.nan)
 
     def interval(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
+        if np.isnan(ours).any() or np.isnan(theirs).any():
+            return np.full(2, np.nan)
         drawn = ratio(*(resampled_means(row, resamples, seed) for row in (ours, theirs)))
         return np.full(2, np.nan) if np.isnan(drawn).any() else np.quantile(drawn, quantiles)
 

@@ -146,6 +146,21 @@ def test_of_results_that_are_not_loaded() -> None:
         xr.testing.assert_equal(of(lazy), of(ds))
 
 
+def test_of_a_model_that_saw_less() -> None:
+    """Merged with the others, it has NaN for what it did not see, which is neither agreement nor disagreement."""
+    ds = made()
+    less = made(1).isel(model=[1], corruption=[0, 2]).drop_dims("attack").assign_coords(model=["late"])
+    both = xr.merge([ds, less], join="outer", compat="no_conflicts")
+    for by in ("corruption", "attack"):
+        found = disagreement(both, by)
+        old = {"model": ["ground truth", "cnn", "tcnn"], "other": ["ground truth", "cnn", "tcnn"]}
+        xr.testing.assert_equal(found.sel(old), disagreement(ds, by))
+        unseen = found.sel(model="late") if by == "attack" else found.sel(model="late", corruption="shot_noise")
+        assert unseen.to_dataarray().isnull().all()
+    interval = improvement(both, "cnn", "corruption", relative=False, resamples=50).interval.sel(model=["tcnn", "late"])
+    assert interval.isnull().any("bound").values.tolist() == [[False] * 3, [False, True, False]]
+
+
 def test_what_is_refused() -> None:
     ds = made()
     with pytest.raises(TypeError, match=r"bool, as ds.correct; got ndarray"):
