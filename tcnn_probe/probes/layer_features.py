@@ -16,7 +16,7 @@ from tcnn_probe.schema import Variable
 
 __all__ = ["FEATURES", "features"]
 
-_STAGE = re.compile(r"(.+[._])?(layers?|stages|blocks|features|s)[._]?\d+")
+_STAGE = re.compile(r"(.+[._])?(layers?|stages|blocks|features)[._]?\d+|(.+\.)?s\d+")  # "s1": RegNet's
 
 
 def features(
