@@ -27,8 +27,15 @@ def linear_cka(features: ArrayLike, others: ArrayLike) -> float:
         a number; NaN if one has no structure that n images could show.
     """
     cka = LinearCKA()
-    cka.add({"": features}, {"": others})
+    cka.add({"": _in_few_channels(features)}, {"": _in_few_channels(others)})
     return float(cka.result().item())
+
+
+def _in_few_channels(features: ArrayLike) -> np.ndarray:
+    """The same up to a shift and a rotation, in as many channels as there are images if it has more."""
+    x = as_features(features)
+    x = x - x[0]
+    return np.asarray(np.linalg.qr(x.T, mode="r")).T if x.shape[1] > len(x) else x
 
 
 @dataclass
@@ -75,7 +82,7 @@ class LinearCKA:
     CKA(x, y) = HSIC(x, y) / sqrt(HSIC(x, x) HSIC(y, y)) (Kornblith et al. 2019), with the unbiased estimate of HSIC
     (Song et al. 2012) that Nguyen et al. 2021 use for batches. They average HSIC over batches; here it is that of all
     images together, and how they are cut into batches does not matter. It keeps sums: C * C' * 8 bytes for each pair of
-    layers of C and C' channels, whatever the number of images.
+    layers of C and C' channels, whatever the number of images. So pool feature maps first.
     """
 
     def __init__(self) -> None:

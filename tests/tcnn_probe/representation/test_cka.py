@@ -1,6 +1,7 @@
 """CKA beside the definition of HSIC, element by element in float64."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -37,6 +38,16 @@ def test_is_the_u_statistic() -> None:
     expected = hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y))
     assert 0.05 < abs(expected) < 0.95
     assert linear_cka(x, y) == pytest.approx(expected, rel=1e-10)
+
+
+def test_whole_feature_maps_need_no_matrix_of_their_channels() -> None:
+    x, y = made(1009, 1013, n=7)
+    tracemalloc.start()
+    found = linear_cka(x, y.reshape(7, -1, 1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == pytest.approx(hsic(x - 5, y - 5) / math.sqrt(hsic(x - 5, x - 5) * hsic(y - 5, y - 5)), rel=1e-10)
+    assert peak < 20 * x.nbytes < 1009 * 1013 * 8
 
 
 def test_batches_do_not_matter_nor_do_shift_rotation_and_scale() -> None:
