@@ -50,7 +50,8 @@ def features(
         images: how many, or the numbers of some, counted from 0 in each epoch.
         tokens: which single ones to keep beside the mean: 0 is the class token of a ViT; of a feature map the place.
         prefix_tokens: class and register tokens at the front, which the mean and the cosine leave out; from 0.
-        channel_axis: of the output; None: 1 of (B, C, H, W), the last one of (B, N, C). -1 for Swin's (B, H, W, C).
+        channel_axis: of the output; None: 1 of (B, C, H, W), the last one of (B, N, C). Swin's (B, H, W, C) needs -1,
+            and is refused without it where H = W.
         max_bytes: for each layer and epoch; more is refused in the first forward.
 
     Returns:
@@ -72,13 +73,7 @@ def features(
     patterns = None if layers is None else [layers] if isinstance(layers, str) else list(layers)
 
     def of(call: ForwardCall) -> Tensor:
-        """All places of the output, (B, N, C)."""
-        x = call.output
-        if not isinstance(x, Tensor) or x.ndim < 3:
-            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"expected layers that return (B, C, H, W) or (B, N, C), got {got} from {call.name!r}")
-        axis = channel_axis if channel_axis is not None else 1 if x.ndim > 3 else -1
-        x = x.movedim(axis, -1).flatten(1, -2)
+        x = _places(call, channel_axis)
         needed = len(numbers) * (1 + len(tokens)) * x.shape[-1] * 2
         if needed > max_bytes:
             raise ValueError(
@@ -112,6 +107,21 @@ def features(
         images=numbers,
         layers=_choice(patterns),
     )
+
+
+def _places(call: ForwardCall, channel_axis: int | None) -> Tensor:
+    """All places of the output, (B, N, C)."""
+    x = call.output
+    if not isinstance(x, Tensor) or x.ndim < 3:
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"expected layers that return (B, C, H, W) or (B, N, C), got {got} from {call.name!r}")
+    if channel_axis is None:
+        last = x.ndim == 4 and x.shape[1] == x.shape[2] != x.shape[3]  # or a narrow convnet on oblong images
+        if last and not any(isinstance(part, nn.Conv2d) for part in call.module.modules()):
+            why = f"{call.name!r} returns {tuple(x.shape)}, which looks like (B, H, W, C)"
+            raise ValueError(f"{why}: give channel_axis=-1, or 1 if it is (B, C, H, W)")
+        channel_axis = 1 if x.ndim > 3 else -1
+    return x.movedim(channel_axis, -1).flatten(1, -2)
 
 
 def _choice(patterns: Sequence[str] | None) -> Callable[[Iterable[str]], Collection[str]]:

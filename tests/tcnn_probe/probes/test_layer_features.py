@@ -92,6 +92,28 @@ def test_of_tokens() -> None:
         np.testing.assert_allclose(both.mean(), cosines(whole[:4, :2]), atol=2e-3)
 
 
+def test_of_channels_last() -> None:
+    x = images(5, 7, 7).movedim(1, -1)
+    model = nn.Sequential(nn.Identity()).eval()
+    probe = tcnn_probe.features("0", 5)
+    with (
+        tcnn_probe.record(model, probes=probe),
+        pytest.raises(ValueError, match=r"like \(B, H, W, C\): give channel_axis"),
+    ):
+        model(x)
+    for axis, expected in ((-1, x.mean((1, 2))), (1, x.mean((2, 3)))):
+        probe = tcnn_probe.features("0", 5, channel_axis=axis)
+        with tcnn_probe.record(model, probes=probe) as recorder:
+            model(x)
+            recorder.mark(epoch=0)
+        np.testing.assert_allclose(recorder.tree["features"].feature[0, 0, :, 0], expected, rtol=1e-3, atol=1e-6)
+    narrow = nn.Sequential(nn.Conv2d(3, 7, 1)).eval()
+    with tcnn_probe.record(narrow, probes=tcnn_probe.features("0", 5)) as recorder:
+        narrow(images(5, 7, 9))
+        recorder.mark(epoch=0)
+    assert recorder.tree["features"].sizes["channel"] == 7
+
+
 def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
     torch.manual_seed(0)
     cnn = scattered(timm.create_model("resnet10t", channels=(5, 7, 11, 13), num_classes=3)).double().eval()
