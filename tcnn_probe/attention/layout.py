@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from tcnn_probe.models import whole_number
+
 __all__ = ["GivenTokens", "Layout", "SpecialTokens", "Tokens", "special_tokens"]
 
 
@@ -89,7 +91,7 @@ class GivenTokens:
         grid: rows and columns of patches.
 
     Raises:
-        ValueError: what cannot be.
+        TypeError, ValueError: what cannot be.
     """
 
     prefix: int | None = None
@@ -98,9 +100,9 @@ class GivenTokens:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        prefix, grid = self.prefix, self.grid
-        if prefix is not None and (not isinstance(prefix, int) or isinstance(prefix, bool) or prefix < 0):
-            raise ValueError(f"expected an integer from 0 for prefix_tokens, got {prefix!r}")
+        grid = self.grid
+        if self.prefix is not None:
+            whole_number(self.prefix, "prefix_tokens")
         if self.class_token not in (None, "first", "last", "none"):
             raise ValueError(f"expected class_token='first', 'last' or 'none', got {self.class_token!r}")
         if grid is not None and not (

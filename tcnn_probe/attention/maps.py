@@ -115,7 +115,9 @@ def attention_maps(
     images = as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
     size = images.shape[2], images.shape[3]
-    wanted = Wanted(_checked_queries(queries, size), _checked_heads(heads), ReceptiveFields(size))
+    if heads is not None:
+        heads = [whole_number(head, "heads") for head in (heads if isinstance(heads, Collection) else [heads])]
+    wanted = Wanted(_checked_queries(queries, size), heads, ReceptiveFields(size))
     tokens = GivenTokens(prefix_tokens, class_token, grid)
     names = layer_names(model)
     chosen = wanted_layers(model, layers)
@@ -164,20 +166,6 @@ def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
         got = outside[0] if outside else queries
         raise ValueError(f"expected queries (y, x) inside of images of {size[0]} x {size[1]} pixels, got {got!r}")
     return pixels
-
-
-def _checked_heads(heads: Any) -> list[int] | None:
-    if heads is None:
-        return None
-    try:
-        chosen = {
-            operator.index(head) for head in np.atleast_1d(list(heads) if isinstance(heads, Collection) else heads)
-        }
-    except TypeError:
-        chosen = set()
-    if not chosen or min(chosen) < 0:
-        raise ValueError(f"expected indices of heads from 0, got {heads!r}")
-    return sorted(chosen)
 
 
 def _as_array(images: torch.Tensor) -> np.ndarray:

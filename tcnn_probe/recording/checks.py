@@ -9,7 +9,6 @@ from tcnn_probe.probes import DEFAULT
 from tcnn_probe.recording.accumulator import EpochSums
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.dataset import MAPS_OF_CLASSES
-from tcnn_probe.recording.options import a_or_an
 from tcnn_probe.schema import Group, difference
 from tcnn_probe.storage import EpochStore, StoreError
 
@@ -123,7 +122,7 @@ def check_order(along: str, number: int | float, marks: Sequence[int | float]) -
             f"continue it, leave out what is in recorder.epochs, or mark(..., if_marked='skip')"
         )
     if marks and number < marks[-1]:
-        raise ValueError(f"expected {a_or_an(along)} later than the last one marked, {marks[-1]}, got {number}")
+        raise ValueError(f"expected {along} to be later than the last one marked, {marks[-1]}, got {number}")
 
 
 def idle_probes(named: Collection[str], found: Everything, collector: Collector) -> list[str]:

@@ -10,18 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tcnn_probe.models import whole_number
 from tcnn_probe.schema import COORDINATES
 
 __all__ = [
     "Classes",
     "Sampling",
     "When",
-    "a_or_an",
     "as_attributes",
     "as_mark",
     "as_scalars",
     "check_along",
-    "check_integer",
 ]
 
 When = Literal["eval", "train", "always"]
@@ -45,14 +44,13 @@ class Classes:
         """As users ask: a number of classes, the indices of some, or None for no maps of classes."""
         if classes is None:
             return cls(0)
-        given = [classes] if isinstance(classes, int) else classes
-        indices = _integers("a number of classes, or the indices of some", given, classes)
-        if isinstance(classes, int) and classes < 1:
-            raise ValueError(f"expected classes of 1 or more, or None for no maps of classes; got {classes!r}")
-        if not indices or min(indices) < 0:
-            raise ValueError(f"expected the indices of classes, from 0, for classes; got {classes!r}")
+        if not isinstance(classes, Collection):
+            return cls(whole_number(classes, "classes, a number of them or the indices of some", 1))
+        indices = [whole_number(index, "each of classes") for index in classes]
+        if not indices:
+            raise ValueError(f"expected the indices of classes, or None for no maps of classes; got {classes!r}")
         indices = sorted(indices) if isinstance(classes, Set) else indices  # which have no order of their own
-        return cls(indices[0]) if isinstance(classes, int) else cls(0, tuple(dict.fromkeys(indices)))
+        return cls(0, tuple(dict.fromkeys(indices)))
 
     @property
     def plain(self) -> int | list[int] | None:
@@ -122,14 +120,12 @@ class Sampling:
         """As users ask; ``images`` is a number of images, the numbers of some, or None."""
         if when not in _MODES:
             raise ValueError(f"expected when='eval', 'train' or 'always', got {when!r}")
-        check_integer("every", every, 1)
-        if max_images is not None:
-            check_integer("max_images", max_images, 1)
-        numbers = range(images) if isinstance(images, int) else () if images is None else images
-        chosen = sorted({*_integers("a number of images, or the numbers of some", numbers, images)})
-        if any(number < 0 for number in chosen) or (isinstance(images, int) and images < 0):
-            raise ValueError(f"expected numbers of images from 0, got {images!r}")
-        return cls(when, every, max_images, tuple(chosen), Classes.asked(classes))
+        every = whole_number(every, "every", 1)
+        most = None if max_images is None else whole_number(max_images, "max_images", 1)
+        if images is not None and not isinstance(images, Collection):
+            images = range(whole_number(images, "images, a number of them or the numbers of some"))
+        chosen = sorted({whole_number(number, "each of images") for number in (() if images is None else images)})
+        return cls(when, every, most, tuple(chosen), Classes.asked(classes))
 
     def takes(self, *, training: bool) -> bool:
         """Whether forwards in this mode are measured."""
@@ -139,13 +135,6 @@ class Sampling:
     def mode(self) -> str:
         """Which forwards are measured, in words."""
         return _MODES[self.when]
-
-
-def check_integer(name: str, number: int, least: int) -> None:
-    """Refuse what is no integer, or less than it may be."""
-    if not isinstance(number, int) or number < least:
-        what = "a positive integer" if least else "an integer from 0"
-        raise ValueError(f"expected {what} for {name}, got {number!r}")
 
 
 def check_along(along: str) -> None:
@@ -162,7 +151,7 @@ def as_mark(along: str, value: SupportsFloat | SupportsIndex) -> int | float:
         except TypeError as error:
             raise TypeError(f"expected an integer for {along}, got {value!r}") from error
         if not -(2**63) <= number < 2**63:
-            raise ValueError(f"expected {a_or_an(along)} that fits in 64 bits, got {number}")
+            raise ValueError(f"expected an integer of 64 bits for {along}, got {number}")
         return number
     converted = _as_number(along, value)
     if not np.isfinite(converted):
@@ -190,21 +179,6 @@ def as_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str) or name in COORDINATES:
             raise ValueError(f"expected another name for an attribute than {name!r}")
     return dict(attrs)
-
-
-def a_or_an(noun: str) -> str:
-    """The noun with its article."""
-    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
-
-
-def _integers(what: str, given: Collection[Any], told: object) -> list[int]:
-    try:
-        numbers = list(given)
-        if any(isinstance(number, bool) for number in numbers):
-            raise TypeError("a truth value")
-        return [operator.index(number) for number in numbers]
-    except TypeError as error:
-        raise TypeError(f"expected {what}, got {told!r}") from error
 
 
 def _as_number(name: str, value: SupportsFloat) -> float:

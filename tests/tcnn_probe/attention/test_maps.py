@@ -306,7 +306,7 @@ def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
         ({"queries": []}, "inside of images"),
         ({"queries": "cls"}, "pairs of integers, or 'class'; got 'cls'"),
         ({"queries": 3}, "pairs of integers"),
-        ({"heads": [-1]}, "indices of heads"),
+        ({"heads": [-1]}, "an integer from 0 for heads, got -1"),
         ({"heads": [7]}, "no layer(.|\n)*blocks.0.attn: it has 3 heads"),
         ({"max_bytes": 10_000}, r"at most 0.00 GB \(max_bytes\), got 0.00 GB: give queries"),
         ({"layers": "blocks.7"}, "blocks.7"),
