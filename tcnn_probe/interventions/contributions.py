@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.models import convit
 from torch import Tensor, nn
 
-from tcnn_model import GPSA
+from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.rebuild import tolerance
 from tcnn_probe.hooks.copy_safe import CopySafeHook
 from tcnn_probe.hooks.modes import aside
@@ -39,7 +38,7 @@ class Terms:
     @torch.no_grad()
     def check(self, heads: Sequence[int]) -> None:
         """Refuse a layer in which what some heads add depends on what the others give."""
-        if isinstance(self.module, GPSA | convit.GPSA):
+        if isinstance(self.module, GATED_LAYERS):
             return
         whole = self._run()
         off = whole - self._run(without=heads) - self.of(heads)[0]

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tcnn_model import GPSA
 from tcnn_model.gpsa.positional import apply_separable
 from tcnn_model.gpsa.precision import without_autocast
-from tcnn_probe.attention.gated import gated_attention
+from tcnn_probe.attention.gated import gated_attention, gated_values
 from tcnn_probe.hooks.edits import edited
 from tcnn_probe.interventions.given_attention import weigh
 
@@ -35,7 +34,7 @@ def with_content(layer: nn.Module, x: Tensor, heads: Sequence[int], content: Cal
     """
     which = list(heads)
     with edited(layer):
-        attention, values = gated_attention(layer, x), _values(layer, x)
+        attention, values = gated_attention(layer, x), gated_values(layer, x)
         values = values if values.shape[1] == 1 else values[:, which]
         with without_autocast(values):
             rows, cols = (factor[which].to(values.dtype) for factor in attention.factors_on_pixels())
@@ -43,9 +42,3 @@ def with_content(layer: nn.Module, x: Tensor, heads: Sequence[int], content: Cal
             positional = apply_separable(rows, cols, on_grid).flatten(2, 3)
             given = weigh(content(attention.key.shape[2]), values)
             return torch.lerp(given, positional, attention.gate[which, None, None].to(values.dtype))
-
-
-def _values(layer: nn.Module, x: Tensor) -> Tensor:
-    if isinstance(layer, GPSA):
-        return layer.values(x)
-    return layer.v.forward(x).unflatten(2, (layer.num_heads, -1)).transpose(1, 2)  # type: ignore[union-attr]

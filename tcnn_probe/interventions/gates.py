@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from timm.models import convit
 from torch import Tensor, nn
 
 from tcnn_model import GPSA
+from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.interventions.edits import Edit
 
 __all__ = ["GATES", "GateEditor", "gate_editor", "why_not"]
@@ -23,7 +23,7 @@ def why_not(module: nn.Module, mode: str) -> str | None:
     """Why a layer cannot do a mode that edits gates; None if it can, or if the mode edits none."""
     if mode not in GATES:
         return None
-    if not isinstance(module, GPSA | convit.GPSA):
+    if not isinstance(module, GATED_LAYERS):
         return f"mode={mode!r} needs gates (tcnn_model.GPSA, or timm's ConViT)"
     name = _name_of_gating(module)
     return None if name in module._parameters else f"its {name!r} is parametrized"

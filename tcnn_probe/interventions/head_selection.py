@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
-from timm.models import convit
 from torch import nn
 
 from tcnn_model import GPSA
 from tcnn_model.conversion.selection import select_layers
 from tcnn_probe.attention import known_layers as known
+from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.rebuild import head_count
 from tcnn_probe.interventions.edits import Edit, Heads, Mode
 from tcnn_probe.interventions.gates import why_not
@@ -102,7 +102,7 @@ def _edits(modules: Mapping[str, nn.Module], wanted: str | None, heads: Heads, m
         layer, module = f"{name}#{number}" if number else name, modules[name]
         if reason := known.lookup(known.NO_ATTENTION_MATRIX, module) or why_not(module, mode):
             raise ValueError(f"{layer!r} ({type(module).__name__}) cannot be ablated so: {reason}")
-        if number and isinstance(module, GPSA | convit.GPSA):
+        if number and isinstance(module, GATED_LAYERS):
             raise ValueError(f"the model has no attention {layer!r}: {name!r} has one only")
         count = None if number else _known_count(module)
         yield Edit(layer, layer, module, number, heads, mode, strict=True, count=count)

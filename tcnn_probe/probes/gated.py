@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tcnn_model import GPSA as GPSALayer
 from tcnn_model.gpsa.statistics import apply_and_measure, measure
-from tcnn_probe.attention.gated import gated_attention
+from tcnn_probe.attention.gated import gated_attention, gated_values
 from tcnn_probe.attention.patterns import Pattern, gated_patterns
 from tcnn_probe.attention.statistics import gated_attention_statistics
 from tcnn_probe.attention.uniform import uniform_gated_attention
@@ -95,20 +95,14 @@ def _state(gate: Tensor, alpha: Tensor, y: Tensor, x: Tensor) -> dict[str, Tenso
     return {"gate": gate, "locality_strength": alpha, "attention_span": 1 / alpha, "center_y": y, "center_x": x}
 
 
-def _rebuild_gpsa(call: ForwardCall) -> Tensor:
+def _rebuild(call: ForwardCall) -> Tensor | None:
     layer, x = call.module, call.inputs[0][:1]
-    attention = gated_attention(layer, x)
-    gathered, _ = apply_and_measure(attention, layer.values(x))
-    return layer.combine(gathered, attention)
-
-
-def _rebuild_convit(call: ForwardCall) -> Tensor | None:
-    layer, x = call.module, call.inputs[0][:1]
-    if layer.training and (layer.attn_drop.p > 0 or layer.proj_drop.p > 0):
+    of_convit = isinstance(layer, ConViTLayer)
+    if of_convit and layer.training and (layer.attn_drop.p > 0 or layer.proj_drop.p > 0):
         return None
-    values = layer.v.forward(x).unflatten(2, (layer.num_heads, -1)).transpose(1, 2)
-    gathered, _ = apply_and_measure(gated_attention(layer, x), values)
-    return layer.proj.forward(gathered.transpose(1, 2).flatten(2))
+    attention = gated_attention(layer, x)
+    gathered, _ = apply_and_measure(attention, gated_values(layer, x))
+    return layer.proj.forward(gathered.transpose(1, 2).flatten(2)) if of_convit else layer.combine(gathered, attention)
 
 
 def _facts(layer: Any) -> dict[str, Any]:
@@ -124,6 +118,6 @@ GPSA = Probe(
     state=_state_of_gpsa,
     measure=_measure,
     maps=_maps,
-    rebuild=_rebuild_gpsa,
+    rebuild=_rebuild,
 )
-CONVIT = replace(GPSA, kind="convit-gpsa", module_type=ConViTLayer, state=_state_of_convit, rebuild=_rebuild_convit)
+CONVIT = replace(GPSA, kind="convit-gpsa", module_type=ConViTLayer, state=_state_of_convit)

@@ -3,18 +3,14 @@
 from collections.abc import Sequence
 
 import torch
-from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor
 
-from tcnn_model import GPSA as GPSALayer
 from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.gated import gated_attention
+from tcnn_probe.attention.gated import GATED_LAYERS, gated_attention
 from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.schema import Variable
 
 __all__ = ["MEAN_ATTENTION", "mean_attention"]
-
-_GATED = (GPSALayer, ConViTLayer)
 
 
 def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Probe:
@@ -48,7 +44,8 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
 
     def of_softmax(call: AttentionCall) -> dict[str, Tensor]:
         rows, keys = call.layout.queries, call.layout.keys
-        if rows is None or keys is None or call.cut is not None or call.windows > 1 or isinstance(call.module, _GATED):
+        in_windows = call.cut is not None or call.windows > 1
+        if rows is None or keys is None or in_windows or isinstance(call.module, GATED_LAYERS):
             return {}
         at = (rows.prefix + indices(rows.height, rows.width)).tolist()
         maps = torch.cat([call.weights(slice(one, one + 1))[:, 0, :, :, keys.prefix :] for one in at], 2)
@@ -68,7 +65,7 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
     return Probe(
         "mean-attention",
         {"mean_attention": about},
-        _GATED,
+        GATED_LAYERS,
         measure=of_gated,
         attention=of_softmax,
         coords={"query": labels},
