@@ -64,13 +64,13 @@ class FeatureMaps:
 
     def around(self, count: int) -> tuple[int, int] | None:
         """How many of so many tokens are before the grid, and after it; None if nothing shows it."""
-        joined = None if self.special.given else self._joined_around(count)
-        return self.special.around if joined is None else (sum(joined[0]), sum(joined[1]))
+        joined = self._joined_around(count)
+        return (sum(joined[0]), sum(joined[1])) if joined and not self.special.given.around else self.special.around
 
     def class_token_is_last(self, count: int) -> bool:
         """Whether the last of so many tokens is the class token: it alone is put behind the others, and none before."""
-        if self.special.given:
-            return self.special.class_token_last
+        if self.special.given.around:
+            return self.special.given.class_token == "last"
         before, after = self._joined_around(count) or ((), ())
         return 1 not in before and after[-1:] == (1,)
 
@@ -91,8 +91,8 @@ class FeatureMaps:
 
     def grids(self) -> Iterator[tuple[int, int]]:
         """Sizes of the maps that have the images' shape, the best match first; what the user says goes before."""
-        if self.special.grid is not None:
-            yield self.special.grid
+        if self.special.given.grid is not None:
+            yield self.special.given.grid
         if self.size is not None:
             yield from self._sorted(self._maps, self.size)
 

@@ -128,17 +128,13 @@ class SpecialTokens:
         around: how many are before the grid, and after it; None if nobody says.
         class_token: whether the first of them is a class token.
         distillation_token: whether the second of them is a distillation token, as in DeiT.
-        grid: rows and columns of patches, if the user says.
-        given: whether ``around`` is what the user says.
-        class_token_last: whether the class token is the last of all, as the user says.
+        given: what the user says.
     """
 
     around: tuple[int, int] | None = None
     class_token: bool = True
     distillation_token: bool = False
-    grid: tuple[int, int] | None = None
-    given: bool = False
-    class_token_last: bool = False
+    given: GivenTokens = GivenTokens()
 
 
 def special_tokens(modules: Iterable[nn.Module], given: GivenTokens) -> SpecialTokens:
@@ -150,7 +146,6 @@ def special_tokens(modules: Iterable[nn.Module], given: GivenTokens) -> SpecialT
     class_token = bool(getattr(model, "has_class_token", getattr(model, "cls_token", True) is not None))
     if given.class_token is not None:
         class_token = given.class_token != "none"
-    last = given.class_token == "last"
     names = ("dist_token", "distillation_token")
     distilled = any(isinstance(getattr(m, name, None), Tensor) for m in modules for name in names)
-    return SpecialTokens(around, class_token, distilled, given.grid, given.around is not None, last)
+    return SpecialTokens(around, class_token, distilled, given)
