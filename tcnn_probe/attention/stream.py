@@ -65,7 +65,7 @@ class AttentionListener:
         """Whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
         return True
 
-    def begins(self, entry: nn.Module) -> None:
+    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> None:
         """A forward begins."""
 
     def attends(self, call: AttentionCall) -> Any:
@@ -169,7 +169,7 @@ class AttentionStream:
         self._reset()
         self.verification.begin()
         self._maps.enter(inputs, whole_model=entry is self._model)
-        self._listener.begins(entry)
+        self._listener.begins(entry, inputs)
 
     def asked(self, running: Running, seen: Seen) -> None:
         """Rebuild an attention, or see whether a softmax weighs values."""

@@ -100,9 +100,9 @@ class Accumulator:
         for total in (*self._sums.values(), *self._squares.values()):
             total.zero_()
 
-    def add(self, measured: Mapping[str, Tensor], limit: int | None) -> None:
-        """Add the images of a forward, (B, *dims) of each variable; the first ``limit`` of them if it is given."""
-        values = [one[:limit] for one in measured.values()]
+    def add(self, measured: Mapping[str, Tensor]) -> None:
+        """Add the images of a forward, (B, *dims) of each variable."""
+        values = list(measured.values())
         if not values or not len(values[0]):
             return
         rows = torch.cat([one.reshape(len(one), -1).to(_sum_dtype(one)) for one in values], 1)

@@ -185,7 +185,7 @@ def check_epoch(
     if not found:
         seen = f"; layers that look like attention: {unsupported}" if unsupported else ""
         if asked is not None:
-            known = [name for name, module in collector.modules if name and looks_like_attention(module)]
+            known = [name for module, name in collector.names.items() if name and looks_like_attention(module)]
             others = f": such layers of this model are {_some(known)}" if known else ""
             raise RuntimeError(
                 f"nothing to mark: no attention was seen in the layers asked for, {asked!r}{seen}{others}"

@@ -48,6 +48,7 @@ class Collector(AttentionListener):
         sums: by layer and kind of probe.
         missing: {variable: {layer: why}} of layers that are recorded without it.
         advice: {layer: what the user can say} where no grid was found.
+        names: of all modules.
         order: place of each module in the model, by name; of further attentions of one as well.
         model_class: name of the model's class.
         training_forwards: how many began in training mode.
@@ -73,9 +74,9 @@ class Collector(AttentionListener):
     ) -> None:
         self._model, self._wanted, self.probes, self.sampling = model, wanted, probes, sampling
         self._attention_probes = [probe for probe in probes if probe.attention is not None]
-        self._names = layer_names(model)
+        self.names = layer_names(model)
         self.model_class = type(unwrap(model)).__name__
-        self.order = {name: place for place, name in enumerate(self._names.values())}
+        self.order = {name: place for place, name in enumerate(self.names.values())}
         self.sums: dict[tuple[str, str], Accumulator] = {}
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
@@ -86,8 +87,8 @@ class Collector(AttentionListener):
         self.lock = threading.RLock()
         self._entered: Counter[nn.Module] = Counter()
         self._of_module: dict[nn.Module, list[Accumulator]] = {}
-        named = [(one, one.layers(self._names.values()) if one.layers else self.order) for one in probes]
-        for module, name in self._names.items():
+        named = [(one, one.layers(self.names.values()) if one.layers else self.order) for one in probes]
+        for module, name in self.names.items():
             if wanted is None or name in wanted:
                 self._attach(name, module, [one for one, names in named if name in names])
         self._parts = {part for many in self._of_module.values() for one in many for _, part in _parts_of(one)}
@@ -118,11 +119,6 @@ class Collector(AttentionListener):
         return bool(self._attention_probes) and not self._entered
 
     @property
-    def modules(self) -> list[tuple[str, nn.Module]]:
-        """Those of the model, by name."""
-        return [(name, module) for module, name in self._names.items()]
-
-    @property
     def unmarked(self) -> int:
         """How many images were measured since the last mark."""
         return max((one.images for one in self._all()), default=0)
@@ -130,10 +126,10 @@ class Collector(AttentionListener):
     @property
     def class_counts(self) -> dict[str, int]:
         """Number of classes of each pool with a token for each, if it or what is in it is wanted."""
-        wanted = self._names.values() if self._wanted is None else self._wanted
+        wanted = self.names.values() if self._wanted is None else self._wanted
         return {
             name: pool.num_classes
-            for pool, name in self._names.items()
+            for pool, name in self.names.items()
             if isinstance(pool, AttentionPool2d) and pool.num_classes is not None
             if any(f"{each}.".startswith(f"{name}.") for each in wanted)
         }
@@ -157,7 +153,7 @@ class Collector(AttentionListener):
         """Have room for what another rank has found."""
         if (layer, kind) not in self.sums:
             probe = next(probe for probe in self._attention_probes if probe.kind == kind)
-            module = next(module for module, name in self._names.items() if name == layer.split("#")[0])
+            module = next(module for module, name in self.names.items() if name == layer.split("#")[0])
             self._sums_of(layer, module, probe)
 
     def mixes_sizes(self, found: Mapping[tuple[str, str], EpochSums]) -> list[str]:
@@ -182,16 +178,13 @@ class Collector(AttentionListener):
             return False
         number = self._entered[entry]
         self._entered[entry] += 1
-        if number % self.sampling.every or self._is_full():
-            return False
-        self.images.comes(inputs)
-        self._size = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
-        return True
+        return not number % self.sampling.every and not self._is_full()
 
-    def begins(self, entry: nn.Module) -> None:
+    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> None:
         """Begin anew."""
         self._clear()
-        self.images.begins()
+        self.images.begins(inputs)
+        self._size = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
         self._begun_in = self._epoch
         self._whole = unwrap(entry) is unwrap(self._model)
 
@@ -217,7 +210,7 @@ class Collector(AttentionListener):
     def ran(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
         """Measure a module that has run."""
         if module in self._parts:
-            self._calls[module] = ForwardCall(module, self._names[module], inputs, output)
+            self._calls[module] = ForwardCall(module, self.names[module], inputs, output)
         measuring = [one for one in self._of_module.get(module, ()) if one.probe.measure is not None]
         for one in measuring:
             parts = {name: self._calls[part] for name, part in _parts_of(one) if part in self._calls}
@@ -257,7 +250,7 @@ class Collector(AttentionListener):
         key = layer, probe.kind
         if key not in self.sums:
             self.sums[key] = Accumulator(layer, module, probe, lambda: self.paused > 0 or aside_depth() > self._aside)
-            self.order.setdefault(layer, self.order[self._names[module]])
+            self.order.setdefault(layer, self.order[self.names[module]])
         return self.sums[key]
 
     def _all(self) -> list[Accumulator]:
@@ -305,8 +298,9 @@ class Collector(AttentionListener):
     ) -> _Measured:
         """With the maps of those images that are chosen."""
         patterns = {name: replace(one, size=self._size) for name, one in found.items() if isinstance(one, Pattern)}
-        values = {name: one for name, one in found.items() if isinstance(one, Tensor)}
-        images, before = len(next(iter(values.values()))), self._before(layer, probe)
+        each = {name: one for name, one in found.items() if isinstance(one, Tensor)}
+        values = {name: one[: call.limit] for name, one in each.items()}
+        images, before = len(next(iter(each.values()))), self._before(layer, probe)
         self._images[layer, probe.kind] += images
         counted = range(images)[: call.limit]
         chosen = self._chosen[probe.kind] if probe.maps else ()
@@ -320,8 +314,8 @@ class Collector(AttentionListener):
         return _Measured(layer, module, probe, values, images, before, rows, maps, patterns)
 
     def _add(self, one: _Measured, output: Any) -> None:
-        sums, most = self._sums_of(one.layer, one.module, one.probe), self.sampling.max_images
-        sums.add(one.values, None if most is None else most - sums.images)
+        sums = self._sums_of(one.layer, one.module, one.probe)
+        sums.add(one.values)
         sums.add_patterns(one.patterns)
         maps, why = self.sampling.classes.of(one.maps, output, one.rows, one.images)
         sums.add_maps([one.before + row for row in one.rows], maps)

@@ -20,7 +20,6 @@ class ImageIdentity:
 
     def __init__(self, chosen: Sequence[int]) -> None:
         self._chosen = chosen
-        self._input: Tensor | None = None
         self._told = False
         self.reset()
 
@@ -29,13 +28,9 @@ class ImageIdentity:
         self._passed, self._samples = 0, dict[int, Tensor]()
         self._begun: tuple[int, dict[int, Tensor]] = (0, {})
 
-    def comes(self, inputs: Sequence[Any]) -> None:
-        """Take note of the inputs of a forward that will be measured."""
-        self._input = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 2), None) if self._chosen else None
-
-    def begins(self) -> None:
-        """Copy values of the chosen images among them."""
-        batch, self._input = self._input, None
+    def begins(self, inputs: Sequence[Any]) -> None:
+        """Copy values of the chosen images among the inputs of a forward that is measured."""
+        batch = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 2), None)
         if batch is None:
             self._begun = (0, {})
             return
