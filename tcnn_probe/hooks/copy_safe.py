@@ -34,17 +34,12 @@ class CopySafeHook:
             if len(call) == 1 + self._after:  # torch leaves kwargs out while another thread adds or removes the hook
                 call = (call[0], {}, *call[1:])
             return self._act(module, *call)
-        for hooks, *flags in (
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-        ):
-            for number in [number for number, hook in hooks.items() if hook is self]:
-                for numbered in (hooks, *flags):
-                    numbered.pop(number, None)  # type: ignore[attr-defined]
+        for where in ("pre_hooks", "pre_hooks_with_kwargs", "hooks", "hooks_with_kwargs", "hooks_always_called"):
+            getattr(module, f"_forward_{where}").pop(self.number, None)
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CopySafeHook":
-        return type(self)(None)
+        return _without_effect(type(self), self.number)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _without_effect, (type(self), self.number)
@@ -60,7 +55,9 @@ class _CompiledAway(CopySafeHook):
 def _without_effect(kind: type[CopySafeHook], number: int) -> CopySafeHook:
     """A hook from a pickle, under a number that this process is to give to no other hook."""
     RemovableHandle.next_id = max(RemovableHandle.next_id, number + 1)
-    return kind(None)
+    hook = kind(None)
+    hook.number = number
+    return hook
 
 
 def before_call(

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from tcnn_probe.hooks.edits import add_edit, remove_edit
+from tcnn_probe.hooks.edits import EDITS
 from tcnn_probe.hooks.modes import put_on
 from tcnn_probe.interventions.calls import Call, Calls
 from tcnn_probe.interventions.contributions import Terms, first_tensor, images_first, with_first_tensor
@@ -78,7 +78,7 @@ class LayerEditor(Calls[_LayerCall]):
             if len(editor._edits) == 1:
                 editor.attach()
                 editor._handles += edits_head_outputs(edit.module, editor._point)
-                add_edit(edit.module, editor.reading)
+                EDITS[edit.module] = editor.reading
 
     @classmethod
     def remove(cls, edit: Edit) -> None:
@@ -89,7 +89,7 @@ class LayerEditor(Calls[_LayerCall]):
                 editor._edits = tuple(other for other in editor._edits if other is not edit)
                 if not editor._edits:
                     del _EDITORS[edit.module]
-                    remove_edit(edit.module, editor.reading)
+                    EDITS.pop(edit.module, None)
                     editor.detach()
 
     def begins(self, call: _LayerCall) -> None:

@@ -21,27 +21,14 @@ from tcnn_probe.schema import Variable
 
 __all__ = ["GRADIENT"]
 
-Squares = Callable[[Tensor], Tensor]
-Own = Iterator[tuple[nn.Parameter, Squares]]
+Own = Iterator[tuple[nn.Parameter | None, int]]
+"""Parameters, and how many blocks of (heads, ...) each consists of."""
 
 
-def _by_rows(gradient: Tensor, kinds: int, heads: int) -> Tensor:
-    """Sum of squares for each head: shape (kinds * heads * d, ...) -> (heads,)."""
-    return _squared(gradient.reshape(kinds, heads, -1), (0, 2))
-
-
-def _by_columns(gradient: Tensor, heads: int) -> Tensor:
-    """Shape (out, heads * d) -> (heads,)."""
-    return _squared(gradient.reshape(len(gradient), heads, -1), (0, 2))
-
-
-def _by_taps(gradient: Tensor) -> Tensor:
-    """Shape (C_out, C_in, k_h, k_w) -> (k_h * k_w,)."""
-    return _squared(gradient.flatten(2), (0, 1))
-
-
-def _squared(gradient: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return torch.linalg.vector_norm(gradient, dim=dims, dtype=at_least_float32(gradient.dtype)).square()
+def _by_head(gradient: Tensor, blocks: int, heads: int) -> Tensor:
+    """Sum of squares for each head: shape (blocks * heads * d, ...) or (blocks, heads * d) -> (heads,)."""
+    each = gradient.reshape(blocks, heads, -1)
+    return torch.linalg.vector_norm(each, dim=(0, 2), dtype=at_least_float32(gradient.dtype)).square()
 
 
 _LAYERS = ("q", "k", "v", "q_proj", "k_proj", "v_proj")
@@ -93,51 +80,32 @@ def _of_linear(layer: Any) -> Own:
         # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
         if rows % (kinds * heads) or (kinds == 3 and isinstance(out, nn.Linear) and rows != 3 * out.in_features):
             raise NotMeasuredError(f"{rows} rows of {name} are not {kinds} x {heads} heads of one size")
-        for parameter in (part.weight, part.bias):
-            yield from _own(parameter, partial(_by_rows, kinds=kinds, heads=heads))
+        yield from ((part.weight, kinds), (part.bias, kinds))
     for name in ("q_bias", "k_bias", "v_bias"):
         if isinstance(bias := getattr(layer, name, None), nn.Parameter):
-            yield from _own(bias, partial(_by_rows, kinds=1, heads=heads))
+            yield bias, 1
     if isinstance(out, nn.Linear):
         yield from _columns(out, heads)
     if known.lookup({"timm.models.convit.GPSA": True}, layer):
-        for parameter in (layer.pos_proj.weight, layer.pos_proj.bias, layer.gating_param):
-            yield from _own(parameter, partial(_by_rows, kinds=1, heads=heads))
+        yield from ((own, 1) for own in (layer.pos_proj.weight, layer.pos_proj.bias, layer.gating_param))
 
 
 def _of_multihead(layer: nn.MultiheadAttention) -> Own:
-    heads = layer.num_heads
-    for parameter, kinds in (
-        (layer.in_proj_weight, 3),
-        (layer.in_proj_bias, 3),
-        (layer.q_proj_weight, 1),
-        (layer.k_proj_weight, 1),
-        (layer.v_proj_weight, 1),
-        (layer.bias_k, 1),
-        (layer.bias_v, 1),
-    ):
-        yield from _own(parameter, partial(_by_rows, kinds=kinds, heads=heads))
-    yield from _columns(layer.out_proj, heads)
+    yield from ((together, 3) for together in (layer.in_proj_weight, layer.in_proj_bias))
+    yield from ((own, 1) for own in (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight))
+    yield from ((own, 1) for own in (layer.bias_k, layer.bias_v))
+    yield from _columns(layer.out_proj, layer.num_heads)
 
 
 def _of_gpsa(layer: GPSA) -> Own:
-    for parameter in (layer.query, layer.key, layer.raw_locality, layer.center, layer.gating):
-        yield from _own(parameter, partial(_by_rows, kinds=1, heads=layer.heads))
-    yield from _own(layer.weight, _by_taps)
+    yield from ((own, 1) for own in (layer.query, layer.key, layer.raw_locality, layer.center, layer.gating))
+    yield layer.weight, layer.weight.shape[:2].numel()  # (C_out, C_in, k_h, k_w): a tap is a head
 
 
 def _columns(layer: nn.Linear, heads: int) -> Own:
     if layer.in_features % heads:
         raise NotMeasuredError(f"{layer.in_features} columns of the output projection do not divide into {heads} heads")
-    yield from _own(layer.weight, partial(_by_columns, heads=heads))
-
-
-def _own(parameter: Any, squares: Squares) -> Own:
-    if parameter is None:
-        return
-    if not isinstance(parameter, nn.Parameter):
-        raise NotMeasuredError("a weight is computed from other parameters")
-    yield parameter, squares
+    yield layer.weight, layer.out_features
 
 
 _READERS: Mapping[str, Callable[[Any], Own]] = {
@@ -153,11 +121,19 @@ def _is_expected(layer: nn.Module) -> bool:
     return known.lookup_unchanged(_READERS, layer) is not None or (says and known.looks_like_attention(layer))
 
 
-def _gradients(layer: nn.Module) -> dict[str, list[tuple[nn.Parameter, Squares]]]:
+def _heads(layer: Any) -> int:
+    return getattr(layer, "num_heads", None) or layer.heads
+
+
+def _gradients(layer: nn.Module) -> dict[str, list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]:
     reader = known.lookup_unchanged(_READERS, layer)
     if reader is None:
         raise NotMeasuredError(f"how the heads of {type(layer).__name__} share its parameters is not known")
-    return {"gradient_norm": list(reader(layer))}
+    own = [(parameter, blocks) for parameter, blocks in reader(layer) if parameter is not None]
+    if not all(isinstance(parameter, nn.Parameter) for parameter, _ in own):
+        raise NotMeasuredError("a weight is computed from other parameters")
+    heads = _heads(layer)
+    return {"gradient_norm": [(parameter, partial(_by_head, blocks=n, heads=heads)) for parameter, n in own]}
 
 
 GRADIENT = Probe(
@@ -175,6 +151,6 @@ GRADIENT = Probe(
         )
     },
     _is_expected,
-    facts=lambda layer: {"heads": getattr(layer, "num_heads", None) or layer.heads},
+    facts=lambda layer: {"heads": _heads(layer)},
     gradients=_gradients,
 )
