@@ -21,7 +21,7 @@ from tcnn_probe.schema import Variable
 
 __all__ = ["GRADIENT"]
 
-Own = Iterator[tuple[nn.Parameter | None, int]]
+Own = Iterator[tuple[Tensor | None, int]]
 """Parameters, and how many blocks of (heads, ...) each consists of."""
 
 
@@ -129,11 +129,13 @@ def _gradients(layer: nn.Module) -> dict[str, list[tuple[nn.Parameter, Callable[
     reader = known.lookup_unchanged(_READERS, layer)
     if reader is None:
         raise NotMeasuredError(f"how the heads of {type(layer).__name__} share its parameters is not known")
-    own = [(parameter, blocks) for parameter, blocks in reader(layer) if parameter is not None]
-    if not all(isinstance(parameter, nn.Parameter) for parameter, _ in own):
-        raise NotMeasuredError("a weight is computed from other parameters")
-    heads = _heads(layer)
-    return {"gradient_norm": [(parameter, partial(_by_head, blocks=n, heads=heads)) for parameter, n in own]}
+    own: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
+    for parameter, blocks in reader(layer):
+        if isinstance(parameter, nn.Parameter):
+            own.append((parameter, partial(_by_head, blocks=blocks, heads=_heads(layer))))
+        elif parameter is not None:
+            raise NotMeasuredError("a weight is computed from other parameters")
+    return {"gradient_norm": own}
 
 
 GRADIENT = Probe(
