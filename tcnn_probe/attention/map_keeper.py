@@ -1,6 +1,6 @@
 """Keeps the attention of one forward, of chosen heads and queries, on the grids of the layers."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,11 @@ class Wanted:
         assert self.queries is not None
         return [self.fields.cell(grid, pixel) for pixel in self.queries]
 
-    def indices(self, grid: Grid) -> Tensor:
-        """Row-major indices of the queries in a grid."""
+    def indices(self, grid: Grid, before: int = 0) -> range | list[int]:
+        """Row-major indices of the queries in a grid that comes after so many tokens."""
         if self.queries is None:
-            return torch.arange(grid[0] * grid[1])
-        return torch.tensor([y * grid[1] + x for y, x in self.cells(grid)], dtype=torch.long)
+            return range(before, before + grid[0] * grid[1])
+        return [before + y * grid[1] + x for y, x in self.cells(grid)]
 
     def heads_of(self, count: int) -> list[int]:
         """Those of a layer's heads that are wanted."""
@@ -94,24 +94,36 @@ class MapKeeper(AttentionListener):
 
     def attends(self, call: AttentionCall) -> LayerMaps | None:
         """Keep the maps of an attention."""
-        keys = _grid_of_keys(call) if self._wanted.heads_of(call.heads) else f"it has {call.heads} heads"
-        if isinstance(keys, str):
-            self.missing[call.name] = keys
+        keys, queries, why = _grids(call)
+        rows = self._rows(call, queries)
+        if not self._wanted.heads_of(call.heads):
+            why, rows = f"it has {call.heads} heads", {}
+        if keys is None or not rows:
+            self.missing[call.name] = why or "it has no class token"
+            return None
+        if not self._has_room(call.images, call.heads, sum(map(len, rows.values())), keys):
             return None
         arrays = {}
+        for name, some in rows.items():
+            maps = _of_windows(call, some) if _in_windows(call) else _of_images(call, some)
+            arrays[name] = self._wanted.of_heads(maps).cpu().unflatten(-1, keys)
+        if "class_attention" in arrays:
+            arrays["class_attention"] = arrays["class_attention"][:, :, 0]
+        if "attention" in arrays and queries is not None and self._wanted.queries is None:
+            arrays["attention"] = arrays["attention"].unflatten(2, queries)
+        return LayerMaps(call.name, call.heads, keys, queries, arrays)
+
+    def _rows(self, call: AttentionCall, queries: Grid | None) -> dict[str, range | list[int]]:
+        """Which queries are kept, by variable: their indices or, in windows, their cells in the image."""
+        rows: dict[str, range | list[int]] = {}
         if (token := call.class_query) is not None and not _in_windows(call):
-            arrays["class_attention"] = self._global(call, keys, [slice(token, token + 1)], 1)
+            rows["class_attention"] = range(token, token + 1)
         if call.layout.asking == "classes":
-            arrays["attention_by_class"] = self._global(call, keys, _in_blocks(0, call.queries), call.queries)
-        queries = _grid_of_queries(call)
+            rows["attention_by_class"] = range(call.queries)
         if queries is not None and self._wanted.queries != ():
-            arrays["attention"] = self._from_queries(call, keys, queries)
-        if not arrays:
-            self.missing[call.name] = call.layout.reason or "it has no class token"
-        present = {name: maps for name, maps in arrays.items() if maps is not None}
-        if "class_attention" in present:
-            present["class_attention"] = present["class_attention"][:, :, 0]
-        return LayerMaps(call.name, call.heads, keys, queries, present) if present else None
+            before = 0 if _in_windows(call) or call.layout.queries is None else call.layout.queries.prefix
+            rows["attention"] = self._wanted.indices(queries, before)
+        return rows
 
     def watches(self, module: nn.Module) -> bool:
         """Gated layers."""
@@ -130,42 +142,16 @@ class MapKeeper(AttentionListener):
             if not self._wanted.heads_of(heads):
                 self.missing[name] = f"it has {heads} heads"
                 return
-            indices = self._wanted.indices(queries)
-            if self._has_room(images, heads, len(indices), keys):
-                maps = self._wanted.of_heads(attention.on_pixels(indices.to(attention.query.device)))
-                gate = self._wanted.of_heads(attention.gate[None])[0]
-                arrays = {"attention": self._shaped(maps, keys, queries)}
-                self.found.append(LayerMaps(name, heads, keys, queries, arrays, gate.double().cpu()))
+            which = torch.tensor(self._wanted.indices(queries), device=attention.query.device)
+            if self._has_room(images, heads, len(which), keys):
+                maps = self._wanted.of_heads(attention.on_pixels(which)).unflatten(-1, keys).cpu()
+                maps = maps.unflatten(2, queries) if self._wanted.queries is None else maps
+                gate = self._wanted.of_heads(attention.gate[None])[0].double().cpu()
+                self.found.append(LayerMaps(name, heads, keys, queries, {"attention": maps}, gate))
 
     def ends(self, kept: Sequence[Any], output: Any) -> None:
         """Keep what turned out to be attention."""
         self.found += [one for one in kept if one is not None]
-
-    def _from_queries(self, call: AttentionCall, keys: Grid, queries: Grid) -> Tensor | None:
-        indices = self._wanted.indices(queries)
-        if _in_windows(call):
-            if not self._has_room(call.images, call.heads, len(indices), keys):
-                return None
-            return self._shaped(self._wanted.of_heads(_of_windows(call, indices)), keys, queries)
-        assert call.layout.queries is not None
-        before = call.layout.queries.prefix
-        if self._wanted.queries is None:
-            slices = _in_blocks(before, before + len(indices))
-        else:
-            slices = [slice(before + at, before + at + 1) for at in indices.tolist()]
-        maps = self._global(call, keys, slices, len(indices))
-        return None if maps is None else self._shaped(maps.flatten(-2), keys, queries)
-
-    def _global(self, call: AttentionCall, keys: Grid, slices: Iterable[slice], queries: int) -> Tensor | None:
-        """Attention of some queries, each to the whole image: (B, heads, queries, rows, columns)."""
-        if not self._has_room(call.images, call.heads, queries, keys):
-            return None
-        rows = (call.weights(one)[:, 0, :, :, call.layout.prefix :] for one in slices)
-        return torch.cat([self._wanted.of_heads(some).cpu() for some in rows], 2).unflatten(-1, keys)
-
-    def _shaped(self, maps: Tensor, keys: Grid, queries: Grid) -> Tensor:
-        maps = maps.unflatten(-1, keys).cpu()
-        return maps.unflatten(2, queries) if self._wanted.queries is None else maps
 
     def _has_room(self, images: int, heads: int, queries: int, keys: Grid) -> bool:
         """Count what this layer takes, in all forwards."""
@@ -178,36 +164,33 @@ def _in_windows(call: AttentionCall) -> bool:
     return call.windows > 1 or call.cut is not None
 
 
-def _grid_of_keys(call: AttentionCall) -> Grid | str:
-    """Over the whole image; or why there is none."""
+def _grids(call: AttentionCall) -> tuple[Grid | None, Grid | None, str]:
+    """Of keys and queries over the whole image; and why there is none."""
     if not _in_windows(call):
-        keys = call.layout.keys
-        return call.layout.reason if keys is None else (keys.height, keys.width)
+        tokens = call.layout.keys, call.layout.queries
+        keys, queries = (None if one is None else (one.height, one.width) for one in tokens)
+        return keys, queries, call.layout.reason
     if call.cut is None or call.cut.cells().shape != (call.windows, call.keys):
-        return f"where its {call.windows} windows lie in the image is unknown"
-    return call.cut.grid
+        return None, None, f"where its {call.windows} windows lie in the image is unknown"
+    return call.cut.grid, call.cut.grid if call.queries == call.keys else None, call.layout.reason
 
 
-def _grid_of_queries(call: AttentionCall) -> Grid | None:
-    if _in_windows(call):
-        return call.cut.grid if call.cut is not None and call.queries == call.keys else None
-    queries = call.layout.queries
-    return None if queries is None else (queries.height, queries.width)
+def _of_images(call: AttentionCall, queries: range | list[int]) -> Tensor:
+    """Attention of some queries to all cells of the image's grid: (B, heads, queries, cells)."""
+    slices = [slice(queries.start, queries.stop)] if isinstance(queries, range) else [slice(n, n + 1) for n in queries]
+    return torch.cat([call.weights(some)[:, 0, :, :, call.layout.prefix :] for some in slices], 2)
 
 
-def _of_windows(call: AttentionCall, queries: Tensor) -> Tensor:
+def _of_windows(call: AttentionCall, queries: range | list[int]) -> Tensor:
     """Attention of some cells of the image's grid to all of its cells: (B, heads, queries, cells)."""
     assert call.cut is not None
     cells = call.cut.cells()
     count = call.cut.grid[0] * call.cut.grid[1]
     place = torch.empty(count, dtype=torch.long)  # of each cell, among the tokens of all windows
     place[cells[cells >= 0]] = torch.arange(cells.numel()).view_as(cells)[cells >= 0]
-    window, token = place[queries] // call.keys, place[queries] % call.keys
+    at = place[list(queries)]
+    window, token = at // call.keys, at % call.keys
     rows = call.weights(slice(None)).cpu()[:, window, :, token].permute(1, 2, 0, 3)  # (B, heads, queries, tokens)
     maps = rows.new_zeros(*rows.shape[:3], count + 1)  # the last for the padding
     seen = cells[window].where(cells[window] >= 0, count)
     return maps.scatter_(-1, seen.expand_as(rows), rows)[..., :count]
-
-
-def _in_blocks(first: int, last: int, most: int = 64) -> list[slice]:
-    return [slice(at, min(at + most, last)) for at in range(first, last, most)]
