@@ -24,32 +24,22 @@ class GivenAttention(TakenOverImages):
         super().__init__()
         self._shuffled, self._seed = shuffled, seed
         self._heads: dict[int, Sequence[int]] = {}  # by number of the attention in the layer's call
-        self._parts: dict[int, list[Tensor]] = {}  # (images, or 1 for their sum, windows, heads, N_query, N_key) each
+        self._attention: dict[int, Tensor] = {}  # (images, or 1 for all, windows, heads, N_query, N_key) each
         self._counts: dict[int, int] = {}
-        self._attention: dict[int, Tensor] = {}
-        self._order = torch.zeros(1, dtype=torch.int64)
 
     def take(self, number: int, heads: Sequence[int], weights: Tensor, layer: str) -> None:
         """Attention of the batch that is running, (images * windows, all heads, N_query, N_key)."""
         some = self.rows_by_image(weights[:, list(heads)].to(at_least_float32(weights.dtype)), layer)
-        self._heads[number], parts = heads, self._parts.setdefault(number, [])
-        if not self._shuffled:
-            some = some.sum(0, keepdim=True) + (parts.pop() if parts else 0)
-        parts.append(some)
-        self._counts[number] = self._counts.get(number, 0) + self.images
+        if (before := self._attention.get(number)) is not None:
+            some = torch.cat([before, some])
+        self._attention[number] = some if self._shuffled else some.sum(0, keepdim=True)
+        self._heads[number], self._counts[number] = heads, self._counts.get(number, 0) + self.images
 
     def finish(self, size: torch.Size | None) -> None:
-        """Take the mean, or decide on the order."""
+        """Make means of sums, if it is these."""
         super().finish(size)
-        for number, parts in self._parts.items():
-            self._attention[number] = torch.cat(parts) / (1 if self._shuffled else self._counts[number])
-        self._parts = {}
-        if self._shuffled and self._counts:
-            images = next(iter(self._counts.values()))
-            self._order = torch.arange(images)
-            if self._seed is not None:
-                cycle = torch.randperm(images, generator=torch.Generator().manual_seed(self._seed))
-                self._order[cycle] = cycle.roll(1)
+        if not self._shuffled:
+            self._attention = {number: total / self._counts[number] for number, total in self._attention.items()}
 
     def of(self, number: int, heads: Sequence[int], layer: str, rows: int, queries: int, keys: int) -> Tensor:
         """What some heads are to attend to, in a batch in which they attend as (rows, heads, queries, keys).
@@ -66,9 +56,19 @@ class GivenAttention(TakenOverImages):
                 f"expected images of the size of images=: of these {layer!r} has {windows} x {size[0]} queries and "
                 f"{size[1]} keys, and now {rows} x {queries} queries in all and {keys} keys"
             )
-        donors = self._order[torch.arange(rows // windows if self._shuffled else 1) % len(self._order)]
         place = [self._heads[number].index(head) for head in heads]
+        if not self._shuffled:
+            return taken[:, :, place]
+        donors = self._order(len(taken))[torch.arange(rows // windows) % len(taken)]
         return taken[donors.to(taken.device)][:, :, place]
+
+    def _order(self, images: int) -> Tensor:
+        """Whose attention each of so many images gets."""
+        order = torch.arange(images)
+        if self._seed is not None:
+            cycle = torch.randperm(images, generator=torch.Generator().manual_seed(self._seed))
+            order[cycle] = cycle.roll(1)
+        return order
 
 
 def weigh(attention: Tensor, values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.rebuild import head_count
 from tcnn_probe.interventions.edits import Edit, Heads, Mode
 from tcnn_probe.interventions.gates import why_not
-from tcnn_probe.models import layer_names
+from tcnn_probe.models import layer_names, whole_number
 
 __all__ = ["HeadSelection", "choose"]
 
@@ -86,12 +86,9 @@ def _heads(which: Any, layer: str | None) -> Heads:
             raise ValueError(f"expected heads of {layer!r} counted from 0, got {which!r}")
         return Heads(which)
     several = isinstance(which, Iterable) and not isinstance(which, str)
-    given = np.array([*which] if several else [which])
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise TypeError(f"expected heads of {layer!r} as an index, indices or a slice, got {reprlib.repr(which)}")
-    if (given < 0).any():
-        raise ValueError(f"expected heads of {layer!r} counted from 0, got {which!r}")
-    return Heads(tuple(dict.fromkeys(given.astype(int).tolist())))
+    given = np.array([*which] if several else [which]).tolist()
+    what = f"heads of {layer!r} (an index, indices or a slice)"
+    return Heads(tuple(dict.fromkeys(whole_number(head, what) for head in given)))
 
 
 def _edits(modules: Mapping[str, nn.Module], wanted: str | None, heads: Heads, mode: Mode) -> Iterator[Edit]:
