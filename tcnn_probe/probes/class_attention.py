@@ -15,104 +15,94 @@ from tcnn_probe.schema import Variable
 __all__ = ["ATTENTION_BY_CLASS", "CLASS_ATTENTION", "DISTILLATION_ATTENTION"]
 
 
-class _Token:
-    """A class token of all classes, the latent of an attention pool, or a distillation token.
+def _of_token(
+    kind: str, token: str, prefix: str, entropy: Variable, query_of: Callable[[AttentionCall], int | None]
+) -> Probe:
+    """A probe of a class token of all classes, the latent of an attention pool, or a distillation token.
 
     Args:
+        kind: of the probe.
         token: what it is called.
         prefix: of the names of what is not the class token's.
         entropy: the variable.
         query_of: the token's place among the queries, None if there is none.
     """
+    name = prefix or "class_"
+    itself, others = f"{prefix}self_attention", f"{prefix}token_attention"
 
-    def __init__(
-        self, token: str, prefix: str, entropy: Variable, query_of: Callable[[AttentionCall], int | None]
-    ) -> None:
-        name = prefix or "class_"
-        self._query_of = query_of
-        self._entropy, self._kept, self._map = f"{name}entropy", f"{name}prefix_attention", f"{name}attention"
-        self._information = f"{name}content_information"
-        self._itself, self._others = f"{prefix}self_attention", f"{prefix}token_attention"
-        of_image = tuple(dim for dim in MAP_DIMS if dim not in ("y", "x"))
-        self.variables = {
-            self._entropy: entropy,
-            self._information: content_information(f"of the {token}'s attention"),
-            self._kept: Variable(
-                HEAD,
-                "1",
-                f"{token}'s attention to class and register tokens",
-                f"What the {token} spends on itself and the other tokens before the grid. {IMAGE_MEAN}",
-            ),
-            self._map: Variable(
-                MAP_DIMS,
-                "1",
-                f"{token.removesuffix(' token')} attention",
-                f"A_0j of the {token} over the keys on the grid. With what it keeps to itself and what it spends on "
-                f"other tokens before the grid ({self._itself}, {self._others}) it sums to one.",
-                dtype="float32",
-            ),
-            self._itself: Variable(
-                of_image,
-                "1",
-                f"{token}'s attention to itself",
-                "A_00. NaN where it is not among the keys.",
-                dtype="float32",
-            ),
-            self._others: Variable(
-                of_image,
-                "1",
-                f"{token}'s attention to other tokens",
-                "A_0j, summed over the class, distillation and register tokens among the keys, without itself.",
-                dtype="float32",
-            ),
-        }
-
-    def numbers(self, call: AttentionCall) -> Mapping[str, Tensor | Pattern]:
+    def numbers(call: AttentionCall) -> Mapping[str, Tensor | Pattern]:
         """Entropy of the token's row, what it keeps to the tokens before the grid, (B, heads) each; and its sum."""
-        if (query := self._query_of(call)) is None:
+        if (query := query_of(call)) is None:
             return {}
         weights = call.weights(slice(query, query + 1))[:, :, :, 0]  # (B, windows, heads, N_key)
         smallest = torch.finfo(weights.dtype).tiny
-        entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1)
-        found: dict[str, Tensor | Pattern] = {self._entropy: entropy.mean(1)}
-        found[self._information] = pattern_of_query(call, weights, entropy)
-        if prefix := call.layout.prefix:
-            found[self._kept] = weights[..., :prefix].sum(-1).mean(1)
+        row_entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1)
+        found: dict[str, Tensor | Pattern] = {f"{name}entropy": row_entropy.mean(1)}
+        found[f"{name}content_information"] = pattern_of_query(call, weights, row_entropy)
+        if before := call.layout.prefix:
+            found[f"{name}prefix_attention"] = weights[..., :before].sum(-1).mean(1)
         return found
 
-    def maps(self, call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
+    def maps(call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
         """The token's row cut in three: the grid (images, windows, heads, height, width), itself, other tokens."""
-        query, keys = self._query_of(call), call.layout.keys
+        query, keys = query_of(call), call.layout.keys
         if query is None or keys is None:
             return {}
         own = call.own_key(query)
         row = torch.stack([call.weights(slice(query, query + 1), image)[0, :, :, 0] for image in which])
-        others = [key for key in range(keys.prefix) if key != own]
-        found = {
-            self._map: row[..., keys.prefix :].unflatten(-1, (keys.height, keys.width)),
-            self._others: row[..., others].sum(-1),
-        }
-        return found if own is None else found | {self._itself: row[..., own]}
+        rest = [key for key in range(keys.prefix) if key != own]
+        grid = row[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
+        found = {f"{name}attention": grid, others: row[..., rest].sum(-1)}
+        return found if own is None else found | {itself: row[..., own]}
 
-
-def _probe(kind: str, token: _Token) -> Probe:
-    return Probe(kind, token.variables, group="", attention=token.numbers, maps=token.maps)
-
-
-CLASS_ATTENTION = _probe("class-attention", _Token("class token", "", CLASS_ENTROPY, lambda call: call.class_query))
-DISTILLATION_ATTENTION = _probe(
-    "distillation-attention",
-    _Token(
-        "distillation token",
-        "distillation_",
-        Variable(
+    of_image = tuple(dim for dim in MAP_DIMS if dim not in ("y", "x"))
+    variables = {
+        f"{name}entropy": entropy,
+        f"{name}content_information": content_information(f"of the {token}'s attention"),
+        f"{name}prefix_attention": Variable(
             HEAD,
-            "nat",
-            "entropy of the distillation token's attention",
-            f"-sum_j A_1j log A_1j of the distillation token, over all keys. {IMAGE_MEAN}",
+            "1",
+            f"{token}'s attention to class and register tokens",
+            f"What the {token} spends on itself and the other tokens before the grid. {IMAGE_MEAN}",
         ),
-        lambda call: call.distillation_query,
+        f"{name}attention": Variable(
+            MAP_DIMS,
+            "1",
+            f"{token.removesuffix(' token')} attention",
+            f"A_0j of the {token} over the keys on the grid. With what it keeps to itself and what it spends on "
+            f"other tokens before the grid ({itself}, {others}) it sums to one.",
+            dtype="float32",
+        ),
+        itself: Variable(
+            of_image,
+            "1",
+            f"{token}'s attention to itself",
+            "A_00. NaN where it is not among the keys.",
+            dtype="float32",
+        ),
+        others: Variable(
+            of_image,
+            "1",
+            f"{token}'s attention to other tokens",
+            "A_0j, summed over the class, distillation and register tokens among the keys, without itself.",
+            dtype="float32",
+        ),
+    }
+    return Probe(kind, variables, group="", attention=numbers, maps=maps)
+
+
+CLASS_ATTENTION = _of_token("class-attention", "class token", "", CLASS_ENTROPY, lambda call: call.class_query)
+DISTILLATION_ATTENTION = _of_token(
+    "distillation-attention",
+    "distillation token",
+    "distillation_",
+    Variable(
+        HEAD,
+        "nat",
+        "entropy of the distillation token's attention",
+        f"-sum_j A_1j log A_1j of the distillation token, over all keys. {IMAGE_MEAN}",
     ),
+    lambda call: call.distillation_query,
 )
 
 
