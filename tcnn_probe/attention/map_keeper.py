@@ -69,9 +69,7 @@ class MapKeeper(AttentionListener):
     """Keeps the maps of one forward.
 
     Args:
-        wanted: which heads and queries.
         gated: layers whose attention is known from their input.
-        names: of all modules.
         copies: how many forwards there will be.
         most: bytes of maps that all of them may give.
     """

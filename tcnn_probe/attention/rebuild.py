@@ -48,13 +48,7 @@ class ReconstructionError(RuntimeError):
 
 
 def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps) -> AttentionCall:
-    """Turn what torch was asked for into attention of images, windows, heads, queries and keys.
-
-    Args:
-        seen: attention as torch was asked for it.
-        name: of the layer, as it is recorded.
-        running: the modules that are running and their inputs; the last one asked for attention.
-        maps: the feature maps of this forward.
+    """Turn what torch was asked for by the last of the running modules into an attention of the layer ``name``.
 
     Raises:
         NoTokenAttentionError: it is no attention between tokens.
@@ -243,11 +237,7 @@ class Verification:
         self._open.append((layer, off, most))
 
     def settle(self) -> None:
-        """Look at all of them.
-
-        Raises:
-            ReconstructionError: some differ.
-        """
+        """Look at all of them."""
         compared, self._open = self._open, []
         wrong = {layer: share for layer, off, most in compared if not (share := float(off)) <= most}
         if wrong:

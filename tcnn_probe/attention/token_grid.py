@@ -19,16 +19,10 @@ _MOST_SPECIAL = 16  # tokens that are no patches, to guess
 
 
 def find_layout(queries: int, keys: int, windows: int, running: Running, maps: FeatureMaps) -> Layout:
-    """Find the grids of an attention.
+    """Find the grids of an attention of so many queries and keys in each of so many windows of an image.
 
     A grid is reported only where something shows it: attributes or inputs of the layer or, if each token can see the
     whole image, a feature map of this forward. A square number of tokens alone does not show a square grid.
-
-    Args:
-        queries, keys: number of tokens in each window.
-        windows: number of windows into which each image is divided.
-        running: the modules that are running and their inputs; the last one asked for attention.
-        maps: the feature maps of this forward.
     """
     module, inputs = running[-1]
     if reason := known.lookup(known.NOT_IN_RASTER_ORDER, module):

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnn_probe.attention.known_layers import lookup
+from tcnn_probe.hooks.forwards import Running
 
 __all__ = ["Windows", "find_windows"]
-
-Running = Sequence[tuple[nn.Module, Sequence[Any]]]
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,7 @@ class Windows:
 
 
 def find_windows(running: Running) -> Windows | None:
-    """How the innermost module that is known to cut windows cuts them; None if there is none.
-
-    Args:
-        running: the modules that are running and their inputs, the outermost first.
-    """
+    """How the innermost module that is known to cut windows cuts them; None if there is none."""
     cuts = ((lookup(_CUTS, module), module, inputs) for module, inputs in reversed(running))
     return next((cut(module, inputs) for cut, module, inputs in cuts if cut is not None), None)
 

@@ -64,10 +64,9 @@ Seen = SeenAttention | SeenProduct | SeenCopy | SeenJoin
 
 
 class Interception(TorchFunctionMode):
-    """While entered, hands on every attention, matrix product, scaling and joining of tokens.
+    """While entered, calls ``seen`` after every attention, matrix product, scaling and joining of tokens.
 
-    Args:
-        seen: called after each, without gradients, autocast or any function mode.
+    It is called without gradients, autocast or any function mode.
     """
 
     def __init__(self, seen: Callable[[Seen], None]) -> None:
@@ -177,10 +176,6 @@ def _multihead(
         k, v = (torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in ((k, bias_k), (v, bias_v)))
         extra += 1
     q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # (B, heads, N, d)
-    if static_k is not None:
-        k = static_k.unflatten(0, (-1, num_heads))
-    if static_v is not None:
-        v = static_v.unflatten(0, (-1, num_heads))
     if add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         extra += 1

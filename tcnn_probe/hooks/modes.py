@@ -119,11 +119,7 @@ def only_modes_from_here() -> Iterator[None]:
 
 
 def is_transformed(inputs: Iterable[Any]) -> bool:
-    """Whether a call is none of the user's on numbers: run again by checkpointing, traced, compiled or vmapped.
-
-    Args:
-        inputs: of the call.
-    """
+    """Whether a call is none of the user's on numbers: run again by checkpointing, traced, compiled or vmapped."""
     if torch._C._current_graph_task_id() != -1:  # in a backward pass
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():

@@ -186,11 +186,7 @@ class Accumulator:
 
 
 def checked(probe: Probe, measured: Mapping[str, _Found], *, images: bool) -> Mapping[str, _Found]:
-    """What a probe has measured, if it is what its variables say; with a row for each image, if there are ``images``.
-
-    Raises:
-        TypeError, ValueError: it is not.
-    """
+    """What a probe has measured, if it is what its variables say, and has a row for each image where there are some."""
     if not isinstance(measured, Mapping):
         raise TypeError(f"expected the probe {probe.kind!r} to give {{variable: tensor}}, got {measured!r}")
     rows = -1

@@ -27,11 +27,7 @@ Everything = Mapping[tuple[str, str], EpochSums]  # by layer and probe
 
 
 def check_probes(collector: Collector, *, chose_layers: bool) -> None:
-    """Refuse probes that no layer is for, as far as this is known before a forward, and maps that none has.
-
-    Raises:
-        ValueError: there are such.
-    """
+    """Refuse probes that no layer is for, as far as this is known before a forward, and maps that none has."""
     probes, sampling, classes = collector.probes, collector.sampling, collector.sampling.classes
     kinds = [probe.kind for probe in probes]
     if sampling.images and not any(probe.maps and probe.images is None for probe in probes):
@@ -51,11 +47,7 @@ def check_probes(collector: Collector, *, chose_layers: bool) -> None:
 
 
 def check_same_recording(store: EpochStore, about: Mapping[str, str], collector: Collector) -> None:
-    """Refuse a store of another model, other layers, images or classes, as far as these are known before a forward.
-
-    Raises:
-        StoreError: naming the first difference.
-    """
+    """Refuse a store of another model, other layers, images or classes, as far as these are known before a forward."""
     groups, attrs, sampling = store.groups, store.attrs, collector.sampling
     if groups is None or attrs is None:
         return
@@ -86,22 +78,14 @@ def check_same_recording(store: EpochStore, about: Mapping[str, str], collector:
 
 
 def check_resumed(there: Groups, here: Groups) -> None:
-    """Refuse to add layers or numbers to a store that has others. Maps of a further size are no difference.
-
-    Raises:
-        StoreError: naming the first difference.
-    """
+    """Refuse to add layers or numbers to a store that has others. Maps of a further size are no difference."""
     numbers = [{path: group for path, group in side.items() if not group.maps} for side in (there, here)]
     if (found := difference(*numbers)) is not None:
         raise StoreError(f"the store is a recording of something else ({found}): choose another path")
 
 
 def check_scalars(names: Iterable[str], groups: Groups) -> None:
-    """Refuse names of scalars that stand for something else in the recording.
-
-    Raises:
-        ValueError: there is such a name.
-    """
+    """Refuse names of scalars that stand for something else in the recording."""
     variables = {name for group in groups.values() for name in group.variables}
     others = {name for path, group in groups.items() for name in (path.split("/")[0], *group.sizes)} | {"heads"}
     for name in names:
@@ -111,11 +95,7 @@ def check_scalars(names: Iterable[str], groups: Groups) -> None:
 
 
 def check_order(along: str, number: int | float, marks: Sequence[int | float]) -> None:
-    """Refuse a mark that is there already, or that comes before the last one.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Refuse a mark that is there already, or that comes before the last one."""
     if number in marks:
         raise ValueError(
             f"{along} {number} is already marked: record(..., mode='w') replaces the recording that is there; to "
@@ -144,7 +124,7 @@ def idle_probes(named: Collection[str], found: Everything, collector: Collector)
 def check_epoch(
     found: Everything, collector: Collector, asked: LayerFilter | None, groups: Groups | None, *, missed: bool
 ) -> None:
-    """Refuse to mark an epoch of which something is missing.
+    """Refuse to mark an epoch of which something is missing, with why, and what to do.
 
     Args:
         found: by all ranks.
@@ -152,9 +132,6 @@ def check_epoch(
         asked: for which layers.
         groups: of the recording, None before its first mark.
         missed: whether attention is to be measured and no forward that could show any has begun.
-
-    Raises:
-        RuntimeError: with what is missing, why, and what to do.
     """
     if not collector.probes:
         return

@@ -55,13 +55,6 @@ class Collector(AttentionListener):
         paused: how many pauses this is in: then nothing is measured.
         images: which images came.
         lock: held while a forward is added up; to be held from reading the sums to :meth:`reset`.
-
-    Args:
-        model: to follow.
-        probes: what to measure.
-        wanted: names of the layers to record, None for all.
-        sampling: which forwards, images and classes.
-        tokens: what the user says of them.
     """
 
     def __init__(

@@ -12,11 +12,7 @@ _VALUES = 512  # of each image, spread over it
 
 
 class ImageIdentity:
-    """A hash of each chosen image, by its number in the epoch: of some of its values, which are copied as it passes.
-
-    Args:
-        chosen: numbers of images.
-    """
+    """A hash of each chosen image, by its number in the epoch: of some of its values, which are copied as it passes."""
 
     def __init__(self, chosen: Sequence[int]) -> None:
         self._chosen = chosen

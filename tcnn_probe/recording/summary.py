@@ -39,14 +39,7 @@ def as_html(title: str, shown: Mapping[str, str]) -> str:
 
 
 def forgotten(along: str, *, marked: bool, images: int, training: int) -> str:
-    """What to warn of when the recording ends, if anything.
-
-    Args:
-        along: what is marked.
-        marked: whether anything was marked.
-        images: measured since.
-        training: forwards in training mode since.
-    """
+    """What to warn of when the recording ends, if anything, after so many images and forwards in training mode."""
     advice = f"call mark({along}=...) after each validation"
     if images:
         since = "since the last mark" if marked else "and nothing was marked"
