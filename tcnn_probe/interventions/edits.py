@@ -15,19 +15,8 @@ __all__ = ["Edit", "Heads", "Mode"]
 Mode = Literal["positional", "content", "zero", "mean", "static", "shuffled", "replaced"]
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Heads of a layer: indices, a slice of those that there are, or None for all."""
-
-    chosen: tuple[int, ...] | slice | None = None
-
-    def of(self, count: int, layer: str) -> tuple[int, ...]:
-        """Their indices in a layer of ``count`` heads; an error if it does not have them."""
-        if self.chosen is None or isinstance(self.chosen, slice):
-            return tuple(range(count)[self.chosen or slice(None)])
-        if beyond := [head for head in self.chosen if head >= count]:
-            raise ValueError(f"{layer!r} has {count} heads, from 0 to {count - 1}; got head {beyond[0]}")
-        return self.chosen
+Heads = tuple[int, ...] | slice
+"""Heads of a layer: indices, or a slice of those that there are."""
 
 
 @dataclass(eq=False)
@@ -49,10 +38,18 @@ class Edit:
     attended: bool = field(default=False, init=False)
     additive: bool = field(default=False, init=False)  # whether the heads are known to add up
 
+    def among(self, count: int) -> tuple[int, ...]:
+        """Indices of the heads, if there are so many; an error if the layer does not have them."""
+        if isinstance(self.heads, slice):
+            return tuple(range(count)[self.heads])
+        if beyond := [head for head in self.heads if head >= count]:
+            raise ValueError(f"{self.layer!r} has {count} heads, from 0 to {count - 1}; got head {beyond[0]}")
+        return self.heads
+
     @property
     def indices(self) -> Sequence[int]:
         """The heads, () while their number is not known."""
-        return () if self.count is None else self.heads.of(self.count, self.layer)
+        return () if self.count is None else self.among(self.count)
 
     @property
     def gives_terms(self) -> bool:

@@ -35,7 +35,7 @@ def gate_editor(module: nn.Module, edits: Sequence[Edit]) -> "GateEditor | None"
     for edit in edits:
         if edit.mode in GATES:
             gating: Tensor = getattr(module, _name_of_gating(module))
-            forced |= dict.fromkeys(edit.heads.of(len(gating), edit.layer), GATES[edit.mode])
+            forced |= dict.fromkeys(edit.among(len(gating)), GATES[edit.mode])
     return GateEditor(gating, forced) if forced else None
 
 

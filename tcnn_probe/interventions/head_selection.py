@@ -34,9 +34,9 @@ def choose(model: nn.Module, heads: HeadSelection, mode: Mode) -> list[Edit]:
     for wanted, which in _by_layer(heads):
         for edit in _edits(modules, wanted, _heads(which, wanted), mode):
             if edit.count is not None:
-                edit.heads.of(edit.count, edit.layer)  # refuses what the layer lacks
+                edit.among(edit.count)  # refuses what the layer lacks
             edits.append(edit)
-    return [edit for edit in edits if edit.heads.chosen != ()]
+    return [edit for edit in edits if edit.heads != ()]
 
 
 def _by_layer(heads: HeadSelection) -> Iterable[tuple[str | None, Any]]:
@@ -80,15 +80,15 @@ def _of_array(array: xr.DataArray) -> Iterator[tuple[str, Any]]:
 def _heads(which: Any, layer: str | None) -> Heads:
     """An index, indices, a slice or None as heads."""
     if which is None:
-        return Heads()
+        return slice(None)
     if isinstance(which, slice):
         if any(part is not None and part < 0 for part in (which.start, which.stop, which.step)):
             raise ValueError(f"expected heads of {layer!r} counted from 0, got {which!r}")
-        return Heads(which)
+        return which
     several = isinstance(which, Iterable) and not isinstance(which, str)
     given = np.array([*which] if several else [which]).tolist()
     what = f"heads of {layer!r} (an index, indices or a slice)"
-    return Heads(tuple(dict.fromkeys(whole_number(head, what) for head in given)))
+    return tuple(dict.fromkeys(whole_number(head, what) for head in given))
 
 
 def _edits(modules: Mapping[str, nn.Module], wanted: str | None, heads: Heads, mode: Mode) -> Iterator[Edit]:

@@ -45,7 +45,7 @@ class _LayerCall(Call):
         for edit in self.edits:
             if edit.call not in (None, number) or not _can_average(edit, queries):
                 continue
-            heads, edit.count = edit.heads.of(count, edit.layer), count
+            heads, edit.count = edit.among(count), count
             self.attended.append((edit, number))
             if edit.acts_on_output:
                 owners |= dict.fromkeys(heads, edit)
