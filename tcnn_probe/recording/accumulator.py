@@ -92,7 +92,7 @@ class Accumulator:
     def reset(self) -> None:
         """Start the next epoch."""
         self.images = 0
-        self.maps: dict[int, Mapping[str, Tensor]] = {}
+        self.maps: dict[int, dict[str, Tensor]] = {}
         self._nonfinite: Tensor | None = None
         self._counts.clear()
         self._passes.clear()
@@ -119,14 +119,12 @@ class Accumulator:
         _add_patterns(self._patterns, patterns)
 
     def add_maps(self, which: Sequence[int], maps: Mapping[str, Tensor]) -> None:
-        """Keep maps of images, by their number in the epoch."""
-        for place, image in enumerate(which):
-            self.maps[image] = {name: self._narrow(name, values[place]) for name, values in maps.items()}
-
-    def _narrow(self, variable: str, value: Tensor) -> Tensor:
-        """A copy, as narrow as it is stored."""
-        dtype = getattr(torch, self.probe.variables[variable].dtype)
-        return value.to(_sum_dtype(value) if dtype == torch.float64 else dtype, copy=True)
+        """Keep copies of maps of images, as narrow as they are stored, by the images' number in the epoch."""
+        for name, values in maps.items():
+            dtype = getattr(torch, self.probe.variables[name].dtype)
+            dtype = _sum_dtype(values) if dtype == torch.float64 else dtype
+            for place, image in enumerate(which):
+                self.maps.setdefault(image, {})[name] = values[place].to(dtype, copy=True)
 
     def follow_gradients(self) -> None:
         """Hook the parameters whose gradients the probe wants; those that are frozen once they no longer are."""
@@ -164,12 +162,16 @@ class Accumulator:
         passes: dict[str, int] = {}
         for (variable, _), number in self._passes.items():
             passes[variable] = max(int(number), passes.get(variable, 0))
+        patterns = {
+            name: one and replace(one, attention=_array(one.attention), entropy=_array(one.entropy))
+            for name, one in self._patterns.items()
+        }
         return EpochSums(
             images=self.images,
             nonfinite=0 if self._nonfinite is None else int(self._nonfinite),
             sums={name: (_array(self._sums[name]), number) for name, number in self._counts.items()},
             squares={name: (_array(self._squares[name]), number) for name, number in passes.items()},
-            patterns={name: one and _plain(one) for name, one in self._patterns.items()},
+            patterns=patterns,
             state=self._state(),
         )
 
@@ -215,10 +217,6 @@ def _add_patterns(totals: dict[str, Pattern | None], others: Mapping[str, Patter
             before = totals[name]
             other = None if before is None or other is None else before.plus(other)
         totals[name] = other
-
-
-def _plain(one: Pattern) -> Pattern:
-    return replace(one, attention=_array(one.attention), entropy=_array(one.entropy))
 
 
 def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:

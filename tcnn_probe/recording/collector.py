@@ -188,7 +188,7 @@ class Collector(AttentionListener):
             assert probe.attention is not None
             limited = replace(call, limit=self._room(call.name, probe))
             if values := checked(probe, probe.attention(limited), images=True):
-                found.append(self._measured(call.name, call.module, probe, values, limited))
+                found.append(self._measured(probe, values, limited))
         if call.layout.advice:
             self.advice[call.name] = call.layout.advice
         if call.layout.reason:
@@ -274,7 +274,7 @@ class Collector(AttentionListener):
             verification.add(one.name, off, tolerance(call.output.dtype))
         assert probe.measure is not None
         if values := checked(probe, probe.measure(call), images=True):
-            self._pending.append(self._measured(one.name, one.module, probe, values, call))
+            self._pending.append(self._measured(probe, values, call))
 
     def _before(self, layer: str, probe: Probe) -> int:
         """Images that came earlier in the epoch."""
@@ -286,10 +286,9 @@ class Collector(AttentionListener):
         most = self.sampling.max_images
         return None if most is None else max(0, most - self._before(layer, probe))
 
-    def _measured(
-        self, layer: str, module: nn.Module, probe: Probe, found: Mapping[str, Tensor | Pattern], call: Any
-    ) -> _Measured:
+    def _measured(self, probe: Probe, found: Mapping[str, Tensor | Pattern], call: Any) -> _Measured:
         """With the maps of those images that are chosen."""
+        layer = call.name
         patterns = {name: replace(one, size=self._size) for name, one in found.items() if isinstance(one, Pattern)}
         each = {name: one for name, one in found.items() if isinstance(one, Tensor)}
         values = {name: one[: call.limit] for name, one in each.items()}
@@ -304,7 +303,7 @@ class Collector(AttentionListener):
         if rows and isinstance(call, AttentionCall) and call.layout.reason:
             lacking = probe.of_images - maps.keys()
             self._lacks(layer, lacking - probe.of_classes if maps else lacking, call.layout.reason)
-        return _Measured(layer, module, probe, values, images, before, rows, maps, patterns)
+        return _Measured(layer, call.module, probe, values, images, before, rows, maps, patterns)
 
     def _add(self, one: _Measured, output: Any) -> None:
         sums = self._sums_of(one.layer, one.module, one.probe)

@@ -63,15 +63,6 @@ class LayerValues:
             sizes.setdefault("head", self.table["heads"])  # of a layer that has no value yet
         return sizes
 
-    @property
-    def nonfinite_images(self) -> int:
-        """How many images gave NaN or infinities."""
-        return int(self.values.get("nonfinite_images", 0))
-
-    def is_finite(self) -> bool:
-        """Whether all values are."""
-        return all(np.isfinite(value).all() for value in self.values.values())
-
 
 def layer_values(sums: Iterable[Accumulator], found: Mapping[tuple[str, str], EpochSums]) -> list[LayerValues]:
     """The numbers of each layer, without maps."""
@@ -178,7 +169,9 @@ def without_strangers(layers: list[LayerValues], groups: Mapping[str, Group]) ->
 
 def nonfinite(entries: Iterable[LayerValues]) -> list[str]:
     """Layers with values that are not finite, in words."""
-    bad = {entry.layer: entry.nonfinite_images for entry in entries if not entry.maps and not entry.is_finite()}
+    numbers = [entry for entry in entries if not entry.maps]
+    broken = [entry for entry in numbers if not all(np.isfinite(value).all() for value in entry.values.values())]
+    bad = {entry.layer: int(entry.values.get("nonfinite_images", 0)) for entry in broken}
     if not bad:
         return []
     return [
