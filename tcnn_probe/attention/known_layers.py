@@ -64,10 +64,6 @@ LATENT_QUERIES: Mapping[str, str] = {
 }
 
 
-def _always(module: Any) -> bool:
-    return True
-
-
 def _padded_evenly(module: Any) -> bool:
     """Whether strided 3 x 3 convolutions with padding 1 on each side make the keys, and the queries are not pooled."""
     pooling = getattr(module.key, "down_conv", None)
@@ -75,9 +71,9 @@ def _padded_evenly(module: Any) -> bool:
 
 
 FIRST_OF_EACH_CELL: Mapping[str, Callable[[Any], bool]] = {
-    "timm.models.efficientformer_v2.Attention2dDownsample": _always,
-    "timm.models.mvitv2.MultiScaleAttention": _always,
-    "timm.models.mvitv2.MultiScaleAttentionPoolFirst": _always,
+    "timm.models.efficientformer_v2.Attention2dDownsample": lambda module: True,
+    "timm.models.mvitv2.MultiScaleAttention": lambda module: True,
+    "timm.models.mvitv2.MultiScaleAttentionPoolFirst": lambda module: True,
     "timm.layers.attention2d.MultiQueryAttention2d": _padded_evenly,
 }
 """Whether pooled queries or keys stand for the first pixel of their cell, as those of strided 3 x 3 convolutions do."""

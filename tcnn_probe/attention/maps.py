@@ -4,6 +4,7 @@ import json
 import operator
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -149,7 +150,8 @@ def attention_maps(
     joined = [_joined(parts) for parts in zip(*many, strict=True)]
     joined.sort(key=lambda one: (order[one.layer.split("#")[0]], one.layer))
     found = _tree(joined, wanted)
-    root = xr.Dataset({"input": (("image", "channel", "input_y", "input_x"), _as_array(images), _ATTRS["input"])})
+    seen = (images.float() if images.dtype == torch.bfloat16 else images).cpu().numpy()  # numpy has no bfloat16
+    root = xr.Dataset({"input": (("image", "channel", "input_y", "input_x"), seen, _ATTRS["input"])})
     about = {"layers": json.dumps([one.layer for one in joined]), "missing": json.dumps(missing)}
     return xr.DataTree.from_dict({"/": root.assign_attrs(provenance(model) | about), **found})
 
@@ -168,15 +170,10 @@ def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
     return pixels
 
 
-def _as_array(images: torch.Tensor) -> np.ndarray:
-    return (images.float() if images.dtype == torch.bfloat16 else images).cpu().numpy()
-
-
 def _joined(parts: Sequence[LayerMaps]) -> LayerMaps:
     """The maps of all batches."""
-    first = parts[0]
-    arrays = {name: torch.cat([part.arrays[name] for part in parts]) for name in first.arrays}
-    return LayerMaps(first.layer, first.heads, first.keys, first.queries, arrays, first.gate)
+    arrays = {name: torch.cat([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+    return replace(parts[0], arrays=arrays)
 
 
 def _tree(found: Sequence[LayerMaps], wanted: Wanted) -> dict[str, xr.Dataset]:

@@ -32,9 +32,8 @@ def uniform_gated_attention(attention: GatedAttention) -> dict[str, Tensor]:
     ``uniform_content_entropy`` is over real pixels.
     """
     y, x, query = attention.y, attention.x, attention.query
-    real = _for_images(query, len(query), y.length * x.length, None)["uniform_entropy"]
-    found = _for_images(query, len(query), y.keys * x.keys, _distance_on_axes(y, x))
-    return {**found, "uniform_content_entropy": real}
+    values = {"uniform_entropy": math.log(y.keys * x.keys), "uniform_content_entropy": math.log(y.length * x.length)}
+    return _for_images(query, len(query), values, _distance_on_axes(y, x))
 
 
 def uniform_softmax_attention(call: AttentionCall) -> dict[str, Tensor]:
@@ -44,12 +43,12 @@ def uniform_softmax_attention(call: AttentionCall) -> dict[str, Tensor]:
     """
     queries, keys = call.layout.queries, call.layout.keys
     distance = None if queries is None or keys is None else _distance_of_tokens(queries, keys)
-    return _for_images(call.logits.source, call.images, call.keys, distance)
+    return _for_images(call.logits.source, call.images, {"uniform_entropy": math.log(call.keys)}, distance)
 
 
-def _for_images(like: Tensor, images: int, keys: int, distance: float | None) -> dict[str, Tensor]:
+def _for_images(like: Tensor, images: int, values: dict[str, float], distance: float | None) -> dict[str, Tensor]:
     dtype = torch.float32 if like.device.type == "mps" else torch.float64
-    values = {"uniform_entropy": math.log(keys)} | ({} if distance is None else {"uniform_distance": distance})
+    values |= {} if distance is None else {"uniform_distance": distance}
     return {name: torch.full((images,), value, dtype=dtype, device=like.device) for name, value in values.items()}
 
 

@@ -1,8 +1,9 @@
 """Features of chosen images, layer by layer: what :mod:`tcnn_probe.representation` looks at."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -105,7 +106,7 @@ def features(
         maps=maps,
         coords={"token": ["mean", *map(str, tokens)]},
         images=numbers,
-        layers=_choice(patterns),
+        layers=partial(_chosen, patterns),
     )
 
 
@@ -124,19 +125,15 @@ def _places(call: ForwardCall, channel_axis: int | None) -> Tensor:
     return x.movedim(channel_axis, -1).flatten(1, -2)
 
 
-def _choice(patterns: Sequence[str] | None) -> Callable[[Iterable[str]], Collection[str]]:
-    """From the names of all modules to those of the layers."""
-
-    def chosen(names: Iterable[str]) -> Collection[str]:
-        every = list(names)
-        if patterns is None:
-            return {name for name in every if _STAGE.fullmatch(name)}
-        found = {one: [name for name in every if name == one or fnmatchcase(name, one)] for one in patterns}
-        if lacking := [pattern for pattern, some in found.items() if not some]:
-            raise ValueError(f"no layers match {lacking[0]!r}: the model has {every[:4]} and {len(every) - 4} others")
-        return {name for some in found.values() for name in some}
-
-    return chosen
+def _chosen(patterns: Sequence[str] | None, names: Iterable[str]) -> Collection[str]:
+    """The names of the layers among those of all modules."""
+    every = list(names)
+    if patterns is None:
+        return {name for name in every if _STAGE.fullmatch(name)}
+    found = {one: [name for name in every if name == one or fnmatchcase(name, one)] for one in patterns}
+    if lacking := [pattern for pattern, some in found.items() if not some]:
+        raise ValueError(f"no layers match {lacking[0]!r}: the model has {every[:4]} and {len(every) - 4} others")
+    return {name for some in found.values() for name in some}
 
 
 _VARIABLES: dict[str, Any] = {
