@@ -5,10 +5,12 @@ and bias as they are, queries and keys after rotary embedding and normalisation.
 result, untouched.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ from tcnn_model.gpsa.precision import autocast_dtype
 from tcnn_probe.hooks.modes import is_transformed, unseen
 from tcnn_probe.hooks.products import SeenCopy, SeenOperand, SeenProduct
 
-__all__ = ["Interception", "Seen", "SeenAttention", "SeenJoin", "describe"]
+__all__ = ["Interception", "Seen", "SeenAttention", "SeenJoin", "describe", "multihead_arguments"]
 
+_MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 _CAUSAL = "causal: the tokens are a sequence"
 
 
@@ -133,76 +136,59 @@ def _softmax(output: Tensor, input: Tensor, dim: int | None = None, *args: Any, 
     return SeenAttention(logits=input, output=output)
 
 
-def _multihead(
-    output: tuple[Tensor, Tensor | None],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> SeenAttention:
+def multihead_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What a call of torch's multi-head attention was given, by name, defaults included."""
+    given = _MULTIHEAD.bind(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments
+
+
+def _multihead(output: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any) -> SeenAttention:
     """What torch's multi-head attention makes of its arguments before it attends; tokens come first, (N, B, d)."""
-    alone = query.ndim == 2
+    given = SimpleNamespace(**multihead_arguments(*args, **kwargs))
+    tokens, attn_mask = [given.query, given.key, given.value], given.attn_mask
+    alone = given.query.ndim == 2
     if alone:
-        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-    if use_separate_proj_weight or in_proj_weight is None:
-        weights = [q_proj_weight, k_proj_weight, v_proj_weight]
+        tokens = [x.unsqueeze(1) for x in tokens]
+    if given.use_separate_proj_weight or given.in_proj_weight is None:
+        weights = [given.q_proj_weight, given.k_proj_weight, given.v_proj_weight]
     else:
-        weights = list(in_proj_weight.chunk(3))
-    biases = [None] * 3 if in_proj_bias is None else list(in_proj_bias.chunk(3))
-    q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))  # type: ignore[arg-type]
-    extra = 0
-    if bias_k is not None and bias_v is not None:
-        k, v = (torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in ((k, bias_k), (v, bias_v)))
-        extra += 1
-    q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # (B, heads, N, d)
-    if add_zero_attn:
+        weights = given.in_proj_weight.chunk(3)
+    biases = [None] * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip(tokens, weights, biases, strict=True))
+    count = len(k)
+    if given.bias_k is not None and given.bias_v is not None:
+        own = (k, given.bias_k), (v, given.bias_v)
+        k, v = (torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in own)
+    q, k, v = (x.unflatten(-1, (given.num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # (B, heads, N, d)
+    if given.add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-        extra += 1
-    if attn_mask is None and is_causal:
-        attn_mask = torch.ones(q.shape[2], key.shape[0], dtype=torch.bool, device=q.device).triu(1)
+    extra = k.shape[2] - count
+    if attn_mask is None and given.is_causal:
+        attn_mask = torch.ones(q.shape[2], count, dtype=torch.bool, device=q.device).triu(1)
 
     def finish(attended: Tensor) -> Tensor:
-        merged = attended.permute(2, 0, 1, 3).flatten(2).to(out_proj_weight.dtype)
-        projected = F.linear(merged, out_proj_weight, out_proj_bias)
+        merged = attended.permute(2, 0, 1, 3).flatten(2).to(given.out_proj_weight.dtype)
+        projected = F.linear(merged, given.out_proj_weight, given.out_proj_bias)
         return projected.squeeze(1) if alone else projected
 
     masks = []
     if attn_mask is not None:
-        attn_mask = F.pad(attn_mask, (0, extra))
-        masks.append(attn_mask.unflatten(0, (-1, num_heads)) if attn_mask.ndim == 3 else attn_mask)
-    if key_padding_mask is not None:
-        masks.append(F.pad(key_padding_mask.reshape(-1, key_padding_mask.shape[-1]), (0, extra))[:, None, None, :])
+        attn_mask = _additive(F.pad(attn_mask, (0, extra)), q.dtype)
+        masks.append(attn_mask.unflatten(0, (-1, given.num_heads)) if attn_mask.ndim == 3 else attn_mask)
+    if (padding := given.key_padding_mask) is not None:
+        padding = F.pad(padding.reshape(-1, padding.shape[-1]), (0, extra))[:, None, None, :]
+        masks.append(_additive(padding, q.dtype))
     return SeenAttention(
         query=q,
         key=k,
         value=v,
         scale=q.shape[-1] ** -0.5,
-        mask=sum((_additive(mask, q.dtype) for mask in masks[1:]), _additive(masks[0], q.dtype)) if masks else None,
-        output=output[0] if dropout_p == 0 or not training else None,
+        mask=sum(masks[1:], masks[0]) if masks else None,
+        output=output[0] if given.dropout_p == 0 or not given.training else None,
         finish=finish,
         heads=1,
-        not_on_grid=_CAUSAL if is_causal else "keys of the layer's own follow the tokens" if extra else "",
+        not_on_grid=_CAUSAL if given.is_causal else "keys of the layer's own follow the tokens" if extra else "",
     )
 
 

@@ -1,6 +1,5 @@
 """Where the heads of a layer lie side by side while it runs, and can be edited before they are added up."""
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from tcnn_probe.attention.rebuild import (
     values_of,
 )
 from tcnn_probe.hooks.copy_safe import after_call
-from tcnn_probe.hooks.interception import SeenAttention, describe
+from tcnn_probe.hooks.interception import SeenAttention, describe, multihead_arguments
 from tcnn_probe.hooks.products import SeenCopy, SeenOperand, SeenProduct, Weighed
 from tcnn_probe.hooks.running import innermost_call
 from tcnn_probe.interventions.gated_content import content_of, with_content
@@ -85,8 +84,6 @@ class Todo:
 
 Plan = Callable[[int, int, int], Todo]
 """From the number of an attention in the layer's call, and of its heads and queries, to what is done to it."""
-
-_MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 class Editing(TorchFunctionMode):
@@ -220,7 +217,7 @@ class _Asked(HookPoint):
 
     def _multihead(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Torch's multi-head attention, with the identity for its projection until the heads are edited."""
-        given = _MULTIHEAD.bind(*args, **kwargs).arguments
+        given = multihead_arguments(*args, **kwargs)
         weight, bias = given["out_proj_weight"], given["out_proj_bias"]
         given["out_proj_weight"] = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
         given["out_proj_bias"] = None
