@@ -150,7 +150,7 @@ class AttentionStream:
 
     def remove(self) -> None:
         """Detach; may be called more than once, also in the middle of a forward."""
-        self._forwards.remove()
+        self._forwards.detach()
 
     def around(self, count: int) -> tuple[int, int] | None:
         """How many of so many tokens the model has before its grid, and after it; None if nothing shows it."""

@@ -10,17 +10,18 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
+from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.copy_safe import after_call, before_call
 from tcnn_probe.hooks.interception import Interception, Seen
-from tcnn_probe.hooks.modes import Mode, aside_depth, is_transformed, put_on, take_off, unseen
-from tcnn_probe.hooks.running import innermost_call, is_under, thread_is_under
+from tcnn_probe.hooks.modes import aside_depth, is_transformed, put_on, take_off, unseen
+from tcnn_probe.hooks.running import is_under
 
 __all__ = ["Forwards", "Listener", "Running"]
 
@@ -50,164 +51,111 @@ class Listener(Protocol):
         """The forward has ended: whole, with the output of its entry, or by an exception."""
 
 
-class Forwards:
-    """Tells a listener of each forward of a model that it wants, from its making until :meth:`remove`."""
+class Forwards(Calls["_Forward"]):
+    """Tells a listener of each forward of a model that it wants, from its making until :meth:`detach`."""
 
     def __init__(self, model: nn.Module, listener: Listener) -> None:
+        super().__init__(model, _Forward)
         self._listener = listener
         self._names = {module: name for name, module in model.named_modules()}
-        self._outermost: dict[int, _Forward] = {}  # by thread
-        self._followed: _Followed | None = None  # one of these
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._attached, self._aside = True, aside_depth()
-        self._lock = threading.Lock()
+        self._followed: _Forward | None = None  # one of those that are running
+        self._aside = aside_depth()
         try:
-            for entry, whole in dict(_entries(model)).items():
-                # Compiled away from parts, it breaks no graph; the hook of the whole model stops to look.
-                self._handles.append(before_call(entry, self._called, first=True, compiled=not whole))
-                self._handles.append(after_call(entry, self._returned, always=True, compiled=not whole))
+            self.attach()
         except BaseException:
-            self.remove()
+            self.detach()
             raise
 
-    @property
-    def attached(self) -> bool:
-        """Whether forwards are still followed."""
-        return self._attached
+    def attach(self) -> None:
+        """Hook the model and its parts."""
+        self._attached = True
+        for entry, whole in dict(_entries(self.module)).items():
+            # Compiled away from parts, it breaks no graph; the hook of the whole model stops to look.
+            self._handles.append(before_call(entry, self._begin, first=True, compiled=not whole))
+            self._handles.append(after_call(entry, self._end, always=True, compiled=not whole))
 
-    def remove(self) -> None:
-        """Detach; may be called more than once, also in the middle of a forward.
+    def detach(self) -> None:
+        """Remove the hooks, at once or when the forward has ended that another thread is in the middle of."""
+        with self._lock:
+            if self._followed is not None and not self._followed.goes_on():
+                self._abandon()
+            super().detach()
 
-        A forward that another thread is in the middle of takes the hooks away when it ends; if an exception ends it
-        that torch tells no hook of (SystemExit), the next call of the model or of this method does.
-        """
-        self._attached = False
-        followed = self._followed
-        if followed is None or followed.thread == threading.get_ident() or not followed.goes_on():
-            self._take_away()
-
-    def _take_away(self) -> None:
-        self._abandon()
-        self._outermost.clear()
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _called(self, entry: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        caller, inputs = innermost_call(sys._getframe()), [*args, *kwargs.values()]
-        if not self._attached:
-            self.remove()
-            return
-        if entry not in self._names or aside_depth() != self._aside:  # not in a shallow copy
-            return
-        thread = threading.get_ident()
-        outermost = self._outermost.get(thread)
-        if outermost is not None and outermost.is_running(caller):
-            outermost.depth += outermost.entry is entry
-            return
+    def begins(self, call: "_Forward") -> None:
+        """Follow it if no other one is followed, and the listener wants it."""
+        inputs = call.inputs
         with self._lock, torch._C.DisableTorchFunction():
-            if self._followed is not None and (self._followed is outermost or not self._followed.goes_on()):
+            if self._followed is not None and not self._followed.goes_on():
                 self._abandon()  # it was interrupted by what torch tells no hook of: Ctrl-C, SystemExit in a thread
-            if self._followed is not None or is_transformed(inputs) or not self._listener.wants(entry, inputs):
-                self._outermost[thread] = _Forward(entry, caller)
+            unwanted = self._followed is not None or is_transformed(inputs)
+            call.over = unwanted or not self._listener.wants(call.module, inputs)
+            if call.over:
                 return
-            self._followed = followed = _Followed(entry, caller, inputs, self._names, self._listener)
-            self._outermost[thread] = followed
-        try:
-            with followed.unseen():
-                self._listener.begins(entry, inputs)
-            followed.enter()
-        except BaseException:
-            self._abandon()
-            raise
+            self._followed = call
+        with call.unseen():
+            self._listener.begins(call.module, inputs)
+        call.follow(self._names, self._listener)
 
-    def _returned(self, entry: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        forward = self._outermost.get(threading.get_ident())
-        if forward is None or forward.entry is not entry:
+    def ends(self, call: "_Forward", output: Any) -> None:
+        """Tell the listener how it ended, if it was followed to its end."""
+        if call is not self._followed or not self._attached:
             return
-        if forward.depth:
-            forward.depth -= 1
-        elif not isinstance(forward, _Followed):
-            del self._outermost[forward.thread]
-        elif not self._attached:
-            self._take_away()
-        else:
-            self._end(forward, [*args, *kwargs.values()], output)
-
-    def _end(self, forward: "_Followed", inputs: Sequence[Any], output: Any) -> None:
-        failed, whole = sys.exc_info()[1] is not forward.handled, False
-        forward.leave()
-        with forward.unseen():
+        failed, whole = sys.exc_info()[1] is not call.handled, False
+        call.leave()
+        with call.unseen():
             try:
-                if not failed and self._listener.returned(forward.entry, inputs, output):
-                    self._listener.ran(forward.entry, inputs, output)
+                if not failed and self._listener.returned(call.module, call.inputs, output):
+                    self._listener.ran(call.module, call.inputs, output)
                 whole = not failed
             finally:
-                try:
-                    self._listener.ends(whole=whole, output=output)
-                finally:
-                    self._forget()
+                self._followed = None
+                self._listener.ends(whole=whole, output=output)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if module in self._names and aside_depth() == self._aside:  # not in a shallow copy
+            super()._begin(module, args, kwargs)
+
+    def _leave(self) -> None:
+        if self._followed is not None and self._followed.thread == threading.get_ident():
+            self._abandon()
+        super()._leave()
 
     def _abandon(self) -> None:
-        if self._followed is not None:
-            self._followed.leave()
-            try:
-                self._listener.ends(whole=False)
-            finally:
-                self._forget()
-
-    def _forget(self) -> None:
         followed, self._followed = self._followed, None
         if followed is not None:
-            self._outermost.pop(followed.thread, None)
+            followed.over = True
+            followed.leave()
+            self._listener.ends(whole=False)
 
 
-class _Forward:
-    """A forward of the model or of a part of it, from the outermost call on; calls inside it belong to it."""
+@dataclass(eq=False)
+class _Forward(Call):
+    """A forward of the model or of a part of it; if it is followed, with the stack of running modules."""
 
-    def __init__(self, entry: nn.Module, caller: FrameType | None) -> None:
-        self.entry, self.thread = entry, threading.get_ident()
-        self.handled = sys.exc_info()[1]
-        """The exception in whose handler the model was called, if any; at the end another one means failure."""
-        self.depth = 0
-        """How many calls of the entry are running within this one, of a model that calls itself."""
-        self._caller = caller
+    handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
+    """The exception in whose handler the model was called, if any; at the end another one means failure."""
 
-    def is_running(self, frame: FrameType | None) -> bool:
-        """Whether ``frame`` was called, directly or not, from the call of the entry."""
-        return is_under(frame, self._caller)
-
-    def goes_on(self) -> bool:
-        """Whether its thread is still in it."""
-        return self._caller is not None and thread_is_under(self.thread, self._caller)
-
-
-class _Followed(_Forward):
-    """One that is followed: the stack of running modules, and the modes and hooks that keep it."""
-
-    def __init__(
-        self, entry: nn.Module, caller: FrameType | None, inputs: Sequence[Any], names: Any, listener: Listener
-    ) -> None:
-        super().__init__(entry, caller)
-        self._names: Mapping[nn.Module, str] = names
-        self._listener = listener
-        self._running: list[tuple[nn.Module, Sequence[Any]]] = [(entry, inputs)]
+    def __post_init__(self) -> None:
+        self._running: list[tuple[nn.Module, Sequence[Any]]] = [(self.module, self.inputs)]
         self._quiet, self._aside = False, aside_depth()
-        self._modes: list[Mode] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
-    def enter(self) -> None:
+    def follow(self, names: Mapping[nn.Module, str], listener: Listener) -> None:
+        """Tell a listener of what runs in it."""
+        self._names, self._listener = names, listener
         self._handles.append(global_hooks.register_module_forward_pre_hook(self._called))
         self._handles.append(
             global_hooks.register_module_forward_hook(self._returned, with_kwargs=True, always_call=True)
         )
-        self._modes = put_on(Interception(self._asked))
+        self.modes = put_on(Interception(self._asked))
 
     def leave(self) -> None:
+        """No longer."""
         for handle in self._handles:
             handle.remove()
             global_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch forgets
         self._handles = []
-        take_off(self._modes)
+        take_off(self.modes)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._mine(module):
@@ -231,7 +179,7 @@ class _Followed(_Forward):
     def _asked(self, seen: Seen) -> None:
         if self._quiet or aside_depth() > self._aside:
             return
-        if not self.is_running(sys._getframe()):  # interrupted: what runs now is something else
+        if not is_under(sys._getframe(), self.frame):  # interrupted: what runs now is something else
             return
         place = len(self._running) - 1
         while place > 0 and isinstance(self._running[place][0], (nn.Softmax, nn.Dropout)):

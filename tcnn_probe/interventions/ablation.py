@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from tcnn_probe.attention.rebuild import head_count
+from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.modes import put_on
-from tcnn_probe.interventions.calls import Call, Calls
 from tcnn_probe.interventions.edits import Edit, Mode
 from tcnn_probe.interventions.given_attention import GivenAttention
 from tcnn_probe.interventions.given_images import GivenImages, as_batches
@@ -186,7 +186,7 @@ class _Forwards(Calls[Call]):
 
     def begins(self, call: Call) -> None:
         if self._taken is not None:
-            self._taken.check([*call.args, *call.kwargs.values()])
+            self._taken.check(call.inputs)
         call.modes = put_on()
 
     def returns(self, call: Call, output: Any) -> None:

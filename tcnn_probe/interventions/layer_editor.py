@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.edits import EDITS
 from tcnn_probe.hooks.modes import put_on
-from tcnn_probe.interventions.calls import Call, Calls
 from tcnn_probe.interventions.contributions import Terms, first_tensor, images_first, with_first_tensor
 from tcnn_probe.interventions.edits import Edit
 from tcnn_probe.interventions.gates import GATES, gate_editor
@@ -34,7 +34,7 @@ class _LayerCall(Call):
     point: HookPoint = field(init=False)
 
     def __post_init__(self) -> None:
-        self.point = hook_point(self.module, self._plan, [*self.args, *self.kwargs.values()])
+        self.point = hook_point(self.module, self._plan, self.inputs)
 
     def editing(self) -> Editing:
         return Editing(gate_editor(self.module, self.edits), self.point, over=lambda: self.over)

@@ -25,8 +25,19 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     frame: FrameType
+    thread: int = field(default_factory=threading.get_ident)
     modes: list[Mode] = field(default_factory=list)
     over: bool = False
+    depth: int = 0  # calls of the module that are running within this one, of a module that calls itself
+
+    @property
+    def inputs(self) -> list[Any]:
+        """By position and then by keyword."""
+        return [*self.args, *self.kwargs.values()]
+
+    def goes_on(self) -> bool:
+        """Whether its thread is still in it."""
+        return not self.over and thread_is_under(self.thread, self.frame)
 
 
 C = TypeVar("C", bound=Call)
@@ -51,6 +62,14 @@ class Calls(Generic[C]):
     def returns(self, call: C, output: Any) -> Any:
         """Called after it; anything but None replaces the output."""
 
+    def ends(self, call: C, output: Any) -> None:
+        """Called when it is over, also by an exception."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether calls are still followed."""
+        return self._attached
+
     def attach(self) -> None:
         """Hook the module."""
         self._attached = True
@@ -59,13 +78,16 @@ class Calls(Generic[C]):
         self._handles.append(after_call(self.module, self._end, always=True))
 
     def detach(self) -> None:
-        """Remove the hooks, once calls that other threads are in the middle of have ended; may be repeated."""
+        """Remove the hooks, once calls that other threads are in the middle of have ended; may be repeated.
+
+        If an exception ends one of these that torch tells no hook of (SystemExit), the module's next call removes them.
+        """
         with self._lock:
             self._attached = False
             self._leave()
-            for thread, call in self._running.items():
-                call.over = not thread_is_under(thread, call.frame)
-            while self._handles and all(call.over for call in self._running.values()):
+            for call in list(self._running.values()):
+                call.over = not call.goes_on()
+            while self._handles and all(call.over for call in list(self._running.values())):
                 self._handles.pop().remove()
 
     def current(self) -> C | None:
@@ -74,26 +96,37 @@ class Calls(Generic[C]):
         return call if call is not None and is_under(sys._getframe(), call.frame) else None
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self.current() is None:
-            self._leave()  # what was interrupted
-            if self._attached and (frame := innermost_call(sys._getframe())) is not None:
-                self._running[threading.get_ident()] = call = self._kind(module, args, kwargs, frame)
-                try:
-                    self.begins(call)
-                except BaseException:
-                    self._leave()
-                    raise
+        if (call := self.current()) is not None:
+            call.depth += call.module is module
+            return
+        self._leave()  # what was interrupted
+        if not self._attached:
+            self.detach()
+        elif (frame := innermost_call(sys._getframe())) is not None:
+            self._running[threading.get_ident()] = call = self._kind(module, args, kwargs, frame)
+            try:
+                self.begins(call)
+            except BaseException:
+                self._leave()
+                raise
 
     def _return(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         call = self.current()
-        if call is None or call.frame is not innermost_call(sys._getframe()):
+        if call is None or call.module is not module or call.depth:
             return None
         take_off(call.modes)
         return self.returns(call, output)
 
-    def _end(self, module: nn.Module, *rest: Any) -> None:
+    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
         call = self.current()
-        if call is not None and call.frame is innermost_call(sys._getframe()):
+        if call is None or call.module is not module:
+            return
+        if call.depth:
+            call.depth -= 1
+            return
+        try:
+            self.ends(call, output)
+        finally:
             self._leave()
             if not self._attached:
                 self.detach()
