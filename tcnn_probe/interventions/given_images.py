@@ -50,26 +50,14 @@ class TakenOverImages:
             raise ValueError(f"expected images of the size of images=, {tuple(self.size)}; got {tuple(size)}")
 
 
-def as_batches(images: GivenImages, model: nn.Module) -> Iterable[Tensor]:
-    """Batches as the model takes them, made one at a time.
-
-    Raises:
-        TypeError: what can be seen to be no batches without going through them; later, what turns out to be none.
-        ValueError: batches of images of different sizes.
-    """
+def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
+    """Batches as the model takes them, made one at a time; TypeError or ValueError if one is none of images."""
     if isinstance(images, Dataset) and not isinstance(images, IterableDataset):
         raise TypeError(f"expected batches of images, got single ones: {type(images).__name__}; give its DataLoader")
     if isinstance(images, Mapping) or (not isinstance(images, Tensor) and as_pictures(images) is not None):
         images = as_images(images, model)
-    known = [images] if isinstance(images, Tensor) else images if isinstance(images, (tuple, list)) else []
-    for given in known:
-        _as_batch(given, model)
-    return _batches(known or images, model)
-
-
-def _batches(images: Iterable[Any], model: nn.Module) -> Iterator[Tensor]:
     like, size = next(model.parameters(), None), None
-    for given in images:
+    for given in [images] if isinstance(images, Tensor) else images:
         batch = _as_batch(given, model)
         size = batch.shape[1:] if size is None else size
         if size != batch.shape[1:]:

@@ -1,7 +1,5 @@
 """How sparse the layers are in which the patches of ResMLP and MLP-Mixer talk (Touvron's thesis, Fig. 4.3)."""
 
-from collections.abc import Iterable
-
 import torch
 from timm.models.mlp_mixer import MixerBlock, ResBlock
 from torch import Tensor, nn
@@ -15,25 +13,19 @@ __all__ = ["CROSS_PATCH"]
 
 
 def _state(block: ResBlock | MixerBlock) -> dict[str, Tensor]:
-    tokens = [block.linear_tokens] if isinstance(block, ResBlock) else _linears(block.mlp_tokens)
-    channels = block.mlp_channels
-    shares = {
-        "cross_patch_sparsity": _share_of_small(tokens),
-        "fc1_sparsity": _share_of_small([channels.fc1]),
-        "fc2_sparsity": _share_of_small([channels.fc2]),
+    parts = {
+        "cross_patch_sparsity": block.linear_tokens if isinstance(block, ResBlock) else block.mlp_tokens,
+        "fc1_sparsity": block.mlp_channels.fc1,
+        "fc2_sparsity": block.mlp_channels.fc2,
     }
+    shares = {name: _share_of_small(part) for name, part in parts.items()}
     return {name: share for name, share in shares.items() if share is not None}
 
 
-def _linears(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if isinstance(part, nn.Linear)]
-
-
-def _share_of_small(layers: Iterable[nn.Module]) -> Tensor | None:
-    """Share of the layers' weights that are near zero beside the largest one of their layer; None without weights."""
-    sizes = [
-        part.weight.to(at_least_float32(part.weight.dtype)).abs() for part in layers if isinstance(part, nn.Linear)
-    ]
+def _share_of_small(module: nn.Module) -> Tensor | None:
+    """Share of weights in linear layers below 5 % of the largest one of their layer; None without such layers."""
+    weights = [part.weight for part in module.modules() if isinstance(part, nn.Linear)]
+    sizes = [weight.to(at_least_float32(weight.dtype)).abs() for weight in weights]
     small = [(size < NEAR_ZERO * size.amax()).flatten() for size in sizes]
     return torch.cat(small).double().mean() if small else None
 

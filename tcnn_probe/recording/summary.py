@@ -1,9 +1,8 @@
 """A recorder in words: what a notebook shows of it, and what is said where its epochs were forgotten."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
 
-__all__ = ["as_html", "as_text", "forgotten", "rows"]
+__all__ = ["forgotten", "rows"]
 
 
 def rows(
@@ -25,17 +24,6 @@ def rows(
         "unsupported": "; ".join(f"{layer}: {why}" for layer, why in unsupported.items()) or "nothing",
         "kept in": place,
     }
-
-
-def as_text(title: str, shown: Mapping[str, str]) -> str:
-    """A line for each row."""
-    return "\n".join([title, *(f"  {name}: {value}" for name, value in shown.items())])
-
-
-def as_html(title: str, shown: Mapping[str, str]) -> str:
-    """A table."""
-    cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in shown.items())
-    return f"<table><caption>{escape(title)}</caption>{''.join(cells)}</table>"
 
 
 def forgotten(along: str, *, marked: bool, images: int, training: int) -> str:
