@@ -17,6 +17,7 @@ __all__ = ["LayerMaps", "MapKeeper", "Wanted"]
 
 Grid = tuple[int, int]
 Pixels = Sequence[tuple[int, int]]
+_AT_ONCE = 64  # queries
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ class MapKeeper(AttentionListener):
             return None
         arrays = {}
         for name, some in rows.items():
-            maps = _of_windows(call, some) if _in_windows(call) else _of_images(call, some)
-            arrays[name] = self._wanted.of_heads(maps).cpu().unflatten(-1, keys)
+            maps = (_of_windows if _in_windows(call) else _of_images)(call, some, self._wanted)
+            arrays[name] = maps.unflatten(-1, keys)
         if "class_attention" in arrays:
             arrays["class_attention"] = arrays["class_attention"][:, :, 0]
         if "attention" in arrays and queries is not None and self._wanted.queries is None:
@@ -173,13 +174,16 @@ def _grids(call: AttentionCall) -> tuple[Grid | None, Grid | None, str]:
     return call.cut.grid, call.cut.grid if call.queries == call.keys else None, call.layout.reason
 
 
-def _of_images(call: AttentionCall, queries: range | list[int]) -> Tensor:
+def _of_images(call: AttentionCall, queries: range | list[int], wanted: Wanted) -> Tensor:
     """Attention of some queries to all cells of the image's grid: (B, heads, queries, cells)."""
-    slices = [slice(queries.start, queries.stop)] if isinstance(queries, range) else [slice(n, n + 1) for n in queries]
-    return torch.cat([call.weights(some)[:, 0, :, :, call.layout.prefix :] for some in slices], 2)
+    slices = [slice(n, n + 1) for n in queries]
+    if isinstance(queries, range):  # all of them, a few at a time: heads that are not wanted need no room then
+        slices = [slice(n, min(n + _AT_ONCE, queries.stop)) for n in queries[::_AT_ONCE]]
+    rows = (call.weights(some)[:, 0, :, :, call.layout.prefix :] for some in slices)
+    return torch.cat([wanted.of_heads(some).cpu() for some in rows], 2)
 
 
-def _of_windows(call: AttentionCall, queries: range | list[int]) -> Tensor:
+def _of_windows(call: AttentionCall, queries: range | list[int], wanted: Wanted) -> Tensor:
     """Attention of some cells of the image's grid to all of its cells: (B, heads, queries, cells)."""
     assert call.cut is not None
     cells = call.cut.cells()
@@ -189,6 +193,7 @@ def _of_windows(call: AttentionCall, queries: range | list[int]) -> Tensor:
     at = place[list(queries)]
     window, token = at // call.keys, at % call.keys
     rows = call.weights(slice(None)).cpu()[:, window, :, token].permute(1, 2, 0, 3)  # (B, heads, queries, tokens)
+    rows = wanted.of_heads(rows)
     maps = rows.new_zeros(*rows.shape[:3], count + 1)  # the last for the padding
     seen = cells[window].where(cells[window] >= 0, count)
     return maps.scatter_(-1, seen.expand_as(rows), rows)[..., :count]
