@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tcnn_probe.hooks.copy_safe import after_call, before_call
+from tcnn_probe.hooks.copy_safe import add_hook
 from tcnn_probe.hooks.modes import Mode, take_off
 from tcnn_probe.hooks.running import innermost_call, is_under, thread_is_under
 
@@ -73,9 +73,9 @@ class Calls(Generic[C]):
     def attach(self) -> None:
         """Hook the module."""
         self._attached = True
-        self._handles.append(before_call(self.module, self._begin))
-        self._handles.append(after_call(self.module, self._return, first=True))
-        self._handles.append(after_call(self.module, self._end, always=True))
+        self._handles.append(add_hook(self.module, self._begin))
+        self._handles.append(add_hook(self.module, self._return, after=True, first=True))
+        self._handles.append(add_hook(self.module, self._end, after=True, always=True))
 
     def detach(self) -> None:
         """Remove the hooks, once calls that other threads are in the middle of have ended; may be repeated.

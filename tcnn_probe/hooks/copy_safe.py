@@ -7,17 +7,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["CopySafeHook", "after_call", "before_call"]
+__all__ = ["CopySafeHook", "add_hook"]
 
 
 class CopySafeHook:
-    """Hook that does nothing in a copy or a pickle of its module but go away when it is called there.
-
-    Args:
-        act: called as ``act(module, args, kwargs)`` before the module runs, or ``act(module, args, kwargs, output)``
-            after it; what it returns is given to torch.
-        after: whether it is called after.
-    """
+    """Hook that does nothing in a copy or a pickle of its module but go away when it is called there."""
 
     def __init__(self, act: Callable[..., Any] | None, *, after: bool = False) -> None:
         self._act, self._after = act, after
@@ -60,29 +54,29 @@ def _without_effect(kind: type[CopySafeHook], number: int) -> CopySafeHook:
     return hook
 
 
-def before_call(
-    module: nn.Module, act: Callable[..., Any], *, first: bool = False, compiled: bool = False
+def add_hook(
+    module: nn.Module,
+    act: Callable[..., Any],
+    *,
+    after: bool = False,
+    first: bool = False,
+    always: bool = False,
+    compiled: bool = False,
 ) -> RemovableHandle:
-    """Call ``act(module, args, kwargs)`` before each call of a module; see :func:`after_call` for the arguments."""
-    hook = _CompiledAway(act) if compiled else CopySafeHook(act)
-    handle = module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
-    hook.number = handle.id
-    return handle
-
-
-def after_call(
-    module: nn.Module, act: Callable[..., Any], *, first: bool = False, always: bool = False, compiled: bool = False
-) -> RemovableHandle:
-    """Call ``act(module, args, kwargs, output)`` after each call of a module.
+    """Call ``act(module, args, kwargs)`` before each call of a module, or ``act(module, args, kwargs, output)`` after.
 
     Args:
         module: to hook.
-        act: what to call; a tensor that it returns replaces the output.
+        act: what to call; a tensor that it returns after the call replaces the output.
+        after: whether after the call.
         first: whether before the hooks that are there.
-        always: whether also where the module raised an exception.
+        always: whether, after the call, also where the module raised an exception.
         compiled: whether torch.compile may leave the hook out.
     """
-    hook = _CompiledAway(act, after=True) if compiled else CopySafeHook(act, after=True)
-    handle = module.register_forward_hook(hook, prepend=first, with_kwargs=True, always_call=always)
+    hook = (_CompiledAway if compiled else CopySafeHook)(act, after=after)
+    if after:
+        handle = module.register_forward_hook(hook, prepend=first, with_kwargs=True, always_call=always)
+    else:
+        handle = module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
     hook.number = handle.id
     return handle

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 
 from tcnn_probe.hooks.calls import Call, Calls
-from tcnn_probe.hooks.copy_safe import after_call, before_call
+from tcnn_probe.hooks.copy_safe import add_hook
 from tcnn_probe.hooks.interception import Interception, Seen
 from tcnn_probe.hooks.modes import aside_depth, is_transformed, put_on, take_off, unseen
 from tcnn_probe.hooks.running import is_under
@@ -71,22 +71,13 @@ class Forwards(Calls["_Forward"]):
         self._attached = True
         for entry, whole in dict(_entries(self.module)).items():
             # Compiled away from parts, it breaks no graph; the hook of the whole model stops to look.
-            self._handles.append(before_call(entry, self._begin, first=True, compiled=not whole))
-            self._handles.append(after_call(entry, self._end, always=True, compiled=not whole))
-
-    def detach(self) -> None:
-        """Remove the hooks, at once or when the forward has ended that another thread is in the middle of."""
-        with self._lock:
-            if self._followed is not None and not self._followed.goes_on():
-                self._abandon()
-            super().detach()
+            self._handles.append(add_hook(entry, self._begin, first=True, compiled=not whole))
+            self._handles.append(add_hook(entry, self._end, after=True, always=True, compiled=not whole))
 
     def begins(self, call: "_Forward") -> None:
         """Follow it if no other one is followed, and the listener wants it."""
         inputs = call.inputs
         with self._lock, torch._C.DisableTorchFunction():
-            if self._followed is not None and not self._followed.goes_on():
-                self._abandon()  # it was interrupted by what torch tells no hook of: Ctrl-C, SystemExit in a thread
             unwanted = self._followed is not None or is_transformed(inputs)
             call.over = unwanted or not self._listener.wants(call.module, inputs)
             if call.over:
@@ -116,16 +107,15 @@ class Forwards(Calls["_Forward"]):
             super()._begin(module, args, kwargs)
 
     def _leave(self) -> None:
-        if self._followed is not None and self._followed.thread == threading.get_ident():
-            self._abandon()
-        super()._leave()
-
-    def _abandon(self) -> None:
-        followed, self._followed = self._followed, None
-        if followed is not None:
-            followed.over = True
-            followed.leave()
-            self._listener.ends(whole=False)
+        with self._lock:
+            super()._leave()
+            followed = self._followed
+            # Also one that was interrupted by what torch tells no hook of: Ctrl-C, SystemExit in a thread.
+            if followed is not None and (followed.thread == threading.get_ident() or not followed.goes_on()):
+                self._followed = None
+                followed.over = True
+                followed.leave()
+                self._listener.ends(whole=False)
 
 
 @dataclass(eq=False)

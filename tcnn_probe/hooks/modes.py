@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -89,13 +89,10 @@ def take_off(modes: list[Mode]) -> None:
 
 def _take_off(mode: Mode) -> None:
     above: list[Any] = []
-    stack: Callable[[], list[Any]]
-    pop: Callable[[], Any]
-    push: Callable[[Any], None]
+    functions: tuple[Any, Any, Any] = _get_current_function_mode_stack, _pop_mode, _push_mode
     if isinstance(mode, TorchDispatchMode):
-        stack, pop, push = dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode
-    else:
-        stack, pop, push = _get_current_function_mode_stack, _pop_mode, _push_mode
+        functions = dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode
+    stack, pop, push = functions
     while (there := stack()) and there[-1] is not mode:
         above.append(pop())
     if there:

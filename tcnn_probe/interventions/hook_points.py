@@ -25,7 +25,7 @@ from tcnn_probe.attention.rebuild import (
     logits_of,
     values_of,
 )
-from tcnn_probe.hooks.copy_safe import after_call
+from tcnn_probe.hooks.copy_safe import add_hook
 from tcnn_probe.hooks.interception import SeenAttention, describe, multihead_arguments
 from tcnn_probe.hooks.products import SeenCopy, SeenOperand, SeenProduct, Weighed
 from tcnn_probe.hooks.running import innermost_call
@@ -144,7 +144,7 @@ def edits_head_outputs(module: nn.Module, point: Callable[[], HookPoint | None])
         editor = point()
         return None if editor is None else editor.edit_all(output)
 
-    return [after_call(module.head_outputs, edit)] if isinstance(module, GPSA) else []
+    return [add_hook(module.head_outputs, edit, after=True)] if isinstance(module, GPSA) else []
 
 
 class _Projection(HookPoint):
