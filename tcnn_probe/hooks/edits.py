@@ -1,17 +1,18 @@
 """What is edited in layers while they run, for those who read a layer between its forwards."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from tcnn_probe.hooks.modes import only_modes_from_here
 
-__all__ = ["EDITS", "edited"]
+__all__ = ["EDITORS", "edited"]
 
-EDITS: WeakKeyDictionary[nn.Module, Callable[[], AbstractContextManager[object]]] = WeakKeyDictionary()
-"""What :func:`edited` enters, by module. A copy of the module has none."""
+EDITORS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""What edits a module, by module, with a method ``reading()``, which :func:`edited` enters. A copy has none."""
 
 
 @contextmanager
@@ -21,8 +22,8 @@ def edited(module: nn.Module) -> Iterator[None]:
     Function modes that the edit enters are in effect, also where torch functions are hidden from all modes; nobody
     else's are.
     """
-    if (edit := EDITS.get(module)) is None:
+    if (editor := EDITORS.get(module)) is None:
         yield
         return
-    with only_modes_from_here(), edit():
+    with only_modes_from_here(), editor.reading():
         yield

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from tcnn_probe.hooks.calls import Call, Calls
-from tcnn_probe.hooks.edits import EDITS
+from tcnn_probe.hooks.edits import EDITORS
 from tcnn_probe.hooks.modes import put_on
 from tcnn_probe.interventions.contributions import Terms, first_tensor, images_first, with_first_tensor
 from tcnn_probe.interventions.edits import Edit
@@ -73,23 +72,21 @@ class LayerEditor(Calls[_LayerCall]):
     def add(cls, edit: Edit) -> None:
         """Have one more thing done."""
         with _LOCK:
-            editor = _EDITORS.setdefault(edit.module, cls(edit.module))
+            editor = EDITORS.setdefault(edit.module, cls(edit.module))
             editor._edits = (*editor._edits, edit)
             if len(editor._edits) == 1:
                 editor.attach()
                 editor._handles += edits_head_outputs(edit.module, editor._point)
-                EDITS[edit.module] = editor.reading
 
     @classmethod
     def remove(cls, edit: Edit) -> None:
         """Have it done no longer; may be called in the middle of a forward, and again."""
         with _LOCK:
-            editor = _EDITORS.get(edit.module)
+            editor = EDITORS.get(edit.module)
             if editor is not None and edit in editor._edits:
                 editor._edits = tuple(other for other in editor._edits if other is not edit)
                 if not editor._edits:
-                    del _EDITORS[edit.module]
-                    EDITS.pop(edit.module, None)
+                    del EDITORS[edit.module]
                     editor.detach()
 
     def begins(self, call: _LayerCall) -> None:
@@ -143,9 +140,6 @@ class LayerEditor(Calls[_LayerCall]):
     def _point(self) -> HookPoint | None:
         call = self.current()
         return None if call is None else call.point
-
-
-_EDITORS: WeakKeyDictionary[nn.Module, LayerEditor] = WeakKeyDictionary()
 
 
 def _check(call: _LayerCall) -> None:

@@ -7,7 +7,6 @@ That is ``-alpha ||delta - Delta||^2`` up to a constant, with ``alpha = -w_2`` a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from timm.models.convit import GPSA as ConViTLayer
@@ -17,6 +16,7 @@ from tcnn_model import GPSA as GPSALayer
 from tcnn_model.gpsa.statistics import apply_and_measure, measure
 from tcnn_probe.attention.gated import gated_attention, gated_values
 from tcnn_probe.attention.patterns import Pattern, gated_patterns
+from tcnn_probe.attention.rebuild import head_count
 from tcnn_probe.attention.statistics import gated_attention_statistics
 from tcnn_probe.attention.uniform import uniform_gated_attention
 from tcnn_probe.probes.probe import ForwardCall, Probe
@@ -105,16 +105,12 @@ def _rebuild(call: ForwardCall) -> Tensor | None:
     return layer.proj.forward(gathered.transpose(1, 2).flatten(2)) if of_convit else layer.combine(gathered, attention)
 
 
-def _facts(layer: Any) -> dict[str, Any]:
-    return {"heads": layer.heads if isinstance(layer, GPSALayer) else layer.num_heads}
-
-
 GPSA = Probe(
     "gpsa",
     _VARIABLES,
     GPSALayer,
     group="",
-    facts=_facts,
+    facts=lambda layer: {"heads": head_count(layer)},
     state=_state_of_gpsa,
     measure=_measure,
     maps=_maps,

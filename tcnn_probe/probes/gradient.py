@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tcnn_model import GPSA
 from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_probe.attention import known_layers as known
+from tcnn_probe.attention.rebuild import head_count
 from tcnn_probe.probes.probe import NotMeasuredError, Probe
 from tcnn_probe.probes.variables import HEAD
 from tcnn_probe.schema import Variable
@@ -117,22 +118,19 @@ _READERS: Mapping[str, Callable[[Any], Own]] = {
 
 def _is_expected(layer: nn.Module) -> bool:
     """Whether it is known, or has heads and looks like attention."""
-    says = any(isinstance(getattr(layer, name, None), int) for name in ("num_heads", "heads"))
+    says = head_count(layer) is not None
     return known.lookup_unchanged(_READERS, layer) is not None or (says and known.looks_like_attention(layer))
-
-
-def _heads(layer: Any) -> int:
-    return getattr(layer, "num_heads", None) or layer.heads
 
 
 def _gradients(layer: nn.Module) -> dict[str, list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]:
     reader = known.lookup_unchanged(_READERS, layer)
     if reader is None:
         raise NotMeasuredError(f"how the heads of {type(layer).__name__} share its parameters is not known")
+    heads: Any = head_count(layer)  # whoever is known here says it
     own: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
     for parameter, blocks in reader(layer):
         if isinstance(parameter, nn.Parameter):
-            own.append((parameter, partial(_by_head, blocks=blocks, heads=_heads(layer))))
+            own.append((parameter, partial(_by_head, blocks=blocks, heads=heads)))
         elif parameter is not None:
             raise NotMeasuredError("a weight is computed from other parameters")
     return {"gradient_norm": own}
@@ -153,6 +151,6 @@ GRADIENT = Probe(
         )
     },
     _is_expected,
-    facts=lambda layer: {"heads": _heads(layer)},
+    facts=lambda layer: {"heads": head_count(layer)},
     gradients=_gradients,
 )
