@@ -79,7 +79,6 @@ class Interception(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function, and look at what it was."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if func in _DESCRIBE:
