@@ -112,17 +112,16 @@ class Calls(Generic[C]):
 
     def _return(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         call = self.current()
-        if call is None or call.module is not module or call.depth:
+        if call is None or not self._is_of(call, module):
             return None
         take_off(call.modes)
         return self.returns(call, output)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
         call = self.current()
-        if call is None or call.module is not module:
-            return
-        if call.depth:
-            call.depth -= 1
+        if call is None or not self._is_of(call, module):
+            if call is not None:
+                call.depth -= call.module is module
             return
         try:
             self.ends(call, output)
@@ -130,6 +129,10 @@ class Calls(Generic[C]):
             self._leave()
             if not self._attached:
                 self.detach()
+
+    def _is_of(self, call: C, module: nn.Module) -> bool:
+        """Whether a hook is that of the call, not of one within it; torch.compile may end a call in another frame."""
+        return call.module is module and (not call.depth or innermost_call(sys._getframe()) is call.frame)
 
     def _leave(self) -> None:
         call = self._running.pop(threading.get_ident(), None)

@@ -125,6 +125,30 @@ def test_a_thread_that_is_in_the_middle_of_a_forward(error: BaseException | None
     assert before == Trace(model)
 
 
+def test_hooks_that_a_thread_has_left_go_at_the_next_call() -> None:
+    """It was in the middle of a forward when the ablation ended, and ended by what torch tells no hook of."""
+    model, inside, ended = Both(), threading.Event(), threading.Event()
+    before = Trace(model)
+
+    def stop(module: nn.Module, args: tuple[Tensor]) -> None:
+        inside.set()
+        ended.wait()
+        raise SystemExit
+
+    def work() -> None:
+        with suppress(SystemExit):
+            model(X)
+
+    thread = threading.Thread(target=work)
+    with ablated(model), model.softmax.register_forward_pre_hook(stop):
+        thread.start()
+        inside.wait()
+    ended.set()
+    thread.join()
+    model(X)
+    assert before == Trace(model)
+
+
 def tiny_vit(seed: int) -> VisionTransformer:
     """One block of 3 heads on 1 + 2 x 3 tokens."""
     torch.manual_seed(seed)
