@@ -110,7 +110,7 @@ def attention_maps(
 
     Raises:
         ValueError: no layer has attention whose grid is known; queries outside of the images; more than ``max_bytes``.
-        TypeError: ``model`` is no module, or ``images`` are no images.
+        TypeError: ``model`` is no module, ``images`` are no images, or a head is no integer.
     """
     check_model(model)
     images = as_images(images, model)

@@ -86,7 +86,7 @@ class Recorder:
 
     Raises:
         ValueError: a layer, a probe or an option that is unknown; a store that holds something else (StoreError).
-        TypeError: ``model`` is no module, or is compiled: what it does could not be seen.
+        TypeError: ``model`` is no module, or is compiled: what it does could not be seen; a number that is none.
     """
 
     def __init__(
