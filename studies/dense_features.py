@@ -8,8 +8,8 @@ The paper fine-tunes its trunks within a segmentation network. Here the trunk st
 linear classifier of each place's features has to tell the strokes of the whole digit from background and from the
 fragments of other digits around it (``tcnn_probe.representation.dense_probe``).
 
-What one should see (dense_features.png): while it learns the labels alone, the stages of the ResNet come to find more
-of the strokes. The blocks of the PatchConvNet, all on one grid, find as much before training as after. A coarse grid
+What one should see (dense_features.png): while it learns the labels alone, the first stages of the ResNet come to find
+more of the strokes. The blocks of the PatchConvNet, all on one grid, find most of them before training. A coarse grid
 cannot follow strokes: the short line is what a grid allows, found by a classifier that is told the share of strokes in
 each cell. So the last stage of the T-CNN, on twice the grid, finds far more than that of the ResNet; most of that the
 ResNet at stride 1 does as well, which has its grid and no attention.

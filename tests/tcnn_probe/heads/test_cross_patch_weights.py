@@ -1,14 +1,15 @@
 """Layers between patches whose kind is known, and loops over pairs of patches."""
 
 import math
+from collections import defaultdict
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
-from timm.models.beit import Attention as BeitAttention
 from timm.models.mlp_mixer import Affine, MixerBlock, MlpMixer, ResBlock
-from timm.models.swin_transformer import WindowAttention
 from torch import nn
 
 import tcnn_probe
@@ -16,6 +17,9 @@ from tcnn_probe.heads import translation_equivariance
 
 H, W = 5, 7
 PLACES = list(product(range(H), range(W)))
+PAIRS, OFFSETS = (H * W) ** 2, (2 * H - 1) * (2 * W - 1)
+DEVIATION = math.sqrt(2 * (OFFSETS - 1) / ((PAIRS - OFFSETS) * (PAIRS - 1)))
+"""Standard deviation of 1 - W / T of random numbers: chi-squares of n - g and n - 1 degrees, W a part of T."""
 
 
 def mlp_model(block: type[nn.Module] = ResBlock) -> MlpMixer:
@@ -48,10 +52,7 @@ def test_of_known_matrices() -> None:
         assert one.translation_equivariance.item() == pytest.approx(1, abs=1e-12)
     assert 0 < convolution.attention_distance < math.sqrt(2)
     assert float(convolution.near_zero) == pytest.approx(float((toeplitz().abs() < 0.05 * 4).double().mean()))
-    # 1 - W / T of a random one: chi-squares of n - g and n - 1 degrees of freedom, the first a part of the second.
-    n, groups = (H * W) ** 2, (2 * H - 1) * (2 * W - 1)
-    deviation = math.sqrt(2 * (groups - 1) / ((n - groups) * (n - 1)))
-    assert abs(float(random.translation_equivariance)) < 4 * deviation
+    assert abs(float(random.translation_equivariance)) < 4 * DEVIATION
     rows = torch.randn(4000, H * W, generator=torch.Generator().manual_seed(2)).abs()
     shares = rows / rows.sum(1, keepdim=True)
     assert float(random.entropy) == pytest.approx(float(-(shares * shares.log()).sum(1).mean()), abs=0.05)
@@ -100,19 +101,48 @@ def test_of_mlp_mixer_it_is_the_product() -> None:
         np.testing.assert_allclose(found.sel(y=key // W, x=key % W), effect, atol=1e-12)
 
 
+def equivariance(pattern: np.ndarray, prefix: int) -> float:
+    """By loops over pairs of patches."""
+    of_offset = defaultdict(list)
+    for (q, (y, x)), (k, (v, u)) in product(enumerate(PLACES, prefix), repeat=2):
+        of_offset[v - y, u - x].append(pattern[q, k])
+    within = sum(np.square(some - np.mean(some)).sum() for some in of_offset.values())
+    return float(1 - within / (PAIRS - OFFSETS) / np.var(pattern[prefix:, prefix:], ddof=1))
+
+
 @pytest.mark.parametrize("kind", ["swin", "beit"])
 def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
-    """Rebuilt by the model from its table, with a class token in BEiT; with the queries backwards it is none."""
+    """In a Swin and a BEiT of one layer, whose queries are 0; with the queries backwards, and random, it is none.
+
+    The attention that it gives, recorded, is not quite one: at the border there are fewer keys to share it.
+    """
+    shape: dict[str, Any] = {"embed_dim": 8, "num_classes": 2}
     if kind == "swin":
-        layer, prefix = WindowAttention(8, num_heads=2, window_size=(H, W)), 0
+        shape |= {"img_size": (4 * H, 4 * W), "window_size": (H, W), "depths": (1,), "num_heads": (2,)}
+        model, prefix = timm.create_model("swin_tiny_patch4_window7_224", **shape), 0
     else:
-        layer, prefix = BeitAttention(8, num_heads=2, window_size=(H, W)), 1
-    nn.init.normal_(layer.relative_position_bias_table)
-    bias = layer._get_rel_pos_bias().detach().double().numpy().reshape(2, prefix + H * W, prefix + H * W)
+        shape |= {"img_size": (16 * H, 16 * W), "depth": 1, "num_heads": 2}
+        model, prefix = timm.create_model("beit_base_patch16_224", **shape), 1
+    (layer,) = (one for one in model.modules() if hasattr(one, "relative_position_bias_table"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        layer.relative_position_bias_table.normal_(generator=generator)
+        layer.qkv.weight.zero_()  # the biases of queries are 0 already
+    bias = layer.relative_position_bias_table[layer.relative_position_index].permute(2, 0, 1).detach().double()
     places = np.array([(math.nan, math.nan)] * prefix + PLACES)
-    np.testing.assert_allclose(translation_equivariance(bias, places, places), 1, atol=1e-12)
+    np.testing.assert_allclose(translation_equivariance(bias.numpy(), places, places), 1, atol=1e-12)
     backwards = np.concatenate([places[:prefix], places[prefix:][::-1]])
-    assert (translation_equivariance(bias, backwards, places) < 0.1).all()
+    assert (translation_equivariance(bias.numpy(), backwards, places) < 0.1).all()
+    noise = torch.randn(bias.shape, generator=generator).numpy()
+    assert (abs(translation_equivariance(noise, places, places)) < 4 * DEVIATION).all()
+
+    with tcnn_probe.record(model.eval()) as recorder, torch.no_grad():
+        model(torch.randn(2, 3, *shape["img_size"], generator=generator))
+        recorder.mark(epoch=0)
+    expected = [equivariance(one, prefix) for one in bias.softmax(-1).numpy()]
+    assert 0.9 < min(expected) <= max(expected) < 0.99
+    found = recorder.dataset.translation_equivariance.squeeze()
+    np.testing.assert_allclose(found, expected, atol=32 * np.finfo(np.float32).eps)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int16"])
