@@ -214,7 +214,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_output(parser)
     args = parsed(parser, arguments, "coarse_labels")
     if args.small:
-        fill_in(args, {"seeds": 1, "epochs": 3, "lr": 3e-3, "ema": 0.9})
+        fill_in(args, {"seeds": 1, "epochs": 3, "ema": 0.9})
     fill_in(args, {"seeds": 3, "epochs": 10, "lr": 8e-3, "ema": 0.99})
     return args
 
