@@ -2,7 +2,7 @@
 
     python studies/representations.py
 
-Takes about 3 minutes on one CPU core.
+Takes about 2 minutes on one CPU core.
 
 The paper asks how representations evolve when convolutions become attention, and shows gates, spans and maps. Here are
 the representations themselves.
