@@ -210,7 +210,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=positive_number, help="peak learning rate of both (default: 0.008)")
     add("--ema", type=positive_number, help="decay of Grafit's target network (default: 0.99)")
     add("--seeds", type=from_least(1), help="trainings of each kind, from --seed on (default: 3)")
-    add_machine(group, small="1 seed, 3 epochs, 10 seconds")
+    add_machine(group, small="1 seed, 3 epochs, 20 seconds")
     add_output(parser)
     args = parsed(parser, arguments, "coarse_labels")
     if args.small:
