@@ -143,7 +143,7 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
             except ValueError:
                 return runs, loaders  # a transformer: its own class token will do
             name = f"{args.model}, attention pooling"
-            runs.append(Run(name, lambda m: with_attention_pool(m[args.model]), args.epochs, args.pool_lr))
+            runs.append(Run(name, lambda m: with_attention_pool(m[args.model]), args.epochs, args.lr))
         elif not pool.per_class:
             runs.append(Run(f"{args.model}, by class", lambda m: specialize(m[args.model]), args.epochs, args.lr))
     return runs, loaders
@@ -196,7 +196,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=from_least(0), help=epochs)
     add("--batch-size", type=from_least(1), help="images per step (default: 32)")
     add("--lr", type=positive_number, default=1e-4, help="of fine-tuning on --data (default: 1e-4)")
-    add("--pool-lr", type=positive_number, default=1e-3, help="of a new attention pool on --data (default: 1e-3)")
     add_machine(training, small="6 epochs, 20 seconds")
     add = parser.add_argument_group("saliency").add_argument
     add("--images", type=from_least(1), help="validation images to explain, spread evenly (default: 48; 32 of --data)")
