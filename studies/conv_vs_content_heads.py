@@ -2,7 +2,7 @@
 
     python studies/conv_vs_content_heads.py
 
-Takes about 12 minutes on two CPU cores.
+Takes about 14 minutes on two CPU cores.
 
 What one should see (conv_vs_content_heads.png): without the convolutional heads accuracy falls, but it stays if these
 look where they look on average ("static"). What the content heads are worth, and what content is worth to them, is said
