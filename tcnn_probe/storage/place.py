@@ -3,7 +3,7 @@
 import os
 import re
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from zarr.abc.store import Store
 from zarr.buffer import default_buffer_prototype
 
 # zarr's own event loop: the connections of a remote store belong to the loop that zarr reads them in.
-from zarr.core.sync import collect_aiterator, sync
+from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LocalStore, MemoryStore
 
 from tcnn_probe.storage.errors import StoreError
@@ -69,7 +69,7 @@ class Place:
 
     def check_replaceable(self) -> None:
         """Refuse to delete what a recording has not written: StoreError if other files lie in it."""
-        if others := [key for key in collect_aiterator(self.store.list()) if not _OWN.fullmatch(key)]:
+        if others := [key for key in run(_listed(self.store.list)) if not _OWN.fullmatch(key)]:
             raise StoreError(f"{self.name} holds more than a recording, and is not replaced: {sorted(others)[0]!r}")
 
     def root(self) -> bytes | None:
@@ -79,7 +79,7 @@ class Place:
                 raise self.something_else("a file")
             return None
         text = run(get(self.store, ROOT))
-        there = [] if text is not None else [*collect_aiterator(self.store.list_dir(""))]
+        there = [] if text is not None else run(_listed(self.store.list_dir, ""))
         if text is None and there and UNFINISHED not in there:
             raise self.something_else(str(sorted(there)[:3]))
         return text
@@ -122,6 +122,11 @@ def find(target: Target, *, writable: bool = True) -> Place:
         raise StoreError("expected the path of a directory, got an empty one; None keeps the recording in memory")
     directory = Path(text).expanduser().resolve()  # the working directory may change while recording
     return Place(LocalStore(directory, read_only=True), directory, str(directory), writable)
+
+
+async def _listed(keys: Callable[..., AsyncIterator[str]], *given: str) -> list[str]:
+    """All that a store lists. Some stores look for a running event loop when they are asked, so it is done in one."""
+    return [key async for key in keys(*given)]
 
 
 def _at_url(url: str) -> Store:
