@@ -164,7 +164,7 @@ def _in_windows(call: AttentionCall) -> bool:
 
 
 def _grids(call: AttentionCall) -> tuple[Grid | None, Grid | None, str]:
-    """Of keys and queries over the whole image; and why there is none."""
+    """The grids of keys and queries over the whole image; and why there is none."""
     if not _in_windows(call):
         tokens = call.layout.keys, call.layout.queries
         keys, queries = (None if one is None else (one.height, one.width) for one in tokens)
