@@ -1,7 +1,7 @@
 """The feature maps of a forward, which show the grids on which tokens can lie."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import isqrt, prod
+from math import isqrt
 from typing import Any
 
 from torch import Tensor
@@ -112,7 +112,7 @@ class FeatureMaps:
 
     def _cut(self, tokens: Tensor) -> tuple[int, int] | None:
         """The grid of patches, if these tokens, shape (B, N, side * side * C), are the images cut into patches."""
-        if self.size is None or not self._channels or prod(tokens.shape[1:]) != self._channels * prod(self.size):
+        if self.size is None or not self._channels:
             return None
         side = max(1, isqrt(tokens.shape[2] // self._channels))
         (rows, left), (columns, right) = (divmod(whole, side) for whole in self.size)

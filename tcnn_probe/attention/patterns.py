@@ -65,8 +65,8 @@ def sampled(windows: int, queries: int) -> tuple[Tensor, Tensor]:
     each = min(queries, QUERIES // chosen)
     step = max(1, round(queries * (math.sqrt(5) - 1) / 2))
     step = next(one for one in range(step, step + queries + 1) if math.gcd(one, queries) == 1)
-    at = (torch.arange(1, chosen * each + 1, device="cpu") * step % queries).view(chosen, each)
-    return torch.arange(chosen, device="cpu") * windows // chosen, at.sort(-1).values
+    at = (torch.arange(1, chosen * each + 1) * step % queries).view(chosen, each)
+    return torch.arange(chosen) * windows // chosen, at.sort(-1).values
 
 
 class PatternSum:
@@ -203,5 +203,5 @@ def _places(tokens: Tokens) -> np.ndarray:
     """Row and column of each token, (count, 2); NaN for those before the grid."""
     places = torch.stack(tokens.positions(torch.float64, torch.device("cpu")), 1).numpy()
     places[: tokens.prefix] = np.nan
-    places.flags.writeable = False
+    places.flags.writeable = False  # all calls share it
     return places

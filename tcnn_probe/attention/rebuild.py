@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -150,7 +149,7 @@ def _alike(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
     shapes = [(1,), *(x.shape[:-2] for x in given if x is not None)]
     if seen.mask is not None:
         shapes.append(seen.mask.shape[:-2])
-    leading = np.broadcast_shapes(*shapes)
+    leading = torch.broadcast_shapes(*shapes)
     query, key, value = (x.expand(*leading, *x.shape[-2:]) for x in given if x is not None)
     return query, key, value
 
