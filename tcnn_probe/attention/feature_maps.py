@@ -26,21 +26,21 @@ class FeatureMaps:
         self.special = special
         self._joins: dict[int, tuple[int, ...]] = {}
         self._channels = 0
-        self._maps: dict[tuple[int, int], None] = {}
+        self._shapes: dict[tuple[int, ...], None] = {}
 
     def enter(self, inputs: Sequence[Any], *, whole_model: bool) -> None:
         """Begin a forward: of the model, or of one part, which may go on with the images of a part called before."""
         given = next((x for x in inputs if isinstance(x, Tensor)), None)
         is_map = given is not None and given.ndim == 4
-        if whole_model or (is_map and given is not None and tuple(given.shape[2:]) not in self._maps):
+        if whole_model or (is_map and given is not None and tuple(given.shape[2:]) not in self._maps()):
             self.size, self._channels = None, 0
-            self._maps.clear()
+            self._shapes.clear()
             self._joins.clear()
         if is_map and given is not None:
             self.images = len(given)
             if self.size is None:
                 self._channels, self.size = given.shape[1], (given.shape[2], given.shape[3])
-                self._maps[self.size] = None
+                self._shapes[given.shape] = None
         elif given is not None and given.ndim > 4:
             self.images = len(given)
         elif whole_model or given is None or self.images != len(given):
@@ -48,14 +48,7 @@ class FeatureMaps:
 
     def passes(self, values: Iterable[Any]) -> None:
         """Take note of the inputs and outputs of a module."""
-        for value in values:
-            if not isinstance(value, Tensor):
-                continue
-            if value.ndim == 4:
-                self._maps[value.shape[2], value.shape[3]] = None  # (B, C, H, W)
-                self._maps[value.shape[1], value.shape[2]] = None  # (B, H, W, C)
-            elif value.ndim == 3 and (grid := self._cut(value)) is not None:
-                self._maps[grid] = None
+        self._shapes.update((value.shape, None) for value in values if isinstance(value, Tensor))
 
     def joins(self, lengths: tuple[int, ...]) -> None:
         """Take note of tokens that are put behind each other: how many there are in each part."""
@@ -94,7 +87,7 @@ class FeatureMaps:
         if self.special.given.grid is not None:
             yield self.special.given.grid
         if self.size is not None:
-            yield from self._sorted(self._maps, self.size)
+            yield from self._sorted(self._maps(), self.size)
 
     def divisions(self, count: int) -> Iterator[tuple[int, int]]:
         """Grids of ``count`` tokens with the images' shape, the best match first."""
@@ -106,17 +99,27 @@ class FeatureMaps:
         """Whether the images can be divided into such a grid of pixels or patches."""
         return self.size is None or _covers(*grid, *self.size)
 
+    def _maps(self) -> dict[tuple[int, int], None]:
+        """Sizes of the feature maps so far, in their order."""
+        sizes: dict[tuple[int, int], None] = {}
+        for shape in self._shapes:
+            if len(shape) == 4:
+                sizes |= {shape[2:]: None, shape[1:3]: None}  # (B, C, H, W), (B, H, W, C)
+            elif len(shape) == 3 and (grid := self._cut(shape)) is not None:
+                sizes[grid] = None
+        return sizes
+
     def _sorted(self, pairs: Iterable[tuple[int, int]], size: tuple[int, int]) -> list[tuple[int, int]]:
         fits = [pair for pair in pairs if self.shows(pair)]
         return sorted(fits, key=lambda pair: abs(size[0] / pair[0] - size[1] / pair[1]))
 
-    def _cut(self, tokens: Tensor) -> tuple[int, int] | None:
-        """The grid of patches, if these tokens, shape (B, N, side * side * C), are the images cut into patches."""
+    def _cut(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """The grid of patches, if this is the shape of images cut into patches: (B, N, side * side * C)."""
         if self.size is None or not self._channels:
             return None
-        side = max(1, isqrt(tokens.shape[2] // self._channels))
+        side = max(1, isqrt(shape[2] // self._channels))
         (rows, left), (columns, right) = (divmod(whole, side) for whole in self.size)
-        fits = tokens.shape[1:] == (rows * columns, side * side * self._channels)
+        fits = shape[1:] == (rows * columns, side * side * self._channels)
         return (rows, columns) if fits and not left and not right else None
 
 

@@ -49,20 +49,22 @@ class Pattern:
         return replace(self, attention=total, entropy=entropy, images=self.images + other.images)
 
 
-def sampled(windows: int, queries: int) -> tuple[Tensor, Tensor]:
-    """Choose at most 64 of the queries of an image, evenly: always the same ones.
+@lru_cache(maxsize=64)
+def sampled(windows: int, queries: int, most: int) -> tuple[Tensor, Tensor]:
+    """Choose at most so many of the queries of an image, evenly: always the same ones.
 
     Windows are taken at equal distances, and in each of them others of its queries. Every s-th query is taken, round
     and round, for s near 0.618 N that has no divisor in common with N: so rows, and columns, all have their share.
 
     Args:
         windows, queries: how many there are, and how many queries each window has.
+        most: how many to choose.
 
     Returns:
         indices of windows, shape (w,), and of queries in each of these, shape (w, n).
     """
-    chosen = min(windows, QUERIES)
-    each = min(queries, QUERIES // chosen)
+    chosen = min(windows, most)
+    each = min(queries, most // chosen)
     step = max(1, round(queries * (math.sqrt(5) - 1) / 2))
     step = next(one for one in range(step, step + queries + 1) if math.gcd(one, queries) == 1)
     at = (torch.arange(1, chosen * each + 1) * step % queries).view(chosen, each)
@@ -79,9 +81,9 @@ class PatternSum:
     def __init__(self, call: AttentionCall) -> None:
         self._call, self._layout, device = call, call.layout, call.logits.device
         self._images = min(call.images, call.images if call.limit is None else call.limit)
-        self._windows, self._queries = sampled(call.windows, call.queries)
+        self._given = call.windows, call.queries, QUERIES
+        self._windows, self._queries = sampled(*self._given)
         self._sum = torch.zeros(call.heads, self._queries.numel(), call.keys, dtype=_wide(device), device=device)
-        self._places: dict[tuple[int, ...], tuple[slice, Tensor]] = {}
 
     def add(self, block: Block, weights: Tensor, factor: Tensor) -> None:
         """Add a block.
@@ -92,7 +94,8 @@ class PatternSum:
             factor: of each query, shape (rows, heads, queries).
         """
         images = min(block.images.stop, self._images) - block.images.start
-        chosen, index = self._in(block, max(images, 0))
+        where = [(part.start, part.stop) for part in (block.windows, block.queries)]
+        chosen, index = _rows(self._given, max(images, 0), len(self._sum), *where, weights.device)
         if not index.numel():
             return
         some = weights.flatten(0, 2).index_select(0, index)
@@ -121,22 +124,32 @@ class PatternSum:
         some = self._call.by_image(values)[: self._images, windows, :, queries]  # (w, n, images, heads, n)
         return some.sum(2, dtype=self._sum.dtype).flatten(0, 1).transpose(0, 1)
 
-    def _in(self, block: Block, images: int) -> tuple[slice, Tensor]:
-        """Which of the chosen queries a block has, and their rows in its attention, image by image, head by head."""
-        windows, queries = block.windows, block.queries
-        key = images, windows.start, windows.stop, queries.start, queries.stop
-        if key not in self._places:
-            window, query = self._windows[:, None] - windows.start, self._queries - queries.start
-            many, heads = queries.stop - queries.start, len(self._sum)
-            there = (window >= 0) & (window < windows.stop - windows.start) & (query >= 0) & (query < many)
-            chosen = there.flatten().nonzero()[:, 0].tolist()  # neighbours
-            row = torch.arange(images)[:, None] * (windows.stop - windows.start) + window.expand_as(query)[there]
-            index = (row[:, None] * heads + torch.arange(heads)[:, None]) * many + query[there]
-            self._places[key] = (
-                slice(chosen[0], chosen[-1] + 1) if chosen else slice(0),
-                index.flatten().to(self._sum.device),
-            )
-        return self._places[key]
+
+@lru_cache(maxsize=64)
+def _rows(
+    given: tuple[int, int, int],
+    images: int,
+    heads: int,
+    windows: tuple[int, int],
+    queries: tuple[int, int],
+    device: torch.device,
+) -> tuple[slice, Tensor]:
+    """Which of the chosen queries a block has, and their rows in its attention, image by image, head by head.
+
+    Args:
+        given: what :func:`sampled` is given.
+        images, heads: how many the block has.
+        windows, queries: the first one of the block, and the first one after it.
+        device: of the rows.
+    """
+    window, query = sampled(*given)
+    window, query = window[:, None] - windows[0], query - queries[0]
+    each, many = windows[1] - windows[0], queries[1] - queries[0]
+    there = (window >= 0) & (window < each) & (query >= 0) & (query < many)
+    chosen = there.flatten().nonzero()[:, 0].tolist()  # neighbours
+    row = torch.arange(images)[:, None] * each + window.expand_as(query)[there]
+    index = (row[:, None] * heads + torch.arange(heads)[:, None]) * many + query[there]
+    return slice(chosen[0], chosen[-1] + 1) if chosen else slice(0), index.flatten().to(device)
 
 
 def pattern_of_query(call: AttentionCall, attention: Tensor, entropy: Tensor) -> Pattern:
@@ -158,7 +171,7 @@ def gated_patterns(attention: GatedAttention, limit: int | None) -> tuple[Patter
     Over the real pixels: what A has on the padding is the same for all images, and counts for nothing.
     """
     query, images = attention.query, len(attention.query[:limit])
-    at = sampled(1, query.shape[2])[1][0]
+    at = sampled(1, query.shape[2], QUERIES)[1][0]
     axes = attention.y, attention.x
     places = [np.indices(grid).reshape(2, -1).T for grid in zip(*((a.queries, a.length) for a in axes), strict=True)]
     queries = places[0][at.numpy()] * [a.stride for a in axes] + [a.first_query for a in axes]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -71,7 +72,8 @@ def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps)
         layout = find_layout(queries, keys, windows, running, maps)
         if layout.keys is None and cut is not None and queries == keys == cut.window[0] * cut.window[1]:
             layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
-        if layout.keys is not None and windows == 1:
+        behind = any((maps.around(count) or (0, 0))[1] for count in (queries, keys))
+        if layout.keys is not None and windows == 1 and behind:
             logits = logits_of(_grid_last(seen, maps), module)
     special = maps.special
     tokens = special.class_token, special.distillation_token
@@ -149,7 +151,7 @@ def _alike(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
     shapes = [(1,), *(x.shape[:-2] for x in given if x is not None)]
     if seen.mask is not None:
         shapes.append(seen.mask.shape[:-2])
-    leading = torch.broadcast_shapes(*shapes)
+    leading = np.broadcast_shapes(*shapes)
     query, key, value = (x.expand(*leading, *x.shape[-2:]) for x in given if x is not None)
     return query, key, value
 

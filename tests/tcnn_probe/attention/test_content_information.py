@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import tcnn_probe
 from tcnn_model import GPSA
 from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.patterns import sampled
+from tcnn_probe.attention.patterns import QUERIES, sampled
 from tcnn_probe.heads.static_pattern import translation_equivariance
 from tests.tcnn_probe.attention.bruteforce import attention_of, grid, information
 from tests.tcnn_probe.attention.sharpen import sharpen
@@ -101,7 +101,7 @@ def small(name: str) -> tuple[nn.Module, Tensor]:
 
 def chosen(weights: np.ndarray) -> np.ndarray:
     """(B, W, heads, N_query, N_key) at the queries that are sampled: (B, w, heads, n, N_key)."""
-    windows, queries = sampled(weights.shape[1], weights.shape[3])
+    windows, queries = sampled(weights.shape[1], weights.shape[3], QUERIES)
     some = [weights[:, w][:, :, at.numpy()] for w, at in zip(windows.tolist(), queries, strict=True)]
     return np.stack(some, 1)
 
@@ -158,7 +158,7 @@ def test_brute_force_of_gated_attention(monkeypatch: pytest.MonkeyPatch) -> None
     ("windows", "queries"), [(1, 1), (1, 64), (1, 65), (1, 4096), (4, 49), (64, 49), (100, 3), (7, 9)]
 )
 def test_queries_are_chosen_evenly(windows: int, queries: int) -> None:
-    which, at = sampled(windows, queries)
+    which, at = sampled(windows, queries, QUERIES)
     assert at.numel() <= 64
     assert at.numel() > 48 or at.numel() == windows * queries
     assert all(len(set(some)) == len(some) for some in at.tolist())
