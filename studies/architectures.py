@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     parts = [of_architecture(study, name) for study, name in zip(studies, args.models, strict=True)]
     found = xr.concat(parts, "architecture").assign(images=len(first.loaders[1].dataset))
     found = found.assign_coords({dim: found[dim].astype(object) for dim in ("architecture", "model")})
-    found.to_zarr(first.output.store, mode="w", consolidated=False)
+    first.output.save(found)
     draw(found).savefig(first.output.figure, dpi=200)
     print(table(found))
     print(f"wrote {first.output.store} and {first.output.figure}")
@@ -146,11 +146,12 @@ def table(found: xr.Dataset) -> str:
     lines = [f"\naccuracy on {int(found.images)} validation images (one seed; a standard error is at most {error:.3f})"]
     columns = {"top-1": found.top1, "gain": gains, "parameters (M)": found.parameters / 1e6}
     columns |= {"multiply-adds (M)": found.multiply_adds / 1e6, "step (of the CNN's)": slower}
-    lines.append(f"{'':<36}" + "".join(f"{title:>21}" for title in columns))
+    width = max(len(name) for name in found.architecture.values) + 2
+    lines.append(" " * (width + 24) + "".join(f"{title:>21}" for title in columns))
     for name in found.architecture.values:
         for arm in found.model.values:
             cells = "".join(f"{float(of.sel(architecture=name, model=arm)):>21.3f}" for of in columns.values())
-            lines.append(f"{name:<12}{arm:<24}{cells}")
+            lines.append(f"{name:<{width}}{arm:<24}{cells}")
     return "\n".join(lines)
 
 

@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         model.load_state_dict(torch.load(weights(study, epoch), map_location=args.device, weights_only=True))
         maps.append(maps_of(model, images, args.query).expand_dims(epoch=[epoch]))
     found = describe(xr.concat(maps, "epoch"), args.query, names)
-    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    study.output.save(found)
     draw(found, images, args.query, args.epoch).savefig(study.output.figure, dpi=150)
     print(head_table(found))
     print(f"wrote {study.output.store} and {study.output.figure}")

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         probed = run.probed(args.images)
         found = look(run.model, probed.images).assign(top1=last.top1)
         found["on_digit"], found["even"] = on_object(found.class_attention, probed.masks)
-    found.to_zarr(run.output.store, mode="w", consolidated=False)
+    run.output.save(found)
     draw(found.isel(image=slice(args.show))).savefig(run.output.figure, dpi=200)
     print(f"wrote {run.output.store} and {run.output.figure}")
     return finish(args.model is not None or check(found, run), args.model or "digits")

@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         if scores is not None:
             found[run.name] = scores
     tree = xr.DataTree.from_dict(found)
-    tree.to_zarr(output.store, mode="w", consolidated=False)
+    output.save(tree)
 
     shown = min(args.show, len(probed.images))
     draw_faithfulness(tree).savefig(output.figure, dpi=200)

@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     seeds = range(args.seed, args.seed + args.seeds)
     found = xr.concat([one_training(args, output, seed) for seed in seeds], "training")
     found = found.assign_coords(features=found.features.astype(object), arm=found.arm.astype(object))
-    found.to_zarr(output.store, mode="w", consolidated=False)
+    output.save(found)
     draw(found).savefig(output.figure, dpi=200)
     print(table(found))
     print(f"wrote {output.store} and {output.figure}")

@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     if has_vit:
         parts["vit"] = numbers(study.vit(output.beside("_vit.zarr")))
     tree = xr.DataTree.from_dict(parts)
-    tree.to_zarr(output.store, mode="w", consolidated=False)
+    output.save(tree)
     draw(tree).savefig(output.figure, dpi=200)
     evolution = {"T-CNN": contents[0]} | ({"ViT": parts["vit"]} if has_vit else {})
     draw_content(evolution).savefig(output.beside("_evolution.png"), dpi=200)

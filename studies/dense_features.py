@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     study = begin("dense_features", args, stages=4)
     found = plain_labels(trainings(study), "model").assign(images=len(study.loaders[1].dataset))
-    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    study.output.save(found)
     draw(found).savefig(study.output.figure, dpi=200)
     print(table(found))
     print(f"wrote {study.output.store} and {study.output.figure}")

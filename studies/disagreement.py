@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = xr.concat([one_training(study, nth) for nth in range(args.seeds)], "training")
     if args.seeds > 1 and not args.pretrained:
         results = with_other_start(results)
-    results.to_zarr(study.output.store, mode="w", consolidated=False)
+    study.output.save(results)
     found = {by: differing(results, by) for by in ("group", "corruption")}
     draw(found["group"], found["corruption"]).savefig(study.output.figure, dpi=200)
     print(table(found["group"], results))

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin("finetune_length", args, stages=1 + 2 * len(args.lengths))
     study.train_cnn()
     found = xr.concat(list(curves(study)), "length", join="outer").assign(images=len(study.loaders[1].dataset))
-    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    study.output.save(found)
     draw(found).savefig(study.output.figure, dpi=200)
     print(table(found))
     print(f"wrote {study.output.store} and {study.output.figure}")

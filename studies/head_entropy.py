@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     store = study.output.beside("_recording.zarr")
     _, recorded = study.tcnn(store, probes=[*tcnn_probe.DEFAULT, DISTANCES])
     found = numbers(recorded, tcnn_probe.open(store)[DISTANCES.kind].dataset.load())
-    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    study.output.save(found)
     draw(found).savefig(study.output.figure, dpi=200)
     print(table(found))
     print(f"wrote {study.output.store} and {study.output.figure}")

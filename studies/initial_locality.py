@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             row.append(heads[list(KEPT)])
         rows.append(xr.concat(row, xr.Variable("gating", args.gatings), combine_attrs="drop_conflicts"))
     found = xr.concat(rows, xr.Variable("locality_strength", args.strengths), combine_attrs="drop_conflicts")
-    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    study.output.save(found)
     draw(found).savefig(study.output.figure, dpi=200)
     print(table(found))
     print(f"wrote {study.output.store} and {study.output.figure}")

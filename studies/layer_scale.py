@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     run = begin_single("layer_scale", args, lambda size: small_vit(size, args), before=has_blocks)
     found = looked_at(run) if args.model else trained(run)
-    found.to_zarr(run.output.store, mode="w", consolidated=False)
+    run.output.save(found)
     draw(found.residual_ratio).savefig(run.output.figure, dpi=200)
     print(table(found.residual_ratio))
     print(f"wrote {run.output.store} and {run.output.figure}")

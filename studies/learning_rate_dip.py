@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin("learning_rate_dip", args, stages=1 + 2 * len(args.rates))
     study.train_cnn()
     found = xr.concat(list(curves(study)), "lr").assign(images=len(study.loaders[1].dataset))
-    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    study.output.save(found)
     draw(found, warmup(args.epochs)).savefig(study.output.figure, dpi=200)
     print(table(found))
     print(f"wrote {study.output.store} and {study.output.figure}")

@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     study.tcnn(stores[0], probes=[*tcnn_probe.DEFAULT, probe])
     follow_control(study, stores[1], probe)
     found = numbers(stores, labels_of(dataset))
-    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    study.output.save(found)
     draw(found).savefig(study.output.figure, dpi=200)
     print(table(found))
     print(f"wrote {study.output.store} and {study.output.figure}")

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     run = begin_single("resmlp_weights", args, small_resmlp, before=tcnn_probe.cross_patch)
     found = read(run.model, 0) if args.model else trained(run)
-    found.to_zarr(run.output.store, mode="w", consolidated=False)
+    run.output.save(found)
     draw(found).savefig(run.output.figure, dpi=200)
     print(table(found))
     print(f"wrote {run.output.store} and {run.output.figure}")

@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         variants=variants,
         device=args.device,
     )
-    results.to_zarr(study.output.store, mode="w", consolidated=False)
+    study.output.save(results)
     classes = study.cnn.num_classes
     draw(results, classes).savefig(study.output.figure, dpi=200)
     print(table(results))

@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         pass
     tcnn, _ = study.tcnn(study.output.beside("_tcnn.zarr"))
     found = by_resolution(study, {CNN: study.cnn, CONTROL: control, TCNN: tcnn})
-    found.to_zarr(study.output.store, mode="w", consolidated=False)
+    study.output.save(found)
     draw(found, args.img_size).savefig(study.output.figure, dpi=200)
     print(table(found))
     print(f"wrote {study.output.store} and {study.output.figure}")

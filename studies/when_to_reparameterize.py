@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     output = RunOutput(args.out, "when_to_reparameterize", options, resume=args.resume, overwrite=args.overwrite)
     found = xr.concat([one_run(args, output, t1) for t1 in args.times], "t1", join="outer")
     found["images"] = found.images.max()  # also of the CNN
-    found.to_zarr(output.store, mode="w", consolidated=False)
+    output.save(found)
     draw(found).savefig(output.figure, dpi=200)
     print(table(found))
     print(f"wrote {output.store} and {output.figure}")

@@ -27,7 +27,7 @@ def compare_given(args: argparse.Namespace, later: tuple[str, ...]) -> bool:
         later: options that may change with ``--resume``.
     """
     results, output = decide(args, later)
-    results.to_zarr(output.store, mode="w", consolidated=False)
+    output.save(results)
     found = by_condition(results, "group")
     draw_pairs(found).savefig(output.figure, dpi=200)
     print(pair_table(found))

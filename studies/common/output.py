@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ class RunOutput:
         self._further = self._further if resume else []
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(options, indent=1))
+
+    def save(self, results: xr.Dataset | xr.DataTree) -> None:
+        """Write the numbers, with consolidated metadata: else xarray warns everyone who opens them."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Consolidated metadata")  # not yet in zarr's format 3
+            results.to_zarr(self.store, mode="w", consolidated=True)
 
     def beside(self, ending: str) -> Path:
         """A further file or folder of the run: its study's name with an ending. Noted, so that it can be deleted."""

@@ -126,7 +126,7 @@ def test_own_weights_data_and_image(tmp_path: Path, image_folder: Path) -> None:
     options = ["--model", "test_resnet", "--pretrained", str(tmp_path / "own.pth"), "--data", str(image_folder)]
     options += [*FEW, "--img-size", "64", "--epochs", "1", "--batch-size", "4", "--query", "63,0"]
     attention_maps.main([*options, "--image", str(own), "--epoch", "0", "1", "--out", str(tmp_path / "out")])
-    ds = xr.open_zarr(tmp_path / "out" / "attention_maps.zarr", consolidated=False).load()
+    ds = xr.open_zarr(tmp_path / "out" / "attention_maps.zarr").load()
     assert ds.epoch.values.tolist() == [0, 1]
     assert ds.name.values.tolist() == ["1.png"]
     assert (ds.query_y == ds.sizes["y"] - 1).all()
@@ -136,7 +136,7 @@ def test_own_weights_data_and_image(tmp_path: Path, image_folder: Path) -> None:
 
 
 def scores(out: Path) -> xr.DataTree:
-    with xr.open_datatree(out / "class_attention_saliency.zarr", engine="zarr", consolidated=False) as tree:
+    with xr.open_datatree(out / "class_attention_saliency.zarr", engine="zarr") as tree:
         return tree.load()
 
 
@@ -198,7 +198,7 @@ def test_a_trained_model_is_looked_at_as_it_is(
     image = str(image_folder / "val" / "dog" / "1.png")
     main, own = importlib.import_module(study).main, ["--pretrained", weights, "--image", image, "--device", "cpu"]
     assert ended(main, ["--model", "cait_xxs24_224", *own, "--out", str(tmp_path / "out")]) == 0
-    found = xr.open_zarr(tmp_path / "out" / f"{study}.zarr", consolidated=False)
+    found = xr.open_zarr(tmp_path / "out" / f"{study}.zarr")
     if study == "cait_attention":
         with torch.no_grad():
             expected = model(tcnn_probe.as_images([image], model)).softmax(1)

@@ -79,7 +79,7 @@ def test_given_models_are_compared_as_they_are(
     given = ["--model", *names, "--pretrained", *(str(tmp_path / f"{name}.pth") for name in names), "--img-size", "32"]
     given += ["--data", str(tmp_path / "images"), "--severities", "3", "--corruptions", "contrast", "--device", "cpu"]
     assert ended(disagreement.main, [*given, "--workers", "0", "--out", str(tmp_path / "out")]) == 0
-    results = xr.open_zarr(tmp_path / "out" / "disagreement.zarr", consolidated=False)
+    results = xr.open_zarr(tmp_path / "out" / "disagreement.zarr")
     plain = {"mean": (0, 0, 0), "std": (1, 1, 1), "interpolation": "bicubic", "crop_pct": 0.9}  # those of the first
     transform = timm.data.create_transform((3, 32, 32), **plain)
     images = torch.stack([transform(Image.fromarray(one)) for one in pixels[1].reshape(16, 37, 41, 3)])

@@ -96,7 +96,7 @@ def test_small_form(study: str, small_run: Callable[[str], Done]) -> None:
     for path in figures:
         with Image.open(path) as figure:
             assert min(figure.size) > 100, path.name
-    with xr.open_datatree(done.out / f"{study}.zarr", engine="zarr", consolidated=False) as tree:
+    with xr.open_datatree(done.out / f"{study}.zarr", engine="zarr") as tree:
         assert any(node.data_vars for node in tree.subtree), "no numbers"
 
 
@@ -106,7 +106,7 @@ def test_coarse_labels_asks_of_the_images_that_were_validated_on(small_run: Call
     images, digits = coarse_labels.pictures()
     with torch.no_grad():
         named = coarse_labels.loaded(coarse_labels.network(), weights)(images).argmax(1).numpy()
-    top1 = float(xr.open_zarr(out / "coarse_labels.zarr", consolidated=False).top1.sel(arm="plain")[0])
+    top1 = float(xr.open_zarr(out / "coarse_labels.zarr").top1.sel(arm="plain")[0])
     assert np.mean(named == digits % 2) == pytest.approx(top1, abs=1e-6)
 
 
@@ -120,7 +120,7 @@ def test_gating_evolution_records_both_trainings(small_run: Callable[[str], Done
 
 
 def attention_maps(out: Path) -> xr.Dataset:
-    return xr.open_zarr(out / "attention_maps.zarr", consolidated=False).load()
+    return xr.open_zarr(out / "attention_maps.zarr").load()
 
 
 def test_attention_maps_are_those_that_the_recorder_sees(small_run: Callable[[str], Done]) -> None:
@@ -166,7 +166,7 @@ def test_drawing_attention_maps_again_does_not_train(
 
 
 def test_head_entropy_measures_the_parts(small_run: Callable[[str], Done]) -> None:
-    found = xr.open_zarr(small_run("head_entropy").out / "head_entropy.zarr", consolidated=False).load()
+    found = xr.open_zarr(small_run("head_entropy").out / "head_entropy.zarr").load()
     assert dict(found.sizes) == {"epoch": 5, "layer": 4, "head": 9}
     parts = found.gate * found.positional_distance + (1 - found.gate) * found.content_distance
     np.testing.assert_allclose(parts, found.attention_distance, rtol=1e-4)
@@ -183,7 +183,7 @@ def test_head_entropy_measures_the_parts(small_run: Callable[[str], Done]) -> No
 
 def test_representations_are_of_the_images_with_these_labels(small_run: Callable[[str], Done]) -> None:
     out = small_run("representations").out
-    found = xr.open_zarr(out / "representations.zarr", consolidated=False).load()
+    found = xr.open_zarr(out / "representations.zarr").load()
     assert dict(found.cka.sizes) == {"model": 2, "epoch": 5, "layer": 4, "other_layer": 4}
     _, labels = zip(*digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)[1].dataset, strict=True)
     for model, name in (("T-CNN", "tcnn"), ("CNN", "control")):
@@ -201,7 +201,7 @@ def test_a_resumed_study_has_every_epoch_as_it_was(
     finished, out = small_run(study).out, tmp_path / "out"
     shutil.copytree(finished, out)
     assert importlib.import_module(study).main([*SMALL, "--resume", "--out", str(out)]) == 0
-    found = [xr.open_zarr(one / f"{study}.zarr", consolidated=False).load() for one in (finished, out)]
+    found = [xr.open_zarr(one / f"{study}.zarr").load() for one in (finished, out)]
     assert found[0].sizes["epoch"] > 6
     xr.testing.assert_allclose(*found, rtol=1e-6)
 
@@ -216,7 +216,7 @@ GRADIENTS = ["gradcam", "integrated_gradients", "input_x_gradient", "occlusion"]
 
 
 def class_scores(out: Path) -> xr.DataTree:
-    with xr.open_datatree(out / "class_attention_saliency.zarr", engine="zarr", consolidated=False) as tree:
+    with xr.open_datatree(out / "class_attention_saliency.zarr", engine="zarr") as tree:
         return tree.load()
 
 
