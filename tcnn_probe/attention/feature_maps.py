@@ -26,21 +26,23 @@ class FeatureMaps:
         self.special = special
         self._joins: dict[int, tuple[int, ...]] = {}
         self._channels = 0
-        self._shapes: dict[tuple[int, ...], None] = {}
+        self._maps: dict[tuple[int, int], None] = {}
+        self._shapes: set[tuple[int, ...]] = set()
 
     def enter(self, inputs: Sequence[Any], *, whole_model: bool) -> None:
         """Begin a forward: of the model, or of one part, which may go on with the images of a part called before."""
         given = next((x for x in inputs if isinstance(x, Tensor)), None)
         is_map = given is not None and given.ndim == 4
-        if whole_model or (is_map and given is not None and tuple(given.shape[2:]) not in self._maps()):
+        if whole_model or (is_map and given is not None and tuple(given.shape[2:]) not in self._maps):
             self.size, self._channels = None, 0
+            self._maps.clear()
             self._shapes.clear()
             self._joins.clear()
         if is_map and given is not None:
             self.images = len(given)
             if self.size is None:
                 self._channels, self.size = given.shape[1], (given.shape[2], given.shape[3])
-                self._shapes[given.shape] = None
+                self._maps[self.size] = None
         elif given is not None and given.ndim > 4:
             self.images = len(given)
         elif whole_model or given is None or self.images != len(given):
@@ -48,7 +50,14 @@ class FeatureMaps:
 
     def passes(self, values: Iterable[Any]) -> None:
         """Take note of the inputs and outputs of a module."""
-        self._shapes.update((value.shape, None) for value in values if isinstance(value, Tensor))
+        for value in values:
+            if not isinstance(value, Tensor) or (shape := value.shape) in self._shapes:
+                continue
+            self._shapes.add(shape)
+            if len(shape) == 4:
+                self._maps |= {shape[2:]: None, shape[1:3]: None}  # (B, C, H, W), (B, H, W, C)
+            elif len(shape) == 3 and (grid := self._cut(shape)) is not None:
+                self._maps[grid] = None
 
     def joins(self, lengths: tuple[int, ...]) -> None:
         """Take note of tokens that are put behind each other: how many there are in each part."""
@@ -87,7 +96,7 @@ class FeatureMaps:
         if self.special.given.grid is not None:
             yield self.special.given.grid
         if self.size is not None:
-            yield from self._sorted(self._maps(), self.size)
+            yield from self._sorted(self._maps, self.size)
 
     def divisions(self, count: int) -> Iterator[tuple[int, int]]:
         """Grids of ``count`` tokens with the images' shape, the best match first."""
@@ -98,16 +107,6 @@ class FeatureMaps:
     def shows(self, grid: tuple[int, int]) -> bool:
         """Whether the images can be divided into such a grid of pixels or patches."""
         return self.size is None or _covers(*grid, *self.size)
-
-    def _maps(self) -> dict[tuple[int, int], None]:
-        """Sizes of the feature maps so far, in their order."""
-        sizes: dict[tuple[int, int], None] = {}
-        for shape in self._shapes:
-            if len(shape) == 4:
-                sizes |= {shape[2:]: None, shape[1:3]: None}  # (B, C, H, W), (B, H, W, C)
-            elif len(shape) == 3 and (grid := self._cut(shape)) is not None:
-                sizes[grid] = None
-        return sizes
 
     def _sorted(self, pairs: Iterable[tuple[int, int]], size: tuple[int, int]) -> list[tuple[int, int]]:
         fits = [pair for pair in pairs if self.shows(pair)]

@@ -154,7 +154,7 @@ class _Forward(Call):
     @torch.compiler.disable
     def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         # With an exception torch leaves out the keyword arguments, and the output may be None.
-        if not self._mine(module) or not any(running is module for running, _ in self._running[1:]):
+        if not self._mine(module) or not any(running is module for running, _ in self._running[:0:-1]):
             return
         while self._running.pop()[0] is not module:
             pass
