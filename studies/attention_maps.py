@@ -18,7 +18,7 @@ self-attention (GPSA) and fine-tuned.
 
 Writes into results/:
 attention_maps.png              for each epoch and image that was asked for: the image with its query pixel boxed, and a
-                                row of maps for each layer, one for each head, sigma(lambda) in red
+                                row of maps for each layer, one for each head, sigma(lambda) above it
 attention_maps.zarr             what is drawn: maps (epoch, image, layer, head, y, x), the share of attention that falls
                                 on zero padding (``outside``; with it a map sums to one), gates, and where the query is
 attention_maps_recording.zarr   what tcnn_probe recorded of every epoch

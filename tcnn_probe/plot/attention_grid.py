@@ -29,7 +29,7 @@ __all__ = ["attention_grid"]
 _PANEL = 1.15  # inches, or less where there are many
 _WIDTH = 10
 _CAPTION = "each map from 0 (dark) to its largest value (light)"
-_RED_CAPTION = r"; red: gate $\sigma(\lambda)$, the share of positional attention"
+_GATE_CAPTION = r"; above it: gate $\sigma(\lambda)$, the share of positional attention"
 
 
 def attention_grid(
@@ -42,7 +42,7 @@ def attention_grid(
     title: str | None = None,
     figure: "Figure | SubFigure | None" = None,
 ) -> "Figure | SubFigure":
-    """Draw attention maps, a row a layer and a column a head, with σ(λ) in red (T-CNN paper, Fig. 5).
+    """Draw attention maps, a row a layer and a column a head, with σ(λ) above each (T-CNN paper, Fig. 5).
 
     ::
 
@@ -104,7 +104,7 @@ def attention_grid(
         panel.set_xlabel(f"head {head}", fontsize=8)
     if picture is not None:
         _picture(figure.add_subplot(places[:beside, :beside]), picture, query, grids[0].shape[1:])
-    figure.supxlabel(_CAPTION + ("" if gate is None else _RED_CAPTION), fontsize=8, wrap=True)
+    figure.supxlabel(_CAPTION + ("" if gate is None else _GATE_CAPTION), fontsize=8, wrap=True)
     whose = "by head" if query is None else f"from pixel (y, x) = ({query[0]}, {query[1]})"
     figure.suptitle(f"attention {whose}" if title is None else title, fontsize=10)
     return figure
