@@ -28,6 +28,7 @@ __all__ = ["attention_grid"]
 
 _PANEL = 1.15  # inches, or less where there are many
 _WIDTH = 10
+_NARROW = 0.6  # inches, below which "head 10" runs into "head 11"
 _CAPTION = "each map from 0 (dark) to its largest value (light)"
 _GATE_CAPTION = r"; above it: gate $\sigma(\lambda)$, the share of positional attention"
 
@@ -100,8 +101,9 @@ def attention_grid(
         _heads(panels, layer, gates[row], cell, cmap)
         if "layer" in maps.coords:
             panels[0].set_ylabel(wrapped(maps.layer.values[row]), fontsize=8, rotation=0, ha="right", va="center")
-    for panel, head in zip(panels, maps["head"].values, strict=True):
-        panel.set_xlabel(f"head {head}", fontsize=8)
+    narrow = figure.bbox.width / figure.dpi / (beside + columns) < _NARROW
+    for number, (panel, head) in enumerate(zip(panels, maps["head"].values, strict=True)):
+        panel.set_xlabel(f"{head}" if narrow and number else f"head {head}", fontsize=8)
     if picture is not None:
         _picture(figure.add_subplot(places[:beside, :beside]), picture, query, grids[0].shape[1:])
     figure.supxlabel(_CAPTION + ("" if gate is None else _GATE_CAPTION), fontsize=8, wrap=True)

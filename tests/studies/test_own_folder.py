@@ -5,12 +5,15 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 
 import gating_evolution
-from common.data import boxed_images, image_loaders, own_model_and_data, probed_images
+import tcnn_probe
+from common.data import PixelBatches, boxed_images, image_loaders, own_model_and_data, probed_images
 from common.ending import InputError, ended
 from common.folder import open_folder
 from common.models import own_model
@@ -122,3 +125,26 @@ def test_boxes_around_the_objects_of_photographs(image_folder: Path) -> None:
         table.write_text(wrong)
         with pytest.raises(InputError, match=r"no\.png|--boxes: expected lines of file,left,top,right,bottom"):
             boxed_images(str(table), validation, model)
+
+
+@torch.no_grad()
+def test_robustness_of_photographs_is_that_of_a_loop_by_hand(image_folder: Path) -> None:
+    """File by file: what the study decides of each, and how surely, under each corruption."""
+    model, (_, validation) = own_model_and_data(options(data=str(image_folder)), 32)
+    model.eval()
+    batches = PixelBatches(model, validation, None)
+    ds = tcnn_probe.robustness(model, batches, severities=[3], attacks=(), normalization=batches.normalization)
+    config = timm.data.resolve_model_data_config(model) | {"input_size": (3, 32, 32)}
+    transform = timm.data.create_transform(**config)
+    mean, std = (torch.tensor(config[name])[:, None, None] for name in ("mean", "std"))
+    files = sorted(image_folder.glob("val/*/*.png"))
+    assert len(files) == ds.sizes["image"]
+    for number, file in enumerate(files):
+        with Image.open(file) as image:
+            pixels = (transform(image.convert("RGB")) * std + mean).clamp(0, 1)
+        for name in tcnn_probe.CORRUPTIONS:
+            worse = tcnn_probe.corrupt(pixels, name, 3, first=number)
+            scores = model((worse - mean)[None] / std)[0].softmax(0)
+            one = ds.sel(corruption=name).isel(image=number).squeeze()
+            assert int(one.correct) == (int(scores.argmax()) == ["cat", "dog"].index(file.parent.name))
+            np.testing.assert_allclose(float(one.confidence), float(scores.max()), atol=1e-5)

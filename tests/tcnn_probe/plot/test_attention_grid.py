@@ -82,7 +82,15 @@ def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> No
     assert picture.get_xlabel() == "image"
 
 
-@pytest.mark.parametrize(("heads", "options"), [(1, {}), (12, {"image": torch.rand(3, 40, 56), "title": "epoch 7"})])
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        (1, {}),
+        (12, {"image": torch.rand(3, 40, 56), "title": "epoch 7"}),
+        (25, {}),
+        (25, {"image": torch.rand(3, 40, 56)}),
+    ],
+)
 def test_texts_lie_within_the_figure_and_apart(heads: int, options: dict[str, Any]) -> None:
     names = ["stages.3.blocks.10.attention.conv", "stages.3.blocks.11.attention.conv"]
     values = np.random.default_rng(0).random((2, heads, 5, 7))
