@@ -43,10 +43,9 @@ import tcnn_probe
 from common.data import PixelBatches
 from common.ending import InputError, ended, finish, learned
 from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
-from common.training import add_controls, add_training, begin, settle
+from common.training import CONTROLS, add_controls, add_training, begin, settle
 
-CNN, CONTROL, TCNN = "CNN", "CNN, fine-tuned", "T-CNN, fine-tuned"
-CONTROLS = {"control": CONTROL, "unstrided": "CNN at stride 1, fine-tuned"}
+CNN, CONTROL, TCNN = "CNN", CONTROLS["control"], "T-CNN, fine-tuned"
 
 
 def main(arguments: list[str] | None = None) -> int:

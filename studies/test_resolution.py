@@ -9,9 +9,10 @@ is over more positions at higher resolutions. The positional part keeps its widt
 covers a smaller part of the image, as a convolution does; the content part covers the whole image at every resolution.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. It is fine-tuned for as long in two ways: as it is
-(the control), and with its last stage reparameterized as gated positional self-attention (T-CNN). Then the three are
-shown the same validation images at several resolutions, and every head is recorded along the resolution. Nothing is
-adapted: the positional encodings are functions of the distance between two pixels (Eq. 4).
+(the control), and with its last stage reparameterized as gated positional self-attention (T-CNN). --unstrided adds a
+control with the T-CNN's finer grid and without its attention. The models are shown the same validation images at
+several resolutions, and every head is recorded along the resolution. Nothing is adapted: the positional encodings are
+functions of the distance between two pixels (Eq. 4).
 
 Writes into results/:
 test_resolution.png          A accuracy of the models, B entropy of the two parts of attention and of even attention,
@@ -29,7 +30,6 @@ On your own images, as the paper did on ImageNet with a GPU:
 """
 
 import argparse
-import copy
 import sys
 
 import matplotlib as mpl
@@ -43,24 +43,23 @@ import tcnn_probe
 from common.data import at_resolution
 from common.ending import ended, finish, learned
 from common.options import add_output, fill_in, from_least, parsed, study_parser
-from common.training import Training, add_training, begin, settle
+from common.training import CONTROLS, Training, add_controls, add_training, begin, settle
 from tcnn_probe.plot import OKABE_ITO
 
-CNN, CONTROL, TCNN = "CNN", "CNN, fine-tuned", "T-CNN, fine-tuned"
-COLORS = {CNN: "0.6", CONTROL: "0.25", TCNN: OKABE_ITO["vermillion"]}
+CNN, TCNN = "CNN", "T-CNN, fine-tuned"
+COLORS = {CNN: "0.6", CONTROLS["control"]: "0.25", CONTROLS["unstrided"]: OKABE_ITO["blue"]}
+COLORS |= {TCNN: OKABE_ITO["vermillion"]}
 PARTS = {"content_entropy": OKABE_ITO["vermillion"], "positional_entropy": OKABE_ITO["blue"]}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin("test_resolution", args, stages=3, later=("sizes",))
+    study = begin("test_resolution", args, stages=3 + args.unstrided, later=("sizes",))
     study.train_cnn()
-    control = copy.deepcopy(study.cnn)
-    for _ in study.fine_tune(control, "control", "the CNN goes on (control)"):
-        pass
+    controls = {CONTROLS[name]: model for name, (model, _) in study.controls().items()}
     tcnn, _ = study.tcnn(study.output.beside("_tcnn.zarr"))
-    found = by_resolution(study, {CNN: study.cnn, CONTROL: control, TCNN: tcnn})
+    found = by_resolution(study, {CNN: study.cnn, **controls, TCNN: tcnn})
     study.output.save(found)
     draw(found, args.img_size).savefig(study.output.figure, dpi=200)
     print(table(found))
@@ -96,8 +95,8 @@ def draw(found: xr.Dataset, trained_at: int) -> Figure:
     """Accuracies, entropies of the parts, reach."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     a, b, c = figure.subplots(1, 3)
-    for name, color in COLORS.items():
-        a.plot(found.resolution, found.top1.sel(model=name), color=color, marker="o", ms=4, label=name)
+    for name in found.model.values:
+        a.plot(found.resolution, found.top1.sel(model=name), color=COLORS[name], marker="o", ms=4, label=name)
     a.set(ylabel="validation accuracy", ylim=(0, 1), title="accuracy")
     for variable, color in PARTS.items():
         heads = found[variable].stack(each=("layer", "head"))
@@ -124,10 +123,10 @@ def draw(found: xr.Dataset, trained_at: int) -> Figure:
 def table(found: xr.Dataset) -> str:
     """Accuracy by model and resolution."""
     lines = [f"\nvalidation accuracy on {int(found.images)} images, by test resolution (one seed)"]
-    lines.append(f"{'':<18}" + "".join(f"{size:>8}" for size in found.resolution.values))
+    lines.append(f"{'':<28}" + "".join(f"{size:>8}" for size in found.resolution.values))
     for model, row in zip(found.model.values, found.top1.values.T, strict=True):
         cells = "".join(f"{top1:8.3f}" for top1 in row)
-        lines.append(f"{model:<18}{cells}")
+        lines.append(f"{model:<28}{cells}")
     return "\n".join(lines)
 
 
@@ -148,6 +147,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 15 seconds")
+    add_controls(parser)
     add = parser.add_argument_group("resolutions").add_argument
     add("--sizes", type=from_least(1), nargs="+", help="of the test images (default: 1/2 to 2 times the training's)")
     add_output(parser)

@@ -30,10 +30,13 @@ from common.options import (
 from common.output import RunOutput
 from tcnn_model import EpochResult, finetune, reparameterize, unstride
 
-__all__ = ["Training", "add_controls", "add_training", "begin", "settle", "warmup"]
+__all__ = ["CONTROLS", "Training", "add_controls", "add_training", "begin", "settle", "warmup"]
 
 PAPER_BATCH = 1024
 """Images of a step that the paper's rates of 1e-4 and 0.1 are for."""
+
+CONTROLS = {"control": "CNN, fine-tuned", "unstrided": "CNN at stride 1, fine-tuned"}
+"""What figures and tables call the models of :meth:`Training.controls`."""
 
 
 def add_training(parser: argparse.ArgumentParser, *, small: str, several: str = "") -> None:
