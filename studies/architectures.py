@@ -29,17 +29,12 @@ On your own images, as the paper did on ImageNet with a GPU:
 
 import argparse
 import copy
-import statistics
 import sys
-import time
-from collections.abc import Mapping
 
 import matplotlib as mpl
 import torch
-import torch.nn.functional as F
 import xarray as xr
 from matplotlib.figure import Figure
-from torch import nn
 
 import tcnn_probe
 from common.ending import ended, finish, learned
@@ -85,26 +80,10 @@ def of_architecture(study: Training, name: str) -> xr.Dataset:
         top1.append([result.top1 for result in study.fine_tune(model, f"{kind}={slug}", f"{name}: {arm}")])
     models = {CNN: study.cnn, **models}
     image = study.loaders[1].dataset[0][0]
-    found = tcnn_probe.cost(models, tuple(image.shape), batch_size=study.args.batch_size, progress=False)
+    size, batch = tuple(image.shape), study.args.batch_size
+    found = tcnn_probe.cost(models, size, batch_size=batch, training=True, progress=False)
     found["top1"] = ("model", [top1[0][0], *(accuracies[-1] for accuracies in top1)])
-    found["step_seconds"] = ("model", step_seconds(study, models))
     return found.expand_dims(architecture=[name])
-
-
-def step_seconds(study: Training, models: Mapping[str, nn.Module], rounds: int = 5) -> list[float]:
-    """Median time of a training step without the optimizer's part; models take turns."""
-    images, labels = (x.to(study.args.device) for x in next(iter(study.loaders[0])))
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds):
-        for name, model in models.items():
-            model.train()
-            start = time.perf_counter()
-            F.cross_entropy(model(images), labels).backward()
-            if images.is_cuda:
-                torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - start)
-            model.zero_grad(set_to_none=True)
-    return [statistics.median(of_model) for of_model in times.values()]
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -136,7 +115,8 @@ def draw(found: xr.Dataset) -> Figure:
 
 def relative(found: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
     """Gain in accuracy over the CNN that the fine-tuning began with, and time of a step relative to it."""
-    return found.top1 - found.top1.sel(model=CNN), found.step_seconds / found.step_seconds.sel(model=CNN)
+    speed = found.training_images_per_second
+    return found.top1 - found.top1.sel(model=CNN), speed.sel(model=CNN) / speed
 
 
 def table(found: xr.Dataset) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import xarray as xr
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +24,7 @@ _ABOUT = {
     "multiply_adds": ("1", "products of matrices and convolutions in one forward of one image, half of their FLOPs"),
     "peak_memory": ("MiB", "tensors that a forward of a batch holds at its peak, beside parameters and images"),
     "images_per_second": ("s-1", "batch size over the median time of a forward in eval mode, without gradients"),
+    "training_images_per_second": ("s-1", "batch size over the median time of a forward in training mode and backward"),
 }
 
 
@@ -32,6 +34,7 @@ def cost(
     *,
     batch_size: int = 32,
     rounds: int = 5,
+    training: bool = False,
     progress: bool | None = None,
 ) -> xr.Dataset:
     """Measure what models cost where they are: on their devices, in their precision, with their numbers of threads.
@@ -51,11 +54,12 @@ def cost(
             timm's configuration says.
         batch_size: of the forwards whose time and memory are measured.
         rounds: how many of them are timed, after one that is not; models take turns.
+        training: whether to time training too: forward and backward, without the optimizer's part.
         progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
 
     Returns:
         a dataset over ``model``: ``parameters``, ``multiply_adds``, ``peak_memory`` in MiB (on the CPU without what
-        operators take for themselves) and ``images_per_second``.
+        operators take for themselves) and ``images_per_second``; with ``training`` also ``training_images_per_second``.
 
     Raises:
         TypeError: something that is no model, or no size.
@@ -66,9 +70,9 @@ def cost(
         raise ValueError("expected one model at least, got none")
     batch_size, rounds = whole_number(batch_size, "batch_size", 1), whole_number(rounds, "rounds", 1)
     images = {name: _images(model, size, batch_size) for name, model in members.items()}
-    found: dict[str, list[float]] = {name: [] for name in _ABOUT}
-    times: dict[str, list[float]] = {name: [] for name in members}
-    with progress_bar(len(members) * (rounds + 2), "cost", progress, "forward") as bar:
+    found: dict[str, list[float]] = {name: [] for name in ("parameters", "multiply_adds", "peak_memory")}
+    timed = {"images_per_second": _forward} | ({"training_images_per_second": _training_step} if training else {})
+    with progress_bar(len(members) * (2 + len(timed) * (rounds + 1)), "cost", progress, "forward") as bar:
         for name, model in members.items():
             with untouched(model), FlopCounterMode(display=False) as counter:
                 model(images[name][:1])
@@ -76,15 +80,16 @@ def cost(
             found["multiply_adds"].append(counter.get_total_flops() / 2)
             found["peak_memory"].append(_peak(model, images[name]) / 2**20)
             bar.update(2)
-        for _ in range(rounds):
-            for name, model in members.items():
-                start = time.perf_counter()
-                _forward(model, images[name])
-                times[name].append(time.perf_counter() - start)
-                bar.update()
-    found["images_per_second"] = [batch_size / statistics.median(times[name]) for name in members]
+        for speed, run in timed.items():
+            seconds: dict[str, list[float]] = {name: [] for name in members}
+            for _ in range(rounds + 1):
+                for name, model in members.items():
+                    seconds[name].append(run(model, images[name]))
+                    bar.update()
+            found[speed] = [batch_size / statistics.median(later) for _, *later in seconds.values()]
     ds = xr.Dataset({name: ("model", values) for name, values in found.items()}, {"model": list(members)})
-    for name, (units, description) in _ABOUT.items():
+    for name in found:
+        units, description = _ABOUT[name]
         ds[name].attrs.update(units=units, long_name=name.replace("_", " "), description=description)
     like = next(iter(images.values()))
     device = torch.cuda.get_device_name(like.device) if like.is_cuda else f"CPU, {torch.get_num_threads()} threads"
@@ -109,11 +114,33 @@ def _images(model: nn.Module, size: int | tuple[int, ...] | None, batch_size: in
     return torch.randn(batch_size, channels, *sides, **kind)
 
 
-def _forward(model: nn.Module, images: Tensor) -> None:
+def _forward(model: nn.Module, images: Tensor) -> float:
+    """Seconds of a forward in eval mode."""
     with untouched(model), torch.no_grad():
-        model(images)
-    if images.is_cuda:
-        torch.cuda.synchronize(images.device)
+        return _seconds(lambda: model(images), images.device)
+
+
+def _training_step(model: nn.Module, images: Tensor) -> float:
+    """Seconds of a forward in training mode and its backward; random numbers and buffers are then as they were."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def step() -> None:
+        outputs = tree_leaves(functional_call(model, buffers, images))
+        trained = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+        torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
+
+    random = torch.random.fork_rng([images.device] if images.is_cuda else [])
+    with untouched(model), random, torch.enable_grad():
+        model.train()
+        return _seconds(step, images.device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def _peak(model: nn.Module, images: Tensor) -> int:

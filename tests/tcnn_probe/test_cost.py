@@ -57,6 +57,44 @@ def test_published(name: str, multiply_adds: float, parameters: float) -> None:
     assert ds.parameters.item() == pytest.approx(parameters, abs=0.06e6)
 
 
+class Steps(nn.Module):
+    """Counts forwards in training mode, and backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout())
+        self.forwards = self.backwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += self.training
+        y = self.layers(x)
+        if y.requires_grad:
+            y.register_hook(self._back)
+        return y
+
+    def _back(self, gradient: Tensor) -> None:
+        self.backwards += 1
+
+
+def test_training_leaves_no_trace() -> None:
+    model = Steps().eval()
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    with torch.no_grad():
+        ds = tcnn_probe.cost(model, 8, batch_size=2, rounds=3, training=True)
+    assert (model.forwards, model.backwards) == (4, 4)
+    assert 0 < ds.training_images_per_second.item() < float("inf")
+    assert not any(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+    assert "training_images_per_second" not in quick(model, 8)
+    after = []
+    for training in (False, True):
+        torch.manual_seed(0)
+        quick(model, 8, training=training)
+        after.append(torch.get_rng_state())
+    assert torch.equal(*after)
+
+
 def test_the_model_is_as_it_was_and_the_tables_join() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).train()
     before, state = Trace(model).hooks, {name: x.clone() for name, x in model.state_dict().items()}
