@@ -52,6 +52,8 @@ from common.options import add_output, from_least, image_file, parsed, study_par
 from common.training import Training, add_training, begin, settle
 from tcnn_model import EpochResult, reparameterize
 
+COLUMNS = 13  # heads beside each other
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
@@ -123,14 +125,16 @@ def describe(found: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.
 def draw(found: xr.Dataset, images: Tensor, query: tuple[int, int], epochs: list[int]) -> Figure:
     """One grid of maps for each epoch and image."""
     blocks = [(epoch, image) for epoch in epochs for image in range(len(images))]
-    rows, columns = found.sizes["layer"], found.sizes["head"]
+    lines = -(-found.sizes["head"] // COLUMNS)
+    rows, columns = found.sizes["layer"] * lines, -(-found.sizes["head"] // lines)
     figure = Figure(figsize=(1.1 * columns + 3.2, (1.3 * max(rows, 2) + 0.8) * len(blocks)), layout="constrained")
     parts = np.atleast_1d(figure.subfigures(len(blocks)))
     for part, (epoch, image) in zip(parts, blocks, strict=True):
         one = found.sel(epoch=epoch).isel(image=image)
         title = f"epoch {epoch}, {one.name.item()}"
         maps = one.set_coords(["query_y", "query_x"]).attention
-        tcnn_probe.plot.attention_grid(maps, image=images[image], query=query, gate=one.gate, title=title, figure=part)
+        options = {"query": query, "gate": one.gate, "col_wrap": COLUMNS, "title": title, "figure": part}
+        tcnn_probe.plot.attention_grid(maps, image=images[image], **options)
     return figure
 
 

@@ -28,7 +28,6 @@ __all__ = ["attention_grid"]
 
 _PANEL = 1.15  # inches, or less where there are many
 _WIDTH = 10
-_NARROW = 0.6  # inches, below which "head 10" runs into "head 11"
 _CAPTION = "each map from 0 (dark) to its largest value (light)"
 _GATE_CAPTION = r"; above it: gate $\sigma(\lambda)$, the share of positional attention"
 
@@ -39,6 +38,7 @@ def attention_grid(
     image: Any = None,
     query: tuple[int, int] | None = None,
     gate: xr.DataArray | None = None,
+    col_wrap: int = 13,
     cmap: str = MAPS,
     title: str | None = None,
     figure: "Figure | SubFigure | None" = None,
@@ -62,6 +62,7 @@ def attention_grid(
             each layer. Where maps have the coordinates ``query_y`` and ``query_x`` of each layer, boxes in maps are
             there: a layer with a stride has queries at some of its pixels only.
         gate: σ(λ) of each head, dims (layer, head), or without layer.
+        col_wrap: how many heads are beside each other; further ones of a layer are in rows below.
         cmap: matplotlib's name of a colour map.
         title: of the figure; None for one that names the query.
         figure: where to draw, for example one of ``figure.subfigures(3)``; None: pyplot's current figure if it is
@@ -87,23 +88,26 @@ def attention_grid(
     picture = None if image is None else as_images(image[None])[0]
     sizes = [grid.shape[1:] for grid in grids] if picture is None else [picture.shape[1:]]
     query = None if query is None else as_pixel(query, *(min(lengths) for lengths in zip(*sizes, strict=True)))
-    rows, columns = maps.shape[:2]
+    heads, lines = maps.shape[1], -(-maps.shape[1] // col_wrap)
+    rows, columns = len(grids) * lines, -(-heads // lines)
     beside = 0 if picture is None else 1 + min(rows, 2)  # the image's width, in panels
     if figure is None:
         side = min(_PANEL, _WIDTH / (columns + beside))
         figure = empty_figure(max(3, side * (columns + beside) + 1), (side + 0.25) * max(rows, beside / 1.5) + 0.8)
     places = figure.add_gridspec(rows, beside + columns)
+    lowest: dict[int, Axes] = {}  # the panel of each head that has none below it
     for row, layer in enumerate(grids):
         cell = query and _cell(query, layer.shape[1:] if picture is None else sizes[0], layer.shape[1:])
         if {"query_y", "query_x"} <= set(maps.coords):
             cell = int(maps.query_y[row]), int(maps.query_x[row])
-        panels = [figure.add_subplot(places[row, beside + column]) for column in range(columns)]
+        where = [(row * lines + head // columns, beside + head % columns) for head in range(heads)]
+        panels = [figure.add_subplot(places[place]) for place in where]
         _heads(panels, layer, gates[row], cell, cmap)
+        lowest |= {head: panel for head, panel in enumerate(panels) if panel.images}
         if "layer" in maps.coords:
             panels[0].set_ylabel(wrapped(maps.layer.values[row]), fontsize=8, rotation=0, ha="right", va="center")
-    narrow = figure.bbox.width / figure.dpi / (beside + columns) < _NARROW
-    for number, (panel, head) in enumerate(zip(panels, maps["head"].values, strict=True)):
-        panel.set_xlabel(f"{head}" if narrow and number else f"head {head}", fontsize=8)
+    for head, panel in lowest.items():
+        panel.set_xlabel(f"head {maps['head'].values[head]}", fontsize=8)
     if picture is not None:
         _picture(figure.add_subplot(places[:beside, :beside]), picture, query, grids[0].shape[1:])
     figure.supxlabel(_CAPTION + ("" if gate is None else _GATE_CAPTION), fontsize=8, wrap=True)

@@ -112,7 +112,16 @@ def test_one_layer_one_head_and_heads_that_a_layer_lacks() -> None:
     assert len(with_pictures(grid(maps.isel(layer=1, drop=True), gate=some_gates()[0, :3]))) == 3
     assert len(with_pictures(grid(maps.isel(layer=[1], head=[2]).expand_dims(epoch=[3])))) == 1
     maps[1, 2] = np.nan
-    assert len(with_pictures(grid(maps, gate=some_gates()))) == 5
+    panels = with_pictures(grid(maps, gate=some_gates()))
+    assert [panel.get_xlabel() for panel in panels] == ["", "", "head 2", "head 0", "head 1"]
+
+
+def test_more_heads_than_fit_beside_each_other_are_below() -> None:
+    panels = with_pictures(tcnn_probe.plot.attention_grid(some_maps(), gate=some_gates(), col_wrap=2))
+    places = [(panel.get_subplotspec().rowspan.start, panel.get_subplotspec().colspan.start) for panel in panels]
+    assert places == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0)]
+    shown = [np.asarray(panel.images[0].get_array()) for panel in panels]
+    np.testing.assert_allclose(shown, some_maps().values.reshape(6, *shown[0].shape))
 
 
 def test_parts_of_a_figure_of_ones_own() -> None:
