@@ -1,6 +1,5 @@
 """Any attribution method of captum as maps of the images."""
 
-import importlib
 import inspect
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from tcnn_probe.attribution.layer_choice import map_layer
 from tcnn_probe.attribution.pixels import background, to_pixels
 
-__all__ = ["captum", "captum_class", "captum_maps"]
+__all__ = ["captum_class", "captum_maps"]
 
 _FILLED_IN = {"self", "model", "forward_func", "device_ids", "inputs", "target", "additional_forward_args", "kwargs"}
 _FILLED_IN |= {"internal_batch_size", "perturbations_per_eval", "show_progress", "return_convergence_delta", "verbose"}
@@ -25,19 +24,12 @@ _OURS = {  # options, and the parameters of captum's that they stand for
 }
 
 
-def captum(part: str) -> Any:
-    """A part of captum, imported only by what needs it; a ModuleNotFoundError says how to install it."""
-    try:
-        return importlib.import_module(f"captum.{part}")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"this needs captum: pip install captum ({error})", name="captum") from error
-
-
 def captum_class(method: Any) -> Any:
     """A class of captum that attributes, from itself or its name; None for anything else."""
     if not isinstance(method, (str, type)):
         return None
-    attr = captum("attr")
+    from captum import attr  # which takes a second to import, as it needs matplotlib's pyplot
+
     found = getattr(attr, method, None) if isinstance(method, str) else method
     if not isinstance(found, type) or not issubclass(found, attr.Attribution):
         return None
@@ -79,7 +71,6 @@ def captum_maps(
     Raises:
         ValueError: an unknown method, layer or interpolation; no map (B, C, H, W); a window or stride that cannot be.
         TypeError: an option that the method does not have.
-        ModuleNotFoundError: captum is not installed.
     """
     cls = captum_class(method)
     if cls is None:
@@ -115,7 +106,9 @@ def captum_maps(
 
 def _attribute(cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any]) -> Any:
     """What captum gives. What DeepLift and LRP leave on modules, after an exception too, is removed."""
-    by_gradient = not issubclass(cls, captum("attr").PerturbationAttribution)
+    from captum.attr import PerturbationAttribution
+
+    by_gradient = not issubclass(cls, PerturbationAttribution)
     before = [(module, {*vars(module)}) for module in model.modules()]
     try:
         with torch.set_grad_enabled(by_gradient):

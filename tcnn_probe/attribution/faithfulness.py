@@ -11,7 +11,6 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tcnn_probe.attribution.captum_methods import captum
 from tcnn_probe.attribution.deletion import area_under
 from tcnn_probe.attribution.given_maps import as_masks, find_attributions, targets_of
 from tcnn_probe.attribution.methods import Attribution, as_json
@@ -85,7 +84,6 @@ def faithfulness(
     Raises:
         ValueError, TypeError: images, maps, masks, methods, metrics or options of another kind or out of range; a
             metric that was asked for, and lacks masks or a method that can be computed again.
-        ModuleNotFoundError: captum is needed, and not installed.
     """
     images = as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
@@ -126,8 +124,7 @@ def faithfulness(
     coords = {"attribution": names, "image": range(len(images)), "target": ("image", targets.numpy())}
     if "rank_correlation" in chosen:
         coords["other"] = names
-    by_captum = [one.packages for one in attributions] + [("captum",) for one in chosen.values() if one.needs_captum]
-    attrs = provenance(model, *sorted(set().union(*by_captum)))
+    attrs = provenance(model, "captum")
     attrs["attributions"] = json.dumps({one.name: dict(one.about) for one in attributions})
     return xr.Dataset(variables, coords, attrs)
 
@@ -149,8 +146,6 @@ def _choose(
             raise ValueError(f"{name!r} needs masks, which say where the objects are: masks=, shape (B, H, W)")
         if METRICS[name].takes == "method" and given and metrics is not None:
             raise ValueError(f"{name!r} needs methods, by name or as functions; {given[0]!r} was {_MAPS_ALONE}")
-        if METRICS[name].needs_captum:
-            captum("metrics")
     return {name: METRICS[name] for name in names}
 
 

@@ -72,7 +72,6 @@ class Attribution:
     explain: Callable[[nn.Module, Tensor, Tensor, int], tuple[Tensor, str]] | None = None  # as ``captum_maps``
     maps: Tensor | None = None  # (B, H, W), if they were given
     targets: Tensor | None = None  # (B,), if the given maps say so
-    packages: tuple[str, ...] = ()  # that take part in it
 
 
 def find_methods(method: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Attribution]:
@@ -103,8 +102,7 @@ def _find_method(method: Any, given: Mapping[str, Any]) -> Attribution:
         options = {**known.options, **given}
         about = _about(known, options, f"captum's {cls.__name__}")
         maps = partial(captum_maps, cls, **options)
-        packages = ("captum",)
-        return Attribution(name, about, lambda m, x, target, n: maps(m, x, target, batch_size=n), packages=packages)
+        return Attribution(name, about, lambda m, x, target, n: maps(m, x, target, batch_size=n))
     if not callable(function):
         raise ValueError(
             f"expected a method, one of {list(METHODS)}, a class of captum.attr or its name, or a function "

@@ -26,11 +26,6 @@ class Metric:
     units: str = "1"
 
     @property
-    def needs_captum(self) -> bool:
-        """Whether captum takes part in it."""
-        return "captum" in self.source
-
-    @property
     def attrs(self) -> dict[str, str]:
         """Attributes of its variable."""
         names = ("long_name", "units", "range", "better", "source")

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attribution.captum_methods import captum
 from tcnn_probe.attribution.pixels import background
 from tcnn_probe.models import batches, whole_number
 
@@ -46,13 +45,15 @@ def infidelity(
     Returns:
         shape (B,), from 0, in squares of the model's score; NaN for a map with a NaN.
     """
+    from captum import metrics
+
     squares = random_squares(samples, (images.shape[2], images.shape[3]), seed)[:, None]
     found = []
     for which, some in batches(model, images, batch_size):
         cover = partial(_cover, iter(squares), len(some), baseline)
         of_channels = maps[which].to(some)[:, None].expand_as(some) / some.shape[1]
         common = _common(some, target[which], samples, batch_size)
-        found.append(captum("metrics").infidelity(model, cover, some, of_channels, normalize=normalize, **common))
+        found.append(metrics.infidelity(model, cover, some, of_channels, normalize=normalize, **common))
     return torch.cat(found).cpu().double()
 
 
@@ -86,6 +87,8 @@ def sensitivity(
     Raises:
         ValueError: a radius or a number of samples that is not positive.
     """
+    from captum import metrics
+
     if not radius > 0:
         raise ValueError(f"expected a positive radius, got {radius!r}")
     samples = whole_number(samples, "samples", 1)
@@ -99,7 +102,7 @@ def sensitivity(
     for which, some in batches(model, images, batch_size):
         shake = partial(_shake, iter(noise), len(some), radius)
         common = _common(some, target[which], samples, batch_size)
-        found.append(captum("metrics").sensitivity_max(maps_of, some, shake, **common))
+        found.append(metrics.sensitivity_max(maps_of, some, shake, **common))
     return torch.cat(found).cpu().double()
 
 

@@ -70,7 +70,6 @@ def saliency(
     Raises:
         ValueError, TypeError: images, targets, a method or an option of another kind or out of range; a model without
             what the method needs, or without scores.
-        ModuleNotFoundError: captum is needed, and not installed.
     """
     alone = isinstance(method, str) or callable(method)
     if alone:
@@ -94,7 +93,7 @@ def saliency(
                     unsupported[one.name] = error
                     continue
                 attrs = {"long_name": "saliency", "method": one.name, "layer": of_layer, **one.about}
-                attrs |= provenance(model, *one.packages)
+                attrs |= provenance(model, "captum")
                 labelled[one.name] = xr.DataArray(maps.numpy(), coords, ("image", "y", "x"), one.name, attrs)
     if not labelled:
         raise next(iter(unsupported.values()))
