@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 import xarray as xr
 
-__all__ = ["bootstrap_interval", "resampled_means", "tails"]
+__all__ = ["bootstrap_interval", "resampled_means"]
 
 
 def bootstrap_interval(
@@ -43,7 +43,9 @@ def bootstrap_interval(
             raise ValueError(f"expected a dimension to resample, one of {values.dims}, got {name!r}")
     if not dims:
         raise ValueError("expected a dimension to resample, got none")
-    quantiles = tails(confidence)
+    if not 0 < confidence < 1:
+        raise ValueError(f"expected a confidence between 0 and 1, got {confidence!r}")
+    quantiles = [(1 - confidence) / 2, (1 + confidence) / 2]
 
     def interval(row: np.ndarray) -> np.ndarray:
         if np.count_nonzero(~np.isnan(row)) < 2:
@@ -55,14 +57,6 @@ def bootstrap_interval(
         keep_attrs=True,
     )  # fmt: skip
     return found.assign_coords(bound=["low", "high"])
-
-
-def tails(confidence: float) -> list[float]:
-    """Quantiles at the two ends of an interval; ValueError for a confidence that is not between 0 and 1."""
-    if not 0 < confidence < 1:
-        raise ValueError(f"expected a confidence between 0 and 1, got {confidence!r}")
-    tail = (1 - confidence) / 2
-    return [tail, 1 - tail]
 
 
 def resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.bootstrap import resampled_means, tails
+from tcnn_probe.bootstrap import resampled_means
 
 __all__ = ["as_dataset", "check_results", "improvement", "kind_of", "mean_by", "mean_corruption_error", "share_right"]
 
@@ -72,16 +72,7 @@ def _means(name: str, dims: tuple[str, ...], shares: Any, images: Any, words: st
     return {name: xr.Variable(dims, shares, attrs), f"{name}_se": xr.Variable(dims, errors, error)}
 
 
-def improvement(
-    results: xr.Dataset,
-    baseline: str,
-    by: str | None = "group",
-    *,
-    relative: bool = True,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> xr.Dataset:
+def improvement(results: xr.Dataset, baseline: str, by: str | None = "group", *, relative: bool = True) -> xr.Dataset:
     """Compare each model's accuracy with a baseline's: ``accuracy / baseline's - 1`` (T-CNN paper, Fig. 3).
 
     Args:
@@ -90,18 +81,16 @@ def improvement(
         by: "group" of corruptions, "corruption" or "severity" (the others averaged over); "attack"; None for clean
             images.
         relative: whether to divide the difference by the baseline's accuracy.
-        confidence, resamples, seed: of the interval, a percentile bootstrap over images, the same for both models.
 
     Returns:
         ``improvement`` (model, by) of the other models, in units of 1, and ``interval`` (model, by, bound) with bound
-        "low" and "high". NaN where a model did not see the images, and, if relative, where the baseline is never right:
-        in any resample, for the interval.
+        "low" and "high": a 95 % percentile bootstrap over images, the same for both models. NaN where a model did not
+        see the images, and, if relative, where the baseline is never right: in any resample, for the interval.
 
     Raises:
         TypeError: no Dataset.
-        ValueError: no such model or no other, ``by`` unknown or not measured, a confidence outside of 0 to 1.
+        ValueError: no such model or no other, or ``by`` unknown or not measured.
     """
-    quantiles = tails(confidence)
     right = share_right(results, by)
     models = _names_of_models(right, baseline)
     if len(models) < 2:
@@ -117,8 +106,8 @@ def improvement(
     def interval(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
         if np.isnan(ours).any() or np.isnan(theirs).any():
             return np.full(2, np.nan)
-        drawn = ratio(*(resampled_means(row, resamples, seed) for row in (ours, theirs)))
-        return np.full(2, np.nan) if np.isnan(drawn).any() else np.quantile(drawn, quantiles)
+        drawn = ratio(*(resampled_means(row, 2000, 0) for row in (ours, theirs)))
+        return np.full(2, np.nan) if np.isnan(drawn).any() else np.quantile(drawn, [0.025, 0.975])
 
     means = xr.apply_ufunc(ratio, *(x.mean("image") for x in compared))
     bounds = xr.apply_ufunc(
@@ -126,7 +115,7 @@ def improvement(
     )
     kind = "relative improvement of accuracy" if relative else "improvement of accuracy"
     means.attrs = {"units": "1", "long_name": kind, "description": f"{kind} over that of {baseline!r}"}
-    bounds.attrs = {"units": "1", "long_name": f"{confidence:.0%} bootstrap interval over images"}
+    bounds.attrs = {"units": "1", "long_name": "95 % bootstrap interval over images"}
     return xr.Dataset({"improvement": means, "interval": bounds.assign_coords(bound=["low", "high"])})
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.bootstrap import tails
 from tcnn_probe.perturbations.summary import check_results
 from tcnn_probe.plot.style import OKABE_ITO, axes_or_current, legend_beside
 
@@ -16,9 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["generalization"]
 
 
-def generalization(
-    ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | None = None, confidence: float = 0.95
-) -> "Axes":
+def generalization(ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | None = None) -> "Axes":
     """Draw a point for each model: its accuracy on the clean images, and that on another test set.
 
     ::
@@ -28,25 +25,22 @@ def generalization(
 
     A model below the line fits the first test set, on which choices are often made, better than the others do. The
     dashed line is the least-squares line through all points; there is none through points of one clean accuracy. Lines
-    through a point are Wilson intervals, as if images were drawn at random; another training may differ by more. Join
-    several trainings by ``xr.concat(runs, "training")``: each is then a point, in the colour of its model.
+    through a point are Wilson intervals (95 %), as if images were drawn at random; another training may differ by more.
+    Join several trainings by ``xr.concat(runs, "training")``: each is then a point, in the colour of its model.
 
     Args:
         ds: what :func:`tcnn_probe.robustness` gave: ``clean_accuracy`` and ``variant_accuracy``.
         ax: where to draw; None: on the current axes.
         variant: name of the other test set; None if there is one only.
-        confidence: of the intervals.
 
     Returns:
         the axes.
 
     Raises:
         TypeError: no Dataset.
-        ValueError: accuracies that are missing, no such variant or several without a choice, or a confidence that is
-            not between 0 and 1.
+        ValueError: accuracies that are missing, no such variant, or several without a choice.
     """
     check_results(ds, "clean_accuracy", "clean_correct", "variant_accuracy", "variant_images")
-    tails(confidence)
     names = [str(name) for name in np.atleast_1d(ds["variant"].values)]
     if variant not in names if variant is not None else len(names) > 1:
         raise ValueError(f"expected variant to be one of {names}, got {variant!r}")
@@ -56,10 +50,7 @@ def generalization(
         of = chosen.sel(model=model) if "model" in ds.dims else chosen
         found = xr.broadcast(of.clean_accuracy, of.variant_accuracy, of.variant_images)
         first, second, images = (values.values.ravel() for values in found)
-        errors = [
-            _wilson(first, np.full(len(first), ds.sizes["image"]), confidence),
-            _wilson(second, images, confidence),
-        ]
+        errors = [_wilson(first, np.full(len(first), ds.sizes["image"])), _wilson(second, images)]
         axes.errorbar(
             first, second, errors[1], errors[0], fmt="o", ms=4, elinewidth=0.8, label=str(model),
             color=list(OKABE_ITO.values())[number % len(OKABE_ITO)],
@@ -74,11 +65,11 @@ def generalization(
     return axes
 
 
-def _wilson(accuracy: NDArray[np.floating], images: NDArray[np.integer], confidence: float) -> NDArray[np.floating]:
+def _wilson(accuracy: NDArray[np.floating], images: NDArray[np.integer]) -> NDArray[np.floating]:
     """How far the interval reaches below and above each accuracy: (2, points)."""
     from scipy.stats import binomtest
 
     right = np.rint(accuracy * images).astype(int)
     tests = [binomtest(int(k), int(n)) for k, n in zip(right, images, strict=True)]
-    bounds = np.array([test.proportion_ci(confidence, method="wilson") for test in tests])
+    bounds = np.array([test.proportion_ci(0.95, method="wilson") for test in tests])
     return np.clip([accuracy - bounds[:, 0], bounds[:, 1] - accuracy], 0, None)

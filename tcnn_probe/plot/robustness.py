@@ -20,7 +20,6 @@ def robustness(
     *,
     baseline: str | None = None,
     by: Literal["group", "corruption", "severity", "attack"] = "group",
-    confidence: float = 0.95,
 ) -> "Axes":
     """Draw bars of accuracy by model (T-CNN paper, Fig. 1) or, beside a baseline, of its relative improvement (Fig. 3).
 
@@ -31,7 +30,7 @@ def robustness(
 
     Accuracies are means over images and over all that is not named by ``by`` (corruptions of the group, severities,
     seeds), with the standard error over images. The relative improvement of a model is (its accuracy - the
-    baseline's) / the baseline's, with a bootstrap interval over images that both models see
+    baseline's) / the baseline's, with a 95 % bootstrap interval over images that both models see
     (:func:`tcnn_probe.improvement`); a bar for which there is none, since the baseline is never right in some resample,
     is hatched. Clean images, where there are such, come first.
 
@@ -42,7 +41,6 @@ def robustness(
         ax: where to draw; None: on the current axes.
         baseline: one of the models; None for accuracies.
         by: what the bars stand beside.
-        confidence: of the intervals, with a baseline.
 
     Returns:
         the axes, with a title and a legend above them, for which constrained layout makes room.
@@ -61,12 +59,12 @@ def robustness(
         heights, errors = right.mean("image"), right.std("image", ddof=1) / np.sqrt(right.sizes["image"])
         low, high, label = heights - errors, heights + errors, "accuracy\n(lines: standard error over images)"
     else:
-        found = [improvement(ds, baseline, kind, confidence=confidence) for kind in kinds]
+        found = [improvement(ds, baseline, kind) for kind in kinds]
         heights = 100 * _categories([each.improvement for each in found], by)
         bounds = 100 * _categories([each.interval for each in found], by)
         low, high = bounds.sel(bound="low"), bounds.sel(bound="high")
         named = f"improvement over {baseline} (%)" if len(baseline) < 12 else f"improvement (%) over\n{baseline}"
-        label = f"{named}\n(lines: {100 * confidence:g} % interval over images)"
+        label = f"{named}\n(lines: 95 % interval over images)"
         if bool((heights.notnull() & low.isnull()).any()):
             label = label.replace("images)", "images;\nhatched: no interval)")
     axes = axes_or_current(ax)

@@ -123,8 +123,8 @@ def test_runs_with_several_seeds_join(dim: str) -> None:
         errors.isel({dim: 1}, drop=True), calibration_error(runs[1].clean_confidence, runs[1].clean_correct)
     )
     assert mcnemar(ds.clean_correct[{"model": 0}], ds.clean_correct[{"model": 1}]).p_value.dims == (dim,)
-    pooled = improvement(ds, "cnn", None, relative=False, resamples=50)
-    apart = [improvement(run, "cnn", None, relative=False, resamples=50).improvement for run in runs]
+    pooled = improvement(ds, "cnn", None, relative=False)
+    apart = [improvement(run, "cnn", None, relative=False).improvement for run in runs]
     np.testing.assert_allclose(pooled.improvement, sum(each.values for each in apart) / 3)
     assert mean_corruption_error(ds, "cnn").corruption_error.dims[:2] == ("model", "corruption")
     differ = xr.concat([disagreement(run).differ for run in runs], dim).sel(model="cnn", other="tcnn")
@@ -140,7 +140,7 @@ def test_of_results_that_are_not_loaded() -> None:
         disagreement,
         lambda one: mcnemar(one.correct[0], one.correct[1]),
         lambda one: calibration_error(one.confidence, one.correct),
-        lambda one: improvement(one, "cnn", resamples=50),
+        lambda one: improvement(one, "cnn"),
         lambda one: bootstrap_interval(one.correct[0], resamples=50),
     ):
         xr.testing.assert_equal(of(lazy), of(ds))
@@ -157,7 +157,7 @@ def test_of_a_model_that_saw_less() -> None:
         xr.testing.assert_equal(found.sel(old), disagreement(ds, by))
         unseen = found.sel(model="late") if by == "attack" else found.sel(model="late", corruption="shot_noise")
         assert unseen.to_dataarray().isnull().all()
-    interval = improvement(both, "cnn", "corruption", relative=False, resamples=50).interval.sel(model=["tcnn", "late"])
+    interval = improvement(both, "cnn", "corruption", relative=False).interval.sel(model=["tcnn", "late"])
     assert interval.isnull().any("bound").values.tolist() == [[False] * 3, [False, True, False]]
 
 

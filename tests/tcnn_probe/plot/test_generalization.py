@@ -30,7 +30,7 @@ def drawn(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def wilson(p: float, n: int) -> list[float]:
-    z = 1.6448536269514722  # of 90 %
+    z = 1.959963984540054  # of 95 %
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return [(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)]
 
@@ -38,7 +38,7 @@ def wilson(p: float, n: int) -> list[float]:
 @pytest.mark.parametrize("trainings", [1, 5])
 def test_points_and_intervals(trainings: int) -> None:
     ds = measured(trainings)
-    axes = generalization(ds if trainings > 1 else ds.squeeze("training", drop=True), variant="real", confidence=0.9)
+    axes = generalization(ds if trainings > 1 else ds.squeeze("training", drop=True), variant="real")
     points = drawn(axes)
     assert list(points) == ["a", "b", "c"]
     pairs = []
@@ -72,6 +72,4 @@ def test_what_is_refused() -> None:
             generalization(ds, variant=variant)
     with pytest.raises(ValueError, match=r"results of tcnn_probe.robustness with 'variant_accuracy'"):
         generalization(ds.drop_vars("variant_accuracy"))
-    with pytest.raises(ValueError, match="expected a confidence between 0 and 1, got 95"):
-        generalization(ds, variant="v2", confidence=95)
     assert plt.get_fignums() == []

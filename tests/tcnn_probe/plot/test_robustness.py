@@ -101,7 +101,7 @@ def test_clean_images_first_and_attacks() -> None:
 def test_improvement_over_a_baseline_is_paired_by_image() -> None:
     ds = measured(plain=True)
     own = plt.figure().subplots()
-    axes = tcnn_probe.plot.robustness(ds, own, baseline="control", confidence=0.9)
+    axes = tcnn_probe.plot.robustness(ds, own, baseline="control")
     assert axes is own
     found = heights(axes)
     assert list(found) == ["CNN", "T-CNN"]
@@ -111,9 +111,9 @@ def test_improvement_over_a_baseline_is_paired_by_image() -> None:
             relative = (one.mean() - other.mean()) / other.mean()
             assert found[MODELS[model]][place] == pytest.approx(100 * relative)
             drawn = np.random.default_rng(1).multinomial(IMAGES, np.full(IMAGES, 1 / IMAGES), 4000)
-            low, high = np.quantile((drawn @ one) / (drawn @ other) - 1, [0.05, 0.95])
+            low, high = np.quantile((drawn @ one) / (drawn @ other) - 1, [0.025, 0.975])
             np.testing.assert_allclose(error_bars(axes)[bar][place], [100 * low, 100 * high], atol=3)
-    assert axes.get_ylabel() == "improvement over control (%)\n(lines: 90 % interval over images)"
+    assert axes.get_ylabel() == "improvement over control (%)\n(lines: 95 % interval over images)"
 
 
 def test_a_models_colour_does_not_depend_on_the_baseline() -> None:
