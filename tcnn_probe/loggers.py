@@ -1,4 +1,4 @@
-"""The numbers of one mark of a recording as a flat dict, for loggers."""
+"""The numbers of the last mark of a recording as a flat dict, for loggers."""
 
 from itertools import product
 
@@ -7,8 +7,8 @@ import xarray as xr
 __all__ = ["scalars"]
 
 
-def scalars(ds: xr.Dataset, mark: int | float | None = None, *, heads: bool = False) -> dict[str, float]:
-    """Give the numbers of a mark as ``{"entropy/blocks.3.attn": 3.9, "top1": 0.8, ...}``, without those that are NaN.
+def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
+    """Give the last mark as ``{"entropy/blocks.3.attn": 3.9, "top1": 0.8, ...}``, without numbers that are NaN.
 
     ::
 
@@ -19,23 +19,19 @@ def scalars(ds: xr.Dataset, mark: int | float | None = None, *, heads: bool = Fa
 
     Args:
         ds: a recording: ``recorder.dataset``, or ``xr.open_zarr(path)``.
-        mark: of which epoch (or what was marked); None for the last.
         heads: whether each head has a number, ``"entropy/blocks.3.attn/0"``; else the mean over a layer's heads.
 
     Returns:
         by variable, layer and head; scalars that were given to ``mark`` by their name.
 
     Raises:
-        ValueError: no such mark; a dataset of another kind.
+        ValueError: a dataset of another kind.
     """
     along = ds.attrs.get("along")
     if along not in ds.dims:
         raise ValueError("expected a recording: recorder.dataset, or xarray.open_zarr(path)")
-    if mark is not None and mark not in ds[along].values:
-        raise ValueError(f"there is no {along} {mark}; there are {ds[along].values.tolist()}")
-    now = ds.isel({along: -1}) if mark is None else ds.sel({along: mark})
     found: dict[str, float] = {}
-    for name, values in now.data_vars.items():
+    for name, values in ds.isel({along: -1}).data_vars.items():
         if not heads and "head" in values.dims:
             values = values.mean("head")
         labels = [map(str, values[dim].values) for dim in values.dims]

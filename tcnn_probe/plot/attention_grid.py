@@ -7,7 +7,6 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from tcnn_probe.plot.style import (
-    MAPS,
     RED,
     as_array,
     as_images,
@@ -39,7 +38,6 @@ def attention_grid(
     query: tuple[int, int] | None = None,
     gate: xr.DataArray | None = None,
     col_wrap: int = 13,
-    cmap: str = MAPS,
     title: str | None = None,
     figure: "Figure | SubFigure | None" = None,
 ) -> "Figure | SubFigure":
@@ -63,7 +61,6 @@ def attention_grid(
             there: a layer with a stride has queries at some of its pixels only.
         gate: σ(λ) of each head, dims (layer, head), or without layer.
         col_wrap: how many heads are beside each other; further ones of a layer are in rows below.
-        cmap: matplotlib's name of a colour map.
         title: of the figure; None for one that names the query.
         figure: where to draw, for example one of ``figure.subfigures(3)``; None: pyplot's current figure if it is
             empty, else a new one of fitting size.
@@ -102,7 +99,7 @@ def attention_grid(
             cell = int(maps.query_y[row]), int(maps.query_x[row])
         where = [(row * lines + head // columns, beside + head % columns) for head in range(heads)]
         panels = [figure.add_subplot(places[place]) for place in where]
-        _heads(panels, layer, gates[row], cell, cmap)
+        _heads(panels, layer, gates[row], cell)
         lowest |= {head: panel for head, panel in enumerate(panels) if panel.images}
         if "layer" in maps.coords:
             panels[0].set_ylabel(wrapped(maps.layer.values[row]), fontsize=8, rotation=0, ha="right", va="center")
@@ -116,16 +113,14 @@ def attention_grid(
     return figure
 
 
-def _heads(
-    panels: "list[Axes]", maps: NDArray[Any], gates: NDArray[Any], cell: tuple[int, int] | None, cmap: str
-) -> None:
+def _heads(panels: "list[Axes]", maps: NDArray[Any], gates: NDArray[Any], cell: tuple[int, int] | None) -> None:
     """Draw the heads of a layer."""
     height, width = maps.shape[1:]
     for head, panel in enumerate(panels):
         if np.isnan(maps[head]).all():
             panel.set(xticks=[], yticks=[], frame_on=False)
             continue
-        draw_map(panel, maps[head], height, width, cmap=cmap, vmin=0)
+        draw_map(panel, maps[head], height, width, vmin=0)
         if cell is not None:
             draw_box(panel, *cell, 1, 1)
         if np.isfinite(gates[head]):

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.plot.style import MAPS, as_pixel, draw_box, draw_image, draw_map, empty_figure, wrapped
+from tcnn_probe.plot.style import as_pixel, draw_box, draw_image, draw_map, empty_figure, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,6 @@ def attention_maps(
     query: Any = None,
     layers: str | Collection[str] | None = None,
     heads: int | Collection[int] | None = None,
-    cmap: str = MAPS,
     figure: "Figure | SubFigure | None" = None,
 ) -> "Figure | SubFigure":
     """Draw where heads look, over the image: a row a layer, a column a head, the query in a red box.
@@ -48,7 +47,6 @@ def attention_maps(
             the first of these, the middle of the image if the maps are from everywhere, or else the class token.
         layers: names or globs of the layers to draw; None for all that have such maps.
         heads: of each layer; None for all.
-        cmap: matplotlib's name of a colour map.
         figure: where to draw; None: pyplot's current figure if it is empty, else a new one of fitting size.
 
     Returns:
@@ -80,7 +78,7 @@ def attention_maps(
     for number, row in enumerate(rows):
         for column, head in enumerate(row["head"].values):
             panel = figure.add_subplot(places[number, beside + column])
-            _draw(panel, picture, row[column], cmap)
+            _draw(panel, picture, row[column])
             _box(panel, row)
             if column not in named:
                 panel.set_title(f"head {head}", fontsize=7, pad=2)
@@ -151,13 +149,13 @@ def _from(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArray:
     return values.assign_coords(query_y=keys[0], query_x=keys[1])
 
 
-def _draw(axes: "Axes", picture: NDArray[Any], maps: xr.DataArray, cmap: str) -> None:
+def _draw(axes: "Axes", picture: NDArray[Any], maps: xr.DataArray) -> None:
     """Draw a map (y, x) over the image, the more attention the more opaque, cells at the centres of their fields."""
     draw_image(axes, picture.mean(0, keepdims=True))
     share = maps.values / max(float(np.nanmax(maps.values)), 1e-30)
     (top, high), (left, wide) = _edges(maps, "y"), _edges(maps, "x")
     extent = left, left + wide * share.shape[1], top + high * share.shape[0], top
-    draw_map(axes, share, *picture.shape[1:], extent=extent, cmap=cmap, vmin=0, vmax=1, alpha=0.35 + 0.6 * share)
+    draw_map(axes, share, *picture.shape[1:], extent=extent, vmin=0, vmax=1, alpha=0.35 + 0.6 * share)
 
 
 def _box(axes: "Axes", maps: xr.DataArray) -> None:

@@ -5,20 +5,12 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.plot.style import MAPS, as_array, as_images, draw_image, draw_map, empty_figure, select_others
+from tcnn_probe.plot.style import as_array, as_images, draw_image, draw_map, empty_figure, select_others
 
 __all__ = ["saliency_overlay"]
 
 
-def saliency_overlay(
-    maps: Any,
-    images: Any,
-    axes: Any = None,
-    *,
-    masks: Any = None,
-    alpha: float = 0.6,
-    cmap: str = MAPS,
-) -> np.ndarray:
+def saliency_overlay(maps: Any, images: Any, axes: Any = None, *, masks: Any = None, alpha: float = 0.6) -> np.ndarray:
     """Draw saliency over images, a row an image and a column a method.
 
     ::
@@ -37,7 +29,6 @@ def saliency_overlay(
             if it is empty, or a new one, with the images themselves at the left.
         masks: of objects, shape (B, H, W), bool: outlined in white.
         alpha: how far a map covers its image; 1 wholly, 0 not at all.
-        cmap: matplotlib's name of a colour map.
 
     Returns:
         the axes, shape (images, methods), with a further column for the images where they are new.
@@ -61,7 +52,7 @@ def saliency_overlay(
             panel = panels[row, column]
             if alpha < 1:
                 draw_image(panel, image)
-            draw_map(panel, some[row], *image.shape[1:], cmap=cmap, alpha=alpha)
+            draw_map(panel, some[row], *image.shape[1:], alpha=alpha)
             if outlines is not None and np.ptp(outlines[row]):
                 middles = [np.arange(length) + 0.5 for length in image.shape[1:]]
                 panel.contour(middles[1], middles[0], outlines[row], [0.5], colors="w", linewidths=0.8)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "MAPS", "OKABE_ITO", "RED", "as_array", "as_images", "as_pixel", "axes_or_current", "axis_label", "draw_box",
+    "OKABE_ITO", "RED", "as_array", "as_images", "as_pixel", "axes_or_current", "axis_label", "draw_box",
     "draw_image", "draw_map", "empty_figure", "in_order", "legend_beside", "select_others", "wrapped",
 ]  # fmt: skip
 
@@ -31,9 +31,6 @@ OKABE_ITO = {
 """Of Okabe and Ito (2008), for things that have no order: models, methods, kinds of heads."""
 
 RED = OKABE_ITO["vermillion"]
-
-MAPS = "cividis"
-"""For maps; its lightness grows evenly."""
 
 
 def in_order(count: int) -> list[tuple[float, float, float, float]]:
@@ -144,8 +141,8 @@ def draw_image(axes: "Axes", image: NDArray[Any]) -> None:
 
 
 def draw_map(axes: "Axes", values: NDArray[Any], height: float, width: float, **options: Any) -> None:
-    """Draw a map (h, w), of any resolution, over height x width pixels, or over an ``extent`` of its own."""
-    axes.imshow(values, **{"extent": (0, width, height, 0), "interpolation": "nearest"} | options)
+    """Draw a map (h, w), of any resolution, over height x width pixels or an ``extent``; its lightness grows evenly."""
+    axes.imshow(values, **{"extent": (0, width, height, 0), "interpolation": "nearest", "cmap": "cividis"} | options)
     axes.set(xticks=[], yticks=[], xlim=(0, width), ylim=(height, 0))
 
 
