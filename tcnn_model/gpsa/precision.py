@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_float32", "autocast_dtype", "widen", "widest", "without_autocast"]
+__all__ = ["at_least_float32", "autocast_dtype", "widen", "widest", "widest_dtype", "without_autocast"]
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -18,9 +18,14 @@ def widen(x: Tensor) -> Tensor:
     return x.to(at_least_float32(x.dtype))
 
 
-def widest(x: Tensor) -> Tensor:
+def widest_dtype(device: torch.device) -> torch.dtype:
     """Float64 where the device has it, else float32."""
-    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def widest(x: Tensor) -> Tensor:
+    """In :func:`widest_dtype`."""
+    return x.to(widest_dtype(x.device))
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

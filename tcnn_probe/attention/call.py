@@ -172,6 +172,11 @@ class AttentionCall:
         return self.logits.shape[3]
 
     @property
+    def in_windows(self) -> bool:
+        """Whether there are several windows, or one that is larger than the image."""
+        return self.windows > 1 or self.cut is not None
+
+    @property
     def class_query(self) -> int | None:
         """Index of the class token among the queries, None if there is none, or one for each class.
 
@@ -205,12 +210,15 @@ class AttentionCall:
         rows = slice(None) if image is None else slice(image * self.windows, (image + 1) * self.windows)
         return self.logits.weights(rows, queries).unflatten(0, (-1, self.windows))
 
-    def maps_of_query(self, query: int, images: Sequence[int]) -> Tensor:
-        """Attention of one query over the keys on the grid: shape (images, windows, heads, height, width)."""
+    def row(self, query: int, images: Sequence[int]) -> Tensor:
+        """Attention of one query: shape (images, windows, heads, N_key)."""
+        return torch.stack([self.weights(slice(query, query + 1), image)[0, :, :, 0] for image in images])
+
+    def on_grid(self, rows: Tensor) -> Tensor:
+        """The keys on the grid of (..., N_key): shape (..., height, width)."""
         keys = self.layout.keys
         assert keys is not None
-        rows = [self.weights(slice(query, query + 1), image)[0, :, :, 0, keys.prefix :] for image in images]
-        return torch.stack(rows).unflatten(-1, (keys.height, keys.width))
+        return rows[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
 
     def blocks(self) -> Iterator[Block]:
         """Rows and queries that belong together: a block, or the logits of one query where these are more."""

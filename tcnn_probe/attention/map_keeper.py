@@ -104,7 +104,7 @@ class MapKeeper(AttentionListener):
             return None
         arrays = {}
         for name, some in rows.items():
-            maps = (_of_windows if _in_windows(call) else _of_images)(call, some, self._wanted)
+            maps = (_of_windows if call.in_windows else _of_images)(call, some, self._wanted)
             arrays[name] = maps.unflatten(-1, keys)
         if "class_attention" in arrays:
             arrays["class_attention"] = arrays["class_attention"][:, :, 0]
@@ -115,12 +115,12 @@ class MapKeeper(AttentionListener):
     def _rows(self, call: AttentionCall, queries: Grid | None) -> dict[str, range | list[int]]:
         """Which queries are kept, by variable: their indices or, in windows, their cells in the image."""
         rows: dict[str, range | list[int]] = {}
-        if (token := call.class_query) is not None and not _in_windows(call):
+        if (token := call.class_query) is not None and not call.in_windows:
             rows["class_attention"] = range(token, token + 1)
         if call.layout.asking == "classes":
             rows["attention_by_class"] = range(call.queries)
         if queries is not None and self._wanted.queries != ():
-            before = 0 if _in_windows(call) or call.layout.queries is None else call.layout.queries.prefix
+            before = 0 if call.in_windows or call.layout.queries is None else call.layout.queries.prefix
             rows["attention"] = self._wanted.indices(queries, before)
         return rows
 
@@ -158,14 +158,9 @@ class MapKeeper(AttentionListener):
         return self._bytes <= self._most
 
 
-def _in_windows(call: AttentionCall) -> bool:
-    """Whether there are several windows, or one that is larger than the image."""
-    return call.windows > 1 or call.cut is not None
-
-
 def _grids(call: AttentionCall) -> tuple[Grid | None, Grid | None, str]:
     """The grids of keys and queries over the whole image; and why there is none."""
-    if not _in_windows(call):
+    if not call.in_windows:
         tokens = call.layout.keys, call.layout.queries
         keys, queries = (None if one is None else (one.height, one.width) for one in tokens)
         return keys, queries, call.layout.reason

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model import GatedAttention
-from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_model.gpsa.precision import at_least_float32, widest_dtype
 from tcnn_probe.attention.call import AttentionCall, Block
 from tcnn_probe.attention.layout import Tokens
 
@@ -83,7 +83,7 @@ class PatternSum:
         self._images = min(call.images, call.images if call.limit is None else call.limit)
         self._given = call.windows, call.queries, QUERIES
         self._windows, self._queries = sampled(*self._given)
-        self._sum = torch.zeros(call.heads, self._queries.numel(), call.keys, dtype=_wide(device), device=device)
+        self._sum = torch.zeros(call.heads, self._queries.numel(), call.keys, dtype=widest_dtype(device), device=device)
 
     def add(self, block: Block, weights: Tensor, factor: Tensor) -> None:
         """Add a block.
@@ -160,7 +160,7 @@ def pattern_of_query(call: AttentionCall, attention: Tensor, entropy: Tensor) ->
         attention: A of the query, shape (B, windows, heads, N_key).
         entropy: of the same, shape (B, windows, heads).
     """
-    some, wide = attention[: call.limit], _wide(attention.device)
+    some, wide = attention[: call.limit], widest_dtype(attention.device)
     return Pattern(some.sum(0, dtype=wide).transpose(0, 1), entropy[: call.limit].mean(1).sum(0, dtype=wide), len(some))
 
 
@@ -194,7 +194,7 @@ class _Total:
     """Adds up attention, (B, heads, queries, keys) at a time, in float64."""
 
     def __init__(self, each: Sequence[int], like: Tensor) -> None:
-        self._attention = torch.zeros(each, dtype=_wide(like.device), device=like.device)
+        self._attention = torch.zeros(each, dtype=widest_dtype(like.device), device=like.device)
         self._entropy = self._attention.new_zeros(len(self._attention))
 
     def add(self, weights: Tensor, scratch: Tensor) -> None:
@@ -205,10 +205,6 @@ class _Total:
 
     def pattern(self, images: int) -> Pattern:
         return Pattern(self._attention, self._entropy / self._attention.shape[1], images)
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model import Axis, GatedAttention
+from tcnn_model.gpsa.precision import widest_dtype
 from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.layout import Tokens
 
@@ -47,7 +48,7 @@ def uniform_softmax_attention(call: AttentionCall) -> dict[str, Tensor]:
 
 
 def _for_images(like: Tensor, images: int, values: dict[str, float], distance: float | None) -> dict[str, Tensor]:
-    dtype = torch.float32 if like.device.type == "mps" else torch.float64
+    dtype = widest_dtype(like.device)
     values |= {} if distance is None else {"uniform_distance": distance}
     return {name: torch.full((images,), value, dtype=dtype, device=like.device) for name, value in values.items()}
 
@@ -66,9 +67,7 @@ def _distance_on_axes(y: Axis, x: Axis) -> float:
 
 
 @lru_cache(maxsize=256)
-def _distance_of_tokens(queries: Tokens, keys: Tokens) -> float | None:
-    if not queries.height * queries.width * keys.height * keys.width:
-        return None
+def _distance_of_tokens(queries: Tokens, keys: Tokens) -> float:
     (from_y, from_x), (to_y, to_x) = _places(queries), _places(keys)
     return uniform_distance(from_y, to_y, from_x, to_x)
 

@@ -49,10 +49,9 @@ def _of_token(
         if query is None or keys is None:
             return {}
         own = call.own_key(query)
-        row = torch.stack([call.weights(slice(query, query + 1), image)[0, :, :, 0] for image in which])
+        row = call.row(query, which)
         rest = [key for key in range(keys.prefix) if key != own]
-        grid = row[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
-        found = {f"{name}attention": grid, others: row[..., rest].sum(-1)}
+        found = {f"{name}attention": call.on_grid(row), others: row[..., rest].sum(-1)}
         return found if own is None else found | {itself: row[..., own]}
 
     of_image = tuple(dim for dim in MAP_DIMS if dim not in ("y", "x"))
@@ -115,11 +114,10 @@ def _numbers_of_classes(call: AttentionCall) -> Mapping[str, Tensor | Pattern]:
 
 def _maps_of_classes(call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
     """Maps of all classes, (images, K, height, width): the recorder keeps those that are wanted."""
-    keys = call.layout.keys
-    if keys is None or call.windows > 1:
+    if call.layout.keys is None or call.windows > 1:
         return {}
     rows = [call.weights(slice(None), image)[0, 0].mean(0) for image in which]  # (K, N_key): one head has the map
-    return {"attention_by_class": torch.stack(rows).unflatten(-1, (keys.height, keys.width))}
+    return {"attention_by_class": call.on_grid(torch.stack(rows))}
 
 
 _OF_CLASS = ("layer", "image", "class")

@@ -43,13 +43,12 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         return torch.tensor([int(row * height) * width + int(column * width) for row, column in queries])
 
     def of_softmax(call: AttentionCall) -> dict[str, Tensor]:
-        rows, keys = call.layout.queries, call.layout.keys
-        in_windows = call.cut is not None or call.windows > 1
-        if rows is None or keys is None or in_windows or isinstance(call.module, GATED_LAYERS):
+        rows = call.layout.queries
+        if rows is None or call.layout.keys is None or call.in_windows or isinstance(call.module, GATED_LAYERS):
             return {}
         at = (rows.prefix + indices(rows.height, rows.width)).tolist()
-        maps = torch.cat([call.weights(slice(one, one + 1))[:, 0, :, :, keys.prefix :] for one in at], 2)
-        return {"mean_attention": maps.unflatten(-1, (keys.height, keys.width))}
+        maps = torch.cat([call.weights(slice(one, one + 1))[:, 0] for one in at], 2)
+        return {"mean_attention": call.on_grid(maps)}
 
     def of_gated(call: ForwardCall) -> dict[str, Tensor]:
         attention = gated_attention(call.module, call.inputs[0])

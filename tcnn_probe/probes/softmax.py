@@ -24,11 +24,10 @@ def _maps(call: AttentionCall, which: Sequence[int]) -> dict[str, Tensor]:
     keys, queries = call.layout.keys, call.layout.queries
     if keys is None:
         return {}
-    received = attention_received(call, which)[..., keys.prefix :]
-    maps = {"attention_received": received.unflatten(-1, (keys.height, keys.width))}
+    maps = {"attention_received": call.on_grid(attention_received(call, which))}
     if queries is not None:
         at = queries.prefix + queries.height // 2 * queries.width + queries.width // 2
-        maps["center_attention"] = call.maps_of_query(at, which)
+        maps["center_attention"] = call.on_grid(call.row(at, which))
     return maps
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tcnn_model.gpsa.precision import widest, widest_dtype
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.heads.static_pattern import information, translation_equivariance
 from tcnn_probe.hooks.edits import edited
@@ -105,7 +106,7 @@ class Accumulator:
         values = list(measured.values())
         if not values or not len(values[0]):
             return
-        rows = torch.cat([one.reshape(len(one), -1).to(_sum_dtype(one)) for one in values], 1)
+        rows = torch.cat([widest(one.reshape(len(one), -1)) for one in values], 1)
         sums = rows.sum(0).split([one[0].numel() for one in values])
         for name, one, total in zip(measured, values, sums, strict=True):
             _add(self._sums, name, total.view(one.shape[1:]))
@@ -122,7 +123,7 @@ class Accumulator:
         """Keep copies of maps of images, as narrow as they are stored, by the images' number in the epoch."""
         for name, values in maps.items():
             dtype = getattr(torch, self.probe.variables[name].dtype)
-            dtype = _sum_dtype(values) if dtype == torch.float64 else dtype
+            dtype = widest_dtype(values.device) if dtype == torch.float64 else dtype
             for place, image in enumerate(which):
                 self.maps.setdefault(image, {})[name] = values[place].to(dtype, copy=True)
 
@@ -146,7 +147,7 @@ class Accumulator:
         with named_in_errors(self.name):
             total = squares(gradient)
             finite = total.isfinite().all()
-            _add(self._squares, variable, torch.where(finite, total, 0).to(_sum_dtype(total)))
+            _add(self._squares, variable, widest(torch.where(finite, total, 0)))
             self._passes[variable, source] = self._passes.get((variable, source), 0) + finite.long()
 
     def remove(self) -> None:
@@ -230,7 +231,3 @@ def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 def _array(value: Tensor) -> np.ndarray:
     return value.detach().double().cpu().numpy()
-
-
-def _sum_dtype(values: Tensor) -> torch.dtype:
-    return torch.float32 if values.device.type == "mps" else torch.float64  # MPS has no float64
