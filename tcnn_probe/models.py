@@ -52,17 +52,11 @@ def layer_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def wanted_layers(model: nn.Module, layers: LayerFilter | None) -> frozenset[str] | None:
-    """Names that ``layers`` chooses among all modules; None for all.
-
-    ValueError for a name or glob that is none of the model's, or a module's name that could be a second attention's.
-    """
+    """Names that ``layers`` chooses among all modules, None for all; ValueError for one that the model lacks."""
+    if layers is None:
+        return None
     named = {name: module for module, name in layer_names(model).items()}
-    chosen = named if layers is None else select_layers(named, layers, what="layers")
-    if strange := [name for name in chosen if "#" in name]:
-        raise ValueError(
-            f"expected names of modules without '#', as 'name#1' is a second attention; got {strange[0]!r}"
-        )
-    return None if layers is None else frozenset(chosen)
+    return frozenset(select_layers(named, layers, what="layers"))
 
 
 def check_model(model: nn.Module) -> None:

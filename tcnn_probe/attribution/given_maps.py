@@ -16,11 +16,8 @@ __all__ = ["as_masks", "find_attributions", "targets_of"]
 
 def find_attributions(saliency: Any, images: Tensor, options: Mapping[str, Mapping[str, Any]]) -> list[Attribution]:
     """What :func:`tcnn_probe.faithfulness` is asked to judge: maps that are given, and methods to compute now."""
-    if isinstance(saliency, xr.DataArray) and "attribution" in saliency.dims:
-        saliency = saliency.to_dataset("attribution")
-    elif isinstance(saliency, xr.DataArray):
-        name = saliency.coords.get("attribution", saliency.attrs.get("method", "saliency"))
-        saliency = {str(np.array(name)): saliency}
+    if isinstance(saliency, xr.DataArray):
+        saliency = {saliency.attrs.get("method", "saliency"): saliency}
     if isinstance(saliency, (Tensor, np.ndarray)):
         raise TypeError("maps without a name: give them as {'name': maps}")
     if not isinstance(saliency, Mapping):

@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from html import escape
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, get_args
 
@@ -31,7 +30,7 @@ from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.dataset import assemble, groups_of, layer_values, map_values, nonfinite, without_strangers
 from tcnn_probe.recording.distributed import Ranks, whole_parameters
 from tcnn_probe.recording.options import Sampling, When, as_attributes, as_mark, as_scalars, check_along
-from tcnn_probe.recording.summary import forgotten, rows
+from tcnn_probe.recording.summary import described, forgotten
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, Mode
 
@@ -246,18 +245,9 @@ class Recorder:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        title, shown = self._shown()
-        return "\n".join([title, *(f"  {name}: {value}" for name, value in shown.items())])
-
-    def _repr_html_(self) -> str:
-        title, shown = self._shown()
-        cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in shown.items())
-        return f"<table><caption>{escape(title)}</caption>{''.join(cells)}</table>"
-
-    def _shown(self) -> tuple[str, dict[str, str]]:
         one, end = self._collector, "" if self._collector.stream.attached else ", removed"
         found = self.layers, self._along, self.epochs, one.unmarked, self.missing, self.unsupported
-        return f"Recorder of {one.model_class}{end}", rows(*found, self._store.name)
+        return f"Recorder of {one.model_class}{end}\n{described(*found, self._store.name)}"
 
     def _told(self, values: dict[str, SupportsFloat], if_marked: str) -> tuple[int | float, dict[str, float]]:
         """The mark and the scalars, as numbers."""

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["forgotten", "rows"]
+__all__ = ["described", "forgotten"]
 
 
-def rows(
+def described(
     layers: Sequence[str],
     along: str,
     marks: Sequence[int | float],
@@ -13,10 +13,10 @@ def rows(
     missing: Mapping[str, Mapping[str, str]],
     unsupported: Mapping[str, str],
     place: str,
-) -> dict[str, str]:
-    """What to show of a recorder, by title."""
+) -> str:
+    """What to show of a recorder, a line each."""
     lacking = {f"{name} of {_count(len(why), 'layer')}": next(iter(why.values())) for name, why in missing.items()}
-    return {
+    shown = {
         "layers": f"{len(layers)} ({_ends(layers)})" if layers else "none yet: attention is found in the first forward",
         f"{along}s": f"{len(marks)} ({_ends(marks)})" if marks else "none yet",
         f"since the last {along}": _count(images, "image"),
@@ -24,6 +24,7 @@ def rows(
         "unsupported": "; ".join(f"{layer}: {why}" for layer, why in unsupported.items()) or "nothing",
         "kept in": place,
     }
+    return "\n".join(f"  {name}: {text}" for name, text in shown.items())
 
 
 def forgotten(along: str, *, marked: bool, images: int, training: int) -> str:

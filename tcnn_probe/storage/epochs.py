@@ -3,7 +3,6 @@
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -70,12 +69,12 @@ class EpochStore:
     @property
     def groups(self) -> Mapping[str, Group] | None:
         """The groups as stored, None before the first mark."""
-        return None if self._root is None else MappingProxyType(self._root.groups)
+        return None if self._root is None else self._root.groups
 
     @property
     def attrs(self) -> Mapping[str, Any] | None:
         """The attributes of the root as stored, None before the first mark."""
-        return None if self._root is None else MappingProxyType(dict(self._root.attributes))
+        return None if self._root is None else self._root.attributes
 
     @property
     def has_layers(self) -> bool:

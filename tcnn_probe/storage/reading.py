@@ -17,17 +17,17 @@ __all__ = ["existing", "numbers", "open_dataset", "open_recording", "open_tree"]
 def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
     """Open one recording, see :func:`~tcnn_probe.storage.runs.open_recordings`."""
     place = find(target, writable=False)
-    existing(target, place)
+    existing(place)
     try:
         return open_tree(place.store)
     except UNREADABLE as error:
         raise StoreError(f"{place.name} has damaged metadata: {error!r}") from error
 
 
-def existing(target: object, place: Place) -> Root:
+def existing(place: Place) -> Root:
     """Give the root of a recording that is to be read; StoreError if nothing is there, or something else."""
     root = Root.read(place)
-    if target is None or root is None:
+    if root is None:
         raise StoreError(f"{place.name} holds no recording: nothing is there")
     return root
 

@@ -31,7 +31,7 @@ def repack(source: str | os.PathLike[str] | Store, target: str | os.PathLike[str
         StoreError: there is no recording, it is damaged, or something is at the target.
     """
     old, new = find(source, writable=False), find(target)
-    root = existing(source, old)
+    root = existing(old)
     if new.root() is not None:
         raise StoreError(f"{new.name} holds a recording already")
     new.check_writable(exists=False)

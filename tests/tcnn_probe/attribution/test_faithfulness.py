@@ -71,17 +71,16 @@ def test_every_variable_says_what_it_is() -> None:
 
 
 def test_what_saliency_gave() -> None:
-    """One method, several, and several as one array: with the targets that the maps are of."""
+    """One method or several, in any order of dimensions: with the targets that the maps are of."""
     model = Linear()
     several = tcnn_probe.saliency(model, IMAGES, [1, 1, 0], ["occlusion", "input_x_gradient"])
     expected = tcnn_probe.faithfulness(model, IMAGES, several)
     assert expected.target.values.tolist() == [1, 1, 0]
     assert set(expected) == {"deletion_auc", "insertion_auc", "infidelity", "rank_correlation"}
     assert (expected.infidelity.sel(attribution="input_x_gradient") < 1e-12).all()
-    stacked = several.to_dataarray("attribution").transpose("x", "image", "y", "attribution")
-    again = tcnn_probe.faithfulness(model, IMAGES, stacked)
+    turned = tcnn_probe.faithfulness(model, IMAGES, several.transpose("x", "image", "y"))
     for name in expected:
-        np.testing.assert_allclose(again[name], expected[name], atol=1e-12)
+        np.testing.assert_allclose(turned[name], expected[name], atol=1e-12)
     alone = tcnn_probe.saliency(model, IMAGES, [1, 1, 0], "occlusion")
     one = tcnn_probe.faithfulness(model, IMAGES, alone, metrics="deletion_auc")
     assert one.attribution.values.tolist() == ["occlusion"]

@@ -99,7 +99,7 @@ def test_other_images_than_in_the_epochs_before(tmp_path: Path) -> None:
 
 def test_what_a_recorder_shows(tmp_path: Path) -> None:
     model = timm.create_model("xcit_nano_12_p16_224", depth=1, cls_attn_layers=1, img_size=32).eval()
-    with torch.no_grad(), tcnn_probe.record(model, tmp_path / "a & b.zarr") as recorder:
+    with torch.no_grad(), tcnn_probe.record(model, tmp_path / "a.zarr") as recorder:
         for epoch in range(5):
             model(torch.randn(1, 3, 32, 32))
             recorder.mark(epoch=epoch)
@@ -108,12 +108,9 @@ def test_what_a_recorder_shows(tmp_path: Path) -> None:
         "Recorder of Xcit, removed\n  layers: 1 (cls_attn_blocks.0.attn)\n  epochs: 5 (0, 1, ..., 4)\n",
         "  since the last epoch: 0 images\n",
         "  unsupported: blocks.0.attn: ",
-        f"  kept in: {tmp_path}/a & b.zarr",
+        f"  kept in: {tmp_path}/a.zarr",
     ):
         assert part in shown, shown
-    html = recorder._repr_html_()
-    assert html.startswith("<table><caption>Recorder of Xcit, removed</caption><tr><th>layers</th><td>1 (")
-    assert f"<td>{tmp_path}/a &amp; b.zarr</td>" in html
 
 
 def test_a_probe_that_finds_only_a_part() -> None:

@@ -15,17 +15,9 @@ from tests.tcnn_probe.networks import Branches
 from tests.tcnn_probe.oracle import gpsa_statistics
 from tests.tcnn_probe.probes.class_attention_models import network
 
-
-def with_strange_name() -> nn.Module:
-    model = vit()
-    model.add_module("norm#1", nn.Identity())
-    return model
-
-
 RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "unknown name": (vit, {"layers": "block"}, ValueError, "no layers match 'block'; did you mean 'blocks'"),
     "unknown glob": (vit, {"layers": ["blocks", "layer4.*"]}, ValueError, r"match 'layer4\.\*'"),
-    "name of a second attention": (with_strange_name, {}, ValueError, "names of modules without '#', .* got 'norm#1'"),
     "unknown probe": (vit, {"probes": "softmacks"}, ValueError, "no probe 'softmacks'; did you mean 'softmax'"),
     "no probe": (vit, {"probes": [3]}, TypeError, "expected a tcnn_probe.Probe or the name of one, got 3"),
     "no layer": (vit, {"probes": "layer-scale", "layers": "head"}, ValueError, r"has no layer among those asked for"),
