@@ -155,16 +155,13 @@ def _multihead(output: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any) 
         weights = given.in_proj_weight.chunk(3)
     biases = [None] * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
     q, k, v = (F.linear(x, w, b) for x, w, b in zip(tokens, weights, biases, strict=True))
-    count = len(k)
     if given.bias_k is not None and given.bias_v is not None:
         own = (k, given.bias_k), (v, given.bias_v)
         k, v = (torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in own)
     q, k, v = (x.unflatten(-1, (given.num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # (B, heads, N, d)
     if given.add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-    extra = k.shape[2] - count
-    if attn_mask is None and given.is_causal:
-        attn_mask = torch.ones(q.shape[2], count, dtype=torch.bool, device=q.device).triu(1)
+    extra = k.shape[2] - len(tokens[1])
 
     def finish(attended: Tensor) -> Tensor:
         merged = attended.permute(2, 0, 1, 3).flatten(2).to(given.out_proj_weight.dtype)

@@ -44,13 +44,10 @@ class Root:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], documents: Mapping[str, Document], **labels: Any) -> "Root":
-        """Make the root to be written. Raises ValueError if an attribute is no plain JSON."""
+        """Make the root to be written."""
         consolidated = {"kind": "inline", "must_understand": False, "metadata": documents}
         document = _group_document(attributes) | {"consolidated_metadata": consolidated}
-        try:
-            return cls(attributes, documents, json.dumps(document, allow_nan=False).encode(), **labels)
-        except TypeError as error:
-            raise ValueError(f"expected attributes that are plain JSON: {error}") from error
+        return cls(attributes, documents, json.dumps(document, allow_nan=False).encode(), **labels)
 
     @classmethod
     def new(cls, groups: Mapping[str, Group], attrs: Mapping[str, Any], along: str, dtype: str) -> "Root":

@@ -91,7 +91,7 @@ class EpochStore:
 
         It is made with the next mark; until then this may be said again. Paths of groups are "" for the root, and such
         as "layer_scale" or "maps/6x14x14". StoreError if there is a recording with layers already; ValueError if a name
-        is used twice, or an attribute is not plain JSON.
+        is used twice.
         """
         if self._root is not None and self.has_layers:
             raise StoreError(f"{self._place.name} holds a recording already")

@@ -29,6 +29,7 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
     "negative image": (vit, {"images": [3, -1]}, ValueError, "an integer from 0 for each of images, got -1"),
     "no image": (vit, {"images": ["first"]}, TypeError, "an integer from 0 for each of images, got 'first'"),
     "no maps": (vit, {"images": 1, "probes": "gradient"}, ValueError, r"none of the probes \['gradient'\] has any"),
+    "no JSON": (vit, {"attrs": {"seed": {1}}}, TypeError, r"attrs of plain JSON, got .*: Object of type set is not"),
     "layer as mark": (vit, {"along": "layer"}, ValueError, "'epoch' or 'step', for along; got 'layer'"),
     "alone": (vit, {"distributed": True}, RuntimeError, "init_process_group"),
     "no module": (lambda: torch.ones(2), {}, TypeError, "expected a torch.nn.Module, got Tensor"),
