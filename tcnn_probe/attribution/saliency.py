@@ -30,7 +30,6 @@ def saliency(
     target: int | Sequence[int] | Tensor | None = None,
     method: str | type | OwnMethod | Sequence[str | type | OwnMethod] = "class_attention",
     *,
-    layer: str | nn.Module | None = None,
     batch_size: int = 32,
     progress: bool | None = None,
     **options: Any,
@@ -56,10 +55,10 @@ def saliency(
         target: the class to explain: one for all, or one an image; None for the model's own prediction.
         method: a name or class, as above; a function of yours ``(model, images, target) -> maps`` with tensors
             (B, C, H, W), (B,) and (B, H, W); or several of these.
-        layer: which layer's attention or feature map, where it is not the method's own choice.
         batch_size: images in the model at a time.
         progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
-        **options: of the method; of several, ``name={...}`` for each.
+        **options: of the method, such as ``layer``, whose attention or feature map it is, if that is not the method's
+            own choice; of several methods, ``name={...}`` for each.
 
     Returns:
         an ``xarray.DataArray``, dims (image, y, x) with the coordinate ``target``, its ``attrs`` saying what it is
@@ -73,12 +72,12 @@ def saliency(
     """
     alone = isinstance(method, str) or callable(method)
     if alone:
-        given = {**options, "layer": layer} if layer is not None else options
-        options = {name_of(method): given} if given else {}
-    elif layer is not None:
-        raise ValueError("with several methods, name each one's layer: gradcam={'layer': ...}")
+        options = {name_of(method): options} if options else {}
     elif wrong := next((name for name, value in options.items() if not isinstance(value, dict)), None):
-        raise TypeError(f"with several methods, expected the options of each as a dict, got {wrong}={options[wrong]!r}")
+        raise TypeError(
+            f"with several methods, expected the options of each, as in gradcam={{'layer': ...}}; "
+            f"got {wrong}={options[wrong]!r}"
+        )
     methods, images = find_methods(method, options), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
     labelled, unsupported = {}, {}

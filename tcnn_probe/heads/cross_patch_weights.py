@@ -54,11 +54,8 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
         one head.
 
     Raises:
-        TypeError: no module.
         ValueError: no such block, or a grid that is not known or does not fit.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     blocks = {name: module for module, name in layer_names(model).items() if isinstance(module, ResBlock | MixerBlock)}
     matrices = {name: _matrix(block) for name, block in blocks.items()}
     if not matrices:

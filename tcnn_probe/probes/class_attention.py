@@ -20,12 +20,7 @@ def _of_token(
 ) -> Probe:
     """A probe of a class token of all classes, the latent of an attention pool, or a distillation token.
 
-    Args:
-        kind: of the probe.
-        token: what it is called.
-        prefix: of the names of what is not the class token's.
-        entropy: the variable.
-        query_of: the token's place among the queries, None if there is none.
+    Names begin with ``prefix``, but for the class token; ``query_of`` gives the token's place among the queries.
     """
     name = prefix or "class_"
     itself, others = f"{prefix}self_attention", f"{prefix}token_attention"
