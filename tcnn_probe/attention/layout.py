@@ -99,7 +99,6 @@ class GivenTokens:
     grid: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         grid = self.grid
         if self.prefix is not None:
             whole_number(self.prefix, "prefix_tokens")

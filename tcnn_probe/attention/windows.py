@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from tcnn_probe.attention.known_layers import lookup
@@ -59,29 +60,25 @@ def _channels_last(inputs: Sequence[Any]) -> tuple[int, int]:
     return inputs[0].shape[1], inputs[0].shape[2]
 
 
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-
-
 def _swin(block: Any, inputs: Sequence[Any]) -> Windows:
-    return Windows(_channels_last(inputs), _pair(block.window_size), _pair(block.shift_size))
+    return Windows(_channels_last(inputs), to_2tuple(block.window_size), to_2tuple(block.shift_size))
 
 
 def _torchvision_swin(layer: Any, inputs: Sequence[Any]) -> Windows:
-    grid, window = _channels_last(inputs), _pair(layer.window_size)
+    grid, window = _channels_last(inputs), to_2tuple(layer.window_size)
     shifts = [0 if cut >= length else shift for cut, length, shift in zip(window, grid, layer.shift_size, strict=True)]
     return Windows(grid, window, (shifts[0], shifts[1]), padded_first=True)
 
 
 def _transformers_swin(layer: Any, inputs: Sequence[Any]) -> Windows:
     size = next(pair for pair in inputs if isinstance(pair, (tuple, list)) and len(pair) == 2)
-    return Windows(_pair(size), _pair(layer.window_size), _pair(layer.shift_size), padded_first=True)
+    return Windows(to_2tuple(size), to_2tuple(layer.window_size), to_2tuple(layer.shift_size), padded_first=True)
 
 
 def _maxvit(block: Any, inputs: Sequence[Any]) -> Windows:
     channels_last = type(block).__name__.endswith("Cl")
     grid = _channels_last(inputs) if channels_last else (inputs[0].shape[2], inputs[0].shape[3])
-    return Windows(grid, _pair(block.partition_size), spread=not block.partition_block)
+    return Windows(grid, to_2tuple(block.partition_size), spread=not block.partition_block)
 
 
 def _torchvision_maxvit(layer: Any, inputs: Sequence[Any]) -> Windows:
@@ -91,11 +88,11 @@ def _torchvision_maxvit(layer: Any, inputs: Sequence[Any]) -> Windows:
 
 
 def _davit(block: Any, inputs: Sequence[Any]) -> Windows:
-    return Windows((inputs[0].shape[2], inputs[0].shape[3]), _pair(block.window_size))
+    return Windows((inputs[0].shape[2], inputs[0].shape[3]), to_2tuple(block.window_size))
 
 
 def _twins(layer: Any, inputs: Sequence[Any]) -> Windows:
-    return Windows(_pair(inputs[1]), _pair(layer.ws))
+    return Windows(to_2tuple(inputs[1]), to_2tuple(layer.ws))
 
 
 _CUTS: Mapping[str, Callable[[Any, Sequence[Any]], Windows]] = {

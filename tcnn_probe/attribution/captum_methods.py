@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from tcnn_probe.attribution.layer_choice import map_layer
@@ -129,9 +130,9 @@ def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, .
     """Shape (C, height, width) of the windows, and of the steps between them, as captum calls them."""
     channels, *size = images.shape[1:]
     window = [max(1, round(length / 8)) for length in size] if window is None else window
-    side = (window, window) if isinstance(window, int) else tuple(window)
+    side = to_2tuple(window)
     stride = [max(1, length // 2) for length in side] if stride is None else stride
-    step = (stride, stride) if isinstance(stride, int) else tuple(stride)
+    step = to_2tuple(stride)
     if any(not 0 < part <= whole for part, whole in zip(side, size, strict=True)):
         raise ValueError(f"expected a window within the image's {tuple(size)} pixels, got {window}")
     if any(not 0 < part <= whole for part, whole in zip(step, side, strict=True)):

@@ -44,7 +44,6 @@ class Thresholds:
     gate: Sequence[float] = (1 / 3, 2 / 3)
 
     def __post_init__(self) -> None:
-        """Refuse thresholds that do not ascend."""
         for name in (one.name for one in fields(self)):
             given = getattr(self, name)
             if name not in _MOST:
