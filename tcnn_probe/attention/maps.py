@@ -4,6 +4,7 @@ import json
 import operator
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -129,11 +130,8 @@ def attention_maps(
         for which, some in batches(model, images, batch_size):
             listener = MapKeeper(wanted, gated, names, copies=-(-len(images) // len(some)), most=max_bytes)
             stream = AttentionStream(model, listener, layers=chosen, skipped=gated, tokens=tokens)
-            try:
-                with wanted.fields:
-                    model(some)
-            finally:
-                stream.remove()
+            with closing(stream), wanted.fields:
+                model(some)
             listener.check()
             many.append(listener.found)
             bar.update(which.stop - which.start)

@@ -1,7 +1,7 @@
 """Each attention of a model's forwards, rebuilt and on its grid, handed to whoever wants to look at it."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,8 @@ def attention_stream(model: nn.Module, on_attention: Callable[[AttentionCall], o
         ReconstructionError: by a forward whose attention is not what it is taken for.
     """
     check_model(model)
-    stream = AttentionStream(model, _Callback(on_attention))
-    try:
+    with closing(AttentionStream(model, _Callback(on_attention))) as stream:
         yield stream
-    finally:
-        stream.remove()
 
 
 class AttentionListener:
@@ -109,7 +106,7 @@ class _Seen:
 
 
 class AttentionStream:
-    """Follows the forwards of a model, from its making until :meth:`remove`.
+    """Follows the forwards of a model, from its making until :meth:`close`.
 
     Attributes:
         layers: names of the layers that have attended, {name: their module}, in the order in which they did. The second
@@ -148,7 +145,7 @@ class AttentionStream:
         """Whether forwards are still followed."""
         return self._forwards.attached
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Detach; may be called more than once, also in the middle of a forward."""
         self._forwards.detach()
 

@@ -1,6 +1,7 @@
 """Class attention as a map: the weights themselves, of the class token over the patches."""
 
 import sys
+from contextlib import closing
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +50,8 @@ def class_attention(
     size = images.shape[2], images.shape[3]
     wanted = Wanted((), None, ReceptiveFields(size))  # class tokens alone, all heads
     keeper = MapKeeper(wanted, (), layer_names(model), copies=1, most=sys.maxsize)
-    stream = AttentionStream(model, keeper)
-    try:
-        with wanted.fields:
-            model(images)
-    finally:
-        stream.remove()
+    with closing(AttentionStream(model, keeper)), wanted.fields:
+        model(images)
     found = {one.layer: one for one in keeper.found}
     name = _choose(found, layer, keeper.missing)
     maps = found[name].arrays.get("class_attention")

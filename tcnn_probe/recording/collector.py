@@ -129,7 +129,7 @@ class Collector(AttentionListener):
 
     def remove(self) -> None:
         """Detach; may be called more than once."""
-        self.stream.remove()
+        self.stream.close()
         for one in self._all():
             one.remove()
 

@@ -84,7 +84,7 @@ def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
     model(images())
     with pytest.raises(RuntimeError):
         model(images()[:, :1])
-    stream.remove()
+    stream.close()
     model(images())
     assert count.kept == [["blocks.0", "blocks.0#1"]]
     assert count.failed == 1

@@ -235,5 +235,5 @@ def test_a_forward_that_goes_on_is_not_given_up() -> None:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-        stream.remove()
+        stream.close()
     assert not failed
