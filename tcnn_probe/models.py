@@ -1,6 +1,6 @@
 """Somebody else's model: the names of its layers, running it on images that were checked, and leaving it as it was."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from numbers import Integral
 from threading import RLock
@@ -20,6 +20,7 @@ __all__ = [
     "class_indices",
     "class_scores",
     "floating_tensor",
+    "image_numbers",
     "layer_names",
     "named_in_errors",
     "progress_bar",
@@ -114,6 +115,13 @@ def whole_number(number: Any, what: str, least: int = 0, most: int | None = None
     if (found := int(number)) < least or (most is not None and found > most):
         raise ValueError(expected)
     return found
+
+
+def image_numbers(images: Any) -> tuple[int, ...]:
+    """Numbers of images, ascending, from how many the first ones are, or from the numbers of some; None for none."""
+    if images is not None and not isinstance(images, Collection):
+        images = range(whole_number(images, "images, a number of them or the numbers of some"))
+    return tuple(sorted({whole_number(number, "each of images") for number in (() if images is None else images)}))
 
 
 def class_indices(given: Any, what: str, classes: int | None = None) -> Tensor:

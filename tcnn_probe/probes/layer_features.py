@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.models import image_numbers, whole_number
 from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.representation.token_similarity import token_cosine
 from tcnn_probe.schema import Variable
@@ -63,12 +64,9 @@ def features(
         ValueError: no images or no layers; in ``record``, names that the model lacks; in a forward, an output of
             another shape, with fewer tokens, or more than ``max_bytes``.
     """
-    given = images if isinstance(images, Iterable) else range(images)
-    numbers = tuple(sorted({index(number) for number in given}))  # plain ones, which a store can write
-    if not numbers or numbers[0] < 0:
+    if not (numbers := image_numbers(images)):
         raise ValueError(f"expected a number of images, or the numbers of some, got {images!r}")
-    if prefix_tokens < 0:
-        raise ValueError(f"expected prefix_tokens from 0, got {prefix_tokens}")
+    prefix_tokens = whole_number(prefix_tokens, "prefix_tokens")
     tokens = [index(token) for token in tokens]
     facts = {"tokens": tokens, "prefix_tokens": prefix_tokens, "channel_axis": channel_axis}
     patterns = None if layers is None else [layers] if isinstance(layers, str) else list(layers)

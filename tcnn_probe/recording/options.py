@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tcnn_probe.models import whole_number
+from tcnn_probe.models import image_numbers, whole_number
 from tcnn_probe.schema import COORDINATES
 
 __all__ = [
@@ -122,10 +122,7 @@ class Sampling:
             raise ValueError(f"expected when='eval', 'train' or 'always', got {when!r}")
         every = whole_number(every, "every", 1)
         most = None if max_images is None else whole_number(max_images, "max_images", 1)
-        if images is not None and not isinstance(images, Collection):
-            images = range(whole_number(images, "images, a number of them or the numbers of some"))
-        chosen = sorted({whole_number(number, "each of images") for number in (() if images is None else images)})
-        return cls(when, every, most, tuple(chosen), Classes.asked(classes))
+        return cls(when, every, most, image_numbers(images), Classes.asked(classes))
 
     def takes(self, *, training: bool) -> bool:
         """Whether forwards in this mode are measured."""

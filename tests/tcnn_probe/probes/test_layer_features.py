@@ -161,9 +161,9 @@ def test_layers_and_images_as_they_may_be_given(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     model, x = tcnn(), images(5, 64, 96)
-    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+    with pytest.raises(TypeError, match=r"an integer from 0 for each of images, got 1.5"):
         tcnn_probe.features(images=[1.5])
-    with pytest.raises(ValueError, match="prefix_tokens from 0, got -1"):
+    with pytest.raises(ValueError, match="an integer from 0 for prefix_tokens, got -1"):
         tcnn_probe.features(prefix_tokens=-1)
     layer = nn.Sequential(nn.Conv2d(3, 3, 1)).eval()
     for about in ({"tokens": [2, 6]}, {"prefix_tokens": 6}):
