@@ -26,6 +26,7 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
     In the group "mean-attention": ``mean_attention`` (epoch, layer, head, query, y, x) over the keys on the grid, and
     ``images``, of how many it is the mean. Rows sum to one, less what goes to class and register tokens, or to padding.
     NaN beyond the grids of layers that are smaller than others. Layers whose attention is in windows are left out.
+    Images have to be of one size.
 
     Args:
         queries: row and column of each, as shares of the height and the width: (0.5, 0.5) is the middle, in all layers.
