@@ -71,7 +71,8 @@ def _as_batch(given: Any, model: nn.Module) -> Tensor:
     """Images, or the first of a loader's pair; a batch of one, of one image for a model of feature maps."""
     batch = given[0] if isinstance(given, (tuple, list)) and given else given
     if not isinstance(batch, Tensor) or not batch.numel():
-        raise TypeError(f"expected batches of images as the model takes them, got {type(batch).__name__}")
+        got = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+        raise TypeError(f"expected batches of images as the model takes them, got {got}")
     if batch.ndim < 2 or not batch.is_floating_point():
         raise TypeError(
             f"expected batches of images, floating point; of a pair (images, labels) give the first: got "
