@@ -1,5 +1,7 @@
 """The mean over images of the attention of chosen queries, beside float64 over all images at once."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import timm
@@ -53,7 +55,7 @@ def test_images_of_another_size_are_refused() -> None:
         model(torch.randn(2, 3, 5, 7))
 
 
-@pytest.mark.parametrize("queries", [[], [(0.5, 1.0)], [(-0.1, 0.5)]])
-def test_queries_that_lie_outside_are_refused(queries: list[tuple[float, float]]) -> None:
+@pytest.mark.parametrize("queries", [[], [(0.5, 1.0)], [(-0.1, 0.5)], (0.5, 0.5), torch.tensor([[0.5, 1.0]])])
+def test_queries_that_lie_outside_or_are_no_pairs_are_refused(queries: Any) -> None:
     with pytest.raises(ValueError, match="from 0 and below 1, got"):
         tcnn_probe.mean_attention(queries)
