@@ -20,8 +20,8 @@ class TakenOverImages:
     """Something taken by forwards in the thread that makes this, until ``finished``."""
 
     def __init__(self) -> None:
-        self.finished, self.images = False, 0
-        """``images`` is how many are running."""
+        self.finished, self.images, self.total = False, 0, 0
+        """``images`` is how many are running, and ``total`` how many did, these included."""
         self.size: torch.Size | None = None
         """The size of one image, once finished."""
         self._thread = threading.get_ident()
@@ -30,6 +30,10 @@ class TakenOverImages:
     def taking(self) -> bool:
         """Whether the forward that runs here is one of those that something is taken over."""
         return not self.finished and self._thread == threading.get_ident()
+
+    def begin(self, images: int) -> None:
+        """A forward of so many images begins."""
+        self.images, self.total = images, self.total + images
 
     def rows_by_image(self, rows: Tensor, layer: str) -> Tensor:
         """(images * windows, ...) as (images, windows, ...)."""
