@@ -67,9 +67,10 @@ def gain(found: xr.Dataset, shuffled: xr.Dataset | None) -> str:
         words = [f"{name} {_interval(values.sel(training=training))}" for name, values in every.items()]
         lines.append(f"  seed {training}: " + ", ".join(words))
     for name, values in controls.items():
-        low, high = _over_trainings(end - values)
-        mean = float((end - values).mean())
-        lines.append(f"  trained less {name}: {mean:+.3f}, t interval over trainings [{low:+.3f}, {high:+.3f}]")
+        difference = end - values
+        within = "t interval over trainings [{:+.3f}, {:+.3f}]".format(*_over_trainings(difference))
+        within = within if difference.sizes["training"] > 1 else "one training gives no t interval"
+        lines.append(f"  trained less {name}: {float(difference.mean()):+.3f}, {within}")
     largest = {name: values.max(["layer", "head"]).values for name, values in every.items()}
     words = [f"{name} {', '.join(f'{value:.2f}' for value in values)}" for name, values in largest.items()]
     lines.append(f"  the largest of all heads, by seed: {'; '.join(words)}")

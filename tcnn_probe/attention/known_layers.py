@@ -126,7 +126,7 @@ def lookup_unchanged(table: Mapping[str, T], module: nn.Module) -> T | None:
 
 def looks_like_attention(module: nn.Module) -> bool:
     """Whether a module's class is named as those of attention are."""
-    return re.search("Attn|Attention|MHSA|XCA", type(module).__name__) is not None
+    return re.search("(Attn|Attention|MHSA|XCA)(?!.*Projection)", type(module).__name__) is not None
 
 
 def _listed(table: Mapping[str, T], module: nn.Module) -> tuple[type | None, T | None]:

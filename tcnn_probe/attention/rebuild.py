@@ -192,11 +192,12 @@ def as_rows(x: Tensor, module: nn.Module, heads: int | None = None) -> Tensor:
 
 def from_rows(rows: Tensor, leading: Sequence[int], module: nn.Module, heads: int | None) -> Tensor:
     """The inverse of :func:`as_rows`, for an x of shape (*leading, N, d)."""
-    axis, _ = heads_axis(leading, module, heads)
-    if isinstance(axis, str):
+    axis, count = heads_axis(leading, module, heads)
+    if axis == "one":
         return rows.reshape(*leading, *rows.shape[-2:])
-    others = [size for at, size in enumerate(leading) if at != axis]
-    return rows.reshape(*others, *rows.shape[1:]).movedim(-3, axis)
+    at, sizes = (1, [-1, count, *leading[1:]]) if axis == "merged" else (int(axis), [*leading])
+    x = rows.reshape(*sizes[:at], *sizes[at + 1 :], *rows.shape[1:]).movedim(-3, at)
+    return x.flatten(0, 1) if axis == "merged" else x
 
 
 def between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:

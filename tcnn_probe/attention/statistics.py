@@ -141,12 +141,12 @@ def _rows_over_grid(call: AttentionCall, patterns: PatternSum) -> tuple[_Rows, T
         if distance is not None:
             far = layout.distances(queries, logits.dtype, logits.device) if table is None else table[queries]
             distance[at] = torch.mul(weights, far, out=s).sum(-1)
-        share = 1 if prefix is None else (top[at] + z.log() - prefix[at].logsumexp(-1)).sigmoid_()
+        share = 1 if prefix is None else (z.log() - (prefix[at] - m).logsumexp(-1)).sigmoid_()
         patterns.add(block, weights, (share / z).nan_to_num_())  # 0 / 0 where a mask hides all
     empty = top == -torch.inf if logits.masked else None
     lse = total.log()
     if empty is not None:
-        top, total = top.masked_fill_(empty, 0), total.masked_fill_(empty, 1)
+        top, total = top.masked_fill_(empty, _LEAST), total.masked_fill_(empty, 1)
     mean_distance = None if distance is None else distance.div_(total)
     return _Rows(top, lse, expected.div_(total).mul_(_LN2), mean_distance, empty), prefix
 

@@ -220,7 +220,7 @@ def _with_taken(model: nn.Module, edits: Iterable[Edit], images: Iterable[Tensor
     with _edited(model, edits), untouched(model), torch.no_grad():
         for batch in tqdm(images, "ablate: images", leave=False, delay=3, disable=None):
             for one in taken:
-                one.images = len(batch)
+                one.begin(len(batch))
             model(batch)
             size = batch.shape[1:]
     for one in taken:

@@ -34,6 +34,11 @@ class GivenAttention(TakenOverImages):
             some = torch.cat([before, some])
         self._attention[number] = some if self._shuffled else some.sum(0, keepdim=True)
         self._heads[number], self._counts[number] = heads, self._counts.get(number, 0) + self.images
+        if self._counts[number] > self.total:
+            raise ValueError(
+                f"{layer!r} is called several times for the same images: which of its attention is to be exchanged for "
+                f"which is not known"
+            )
 
     def finish(self, size: torch.Size | None) -> None:
         """Make means of sums, if it is these."""

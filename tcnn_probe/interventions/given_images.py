@@ -20,8 +20,8 @@ class TakenOverImages:
     """Something taken by forwards in the thread that makes this, until ``finished``."""
 
     def __init__(self) -> None:
-        self.finished, self.images = False, 0
-        """``images`` is how many are running."""
+        self.finished, self.images, self.total = False, 0, 0
+        """``images`` is how many are running, and ``total`` how many did, these included."""
         self.size: torch.Size | None = None
         """The size of one image, once finished."""
         self._thread = threading.get_ident()
@@ -30,6 +30,10 @@ class TakenOverImages:
     def taking(self) -> bool:
         """Whether the forward that runs here is one of those that something is taken over."""
         return not self.finished and self._thread == threading.get_ident()
+
+    def begin(self, images: int) -> None:
+        """A forward of so many images begins."""
+        self.images, self.total = images, self.total + images
 
     def rows_by_image(self, rows: Tensor, layer: str) -> Tensor:
         """(images * windows, ...) as (images, windows, ...)."""
@@ -71,7 +75,8 @@ def _as_batch(given: Any, model: nn.Module) -> Tensor:
     """Images, or the first of a loader's pair; a batch of one, of one image for a model of feature maps."""
     batch = given[0] if isinstance(given, (tuple, list)) and given else given
     if not isinstance(batch, Tensor) or not batch.numel():
-        raise TypeError(f"expected batches of images as the model takes them, got {type(batch).__name__}")
+        got = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+        raise TypeError(f"expected batches of images as the model takes them, got {got}")
     if batch.ndim < 2 or not batch.is_floating_point():
         raise TypeError(
             f"expected batches of images, floating point; of a pair (images, labels) give the first: got "

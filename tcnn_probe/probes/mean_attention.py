@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
     In the group "mean-attention": ``mean_attention`` (epoch, layer, head, query, y, x) over the keys on the grid, and
     ``images``, of how many it is the mean. Rows sum to one, less what goes to class and register tokens, or to padding.
     NaN beyond the grids of layers that are smaller than others. Layers whose attention is in windows are left out.
+    Images have to be of one size.
 
     Args:
         queries: row and column of each, as shares of the height and the width: (0.5, 0.5) is the middle, in all layers.
@@ -34,13 +36,14 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         a probe, for ``record(probes=)``.
 
     Raises:
-        ValueError: no query, or one outside of the grid.
+        ValueError: no query, one that is no pair, or one outside of the grid.
     """
-    if not queries or not all(len(one) == 2 and min(one) >= 0 and max(one) < 1 for one in queries):
+    places = np.asarray(queries, dtype=float)
+    if not places.size or places.shape[1:] != (2,) or not ((places >= 0) & (places < 1)).all():
         raise ValueError(f"expected queries=[(row, column), ...], from 0 and below 1, got {queries!r}")
 
     def indices(height: int, width: int) -> Tensor:
-        return torch.tensor([int(row * height) * width + int(column * width) for row, column in queries])
+        return torch.tensor([int(row * height) * width + int(column * width) for row, column in places.tolist()])
 
     def of_softmax(call: AttentionCall) -> dict[str, Tensor]:
         rows = call.layout.queries
@@ -60,7 +63,7 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         "Mean over the images seen since the previous mark of A_ij, of chosen queries i over the keys on the grid."
     )
     about = Variable(("layer", "head", "query", "y", "x"), "1", "mean attention", meaning, dtype="float32")
-    labels = [f"{row:g}, {column:g}" for row, column in queries]
+    labels = [f"{row:g}, {column:g}" for row, column in places.tolist()]
     return Probe(
         "mean-attention",
         {"mean_attention": about},

@@ -224,7 +224,10 @@ def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
     if name not in totals:
         totals[name] = value.clone()
     elif totals[name].shape != value.shape:
-        raise ValueError(f"{name!r} had shape {tuple(totals[name].shape)} before, and now has {tuple(value.shape)}")
+        raise ValueError(
+            f"expected {name!r} of shape {tuple(totals[name].shape)}, as of earlier images, got {tuple(value.shape)}: "
+            f"give images of one size"
+        )
     else:
         totals[name] += value.to(totals[name])
 

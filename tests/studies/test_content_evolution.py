@@ -41,6 +41,9 @@ def test_gain_is_beside_both_controls() -> None:
     assert said[4] == "  trained less on shuffled labels: +0.300, t interval over trainings [+0.300, +0.300]"
     assert said[5].endswith("by seed: trained 0.40, 0.60; untrained 0.10, 0.10; on shuffled labels 0.10, 0.30")
     assert "shuffled" not in gain(found, None)
+    assert gain(found[{"training": [0]}], None).splitlines()[2] == (
+        "  trained less untrained: +0.300, one training gives no t interval"
+    )
 
 
 def test_a_line_is_a_head_in_the_colour_of_its_type() -> None:

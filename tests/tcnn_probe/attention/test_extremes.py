@@ -67,6 +67,30 @@ def test_autocast(how: str) -> None:
         check(model, q, k, weights, rounding(q, k))
 
 
+class Hidden(nn.Module):
+    """3 x 5 tokens behind two others, by a mask alone: its numbers are exact, and far from zero."""
+
+    num_heads, num_prefix_tokens, resolution = HEADS, 2, (3, 5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.full((17, 17), torch.finfo(torch.float32).min)  # all keys hidden alike
+        self.mask[0] = torch.tensor([-65408.0] * 2 + [-torch.inf] * 15)  # as in half precision
+        self.mask[8] = torch.arange(17) % 3 + 2.0**20
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(0 * x, x, x, attn_mask=self.mask.to(x.dtype))
+
+
+def test_class_tokens_among_keys_that_are_hidden_or_have_large_logits() -> None:
+    """Between the grid and the tokens before it no digit is lost."""
+    model, x = Hidden(), torch.randn(B, HEADS, 17, D)
+    ds, _, _ = recorded(model, [(x,)])
+    whole = Whole("", model, model.mask.double().softmax(-1).expand(B, HEADS, 17, 17))
+    expect(ds, [whole], {"": same(grid(3, 5, prefix=2))}, B, 64 * torch.finfo(torch.float32).eps)
+
+
 @HOW
 def test_inference_mode_and_strides(how: str) -> None:
     (q, k), model = tokens(), Attend(how)

@@ -79,6 +79,21 @@ def test_maps_of_windows_and_of_what_is_behind_the_grid() -> None:
     np.testing.assert_allclose(node.class_attention[:, 1].values.reshape(2, 3, 24), weights[:, :, 0, 1:25], atol=1e-9)
 
 
+def test_projections_inside_of_an_attention_are_none() -> None:
+    """CvT calls its convolutions CvtSelfAttentionConvProjection, and the like."""
+    torch.manual_seed(0)
+    model = of("Cvt", depth=[1, 2, 3], embed_dim=[8, 12, 12], num_heads=[1, 3, 3])().eval()
+    images = torch.randn(2, 3, 64, 64)
+    whole = model(images).last_hidden_state
+    with tcnn_probe.record(model) as recorder:
+        model(images)
+        recorder.mark(epoch=0)
+    assert not recorder.unsupported
+    assert len(recorder.layers) == 6
+    with tcnn_probe.ablate(model, recorder.layers, "shuffled", images=images):
+        assert not torch.equal(model(images).last_hidden_state, whole)
+
+
 def test_pictures_are_refused_with_the_way_to_prepare_them() -> None:
     with pytest.raises(TypeError, match="AutoImageProcessor"):
         tcnn_probe.attention_maps(CASES["vit"][0](), np.zeros((32, 48, 3), np.uint8))

@@ -88,7 +88,7 @@ def test_nothing_is_left_if_taking_means_fails() -> None:
         (chain_images().byte(), r"floating point; .* got torch.uint8 of shape \(3, 2, 7, 11\)"),
         (TensorDataset(chain_images()), "got single ones: TensorDataset; give its DataLoader"),
         ([()], "as the model takes them, got tuple"),
-        (torch.ones(0, 2, 7, 11), "as the model takes them, got Tensor"),
+        (torch.ones(0, 2, 7, 11), r"as the model takes them, got shape \(0, 2, 7, 11\)"),
     ],
     ids=["labels", "bytes", "dataset", "empty", "none"],
 )

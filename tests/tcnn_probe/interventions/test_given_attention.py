@@ -194,7 +194,7 @@ def test_who_gets_whose() -> None:
     for seed in range(4):
         given = GivenAttention(shuffled=True, seed=seed)
         for batch in ([0.0], [1.0, 2.0, 3.0]):  # of images with two windows each
-            given.images = len(batch)
+            given.begin(len(batch))
             given.take(0, [0, 2], torch.tensor(batch).repeat_interleave(2)[:, None, None, None].expand(-1, 3, 5, 7), "")
         given.finish(None)
         found = given.of(0, [2], "", 2 * 6, 5, 7)
@@ -239,6 +239,27 @@ def test_images_in_every_form() -> None:
             found.append(model(x))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, as in models whose blocks share their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = GPSA(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["static", "shuffled"])
+def test_a_layer_that_attends_anew_in_the_same_forward_is_refused(mode: Any) -> None:
+    """Not given its attention of the first call in the second one."""
+    model = Twice().eval()
+    with pytest.raises(ValueError, match="'layer' is called several times for the same images: which of its attention"):
+        tcnn_probe.ablate(model, mode=mode, images=chain_images())
+    assert not model.layer._forward_hooks
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention
+from timm.layers.halo_attn import HaloAttn
 from timm.models.cait import TalkingHeadAttn
 from torch import Tensor, nn
 
@@ -74,6 +75,19 @@ def test_talking_heads_are_zeroed_before_they_are_mixed() -> None:
     with tcnn_probe.ablate(model, {"blocks.1.attn": [0, 2]}):
         tokens, output = seen_of(model, layer, x)
     torch.testing.assert_close(output.double(), by_hand_talking(layer, tokens, [0, 2]), rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_heads_before_windows() -> None:
+    """The output channels of HaloNet's heads lie side by side, and an image has six windows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(HaloAttn(12, num_heads=3, dim_head=4, block_size=4, halo_size=1)).double().eval()
+    x = torch.randn(2, 12, 8, 12).double()
+    plain = model(x)
+    with tcnn_probe.ablate(model, {"0": [0, 2]}):
+        torch.testing.assert_close(model(x), plain * torch.tensor([0, 1, 0]).repeat_interleave(4)[:, None, None])
+    with tcnn_probe.ablate(model, "0", "shuffled", images=x, seed=None):
+        torch.testing.assert_close(model(x), plain)
 
 
 def by_hand(layer: Attention, tokens: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The mean over images of the attention of chosen queries, beside float64 over all images at once."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import timm
@@ -45,7 +47,15 @@ def test_of_gated_attention() -> None:
     np.testing.assert_allclose(found, rows, atol=1e-6)
 
 
-@pytest.mark.parametrize("queries", [[], [(0.5, 1.0)], [(-0.1, 0.5)]])
-def test_queries_that_lie_outside_are_refused(queries: list[tuple[float, float]]) -> None:
+def test_images_of_another_size_are_refused() -> None:
+    model = nn.Sequential(GPSA(3, 4, 3, padding=1)).eval()
+    wrong = pytest.raises(ValueError, match=r"as of earlier images, got .*: give images of one size")
+    with wrong, tcnn_probe.record(model, probes=tcnn_probe.mean_attention()):
+        model(torch.randn(2, 3, 7, 5))
+        model(torch.randn(2, 3, 5, 7))
+
+
+@pytest.mark.parametrize("queries", [[], [(0.5, 1.0)], [(-0.1, 0.5)], (0.5, 0.5), torch.tensor([[0.5, 1.0]])])
+def test_queries_that_lie_outside_or_are_no_pairs_are_refused(queries: Any) -> None:
     with pytest.raises(ValueError, match="from 0 and below 1, got"):
         tcnn_probe.mean_attention(queries)
