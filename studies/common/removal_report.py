@@ -65,11 +65,12 @@ def _sentence(right: xr.DataArray, words: str) -> str:
     conditions = [str(name) for name in right.condition.values]
     others = [name for name in conditions if beyond_zero(beyond_these_trainings(difference.sel(condition=name)))]
     count = int(there.sum())
+    seen = f"a difference on {', '.join(others)}" if others else "no difference on any condition"
+    said = f"t intervals support {seen}" if count > 1 else "one training gives no interval"
     these = f"In these {count} trainings" if count > 1 else "In one training"
     sizes = f"sets of random heads ({right.sizes['draw']} in each) and {right.sizes['image']} images"
     return (
         f"\n{these} of one CNN, {words} the content heads costs, compared with as many random heads: {own}. "
         f"Compared with clean images, that difference is: {against}. (95 % bootstrap intervals over {sizes}, not "
-        f"corrected for looking at {len(conditions)} conditions.) For other trainings, t intervals support "
-        f"{'a difference on ' + ', '.join(others) if others else 'no difference on any condition'}."
+        f"corrected for looking at {len(conditions)} conditions.) For other trainings, {said}."
     )
