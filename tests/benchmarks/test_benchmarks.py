@@ -2,6 +2,8 @@
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def test_every_benchmark_is_here() -> None:
-    others = {"contest", "recording_epoch", "training_budget"}
+    others = {"contest", "recorded_forward", "recording_epoch", "training_budget"}
     assert {p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")} == {*SMALL, *others}
 
 
@@ -107,6 +109,31 @@ def test_recorded_epoch_beside_a_plain_one(tmp_path: Path) -> None:
     assert (recorded.epoch.values.tolist(), recorded.images.values.tolist()) == ([0, 1], [[3], [3]])
     rounds = np.array([[[2.0, 2.0], [1.0, 1.5]], [[2.0, 2.2], [1.0, 1.5]], [[3.0, 3.3], [1.0, 1.5]]])
     assert benchmark.longer(rounds) == pytest.approx((25.62 * 2.2 + 1.5) / (25.62 * 2 + 1) - 1, abs=1e-4)
+
+
+def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded forward of 1.2 times the time, of models of which one takes 1.5 times that of the other."""
+    benchmark = importlib.import_module("recorded_forward")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, **TINY["vit"]).eval()
+    images = torch.randn(2, 3, 32, 32)
+    assert benchmark.forward(model, images) > 0
+    attached = []
+    record = benchmark.tcnn_probe.record
+
+    @contextmanager
+    def attach(one: nn.Module) -> Iterator[Any]:
+        with record(one) as recorder:
+            attached.append(one)
+            yield recorder
+            attached.remove(one)
+
+    def seconds(one: nn.Module, images: torch.Tensor) -> float:
+        one(images)
+        return (1.0 if one is model else 1.5) * (1.2 if any(one is other for other in attached) else 1.0)
+
+    monkeypatch.setattr(benchmark.tcnn_probe, "record", attach)
+    monkeypatch.setattr(benchmark, "forward", seconds)
+    assert benchmark.compare(model, images, rounds=2, repeats=3) == pytest.approx([1.2] * 3)
 
 
 def test_budget_of_a_training_by_hand() -> None:
