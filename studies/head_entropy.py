@@ -46,7 +46,7 @@ from torch import Tensor
 import tcnn_probe
 from common.ending import ended, finish
 from common.head_types import BY_GATE, COLORS, PAIR
-from common.options import add_output, fill_in, parsed, study_parser
+from common.options import add_output, parsed, study_parser
 from common.training import add_training, begin, settle
 from tcnn_model import GPSA, gpsa
 
@@ -205,9 +205,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_training(parser, small="4 epochs, gates at twice their rate, 10 seconds")
     add_output(parser)
     args = parsed(parser, arguments, "head_entropy")
-    if args.small:
-        fill_in(args, {"gating_lr": 0.2})  # else they fall too little in so few steps, with some seeds
-    settle(parser, args)
+    # At their usual rate gates fall too little in so few steps, with some seeds.
+    settle(parser, args, digits={"gating_lr": 0.2} if args.small else None)
     return args
 
 
