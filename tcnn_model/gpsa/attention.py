@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tcnn_model.gpsa.positional import Axis, log_positional_factors
-from tcnn_model.gpsa.precision import widen, without_autocast
+from tcnn_model.gpsa.positional import Axis, positional_factors
+from tcnn_model.gpsa.precision import widen, widest_dtype, without_autocast
 
 __all__ = ["GatedAttention"]
 
@@ -74,21 +74,14 @@ class GatedAttention:
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Positional attention along y, (heads, y.queries, y.keys), and along x, (heads, x.queries, x.keys)."""
-        log_rows, log_cols = log_positional_factors(self.position, self.y, self.x)
-        return log_rows.exp(), log_cols.exp()
+        return positional_factors(self.position, self.y, self.x)
 
-    def log_factors_on_pixels(self) -> tuple[Tensor, Tensor]:
-        """Logarithms of the factors, (heads, y.queries, H) and (heads, x.queries, W), without the padding's columns.
+    def factors_on_pixels(self, dtype: torch.dtype, *, logarithm: bool = False) -> tuple[Tensor, Tensor]:
+        """The factors, or their logarithms, without the padding: (heads, y.queries, H) and (heads, x.queries, W).
 
         Padding holds zeros: attention that falls on it counts for nothing.
         """
-        log_rows, log_cols = log_positional_factors(self.position, self.y, self.x)
-        return log_rows.narrow(2, self.y.before, self.y.length), log_cols.narrow(2, self.x.before, self.x.length)
-
-    def factors_on_pixels(self) -> tuple[Tensor, Tensor]:
-        """The factors without the columns of the padding, (heads, y.queries, H) and (heads, x.queries, W)."""
-        log_rows, log_cols = self.log_factors_on_pixels()
-        return log_rows.exp(), log_cols.exp()
+        return positional_factors(self.position, self.y, self.x, logarithm=logarithm, padding=False, dtype=dtype)
 
     def on_pixels(self, queries: Tensor) -> Tensor:
         """A of some queries over the real pixels, in float32 at least.
@@ -110,7 +103,7 @@ class GatedAttention:
 
     def positional_on_pixels(self, queries: Tensor) -> Tensor:
         """Positional attention of some queries, (n,), over the real pixels: shape (heads, n, H * W)."""
-        rows, cols = self.factors_on_pixels()
+        rows, cols = self.factors_on_pixels(widest_dtype(self.position.device))
         at_y, at_x = queries // self.x.queries, queries % self.x.queries
         return (rows[:, at_y, :, None] * cols[:, at_x, None, :]).flatten(2)
 

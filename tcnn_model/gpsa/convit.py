@@ -87,10 +87,10 @@ def convit_attention(layer: convit.GPSA, qk: Tensor) -> GatedAttention:
     if side * side != qk.shape[1]:
         raise ValueError(f"ConViT's positional attention needs a square grid of tokens, got {qk.shape[1]} tokens")
     query, key = qk.unflatten(2, (2, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    position = widest(layer.pos_proj.weight)[:, [2, 1, 0]]
+    position, axis = layer.pos_proj.weight.flip(1), Axis(side)
     if layer.pos_proj.bias is not None:  # the softmax takes it out again; its gradient is zero, not missing
-        position = position + 0 * layer.pos_proj.bias[:, None]
-    return GatedAttention(query, key, position, torch.sigmoid(layer.gating_param), Axis(side), Axis(side))
+        position = position.add(layer.pos_proj.bias[:, None], alpha=0)
+    return GatedAttention(query, key, widest(position), torch.sigmoid(layer.gating_param), axis, axis)
 
 
 class _GPSA(convit.GPSA):  # type: ignore[misc]  # timm is not typed

@@ -145,7 +145,8 @@ def attend_and_measure(
 def _prepare(attention: GatedAttention, values: Tensor, backend: Backend) -> tuple[GatedAttention, Tensor, Backend]:
     """The arguments as autocast lowers them, and the backend to use; raises if it cannot do this."""
     dtype = autocast_dtype(attention.query)
-    attention = replace(attention, query=attention.query.to(dtype), key=attention.key.to(dtype))
+    if dtype != attention.query.dtype:
+        attention = replace(attention, query=attention.query.to(dtype), key=attention.key.to(dtype))
     values = values.to(autocast_dtype(values))
     check_values(attention, values)
     chosen = _choose(attention, values) if check_backend(backend) == "auto" else backend
@@ -183,7 +184,7 @@ def _why_not_fused(attention: GatedAttention, values: Tensor) -> str | None:
 
 def _dense(attention: GatedAttention, values: Tensor) -> Tensor:
     content = attention.content()  # (B, heads, N_query, H * W)
-    rows, cols = (factor.to(content.dtype) for factor in attention.factors_on_pixels())
+    rows, cols = attention.factors_on_pixels(content.dtype)
     gate = attention.gate[:, None, None].to(content.dtype)
     mixed = torch.lerp(content, product(rows, cols), gate).to(values.dtype)
     return mixed @ values
@@ -191,19 +192,20 @@ def _dense(attention: GatedAttention, values: Tensor) -> Tensor:
 
 def _blocks(attention: GatedAttention, values: Tensor, taps: Tensor | None = None) -> Tensor:
     wide = at_least_float32(values.dtype)
-    log_rows, log_cols = (factor.to(wide) for factor in attention.log_factors_on_pixels())
+    log_rows, log_cols = attention.factors_on_pixels(wide, logarithm=True)
     scaled = attention.query * attention.scale
     return mix_and_apply(scaled, attention.key, values, log_rows, log_cols, attention.gate.to(wide), taps)
 
 
 def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
-    rows, cols = (factor.to(values.dtype) for factor in attention.factors_on_pixels())
+    gate = attention.gate[:, None, None].to(values.dtype)
+    rows, cols = attention.factors_on_pixels(values.dtype)
     on_grid = values.unflatten(2, (attention.y.length, attention.x.length))
-    positional = apply_separable(rows, cols, on_grid).flatten(2, 3)
+    positional = apply_separable(rows, cols * gate, on_grid)
     # Where channels are not the innermost, torch would fall back to an N x N matrix.
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (attention.query, attention.key, values))
     content = F.scaled_dot_product_attention(q, k, v)
-    return torch.lerp(content, positional, attention.gate[:, None, None].to(values.dtype))
+    return ((content * (1 - gate)).unflatten(2, positional.shape[2:4]) + positional).flatten(2, 3)
 
 
 def _triton(attention: GatedAttention, values: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tcnn_model.gpsa.precision import widest
 
-__all__ = ["Axis", "Padding", "apply_separable", "axes", "gaussian_position", "log_positional_factors"]
+__all__ = ["Axis", "Padding", "apply_separable", "axes", "gaussian_position", "positional_factors"]
 
 Pair = tuple[int, int]
 Padding = Pair | Literal["same"]
@@ -84,11 +84,12 @@ class Axis:
 
     def query_positions(self, like: Tensor) -> Tensor:
         """Query pixels, shape (queries,), with the dtype and device of ``like``."""
-        return torch.arange(self.queries, dtype=like.dtype, device=like.device) * self.stride + self.first_query
+        first, step = self.first_query, self.stride
+        return torch.arange(first, first + self.queries * step, step, dtype=like.dtype, device=like.device)
 
     def key_positions(self, like: Tensor) -> Tensor:
         """Key pixels, shape (keys,), with the dtype and device of ``like``."""
-        return torch.arange(self.keys, dtype=like.dtype, device=like.device) - self.before
+        return torch.arange(-self.before, self.length + self.after, dtype=like.dtype, device=like.device)
 
 
 def axes(size: Pair, kernel_size: Pair, stride: Pair, padding: Padding, dilation: Pair) -> tuple[Axis, Axis]:
@@ -111,25 +112,44 @@ def gaussian_position(locality_strength: Tensor, center: Tensor) -> Tensor:
     return -locality_strength[:, None] * torch.cat([torch.ones_like(center[:, :1]), -2 * center], dim=1)
 
 
-def log_positional_factors(position: Tensor, y: Axis, x: Axis) -> tuple[Tensor, Tensor]:
-    """Logarithms of the two one-dimensional factors of ``softmax_j(v_pos · r_ij)``.
+def positional_factors(
+    position: Tensor,
+    y: Axis,
+    x: Axis,
+    *,
+    logarithm: bool = False,
+    padding: bool = True,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The two one-dimensional factors of ``softmax_j(v_pos · r_ij)``.
+
+    They are computed in float64 where the device has it: logits grow with the square of the distance, and it is their
+    differences that decide.
 
     Args:
         position: v_pos, the weights of r = (||delta||^2, delta_1, delta_2), shape (heads, 3).
         y, x: the two axes.
+        logarithm: whether to return the factors' logarithms.
+        padding: whether to return the columns of the padding too.
+        dtype: of the result, if not that of the computation.
 
     Returns:
-        rows, shape (heads, y.queries, y.keys), and cols, shape (heads, x.queries, x.keys), whose exponentials each
-        sum to one over the keys. In float64 where the device has it: logits grow with the square of the distance, and
-        it is their differences that decide.
+        rows, shape (heads, y.queries, y.keys), and cols, shape (heads, x.queries, x.keys), which each sum to one over
+        the keys, padding included.
     """
-    squared, along_y, along_x = widest(position)[:, :, None, None].unbind(1)
-    return _factor(squared, along_y, y), _factor(squared, along_x, x)
+    squared, *linear = widest(position)[:, :, None, None].unbind(1)
+    normalize = torch.log_softmax if logarithm else torch.softmax
 
+    def factor(linear: Tensor, axis: Axis) -> Tensor:
+        offset = axis.key_positions(squared) - axis.query_positions(squared)[:, None]
+        on_grid = normalize((squared * offset + linear) * offset, -1)
+        whole = padding or axis.keys == axis.length
+        return (on_grid if whole else on_grid.narrow(-1, axis.before, axis.length)).to(dtype or squared.dtype)
 
-def _factor(squared: Tensor, linear: Tensor, axis: Axis) -> Tensor:
-    offset = axis.key_positions(squared)[None, :] - axis.query_positions(squared)[:, None]
-    return torch.log_softmax((squared * offset + linear) * offset, dim=-1)
+    if y == x:  # both at once: at 14 x 14 it is the number of operations that takes the time
+        rows, cols = factor(torch.stack(linear), y)
+        return rows, cols
+    return factor(linear[0], y), factor(linear[1], x)
 
 
 def apply_separable(rows: Tensor, cols: Tensor, values: Tensor) -> Tensor:
@@ -146,5 +166,8 @@ def apply_separable(rows: Tensor, cols: Tensor, values: Tensor) -> Tensor:
     if values.shape[1] == 1:  # with channels first in memory, as feature maps have them
         along_rows = torch.einsum("hyj,bjic->bchyi", rows, values[:, 0])
         return torch.einsum("hxi,bchyi->bchyx", cols, along_rows).permute(0, 2, 3, 4, 1)
-    along_rows = torch.einsum("hyj,bhjic->bhyic", rows, values)
-    return torch.einsum("hxi,bhyic->bhyxc", cols, along_rows)
+    batch, heads, height, width, channels = values.shape
+    on_columns = values.permute(1, 2, 0, 3, 4).reshape(heads, height, batch * width * channels)
+    along_rows = (rows @ on_columns).view(heads, -1, batch, width, channels)
+    on_rows = along_rows.permute(0, 3, 2, 1, 4).reshape(heads, width, batch * rows.shape[1] * channels)
+    return (cols @ on_rows).view(heads, -1, batch, rows.shape[1], channels).permute(2, 0, 3, 1, 4)

@@ -37,7 +37,7 @@ def with_content(layer: nn.Module, x: Tensor, heads: Sequence[int], content: Cal
         attention, values = gated_attention(layer, x), gated_values(layer, x)
         values = values if values.shape[1] == 1 else values[:, which]
         with without_autocast(values):
-            rows, cols = (factor[which].to(values.dtype) for factor in attention.factors_on_pixels())
+            rows, cols = (factor[which] for factor in attention.factors_on_pixels(values.dtype))
             on_grid = values.unflatten(2, (attention.y.length, attention.x.length))
             positional = apply_separable(rows, cols, on_grid).flatten(2, 3)
             given = weigh(content(attention.key.shape[2]), values)

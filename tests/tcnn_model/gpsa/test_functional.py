@@ -106,7 +106,7 @@ def test_autocast(backend: Backend) -> None:
 def test_custom_operator_is_registered_well(taps: list[Tensor]) -> None:
     arguments = _arguments("shared")
     values = arguments.pop("values")
-    rows, cols = GatedAttention(**arguments).log_factors_on_pixels()
+    rows, cols = GatedAttention(**arguments).factors_on_pixels(torch.float64, logarithm=True)
     tensors = (arguments["query"], arguments["key"], values, rows, cols, arguments["gate"], *taps)
     torch.library.opcheck(blocks.mix_and_apply, tuple(t.clone().requires_grad_() for t in tensors))
 

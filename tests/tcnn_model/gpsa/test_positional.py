@@ -7,7 +7,7 @@ import pytest
 import torch
 from timm.layers.padding import get_same_padding
 
-from tcnn_model.gpsa.positional import Axis, apply_separable, gaussian_position, log_positional_factors
+from tcnn_model.gpsa.positional import Axis, apply_separable, gaussian_position, positional_factors
 from tests.tcnn_model.helpers import assert_same, random
 
 pytestmark = pytest.mark.numerical
@@ -31,7 +31,7 @@ def test_positions_are_in_input_pixels() -> None:
 def test_factors_are_the_dense_gaussian() -> None:
     y, x = Axis(length=5, stride=2, padding=1, extent=3), Axis(length=11, stride=3, padding=2, extent=5)
     alpha, center = random(7, seed=1).abs() + 0.01, random(7, 2, seed=2)
-    rows, cols = (factor.exp() for factor in log_positional_factors(gaussian_position(alpha, center), y, x))
+    rows, cols = positional_factors(gaussian_position(alpha, center), y, x)
 
     keys = [(j, i) for j in range(-1, 5 + 1) for i in range(-2, 11 + 2)]
     bases = [(2 * m, 3 * n) for m in range(3) for n in range(4)]
@@ -58,7 +58,7 @@ def test_far_centres_and_strong_locality_stay_finite() -> None:
     axis = Axis(length=13, stride=2, padding=1, extent=3)
     center = torch.tensor([[500.0, 0.0], [-500.0, 0.0]], dtype=torch.float64)
     position = gaussian_position(torch.tensor([1e4, 1e-4], dtype=torch.float64), center)
-    attention = log_positional_factors(position, axis, axis)[0].exp()
+    attention = positional_factors(position, axis, axis)[0]
     assert_same(attention.sum(-1), torch.ones(2, axis.queries, dtype=torch.float64))
     assert attention[0].argmax(-1).tolist() == [axis.keys - 1] * axis.queries  # the pixel nearest to the centre
 
