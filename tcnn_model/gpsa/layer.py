@@ -56,6 +56,8 @@ class GPSA(nn.Module):
         center: Delta as (dy, dx) in input pixels, shape (heads, 2).
         gating: lambda, shape (heads,).
         raw_locality: alpha before the softplus, shape (heads,).
+        head_attention: ``nn.Identity`` through which each forward's :class:`GatedAttention` passes: the place for a
+            forward hook that reads it.
         head_outputs: ``nn.Identity`` through which A_h X W_val of all heads pass, shape (B, heads, N_query, C_in),
             before W_out: the place for a forward hook that reads or edits heads.
 
@@ -124,7 +126,7 @@ class GPSA(nn.Module):
         self.raw_locality = parameter(self.heads)
         self.center = parameter(self.heads, 2)
         self.gating = parameter(self.heads)
-        self.head_outputs = nn.Identity()
+        self.head_attention, self.head_outputs = nn.Identity(), nn.Identity()
         self._initialise(alpha, gates, qk_scale)
 
     @torch.no_grad()
@@ -257,7 +259,7 @@ class GPSA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C_in, H, W) -> (B, C_out, H_out, W_out), Eq. (5)."""
-        attention, values = self.gated_attention(x), self.values(x)
+        attention, values = self.head_attention(self.gated_attention(x)), self.values(x)
         if self._weights_first(x):
             output = self._weighted(attention, values)
         else:

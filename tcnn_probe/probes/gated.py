@@ -13,6 +13,8 @@ from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor
 
 from tcnn_model import GPSA as GPSALayer
+from tcnn_model import GatedAttention
+from tcnn_model.gpsa.convit import convit_attention
 from tcnn_model.gpsa.statistics import apply_and_measure, measure
 from tcnn_probe.attention.gated import gated_attention, gated_values
 from tcnn_probe.attention.patterns import Pattern, gated_patterns
@@ -23,7 +25,10 @@ from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.probes.variables import CONTENT, DISTANCE, ENTROPY, HEAD, MAPS, MEAN, UNIFORM, content_information
 from tcnn_probe.schema import Variable
 
-__all__ = ["CONVIT", "GPSA"]
+__all__ = ["CONVIT", "GPSA", "PARTS", "attention_of"]
+
+PARTS = ("head_attention", "qk")
+"""The submodules of which one tells what a layer's attention was: of GPSA the first, of ConViT the second."""
 
 _VARIABLES: Mapping[str, Variable] = {
     "gate": Variable(HEAD, "1", "gate", "sigma(lambda), share of positional attention (T-CNN Eq. 7), as marked."),
@@ -61,9 +66,26 @@ _VARIABLES: Mapping[str, Variable] = {
 }
 
 
+def attention_of(call: ForwardCall, images: slice | Tensor = slice(None)) -> GatedAttention:
+    """The attention of a call of a gated layer, as the layer formed it.
+
+    Args:
+        call: with :data:`PARTS`; if none of them ran in it, attention is formed anew.
+        images: which of them.
+    """
+    layer, parts = call.module, call.parts
+    if "head_attention" in parts:
+        attention = parts["head_attention"].output
+    elif "qk" in parts:
+        attention = convit_attention(layer, parts["qk"].output)
+    else:
+        attention = gated_attention(layer, call.inputs[0])
+    return replace(attention, query=attention.query[images], key=attention.key[images])
+
+
 def _measure(call: ForwardCall) -> dict[str, Tensor | Pattern]:
     """Numbers of every image: (B, heads) each, (B,) of uniform attention; and sums over images."""
-    attention = gated_attention(call.module, call.inputs[0])
+    attention = attention_of(call)
     whole, part = gated_patterns(attention, call.limit)
     numbers = {**gated_attention_statistics(attention), **uniform_gated_attention(attention)}
     return {**numbers, "content_information": whole, "content_part_information": part}
@@ -71,7 +93,7 @@ def _measure(call: ForwardCall) -> dict[str, Tensor | Pattern]:
 
 def _maps(call: ForwardCall, which: Sequence[int]) -> dict[str, Tensor]:
     """Maps over the real pixels of some images: (images, 1, heads, H, W) each."""
-    some = gated_attention(call.module, call.inputs[0][torch.as_tensor(which, device=call.inputs[0].device)])
+    some = attention_of(call, torch.as_tensor(which, device=call.inputs[0].device))
     y, x = some.y, some.x
     received = measure(some).received / some.query.shape[2]
     middle = y.queries // 2 * x.queries + x.queries // 2
@@ -100,7 +122,7 @@ def _rebuild(call: ForwardCall) -> Tensor | None:
     of_convit = isinstance(layer, ConViTLayer)
     if of_convit and layer.training and (layer.attn_drop.p > 0 or layer.proj_drop.p > 0):
         return None
-    attention = gated_attention(layer, x)
+    attention = attention_of(call, slice(1))
     gathered, _ = apply_and_measure(attention, gated_values(layer, x))
     return layer.proj.forward(gathered.transpose(1, 2).flatten(2)) if of_convit else layer.combine(gathered, attention)
 
@@ -115,5 +137,6 @@ GPSA = Probe(
     measure=_measure,
     maps=_maps,
     rebuild=_rebuild,
+    parts=PARTS,
 )
 CONVIT = replace(GPSA, kind="convit-gpsa", module_type=ConViTLayer, state=_state_of_convit)

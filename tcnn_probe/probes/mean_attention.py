@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.gated import GATED_LAYERS, gated_attention
+from tcnn_probe.attention.gated import GATED_LAYERS
+from tcnn_probe.probes.gated import PARTS, attention_of
 from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.schema import Variable
 
@@ -54,7 +55,7 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         return {"mean_attention": call.on_grid(maps)}
 
     def of_gated(call: ForwardCall) -> dict[str, Tensor]:
-        attention = gated_attention(call.module, call.inputs[0])
+        attention = attention_of(call)
         y, x = attention.y, attention.x
         maps = attention.on_pixels(indices(y.queries, x.queries).to(attention.query.device))
         return {"mean_attention": maps.unflatten(-1, (y.length, x.length))}
@@ -70,6 +71,7 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         GATED_LAYERS,
         measure=of_gated,
         attention=of_softmax,
+        parts=PARTS,
         coords={"query": labels},
     )
 

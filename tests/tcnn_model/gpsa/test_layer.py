@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tcnn_model import GPSA, gpsa_layers
+from tcnn_model import GPSA, GatedAttention, gpsa_layers
 from tests.tcnn_model.helpers import disturb, random
 
 
@@ -110,6 +110,14 @@ def test_heads_can_be_edited_before_the_projection(copied: Callable[[GPSA], GPSA
     assert seen == [(2, 6, 6 * 7, 3)]
     assert torch.equal(edited, without(x))
     assert not torch.equal(edited, layer(x))
+
+
+def test_a_hook_can_read_the_attention() -> None:
+    layer, x, seen = disturb(GPSA(3, 6, (2, 3), padding=1)), random(2, 3, 5, 7).float(), list[GatedAttention]()
+    with layer.head_attention.register_forward_hook(lambda module, inputs, output: seen.append(output)):
+        layer(x)
+    assert len(seen) == 1
+    assert torch.equal(seen[0].dense(), layer.attention(x))
 
 
 def test_a_function_mode_sees_the_gates() -> None:

@@ -243,3 +243,15 @@ def test_hooks_inside_convit_fire_as_often_as_without_recording() -> None:
     with tcnn_probe.record(model):
         model(tokens())
     assert fired == expected
+
+
+@pytest.mark.parametrize("of_convit", [False, True])
+def test_queries_and_keys_are_not_formed_again(of_convit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = (convit(), tokens()) if of_convit else (Chain(), images())
+    formed, layers = list[Any](), [m for m in model.modules() if isinstance(m, GPSA | ConViTLayer)]
+    for layer in layers:
+        owner, name = (layer.qk, "forward") if of_convit else (layer, "gated_attention")
+        form = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda x, form=form: formed.append(1) or form(x))
+    recorded(model, x, x)
+    assert len(formed) == 2 * len(layers)
