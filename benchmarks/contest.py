@@ -1,12 +1,13 @@
 """Two or more ways to do the same, side by side in one run: time as a ratio, peak memory in a process of its own.
 
-A benchmark hands :func:`main` its contests. Contestants take turns, so that whatever else the machine does meets all of
-them; a ratio is the median over rounds of peer's time / ours. Absolute times say little on a shared machine and are not
+A benchmark hands :func:`main` its contests. Contestants take turns, in another order each time, so that whatever else the
+machine does meets all of them; a ratio is the median over rounds of peer's time / ours. Absolute times say little on a shared machine and are not
 printed. Memory is what one step adds at its peak to what was there before it, in a fresh process for each contestant.
 """
 
 import argparse
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -102,10 +103,11 @@ def training_step(forward: Callable[..., torch.Tensor], *leaves: torch.Tensor) -
 def _take_turns(contest: Contest, rounds: int, device: str, turns: tqdm) -> dict[str, list[float]]:  # type: ignore[type-arg]
     steps = {name: prepare() for name, prepare in contest.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contest}
+    order = random.Random(0)
     for turn in range(rounds + 1):
-        for name, step in steps.items():
+        for name in order.sample(list(steps), len(steps)):  # whose turn was before decides what is in the caches
             start = time.perf_counter()
-            step()
+            steps[name]()
             _wait(device)
             if turn > 0:  # the first warms up
                 seconds[name].append(time.perf_counter() - start)
