@@ -1,5 +1,6 @@
 """Images as people have them: file names, PIL, arrays of bytes; turned into what a model takes, or into pixels."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,7 +59,7 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
 
     Raises:
         TypeError: these are no images; or pictures for a model of which timm knows no transform.
-        ValueError: another shape, or values as large as those of bytes.
+        ValueError: another shape, or values that are not finite or as large as those of bytes.
         OSError: a file that is not there, or no picture.
     """
     if isinstance(images, Mapping):
@@ -68,6 +69,8 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
         return torch.stack([transform(picture) for picture in pictures])
     images = as_batch(images, _CONVENTION)
     largest = float(images.detach().abs().amax())
+    if not math.isfinite(largest):
+        raise ValueError(f"expected {_CONVENTION}; got values that are no finite numbers")
     if largest > _LARGEST and min(_config(unwrap(model)).get("std", (1,))) > 0.02:
         raise ValueError(f"expected {_CONVENTION}; got values up to {largest:.4g}: divide by 255, then normalise")
     return images

@@ -56,8 +56,8 @@ class GPSA(nn.Module):
         center: Delta as (dy, dx) in input pixels, shape (heads, 2).
         gating: lambda, shape (heads,).
         raw_locality: alpha before the softplus, shape (heads,).
-        head_attention: ``nn.Identity`` through which each forward's :class:`GatedAttention` passes: the place for a
-            forward hook that reads it.
+        head_queries, head_keys: ``nn.Identity`` each, through which the queries of all heads pass, shape
+            (B, heads, N_query, d), and the keys, (B, heads, H * W, d): the places for a forward hook that reads them.
         head_outputs: ``nn.Identity`` through which A_h X W_val of all heads pass, shape (B, heads, N_query, C_in),
             before W_out: the place for a forward hook that reads or edits heads.
 
@@ -126,7 +126,7 @@ class GPSA(nn.Module):
         self.raw_locality = parameter(self.heads)
         self.center = parameter(self.heads, 2)
         self.gating = parameter(self.heads)
-        self.head_attention, self.head_outputs = nn.Identity(), nn.Identity()
+        self.head_queries, self.head_keys, self.head_outputs = nn.Identity(), nn.Identity(), nn.Identity()
         self._initialise(alpha, gates, qk_scale)
 
     @torch.no_grad()
@@ -233,17 +233,12 @@ class GPSA(nn.Module):
 
     def gated_attention(self, x: Tensor) -> GatedAttention:
         """Describe the attention for an input (B, C_in, H, W): queries, keys, positions and gates."""
-        if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ValueError(f"expected an input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}")
-        axis_y, axis_x = self.axes(x.shape[2], x.shape[3])
-        return GatedAttention(
-            query=self._split_heads(_project(_at_queries(x, axis_y, axis_x), self.query)),
-            key=self._split_heads(_project(x, self.key)),
-            position=self.position,
-            gate=self.gate,
-            y=axis_y,
-            x=axis_x,
-        )
+        return self.attention_between(*self._queries_and_keys(x), (x.shape[2], x.shape[3]))
+
+    def attention_between(self, query: Tensor, key: Tensor, size: tuple[int, int]) -> GatedAttention:
+        """Describe the attention of queries (B, heads, N_query, d) to keys (B, heads, H * W, d), of a map of (H, W)."""
+        y, x = self.axes(*size)
+        return GatedAttention(query, key, self.position, self.gate, y, x)
 
     def attention(self, x: Tensor) -> Tensor:
         """The dense attention A of Eq. (7), for pictures and tests.
@@ -259,7 +254,9 @@ class GPSA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C_in, H, W) -> (B, C_out, H_out, W_out), Eq. (5)."""
-        attention, values = self.head_attention(self.gated_attention(x)), self.values(x)
+        query, key = self._queries_and_keys(x)
+        attention = self.attention_between(self.head_queries(query), self.head_keys(key), (x.shape[2], x.shape[3]))
+        values = self.values(x)
         if self._weights_first(x):
             output = self._weighted(attention, values)
         else:
@@ -296,6 +293,13 @@ class GPSA(nn.Module):
         output = attend_weighted(attention, values, taps)
         output = output if self.bias is None else output + self.bias
         return output.transpose(1, 2).unflatten(2, (attention.y.queries, attention.x.queries))
+
+    def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all heads, (B, heads, N_query, d) and (B, heads, H * W, d)."""
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
+            raise ValueError(f"expected an input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}")
+        asking = _at_queries(x, *self.axes(x.shape[2], x.shape[3]))
+        return self._split_heads(_project(asking, self.query)), self._split_heads(_project(x, self.key))
 
     def _split_heads(self, features: Tensor) -> Tensor:
         """(B, heads * d, H, W) -> (B, heads, H * W, d)."""

@@ -27,8 +27,8 @@ from tcnn_probe.schema import Variable
 
 __all__ = ["CONVIT", "GPSA", "PARTS", "attention_of"]
 
-PARTS = ("head_attention", "qk")
-"""The submodules of which one tells what a layer's attention was: of GPSA the first, of ConViT the second."""
+PARTS = ("head_queries", "head_keys", "qk")
+"""The submodules whose outputs are queries and keys: the first two of GPSA, the last of ConViT."""
 
 _VARIABLES: Mapping[str, Variable] = {
     "gate": Variable(HEAD, "1", "gate", "sigma(lambda), share of positional attention (T-CNN Eq. 7), as marked."),
@@ -67,20 +67,19 @@ _VARIABLES: Mapping[str, Variable] = {
 
 
 def attention_of(call: ForwardCall, images: slice | Tensor = slice(None)) -> GatedAttention:
-    """The attention of a call of a gated layer, as the layer formed it.
+    """The attention of a call of a gated layer, of the queries and keys that the layer formed.
 
     Args:
-        call: with :data:`PARTS`; if none of them ran in it, attention is formed anew.
+        call: with :data:`PARTS`; where they did not run in it, queries and keys are formed anew.
         images: which of them.
     """
-    layer, parts = call.module, call.parts
-    if "head_attention" in parts:
-        attention = parts["head_attention"].output
-    elif "qk" in parts:
-        attention = convit_attention(layer, parts["qk"].output)
-    else:
-        attention = gated_attention(layer, call.inputs[0])
-    return replace(attention, query=attention.query[images], key=attention.key[images])
+    layer, x = call.module, call.inputs[0]
+    formed = {name: part.output[images] for name, part in call.parts.items()}
+    if "qk" in formed:
+        return convit_attention(layer, formed["qk"])
+    if "head_keys" in formed:
+        return layer.attention_between(formed["head_queries"], formed["head_keys"], x.shape[2:])
+    return gated_attention(layer, x[images])
 
 
 def _measure(call: ForwardCall) -> dict[str, Tensor | Pattern]:

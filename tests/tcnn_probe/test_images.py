@@ -66,6 +66,7 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
     ("images", "error", "message"),
     [
         (torch.full((1, 3, 64, 64), 254.0), ValueError, "got values up to 254: divide by 255"),
+        (torch.full((1, 3, 64, 64), torch.nan), ValueError, "got values that are no finite numbers"),
         (torch.rand(1, 64, 64, 3), ValueError, "got channels last"),
         (torch.ones(1, 3, 64, 64, dtype=torch.int64), TypeError, "got torch.int64"),
         (torch.rand(64, 64), ValueError, r"got shape \(64, 64\)"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tcnn_model import GPSA, GatedAttention, gpsa_layers
+from tcnn_model import GPSA, gpsa_layers
 from tests.tcnn_model.helpers import disturb, random
 
 
@@ -112,12 +112,13 @@ def test_heads_can_be_edited_before_the_projection(copied: Callable[[GPSA], GPSA
     assert not torch.equal(edited, layer(x))
 
 
-def test_a_hook_can_read_the_attention() -> None:
-    layer, x, seen = disturb(GPSA(3, 6, (2, 3), padding=1)), random(2, 3, 5, 7).float(), list[GatedAttention]()
-    with layer.head_attention.register_forward_hook(lambda module, inputs, output: seen.append(output)):
-        layer(x)
-    assert len(seen) == 1
-    assert torch.equal(seen[0].dense(), layer.attention(x))
+def test_hooks_can_read_queries_and_keys() -> None:
+    layer, x, seen = disturb(GPSA(3, 6, (2, 3), stride=2, padding=1)), random(2, 3, 5, 7).float(), list[Tensor]()
+    for place in (layer.head_queries, layer.head_keys):
+        place.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    layer(x)
+    assert [one.shape for one in seen] == [(2, 6, 3 * 4, layer.qk_dim), (2, 6, 5 * 7, layer.qk_dim)]
+    assert torch.equal(layer.attention_between(*seen, (5, 7)).dense(), layer.attention(x))
 
 
 def test_a_function_mode_sees_the_gates() -> None:

@@ -250,7 +250,7 @@ def test_queries_and_keys_are_not_formed_again(of_convit: bool, monkeypatch: pyt
     model, x = (convit(), tokens()) if of_convit else (Chain(), images())
     formed, layers = list[Any](), [m for m in model.modules() if isinstance(m, GPSA | ConViTLayer)]
     for layer in layers:
-        owner, name = (layer.qk, "forward") if of_convit else (layer, "gated_attention")
+        owner, name = (layer.qk, "forward") if of_convit else (layer, "_queries_and_keys")
         form = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda x, form=form: formed.append(1) or form(x))
     recorded(model, x, x)
