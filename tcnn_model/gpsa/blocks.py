@@ -140,10 +140,11 @@ def _backward(
                 d_few.copy_(d_side.unflatten(1, (len(few), -1)).transpose(0, 1))
         d_mixed = widen(d_mixed)
 
-        content_sums = torch.linalg.vecdot(content, d_mixed)[..., None]
-        d_logits = content.mul_(d_mixed - content_sums).mul_(1 - share)
-        d_query[at] = d_logits @ k
-        d_key[image, heads] += d_logits.transpose(1, 2) @ q
+        d_logits = content * d_mixed
+        content_sums = d_logits.sum(2, keepdim=True)
+        d_logits.addcmul_(content, content_sums, value=-1)  # but for 1 - share, which is the same for all of a head
+        d_query[at] = (d_logits @ k).mul_(1 - share)
+        d_key[image, heads] += (d_logits.transpose(1, 2) @ q).mul_(1 - share)
 
         on_grid = d_mixed.mul_(positional).unflatten(2, (rows.shape[2], cols.shape[2]))
         along_y, along_x = on_grid.sum(3), on_grid.sum(2)  # (heads, queries, H) and (heads, queries, W)
