@@ -1,9 +1,9 @@
 """Two or more ways to do the same, side by side in one run: time as a ratio, peak memory in a process of its own.
 
-A benchmark hands :func:`main` its contests. Contestants take turns, in another order each time, so that whatever else
-the machine does, and what is left in its caches, meets all of them; a ratio is the median over rounds of peer's time /
-ours. Absolute times say little on a shared machine and are not printed. Memory is what one step adds at its peak to
-what was there before it, in a fresh process for each contestant.
+A benchmark hands :func:`main` its contests. Contestants take turns, in an order drawn anew each time, so that whatever
+else the machine does, and what is left in its caches, meets all of them; a ratio is the median over rounds of peer's
+time / ours. Absolute times say little on a shared machine and are not printed. Memory is what one step adds at its peak
+to what was there before it, in a fresh process for each contestant.
 """
 
 import argparse

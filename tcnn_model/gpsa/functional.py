@@ -198,16 +198,13 @@ def _blocks(attention: GatedAttention, values: Tensor, taps: Tensor | None = Non
 
 
 def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
-    wide = at_least_float32(values.dtype)
-    gate = attention.gate[:, None, None].to(wide)
-    rows, cols = attention.factors_on_pixels(wide)
+    rows, cols = attention.factors_on_pixels(values.dtype)
     on_grid = values.unflatten(2, (attention.y.length, attention.x.length))
-    # The gate weighs a factor, which is small, rather than what both gather.
-    positional = apply_separable(rows.to(values.dtype), (cols * gate).to(values.dtype), on_grid)
+    positional = apply_separable(rows, cols, on_grid).flatten(2, 3)
     # Where channels are not the innermost, torch would fall back to an N x N matrix.
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (attention.query, attention.key, values))
-    content = F.scaled_dot_product_attention(q, k, v) * (1 - gate)
-    return (content.unflatten(2, positional.shape[2:4]) + positional).flatten(2, 3).to(values.dtype)
+    content = F.scaled_dot_product_attention(q, k, v)
+    return torch.lerp(content, positional, attention.gate[:, None, None].to(values.dtype))
 
 
 def _triton(attention: GatedAttention, values: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ class GPSA(nn.Module):
         raw_locality: alpha before the softplus, shape (heads,).
         head_queries, head_keys: ``nn.Identity`` each, through which the queries of all heads pass, shape
             (B, heads, N_query, d), and the keys, (B, heads, H * W, d): the places for a forward hook that reads them.
+            What it returns in their place the layer uses, but a recorder of tcnn_probe does not see.
         head_outputs: ``nn.Identity`` through which A_h X W_val of all heads pass, shape (B, heads, N_query, C_in),
             before W_out: the place for a forward hook that reads or edits heads.
 

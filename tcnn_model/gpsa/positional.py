@@ -134,10 +134,10 @@ def positional_factors(
         dtype: of the result, if not that of the computation.
 
     Returns:
-        rows, shape (heads, y.queries, y.keys), and cols, shape (heads, x.queries, x.keys), which each sum to one over
-        the keys, padding included.
+        rows, shape (heads, y.queries, y.keys), and cols, shape (heads, x.queries, x.keys): distributions over the keys,
+        padding included.
     """
-    squared, *linear = widest(position)[:, :, None, None].unbind(1)
+    squared, along_y, along_x = widest(position)[:, :, None, None].unbind(1)
     normalize = torch.log_softmax if logarithm else torch.softmax
 
     def factor(linear: Tensor, axis: Axis) -> Tensor:
@@ -146,10 +146,12 @@ def positional_factors(
         whole = padding or axis.keys == axis.length
         return (on_grid if whole else on_grid.narrow(-1, axis.before, axis.length)).to(dtype or squared.dtype)
 
-    if y == x:  # both at once: at 14 x 14 it is the number of operations that takes the time
-        rows, cols = factor(torch.stack(linear), y)
+    # Both at once: of 14 x 14 tokens it is the number of operations that takes the time. Not where it would have to be
+    # compiled for square images and for others.
+    if not torch.compiler.is_compiling() and y == x:
+        rows, cols = factor(torch.stack([along_y, along_x]), y)
         return rows, cols
-    return factor(linear[0], y), factor(linear[1], x)
+    return factor(along_y, y), factor(along_x, x)
 
 
 def apply_separable(rows: Tensor, cols: Tensor, values: Tensor) -> Tensor:
@@ -167,7 +169,8 @@ def apply_separable(rows: Tensor, cols: Tensor, values: Tensor) -> Tensor:
         along_rows = torch.einsum("hyj,bjic->bchyi", rows, values[:, 0])
         return torch.einsum("hxi,bchyi->bchyx", cols, along_rows).permute(0, 2, 3, 4, 1)
     batch, heads, height, width, channels = values.shape
-    on_columns = values.permute(1, 2, 0, 3, 4).reshape(heads, height, batch * width * channels)
-    along_rows = (rows @ on_columns).view(heads, -1, batch, width, channels)
-    on_rows = along_rows.permute(0, 3, 2, 1, 4).reshape(heads, width, batch * rows.shape[1] * channels)
-    return (cols @ on_rows).view(heads, -1, batch, rows.shape[1], channels).permute(2, 0, 3, 1, 4)
+    queries_y, queries_x = rows.shape[1], cols.shape[1]
+    columns = values.permute(1, 2, 0, 3, 4).reshape(heads, height, batch * width * channels)
+    along_rows = (rows @ columns).view(heads, queries_y, batch, width, channels)
+    across = along_rows.permute(0, 3, 2, 1, 4).reshape(heads, width, batch * queries_y * channels)
+    return (cols @ across).view(heads, queries_x, batch, queries_y, channels).permute(2, 0, 3, 1, 4)

@@ -67,17 +67,17 @@ _VARIABLES: Mapping[str, Variable] = {
 
 
 def attention_of(call: ForwardCall, images: slice | Tensor = slice(None)) -> GatedAttention:
-    """The attention of a call of a gated layer, of the queries and keys that the layer formed.
+    """The attention of a call of a gated layer, of the queries and keys that it formed.
 
     Args:
-        call: with :data:`PARTS`; where they did not run in it, queries and keys are formed anew.
+        call: with :data:`PARTS`; if these did not run just once in it, queries and keys are formed anew.
         images: which of them.
     """
     layer, x = call.module, call.inputs[0]
-    formed = {name: part.output[images] for name, part in call.parts.items()}
+    formed = {name: part.output[images] for name, part in call.parts.items() if part.times == 1}
     if "qk" in formed:
         return convit_attention(layer, formed["qk"])
-    if "head_keys" in formed:
+    if len(formed) == 2:
         return layer.attention_between(formed["head_queries"], formed["head_keys"], x.shape[2:])
     return gated_attention(layer, x[images])
 

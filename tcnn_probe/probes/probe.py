@@ -33,6 +33,7 @@ class ForwardCall:
         parts: the last call in it of each submodule named in :attr:`Probe.parts`, if it ran. Its tensors are the
             model's own, as they are when the module returns: what works in place on them has changed them.
         limit: how many of its images, the first ones, count for sums over images; None for all.
+        times: of a part, how many times it ran.
     """
 
     module: Any
@@ -41,6 +42,7 @@ class ForwardCall:
     output: Any
     parts: Mapping[str, "ForwardCall"] = field(default_factory=dict)
     limit: int | None = None
+    times: int = 1
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,8 @@ class Collector(AttentionListener):
     def ran(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
         """Measure a module that has run."""
         if module in self._parts:
-            self._calls[module] = ForwardCall(module, self.names[module], inputs, output)
+            times = 1 + (self._calls[module].times if module in self._calls else 0)
+            self._calls[module] = ForwardCall(module, self.names[module], inputs, output, times=times)
         measuring = [one for one in self._of_module.get(module, ()) if one.probe.measure is not None]
         for one in measuring:
             parts = {name: self._calls[part] for name, part in _parts_of(one) if part in self._calls}

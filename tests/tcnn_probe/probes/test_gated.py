@@ -255,3 +255,14 @@ def test_queries_and_keys_are_not_formed_again(of_convit: bool, monkeypatch: pyt
         monkeypatch.setattr(owner, name, lambda x, form=form: formed.append(1) or form(x))
     recorded(model, x, x)
     assert len(formed) == 2 * len(layers)
+
+
+def test_a_layer_whose_queries_and_keys_are_formed_more_than_once() -> None:
+    class InParts(GPSA):
+        def forward(self, x: Tensor) -> Tensor:
+            output = torch.cat([super(InParts, self).forward(part) for part in x.split(2)])
+            return output + super().forward(0 * x[:1])
+
+    layer, x = scatter(InParts(2, 3, 3, padding=1, bias=False)), images(5)
+    ds = record_epoch(nn.Sequential(layer).eval(), x, (2, 3))
+    assert_layer(ds, "0", gpsa_statistics(layer, x))
