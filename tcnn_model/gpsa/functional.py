@@ -18,8 +18,8 @@ __all__ = ["Backend", "attend", "attend_and_measure", "attend_weighted", "check_
 
 Backend = Literal["auto", "dense", "blocks", "fused", "triton"]
 
-# Up to so many keys "dense" is faster than "blocks", forward and backward, on a CPU; at 14 x 14 they are as fast, and
-# "blocks" takes less memory (benchmarks/backends.py).
+# Up to so many keys "dense" is at least about as fast as "blocks", forward and backward, on a CPU; beyond them "blocks"
+# is, and takes less memory (benchmarks/backends.py).
 _DENSE_KEYS = 128
 
 
