@@ -296,7 +296,7 @@ class GPSA(nn.Module):
         return output.transpose(1, 2).unflatten(2, (attention.y.queries, attention.x.queries))
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of all heads, (B, heads, N_query, d) and (B, heads, H * W, d)."""
+        """Queries and keys of all heads, (B, heads, N_query, d) and (B, heads, H * W, d)."""
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f"expected an input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}")
         asking = _at_queries(x, *self.axes(x.shape[2], x.shape[3]))

@@ -77,7 +77,7 @@ def attention_of(call: ForwardCall, images: slice | Tensor = slice(None)) -> Gat
     formed = {name: part.output[images] for name, part in call.parts.items() if part.times == 1}
     if "qk" in formed:
         return convit_attention(layer, formed["qk"])
-    if len(formed) == 2:
+    if "head_queries" in formed and "head_keys" in formed:
         return layer.attention_between(formed["head_queries"], formed["head_keys"], x.shape[2:])
     return gated_attention(layer, x[images])
 

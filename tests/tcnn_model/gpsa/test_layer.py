@@ -117,7 +117,9 @@ def test_hooks_can_read_queries_and_keys() -> None:
     for place in (layer.head_queries, layer.head_keys):
         place.register_forward_hook(lambda module, inputs, output: seen.append(output))
     layer(x)
-    assert [one.shape for one in seen] == [(2, 6, 3 * 4, layer.qk_dim), (2, 6, 5 * 7, layer.qk_dim)]
+    for one, weight, pixels in zip(seen, (layer.query, layer.key), (x[:, :, ::2, ::2], x), strict=True):
+        expected = torch.einsum("hdc,bcn->bhnd", weight.unflatten(0, (6, layer.qk_dim)), pixels.flatten(2))
+        torch.testing.assert_close(one, expected)
     assert torch.equal(layer.attention_between(*seen, (5, 7)).dense(), layer.attention(x))
 
 
