@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attention import known_layers as known
+from tcnn_probe.architectures.grids import Windows
+from tcnn_probe.architectures.lookup import head_count, known
 from tcnn_probe.attention.call import AttentionCall, GivenLogits, Logits, ProductLogits
 from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.token_grid import find_layout, pool_layout, token_counts
-from tcnn_probe.attention.windows import find_windows
 from tcnn_probe.hooks.forwards import Running
 from tcnn_probe.hooks.interception import SeenAttention
 
@@ -25,7 +25,6 @@ __all__ = [
     "between_channels",
     "discrepancy",
     "from_rows",
-    "head_count",
     "heads_axis",
     "logits_of",
     "rebuild",
@@ -36,7 +35,6 @@ __all__ = [
 
 _QUERIES_TO_CHECK = 64
 _TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}  # their fused kernels round the attention too
-_HEAD_COUNTS = ("num_heads", "n_heads", "nhead", "heads", "n_head", "num_attention_heads")
 
 
 class NoTokenAttentionError(Exception):
@@ -54,7 +52,7 @@ def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps)
         NoTokenAttentionError: it is no attention between tokens.
     """
     module, inputs = running[-1]
-    if reason := known.lookup(known.NO_ATTENTION_MATRIX, module):
+    if reason := known(module).no_attention_matrix:
         raise NoTokenAttentionError(reason)
     logits = logits_of(seen, module)
     rows, heads, queries, keys = logits.shape
@@ -63,7 +61,7 @@ def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps)
         raise NoTokenAttentionError("attention between channels, not between tokens")
     images = maps.images if maps.images and rows % maps.images == 0 else rows
     windows = rows // images
-    cut = find_windows(running)
+    cut = _find_windows(running)
     if windows == 1 and cut is not None and cut.grid == cut.window:
         cut = None
     if layout is None and seen.not_on_grid:
@@ -78,6 +76,14 @@ def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps)
     special = maps.special
     tokens = special.class_token, special.distillation_token
     return AttentionCall(module, images, windows, logits, layout, name, *tokens, cut)
+
+
+def _find_windows(running: Running) -> Windows | None:
+    """Return the windows of the innermost module that is known to cut its input; None if there is none."""
+    for module, inputs in reversed(running):
+        if cut := known(module).windows:
+            return cut(module, inputs)
+    return None
 
 
 def _grid_last(seen: SeenAttention, maps: FeatureMaps) -> SeenAttention:
@@ -161,7 +167,7 @@ def heads_axis(leading: Sequence[int], module: nn.Module, given: int | None = No
 
     The axis is "merged" if heads are part of the first axis, and "one" if there is none; ``given`` if it is known.
     """
-    axis: int | str | None = given if given is not None else known.lookup(known.HEADS, module)
+    axis: int | str | None = given if given is not None else known(module).heads_axis
     count = head_count(module) or 0
     if axis is None:
         if count and count in leading[1:]:
@@ -171,12 +177,6 @@ def heads_axis(leading: Sequence[int], module: nn.Module, given: int | None = No
         else:
             axis = "merged" if count and leading[0] % count == 0 else "one"
     return axis, 1 if axis == "one" else count if axis == "merged" else leading[int(axis)]
-
-
-def head_count(module: nn.Module) -> int | None:
-    """The number of heads that a module says it has, None if it does not say."""
-    sizes = (getattr(module, name, 0) for name in _HEAD_COUNTS)
-    return next((n for n in sizes if isinstance(n, int) and n), None)
 
 
 def as_rows(x: Tensor, module: nn.Module, heads: int | None = None) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import without_autocast
+from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.call import AttentionCall
 from tcnn_probe.attention.feature_maps import FeatureMaps
-from tcnn_probe.attention.known_layers import NO_ATTENTION_MATRIX, looks_like_attention, lookup
 from tcnn_probe.attention.layout import GivenTokens, special_tokens
 from tcnn_probe.attention.rebuild import NoTokenAttentionError, Verification, discrepancy, rebuild
 from tcnn_probe.hooks.forwards import Forwards, Running
@@ -253,7 +253,7 @@ class AttentionStream:
         for module, name in self._names.items() if new else ():
             if module not in new or name in told or not self._wants(name):
                 continue
-            if reason := lookup(NO_ATTENTION_MATRIX, module):
+            if reason := known(module).no_attention_matrix:
                 self.unsupported[name] = reason
             elif looks_like_attention(module) and not any(not name or x.startswith(f"{name}.") for x in told):
                 self.unsupported[name] = "no softmax between tokens was seen while it ran"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from tcnn_probe.attention.rebuild import head_count
+from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.modes import put_on
 from tcnn_probe.interventions.edits import Edit, Mode

@@ -16,9 +16,9 @@ from tcnn_model import GPSA as GPSALayer
 from tcnn_model import GatedAttention
 from tcnn_model.gpsa.convit import convit_attention
 from tcnn_model.gpsa.statistics import apply_and_measure, measure
+from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.gated import gated_attention, gated_values
 from tcnn_probe.attention.patterns import Pattern, gated_patterns
-from tcnn_probe.attention.rebuild import head_count
 from tcnn_probe.attention.statistics import gated_attention_statistics
 from tcnn_probe.attention.uniform import uniform_gated_attention
 from tcnn_probe.probes.probe import ForwardCall, Probe
