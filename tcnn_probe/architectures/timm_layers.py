@@ -175,6 +175,7 @@ _ATTENTION: Mapping[str, LayerRecord] = {
         windows=_twins,
         head_parameters=_QKV,
     ),
+    # Older versions of timm define here what is now timm.layers.attention.Attention.
     "timm.models.vision_transformer.Attention": LayerRecord(head_parameters=_QKV),
     "timm.models.vision_transformer_relpos.RelPosAttention": LayerRecord(head_parameters=_QKV),
     "timm.models.vision_transformer_sam.Attention": LayerRecord(head_parameters=_QKV),
