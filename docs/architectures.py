@@ -16,8 +16,8 @@ HEADER = """# Layers that are known
 Written by `python docs/architectures.py` from [the records](../tcnn_probe/architectures/timm_layers.py), which have
 the reasons beside them.
 
-Most models need no record: [attention is seen where torch is asked for it](recording.md#your-own-model). A class has one
-where no call of torch shows what is to be known:
+Most models need no record: [attention is seen where torch is asked for it](recording.md#your-own-model). A class has
+one where no call of torch shows what is to be known:
 
 - *not recorded*: it looks like attention and has no matrix between tokens. `recorder.unsupported` has the reason.
 - *heads*: which axis of (..., N_query, N_key) is that of the heads.

@@ -1,1 +1,1 @@
-"""What no attention call shows of the layers of timm, transformers, torchvision and torch: a record for each class."""
+"""Facts about layers of timm, transformers and torchvision that no attention call shows: a record for each class."""

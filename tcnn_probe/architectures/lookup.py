@@ -46,10 +46,10 @@ def _record(cls: type, forward: Any) -> LayerRecord:
     facts: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         record = RECORDS.get(f"{base.__module__}.{base.__qualname__}", LayerRecord())
-        own = {name: fact for name, fact in vars(record).items() if fact is not None}
+        nearer = {name: fact for name, fact in vars(record).items() if fact is not None}
         if forward is not getattr(base, "forward", None):
-            own |= dict.fromkeys(_FACTS_OF_THE_FORWARD & own.keys())
-        facts |= own
+            nearer |= dict.fromkeys(_FACTS_OF_THE_FORWARD & nearer.keys())
+        facts |= nearer
     return LayerRecord(**facts)
 
 
