@@ -77,9 +77,9 @@ def ablate(
         mode: see above.
         source: of mode "replaced": a model with the same layers. It runs in eval mode, without gradients of its own.
         images: of modes "mean", "static" and "shuffled": a batch as the model takes it, floating point, or several (of
-            a loader's pairs the first is taken), or pictures as :func:`tcnn_probe.as_images` takes them. The model
-            sees them at this call, in eval mode. For every head "mean" holds one map of the layer's output, "static"
-            one attention (windows x N_query x N_key), and "shuffled" one for each image.
+            a loader's pairs the first is taken), or pictures as :func:`tcnn_probe.images.as_images` takes them. The
+            model sees them at this call, in eval mode. For every head "mean" holds one map of the layer's output,
+            "static" one attention (windows x N_query x N_key), and "shuffled" one for each image.
         seed: of mode "shuffled".
 
     Returns:

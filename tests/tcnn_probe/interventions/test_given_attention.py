@@ -13,6 +13,7 @@ import tcnn_model
 import tcnn_probe
 from tcnn_model import GPSA
 from tcnn_model.gpsa.reference import gpsa_attention_reference
+from tcnn_probe.images import as_images
 from tcnn_probe.interventions.given_attention import GivenAttention
 from tests.tcnn_probe.contracts.helpers import images as vit_images
 from tests.tcnn_probe.contracts.helpers import vit
@@ -232,7 +233,7 @@ def test_gradients_flow_through_the_values() -> None:
 def test_images_in_every_form() -> None:
     make, _, layer, _ = MODELS["vit"]
     model, pictures = make(), [Image.new("RGB", (40, 24), color) for color in ("red", "blue")]
-    given = tcnn_probe.as_images(pictures, model)
+    given = as_images(pictures, model)
     x, found = torch.randn(3, 3, 24, 40), []
     for form in (given, [*given], [given[:1], given[1:]], iter([(given, torch.arange(2))]), pictures):
         with tcnn_probe.ablate(model, layer, "static", images=form):
