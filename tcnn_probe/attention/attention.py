@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.attention.layout import Layout
-from tcnn_probe.attention.windows import Windows
 
 __all__ = ["Attention"]
 

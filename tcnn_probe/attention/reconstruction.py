@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attention import known_layers as known
+from tcnn_probe.architectures.grids import Windows
+from tcnn_probe.architectures.lookup import head_count, known
 from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.softmax import GivenLogits, Logits, ProductLogits, SoftmaxAttention
 from tcnn_probe.attention.token_grid import find_layout, pool_layout, token_counts
-from tcnn_probe.attention.windows import find_windows
 from tcnn_probe.hooks.forwards import Running
 from tcnn_probe.hooks.interception import SeenAttention
 
@@ -25,7 +25,6 @@ __all__ = [
     "as_rows",
     "discrepancy",
     "from_rows",
-    "head_count",
     "heads_axis",
     "is_between_channels",
     "logits_of",
@@ -39,8 +38,6 @@ __all__ = [
 _QUERIES_TO_CHECK = 64
 # In half precision fused kernels round the attention, too, before it weighs the values.
 _TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}
-# Names that timm, transformers, torchvision and torch give to the number of heads.
-_HEAD_COUNTS = ("num_heads", "n_heads", "nhead", "heads", "n_head", "num_attention_heads")
 
 
 class NoTokenAttentionError(Exception):
@@ -67,7 +64,7 @@ def softmax_attention_of(
         NoTokenAttentionError: It is no attention between tokens.
     """
     module, inputs = running[-1]
-    if reason := known.lookup(known.NO_ATTENTION_MATRIX, module):
+    if reason := known(module).no_attention_matrix:
         raise NoTokenAttentionError(reason)
     logits = logits_of(seen, module)
     rows, heads, queries, keys = logits.shape
@@ -76,7 +73,7 @@ def softmax_attention_of(
         raise NoTokenAttentionError("attention between channels, not between tokens")
     images = maps.images if maps.images and rows % maps.images == 0 else rows
     windows = rows // images
-    cut = find_windows(running)
+    cut = _find_windows(running)
     if windows == 1 and cut is not None and cut.grid == cut.window:
         cut = None
     if layout is None and seen.not_on_grid:
@@ -101,6 +98,14 @@ def softmax_attention_of(
         distillation_token=maps.special.distillation_token,
         compare=partial(discrepancy, seen, module),
     )
+
+
+def _find_windows(running: Running) -> Windows | None:
+    """Return the windows of the innermost module that is known to cut its input; None if there is none."""
+    for module, inputs in reversed(running):
+        if cut := known(module).windows:
+            return cut(module, inputs)
+    return None
 
 
 def _grid_last(seen: SeenAttention, maps: FeatureMaps) -> SeenAttention:
@@ -195,7 +200,7 @@ def heads_axis(leading: Sequence[int], module: nn.Module, known_axis: int | None
     Returns:
         The axis, "merged" if heads are part of the first axis, or "one" if there is none; and the number of heads.
     """
-    axis: int | str | None = known_axis if known_axis is not None else known.lookup(known.HEADS, module)
+    axis: int | str | None = known_axis if known_axis is not None else known(module).heads_axis
     count = head_count(module) or 0
     if axis is None:
         if count and count in leading[1:]:
@@ -205,15 +210,6 @@ def heads_axis(leading: Sequence[int], module: nn.Module, known_axis: int | None
         else:
             axis = "merged" if count and leading[0] % count == 0 else "one"
     return axis, 1 if axis == "one" else count if axis == "merged" else leading[int(axis)]
-
-
-def head_count(module: nn.Module) -> int | None:
-    """Return the number of heads that a module says it has; None if it does not say."""
-    for name in _HEAD_COUNTS:
-        count = getattr(module, name, 0)
-        if isinstance(count, int) and count:
-            return count
-    return None
 
 
 def as_rows(x: Tensor, module: nn.Module, known_axis: int | None = None) -> Tensor:

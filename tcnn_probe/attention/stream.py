@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import without_autocast
+from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.gated import GATED_LAYERS, gated_attention_of, seams_of
 from tcnn_probe.attention.head_edit import AttendingCall, HeadEdit, edit_call, edit_gated_output
 from tcnn_probe.attention.head_editor import edited
-from tcnn_probe.attention.known_layers import NO_ATTENTION_MATRIX, looks_like_attention, lookup
 from tcnn_probe.attention.layout import GivenTokens, special_tokens
 from tcnn_probe.attention.reconstruction import NoTokenAttentionError, Verification, softmax_attention_of
 from tcnn_probe.hooks.forwards import Forward, Forwards
@@ -302,7 +302,7 @@ class AttentionStream:
         for module, name in self._names.items() if new else ():
             if module not in new or name in named or not self._wants(name):
                 continue
-            if reason := lookup(NO_ATTENTION_MATRIX, module):
+            if reason := known(module).no_attention_matrix:
                 self.unsupported[name] = reason
             elif looks_like_attention(module) and not any(not name or x.startswith(f"{name}.") for x in named):
                 self.unsupported[name] = "no softmax between tokens was seen while it ran"

@@ -14,8 +14,8 @@ from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor
 
 from tcnn_model import GPSA as GPSALayer
+from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.reconstruction import head_count
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.variables import CONTENT, DISTANCE, ENTROPY, HEAD, MAPS, MEAN, UNIFORM, content_information
 from tcnn_probe.schema import Variable
