@@ -44,7 +44,7 @@ def _entrypoint(base: str) -> Callable[..., nn.Module]:
         options = {name: kwargs.pop(name) for name in _CONVERSION_ARGUMENTS if name in kwargs}
         cnn: Any = timm.models.model_entrypoint(base)(pretrained=pretrained, **kwargs)
         model: Any = reparameterize(cnn, layers="layer4", inplace=True, **options)
-        # timm saves and loads checkpoints, on the Hugging Face Hub too, by the architecture that is named here.
+        # timm's push_to_hf_hub writes the architecture that is named here, by which a checkpoint is loaded again.
         config: dict[str, Any] = {**cnn.pretrained_cfg, "architecture": create.__name__}
         model.pretrained_cfg = model.default_cfg = config
         return model

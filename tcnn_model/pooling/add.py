@@ -185,7 +185,7 @@ def _without_conv_mlp(model: nn.Module) -> None:
         nn.init.zeros_(head.fc.bias)
     model.head = head.to(_like(model)).train(old.training)
     model.pre_logits = nn.Identity().train(old.training)
-    model.head_hidden_size = model.num_features  # read by forward_head of later timm, and by users
+    model.head_hidden_size = model.num_features  # in timm the width of the fully connected layers
 
 
 def _check_hooks(model: Any, place: _Place, per_class: bool) -> None:
