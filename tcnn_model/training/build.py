@@ -8,7 +8,7 @@ from typing import Any
 import timm
 import torch
 from timm.data import Mixup, resolve_model_data_config
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV3, distribute_bn
 from torch import nn
 
 from tcnn_model.conversion.reparameterize import reparameterize, unstride
@@ -95,8 +95,9 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
             raise ValueError("sync_bn: torch shares the statistics of batch norms between GPUs only, got the CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     frozen = _freeze(model, config.freeze or [])
-    ema = ModelEmaV3(model, decay=config.ema) if config.ema else None
     sharded = config.distribute == "fsdp" and ranks.count > 1
+    # torch's foreach functions refuse lists that mix sharded weights with the buffers of batch norms, which are whole.
+    ema = ModelEmaV3(model, decay=config.ema, foreach=not sharded) if config.ema else None
     for each in (model, *([ema.module] if ema else [])) if sharded else ():
         shard(each)
     mix = None
@@ -119,6 +120,7 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
         no_sync=partial(without_sync, model) if sharded else nullcontext,
         gathered=gathered if sharded else nullcontext,
         over_ranks=ranks.total,
+        agree=partial(distribute_bn, world_size=ranks.count) if ranks.count > 1 else lambda model: None,
         rank=ranks.rank,
     )
     _attach(training, config, steps, ranks)

@@ -74,6 +74,7 @@ class Training:
         no_sync: of a distributed model, entered for all batches of a step but the last.
         gathered: entered with a model to validate it, where it is spread over processes.
         over_ranks: adds up totals of several processes.
+        agree: gives a model the running statistics of the first process, in all of them.
         rank: of this process.
         history: results so far.
         epoch, step: the epoch that is being trained, and the steps of the optimizer made in it.
@@ -96,6 +97,7 @@ class Training:
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     gathered: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
     over_ranks: Callable[[Tensor], Tensor] = lambda total: total
+    agree: Callable[[nn.Module], object] = lambda model: None
     rank: int = 0
     history: list[EpochResult] = field(default_factory=list)
     epoch: int = 0
@@ -148,6 +150,8 @@ class Training:
 
     def validate(self, model: nn.Module, batches: "Batches", progress: bool) -> tuple[float, float]:
         """Loss and accuracy of the model or of the average of its weights."""
+        # Batch norms of each process have seen other images. Those of the first are saved, so they are validated too.
+        self.agree(model)
         with self.gathered(model):
             return evaluate(
                 model,
