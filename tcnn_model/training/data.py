@@ -1,5 +1,6 @@
 """Batches of a run, the same ones whatever process or worker loads them, and wherever the run is taken up again."""
 
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,11 @@ class _Seeded(Dataset[Any]):
             return _Unreadable(self.source.name(index), str(error))
         with own_randomness(seed_of(self.seed, epoch, place)):
             return self.transform(image), (label, index) if self.numbered else label
+
+
+def _ignore_ctrl_c(_: int) -> None:
+    # A terminal sends it to all processes, and a worker that ends takes the run with it before the checkpoint.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _collate(items: Sequence[Any]) -> tuple[Tensor, Tensor, list[_Unreadable]]:
@@ -170,6 +176,7 @@ class Images:
             collate_fn=_collate,
             pin_memory=self.ranks.device.type == "cuda",
             generator=torch.Generator(),  # of its own: opening a loader draws from it
+            worker_init_fn=_ignore_ctrl_c,
         )
         for images, labels, unreadable in loader:
             self._tell(unreadable)
