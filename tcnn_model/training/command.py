@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tcnn_model.training.build import build_model, build_training, convert
 from tcnn_model.training.config import Config, add_options, read_toml, recipe_settings
@@ -67,12 +68,21 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
         kept = Path(given.get("out", Config.out)) / "config.toml"
         if not kept.exists():
             raise ValueError(f"--resume: there is no run in {kept.parent}")
-        return Config(**{**read_toml(kept), **given}), True
+        return _trusted(read_toml(kept), given), True
     own = {**(read_toml(file) if file else {}), **given}
     if not own.get("model"):
         parser.error("expected the name of a model, such as t_resnetrs50")
     recipe = own.get("recipe")
-    return Config(**{**(recipe_settings(recipe, own["model"]) if recipe else {}), **own}), False
+    settings = recipe_settings(recipe, own["model"]) if recipe else {}
+    return _trusted({**settings, **own}, given), False
+
+
+def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
+    """Put options of the command line in settings of files, which may be somebody else's and import nothing."""
+    watcher = settings.get("watcher")
+    if "watcher" not in options and watcher not in (None, "none", Config.watcher):
+        raise ValueError(f"watcher: a file may not name {watcher!r}, which would be imported: give it as --watcher")
+    return Config(**{**settings, **options})
 
 
 def train(config: Config, *, resume: bool = False, progress: bool = True) -> Iterator[EpochResult]:

@@ -145,7 +145,8 @@ def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
     if None in found:
         inner = [each.name for each in _folders(root) if all(_split(each, split) for split in splits)]
         hint = f"; did you mean {root / inner[0]}?" if inner else ""
-        raise ValueError(f"expected {splits[0]}/ and {splits[1]}/ in {data}, found {_some(root)}{hint}")
+        names = " and ".join(f"{SPLITS.get(split, (split,))[0]}/" for split in splits)
+        raise ValueError(f"expected {names} in {data}, found {_some(root)}{hint}")
     for folder in found:
         assert folder is not None
         if folder.is_dir():

@@ -59,7 +59,7 @@ def _file(root: Path) -> Path:
     ("make", "message"),
     [
         (_none, "there is no folder .*nowhere"),
-        (_above, r"expected train/ and validation/ in .*, found photos/; did you mean .*photos\?"),
+        (_above, r"expected train/ and val/ in .*, found photos/; did you mean .*photos\?"),
         (_one_class, "expected a folder for each class, two or more, in .*train, found cat/"),
         (_deeper, "expected images in .*cat, found only folders, images/: there is one level too many"),
         (_others, r"different classes, 2 and 2: only in training \['dog'\], only in validation \['horse'\]"),
@@ -170,7 +170,7 @@ def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> No
 def test_unreadable_images_in_a_row_end_the_run(tmp_path: Path) -> None:
     with (
         pytest.warns(RuntimeWarning, match="skipped"),
-        pytest.raises(OSError, match="2[01] images (in a row )?cannot be read, the last one image"),
+        pytest.raises(OSError, match=r"2[01] images (in a row )?cannot be read, the last one image"),
     ):
         _batches(set(range(24)), 0, tmp_path)
 
@@ -187,4 +187,4 @@ def test_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_the_command_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resnet18", "--data", str(_above(tmp_path)), "--out", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err.startswith("tcnn-finetune: expected train/ and validation/ in")
+    assert capsys.readouterr().err.startswith("tcnn-finetune: expected train/ and val/ in")
