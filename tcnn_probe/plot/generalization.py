@@ -6,7 +6,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.perturbations.summary import check_results
+from tcnn_probe.evaluation.summary import check_results
 from tcnn_probe.plot.style import OKABE_ITO, axes_or_current, legend_beside
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def generalization(ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | N
 
     ::
 
-        ds = tcnn_probe.robustness(models, clean.loader, corruptions=(), attacks=(), variants=[imagenet_v2])
+        ds = tcnn_probe.evaluation.robustness(models, clean.loader, corruptions=(), attacks=(), variants=[imagenet_v2])
         tcnn_probe.plot.generalization(ds)
 
     A model below the line fits the first test set, on which choices are often made, better than the others do. The
@@ -29,7 +29,7 @@ def generalization(ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | N
     Join several trainings by ``xr.concat(runs, "training")``: each is then a point, in the colour of its model.
 
     Args:
-        ds: what :func:`tcnn_probe.robustness` gave: ``clean_accuracy`` and ``variant_accuracy``.
+        ds: Results of :func:`tcnn_probe.evaluation.robustness`: ``clean_accuracy`` and ``variant_accuracy``.
         ax: where to draw; None: on the current axes.
         variant: name of the other test set; None if there is one only.
 

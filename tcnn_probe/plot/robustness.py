@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.perturbations.summary import improvement, share_right
+from tcnn_probe.evaluation.summary import improvement, share_right
 from tcnn_probe.plot.style import OKABE_ITO, axes_or_current
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ def robustness(
     Accuracies are means over images and over all that is not named by ``by`` (corruptions of the group, severities,
     seeds), with the standard error over images. The relative improvement of a model is (its accuracy - the
     baseline's) / the baseline's, with a 95 % bootstrap interval over images that both models see
-    (:func:`tcnn_probe.improvement`); a bar for which there is none, since the baseline is never right in some resample,
-    is hatched. Clean images, where there are such, come first.
+    (:func:`tcnn_probe.evaluation.improvement`); a bar for which there is none, since the baseline is never right in
+    some resample, is hatched. Clean images, where there are such, come first.
 
     Args:
-        ds: what :func:`tcnn_probe.robustness` gave, with what became of each image: ``correct`` (model, corruption,
-            severity, seed, image), the coordinate ``group`` along corruption, and, where there are such,
+        ds: Results of :func:`tcnn_probe.evaluation.robustness`, with the answer to each image: ``correct`` (model,
+            corruption, severity, seed, image), the coordinate ``group`` along corruption, and, where there are such,
             ``clean_correct`` (model, image) and ``adversarial_correct`` (model, attack, seed, image).
         ax: where to draw; None: on the current axes.
         baseline: one of the models; None for accuracies.

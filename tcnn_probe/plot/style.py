@@ -97,7 +97,7 @@ def as_images(images: Any) -> NDArray[Any]:
     """Images (B, C, H, W) of 1 or 3 channels, a tensor or an array, as floats; ValueError for another shape."""
     found = np.asarray(images.detach().cpu().float() if hasattr(images, "detach") else images, dtype=float)
     if found.ndim != 4 or found.shape[1] not in (1, 3) or 0 in found.shape:
-        hint = "; of pictures, give what the model was given: tcnn_probe.as_images(pictures, model)"
+        hint = "; of pictures, give what the model was given: tcnn_probe.images.as_images(pictures, model)"
         raise ValueError(f"expected images of shape (B, 1 or 3, H, W), got {found.shape}{hint}")
     return found
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tcnn_model import GPSA
 from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_probe.attention import known_layers as known
-from tcnn_probe.attention.rebuild import head_count
+from tcnn_probe.attention.reconstruction import head_count
 from tcnn_probe.probes.probe import NotMeasuredError, Probe
 from tcnn_probe.probes.variables import HEAD
 from tcnn_probe.schema import Variable
