@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import tcnn_probe
 from common.digits import MEAN, STD, cluttered_digits
 from common.folder import spread
 from common.small_images import SmallImages, atomic_save, decoded, normalized, split, views
 from common.small_trainings import order_of_images
+from tcnn_probe import evaluation
 
 __all__ = ["SEVERITY", "Features", "Images", "load_images"]
 
@@ -56,7 +56,7 @@ def load_images(data: str, cache: Path, *, held_out: int, corrupted: int, limit:
     file = cache / f"corrupted_{len(rows)}.npz"
     if not file.exists():
         chosen = test.pixels[rows]
-        worse = [tcnn_probe.corrupt(chosen, name, SEVERITY, seed=seed) for name in tcnn_probe.CORRUPTIONS]
+        worse = [evaluation.corrupt(chosen, name, SEVERITY, seed=seed) for name in evaluation.CORRUPTIONS]
         atomic_save(file, pixels=np.stack(worse))
     with np.load(file) as arrays:
         return Images(train, others, test, arrays["pixels"], rows)

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy import stats
 
-import tcnn_probe
 from common.content_arms import ARMS
 from common.content_runs import RECORDED
 from common.crossed_intervals import Effect, crossed_effect, holm, seeds_to_decide, verdict
+from tcnn_probe import evaluation
 
 __all__ = ["MARGIN", "check", "draw", "report", "tree_of"]
 
@@ -21,7 +21,7 @@ MARGIN = 0.01
 """Differences of accuracy that are smaller are of no interest."""
 
 COLORS = {"A": "0.4", "B": "tab:brown", "C": "tab:red", "D": "tab:blue", "E": "tab:green", "F": "tab:orange"}
-GROUPS = sorted({corruption.group for corruption in tcnn_probe.CORRUPTIONS.values()})
+GROUPS = sorted({corruption.group for corruption in evaluation.CORRUPTIONS.values()})
 
 Table = tuple[str, str]
 """Number of converted blocks, and how batch norm ran."""
@@ -100,7 +100,7 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
     dims |= {"rate_sums": ("group",), "rate_stds": ("group",)}
     dataset = xr.Dataset({name: (dims[name], arrays[name]) for name in dims if name in arrays})
     labels = {"mark": arrays["marks"], "group": arrays["rate_groups"].astype(object)}
-    labels["corruption"] = np.array(list(tcnn_probe.CORRUPTIONS), object)
+    labels["corruption"] = np.array(list(evaluation.CORRUPTIONS), object)
     if "layer" in arrays:
         labels["layer"] = arrays["layer"].astype(object)
         dataset["head_type"] = dataset.head_type.astype(object)
@@ -197,7 +197,7 @@ def _families(runs: list[xr.Dataset], start: float) -> list[str]:
     difference = _difference(_stacked(runs, "C", start, "corrupted"), _stacked(runs, "D", start, "corrupted"))
     if difference is None:
         return []
-    groups = np.array([corruption.group for corruption in tcnn_probe.CORRUPTIONS.values()])
+    groups = np.array([corruption.group for corruption in evaluation.CORRUPTIONS.values()])
     effects = {group: crossed_effect(difference[:, groups == group].mean(1)) for group in GROUPS}
     adjusted = holm([effect.p_value for effect in effects.values()])
     rows = zip(effects.items(), adjusted, strict=True)
