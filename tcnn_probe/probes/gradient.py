@@ -6,7 +6,6 @@ one that is not known here is left out, and named in ``recorder.missing``.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -77,7 +76,6 @@ def _is_expected(layer: nn.Module) -> bool:
     return head_count(layer) is not None and looks_like_attention(layer)
 
 
-@dataclass(frozen=True)
 class GradientProbe(Probe):
     """Gradient norms of the heads of layers whose parameters are known head by head."""
 

@@ -5,7 +5,6 @@ A block computes ``x' = x + lambda * g(x)`` for each of its branches g, with a w
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +74,6 @@ def _rebuild(call: ForwardCall) -> Tensor | None:
     return sum((_added(call, branch)[:1] for branch in branches), _main(call, branches[0])[:1])
 
 
-@dataclass(frozen=True)
 class LayerScaleProbe(Probe):
     """Residual branches of blocks, read off the calls of their submodules."""
 

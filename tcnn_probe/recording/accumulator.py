@@ -122,6 +122,7 @@ class GradientSums:
 
     def read(self) -> _Sums:
         """Return the sums and the numbers of passes."""
+        # A pass may reach some parameters of a variable and not others: it counts once.
         passes: dict[str, int] = {}
         for (variable, _), number in self._passes.items():
             passes[variable] = max(int(number), passes.get(variable, 0))
@@ -135,7 +136,7 @@ class GradientSums:
             return
         with named_in_errors(self._layer):
             total = squares(gradient)
-            finite = total.isfinite().all()
+            finite = total.isfinite().all()  # a tensor: to read it would wait for the device
             _add_tensor(self._sums, variable, widest(torch.where(finite, total, 0)))
             self._passes[variable, parameter] = self._passes.get((variable, parameter), 0) + finite.long()
 
@@ -169,7 +170,7 @@ class Accumulator:
         self._counts.clear()
         self._patterns.clear()
         self.gradients.reset()
-        for total in self._sums.values():
+        for total in self._sums.values():  # which stay, so that all epochs have values of one shape
             total.zero_()
 
     def add(self, measured: Mapping[str, Tensor]) -> None:
@@ -288,14 +289,14 @@ def select_classes(
         maps of classes, "" if there are.
     """
     maps = dict(maps)
-    every = maps.pop(_MAPS_BY_CLASS)
+    all_maps = maps.pop(_MAPS_BY_CLASS)
     if not (classes.top or classes.indices):
         return maps, ""
-    scores, expected = None, (images, every.shape[1])
+    scores, expected = None, (images, all_maps.shape[1])
     if isinstance(output, Tensor) and tuple(output.shape) == expected:
-        scores = output.detach()[list(rows)].to(every)
+        scores = output.detach()[list(rows)].to(all_maps)
     if classes.indices:
-        index = torch.tensor(classes.indices, device=every.device).expand(len(every), -1)
+        index = torch.tensor(classes.indices, device=all_maps.device).expand(len(all_maps), -1)
     elif scores is not None:
         index = scores.topk(min(classes.top, scores.shape[1])).indices
     else:
@@ -303,23 +304,24 @@ def select_classes(
         if output is None:
             reason = "the model was not called as a whole"
         return maps, f"{reason}, so its best classes are unknown: classes=[...] keeps maps of those you name"
-    score = torch.full(index.shape, torch.nan).to(every) if scores is None else scores.gather(1, index)
-    selected = every[torch.arange(len(every), device=every.device)[:, None], index]
+    score = torch.full(index.shape, torch.nan).to(all_maps) if scores is None else scores.gather(1, index)
+    rows_of_maps = torch.arange(len(all_maps), device=all_maps.device)[:, None]
+    selected = all_maps[rows_of_maps, index]
     return {**maps, _MAPS_BY_CLASS: selected, "class_index": index, "class_score": score}, ""
 
 
-def _add_sums(totals: _Sums, others: _Sums) -> None:
-    for name, (value, number) in others.items():
+def _add_sums(totals: _Sums, sums: _Sums) -> None:
+    for name, (value, number) in sums.items():
         total, count = totals.get(name, (0, 0))
         totals[name] = total + value, count + number
 
 
-def _add_patterns(totals: dict[str, Pattern | None], others: Mapping[str, Pattern | None]) -> None:
-    for name, other in others.items():
+def _add_patterns(totals: dict[str, Pattern | None], patterns: Mapping[str, Pattern | None]) -> None:
+    for name, pattern in patterns.items():
         if name in totals:
             total = totals[name]
-            other = None if total is None or other is None else total.plus(other)
-        totals[name] = other
+            pattern = None if total is None or pattern is None else total.plus(pattern)
+        totals[name] = pattern
 
 
 def _add_tensor(totals: dict[str, Tensor], name: str, value: Tensor) -> None:

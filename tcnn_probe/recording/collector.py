@@ -86,7 +86,7 @@ class Collector(AttentionListener):
         probes: Probes that measure it.
         layers: Names of the layers to measure; None for all.
         sampling: Forwards, images and classes to measure.
-        tokens: What the user says of the tokens.
+        tokens: Tokens of the model, as far as the user describes them.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Collector(AttentionListener):
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
         self.training_forwards = self.pauses = 0
-        self._depth = hidden_depth()
+        self._depth = hidden_depth()  # gradients of code that is hidden from this recorder come from deeper inside
         self._map_images: dict[str, frozenset[int]] = {}
         for probe in probes:
             self._map_images[probe.kind] = frozenset(sampling.images if probe.images is None else probe.images)
@@ -168,13 +168,11 @@ class Collector(AttentionListener):
         for rank in ranks:
             for layer, kind in rank.sums:
                 self._expect(layer, kind)
-        mixed_sizes: dict[str, Collection[str]] = {}
         layers = []
         for key, accumulator in self.accumulators.items():
             sums = EpochSums.together(rank.sums[key] for rank in ranks if key in rank.sums)
             mixed = [variable for variable, pattern in sums.patterns.items() if pattern is None]
             if mixed:
-                mixed_sizes[accumulator.name] = [*mixed_sizes.get(accumulator.name, ()), *mixed]
                 self._note_missing(accumulator.name, {*mixed, "translation_equivariance"}, MIXED_SIZES)
             probe = accumulator.probe
             facts = dict(probe.facts(accumulator.module)) if probe.facts else {}
@@ -192,7 +190,6 @@ class Collector(AttentionListener):
             image_hashes=self._image_hashes.read(),
             training_forwards=self.training_forwards,
             missed_attention=all(rank.missed_attention for rank in ranks),
-            mixed_sizes=mixed_sizes,
             attention_like=[] if layers or not ranks else self._attention_like(),
         )
 
@@ -246,6 +243,7 @@ class Collector(AttentionListener):
         parts = {name: self._calls[part] for name, part in submodules.items() if part in self._calls}
         for accumulator in accumulators:
             probe, layer = accumulator.probe, accumulator.name
+            # An ablated layer is measured with the parameters that it ran with.
             with named_in_errors(layer), edited(module):
                 limit = self._room(layer, probe)
                 call = ForwardCall(module, layer, inputs, output, parts, limit, self.stream.verification)
@@ -253,6 +251,7 @@ class Collector(AttentionListener):
                 values = check_measured(probe, probe.measure(call), by_image=True)
                 if values:
                     self._pending.append(self._measured(probe, values, call))
+        # Their tensors may be large, and another call of the module has calls of its own.
         for part in submodules.values():
             self._calls.pop(part, None)
 
@@ -261,7 +260,7 @@ class Collector(AttentionListener):
         pending = self._pending
         self._clear()
         with self.lock:
-            if self._begun_in != self._epoch:
+            if self._begun_in != self._epoch:  # another thread has marked it
                 return
             self._image_hashes.ends()
             for measured in pending:
@@ -306,14 +305,15 @@ class Collector(AttentionListener):
         return self.accumulators[key]
 
     def _expect(self, layer: str, kind: str) -> None:
-        """Have room for what another rank has measured."""
+        """Make an accumulator for a layer that only another rank has measured."""
         if (layer, kind) not in self.accumulators:
             probe = next(probe for probe in self._attention_probes if probe.kind == kind)
             module = next(module for module, name in self._names.items() if name == layer.split("#")[0])
             self._accumulator(layer, module, probe)
 
     def _all(self) -> list[Accumulator]:
-        return list(self.accumulators.values())  # as they are now, though another thread may add to them
+        # A copy, as a forward in another thread may add accumulators meanwhile.
+        return list(self.accumulators.values())
 
     def _note_missing(self, layer: str, variables: Collection[str], why: str) -> None:
         for variable in variables:
@@ -365,8 +365,8 @@ class Collector(AttentionListener):
         rows: list[int] = []
         maps: Mapping[str, Tensor] = {}
         if probe.maps is not None:
-            chosen_images = self._map_images[probe.kind]
-            rows = [row for row in range(images)[: call.limit] if before + row in chosen_images]
+            map_images = self._map_images[probe.kind]
+            rows = [row for row in range(images)[: call.limit] if before + row in map_images]
             if rows:
                 maps = probe.maps(call, rows)
         for name in probe.class_variables & maps.keys():
@@ -408,14 +408,14 @@ class _ImageHashes:
     """Hashes of chosen images, by number in the epoch: of some of their values, which are copied as they pass.
 
     Args:
-        chosen: Numbers of the images.
+        numbers: Numbers of the images.
     """
 
     SAMPLES = 512
     """Number of values of each image: few enough to copy in each forward, and enough to tell images apart."""
 
-    def __init__(self, chosen: Collection[int]) -> None:
-        self._chosen = sorted(chosen)
+    def __init__(self, numbers: Collection[int]) -> None:
+        self._numbers = sorted(numbers)
         self.reset()
 
     def reset(self) -> None:
@@ -432,7 +432,7 @@ class _ImageHashes:
             return
         samples = {}
         step = max(1, batch[0].numel() // self.SAMPLES)
-        for number in self._chosen:
+        for number in self._numbers:
             row = number - self._passed
             if 0 <= row < len(batch):
                 samples[number] = batch[row].detach().flatten()[::step].clone()

@@ -1,4 +1,4 @@
-"""The report of an epoch: all that was measured since the previous mark, and whether it can be marked."""
+"""The report of an epoch, with all that was measured since the previous mark, and the checks before it is marked."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +22,6 @@ __all__ = [
     "OtherLayersError",
     "check_epoch",
     "check_order",
-    "check_probes",
     "check_resumed",
     "check_same_recording",
     "check_scalars",
@@ -67,7 +66,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """All that was measured since the previous mark, and what is known of the model.
+    """Measurements since the previous mark, and facts about the model.
 
     Args:
         layers: Measurements of each layer by each probe.
@@ -81,7 +80,6 @@ class EpochReport:
         image_hashes: Hashes of the images that maps are kept of, by number.
         training_forwards: Number of forwards in training mode.
         missed_attention: Whether attention is to be measured and no forward that could show any has begun.
-        mixed_sizes: Variables that are NaN, by layer, as images of several sizes came.
         attention_like: Names of layers that look like attention; looked up only if nothing was measured.
     """
 
@@ -96,28 +94,7 @@ class EpochReport:
     image_hashes: Mapping[str, str]
     training_forwards: int
     missed_attention: bool
-    mixed_sizes: Mapping[str, Collection[str]]
     attention_like: Sequence[str]
-
-
-def check_probes(report: EpochReport, *, chose_layers: bool) -> None:
-    """Refuse probes without a layer, as far as this is known before a forward, and maps that no probe has."""
-    probes, sampling, classes = report.probes, report.sampling, report.sampling.classes
-    kinds = [probe.kind for probe in probes]
-    if sampling.images and not any(probe.maps and probe.images is None for probe in probes):
-        raise ValueError(f"images= keeps maps, and none of the probes {kinds} has any")
-    if classes.indices:
-        if not (report.class_counts and any(probe.class_variables for probe in probes)):
-            raise ValueError(f"classes={classes.plain} chooses maps, and no layer or probe has one for each class")
-        if not sampling.images:
-            raise ValueError(f"classes={classes.plain} chooses maps, and there are none without images=")
-        for pool, count in report.class_counts.items():
-            classes.check(pool, count)
-    # Attention is found in the first forward.
-    if probes and not report.layers and not any(probe.attention for probe in probes):
-        where = " among those asked for" if chose_layers else ""
-        why = f": {report.missing}" if report.missing else ""
-        raise ValueError(f"{report.model_class} has no layer{where} for the probes {kinds}{why}")
 
 
 def check_same_recording(store: EpochStore, provenance: Mapping[str, str], report: EpochReport) -> None:
@@ -306,7 +283,7 @@ def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str
 
 def warn_of_mixed_sizes(report: EpochReport) -> list[str]:
     """Name the layers without content information, as they saw images of several sizes."""
-    layers = list(report.mixed_sizes)
+    layers = list(dict.fromkeys(entry.name for entry in report.layers if None in entry.sums.patterns.values()))
     return [f"no content_information of {layers[:3]} (of {len(layers)} layers): {MIXED_SIZES}"] if layers else []
 
 

@@ -4,7 +4,7 @@ import json
 import operator
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsFloat, SupportsIndex, get_args
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, SupportsIndex, get_args
 
 import numpy as np
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from tcnn_probe.models import image_numbers, whole_number
 from tcnn_probe.schema import COORDINATES
 from tcnn_probe.storage import Mode
+
+if TYPE_CHECKING:
+    from tcnn_probe.recording.epoch import EpochReport
 
 __all__ = [
     "Classes",
@@ -21,6 +24,7 @@ __all__ = [
     "When",
     "check_along",
     "check_mode",
+    "check_probes",
     "parse_attributes",
     "parse_mark",
 ]
@@ -93,10 +97,10 @@ class Sampling:
         """Parse the arguments of ``record()``; ``images`` is a number of images, a list of indices, or None."""
         if when not in _WORDS:
             raise ValueError(f"expected when='eval', 'train' or 'always', got {when!r}")
-        every = whole_number(every, "every", 1)
+        step = whole_number(every, "every", 1)
         if max_images is not None:
             max_images = whole_number(max_images, "max_images", 1)
-        return cls(_TRAINING[when], _WORDS[when], every, max_images, image_numbers(images), Classes.parse(classes))
+        return cls(_TRAINING[when], _WORDS[when], step, max_images, image_numbers(images), Classes.parse(classes))
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,26 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"expected mode='a' (continue), 'w' (replace) or 'x' (only if nothing is there), got {mode!r}")
 
 
+def check_probes(report: "EpochReport", *, chose_layers: bool) -> None:
+    """Refuse probes without a layer, as far as this is known before a forward, and maps that no probe has."""
+    probes, sampling, classes = report.probes, report.sampling, report.sampling.classes
+    kinds = [probe.kind for probe in probes]
+    if sampling.images and not any(probe.maps and probe.images is None for probe in probes):
+        raise ValueError(f"images= keeps maps, and none of the probes {kinds} has any")
+    if classes.indices:
+        if not (report.class_counts and any(probe.class_variables for probe in probes)):
+            raise ValueError(f"classes={classes.plain} chooses maps, and no layer or probe has one for each class")
+        if not sampling.images:
+            raise ValueError(f"classes={classes.plain} chooses maps, and there are none without images=")
+        for pool, count in report.class_counts.items():
+            classes.check(pool, count)
+    # Attention is found in the first forward.
+    if probes and not report.layers and not any(probe.attention for probe in probes):
+        where = " among those asked for" if chose_layers else ""
+        why = f": {report.missing}" if report.missing else ""
+        raise ValueError(f"{report.model_class} has no layer{where} for the probes {kinds}{why}")
+
+
 def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return further attributes of a recording, if they are plain JSON."""
     plain = dict(attrs or {})
@@ -165,7 +189,7 @@ def _parse_number(along: str, value: SupportsFloat | SupportsIndex) -> int | flo
             number = operator.index(value)  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(f"expected an integer for {along}, got {value!r}") from error
-        if not -(2**63) <= number < 2**63:
+        if not -(2**63) <= number < 2**63:  # stored as int64
             raise ValueError(f"expected an integer of 64 bits for {along}, got {number}")
         return number
     converted = _parse_float(along, value)

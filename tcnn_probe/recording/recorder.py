@@ -23,7 +23,6 @@ from tcnn_probe.recording.epoch import (
     EpochReport,
     check_epoch,
     check_order,
-    check_probes,
     check_resumed,
     check_same_recording,
     check_scalars,
@@ -46,6 +45,7 @@ from tcnn_probe.recording.options import (
     When,
     check_along,
     check_mode,
+    check_probes,
     parse_attributes,
     parse_mark,
 )
@@ -152,6 +152,7 @@ class Recorder:
             check_probes(report, chose_layers=layers is not None)
             with self._ranks.agreed():
                 if self._store.groups is not None:
+                    # Before anything is locked or written: a refusal leaves the store as it was.
                     check_same_recording(self._store, provenance(model), report)
                 self._store.hold()
             undo.pop_all()
@@ -191,7 +192,7 @@ class Recorder:
 
     @property
     def tree(self) -> xr.DataTree:
-        """All of it: scalars at the root, ``tree["heads"]``, ``tree["maps"]``, and each other probe under its kind."""
+        """The whole recording: scalars at the root, ``tree["heads"]``, ``tree["maps"]``, and probes by their kinds."""
         self._check_marked()
         return self._store.tree()
 
@@ -228,10 +229,10 @@ class Recorder:
                 report = self._collector.close_epoch(sums_of_ranks)
                 if self._ranks.writes and not (mark.skips and mark.number in self.epochs):
                     warned = self._write(mark, report)
-            self._marks = self._ranks.gather(self.epochs)[0]
+            self._marks = self._ranks.gather(self.epochs)[0]  # the store is open on the first rank only
             self._collector.reset()
         warned += warn_of_idle_probes(self._named_kinds, report)
-        self._has_marked, self._named_kinds = True, []
+        self._has_marked, self._named_kinds = True, []  # idle probes are named once
         for text in self._warn_of_missing_grids() + warned:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
@@ -287,8 +288,8 @@ class Recorder:
     def _check_same_on_all_ranks(self, mark: Mark) -> None:
         numbers = self._ranks.gather(mark.number)
         if len(set(numbers)) > 1:
-            given = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
-            raise ValueError(f"expected the same {self._along} on all ranks, got {self._along} {given}")
+            numbers_of_ranks = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
+            raise ValueError(f"expected the same {self._along} on all ranks, got {self._along} {numbers_of_ranks}")
 
     def _write(self, mark: Mark, report: EpochReport) -> list[str]:
         """Store an epoch, and return warnings; nothing is changed where it is refused."""
@@ -302,6 +303,7 @@ class Recorder:
         check_scalars(mark.scalars, groups)
         entries, warned = drop_unknown_layers(entries, groups)
         warned += warn_of_nonfinite(entries) + warn_of_mixed_sizes(report)
+        # Hashes of the first epoch that had each image, perhaps of an earlier run.
         stored_hashes = json.loads((self._store.attrs or {}).get("image_hashes", "{}"))
         if "images" not in self._warned:
             changed = warn_of_changed_images(report.image_hashes, stored_hashes)
