@@ -10,7 +10,7 @@ from tcnn_probe.recording.accumulator import EpochSums
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.dataset import MAPS_OF_CLASSES
 from tcnn_probe.schema import Group, difference
-from tcnn_probe.storage import EpochStore, StoreError
+from tcnn_probe.storage import EpochStore, OtherLayersError, StoreError
 
 __all__ = [
     "check_epoch",
@@ -65,7 +65,7 @@ def check_same_recording(store: EpochStore, about: Mapping[str, str], collector:
                 raise StoreError(f"the store has maps of {layer!r} with classes={chosen}, got classes={classes}")
     for layer in (layer for group in groups.values() for layer in group.layers):
         if layer.split("#")[0] not in collector.order:
-            raise StoreError(f"the store is a recording of other layers ({layer!r} there, absent in this model)")
+            raise OtherLayersError(f"the store is a recording of other layers ({layer!r} there, absent in this model)")
     for one in collector.sums.values():
         table = groups[one.probe.place].layers if one.probe.place in groups else {}
         here = {"kind": one.probe.kind} | (dict(one.probe.facts(one.module)) if one.probe.facts else {})
@@ -74,7 +74,8 @@ def check_same_recording(store: EpochStore, about: Mapping[str, str], collector:
         if one.probe.images is not None and kept is not None and list(kept) != list(one.probe.images):
             raise StoreError(f"the store has {one.probe.kind} of {len(kept)} other images than are asked for")
         if there != here:
-            raise StoreError(f"the store is a recording of other layers ({one.name!r}: {there} there, {here} here)")
+            text = f"the store is a recording of other layers ({one.name!r}: {there} there, {here} here)"
+            raise OtherLayersError(text)
 
 
 def check_resumed(there: Groups, here: Groups) -> None:
