@@ -1,16 +1,14 @@
 """``tcnn-finetune MODEL --data FOLDER --recipe NAME``: train a model of timm as the papers do."""
 
-import argparse
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tcnn_model.training.build import build_model, build_training, convert
-from tcnn_model.training.config import Config, add_options, read_toml, recipe_settings
+from tcnn_model.training.config import Config, parse
 from tcnn_model.training.data import Images, create_transforms
 from tcnn_model.training.distributed import Ranks, joined
 from tcnn_model.training.evaluation import EpochResult, best_result
@@ -50,39 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tcnn-finetune: interrupted{hint}", file=sys.stderr)
         return 130
     return 0
-
-
-def parse(arguments: list[str] | None) -> tuple[Config, bool]:
-    """Settings of a command line: those of the recipe, then of the file, then of the options."""
-    parser = argparse.ArgumentParser("tcnn-finetune", description=__doc__)
-    text = Config.__dataclass_fields__["model"].metadata["help"]
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=text)
-    parser.add_argument("--config", type=Path, help="TOML file with settings, named as the options with _ for -")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with its settings")
-    add_options(parser)
-    given = vars(parser.parse_args(arguments))
-    file, resume = (given.pop(name) for name in ("config", "resume"))
-    if resume:
-        if "recipe" in given or file:
-            raise ValueError("--resume goes on with the settings of the run: leave --recipe and --config out")
-        kept = Path(given.get("out", Config.out)) / "config.toml"
-        if not kept.exists():
-            raise ValueError(f"--resume: there is no run in {kept.parent}")
-        return _trusted(read_toml(kept), given), True
-    own = {**(read_toml(file) if file else {}), **given}
-    if not own.get("model"):
-        parser.error("expected the name of a model, such as t_resnetrs50")
-    recipe = own.get("recipe")
-    settings = recipe_settings(recipe, own["model"]) if recipe else {}
-    return _trusted({**settings, **own}, given), False
-
-
-def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
-    """Put options of the command line in settings of files, which may be somebody else's and import nothing."""
-    watcher = settings.get("watcher")
-    if "watcher" not in options and watcher not in (None, "none", Config.watcher):
-        raise ValueError(f"watcher: a file may not name {watcher!r}, which would be imported: give it as --watcher")
-    return Config(**{**settings, **options})
 
 
 def train(config: Config, *, resume: bool = False, progress: bool = True) -> Iterator[EpochResult]:

@@ -1,4 +1,7 @@
-"""The settings of a training: their names, groups and defaults, and where they come from."""
+"""The settings of a training: their names, groups and defaults, and where they come from.
+
+Only the standard library is imported here: ``tcnn-finetune --help`` runs this file before torch is there.
+"""
 
 import argparse
 import json
@@ -9,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GRAFIT", "Config", "add_options", "as_toml", "read_toml", "recipe_names", "recipe_settings"]
+__all__ = ["GRAFIT", "Config", "as_toml", "parse", "read_toml", "recipe_names", "recipe_settings"]
 
+
+_RECIPES = Path(__file__).with_name("recipes")
 
 CLASSES, GRAFIT = "classification", "grafit"
 
@@ -165,7 +169,48 @@ class Config:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def parse(arguments: list[str] | None) -> tuple[Config, bool]:
+    """Read the settings of a command line, and whether it resumes a run.
+
+    Options win over the file of ``--config``, and that over the recipe.
+
+    Raises:
+        ValueError: A setting does not exist, or has a value that is out of range.
+    """
+    parser = argparse.ArgumentParser("tcnn-finetune", description="Train a model of timm as the papers do.")
+    text = Config.__dataclass_fields__["model"].metadata["help"]
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=text)
+    parser.add_argument("--config", type=Path, help="TOML file with settings, named as the options with _ for -")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with its settings")
+    _add_options(parser)
+    options = vars(parser.parse_args(arguments))
+    file, resume = options.pop("config"), options.pop("resume")
+    if resume:
+        if "recipe" in options or file:
+            raise ValueError("--resume goes on with the settings of the run: leave --recipe and --config out")
+        kept = Path(options.get("out", Config.out)) / "config.toml"
+        if not kept.exists():
+            raise ValueError(f"--resume: there is no run in {kept.parent}")
+        return _trusted(read_toml(kept), options), True
+    settings = read_toml(file) if file else {}
+    model = options.get("model") or settings.get("model")
+    if not model:
+        parser.error("expected the name of a model, such as t_resnetrs50")
+    recipe = options.get("recipe") or settings.get("recipe")
+    if recipe:
+        settings = {**recipe_settings(recipe, model), **settings}
+    return _trusted(settings, options), False
+
+
+def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
+    """Put options of the command line in settings of files, which may be somebody else's and import nothing."""
+    watcher = settings.get("watcher")
+    if "watcher" not in options and watcher not in (None, "none", Config.watcher):
+        raise ValueError(f"watcher: a file may not name {watcher!r}, which would be imported: give it as --watcher")
+    return Config(**{**settings, **options})
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     """An option for each setting but ``model``, in groups; without a default, so that only what is given is there."""
     groups: dict[str, Any] = {}
     types_ = typing.get_type_hints(Config)
@@ -232,8 +277,7 @@ def _known(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
 @cache
 def recipe_names() -> tuple[str, ...]:
     """Names of the recipes of this package."""
-    files = resources.files("tcnn_model.training").joinpath("recipes").iterdir()
-    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
+    return tuple(sorted(path.stem for path in _RECIPES.glob("*.toml")))
 
 
 def recipe_settings(name: str, model: str) -> dict[str, Any]:
@@ -267,7 +311,7 @@ def _recipe(name: str) -> dict[str, Any]:
     if name.endswith(".toml"):
         text = Path(name).read_text()
     elif name in recipe_names():
-        text = resources.files("tcnn_model.training").joinpath("recipes", f"{name}.toml").read_text()
+        text = (_RECIPES / f"{name}.toml").read_text()
     else:
         raise ValueError(f"no recipe {name!r}; there are {', '.join(recipe_names())}, or give a file *.toml")
     try:

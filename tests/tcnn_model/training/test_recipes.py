@@ -1,6 +1,8 @@
 """Recipes say what the papers say, and train a small model of their family."""
 
 import dataclasses
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,8 @@ from timm.models import register_model
 from timm.models.mlp_mixer import Affine, MlpMixer, ResBlock
 
 from tcnn_model.training import build
-from tcnn_model.training.command import main, parse
-from tcnn_model.training.config import Config, as_toml, read_toml, recipe_names, recipe_settings
+from tcnn_model.training.command import main
+from tcnn_model.training.config import Config, as_toml, parse, read_toml, recipe_names, recipe_settings
 
 RESNET = ["--model-options", "layers=[1,1,1,1]", "channels=[8,8,16,16]"]
 VIT = ["--model-options", "embed_dim=24", "depth=2", "num_heads=3"]
@@ -223,6 +225,21 @@ def test_options_win_over_a_file_and_that_over_the_recipe(tmp_path: Path) -> Non
 def test_every_recipe_names_its_paper() -> None:
     for file in (Path(build.__file__).parent / "recipes").iterdir():
         assert "arXiv:" in tomllib.loads(file.read_text())["paper"], file.name
+
+
+def test_options_are_read_before_torch_is_imported() -> None:
+    """In a process of its own: help, a wrong option and a wrong value."""
+    cases = [("--help", 0, "--batch-size"), ("--nonsense", 2, "--nonsense"), ("--crop=square", 2, "expected one of")]
+    program = (
+        "import sys, tcnn_finetune\n"
+        "try:\n    status = tcnn_finetune.main(['resnet18', sys.argv[1]])\n"
+        "except SystemExit as end:\n    status = end.code\n"
+        "print(status, 'torch' in sys.modules)"
+    )
+    for option, status, text in cases:
+        done = subprocess.run([sys.executable, "-c", program, option], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == f"{status} False"
+        assert text in done.stdout + done.stderr
 
 
 def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
