@@ -1,6 +1,7 @@
 """The model, the optimizer and the task of a run, from its settings."""
 
 import copy
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -55,6 +56,8 @@ def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Modul
             )
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"timm cannot make the model {config.model!r}: {error}") from error
+    if config.layer_scale is not None and config.weights is None and not config.pretrained:
+        _set_layer_scale(model, config.layer_scale)
     data = resolve_model_data_config(model)
     size = config.img_size or (64 if config.data in DIGITS else data["input_size"][-1])
     data["input_size"] = (data["input_size"][0], size, size)
@@ -74,6 +77,21 @@ def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Modul
     if config.objective == GRAFIT:
         model = Grafit(model, _outputs(model), images, dim=config.embedding_dim, temperature=config.temperature)
     return model, data
+
+
+def _set_layer_scale(model: nn.Module, value: float) -> None:
+    """Begin with this value in every LayerScale.
+
+    Raises:
+        ValueError: The model has none.
+    """
+    # The names in timm: a layer's gamma (ViT, ConvNeXt, PatchConvNet), gamma_1 (CaiT), ls1 (ResMLP).
+    names = re.compile(r"(.*\.)?(gamma(_\d)?|ls\d)")
+    scales = [parameter for name, parameter in model.named_parameters() if names.fullmatch(name)]
+    if not scales:
+        raise ValueError(f"layer_scale={value:g}, but {type(model).__name__} has no LayerScale")
+    for scale in scales:
+        nn.init.constant_(scale, value)
 
 
 def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -> Training:

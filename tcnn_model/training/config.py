@@ -38,6 +38,7 @@ class Config:
     model_options: dict[str, Any] | None = option("model", "further options of timm.create_model")  # noqa: RUF009
     num_classes: int | None = option("model", "outputs (default: as many as the data has classes)")
     img_size: int | None = option("model", "height and width of images (default: the recipe's, else the model's)")
+    layer_scale: float | None = option("model", "initial value of every LayerScale (default: the model's own)")
     reparameterize_at: int | None = option("model", "make the CNN a T-CNN after so many epochs; 0: at the beginning")
     keep_optimizer: bool = option("model", "the optimizer keeps its state then, but for new weights", False)
     unstride: bool = option("model", "take the last stage's stride out: the control without attention", False)
@@ -207,7 +208,8 @@ def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
     watcher = settings.get("watcher")
     if "watcher" not in options and watcher not in (None, "none", Config.watcher):
         raise ValueError(f"watcher: a file may not name {watcher!r}, which would be imported: give it as --watcher")
-    return Config(**{**settings, **options})
+    further = {**settings.get("model_options", {}), **options.get("model_options", {})}
+    return Config(**{**settings, **options, "model_options": further or None})
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
