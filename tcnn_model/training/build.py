@@ -15,8 +15,11 @@ from torch import nn
 
 from tcnn_model.conversion.reparameterize import reparameterize, unstride
 from tcnn_model.conversion.selection import matching
+from tcnn_model.conversion.tracing import InputSize
 from tcnn_model.gpsa.layer import gpsa_layers
 from tcnn_model.models import patchconvnet, t_resnet  # noqa: F401 (timm then has them)
+from tcnn_model.pooling.add import add_attention_pool, specialize
+from tcnn_model.pooling.attention_pool import AttentionPool2d
 from tcnn_model.training.config import GRAFIT, Config
 from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.grafit import Grafit, GrafitTask
@@ -65,6 +68,8 @@ def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Modul
         data["crop_pct"] = 1.0
     if config.unstride:
         model = unstride(model, input_size=data["input_size"], inplace=True)
+    if config.attention_pool is not None:
+        model = _pool_by_attention(model, config.attention_pool, data["input_size"])
     if config.drop_path is not None:
         blocks = set_drop_path(model, config.drop_path, uniform=config.uniform_drop_path)
         if not blocks and config.drop_path:
@@ -77,6 +82,16 @@ def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Modul
     if config.objective == GRAFIT:
         model = Grafit(model, _outputs(model), images, dim=config.embedding_dim, temperature=config.temperature)
     return model, data
+
+
+def _pool_by_attention(model: nn.Module, tokens: str, input_size: InputSize) -> nn.Module:
+    """Pool by attention, with a single token or with one for each class; a single one that was trained is copied."""
+    pools = [module for module in model.modules() if isinstance(module, AttentionPool2d)]
+    if not pools:
+        return add_attention_pool(model, per_class=tokens == "class", input_size=input_size, inplace=True)
+    if pools[0].per_class and tokens == "single":
+        raise ValueError("attention_pool: the model has a token for each class already, and cannot have a single one")
+    return model if pools[0].per_class or tokens == "single" else specialize(model, inplace=True)
 
 
 def _set_layer_scale(model: nn.Module, value: float) -> None:

@@ -39,6 +39,7 @@ class Config:
     num_classes: int | None = option("model", "outputs (default: as many as the data has classes)")
     img_size: int | None = option("model", "height and width of images (default: the recipe's, else the model's)")
     layer_scale: float | None = option("model", "initial value of every LayerScale (default: the model's own)")
+    attention_pool: str | None = option("model", "pool by attention: single, one token; class, one for each class")
     reparameterize_at: int | None = option("model", "make the CNN a T-CNN after so many epochs; 0: at the beginning")
     keep_optimizer: bool = option("model", "the optimizer keeps its state then, but for new weights", False)
     unstride: bool = option("model", "take the last stage's stride out: the control without attention", False)
@@ -128,7 +129,7 @@ class Config:
         if self.mixed and self.batch_size % 2:
             raise ValueError(f"batch_size: mixup and CutMix take images in pairs, got {self.batch_size}")
         choices = {"crop": ("rrc", "simple"), "amp": (None, "bfloat16", "float16"), "distribute": ("ddp", "fsdp")}
-        choices["objective"] = (CLASSES, GRAFIT)
+        choices |= {"objective": (CLASSES, GRAFIT), "attention_pool": (None, "single", "class")}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
