@@ -51,23 +51,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(config: Config, *, resume: bool = False, progress: bool = True) -> Iterator[EpochResult]:
-    """Run a training in its folder; yields results after what watches has seen them.
+    """Run a training in its folder; yield each result once the watchers have seen it.
 
     Args:
-        config: its settings, before rates are scaled.
-        resume: go on with the run that is in the folder.
-        progress: show bars.
+        config: Settings, before rates are scaled.
+        resume: Go on with the run that is in the folder.
+        progress: Whether to show bars.
 
     Raises:
-        ValueError: settings, data or a folder that do not fit together.
-        OSError: more unreadable images than ``max_unreadable`` allows.
-        NonFiniteLossError: a loss that is no number; the batch is then in the folder.
-        StopRequested: SIGTERM came, and a checkpoint is written.
+        ValueError: Settings, data or a folder do not fit together.
+        OSError: More images are unreadable than ``max_unreadable`` allows, or a checkpoint cannot be written.
+        NonFiniteLossError: The loss is no number; the batch is then in the folder.
+        StopRequested: SIGTERM, SIGUSR1 or Ctrl-C came, and a checkpoint is written.
     """
     with joined(config.device) as ranks, ExitStack() as stack:
         folder, stopping = Folder(config, ranks), Stopping(ranks)
         if not resume:
-            folder.check_free()
+            folder.check_free()  # before images are opened, which may take minutes
         training, images = _prepare(config, ranks)
         stack.enter_context(folder.locked())
         if resume:
@@ -114,9 +114,9 @@ def _epochs(
     def before_epoch(epoch: int) -> None:
         due = config.reparameterize_at is not None and epoch > config.reparameterize_at
         if due and convert(training, folder.scaled, steps, folder.ranks):
-            watch.attach()
+            watching.attach()
 
-    watch = Watching(training, config, folder)
+    watching = Watching(training, config, folder)
     results = run(
         training,
         images,
@@ -130,13 +130,13 @@ def _epochs(
     )
     try:
         for result in results:
-            watch(asdict(result))
+            watching(asdict(result))
             yield result
     except NonFiniteLossError as error:
         path = folder.keep_batch(error.images, error.targets, str(error))
         raise NonFiniteLossError(f"{error}; the batch is in {path}", error.images, error.targets) from error
     finally:
-        watch.close()
+        watching.close()
 
 
 def _summary(training: Training, images: Images, folder: Folder) -> None:
