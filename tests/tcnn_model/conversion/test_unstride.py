@@ -1,4 +1,4 @@
-"""Operations at stride 1: on their input's grid, with the strided output in them, and refused where that cannot be."""
+"""Operations at stride 1: on their input's grid, with the strided output in them, or else refused."""
 
 import copy
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def test_partners_that_start_at_the_same_pixel() -> None:
 
 @pytest.mark.parametrize("grid", [(12, 18), (15, 9)])
 def test_partners_that_start_at_different_pixels(grid: tuple[int, int]) -> None:
-    """Also where the trial image does not show it: in an odd one both would start at the first pixel."""
+    """The trial images have both parities: in an odd image both operations start at the first pixel."""
     calls = [_call(OPERATIONS[name][0].double(), grid, name) for name in ("3 x 3 same", "1 x 1 same")]
     message = "3 x 3 same and 1 x 1 same reduce .* from different first pixels, .*; use stride='keep'"
     with pytest.raises(ValueError, match=message):
@@ -104,7 +104,8 @@ class _Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.shortcut = Conv2dSame(5, 7, 3, 2), Conv2dSame(5, 7, 1, 2)
+        self.conv = Conv2dSame(5, 7, 3, 2)
+        self.shortcut = Conv2dSame(5, 7, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x) + self.shortcut(x)
@@ -127,7 +128,8 @@ class _Attention(nn.Module):
 
     def __init__(self, softmax: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.reduce, self.softmax = nn.Conv2d(5, 5, 2, stride=2), softmax
+        self.reduce = nn.Conv2d(5, 5, 2, stride=2)
+        self.softmax = softmax
 
     def forward(self, x: Tensor) -> Tensor:
         keys = self.reduce(x).flatten(2)
@@ -142,7 +144,8 @@ def test_convolutions_of_attention_layers_are_left_alone(softmax: Callable[[Tens
         _Attention(softmax),
         nn.Sequential(nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.Conv2d(7, 7, 3, padding=1)),
     )
-    calls = trace(meta := meta_copy(model), find_input_size(meta))
+    meta = meta_copy(model)
+    calls = trace(meta, find_input_size(meta))
     assert [call.name for call in calls if call.in_attention] == ["1.reduce"]
     unit = reparameterize(model)
     assert list(gpsa_layers(unit)) == ["2.0", "2.1"]
@@ -151,7 +154,7 @@ def test_convolutions_of_attention_layers_are_left_alone(softmax: Callable[[Tens
 
 
 class _Half(nn.Module):
-    """Takes more than an image of one channel, which nobody can guess."""
+    """Operation that takes more than an image of one channel, a number that cannot be inferred."""
 
     stride = 2
 
@@ -218,7 +221,7 @@ def test_nested_pools_of_a_block() -> None:
 )
 @torch.no_grad()
 def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
-    """So that a checkpoint of the CNN still fits."""
+    """A checkpoint of the CNN therefore still fits."""
     conv = copy.deepcopy(conv).double()
     before = dict(vars(conv))
     call = _call(conv, (12, 18))
@@ -248,7 +251,7 @@ def test_extended_shortcut_can_be_converted_later() -> None:
 
 @torch.no_grad()
 def test_unstrided_cnn_is_the_tcnn_at_its_convolutional_limit() -> None:
-    """The control has the T-CNN's grid and the CNN's filters: as sharp attention gives them, and as by hand."""
+    """The control equals the T-CNN with sharp attention, and a CNN un-strided by hand."""
     cnn = tiny_cnn().double().eval()
     before = cnn.state_dict()
     x = random(2, 1, 96, 64)
