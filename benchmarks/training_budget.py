@@ -16,8 +16,8 @@ from torch import nn
 
 import contest
 import tcnn_model  # noqa: F401  (registers its models with timm)
-import tcnn_probe
 from tcnn_model.training.config import recipe_settings
+from tcnn_probe import evaluation
 
 IMAGES = {"ImageNet": 1_281_167, "ImageNet-21k": 14_197_122}
 PEAK = {"A100": 312e12, "H100": 989e12}
@@ -70,7 +70,7 @@ def main() -> None:
         settings = recipe_settings(recipe, name)
         size, epochs = settings.get("img_size", 224), settings["epochs"]
         model = model_on_paper(name)
-        cost = tcnn_probe.cost(model, size, batch_size=1, rounds=1, progress=False).isel(model=0)
+        cost = evaluation.cost(model, size, batch_size=1, rounds=1, progress=False).isel(model=0)
         adds, parameters = float(cost.multiply_adds), float(cost.parameters)
         times = [hours(adds, IMAGES[data], epochs, peak, arguments.utilisation) for peak in PEAK.values()]
         memory = (16 * parameters + kept_bytes(model, size) * settings["paper_batch"] / arguments.gpus) / 2**30

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tcnn_probe.models import unwrap
 
-__all__ = ["as_batch", "as_images", "as_pictures"]
+__all__ = ["as_images"]
 
 _CONVENTION = (
     "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, file names, bytes"
@@ -44,7 +44,7 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
 
     ::
 
-        images = tcnn_probe.as_images(["cat.jpg", "dog.jpg"], model)
+        images = as_images(["cat.jpg", "dog.jpg"], model)
         maps = tcnn_probe.saliency(model, images, method="gradcam")
         tcnn_probe.plot.saliency_overlay(maps, images)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from tcnn_model.conversion.selection import LayerFilter, select_layers
-from tcnn_probe.hooks.modes import aside
+from tcnn_probe.hooks.modes import hidden_from_recorders
 
 __all__ = [
     "batches",
@@ -22,7 +22,6 @@ __all__ = [
     "floating_tensor",
     "image_numbers",
     "layer_names",
-    "named_in_errors",
     "progress_bar",
     "untouched",
     "unwrap",
@@ -73,16 +72,6 @@ def check_model(model: nn.Module) -> None:
 
 
 @contextmanager
-def named_in_errors(layer: str) -> Iterator[None]:
-    """Errors inside say which layer they are of."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"while tcnn_probe measured the layer {layer!r}")
-        raise
-
-
-@contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, and outside of the caller's inference mode; every flag and gradient is put back.
 
@@ -98,7 +87,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             model.eval()
             for parameter, _ in gradients:
                 parameter.grad = None  # a method of the user's may go backward
-            with aside(), torch.inference_mode(False):
+            with hidden_from_recorders(), torch.inference_mode(False):
                 yield
         finally:
             for module, training in modes:

@@ -37,7 +37,7 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
 
     ::
 
-        layers = tcnn_probe.cross_patch(model)
+        layers = cross_patch(model)
         layers.weight.sel(layer="blocks.0", query_y=7, query_x=7).plot()  # a row of the matrix (thesis, Fig. 4.2)
         tcnn_probe.head_types(layers)  # convolutional, averaging or mixed, as of heads of attention
 

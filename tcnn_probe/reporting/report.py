@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path, PurePath
 from typing import Any
 
-from tcnn_probe.plot.style import as_images
+from tcnn_probe.plot.style import image_array
 from tcnn_probe.reporting.recordings import Run, read
 
 __all__ = ["Report", "report"]
@@ -104,7 +104,7 @@ def _pictures(images: Any, runs: Sequence[Run]) -> list[str]:
     """Data URLs, of each image from its least value (black) to its largest."""
     from PIL import Image
 
-    found = as_images(images)
+    found = image_array(images)
     recorded = sorted({image for run in runs for image in run.images})
     if len(found) != len(recorded):
         raise ValueError(f"expected the images {recorded}, whose maps were recorded; got {len(found)}")
