@@ -54,6 +54,7 @@ def main(
     contests_by_name = contests(arguments)
     if arguments.child:
         contest, contestant = arguments.child
+        # The parent reads the last word that is printed.
         print(_peak_memory(contests_by_name[contest][contestant](), arguments.device))
         return
     (report or compare)(arguments, contests_by_name)
@@ -75,7 +76,7 @@ def compare(arguments: argparse.Namespace, contests: Mapping[str, Contest]) -> N
             ratios = [p / s for p, s in zip(seconds[peer], seconds[contestant], strict=True)]
             speed = "1" if contestant == peer else _figure(statistics.median(ratios))
             spread = "" if contestant == peer else f"{_figure(min(ratios))} - {_figure(max(ratios))}"
-            saving = _figure(peaks[peer] / max(peaks[contestant], 1))
+            saving = _figure(peaks[peer] / max(peaks[contestant], 1))  # a step may fit into memory in use before
             rows.append((name, contestant, speed, spread, f"{peaks[contestant] / 2**20:.0f}", saving))
     turns.close()
     print_table(("", "", "times as fast", "least - most", "peak memory, MiB", "times less memory"), rows)
@@ -106,7 +107,7 @@ def training_step(forward: Callable[..., torch.Tensor], *leaves: torch.Tensor) -
 def _take_turns(contest: Contest, rounds: int, device: str, turns: tqdm) -> dict[str, list[float]]:  # type: ignore[type-arg]
     steps = {name: prepare() for name, prepare in contest.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contest}
-    order = random.Random(0)
+    order = random.Random(0)  # seeded, so that every run has the same turns
     for turn in range(rounds + 1):
         for name in order.sample(list(steps), len(steps)):
             start = time.perf_counter()

@@ -22,14 +22,14 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
     timm_layer = GPSA(144, num_heads=9).to(arguments.device, dtype)
-    timm_layer.local_init()
+    timm_layer.local_init()  # as ConViT starts, with heads on the nine neighbours
     accelerated = copy.deepcopy(timm_layer)
     accelerate(accelerated)
     plain = Attention(144, num_heads=9).to(arguments.device, dtype)
 
     def at(side: int) -> contest.Contest:
         x = torch.randn(arguments.batch, side * side, 144, device=arguments.device, dtype=dtype, requires_grad=True)
-        if not arguments.child:
+        if not arguments.child:  # a child process measures memory only
             with torch.no_grad():
                 error = float((accelerated(x) - timm_layer(x)).abs().max() / timm_layer(x).abs().max())
             print(f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output")

@@ -33,7 +33,7 @@ def _contest(arguments: argparse.Namespace, channels: int, kernel: int, side: in
 
     def step(backend: Backend) -> contest.Step:
         def forward(*leaves: Tensor) -> Tensor:
-            layer.backend = backend
+            layer.backend = backend  # the contestants share the layer, and set its backend in their turn
             return layer(x)
 
         return contest.training_step(forward, x, *layer.parameters())

@@ -52,7 +52,9 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
 
 
 def _model(name: str, arguments: argparse.Namespace, *, fused: bool = True) -> nn.Module:
+    # ViTs are built for a size of the image, ResNets take any.
     options = {"img_size": arguments.size} if arguments.size and "resnet" not in name else {}
+    # timm's layers read the switch when they are made.
     set_fused_attn(fused)
     try:
         return timm.create_model(name, **options).eval()

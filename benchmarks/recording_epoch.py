@@ -122,6 +122,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         seconds, mark = compare(arguments, Path(folder))
     random = np.random.default_rng(0)
+    # Rounds are resampled, as the four times of a round share the load on the machine.
     resampled = [longer(seconds[random.integers(0, len(seconds), len(seconds))]) for _ in range(2000)]
     low, high = np.quantile(resampled, [0.025, 0.975])
     step, validation = np.median(seconds[:, :, 1] / seconds[:, :, 0], axis=0)

@@ -55,7 +55,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
         shape = (arguments.batch, arguments.channels, side, side)
         x = torch.randn(shape, device=arguments.device, dtype=dtype, requires_grad=True)
         literal = Literal(layer, side).to(arguments.device)
-        if not arguments.child:
+        if not arguments.child:  # a child process measures memory only
             with torch.no_grad():
                 error = float((layer(x) - literal(x)).abs().max() / literal(x).abs().max())
             print(f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output")
