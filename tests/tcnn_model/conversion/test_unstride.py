@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tcnn_model import gpsa_layers, reparameterize, unstride
 from tcnn_model.conversion.tracing import Call, find_input_size, meta_copy, trace
 from tcnn_model.conversion.unstride import at_unit_stride, check_phases
-from tests.tcnn_model.helpers import SHARP, assert_same, random
+from tests.tcnn_model.helpers import SHARP, assert_same, disturb, random
 from tests.tcnn_model.tiny_models import tiny_cnn
 
 
@@ -100,21 +100,26 @@ def test_grid_that_would_grow(module: nn.Module) -> None:
 
 
 class _Block(nn.Module):
-    """A "same" convolution and a shortcut, which start at different pixels of an even image."""
+    """A convolution and a shortcut."""
 
-    def __init__(self) -> None:
+    def __init__(self, conv: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
-        self.conv = Conv2dSame(5, 7, 3, 2)
-        self.shortcut = Conv2dSame(5, 7, 1, 2)
+        self.conv = conv
+        self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x) + self.shortcut(x)
 
 
+def _network(block: nn.Module) -> nn.Sequential:
+    """Put a block behind a stem, with random weights, in float64."""
+    return disturb(nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double())
+
+
 @torch.no_grad()
 def test_model_whose_branches_would_not_fit() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), _Block()).double()
+    """ "Same" convolutions of 3 x 3 and 1 x 1 start at different pixels of an even image."""
+    model = _network(_Block(Conv2dSame(5, 7, 3, 2), Conv2dSame(5, 7, 1, 2)))
     with pytest.raises(ValueError, match=r"1\.conv and 1\.shortcut reduce .* from different first pixels"):
         reparameterize(model)
     same = reparameterize(model, stride="keep", **SHARP)
@@ -172,11 +177,8 @@ def test_operation_that_cannot_be_tried() -> None:
 @torch.no_grad()
 def test_stride_of_a_converted_layer_is_taken_out_with_its_partners() -> None:
     """A branch converted before, at its stride, goes with a branch that is converted now."""
-    torch.manual_seed(0)
-    block = _Block()
-    block.shortcut = nn.Conv2d(5, 7, 3, 2, 1)
-    block.conv = nn.Conv2d(5, 7, 5, 2, 2)
-    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double()
+    block = _Block(nn.Conv2d(5, 7, 5, 2, 2), nn.Conv2d(5, 7, 3, 2, 1))
+    model = _network(block)
     once = reparameterize(model, layers="1.conv", stride="keep", **SHARP)
     twice = reparameterize(once, layers="1.shortcut", **SHARP)
     block.conv.stride = block.shortcut.stride = (1, 1)
@@ -189,7 +191,8 @@ class _Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.short = nn.Sequential(nn.AvgPool2d(2)), nn.Sequential(nn.Sequential(nn.AvgPool2d(2)))
+        self.down = nn.Sequential(nn.AvgPool2d(2))
+        self.short = nn.Sequential(nn.Sequential(nn.AvgPool2d(2)))
         self.conv = nn.Conv2d(5, 5, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,8 +201,7 @@ class _Nested(nn.Module):
 
 @torch.no_grad()
 def test_nested_pools_of_a_block() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), _Nested()).double()
+    model = _network(_Nested())
     x = random(1, 3, 26, 34)
     unit = reparameterize(model, **SHARP)
     assert list(gpsa_layers(unit)) == ["1.conv"]
@@ -236,10 +238,7 @@ def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
 
 @torch.no_grad()
 def test_extended_shortcut_can_be_converted_later() -> None:
-    torch.manual_seed(0)
-    block = _Block()
-    block.shortcut, block.conv = nn.Conv2d(5, 7, 2, 2), nn.Conv2d(5, 7, 5, 2, 2)
-    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double()
+    model = _network(_Block(nn.Conv2d(5, 7, 5, 2, 2), nn.Conv2d(5, 7, 2, 2)))
     once = reparameterize(model, layers="1.conv", **SHARP)
     result = once.load_state_dict(model.state_dict(), strict=False)
     assert result.unexpected_keys == []

@@ -13,10 +13,7 @@ from torch import Tensor
 from tcnn_model import specialize
 from tcnn_model.models.patchconvnet import PatchConvNet
 from tests.tcnn_model.helpers import assert_same, random
-
-D, DEPTH, K = 16, 3, 5
-SMALL = {"embed_dim": D, "depth": DEPTH, "num_classes": K}
-KINDS = ["patchconvnet_s60", "patchconvnet_s60_multi"]
+from tests.tcnn_model.models.test_patchconvnet import DEPTH, KINDS, SMALL, D, K
 
 
 def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
