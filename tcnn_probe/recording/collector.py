@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from tcnn_model import AttentionPool2d
 from tcnn_probe.architectures.lookup import looks_like_attention
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.head_editor import edited
 from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
-from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
+from tcnn_probe.hooks.modes import edited, hidden_depth, named_in_errors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.recording.accumulator import MAPS_BY_CLASS, Accumulator, EpochSums, check_measured, select_classes
