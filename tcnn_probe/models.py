@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from tcnn_model.conversion.selection import LayerFilter, select_layers
-from tcnn_probe.hooks.modes import aside
+from tcnn_probe.hooks.modes import hidden_from_recorders
 
 __all__ = [
     "batches",
@@ -23,7 +23,6 @@ __all__ = [
     "floating_tensor",
     "image_numbers",
     "layer_names",
-    "named_in_errors",
     "progress_bar",
     "untouched",
     "unwrap",
@@ -74,16 +73,6 @@ def check_model(model: nn.Module) -> None:
 
 
 @contextmanager
-def named_in_errors(layer: str) -> Iterator[None]:
-    """Add the name of the layer to errors inside."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"while tcnn_probe measured the layer {layer!r}")
-        raise
-
-
-@contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Run a model in eval mode, outside of inference mode; restore every flag and gradient afterwards.
 
@@ -99,7 +88,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             model.eval()
             for parameter, _ in gradients:
                 parameter.grad = None  # backwards inside would add to the user's gradients
-            with aside(), torch.inference_mode(False):
+            with hidden_from_recorders(), torch.inference_mode(False):
                 yield
         finally:
             for module, training in modes:

@@ -1,5 +1,6 @@
 """The model, the optimizer and the task of a run, from its settings."""
 
+import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -8,7 +9,7 @@ from typing import Any
 import timm
 import torch
 from timm.data import Mixup, resolve_model_data_config
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV3, distribute_bn
 from torch import nn
 
 from tcnn_model.conversion.reparameterize import reparameterize, unstride
@@ -24,6 +25,7 @@ from tcnn_model.training.seeding import seed_everything, seed_of
 from tcnn_model.training.sharding import gathered, shard, without_sync
 from tcnn_model.training.sources import DIGITS
 from tcnn_model.training.task import create_criterion, create_task
+from tcnn_model.training.weights import create_from_weights, create_of_size
 
 __all__ = ["build_model", "build_training", "convert"]
 
@@ -41,16 +43,16 @@ def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Modul
     """
     if config.num_classes is not None and config.num_classes < classes:
         raise ValueError(f"num_classes: the data has {classes} classes, got {config.num_classes}")
-    options = {
-        "pretrained": config.pretrained,
-        "num_classes": config.num_classes or classes,
-        **(config.model_options or {}),
-    }
-    if config.weights is not None:
-        options["checkpoint_path"] = config.weights
+    options = config.model_options or {}
+    outputs = config.num_classes or classes
     seed_everything(config.seed)
     try:
-        model = _of_size(config, options)
+        if config.weights is not None:
+            model = create_from_weights(config.model, config.weights, outputs, img_size=config.img_size, **options)
+        else:
+            model = create_of_size(
+                config.model, config.img_size, pretrained=config.pretrained, num_classes=outputs, **options
+            )
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"timm cannot make the model {config.model!r}: {error}") from error
     data = resolve_model_data_config(model)
@@ -64,23 +66,14 @@ def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Modul
         blocks = set_drop_path(model, config.drop_path, uniform=config.uniform_drop_path)
         if not blocks and config.drop_path:
             raise ValueError(f"drop_path={config.drop_path}, but {config.model} has no block with a drop_path")
-    if config.reparameterize_at == 0 and not gpsa_layers(model):
-        _reparameterize(model, config)
+    if config.reparameterize_at is not None and not gpsa_layers(model):
+        # A model that cannot be converted at this size is refused now, not after the epochs of the CNN.
+        _reparameterize(model if config.reparameterize_at == 0 else copy.deepcopy(model), config)
     if config.grad_checkpointing:
         model.set_grad_checkpointing(True)
     if config.objective == GRAFIT:
         model = Grafit(model, _outputs(model), images, dim=config.embedding_dim, temperature=config.temperature)
     return model, data
-
-
-def _of_size(config: Config, options: dict[str, Any]) -> Any:
-    """Transformers are made for a size of images; timm's convnets take any, and have no such option."""
-    if config.img_size is not None:
-        try:
-            return timm.create_model(config.model, img_size=config.img_size, **options)
-        except TypeError:
-            pass
-    return timm.create_model(config.model, **options)
 
 
 def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -> Training:
@@ -95,8 +88,9 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
             raise ValueError("sync_bn: torch shares the statistics of batch norms between GPUs only, got the CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     frozen = _freeze(model, config.freeze or [])
-    ema = ModelEmaV3(model, decay=config.ema) if config.ema else None
     sharded = config.distribute == "fsdp" and ranks.count > 1
+    # torch's foreach functions refuse lists that mix sharded weights with the buffers of batch norms, which are whole.
+    ema = ModelEmaV3(model, decay=config.ema, foreach=not sharded) if config.ema else None
     for each in (model, *([ema.module] if ema else [])) if sharded else ():
         shard(each)
     mix = None
@@ -119,6 +113,7 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
         no_sync=partial(without_sync, model) if sharded else nullcontext,
         gathered=gathered if sharded else nullcontext,
         over_ranks=ranks.total,
+        agree=partial(distribute_bn, world_size=ranks.count) if ranks.count > 1 else lambda model: None,
         rank=ranks.rank,
     )
     _attach(training, config, steps, ranks)
@@ -193,10 +188,9 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
 def _teacher(config: Config, model: nn.Module) -> nn.Module | None:
     if config.teacher is None:
         return None
-    options: dict[str, Any] = {"checkpoint_path": config.teacher_weights} if config.teacher_weights else {}
-    teacher: nn.Module = timm.create_model(
-        config.teacher, pretrained=config.teacher_weights is None, num_classes=_outputs(model), **options
-    )
+    if config.teacher_weights is not None:
+        return create_from_weights(config.teacher, config.teacher_weights, _outputs(model))
+    teacher: nn.Module = timm.create_model(config.teacher, pretrained=True, num_classes=_outputs(model))
     return teacher
 
 

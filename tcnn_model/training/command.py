@@ -1,17 +1,19 @@
 """``tcnn-finetune MODEL --data FOLDER --recipe NAME``: train a model of timm as the papers do."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tcnn_model.training.build import build_model, build_training, convert
 from tcnn_model.training.config import Config, add_options, read_toml, recipe_settings
 from tcnn_model.training.data import Images, create_transforms
 from tcnn_model.training.distributed import Ranks, joined
-from tcnn_model.training.evaluation import EpochResult
+from tcnn_model.training.evaluation import EpochResult, best_result
 from tcnn_model.training.loop import NonFiniteLossError, StopRequested, Training, run
 from tcnn_model.training.session import Folder, Stopping, say
 from tcnn_model.training.sources import Source, open_sources
@@ -21,9 +23,16 @@ __all__ = ["main", "train"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 0 if it trained to the end or was asked to stop, 2 if it could not begin, 3 if the loss broke."""
+    """Run the command.
+
+    Returns:
+        Its exit status: 0 if it trained to the end or was asked to stop, 130 if that was by Ctrl-C, 2 if settings, data
+        or the disk did not allow it to go on, 3 if the loss was no number.
+    """
+    folder: Path | None = None
     try:
         config, resume = parse(arguments)
+        folder = Path(config.out)
         for _ in train(config, resume=resume):
             pass
     except (ValueError, OSError) as error:
@@ -33,7 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tcnn-finetune: {error}", file=sys.stderr)
         return 3
     except StopRequested as stop:
-        print(f"stopped {stop}; go on with: tcnn-finetune --resume --out {config.out}", file=sys.stderr)
+        print(f"stopped {stop}; go on with: tcnn-finetune --resume --out {folder}", file=sys.stderr)
+        return 130 if stop.signal == signal.SIGINT else 0
+    except KeyboardInterrupt:
+        begun = folder is not None and (folder / "config.toml").exists()
+        hint = f"; go on from the last checkpoint with: tcnn-finetune --resume --out {folder}" if begun else ""
+        print(f"tcnn-finetune: interrupted{hint}", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -53,12 +68,21 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
         kept = Path(given.get("out", Config.out)) / "config.toml"
         if not kept.exists():
             raise ValueError(f"--resume: there is no run in {kept.parent}")
-        return Config(**{**read_toml(kept), **given}), True
+        return _trusted(read_toml(kept), given), True
     own = {**(read_toml(file) if file else {}), **given}
     if not own.get("model"):
         parser.error("expected the name of a model, such as t_resnetrs50")
     recipe = own.get("recipe")
-    return Config(**{**(recipe_settings(recipe, own["model"]) if recipe else {}), **own}), False
+    settings = recipe_settings(recipe, own["model"]) if recipe else {}
+    return _trusted({**settings, **own}, given), False
+
+
+def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
+    """Put options of the command line in settings of files, which may be somebody else's and import nothing."""
+    watcher = settings.get("watcher")
+    if "watcher" not in options and watcher not in (None, "none", Config.watcher):
+        raise ValueError(f"watcher: a file may not name {watcher!r}, which would be imported: give it as --watcher")
+    return Config(**{**settings, **options})
 
 
 def train(config: Config, *, resume: bool = False, progress: bool = True) -> Iterator[EpochResult]:
@@ -77,12 +101,14 @@ def train(config: Config, *, resume: bool = False, progress: bool = True) -> Ite
     """
     with joined(config.device) as ranks, ExitStack() as stack:
         folder, stopping = Folder(config, ranks), Stopping(ranks)
-        if folder.exists and not resume:
-            raise ValueError(f"{folder.path} holds a run already: --resume goes on with it, or give another --out")
+        if not resume:
+            folder.check_free()
         training, images = _prepare(config, ranks)
+        stack.enter_context(folder.locked())
         if resume:
             folder.load(training, images.per_epoch // config.accumulate)
-        ranks.wait()
+        else:
+            folder.check_free()  # another process may have begun a run since
         folder.begin()
         progress = progress and ranks.first
         stack.enter_context(stopping.listening())
@@ -132,7 +158,8 @@ def _epochs(
         config.epochs,
         before_epoch=before_epoch,
         after_step=lambda: folder.after_step(training, stopping),
-        after_epoch=lambda: folder.after_epoch(training),
+        while_validating=lambda: folder.while_validating(training, stopping),
+        after_epoch=lambda: folder.after_epoch(training, stopping),
         progress=progress,
         name=config.model,
     )
@@ -148,7 +175,7 @@ def _epochs(
 
 
 def _summary(training: Training, images: Images, folder: Folder) -> None:
-    best = max(training.history, key=lambda result: result.top1)
+    best = best_result(training.history)
     last = training.history[-1]
     lines = [
         f"epoch {last.epoch}: top-1 {last.top1:.4f}; best in epoch {best.epoch}: {best.top1:.4f}",

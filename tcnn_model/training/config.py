@@ -44,8 +44,8 @@ class Config:
         "data", "folder (or tar) with the images; digits: scikit-learn's; parity: the same, even or odd", "digits"
     )
     dataset: str = option("data", "timm's kind of data set: hfds/NAME, torch/NAME, wds/ (default: folder or tar)", "")
-    train_split: str = option("data", "(default: train)", "train")
-    val_split: str = option("data", "(default: validation, which also finds val/)", "validation")
+    train_split: str = option("data", "split to train on, a folder or tar file (default: train/)", "train")
+    val_split: str = option("data", "split to validate on (default: val/ or validation/)", "validation")
     limit: int | None = option("data", "use only so many training images, and as many to validate on")
     max_unreadable: float = option("data", "share of images that may be unreadable: named and skipped", 0.0)
     workers: int = option("data", "processes that load images", 0)
@@ -127,6 +127,10 @@ class Config:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
+
+        if loading := {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"} & set(self.model_options or {}):
+            # timm may run code from files that these name; --weights does not.
+            raise ValueError(f"model_options: give weights as --weights, not as {', '.join(sorted(loading))}")
 
         if self.distribute == "fsdp" and self.reparameterize_at:
             raise ValueError(
@@ -242,9 +246,13 @@ def recipe_settings(name: str, model: str) -> dict[str, Any]:
     Raises:
         ValueError: no such recipe, or not readable as one.
     """
-    chain = [_recipe(name)]
+    chain, names = [_recipe(name)], [name]
     while "base" in chain[0]:
-        chain.insert(0, _recipe(chain[0]["base"]))
+        base = chain[0]["base"]
+        if base in names:
+            raise ValueError(f"recipe {name}: its bases lead back to it: {' -> '.join([*names, base])}")
+        chain.insert(0, _recipe(base))
+        names.append(base)
     settings: dict[str, Any] = {}
     for recipe in chain:
         settings |= recipe.get("settings", {})

@@ -51,9 +51,15 @@ class Ranks:
 
 @contextmanager
 def joined(device: str | None) -> Iterator[Ranks]:
-    """The processes that ``torchrun`` started, or this one alone."""
+    """Join the processes that ``torchrun`` started, or be alone.
+
+    Raises:
+        ValueError: The device is not on this machine.
+    """
     count, local = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device: expected cpu, as torch finds no GPU with CUDA on this machine, got {name}")
     target = torch.device(name, local) if count > 1 and name == "cuda" else torch.device(name)
     if target.type == "cuda":
         torch.cuda.set_device(target)

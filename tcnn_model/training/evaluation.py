@@ -1,6 +1,6 @@
 """What an epoch comes to: losses and accuracies, and how they are counted."""
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-__all__ = ["AveragedResult", "EpochResult", "evaluate", "totals", "with_bar"]
+__all__ = ["AveragedResult", "EpochResult", "best_result", "evaluate", "totals", "with_bar"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class AveragedResult(EpochResult):
     ema_top1: float
 
 
+def best_result(history: Sequence[EpochResult]) -> EpochResult:
+    """Return the result with the best accuracy; of several that are equal, the last."""
+    return max(history, key=lambda result: (result.top1, result.epoch))
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -47,6 +52,7 @@ def evaluate(
     amp: bool | torch.dtype | None = False,
     progress: bool = True,
     over_ranks: Callable[[Tensor], Tensor] = lambda total: total,
+    after_batch: Callable[[], None] = lambda: None,
 ) -> tuple[float, float]:
     """Mean cross-entropy (nats) and top-1 accuracy of ``model``, in eval mode; each module's mode is restored.
 
@@ -57,6 +63,7 @@ def evaluate(
         amp: the dtype of autocast; True for bfloat16, False or None for none.
         progress: show a bar.
         over_ranks: adds up the totals of several processes, shape (3,), each of which saw a part of the images.
+        after_batch: called after each batch.
     """
     target = next(model.parameters()).device if device is None else torch.device(device)
     modes = {module: module.training for module in model.modules()}
@@ -68,6 +75,7 @@ def evaluate(
             with torch.autocast(target.type, torch.bfloat16 if amp is True else amp or None, enabled=bool(amp)):
                 logits = model(images)
             total += totals(logits, F.cross_entropy(logits.float(), labels), labels)
+            after_batch()
     finally:
         for module, training in modes.items():
             module.training = training

@@ -26,7 +26,11 @@ Batch = tuple[Tensor, Tensor]
 
 
 class StopRequested(Exception):  # noqa: N818 (nothing went wrong)
-    """The training was asked to stop, and what is needed to go on is on the disk."""
+    """The training was asked to stop, and what is needed to go on is on the disk; ``signal`` is what asked."""
+
+    def __init__(self, message: str, signal: int | None = None) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -74,6 +78,7 @@ class Training:
         no_sync: of a distributed model, entered for all batches of a step but the last.
         gathered: entered with a model to validate it, where it is spread over processes.
         over_ranks: adds up totals of several processes.
+        agree: gives a model the running statistics of the first process, in all of them.
         rank: of this process.
         history: results so far.
         epoch, step: the epoch that is being trained, and the steps of the optimizer made in it.
@@ -96,6 +101,7 @@ class Training:
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     gathered: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
     over_ranks: Callable[[Tensor], Tensor] = lambda total: total
+    agree: Callable[[nn.Module], object] = lambda model: None
     rank: int = 0
     history: list[EpochResult] = field(default_factory=list)
     epoch: int = 0
@@ -146,8 +152,12 @@ class Training:
         for module in self.frozen:
             module.eval()
 
-    def validate(self, model: nn.Module, batches: "Batches", progress: bool) -> tuple[float, float]:
+    def validate(
+        self, model: nn.Module, batches: "Batches", progress: bool, after_batch: Callable[[], None] = lambda: None
+    ) -> tuple[float, float]:
         """Loss and accuracy of the model or of the average of its weights."""
+        # Batch norms of each process have seen other images. Those of the first are saved, so they are validated too.
+        self.agree(model)
         with self.gathered(model):
             return evaluate(
                 model,
@@ -156,6 +166,7 @@ class Training:
                 amp=self.amp,
                 progress=progress,
                 over_ranks=self.over_ranks,
+                after_batch=after_batch,
             )
 
     def make_step(self, batches: tuple[Batch, ...], update: int) -> None:
@@ -201,6 +212,7 @@ def run(
     *,
     before_epoch: Callable[[int], None] = lambda epoch: None,
     after_step: Callable[[], None] = lambda: None,
+    while_validating: Callable[[], None] = lambda: None,
     after_epoch: Callable[[], None] = lambda: None,
     progress: bool = True,
     name: str = "training",
@@ -216,6 +228,7 @@ def run(
         epochs: to train up to.
         before_epoch: called with an epoch that is about to be trained from its beginning or from a step of it.
         after_step: called after each step of the optimizer.
+        while_validating: called after each batch of a validation.
         after_epoch: called when an epoch's result is in the history.
         progress: show bars.
         name: of the bar.
@@ -232,10 +245,10 @@ def run(
             else:
                 batches.begin(epoch)
             trained = (known.train_loss, known.train_top1) if known else _means(training) if epoch else (math.nan,) * 2
-            validated = training.validate(training.model, batches, progress)
+            validated = training.validate(training.model, batches, progress, while_validating)
             result = EpochResult(epoch, *trained, *validated, training.lr)
             if training.ema is not None:
-                average = training.validate(training.ema.module, batches, progress)
+                average = training.validate(training.ema.module, batches, progress, while_validating)
                 result = AveragedResult(**asdict(result), ema_val_loss=average[0], ema_top1=average[1])
             bar.set_postfix(top1=f"{result.top1:.3f}", refresh=False)
             bar.update(epoch > first)

@@ -1,5 +1,6 @@
 """Images and labels by number: scikit-learn's digits, and every data set of timm's that has numbers."""
 
+import stat
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +25,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """An image in colour, and its label; OSError if it cannot be read."""
+        """Return an image in colour, and its label; an exception, of whatever kind, if it cannot be read."""
 
     def name(self, index: int) -> str:
         """Name of the image's file."""
@@ -66,6 +67,7 @@ class _Timm:
         return len(self._dataset)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
+        self._check_regular(index)
         if self._reader is None:  # torchvision's
             image, label = self._dataset[index]
             return image.convert("RGB"), int(label)
@@ -73,6 +75,13 @@ class _Timm:
         with file if isinstance(file, Image.Image) else closing(file):
             image = file if isinstance(file, Image.Image) else Image.open(file)
             return image.convert("RGB"), int(label)
+
+    def _check_regular(self, index: int) -> None:
+        # To open a pipe would be to wait for somebody who writes to it.
+        samples = getattr(self._reader or self._dataset, "samples", None)
+        path = samples[index][0] if samples else None
+        if isinstance(path, str) and not stat.S_ISREG(Path(path).stat().st_mode):
+            raise OSError("not a regular file")
 
     def name(self, index: int) -> str:
         return str(index) if self._reader is None else str(self._reader.filename(index))
@@ -136,7 +145,8 @@ def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
     if None in found:
         inner = [each.name for each in _folders(root) if all(_split(each, split) for split in splits)]
         hint = f"; did you mean {root / inner[0]}?" if inner else ""
-        raise ValueError(f"expected {splits[0]}/ and {splits[1]}/ in {data}, found {_some(root)}{hint}")
+        names = " and ".join(f"{SPLITS.get(split, (split,))[0]}/" for split in splits)
+        raise ValueError(f"expected {names} in {data}, found {_some(root)}{hint}")
     for folder in found:
         assert folder is not None
         if folder.is_dir():
@@ -146,7 +156,7 @@ def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
 
 def _split(root: Path, split: str) -> Path | None:
     candidates = [root / f"{name}{ending}" for name in _names(split) for ending in ("", ".tar")]
-    return next((path for path in candidates if path.exists()), None)
+    return next((path for path in candidates if path.is_dir() or path.is_file()), None)
 
 
 def _names(split: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tcnn_model import AttentionPool2d
-from tcnn_probe.attention import known_layers as known
+from tcnn_probe.architectures.lookup import known
 from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.hooks.forwards import Running
@@ -25,28 +25,30 @@ def find_layout(queries: int, keys: int, windows: int, running: Running, maps: F
     whole image, a feature map of this forward. A square number of tokens alone does not show a square grid.
     """
     module, inputs = running[-1]
-    if reason := known.lookup(known.NOT_IN_RASTER_ORDER, module):
-        return Layout(None, None, reason)
-    if own := known.lookup(known.OWN_GRIDS, module):
-        layout = Layout(*own(module, keys))
+    record = known(module)
+    if record.not_in_raster_order:
+        return Layout(None, None, record.not_in_raster_order)
+    if record.own_grids:
+        own_queries, own_keys = record.own_grids(module, keys)
+        layout = Layout(Tokens(0, *own_queries), Tokens(0, *own_keys))
         fits = layout.queries and layout.keys and (layout.queries.count, layout.keys.count) == (queries, keys)
         return layout if fits else Layout(None, None, f"{queries} queries and {keys} keys: not the layer's own grids")
     prefixes = _prefixes(maps, keys) if windows == 1 else (0,)
     grids = list(_shown(module, inputs, windows, maps))
-    spread = next((s for m, _ in reversed(running) if (s := known.lookup(known.SPREAD, m)) is not None), None)
+    spreads = (known(outer).spread_evenly for outer, _ in reversed(running))
+    spread = next((inner for inner in spreads if inner is not None), None)
     if spread or (spread is not None and windows == 1):
         grids += [grid for before in prefixes for grid in maps.divisions(keys - before)]
     key_tokens = _find(keys, grids, prefixes)
-    if reason := known.lookup(known.LATENT_QUERIES, module):
-        return Layout(None, key_tokens, reason, "latents")
+    if record.latent_queries:
+        return Layout(None, key_tokens, record.latent_queries, "latents")
     if queries != keys and queries <= max(key_tokens.prefix if key_tokens else 0, sum(maps.special.around or ()), 1):
         return Layout(None, key_tokens, "the queries are class tokens or latents, which lie on no grid")
     if key_tokens is None:
         return _no_grid(queries, keys, windows, maps, words=_is_given_words(running))
     if queries == keys:
         return Layout(key_tokens, key_tokens)
-    is_strided = known.lookup(known.FIRST_OF_EACH_CELL, module)
-    strided = is_strided is not None and is_strided(module)
+    strided = record.strided is not None and record.strided(module)
     if not strided and queries not in token_counts(inputs):
         return Layout(None, key_tokens, f"{queries} queries and {keys} keys: which places the queries have is unknown")
     query_tokens = _find(queries, grids, _prefixes(maps, queries) if windows == 1 else (0,))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_probe.evaluation.checks import check_labels
-from tcnn_probe.hooks.modes import aside
+from tcnn_probe.hooks.modes import hidden_from_recorders
 from tcnn_probe.models import class_scores, floating_tensor, untouched, unwrap
 
 __all__ = ["Classifier", "Model", "Normalization", "as_classifier", "restored"]
@@ -89,6 +89,6 @@ def restored(*models: Model) -> Iterator[None]:
         for model in models:
             if isinstance(model, nn.Module):
                 stack.enter_context(untouched(model))
-        stack.enter_context(aside())
+        stack.enter_context(hidden_from_recorders())
         stack.enter_context(torch.inference_mode(False))
         yield

@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "Uncompiled",
-    "aside",
-    "aside_depth",
+    "hidden_depth",
+    "hidden_from_recorders",
     "is_transformed",
+    "named_in_errors",
     "only_modes_from_here",
     "put_on",
     "something_is_compiled",
@@ -32,29 +33,29 @@ Mode = TorchFunctionMode | TorchDispatchMode
 
 _KEY = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
-_ASIDE = ContextVar("tcnn_probe_aside", default=0)
+_HIDDEN = ContextVar("tcnn_probe_hidden", default=0)
 _DEPTHS: list[int] = []
-"""Depths of all that is aside now, in any thread."""
+"""Depths of all code that is hidden now, in any thread."""
 
 
 @contextmanager
-def aside() -> Iterator[None]:
-    """What runs inside is none of the user's: only those attached inside see it."""
-    depth = _ASIDE.get() + 1
-    token = _ASIDE.set(depth)
+def hidden_from_recorders() -> Iterator[None]:
+    """Hide code from recorders attached outside: only recorders that are attached inside see it."""
+    depth = _HIDDEN.get() + 1
+    token = _HIDDEN.set(depth)
     _DEPTHS.append(depth)
     try:
         yield
     finally:
         _DEPTHS.remove(depth)
-        _ASIDE.reset(token)
+        _HIDDEN.reset(token)
 
 
-def aside_depth() -> int:
-    """How many times :func:`aside` has been entered here; in a thread of autograd's own (of a GPU), anywhere."""
+def hidden_depth() -> int:
+    """Return how deep inside of :func:`hidden_from_recorders` this is; in a thread of autograd's own, anywhere."""
     if isinstance(threading.current_thread(), threading._DummyThread):
         return max(_DEPTHS, default=0)
-    return _ASIDE.get()
+    return _HIDDEN.get()
 
 
 class Uncompiled(TorchDispatchMode):
@@ -140,3 +141,13 @@ def unseen() -> Iterator[None]:
             return
         with dispatch._disable_current_modes():
             yield
+
+
+@contextmanager
+def named_in_errors(layer: str) -> Iterator[None]:
+    """Add the name of a layer to errors that are raised inside."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"while tcnn_probe measured the layer {layer!r}")
+        raise

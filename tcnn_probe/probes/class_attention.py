@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import Pattern, pattern_of_query
-from tcnn_probe.attention.statistics import attention_statistics
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.variables import CLASS_ENTROPY, HEAD, IMAGE_MEAN, MAP_DIMS, content_information
 from tcnn_probe.schema import Variable
@@ -16,7 +15,7 @@ __all__ = ["ATTENTION_BY_CLASS", "CLASS_ATTENTION", "DISTILLATION_ATTENTION"]
 
 
 def _of_token(
-    kind: str, token: str, prefix: str, entropy: Variable, query_of: Callable[[AttentionCall], int | None]
+    kind: str, token: str, prefix: str, entropy: Variable, query_of: Callable[[Attention], int | None]
 ) -> Probe:
     """A probe of a class token of all classes, the latent of an attention pool, or a distillation token.
 
@@ -25,7 +24,7 @@ def _of_token(
     name = prefix or "class_"
     itself, others = f"{prefix}self_attention", f"{prefix}token_attention"
 
-    def numbers(call: AttentionCall) -> Mapping[str, Tensor | Pattern]:
+    def numbers(call: Attention) -> Mapping[str, Tensor | Pattern]:
         """Entropy of the token's row, what it keeps to the tokens before the grid, (B, heads) each; and its sum."""
         if (query := query_of(call)) is None:
             return {}
@@ -38,7 +37,7 @@ def _of_token(
             found[f"{name}prefix_attention"] = weights[..., :before].sum(-1).mean(1)
         return found
 
-    def maps(call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
+    def maps(call: Attention, which: Sequence[int]) -> Mapping[str, Tensor]:
         """The token's row cut in three: the grid (images, windows, heads, height, width), itself, other tokens."""
         query, keys = query_of(call), call.layout.keys
         if query is None or keys is None:
@@ -100,14 +99,17 @@ DISTILLATION_ATTENTION = _of_token(
 )
 
 
-def _numbers_of_classes(call: AttentionCall) -> Mapping[str, Tensor | Pattern]:
+def _numbers_of_classes(call: Attention) -> Mapping[str, Tensor | Pattern]:
     if call.layout.asking != "classes":
         return {}
-    statistics, pattern = attention_statistics(call)
-    return {"class_entropy": statistics["entropy"], "class_content_information": pattern}
+    statistics = call.statistics()
+    return {
+        "class_entropy": statistics["entropy"],
+        "class_content_information": statistics["content_information"],
+    }
 
 
-def _maps_of_classes(call: AttentionCall, which: Sequence[int]) -> Mapping[str, Tensor]:
+def _maps_of_classes(call: Attention, which: Sequence[int]) -> Mapping[str, Tensor]:
     """Maps of all classes, (images, K, height, width): the recorder keeps those that are wanted."""
     if call.layout.keys is None or call.windows > 1:
         return {}

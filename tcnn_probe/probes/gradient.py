@@ -5,17 +5,16 @@ them head by head; Nest interleaves the heads in each channel). So a layer is re
 one that is not known here is left out, and named in ``recorder.missing``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tcnn_model import GPSA
 from tcnn_model.gpsa.precision import at_least_float32
-from tcnn_probe.attention import known_layers as known
-from tcnn_probe.attention.rebuild import head_count
+from tcnn_probe.architectures.lookup import head_count, known, looks_like_attention
+from tcnn_probe.architectures.record import HeadParameters
 from tcnn_probe.probes.probe import NotMeasuredError, Probe
 from tcnn_probe.probes.variables import HEAD
 from tcnn_probe.schema import Variable
@@ -32,75 +31,35 @@ def _by_head(gradient: Tensor, blocks: int, heads: int) -> Tensor:
     return torch.linalg.vector_norm(each, dim=(0, 2), dtype=at_least_float32(gradient.dtype)).square()
 
 
-_LAYERS = ("q", "k", "v", "q_proj", "k_proj", "v_proj")
-_KINDS: Mapping[str, int] = {**dict.fromkeys(_LAYERS, 1), "qk": 2, "kv": 2, "qkv": 3}
-_LINEAR = frozenset(
-    f"timm.{name}"
-    for name in (
-        "layers.attention.Attention",
-        "layers.attention.AttentionRope",
-        "layers.attention_pool.AttentionPoolLatent",
-        "models.beit.Attention",
-        "models.cait.ClassAttn",
-        "models.cait.TalkingHeadAttn",
-        "models.convit.GPSA",
-        "models.convit.MHSA",
-        "models.davit.WindowAttention",
-        "models.eva.EvaAttention",
-        "models.fastvit.Attention",
-        "models.metaformer.Attention",
-        "models.mvitv2.MultiScaleAttention",
-        "models.pvt_v2.Attention",
-        "models.swin_transformer.WindowAttention",
-        "models.swin_transformer_v2.WindowAttention",
-        "models.tnt.Attention",
-        "models.twins.GlobalSubSampleAttn",
-        "models.twins.LocallyGroupedAttn",
-        "models.vision_transformer.Attention",
-        "models.vision_transformer_relpos.RelPosAttention",
-        "models.vision_transformer_sam.Attention",
-        "models.volo.Attention",
-        "models.volo.ClassAttention",
-    )
-)
-"""Rows of qkv are (3, heads, d), of kv (2, heads, d), and so on; columns of proj are (heads, d)."""
-
-
-def _of_linear(layer: Any) -> Own:
-    heads = layer.num_heads
-    out = layer.proj
-    if not isinstance(out, (nn.Linear, nn.Identity)):
-        raise NotMeasuredError(f"its output projection is {type(out).__name__}, no nn.Linear")
-    for name, kinds in _KINDS.items():
+def _parameters(layer: nn.Module, known_parameters: HeadParameters, heads: int) -> Own:
+    """Yield the parameters of single heads as the layer's record names them."""
+    output = getattr(layer, known_parameters.output, None) if known_parameters.output else None
+    if output is not None and not isinstance(output, (nn.Linear, nn.Identity)):
+        raise NotMeasuredError(f"its output projection is {type(output).__name__}, no nn.Linear")
+    for name, blocks in known_parameters.rows.items():
         part = getattr(layer, name, None)
-        if part is None or isinstance(part, nn.Identity):
+        # Buffers, such as the biases of keys of BEiT, are not trained.
+        if part is None or isinstance(part, nn.Identity) or name in layer._buffers:
             continue
-        if not isinstance(part, nn.Linear):
-            raise NotMeasuredError(f"{name} is {type(part).__name__}, no nn.Linear")
-        rows = part.out_features
-        # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
-        if rows % (kinds * heads) or (kinds == 3 and isinstance(out, nn.Linear) and rows != 3 * out.in_features):
-            raise NotMeasuredError(f"{rows} rows of {name} are not {kinds} x {heads} heads of one size")
-        yield from ((part.weight, kinds), (part.bias, kinds))
-    for name in ("q_bias", "k_bias", "v_bias"):
-        if isinstance(bias := getattr(layer, name, None), nn.Parameter):
-            yield bias, 1
-    if isinstance(out, nn.Linear):
-        yield from _columns(out, heads)
-    if known.lookup({"timm.models.convit.GPSA": True}, layer):
-        yield from ((own, 1) for own in (layer.pos_proj.weight, layer.pos_proj.bias, layer.gating_param))
+        if isinstance(part, Tensor):
+            yield part, blocks
+        else:
+            yield from _rows(part, name, blocks, heads, output)
+    if isinstance(output, nn.Linear):
+        yield from _columns(output, heads)
+    if known_parameters.taps:
+        weight = getattr(layer, known_parameters.taps)
+        yield weight, weight.shape[:2].numel()  # (C_out, C_in, k_h, k_w): a tap is a head
 
 
-def _of_multihead(layer: nn.MultiheadAttention) -> Own:
-    yield from ((together, 3) for together in (layer.in_proj_weight, layer.in_proj_bias))
-    yield from ((own, 1) for own in (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight))
-    yield from ((own, 1) for own in (layer.bias_k, layer.bias_v))
-    yield from _columns(layer.out_proj, layer.num_heads)
-
-
-def _of_gpsa(layer: GPSA) -> Own:
-    yield from ((own, 1) for own in (layer.query, layer.key, layer.raw_locality, layer.center, layer.gating))
-    yield layer.weight, layer.weight.shape[:2].numel()  # (C_out, C_in, k_h, k_w): a tap is a head
+def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Own:
+    if not isinstance(part, nn.Linear):
+        raise NotMeasuredError(f"{name} is {type(part).__name__}, no nn.Linear")
+    rows = part.out_features
+    # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
+    if rows % (blocks * heads) or (blocks == 3 and isinstance(output, nn.Linear) and rows != 3 * output.in_features):
+        raise NotMeasuredError(f"{rows} rows of {name} are not {blocks} x {heads} heads of one size")
+    yield from ((part.weight, blocks), (part.bias, blocks))
 
 
 def _columns(layer: nn.Linear, heads: int) -> Own:
@@ -109,26 +68,19 @@ def _columns(layer: nn.Linear, heads: int) -> Own:
     yield layer.weight, layer.out_features
 
 
-_READERS: Mapping[str, Callable[[Any], Own]] = {
-    **dict.fromkeys(_LINEAR, _of_linear),
-    "torch.nn.modules.activation.MultiheadAttention": _of_multihead,
-    "tcnn_model.gpsa.layer.GPSA": _of_gpsa,
-}
-
-
 def _is_expected(layer: nn.Module) -> bool:
     """Whether it is known, or has heads and looks like attention."""
     says = head_count(layer) is not None
-    return known.lookup_unchanged(_READERS, layer) is not None or (says and known.looks_like_attention(layer))
+    return known(layer).head_parameters is not None or (says and looks_like_attention(layer))
 
 
 def _gradients(layer: nn.Module) -> dict[str, list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]:
-    reader = known.lookup_unchanged(_READERS, layer)
-    if reader is None:
+    known_parameters = known(layer).head_parameters
+    if known_parameters is None:
         raise NotMeasuredError(f"how the heads of {type(layer).__name__} share its parameters is not known")
     heads: Any = head_count(layer)  # whoever is known here says it
     own: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
-    for parameter, blocks in reader(layer):
+    for parameter, blocks in _parameters(layer, known_parameters, heads):
         if isinstance(parameter, nn.Parameter):
             own.append((parameter, partial(_by_head, blocks=blocks, heads=heads)))
         elif parameter is not None:

@@ -6,10 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.gated import GATED_LAYERS
-from tcnn_probe.probes.gated import PARTS, attention_of
-from tcnn_probe.probes.probe import ForwardCall, Probe
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.probes.probe import Probe
 from tcnn_probe.schema import Variable
 
 __all__ = ["MEAN_ATTENTION", "mean_attention"]
@@ -43,37 +41,21 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
     if not places.size or places.shape[1:] != (2,) or not ((places >= 0) & (places < 1)).all():
         raise ValueError(f"expected queries=[(row, column), ...], from 0 and below 1, got {queries!r}")
 
-    def indices(height: int, width: int) -> Tensor:
-        return torch.tensor([int(row * height) * width + int(column * width) for row, column in places.tolist()])
-
-    def of_softmax(call: AttentionCall) -> dict[str, Tensor]:
-        rows = call.layout.queries
-        if rows is None or call.layout.keys is None or call.in_windows or isinstance(call.module, GATED_LAYERS):
+    def measure(attention: Attention) -> dict[str, Tensor]:
+        grid = attention.layout.queries
+        if grid is None or attention.map_size is None or attention.in_windows:
             return {}
-        at = (rows.prefix + indices(rows.height, rows.width)).tolist()
-        maps = torch.cat([call.weights(slice(one, one + 1))[:, 0] for one in at], 2)
-        return {"mean_attention": call.on_grid(maps)}
-
-    def of_gated(call: ForwardCall) -> dict[str, Tensor]:
-        attention = attention_of(call)
-        y, x = attention.y, attention.x
-        maps = attention.on_pixels(indices(y.queries, x.queries).to(attention.query.device))
-        return {"mean_attention": maps.unflatten(-1, (y.length, x.length))}
+        cells = [int(row * grid.height) * grid.width + int(column * grid.width) for row, column in places.tolist()]
+        rows = [attention.weights(slice(grid.prefix + cell, grid.prefix + cell + 1))[:, 0] for cell in cells]
+        return {"mean_attention": attention.on_grid(torch.cat(rows, 2))}
 
     meaning = (
         "Mean over the images seen since the previous mark of A_ij, of chosen queries i over the keys on the grid."
     )
     about = Variable(("layer", "head", "query", "y", "x"), "1", "mean attention", meaning, dtype="float32")
     labels = [f"{row:g}, {column:g}" for row, column in places.tolist()]
-    return Probe(
-        "mean-attention",
-        {"mean_attention": about},
-        GATED_LAYERS,
-        measure=of_gated,
-        attention=of_softmax,
-        parts=PARTS,
-        coords={"query": labels},
-    )
+    variables = {"mean_attention": about}
+    return Probe("mean-attention", variables, attention=measure, coords={"query": labels})
 
 
 MEAN_ATTENTION = mean_attention()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.schema import COORDINATES, COUNTS, Variable
 
@@ -33,7 +33,6 @@ class ForwardCall:
         parts: the last call in it of each submodule named in :attr:`Probe.parts`, if it ran. Its tensors are the
             model's own, as they are when the module returns: what works in place on them has changed them.
         limit: how many of its images, the first ones, count for sums over images; None for all.
-        times: of a part, how many times it ran.
     """
 
     module: Any
@@ -42,7 +41,6 @@ class ForwardCall:
     output: Any
     parts: Mapping[str, "ForwardCall"] = field(default_factory=dict)
     limit: int | None = None
-    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -58,14 +56,14 @@ class Probe:
     Args:
         kind: short name, kept in the dataset's layer table.
         variables: name -> :class:`Variable`, whose ``dims`` are "layer" and then those of the tensors.
-        module_type: the modules it is for: a class, several, or a predicate on a module. Not for ``attention``.
+        module_type: Modules that it is for: a class, several, or a predicate on a module; for ``attention`` as well.
         group: where its variables go: "" is the root, with the numbers of attention heads; None a group of its own,
             named after the kind.
         facts: module -> what else the layer table says of it, in plain JSON; known before any forward.
         state: module -> ``{variable: (*dims)}``, read off the parameters when an epoch is marked.
         measure: :class:`ForwardCall` -> ``{variable: (B, *dims)}``, after each forward of the layer, under the autocast
             that the layer ran in.
-        attention: :class:`AttentionCall` -> ``{variable: (B, *dims)}``, for each softmax attention in the model, in
+        attention: :class:`Attention` -> ``{variable: (B, *dims)}``, for each softmax attention in the model, in
             whatever module it is.
         maps: the same call, and which of its images were chosen -> {variable: (images, [windows,] heads, height,
             width)}; the variables have the dims ("layer", "image", ["window",] "head", "y", "x"). Beside these maps
@@ -93,7 +91,7 @@ class Probe:
     facts: Callable[[Any], Mapping[str, Any]] | None = None
     state: Callable[[Any], Mapping[str, Tensor]] | None = None
     measure: Callable[[ForwardCall], Mapping[str, Tensor | Pattern]] | None = None
-    attention: Callable[[AttentionCall], Mapping[str, Tensor | Pattern]] | None = None
+    attention: Callable[[Attention], Mapping[str, Tensor | Pattern]] | None = None
     maps: Callable[[Any, Sequence[int]], Mapping[str, Tensor]] | None = None
     gradients: Callable[[Any], Mapping[str, Iterable[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]] | None = None
     rebuild: Callable[[ForwardCall], Tensor | None] | None = None

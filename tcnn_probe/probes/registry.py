@@ -3,15 +3,14 @@
 import difflib
 from collections.abc import Iterable
 
+from tcnn_probe.probes.attention_heads import CONVIT, GPSA, SOFTMAX
 from tcnn_probe.probes.class_attention import ATTENTION_BY_CLASS, CLASS_ATTENTION, DISTILLATION_ATTENTION
 from tcnn_probe.probes.cross_patch import CROSS_PATCH
-from tcnn_probe.probes.gated import CONVIT, GPSA
 from tcnn_probe.probes.gradient import GRADIENT
 from tcnn_probe.probes.layer_features import FEATURES
 from tcnn_probe.probes.layer_scale import LAYER_SCALE
 from tcnn_probe.probes.mean_attention import MEAN_ATTENTION
 from tcnn_probe.probes.probe import Probe
-from tcnn_probe.probes.softmax import SOFTMAX
 from tcnn_probe.schema import Variable
 
 __all__ = ["DEFAULT", "PROBES", "find_probes", "register"]

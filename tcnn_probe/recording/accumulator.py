@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import widest, widest_dtype
+from tcnn_probe.attention.head_editor import edited
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.heads.static_pattern import information, translation_equivariance
-from tcnn_probe.hooks.edits import edited
-from tcnn_probe.models import named_in_errors
+from tcnn_probe.hooks.modes import named_in_errors
 from tcnn_probe.probes import Probe
 
 __all__ = ["Accumulator", "EpochSums", "checked"]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tcnn_model.conversion.selection import LayerFilter, matching
-from tcnn_probe.attention.known_layers import looks_like_attention
+from tcnn_probe.architectures.lookup import looks_like_attention
 from tcnn_probe.probes import DEFAULT
 from tcnn_probe.recording.accumulator import EpochSums
 from tcnn_probe.recording.collector import Collector

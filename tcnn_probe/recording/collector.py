@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from tcnn_model import AttentionPool2d
-from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.head_editor import edited
 from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.patterns import Pattern
-from tcnn_probe.attention.rebuild import relative_difference, tolerance
+from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
-from tcnn_probe.hooks.edits import edited
-from tcnn_probe.hooks.modes import aside_depth
-from tcnn_probe.models import layer_names, named_in_errors, unwrap
+from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
+from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.recording.accumulator import Accumulator, EpochSums, checked
 from tcnn_probe.recording.image_identity import ImageIdentity
@@ -74,7 +74,7 @@ class Collector(AttentionListener):
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
         self.training_forwards = self.paused = 0
-        self._aside = aside_depth()
+        self._aside = hidden_depth()
         self._chosen = {one.kind: frozenset(sampling.images if one.images is None else one.images) for one in probes}
         self.images = ImageIdentity(sorted({*sampling.images}.union(*(one.images or () for one in probes))))
         self.lock = threading.RLock()
@@ -92,7 +92,7 @@ class Collector(AttentionListener):
             model,
             self,
             layers=wanted if self._attention_probes else (),
-            skipped=[module for module, many in self._of_module.items() if any(_has_heads(s.probe) for s in many)],
+            watched=self._of_module.keys() | self._parts,
             tokens=tokens,
         )
         try:
@@ -160,8 +160,8 @@ class Collector(AttentionListener):
 
     # What the stream tells: see AttentionListener.
 
-    def wants(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
-        """Whether this forward is to be measured."""
+    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
+        """Return whether this forward is to be measured, and prepare for it."""
         if self.paused:
             return False
         training = self._model.training
@@ -171,40 +171,36 @@ class Collector(AttentionListener):
             return False
         number = self._entered[entry]
         self._entered[entry] += 1
-        return not number % self.sampling.every and not self._is_full()
-
-    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> None:
-        """Begin anew."""
+        if number % self.sampling.every or self._is_full():
+            return False
         self._clear()
         self.images.begins(inputs)
         self._size = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
         self._begun_in = self._epoch
         self._whole = unwrap(entry) is unwrap(self._model)
+        return True
 
-    def attends(self, call: AttentionCall) -> list[_Measured]:
+    def attends(self, attention: Attention) -> None:
         """Measure an attention."""
-        found = []
         for probe in self._attention_probes:
+            if probe.module_type is not None and not probe.applies_to(attention.module):
+                continue
             assert probe.attention is not None
-            limited = replace(call, limit=self._room(call.name, probe))
-            if values := checked(probe, probe.attention(limited), images=True):
-                found.append(self._measured(probe, values, limited))
-        if call.layout.advice:
-            self.advice[call.name] = call.layout.advice
-        if call.layout.reason:
+            limited = replace(attention, limit=self._room(attention.name, probe))
+            values = checked(probe, probe.attention(limited), images=True)
+            if values:
+                self._pending.append(self._measured(probe, values, limited))
+        layout = attention.layout
+        if layout.advice:
+            self.advice[attention.name] = layout.advice
+        if layout.reason:
             known = {name for probe in self._attention_probes for name in probe.variables}
-            self._lacks(call.name, known & {"attention_distance", "uniform_distance"}, call.layout.reason)
-        return found
+            self._lacks(attention.name, known & {"attention_distance", "uniform_distance"}, layout.reason)
 
-    def watches(self, module: nn.Module) -> bool:
-        """Whether a probe measures this module, or one that it is a part of."""
-        return module in self._of_module or module in self._parts
-
-    def ran(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
-        """Measure a module that has run."""
+    def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
+        """Measure a module that has run, or note a part of it that a probe needs."""
         if module in self._parts:
-            times = 1 + (self._calls[module].times if module in self._calls else 0)
-            self._calls[module] = ForwardCall(module, self.names[module], inputs, output, times=times)
+            self._calls[module] = ForwardCall(module, self.names[module], inputs, output)
         measuring = [one for one in self._of_module.get(module, ()) if one.probe.measure is not None]
         for one in measuring:
             parts = {name: self._calls[part] for name, part in _parts_of(one) if part in self._calls}
@@ -215,9 +211,9 @@ class Collector(AttentionListener):
             for _, part in _parts_of(one):
                 self._calls.pop(part, None)
 
-    def ends(self, kept: Sequence[Any], output: Any) -> None:
+    def ends(self, layers: Collection[str], output: Any) -> None:
         """Add up what was measured, unless the epoch was marked meanwhile."""
-        measured = [*self._pending, *(one for found in kept for one in found)]
+        measured = [one for one in self._pending if one.probe.attention is None or one.layer in layers]
         self._clear()
         with self.lock:
             if self._begun_in == self._epoch:
@@ -236,14 +232,15 @@ class Collector(AttentionListener):
             if probe not in rivals:
                 try:
                     one = self._sums_of(name, module, probe)
-                    self._of_module.setdefault(module, []).append(one)
+                    if probe.measure is not None:
+                        self._of_module.setdefault(module, []).append(one)
                 except NotMeasuredError as reason:
                     self._lacks(name, probe.variables, str(reason))
 
     def _sums_of(self, layer: str, module: nn.Module, probe: Probe) -> Accumulator:
         key = layer, probe.kind
         if key not in self.sums:
-            self.sums[key] = Accumulator(layer, module, probe, lambda: self.paused > 0 or aside_depth() > self._aside)
+            self.sums[key] = Accumulator(layer, module, probe, lambda: self.paused > 0 or hidden_depth() > self._aside)
             self.order.setdefault(layer, self.order[self.names[module]])
         return self.sums[key]
 
@@ -272,7 +269,7 @@ class Collector(AttentionListener):
         probe, verification = one.probe, self.stream.verification
         if probe.rebuild is not None and verification.needed(one.name) and (rebuilt := probe.rebuild(call)) is not None:
             off = relative_difference(rebuilt, call.output[:1])
-            verification.add(one.name, off, tolerance(call.output.dtype))
+            verification.add(one.name, (off, tolerance(call.output.dtype)))
         assert probe.measure is not None
         if values := checked(probe, probe.measure(call), images=True):
             self._pending.append(self._measured(probe, values, call))
@@ -301,7 +298,7 @@ class Collector(AttentionListener):
         maps = probe.maps(call, rows) if rows and probe.maps else {}
         for name in probe.of_classes & maps.keys():
             self.sampling.classes.check(layer, maps[name].shape[1])
-        if rows and isinstance(call, AttentionCall) and call.layout.reason:
+        if rows and isinstance(call, Attention) and call.layout.reason:
             lacking = probe.of_images - maps.keys()
             self._lacks(layer, lacking - probe.of_classes if maps else lacking, call.layout.reason)
         return _Measured(layer, call.module, probe, values, images, before, rows, maps, patterns)
@@ -317,8 +314,8 @@ class Collector(AttentionListener):
 
 
 def _has_heads(probe: Probe) -> bool:
-    """Whether it measures the heads of a layer by the layer's input."""
-    return probe.place == "" and probe.measure is not None
+    """Return whether the probe measures the heads of a kind of layer."""
+    return probe.place == "" and probe.module_type is not None and probe.runs
 
 
 def _parts_of(one: Accumulator) -> Iterator[tuple[str, nn.Module]]:

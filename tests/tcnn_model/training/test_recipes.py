@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import timm
+import torch
 from timm.models import register_model
 from timm.models.mlp_mixer import Affine, MlpMixer, ResBlock
 
@@ -233,6 +234,34 @@ def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n{each.metadata['group']}:\n" in shown
 
 
+def test_recipe_whose_bases_are_a_circle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text(f'base = "{second}"')
+    second.write_text(f'base = "{first}"')
+    assert main(["resnet18", "--recipe", str(first), "--out", str(tmp_path / "run")]) == 2
+    assert f"its bases lead back to it: {first} -> {second} -> {first}" in capsys.readouterr().err
+
+
+def test_files_import_no_watcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe, settings or a run of somebody else's; the command line may."""
+    recipe, settings, run = tmp_path / "recipe.toml", tmp_path / "settings.toml", tmp_path / "run"
+    run.mkdir()
+    recipe.write_text('[settings]\nwatcher = "antigravity:fly"')
+    for file in (settings, run / "config.toml"):
+        file.write_text('model = "resnet18"\nwatcher = "antigravity:fly"')
+    others: list[list[str]] = [["resnet18", "--recipe", str(recipe)], ["--config", str(settings)]]
+    for arguments in [*others, ["--resume", "--out", str(run)]]:
+        assert main(arguments) == 2
+        assert "a file may not name 'antigravity:fly', which would be imported" in capsys.readouterr().err
+        assert parse([*arguments, "--watcher", "none"])[0].watcher == "none"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_device_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resnet18", "--device", "cuda", "--out", str(tmp_path / "run")]) == 2
+    assert "expected cpu, as torch finds no GPU with CUDA on this machine, got cuda" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -246,6 +275,7 @@ def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
         (["resnet18", "--resume"], "there is no run in"),
         (["--resume", "--recipe", "deit"], "with the settings of the run: leave --recipe and --config out"),
         (["resnet18", "--num-classes", "3"], "the data has 10 classes, got 3"),
+        (["resnet18", "--img-size", "32", "--reparameterize-at", "3"], "the image is too small to tell stages apart"),
     ],
 )
 def test_what_does_not_fit_is_said(

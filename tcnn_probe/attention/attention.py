@@ -1,0 +1,195 @@
+"""An attention of a forward: who attends, from where, to what, and with which weights."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.architectures.grids import Windows
+from tcnn_probe.attention.layout import Layout
+
+__all__ = ["Attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(ABC):
+    """The attention A of one call of a layer: B images, each in one or more windows, and a softmax for each head.
+
+    A forward shows two kinds, :class:`~tcnn_probe.attention.softmax.SoftmaxAttention` and
+    :class:`~tcnn_probe.attention.gated.GatedAttention`; readers such as recorders, maps and rollout work on what is
+    below and need not tell them apart. A third kind (the kernel of linear attention, say) takes one file: a subclass
+    with :attr:`shape`, :attr:`source`, :meth:`weights`, :meth:`statistics` and :meth:`discrepancy`, shown by the stream
+    where the layer has what it is made of.
+
+    The tensors behind it are the model's own, valid while the layer runs: read what you need, and keep copies.
+
+    Args:
+        module: Module that attends.
+        name: Name of the layer, as in recordings; "name#1" for the second attention in one call of the module.
+        images: Number of images B.
+        windows: Number of windows of each image, 1 for attention over the whole image. Row b * windows + w of
+            ``shape[0]`` is window w of image b.
+        layout: Grids on which queries and keys lie.
+        number: Place of this attention among those of one call of the module, counted from 0.
+        cut: Places of the windows in the image; None if unknown, or if the only window is the image.
+        limit: Number of images, the first ones, that count in sums over images; None for all.
+    """
+
+    BLOCK: ClassVar[int] = 1 << 20
+    """Number of logits formed at a time on a CPU: 4 MiB in float32, which stay in its cache."""
+
+    module: nn.Module
+    images: int
+    layout: Layout
+    windows: int = 1
+    name: str = ""
+    number: int = 0
+    cut: Windows | None = None
+    limit: int | None = None
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int, int]:
+        """Sizes (rows, heads, N_query, N_key), where rows = images * windows."""
+
+    @property
+    @abstractmethod
+    def source(self) -> Tensor:
+        """A tensor that A is made of, for its device and dtype."""
+
+    @abstractmethod
+    def weights(self, queries: slice = slice(None), image: int | None = None) -> Tensor:
+        """Return the attention of some queries.
+
+        Args:
+            queries: Slice of the N_query queries.
+            image: Index of one image; None for all.
+
+        Returns:
+            Shape (B or 1, windows, heads, queries, N_key), in float32 at least. Rows sum to one, but for queries that
+            may see no key at all: these are 0, as torch's own attention has it.
+        """
+
+    @abstractmethod
+    def statistics(self) -> Mapping[str, Any]:
+        """Return what recordings keep of A, exact and without an N x N tensor.
+
+        Returns:
+            ``{variable: tensor}``, shape (B, heads) or, for the scales of uniform attention, (B,); and for variables
+            that need sums over images a :class:`~tcnn_probe.attention.patterns.Pattern`.
+        """
+
+    @abstractmethod
+    def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
+        """Compare A with what the model computed from it, for the first image.
+
+        Args:
+            output: Output of the layer, for kinds that are compared with it.
+
+        Returns:
+            The largest difference as a share of the largest value, shape () in float32, and the largest share that
+            rounding explains; None if nothing can be compared, as under dropout.
+        """
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return self.shape[1]
+
+    @property
+    def queries(self) -> int:
+        """Number of queries of each window."""
+        return self.shape[2]
+
+    @property
+    def keys(self) -> int:
+        """Number of keys of each window."""
+        return self.shape[3]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows: of windows of all images."""
+        return self.shape[0]
+
+    @property
+    def content_keys(self) -> int:
+        """Number of keys of the part that images decide, see :meth:`content`."""
+        return self.keys
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the layer."""
+        return self.source.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Float32, or float64 where the model is in float64."""
+        return at_least_float32(self.source.dtype)
+
+    @property
+    def block(self) -> int:
+        """Number of logits to form at a time on this device."""
+        return self.block_on(self.device)
+
+    @classmethod
+    def block_on(cls, device: torch.device) -> int:
+        """Number of logits to form at a time: 64 MiB of them on a GPU, where each block is a dozen kernel launches."""
+        return cls.BLOCK << (0 if device.type == "cpu" else 4)
+
+    @property
+    def in_windows(self) -> bool:
+        """Whether there are several windows, or one that is larger than the image."""
+        return self.windows > 1 or self.cut is not None
+
+    @property
+    def class_query(self) -> int | None:
+        """Index of the class token among the queries; None without one, or with one for each class."""
+        return None
+
+    @property
+    def distillation_query(self) -> int | None:
+        """Index of the distillation token among the queries; None without one."""
+        return None
+
+    @property
+    def gate(self) -> Tensor | None:
+        """Share of positional attention of each head, shape (heads,); None for attention without gates."""
+        return None
+
+    @property
+    def map_size(self) -> tuple[int, int] | None:
+        """Rows and columns of the maps that :meth:`on_grid` gives; None where no grid is known."""
+        return None if self.layout.keys is None else self.layout.keys.size
+
+    def own_key(self, query: int) -> int | None:
+        """Index among the keys of a class or distillation token that is a query; None if it is not one of them."""
+        return query if self.layout.asking == "tokens" and query < self.layout.prefix else None
+
+    def content(self) -> Tensor:
+        """Return the part of A that images decide: (rows, heads, N_query, keys). All of it, but for gated attention."""
+        return self.weights().flatten(0, 1)
+
+    def row(self, query: int, images: Sequence[int]) -> Tensor:
+        """Return the attention of one query in some images: shape (images, windows, heads, N_key)."""
+        one_query = slice(query, query + 1)
+        return torch.stack([self.weights(one_query, image)[0, :, :, 0] for image in images])
+
+    def received(self, images: Sequence[int]) -> Tensor:
+        """Return the mean over queries of A_ij, how much each key is looked at: (images, windows, heads, N_key)."""
+        step = max(1, self.block // (self.windows * self.heads * self.keys))
+        blocks = [slice(start, start + step) for start in range(0, self.queries, step)]
+        received = []
+        for image in images:
+            sums = [self.weights(block, image)[0].sum(-2) for block in blocks]
+            received.append(torch.stack(sums).sum(0) / self.queries)
+        return torch.stack(received)
+
+    def on_grid(self, rows: Tensor) -> Tensor:
+        """Return the keys on the grid of (..., N_key): shape (..., height, width), without those of the padding."""
+        keys = self.layout.keys
+        assert keys is not None
+        return rows[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
