@@ -175,6 +175,7 @@ def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
         sums = rates.sum({"severity"} & set(rates.dims), skipna=False)
         baseline_sums = sums.sel(model=baseline, drop=True)
         ratio = (sums / baseline_sums.where(baseline_sums != 0)).transpose("model", "corruption", ...)
+        # skipna=False: a corruption under which the baseline makes no errors must not drop out of the means.
         summary[f"{prefix}corruption_error"] = ratio
         summary[f"{prefix}group_corruption_error"] = ratio.groupby("group").mean("corruption", skipna=False)
         summary[f"{prefix}mean_corruption_error"] = ratio.mean("corruption", skipna=False)
