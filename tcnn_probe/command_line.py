@@ -40,17 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "show":
-            print(_describe(options.store))
+            print(_printable(_describe(options.store)))
         elif options.command == "compare":
-            print(_compare(*options.stores))
+            print(_printable(_compare(*options.stores)))
         elif options.command == "report":
             tcnn_probe.report(options.stores, options.output, max_mb=options.max_mb)
         else:
             _plot(options.store, options.variable, options.layers, options.output)
     except (StoreError, ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"tcnn-probe: {error}", file=sys.stderr)
+        print(_printable(f"tcnn-probe: {error}"), file=sys.stderr)
         return 2
     return 0
+
+
+def _printable(text: str) -> str:
+    """Escape what a terminal would take for commands: names of layers and attributes are those of a foreign file."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
 
 
 def _open_numbers(store: str) -> xr.Dataset:

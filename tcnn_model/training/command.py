@@ -1,16 +1,14 @@
 """``tcnn-finetune MODEL --data FOLDER --recipe NAME``: train a model of timm as the papers do."""
 
-import argparse
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tcnn_model.training.build import build_model, build_training, convert
-from tcnn_model.training.config import Config, add_options, read_toml, recipe_settings
+from tcnn_model.training.config import Config, parse
 from tcnn_model.training.data import Images, create_transforms
 from tcnn_model.training.distributed import Ranks, joined
 from tcnn_model.training.evaluation import EpochResult, best_result
@@ -52,57 +50,24 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def parse(arguments: list[str] | None) -> tuple[Config, bool]:
-    """Settings of a command line: those of the recipe, then of the file, then of the options."""
-    parser = argparse.ArgumentParser("tcnn-finetune", description=__doc__)
-    text = Config.__dataclass_fields__["model"].metadata["help"]
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=text)
-    parser.add_argument("--config", type=Path, help="TOML file with settings, named as the options with _ for -")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with its settings")
-    add_options(parser)
-    given = vars(parser.parse_args(arguments))
-    file, resume = (given.pop(name) for name in ("config", "resume"))
-    if resume:
-        if "recipe" in given or file:
-            raise ValueError("--resume goes on with the settings of the run: leave --recipe and --config out")
-        kept = Path(given.get("out", Config.out)) / "config.toml"
-        if not kept.exists():
-            raise ValueError(f"--resume: there is no run in {kept.parent}")
-        return _trusted(read_toml(kept), given), True
-    own = {**(read_toml(file) if file else {}), **given}
-    if not own.get("model"):
-        parser.error("expected the name of a model, such as t_resnetrs50")
-    recipe = own.get("recipe")
-    settings = recipe_settings(recipe, own["model"]) if recipe else {}
-    return _trusted({**settings, **own}, given), False
-
-
-def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
-    """Put options of the command line in settings of files, which may be somebody else's and import nothing."""
-    watcher = settings.get("watcher")
-    if "watcher" not in options and watcher not in (None, "none", Config.watcher):
-        raise ValueError(f"watcher: a file may not name {watcher!r}, which would be imported: give it as --watcher")
-    return Config(**{**settings, **options})
-
-
 def train(config: Config, *, resume: bool = False, progress: bool = True) -> Iterator[EpochResult]:
-    """Run a training in its folder; yields results after what watches has seen them.
+    """Run a training in its folder; yield each result once the watchers have seen it.
 
     Args:
-        config: its settings, before rates are scaled.
-        resume: go on with the run that is in the folder.
-        progress: show bars.
+        config: Settings, before rates are scaled.
+        resume: Go on with the run that is in the folder.
+        progress: Whether to show bars.
 
     Raises:
-        ValueError: settings, data or a folder that do not fit together.
-        OSError: more unreadable images than ``max_unreadable`` allows.
-        NonFiniteLossError: a loss that is no number; the batch is then in the folder.
-        StopRequested: SIGTERM came, and a checkpoint is written.
+        ValueError: Settings, data or a folder do not fit together.
+        OSError: More images are unreadable than ``max_unreadable`` allows, or a checkpoint cannot be written.
+        NonFiniteLossError: The loss is no number; the batch is then in the folder.
+        StopRequested: SIGTERM, SIGUSR1 or Ctrl-C came, and a checkpoint is written.
     """
     with joined(config.device) as ranks, ExitStack() as stack:
         folder, stopping = Folder(config, ranks), Stopping(ranks)
         if not resume:
-            folder.check_free()
+            folder.check_free()  # before images are opened, which may take minutes
         training, images = _prepare(config, ranks)
         stack.enter_context(folder.locked())
         if resume:
@@ -149,9 +114,9 @@ def _epochs(
     def before_epoch(epoch: int) -> None:
         due = config.reparameterize_at is not None and epoch > config.reparameterize_at
         if due and convert(training, folder.scaled, steps, folder.ranks):
-            watch.attach()
+            watching.attach()
 
-    watch = Watching(training, config, folder)
+    watching = Watching(training, config, folder)
     results = run(
         training,
         images,
@@ -165,13 +130,13 @@ def _epochs(
     )
     try:
         for result in results:
-            watch(asdict(result))
+            watching(asdict(result))
             yield result
     except NonFiniteLossError as error:
         path = folder.keep_batch(error.images, error.targets, str(error))
         raise NonFiniteLossError(f"{error}; the batch is in {path}", error.images, error.targets) from error
     finally:
-        watch.close()
+        watching.close()
 
 
 def _summary(training: Training, images: Images, folder: Folder) -> None:

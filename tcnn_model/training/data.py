@@ -27,14 +27,14 @@ Transform = Callable[[Image.Image], Tensor]
 
 
 def create_transforms(config: Config, model_data: dict[str, Any]) -> tuple[Transform, Transform]:
-    """Timm's transforms for training and validation.
+    """Create timm's transforms for training and validation.
 
     The "simple" crop is DeiT III's (thesis, Sec. 6.2.2), which timm lacks: the shorter side is resized to the image
     size, then a square is cut out of it with 4 pixels of reflected border.
 
     Args:
-        config: of the run.
-        model_data: what timm's ``resolve_model_data_config`` says of the model, at the run's image size.
+        config: Settings of the run.
+        model_data: The model's configuration of ``resolve_model_data_config``, at the run's image size.
     """
     from timm.data import create_transform
 
@@ -46,11 +46,12 @@ def create_transforms(config: Config, model_data: dict[str, Any]) -> tuple[Trans
         auto_augment=config.auto_augment,
         color_jitter=config.color_jitter,
         re_prob=config.random_erasing,
-        re_mode="pixel",
+        re_mode="pixel",  # DeiT's erased rectangles are noise, not grey
     )
     if config.crop == "simple":
         size = shared["input_size"][-1]
         resize = transforms.Resize(size, transforms.InterpolationMode(shared["interpolation"]))
+        # timm's first transform is the random resized crop.
         train.transforms[:1] = [resize, transforms.RandomCrop(size, padding=4, padding_mode="reflect")]
     validate = create_transform(**shared, is_training=False, crop_pct=config.crop_pct or model_data["crop_pct"])
     return train, validate
@@ -139,10 +140,10 @@ class Images:
     epoch, each time augmented anew, in one batch of all processes.
 
     Args:
-        train, validate: images by number.
-        transforms: of both.
-        config: of the run.
-        ranks: this process.
+        train, validate: Images by number.
+        transforms: Transforms of both.
+        config: Settings of the run.
+        ranks: This process.
     """
 
     train: Source
@@ -153,7 +154,7 @@ class Images:
 
     def __post_init__(self) -> None:
         config, count = self.config, self.ranks.count
-        self._sizes = [min(len(each), config.limit or len(each)) for each in (self.train, self.validate)]
+        self._sizes = [min(len(source), config.limit or len(source)) for source in (self.train, self.validate)]
         self._batch = config.batch_size * count
         together = self._batch * config.accumulate
         if self._sizes[0] < together:
@@ -166,30 +167,33 @@ class Images:
         self._epoch = 0
 
     def begin(self, epoch: int) -> None:
-        """The epoch whose order comes next."""
+        """Take the order of this epoch from now on."""
         self._epoch = epoch
 
     def order(self, epoch: int) -> Tensor:
-        """Numbers of the training images, as many as there are, in the order of an epoch."""
+        """Return the numbers of the training images, as many as there are, in the order of an epoch."""
         generator = torch.Generator().manual_seed(seed_of(self.config.seed, epoch))
-        everything = _spread(len(self.train), self._sizes[0])
-        shuffled = everything[torch.randperm(len(everything), generator=generator)]
+        numbers = _spread(len(self.train), self._sizes[0])
+        shuffled = numbers[torch.randperm(len(numbers), generator=generator)]
         return shuffled.repeat_interleave(self.config.repeated_augmentation)[: len(shuffled)]
 
     def training(self, first: int) -> Iterable[tuple[Tensor, Tensor]]:
-        """Batches of the epoch for this process, from one on."""
+        """Return the batches of the epoch for this process, without the first ones."""
         order = self.order(self._epoch)
         keys: list[list[Key]] = []
         for batch in range(first, self.per_epoch):
-            places = range(batch * self._batch + self.ranks.rank, (batch + 1) * self._batch, self.ranks.count)
+            start = batch * self._batch
+            # Each count-th place, so that the images of a batch do not depend on the number of processes.
+            places = range(start + self.ranks.rank, start + self._batch, self.ranks.count)
             keys.append([(self._epoch, place, int(order[place])) for place in places])
         return _Counted(self._load(self.train, self.transforms[0], keys), len(keys))
 
     def validation(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """The share of this process in the validation images: each is in one process, and once."""
-        mine = _spread(len(self.validate), self._sizes[1])[self.ranks.rank :: self.ranks.count].tolist()
+        """Return the share of this process in the validation images: each is in one process, and once."""
+        numbers = _spread(len(self.validate), self._sizes[1])[self.ranks.rank :: self.ranks.count].tolist()
+        places = [(0, number, number) for number in numbers]
         size = self.config.batch_size
-        keys = [[(0, index, index) for index in mine[n : n + size]] for n in range(0, len(mine), size)]
+        keys = [places[start : start + size] for start in range(0, len(places), size)]
         return _Counted(self._load(self.validate, self.transforms[1], keys), len(keys))
 
     def _load(self, source: Source, transform: Transform, keys: list[list[Key]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -227,5 +231,5 @@ class Images:
 
 
 def _spread(length: int, count: int) -> Tensor:
-    """So many numbers below ``length``, spread evenly, since folders are sorted by class."""
+    """Return ``count`` numbers below ``length``, spread evenly, since folders are sorted by class."""
     return ((torch.arange(count) + 0.5) * length / count - 0.5).round().long()

@@ -1,7 +1,7 @@
 """Models of timm with the weights of a file: for another size of images, for other classes, of a T-CNN, of Grafit."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tcnn_model.conversion.reparameterize import reparameterize
 from tcnn_model.gpsa.layer import gpsa_layers
+from tcnn_model.pooling.add import add_attention_pool
 
 __all__ = ["create_from_weights", "create_of_size"]
 
@@ -35,20 +36,19 @@ def create_from_weights(
     num_classes: int,
     *,
     img_size: int | None = None,
-    prepare: Callable[[Any, State], Any] = lambda model, state: model,
     **options: Any,
 ) -> Any:
     """Create a model of timm with all weights of a file. A classifier for other classes is replaced by a new one.
 
     The model is made with the classes of the file, so that no weight can be left out in silence, and gets its own
-    classifier afterwards. Position embeddings are resized. Of a Grafit network the trunk is taken.
+    classifier afterwards. It becomes a T-CNN, or pools by attention, if the weights are of such a model. Position
+    embeddings are resized. Of a Grafit network the trunk is taken.
 
     Args:
         name: timm's name of the model.
         path: Checkpoint of torch, with or without a moving average of the weights, or of safetensors.
         num_classes: Outputs of the model.
         img_size: Height and width of images.
-        prepare: Function of the model and the weights, which adds layers that the model lacks and the weights have.
         options: Further options of ``timm.create_model``.
 
     Raises:
@@ -57,14 +57,17 @@ def create_from_weights(
     state = _read_weights(path)
     classes = _count_classes(name, state)
     try:
-        model = prepare(create_of_size(name, img_size, num_classes=classes, **options), state)
+        model = create_of_size(name, img_size, num_classes=classes, **options)
+        size = (3, img_size, img_size) if img_size else None
+        tokens = next((value for key, value in state.items() if key.endswith("attention.cls_token")), None)
+        if tokens is not None:
+            model = add_attention_pool(model, per_class=tokens.shape[1] > 1, input_size=size, inplace=True)
         gated = any(key.endswith(".raw_locality") for key in state)
         if gated and not gpsa_layers(model):
-            size = (3, img_size, img_size) if img_size else None
             model = reparameterize(model, input_size=size, inplace=True)
         if isinstance(model, Cait):  # timm resizes the position embeddings of its other transformers
             state = {**state, "pos_embed": _resized(state["pos_embed"], model)}
-        if gated or _shapes(state) == _shapes(model.state_dict()):
+        if gated or tokens is not None or _shapes(state) == _shapes(model.state_dict()):
             model.load_state_dict(state)
         else:
             overlay = {"state_dict": state, "num_classes": classes, "label_offset": 0}

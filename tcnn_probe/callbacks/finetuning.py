@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tcnn_probe.recording.epoch import OtherLayersError
 from tcnn_probe.recording.recorder import Recorder
-from tcnn_probe.storage import StoreError
 
 __all__ = ["Recording"]
 
@@ -29,9 +29,7 @@ class Recording:
         self._attrs = {name: value for name, value in settings.items() if name not in local}
         try:
             self._recorder = Recorder(model, self._store, attrs=self._attrs)
-        except StoreError as error:
-            if "of other layers" not in str(error):
-                raise
+        except OtherLayersError:
             self._store = folder / "recording-converted.zarr"
             self._recorder = Recorder(model, self._store, attrs=self._attrs)
 

@@ -117,6 +117,28 @@ def test_tcnn_begins_with_the_weights_of_its_cnn(tmp_path: Path) -> None:
     assert all(torch.equal(state[name], value) for name, value in weights.items())
 
 
+@pytest.mark.parametrize("reparameterize_at", [None, 0])
+def test_attention_pool_is_trained_and_specialised(reparameterize_at: int | None, tmp_path: Path) -> None:
+    """A CNN or T-CNN that pools by one token; then with one for each class; then for other classes."""
+    size = {"img_size": 64, "reparameterize_at": reparameterize_at}
+    weights = _first(tmp_path, "resnet18", TINY, attention_pool="single", **size)
+    (token,) = [name for name in weights if name.endswith("attention.cls_token")]
+    assert weights[token].shape == (1, 1, 16)
+    again, _ = build_model(_second(tmp_path, "resnet18", TINY, img_size=64), 10)
+    _assert_loaded(again, weights, new=())
+
+    stage = _second(tmp_path, "resnet18", TINY, attention_pool="class", **size)
+    model, _ = build_model(stage, 10)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value.expand_as(state[name])) for name, value in weights.items())
+    assert state[token].shape == (1, 10, 16)
+    finish(stage)
+    transferred, _ = build_model(_second(Path(stage.out), "resnet18", TINY, img_size=64), 3)
+    assert transferred(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
+    with pytest.raises(ValueError, match="attention_pool: the model has a token for each class already"):
+        build_model(_second(Path(stage.out), "resnet18", TINY, img_size=64, attention_pool="single"), 10)
+
+
 def test_trunk_of_grafit(tmp_path: Path) -> None:
     grafit = {"objective": "grafit", "embedding_dim": 8, "ema": 0.9, "repeated_augmentation": 2, "data": "parity"}
     finish(config(tmp_path, **{**FIRST, **grafit}))
