@@ -25,7 +25,7 @@ def fgsm(
     harnessing adversarial examples, §4.)
 
     Args:
-        model, images, labels, epsilon, normalization: See :func:`pgd`.
+        model, images, labels, epsilon, normalization: Arguments of :func:`pgd`.
 
     Returns:
         Adversarial images; see :func:`pgd`.

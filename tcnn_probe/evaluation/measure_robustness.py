@@ -73,8 +73,8 @@ def robustness(
             ``{"pgd": {"epsilon": 2 / 255, "steps": 10}}``.
         seeds: Seeds of corruptions and attacks. Image i depends on (seed, i) alone, not on the batches.
         variants: Other test sets (:func:`tcnn_probe.evaluation.imagenet_variant`).
-        normalization: See :func:`tcnn_probe.evaluation.pgd`; or a mapping by the models' names.
-        frost: See :func:`tcnn_probe.evaluation.corrupt`.
+        normalization: Argument of :func:`tcnn_probe.evaluation.pgd`; or a mapping by the models' names.
+        frost: Argument of :func:`tcnn_probe.evaluation.corrupt`.
         batch_size: Size of the batches of a tensor or an array.
         device: Device to put images on; None for that of each module, and for functions, that of the images.
         progress: Show a progress bar; None: once it takes more than three seconds, on a terminal.

@@ -63,7 +63,7 @@ def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", ["imagenet-a", "imagenet-r"])
 def test_the_200_classes(name: str, tmp_path: Path) -> None:
-    """With all folders there is no warning; files and hidden folders are no classes."""
+    """There is no warning if all folders exist; files and hidden folders are no classes."""
     listed = Path(timm.__file__).parent / "data" / "_info" / f"{name.replace('-', '_')}_indices.txt"
     indices = [int(line) for line in listed.read_text().split()]
     for index in indices:
