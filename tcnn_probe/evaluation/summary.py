@@ -103,7 +103,7 @@ def improvement(results: xr.Dataset, baseline: str, by: str | None = "group", *,
     models = _model_names(right, baseline)
     if len(models) < 2:
         raise ValueError(f"expected another model beside the baseline, got {models}")
-    others = right.sel(model=[name for name in models if name != baseline])
+    compared = right.sel(model=[name for name in models if name != baseline])
     reference = right.sel(model=baseline, drop=True)
 
     def gain(accuracy: NDArray[Any], baseline_accuracy: NDArray[Any]) -> NDArray[Any]:
@@ -121,10 +121,10 @@ def improvement(results: xr.Dataset, baseline: str, by: str | None = "group", *,
         gains = gain(*(resampled_means(row, 2000, 0) for row in rows))
         return np.full(2, np.nan) if np.isnan(gains).any() else np.quantile(gains, [0.025, 0.975])
 
-    gains = xr.apply_ufunc(gain, others.mean("image"), reference.mean("image"))
+    gains = xr.apply_ufunc(gain, compared.mean("image"), reference.mean("image"))
     bounds = xr.apply_ufunc(
         interval,
-        others,
+        compared,
         reference,
         input_core_dims=[["image"], ["image"]],
         output_core_dims=[["bound"]],
@@ -175,6 +175,7 @@ def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
         sums = rates.sum({"severity"} & set(rates.dims), skipna=False)
         baseline_sums = sums.sel(model=baseline, drop=True)
         ratio = (sums / baseline_sums.where(baseline_sums != 0)).transpose("model", "corruption", ...)
+        # skipna=False: a corruption under which the baseline makes no errors must not drop out of the means.
         summary[f"{prefix}corruption_error"] = ratio
         summary[f"{prefix}group_corruption_error"] = ratio.groupby("group").mean("corruption", skipna=False)
         summary[f"{prefix}mean_corruption_error"] = ratio.mean("corruption", skipna=False)

@@ -15,20 +15,20 @@ def test_bootstrap_interval() -> None:
     )
     values[1, 2, 5:] = np.nan
     values[1, 1, 1:] = np.nan
-    found = evaluation.bootstrap_interval(values, confidence=0.9, seed=4)
-    assert found.dims == ("method", "epoch", "bound")
-    assert found.bound.values.tolist() == ["low", "high"]
-    assert found.attrs == {"units": "1"}
+    interval = evaluation.bootstrap_interval(values, confidence=0.9, seed=4)
+    assert interval.dims == ("method", "epoch", "bound")
+    assert interval.bound.values.tolist() == ["low", "high"]
+    assert interval.attrs == {"units": "1"}
     row = values.values[0, 1]
     means = np.sort([random.choice(row, 97).mean() for _ in range(5_000)])
-    np.testing.assert_allclose(found[0, 1], means[[250, 4_750]], atol=0.05)
+    np.testing.assert_allclose(interval[0, 1], means[[250, 4_750]], atol=0.05)
     few = np.sort([random.choice(values.values[1, 2, :5], 5).mean() for _ in range(5_000)])
-    np.testing.assert_allclose(found[1, 2], few[[250, 4_750]], atol=0.15)
-    assert np.isnan(found[1, 1]).all()
-    assert found.identical(evaluation.bootstrap_interval(values, confidence=0.9, seed=4))
+    np.testing.assert_allclose(interval[1, 2], few[[250, 4_750]], atol=0.15)
+    assert np.isnan(interval[1, 1]).all()
+    assert interval.identical(evaluation.bootstrap_interval(values, confidence=0.9, seed=4))
     turned = evaluation.bootstrap_interval(values.transpose("image", ...), "image", confidence=0.9, seed=4)
-    assert found.identical(turned)
-    assert not np.isnan(found.sel({"method": "a"})).any()
+    assert interval.identical(turned)
+    assert not np.isnan(interval.sel({"method": "a"})).any()
     constant = evaluation.bootstrap_interval(xr.DataArray(np.ones(5), dims="image"))
     assert constant.values.tolist() == [1, 1]
 
@@ -62,11 +62,11 @@ def test_of_two_dimensions_that_cross() -> None:
     table[2, 3] = np.nan
     values = xr.DataArray(table, dims=("seed", "image"))
     by_loop = crossed(table, 3000, random)
-    found = evaluation.bootstrap_interval(values, ("seed", "image"), resamples=6000)
-    np.testing.assert_allclose(found, by_loop[[75, 2925]], atol=0.08)
-    assert np.diff(found) > 1.5 * np.diff(evaluation.bootstrap_interval(values.mean("seed"), "image"))
+    interval = evaluation.bootstrap_interval(values, ("seed", "image"), resamples=6000)
+    np.testing.assert_allclose(interval, by_loop[[75, 2925]], atol=0.08)
+    assert np.diff(interval) > 1.5 * np.diff(evaluation.bootstrap_interval(values.mean("seed"), "image"))
     turned = evaluation.bootstrap_interval(values.T, ("seed", "image"), resamples=6000)
-    assert found.identical(turned)
+    assert interval.identical(turned)
 
 
 def test_what_has_no_value_is_not_drawn() -> None:
