@@ -1,4 +1,4 @@
-"""How arrays are cut into chunks, the metadata documents (``zarr.json``) that say so, and chunks that are checked.
+"""Cutting arrays into chunks: the metadata documents (``zarr.json``) that say it, and the chunks checked by them.
 
 - Numbers: chunks of 64 marks and all layers and heads; of 16 where that is more than 256 kB. The chunk that grows is
   written anew with each mark.

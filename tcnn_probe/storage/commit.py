@@ -318,7 +318,7 @@ async def commit(
     await all_of(documents_beside(store, {path: about for path, about in new.documents.items() if path not in known}))
     labels = {path: values for path, values in new.labels.items() if path not in known}
     writes = [open_array(store, path, new.documents[path]).setitem(..., labels[path]) for path in labels]
-    checked = store if old is None else old.checked(store)
+    checked = store if old is None else CheckedStore(store, old.sizes, "")  # held, so by no other replaced
     for path, about in new.growing.items():
         row = values.get(path)
         writes.append(_append(store, checked, path, about, row) if path in known else _begin(store, path, about, row))

@@ -43,6 +43,7 @@ class Folder(WrapperStore[LocalStore]):
         super().__init__(LocalStore(root, read_only=read_only))
         self._store._is_open = True  # opening would make the directory
         self.root = root
+        self._folders = set[Path]()  # without a link among them
 
     def _with_store(self, store: LocalStore) -> Self:
         return type(self)(store.root, read_only=store.read_only)
@@ -65,7 +66,7 @@ class Folder(WrapperStore[LocalStore]):
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
         with os.fdopen(descriptor, "rb") as file:
-            _check_folder(path)
+            self._check_folder(path.parent)
             size = os.fstat(descriptor).st_size
             if isinstance(byte_range, RangeByteRequest):
                 file.seek(byte_range.start)
@@ -77,7 +78,7 @@ class Folder(WrapperStore[LocalStore]):
             return file.read()
 
     def _write(self, path: Path, data: bytes) -> None:
-        _check_folder(path)
+        self._check_folder(path.parent)
         changed = {path.parent}
         for folder in () if path.parent.is_dir() else reversed(path.parents):
             if self.root in folder.parents:
@@ -96,6 +97,13 @@ class Folder(WrapperStore[LocalStore]):
             raise
         for folder in changed:
             _sync_folder(folder)
+
+    def _check_folder(self, folder: Path) -> None:
+        """Refuse a path with a link among its folders: StoreError."""
+        if folder not in self._folders:
+            if os.path.realpath(folder) != str(folder):
+                raise StoreError(f"expected folders on the way to {folder}, got a link")
+            self._folders.add(folder)
 
 
 class Lock:
@@ -286,12 +294,6 @@ def _open_lock(path: Path, name: str) -> tuple[int, bool]:
         os.close(file)
         raise StoreError(f"{name} has a lock that is a second name of another file, {path}: delete it")
     return file, writable
-
-
-def _check_folder(path: Path) -> None:
-    """Refuse a path with a link among its folders: StoreError."""
-    if os.path.realpath(path.parent) != str(path.parent):
-        raise StoreError(f"expected folders on the way to {path}, got a link")
 
 
 def _is_same(path: Path, file: int) -> bool:

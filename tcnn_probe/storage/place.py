@@ -1,4 +1,4 @@
-"""Where a recording is kept: memory, a directory, a URL or a zarr store; and single objects read and written there."""
+"""Places of recordings: memory, a directory, a URL or a zarr store; and single objects read and written in them."""
 
 import errno
 import os
