@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from tcnn_probe import CORRUPTIONS, corrupt
+from tcnn_probe.evaluation import CORRUPTIONS, corrupt
 
 GAP, LEFT, TOP = 3, 22, 52  # pixels of the figure
 SEVERITIES = (1, 2, 3, 4, 5)

@@ -36,12 +36,12 @@ import torch
 import xarray as xr
 from matplotlib.figure import Figure
 
-import tcnn_probe
 from common.ending import ended, finish, learned
 from common.models import SMALL_RESNETS
 from common.options import add_output, fill_in, parsed, study_parser
 from common.training import Training, add_training, begin, settle
 from tcnn_model import reparameterize, unstride
+from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
 
 CNN, CONTROL, UNSTRIDED, TCNN = "CNN", "CNN, fine-tuned", "un-strided, fine-tuned", "T-CNN, fine-tuned"
@@ -81,7 +81,7 @@ def of_architecture(study: Training, name: str) -> xr.Dataset:
     models = {CNN: study.cnn, **models}
     image = study.loaders[1].dataset[0][0]
     size, batch = tuple(image.shape), study.args.batch_size
-    found = tcnn_probe.cost(models, size, batch_size=batch, training=True, progress=False)
+    found = evaluation.cost(models, size, batch_size=batch, training=True, progress=False)
     found["top1"] = ("model", [top1[0][0], *(accuracies[-1] for accuracies in top1)])
     return found.expand_dims(architecture=[name])
 

@@ -47,6 +47,7 @@ from common.ending import ended, finish
 from common.options import from_least, study_parser
 from common.output import plain_labels
 from common.single_model import SingleModel, begin_single, parse_single
+from tcnn_probe import evaluation
 
 LIKELY = 0.1
 """Classes above this probability are named (thesis, Fig. 3.10)."""
@@ -163,14 +164,14 @@ def check(found: xr.Dataset, run: SingleModel) -> bool:
     seen = run.learned("the CaiT", float(found.top1))
     layers = found.on_digit.mean("head").transpose("layer", "image")
     gains = layers - found.even
-    low, high = tcnn_probe.bootstrap_interval(gains[0]).values
+    low, high = evaluation.bootstrap_interval(gains[0]).values
     verdict = "more" if low > 0 else "NOT more"
     print(
         f"check: the first class-attention layer looks at the strokes {verdict} than even attention: share "
         f"{float(layers[0].mean()):.3f}, even {float(found.even.mean()):.3f}, by {low:+.3f} to {high:+.3f}"
     )
     first, second = layers[0], layers[1]
-    bounds = tcnn_probe.bootstrap_interval(first - second).values
+    bounds = evaluation.bootstrap_interval(first - second).values
     print(
         f"the second: {float(second.mean()):.3f}; first less second {float((first - second).mean()):+.3f} "
         f"[{bounds[0]:+.3f}, {bounds[1]:+.3f}]"

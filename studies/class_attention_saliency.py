@@ -65,6 +65,7 @@ from common.output import RunOutput
 from common.saliency_figures import draw_by_class, draw_faithfulness, draw_maps
 from common.saliency_report import report
 from tcnn_model import AttentionPool2d, add_attention_pool, specialize
+from tcnn_probe import evaluation
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -174,7 +175,7 @@ def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
             continue
         measure = "pointing_game" if "pointing_game" in last else "insertion_auc"
         values = last[measure].sel(attribution="class_attention") - last[measure].sel(attribution="chance")
-        low, high = tcnn_probe.bootstrap_interval(values).values
+        low, high = evaluation.bootstrap_interval(values).values
         verdict = "above" if low > 0 else "NOT above"
         print(f"check: {measure} of {name}'s class attention {verdict} chance, by {low:.2f} to {high:.2f}")
         seen = seen and low > 0

@@ -54,6 +54,7 @@ from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 from tcnn_model.training.grafit import Grafit
 from tcnn_model.training.sources import open_sources
+from tcnn_probe import evaluation
 
 SHAPE = {"layers": [1, 1, 1, 1], "channels": [8, 16, 32, 64], "stem_type": "deep", "stem_width": 8}
 DIM, SIDE = 32, 32
@@ -186,7 +187,7 @@ def table(found: xr.Dataset) -> str:
     for name, words in MEASURES.items():
         for kind in FEATURES[2:]:
             gain = found[name].sel(features=kind) - found[name].sel(features="plain")
-            low, high = tcnn_probe.bootstrap_interval(gain, OVER).values
+            low, high = evaluation.bootstrap_interval(gain, OVER).values
             verdict = "better" if low > 0 else "WORSE" if high < 0 else "not clearly other"
             mean = float(gain.mean())
             lines.append(f"{kind}: {verdict} than plain training's, {words} {mean:+.3f} [{low:+.3f}, {high:+.3f}]")

@@ -56,7 +56,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
-import tcnn_probe
 from common.content_evolution import draw_content, gain, numbers
 from common.data import PixelBatches
 from common.ending import ended, finish, learned
@@ -66,6 +65,7 @@ from common.options import add_output, fill_in, from_least, parsed, positive_num
 from common.removal_costs import DRAWN, WITHIN, costs, head_costs, mean_and_interval
 from common.removal_report import sentence, table
 from common.training import Training, add_training, begin, settle
+from tcnn_probe import evaluation
 
 SETS = [NOTHING, *PAIR, *(f"random for {kind}" for kind in PAIR)]
 MEASURED = ("modes", "draws", "images", "head_images", "corruptions", "severities", "epsilon")  # no part of training
@@ -167,7 +167,7 @@ def draw(tree: xr.DataTree) -> Figure:
 def bars(panel: Axes, cost: xr.DataArray, place: int, alpha: float, name: str) -> None:
     """One set of heads, a bar for each condition."""
     means = cost.mean(["training", *DRAWN]).values
-    bounds = tcnn_probe.bootstrap_interval(cost.mean("training"), DRAWN).values
+    bounds = evaluation.bootstrap_interval(cost.mean("training"), DRAWN).values
     x = np.arange(len(means)) + 0.2 * (place - 1.5)
     kind = name.removeprefix("random for ")
     label = f"{kind} heads" if name in PAIR else f"as many as {kind}, at random"
@@ -225,7 +225,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--draws", type=from_least(1), help="random sets of heads for each type (default: 3)")
     add("--images", type=from_least(2), help="validation images for types (default: 64; 1000 of --data)")
     add("--head-images", type=from_least(2), help="and for single heads (default: 16; 200 of --data)")
-    add("--corruptions", nargs="+", choices=tcnn_probe.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
+    add("--corruptions", nargs="+", choices=evaluation.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
     add("--severities", type=int, nargs="+", choices=range(1, 6), default=[1], help="of corruptions (default: 1)")
     add("--epsilon", type=positive_number, default=1 / 255, help="of PGD, in pixels of 0 to 1 (default: 1/255)")
     add_output(parser)

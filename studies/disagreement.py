@@ -45,13 +45,13 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-import tcnn_probe
 from common.data import PixelBatches
 from common.decisions import agree_on_errors, by_condition, compare_given
 from common.ending import ended, finish, learned
 from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, study_parser
 from common.training import Training, add_training, begin, settle
 from tcnn_model import reparameterize
+from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
 
 CNN, TCNN, ORDER, START = "CNN", "T-CNN", "CNN, other order", "CNN, other start"
@@ -93,7 +93,7 @@ def one_training(study: Training, nth: int) -> xr.Dataset:
         seed = args.seed + FAR if name == ORDER else args.seed
         list(study.fine_tune(model, f"{file}_{nth}", f"{name} {nth}", seed=seed))
     images = PixelBatches(study.cnn, study.loaders[1], args.images)
-    return tcnn_probe.robustness(
+    return evaluation.robustness(
         models,
         images,
         corruptions=args.corruptions,
@@ -127,7 +127,7 @@ def differing(results: xr.Dataset, by: str) -> xr.DataArray:
 def surplus(found: xr.DataArray, than: str) -> tuple[xr.DataArray, xr.DataArray]:
     """How much more often the T-CNN differs from the CNN than another does, and the 95 % interval."""
     more = found.sel(model=TCNN, drop=True) - found.sel(model=than, drop=True)
-    return more.mean(OVER), tcnn_probe.bootstrap_interval(more, OVER)
+    return more.mean(OVER), evaluation.bootstrap_interval(more, OVER)
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -140,7 +140,7 @@ def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
         values = by_group.sel(model=name)
         at = np.arange(values.sizes["group"]) + (nth - (len(models) - 1) / 2) * 0.8 / len(models)
         bar(
-            a, at, values.mean(OVER), tcnn_probe.bootstrap_interval(values, OVER), COLORS[name], name, 0.8 / len(models)
+            a, at, values.mean(OVER), evaluation.bootstrap_interval(values, OVER), COLORS[name], name, 0.8 / len(models)
         )
     a.set_xticks(range(by_group.sizes["group"]), by_group.group.values)
     a.set(ylabel="decided otherwise than by the CNN", title="clean and by group of corruptions")
@@ -205,7 +205,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("comparison").add_argument
     add("--seeds", type=from_least(1), help="CNNs, each with a T-CNN, from --seed on (default: 3)")
     add("--images", type=from_least(2), help="validation images, spread evenly (default: 150; all of --data)")
-    add("--corruptions", nargs="+", choices=tcnn_probe.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
+    add("--corruptions", nargs="+", choices=evaluation.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
     add("--severities", type=int, nargs="+", choices=range(1, 6), help="of the corruptions (default: 1 3 5)")
     add_output(parser)
     args = parsed(parser, arguments, "disagreement")

@@ -49,6 +49,7 @@ from common.head_types import BY_GATE, COLORS, PAIR
 from common.options import add_output, parsed, study_parser
 from common.training import add_training, begin, settle
 from tcnn_model import GPSA, gpsa
+from tcnn_probe.probes import ForwardCall
 
 PARTS = {"positional": "-", "content": "--"}
 WHOLE = ("gate", "entropy", "attention_distance", "content_entropy", "positional_entropy")
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(found), args.data)
 
 
-def distances_of_parts(call: tcnn_probe.ForwardCall) -> dict[str, Tensor]:
+def distances_of_parts(call: ForwardCall) -> dict[str, Tensor]:
     """Mean distance of attention with the gate at 1 and at 0, (B, heads) each."""
     a = call.module.gated_attention(call.inputs[0])
     distances = {}

@@ -51,6 +51,7 @@ from common.ending import ended, finish, learned
 from common.folder import spread
 from common.options import add_output, parsed, study_parser
 from common.training import Training, add_training, begin, settle
+from tcnn_probe import evaluation
 
 IMAGES = 256
 MODELS = {"T-CNN": "-", "CNN": ":"}
@@ -114,7 +115,7 @@ def draw(found: xr.Dataset) -> Figure:
     axes = figure.subplot_mosaic("ABD;ACE", width_ratios=[1, 1, 0.9])
     curves(axes["A"], same_layer(found), "CKA with the CNN before fine-tuning")
     accuracy = found.knn_correct
-    curves(axes["B"], accuracy.mean("image"), "kNN accuracy", tcnn_probe.bootstrap_interval(accuracy))
+    curves(axes["B"], accuracy.mean("image"), "kNN accuracy", evaluation.bootstrap_interval(accuracy))
     curves(axes["C"], found.participation_ratio, "participation ratio")
     for letter, model in zip("DE", MODELS, strict=True):
         end = found.cka.sel(model=model).isel(epoch=-1).transpose("layer", "other_layer")
@@ -175,7 +176,7 @@ def check(found: xr.Dataset, chance: float) -> bool:
     print(f"check: at the start the stages before those with attention {verdict}: CKA of at least {least:.4f}")
     correct = tcnn.knn_correct.isel(layer=-1)
     gain = correct.isel(epoch=-1, drop=True) - correct.isel(epoch=0, drop=True)
-    low, high = tcnn_probe.bootstrap_interval(gain).values
+    low, high = evaluation.bootstrap_interval(gain).values
     verdict = "know more" if low > 0 else "do NOT clearly know more"
     print(
         f"check: neighbours by the last stage {verdict} of the class after fine-tuning: kNN accuracy "
@@ -183,9 +184,9 @@ def check(found: xr.Dataset, chance: float) -> bool:
     )
     control = found.knn_correct.isel(layer=-1, epoch=-1)
     lead = control.sel(model="T-CNN") - control.sel(model="CNN")
-    low, high = tcnn_probe.bootstrap_interval(lead).values
+    low, high = evaluation.bootstrap_interval(lead).values
     print(f"beside the CNN that was trained for as long: {float(lead.mean()):+.2f} [{low:.2f}, {high:.2f}]")
-    return seen and least > SAME and bool(tcnn_probe.bootstrap_interval(gain).values[0] > 0)
+    return seen and least > SAME and bool(evaluation.bootstrap_interval(gain).values[0] > 0)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -46,6 +46,7 @@ from common.following import write_whole
 from common.options import study_parser
 from common.output import plain_labels
 from common.single_model import SingleModel, begin_single, parse_single
+from tcnn_probe.heads import cross_patch
 
 SHARES = {"near_zero": "between patches", "fc1_sparsity": "on channels, 1st", "fc2_sparsity": "on channels, 2nd"}
 SHOWN = 4
@@ -55,7 +56,7 @@ SHOWN = 4
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    run = begin_single("resmlp_weights", args, small_resmlp, before=tcnn_probe.cross_patch)
+    run = begin_single("resmlp_weights", args, small_resmlp, before=cross_patch)
     found = read(run.model, 0) if args.model else trained(run)
     run.output.save(found)
     draw(found).savefig(run.output.figure, dpi=200)
@@ -100,7 +101,7 @@ def read(model: nn.Module, epoch: int) -> xr.Dataset:
     with tcnn_probe.record(model, probes="cross-patch") as recorder:
         recorder.mark(epoch=epoch)
     shares = recorder.tree["cross-patch"].dataset[["fc1_sparsity", "fc2_sparsity"]].load()
-    matrices = tcnn_probe.cross_patch(model)
+    matrices = cross_patch(model)
     found = matrices.assign(head_type=tcnn_probe.head_types(matrices)).isel(head=0, drop=True)
     found = found.expand_dims(epoch=[epoch]).assign(shares.data_vars)
     return plain_labels(found, "layer", "head_type")

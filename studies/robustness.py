@@ -44,6 +44,7 @@ from common.data import PixelBatches
 from common.ending import InputError, ended, finish, learned
 from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
 from common.training import CONTROLS, add_controls, add_training, begin, settle
+from tcnn_probe import evaluation
 
 CNN, CONTROL, TCNN = "CNN", CONTROLS["control"], "T-CNN, fine-tuned"
 
@@ -51,7 +52,7 @@ CNN, CONTROL, TCNN = "CNN", CONTROLS["control"], "T-CNN, fine-tuned"
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    variants: list[tcnn_probe.Variant] = []
+    variants: list[evaluation.Variant] = []
     study = begin(
         "robustness",
         args,
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     tcnn, _ = study.tcnn(study.output.beside("_heads.zarr"))
 
     images = PixelBatches(study.cnn, study.loaders[1], args.images)
-    results = tcnn_probe.robustness(
+    results = evaluation.robustness(
         {CNN: study.cnn, **controls, TCNN: tcnn},
         images,
         corruptions=args.corruptions,
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(results, study.chance), args.data)
 
 
-def open_variants(model: nn.Module, args: argparse.Namespace) -> list[tcnn_probe.Variant]:
+def open_variants(model: nn.Module, args: argparse.Namespace) -> list[evaluation.Variant]:
     """The further test sets; each corruption at each severity of ImageNet-C is one."""
     if args.variant and model.num_classes != 1000:
         raise InputError(f"--variant: needs a model with ImageNet's 1000 classes, this has {model.num_classes}")
@@ -92,8 +93,8 @@ def open_variants(model: nn.Module, args: argparse.Namespace) -> list[tcnn_probe
     for name, folder in args.variant:
         settings = [{"size": args.img_size}]
         if name == "imagenet-c":  # which comes at 224 x 224
-            settings = [{"corruption": c, "severity": s} for c in tcnn_probe.CORRUPTIONS for s in args.severities]
-        found += [tcnn_probe.imagenet_variant(name, folder, **options, **setting) for setting in settings]
+            settings = [{"corruption": c, "severity": s} for c in evaluation.CORRUPTIONS for s in args.severities]
+        found += [evaluation.imagenet_variant(name, folder, **options, **setting) for setting in settings]
     return found
 
 
@@ -153,7 +154,7 @@ def verdicts(results: xr.Dataset, classes: int) -> str:
     for baseline in results.model.values[:-1].tolist():
         lines.append(f"\nT-CNN against {baseline!r}, difference in accuracy with 95 % interval over images:")
         for by in (None, "group", "attack"):
-            found = tcnn_probe.improvement(results, baseline, by, relative=False).sel(model=TCNN)
+            found = evaluation.improvement(results, baseline, by, relative=False).sel(model=TCNN)
             found = found.expand_dims(at=["clean"]) if by is None else found.rename({by: "at"})
             for label in found["at"].values.tolist():
                 cell = found.sel(at=label)
@@ -188,7 +189,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--images", type=from_least(2), help="validation images to perturb, spread evenly (default: 150; all of --data)"
     )
-    add("--corruptions", nargs="+", choices=tcnn_probe.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
+    add("--corruptions", nargs="+", choices=evaluation.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
     add("--severities", type=int, nargs="+", choices=range(1, 6), help="of the corruptions (default: 1 2 3 4 5)")
     add("--epsilon", type=positive_number, default=1 / 255, help="of the attacks, in pixels of 0 to 1 (default: 1/255)")
     add(

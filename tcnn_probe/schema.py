@@ -10,7 +10,6 @@ __all__ = [
     "COUNTS",
     "SCHEMA_VERSION",
     "Group",
-    "OtherLayersError",
     "StoreError",
     "Variable",
     "difference",
@@ -21,10 +20,6 @@ SCHEMA_VERSION = 3
 
 class StoreError(ValueError):
     """A store holds something else, is damaged, or is being written by another recorder."""
-
-
-class OtherLayersError(StoreError):
-    """A store is a recording of other layers than the model has."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import tcnn_probe
+from tcnn_probe import evaluation
 from tcnn_probe.command_line import main
 
 ARRAY = np.random.default_rng(0).integers(0, 255, (40, 56, 3), dtype=np.uint8)
@@ -53,8 +54,8 @@ def test_bytes_as_floats_are_refused_everywhere() -> None:
     for use in (
         lambda: tcnn_probe.attention_maps(model, images),
         lambda: tcnn_probe.saliency(model, images, method="rollout"),
-        lambda: tcnn_probe.corrupt(images, "fog", 1),
-        lambda: tcnn_probe.fgsm(model, images, label),
+        lambda: evaluation.corrupt(images, "fog", 1),
+        lambda: evaluation.fgsm(model, images, label),
     ):
         with pytest.raises(ValueError, match="200"):
             use()

@@ -9,29 +9,32 @@ from pathlib import Path
 
 import pytest
 
+import tcnn_probe
+
 ROOT = Path(__file__).parents[1]
 
 # What each part of tcnn_probe may import of the others. Every part stands below those that import it.
 PARTS: dict[str, set[str]] = {
     "schema": set(),
-    "bootstrap": set(),
     "loggers": set(),
     "representation": set(),
     "hooks": set(),
     "models": {"hooks"},
     "images": {"models"},
     "provenance": {"models"},
-    "cost": {"models", "provenance"},
-    "attention": {"hooks", "images", "models", "provenance"},
+    "architectures": set(),
+    "attention": {"architectures", "hooks", "images", "models", "provenance"},
     "storage": {"schema"},
     "heads": {"models", "schema"},
-    "probes": {"attention", "heads", "hooks", "models", "representation", "schema"},
-    "recording": {"attention", "heads", "hooks", "models", "probes", "provenance", "schema", "storage"},
+    "probes": {"architectures", "attention", "heads", "hooks", "models", "representation", "schema"},
+    "recording": {
+        *("architectures", "attention", "heads", "hooks", "models", "probes", "provenance", "schema", "storage")
+    },
     "callbacks": {"recording", "schema", "storage"},
-    "interventions": {"attention", "hooks", "images", "models"},
+    "interventions": {"architectures", "attention", "hooks", "images", "models"},
     "attribution": {"attention", "images", "models", "provenance"},
-    "perturbations": {"bootstrap", "hooks", "images", "models", "provenance"},
-    "plot": {"heads", "perturbations", "schema"},
+    "evaluation": {"hooks", "images", "models", "provenance"},
+    "plot": {"evaluation", "heads", "schema"},
     "reporting": {"heads", "plot", "storage"},
     "command_line": {"plot", "reporting", "storage"},
 }
@@ -119,12 +122,18 @@ def test_dependency_direction(folder: str, forbidden: set[str]) -> None:
 
 
 def test_studies_use_the_public_surface_only() -> None:
-    public = {"tcnn_model", "tcnn_probe", "tcnn_probe.attribution", "tcnn_probe.plot"}
+    public = {"tcnn_model", "tcnn_probe"}
+    public |= {f"tcnn_probe.{name}" for name in ("attribution", "evaluation", "heads", "images", "plot", "probes")}
     public |= {f"tcnn_model.training.{name}" for name in ("command", "config", "grafit", "sources")}  # docs/training.md
     names = [(f.name, name) for f in (ROOT / "studies").rglob("*.py") for name in _imports(f)]
     ours = [(file, name) for file, name in names if name.startswith(("tcnn_model.", "tcnn_probe."))]
     assert ours
     assert [one for one in ours if one[1] not in public and one[1].rpartition(".")[0] not in public] == []
+
+
+def test_the_root_names_the_instrument_alone() -> None:
+    """What evaluates classifiers without looking at attention stands in a folder of its own."""
+    assert not set(tcnn_probe.__all__) & set(tcnn_probe.evaluation.__all__)
 
 
 def test_only_studies_and_their_tests_import_studies() -> None:
@@ -166,9 +175,10 @@ for name in tcnn_model.__all__:
     getattr(tcnn_model, name)
 
 del sys.modules["zarr"], sys.modules["xarray"], sys.modules["tcnn_probe"]
-import tcnn_probe
-for name in tcnn_probe.__all__:
-    getattr(tcnn_probe, name)
+import tcnn_probe.heads
+for package in (tcnn_probe, tcnn_probe.evaluation, tcnn_probe.heads):
+    for name in package.__all__:
+        getattr(package, name)
 """
 
 

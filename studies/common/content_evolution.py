@@ -8,6 +8,7 @@ from scipy.stats import t as student
 
 import tcnn_probe
 from common.head_types import COLORS
+from tcnn_probe import evaluation
 
 __all__ = ["draw_content", "gain", "numbers"]
 
@@ -79,7 +80,7 @@ def gain(found: xr.Dataset, shuffled: xr.Dataset | None) -> str:
 
 def _interval(values: xr.DataArray) -> str:
     heads = values.stack(one=("layer", "head")).dropna("one")
-    low, high = tcnn_probe.bootstrap_interval(heads, "one").values
+    low, high = evaluation.bootstrap_interval(heads, "one").values
     return f"{float(heads.mean()):.3f} [{low:.3f}, {high:.3f}]"
 
 

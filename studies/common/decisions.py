@@ -10,11 +10,11 @@ import xarray as xr
 from matplotlib.figure import Figure
 from torch import nn
 
-import tcnn_probe
 from common.data import PixelBatches, own_model_and_data
 from common.ending import refused
 from common.options import NOT_SAVED
 from common.output import RunOutput
+from tcnn_probe import evaluation
 
 __all__ = ["agree_on_errors", "by_condition", "compare_given"]
 
@@ -59,12 +59,12 @@ def decide(args: argparse.Namespace, later: tuple[str, ...]) -> tuple[xr.Dataset
     images = PixelBatches(next(iter(models.values())), loaders[0], args.images)
     conditions = {"corruptions": args.corruptions, "severities": args.severities}
     models = {name: model.to(args.device) for name, model in models.items()}
-    return tcnn_probe.robustness(models, images, **conditions, attacks=(), device=args.device), output
+    return evaluation.robustness(models, images, **conditions, attacks=(), device=args.device), output
 
 
 def by_condition(results: xr.Dataset, by: str) -> xr.DataArray:
     """How often two models decide differently: (model, other, by, image). Labels of ``by`` begin with "clean"."""
-    clean, worse = (tcnn_probe.disagreement(results, each).differ for each in (None, by))
+    clean, worse = (evaluation.disagreement(results, each).differ for each in (None, by))
     worse = worse.assign_coords({by: worse[by].astype(str).astype(object)}).reset_coords(drop=True)
     return xr.concat([clean.expand_dims({by: np.array(["clean"], dtype=object)}), worse], by)
 
@@ -99,7 +99,7 @@ def draw_pairs(found: xr.DataArray) -> Figure:
 
 def pair_table(found: xr.DataArray) -> str:
     """Each pair with 95 % intervals over images, by condition; pairs with the ground truth have the error rates."""
-    rates, intervals = found.mean("image"), tcnn_probe.bootstrap_interval(found)
+    rates, intervals = found.mean("image"), evaluation.bootstrap_interval(found)
     pairs = list(combinations(found.model.values.tolist(), 2))
     width = max(len(one) + len(other) for one, other in pairs) + 7
     lines = [f"\nshare of {found.sizes['image']} images decided differently, with 95 % interval over images"]

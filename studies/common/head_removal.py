@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.data import PixelBatches
 from common.head_types import PAIR
+from tcnn_probe import evaluation
 
 __all__ = ["CLEAN", "MODES", "NOTHING", "Sets", "conditions", "random_heads", "single_heads", "type_sets"]
 
@@ -97,7 +98,7 @@ def conditions(
         ``right`` (ablation, draw, condition, image): the share of right answers over corruptions and severities.
     """
     if not part.exists():
-        results = tcnn_probe.robustness(
+        results = evaluation.robustness(
             {name: without(model, heads, mode, reference) for name, heads in sets.items()},
             batches,
             corruptions=corruptions,

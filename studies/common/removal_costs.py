@@ -4,9 +4,9 @@ import numpy as np
 import xarray as xr
 from scipy.stats import t as student
 
-import tcnn_probe
 from common.head_removal import NOTHING
 from common.head_types import PAIR
+from tcnn_probe import evaluation
 
 __all__ = [
     "DRAWN",
@@ -48,7 +48,7 @@ def head_costs(heads: xr.Dataset) -> xr.DataArray:
 
 def mean_and_interval(values: xr.DataArray) -> tuple[float, float, float]:
     """Mean, and a bootstrap interval over random draws of heads and images, for these trainings as they are."""
-    low, high = tcnn_probe.bootstrap_interval(values.mean("training"), DRAWN).values
+    low, high = evaluation.bootstrap_interval(values.mean("training"), DRAWN).values
     return float(values.mean()), float(low), float(high)
 
 

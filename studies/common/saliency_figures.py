@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tcnn_probe
 from common.data import Probed
+from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
 
 __all__ = ["draw_by_class", "draw_faithfulness", "draw_maps"]
@@ -77,7 +78,7 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
         else:
             panel.axhline(mean.item(), color=COLORS[method], ls="--", lw=1)
         return
-    interval = tcnn_probe.bootstrap_interval(values).transpose(..., "epoch").values
+    interval = evaluation.bootstrap_interval(values).transpose(..., "epoch").values
     aside = 0.06 * place * max(1, (epochs[-1] - epochs[0]) / 4)  # else the bars would hide each other
     panel.errorbar(
         epochs + aside,

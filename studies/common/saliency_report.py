@@ -2,7 +2,7 @@
 
 import xarray as xr
 
-import tcnn_probe
+from tcnn_probe import evaluation
 
 __all__ = ["report"]
 
@@ -26,7 +26,7 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
             cells = []
             for measure in measures:
                 values = last[measure].sel(attribution=method)
-                low, high = tcnn_probe.bootstrap_interval(values).values
+                low, high = evaluation.bootstrap_interval(values).values
                 cells.append(f"{float(values.mean()):.2f} [{low:.2f}, {high:.2f}]")
             lines.append(f"{method:21}" + "".join(f"{cell:>20}" for cell in cells))
     count = next(iter(tree.children.values())).sizes["image"]
@@ -44,7 +44,7 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
 def beside_gradcam(hits: xr.DataArray) -> str:
     """Class attention's hits beside Grad-CAM's, image by image."""
     ours, theirs = (hits.sel(attribution=method) for method in ("class_attention", "gradcam"))
-    low, high = tcnn_probe.bootstrap_interval(ours - theirs).values
+    low, high = evaluation.bootstrap_interval(ours - theirs).values
     verdict = "is ahead" if low > 0 else "is behind" if high < 0 else "and Grad-CAM are not distinguishable"
     return (
         f"class attention {float(ours.mean()):.2f}, Grad-CAM {float(theirs.mean()):.2f}, "

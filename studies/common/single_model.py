@@ -24,7 +24,7 @@ from common.options import (
 from common.output import RunOutput
 from common.training import warmup
 from tcnn_model import EpochResult, finetune
-from tcnn_probe import as_images
+from tcnn_probe.images import as_images
 
 __all__ = ["SingleModel", "begin_single", "parse_single"]
 

@@ -51,7 +51,7 @@ def saliency(
     Args:
         model: gives a score for each class, shape (B, K).
         images: as the model takes them, shape (B, C, H, W), a tensor or an array, on any device; or pictures, see
-            :func:`tcnn_probe.as_images`.
+            :func:`tcnn_probe.images.as_images`.
         target: the class to explain: one for all, or one an image; None for the model's own prediction.
         method: a name or class, as above; a function of yours ``(model, images, target) -> maps`` with tensors
             (B, C, H, W), (B,) and (B, H, W); or several of these.

@@ -1,21 +1,10 @@
-"""What kind of attention a head has: convolutional, averaging or by content.
+"""The types of heads: convolutional, averaging or by content.
 
-:func:`tcnn_probe.head_types` labels a recording; the functions here are its parts, on plain arrays.
+:func:`tcnn_probe.head_types` labels a recording; the functions here are its parts, on plain arrays, and
+:func:`cross_patch`, which reads layers of MLPs as heads. Names are imported when they are first used: a recording is
+typed without torch.
 """
 
-from tcnn_probe.heads.classify import head_types
-from tcnn_probe.heads.mixture import fit_mixture
-from tcnn_probe.heads.static_pattern import information, translation_equivariance
-from tcnn_probe.heads.thresholds import GATED, TYPES, Thresholds, content_types, gate_types
+import lazy_loader
 
-__all__ = [
-    "GATED",
-    "TYPES",
-    "Thresholds",
-    "content_types",
-    "fit_mixture",
-    "gate_types",
-    "head_types",
-    "information",
-    "translation_equivariance",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

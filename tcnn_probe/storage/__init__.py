@@ -11,7 +11,7 @@ One recorder writes at a time. In a directory a lock sees to that; everywhere th
 with the one that this recorder wrote last.
 """
 
-from tcnn_probe.schema import OtherLayersError, StoreError
+from tcnn_probe.schema import StoreError
 from tcnn_probe.storage.epochs import EpochStore, Mode
 from tcnn_probe.storage.reading import load_example, numbers, open_recording, repack
 from tcnn_probe.storage.runs import open_recordings as open  # noqa: A004 (the public name)
@@ -19,7 +19,6 @@ from tcnn_probe.storage.runs import open_recordings as open  # noqa: A004 (the p
 __all__ = [
     "EpochStore",
     "Mode",
-    "OtherLayersError",
     "StoreError",
     "load_example",
     "numbers",

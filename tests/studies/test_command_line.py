@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 
 import attention_maps
 import class_attention_saliency
-import tcnn_probe
 from common.ending import ended
+from tcnn_probe.images import as_images
 from tests.studies.test_small_forms import STUDIES
 
 MODEL_FIRST = "need --model, the name of a timm CNN"
 SINGLE = ("cait_attention", "layer_scale", "resmlp_weights")
-NOT_ONE_CNN = (*SINGLE, "class_attention_saliency", "coarse_labels", "dense_features")
+NOT_ONE_CNN = (*SINGLE, "class_attention_saliency", "coarse_labels", "content_or_mixing", "dense_features")
 TOGETHER = "--data and --model belong together"
 FEW = ["--workers", "0", "--device", "cpu"]
 QUICK = [*FEW, "--images", "2", "--steps", "3", "--batch-size", "4"]
@@ -201,7 +201,7 @@ def test_a_trained_model_is_looked_at_as_it_is(
     found = xr.open_zarr(tmp_path / "out" / f"{study}.zarr")
     if study == "cait_attention":
         with torch.no_grad():
-            expected = model(tcnn_probe.as_images([image], model)).softmax(1)
+            expected = model(as_images([image], model)).softmax(1)
         np.testing.assert_allclose(found.probability, expected, rtol=1e-4)
         assert dict(found.class_attention.sizes) == {"image": 1, "layer": 2, "head": 4, "y": 14, "x": 14}
     else:

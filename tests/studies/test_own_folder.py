@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 import gating_evolution
-import tcnn_probe
 from common.data import PixelBatches, boxed_images, image_loaders, own_model_and_data, probed_images
 from common.ending import InputError, ended
 from common.folder import open_folder
 from common.models import own_model
+from tcnn_probe import evaluation
 
 
 def flat(folder: Path) -> None:
@@ -133,7 +133,7 @@ def test_robustness_of_photographs_is_that_of_a_loop_by_hand(image_folder: Path)
     model, (_, validation) = own_model_and_data(options(data=str(image_folder)), 32)
     model.eval()
     batches = PixelBatches(model, validation, None)
-    ds = tcnn_probe.robustness(model, batches, severities=[3], attacks=(), normalization=batches.normalization)
+    ds = evaluation.robustness(model, batches, severities=[3], attacks=(), normalization=batches.normalization)
     config = timm.data.resolve_model_data_config(model) | {"input_size": (3, 32, 32)}
     transform = timm.data.create_transform(**config)
     mean, std = (torch.tensor(config[name])[:, None, None] for name in ("mean", "std"))
@@ -142,8 +142,8 @@ def test_robustness_of_photographs_is_that_of_a_loop_by_hand(image_folder: Path)
     for number, file in enumerate(files):
         with Image.open(file) as image:
             pixels = (transform(image.convert("RGB")) * std + mean).clamp(0, 1)
-        for name in tcnn_probe.CORRUPTIONS:
-            worse = tcnn_probe.corrupt(pixels, name, 3, first=number)
+        for name in evaluation.CORRUPTIONS:
+            worse = evaluation.corrupt(pixels, name, 3, first=number)
             scores = model((worse - mean)[None] / std)[0].softmax(0)
             one = ds.sel(corruption=name).isel(image=number).squeeze()
             assert int(one.correct) == (int(scores.argmax()) == ["cat", "dog"].index(file.parent.name))

@@ -13,7 +13,7 @@ from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
 import tcnn_probe
-from tcnn_probe import as_images
+from tcnn_probe.images import as_images
 
 ARRAY = load_sample_image("china.jpg")  # (427, 640, 3), uint8
 

@@ -10,6 +10,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
+from tcnn_probe.attribution import METRICS
 from tests.tcnn_probe.attribution.models import CONVOLVED, patchconvnet, transformer
 from tests.tcnn_probe.contracts.helpers import Trace
 
@@ -101,7 +102,7 @@ def test_nothing_is_left_by_faithfulness() -> None:
     masks = torch.zeros(2, *CONVOLVED, dtype=torch.bool)
     masks[:, 3:9] = True
     scores = tcnn_probe.faithfulness(model, x, ["class_attention", backward], masks=masks, samples=2, steps=3)
-    assert set(scores) == set(tcnn_probe.attribution.METRICS)
+    assert set(scores) == set(METRICS)
     before.check(model, x)
 
     def broken(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:

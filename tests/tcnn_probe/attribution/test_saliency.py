@@ -14,6 +14,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
+from tcnn_probe import attribution
 from tests.tcnn_probe.attribution.models import CONVOLVED, Linear, OneBlock, bright, patchconvnet
 
 IMAGES = torch.randn(5, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -152,7 +153,7 @@ def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> 
 
 def test_names_are_functions_whatever_is_imported_first() -> None:
     """A module that is imported takes the place of a function of its name in the package, unless the package did it."""
-    for package in (tcnn_probe.attribution, tcnn_probe.plot):
+    for package in (attribution, tcnn_probe.evaluation, tcnn_probe.plot):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
         functions = [name for name in package.__all__ if name.islower()]

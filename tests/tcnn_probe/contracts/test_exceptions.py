@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tcnn_probe
+from tcnn_probe.probes import ForwardCall
 from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, global_state, images, vit
 
 
@@ -106,7 +107,8 @@ def probe_that_fails_in(function: str, bomb: Bomb) -> tcnn_probe.Probe:
     def number(call: Any) -> dict[str, Tensor]:
         if function in ("measure", "attention"):
             bomb()
-        return {"number": torch.ones(len(call.output) if isinstance(call, tcnn_probe.ForwardCall) else call.images)}
+        images = len(call.output) if isinstance(call, ForwardCall) else call.images
+        return {"number": torch.ones(images)}
 
     def state(module: Any) -> dict[str, Tensor]:
         bomb()

@@ -13,7 +13,7 @@ from timm.models.mlp_mixer import Affine, MixerBlock, MlpMixer, ResBlock
 from torch import nn
 
 import tcnn_probe
-from tcnn_probe.heads import translation_equivariance
+from tcnn_probe.heads import cross_patch, translation_equivariance
 
 H, W = 5, 7
 PLACES = list(product(range(H), range(W)))
@@ -45,7 +45,7 @@ def known() -> MlpMixer:
 
 
 def test_of_known_matrices() -> None:
-    identity, convolution, random = (tcnn_probe.cross_patch(known()).isel(layer=n, head=0) for n in range(3))
+    identity, convolution, random = (cross_patch(known()).isel(layer=n, head=0) for n in range(3))
     assert identity.attention_distance == 0
     assert identity.entropy == 0
     for one in (identity, convolution):
@@ -60,7 +60,7 @@ def test_of_known_matrices() -> None:
 
 def test_of_every_pair_of_patches() -> None:
     model = known()
-    found = tcnn_probe.cross_patch(model)
+    found = cross_patch(model)
     assert found.layer.values.tolist() == [f"blocks.{n}" for n in range(3)]
     for n, block in enumerate(model.blocks):
         a, one = block.linear_tokens.weight.detach().double().numpy(), found.isel(layer=n)
@@ -78,20 +78,20 @@ def test_of_every_pair_of_patches() -> None:
 
 
 def test_types_are_those_of_heads() -> None:
-    types = tcnn_probe.head_types(tcnn_probe.cross_patch(known()))
+    types = tcnn_probe.head_types(cross_patch(known()))
     assert types.dims == ("layer", "head")
     assert types.values[:2].tolist() == [["convolutional"], ["convolutional"]]
     assert types.values[2] != "convolutional"
     model = known()
     nn.init.ones_(model.blocks[2].linear_tokens.weight)
-    assert tcnn_probe.head_types(tcnn_probe.cross_patch(model)).values[2] == "averaging"
+    assert tcnn_probe.head_types(cross_patch(model)).values[2] == "averaging"
 
 
 def test_of_mlp_mixer_it_is_the_product() -> None:
     """What the block does to one patch, with an identity for the GELU."""
     block = mlp_model(MixerBlock).double().blocks[1]
     model = nn.Sequential(block)
-    found = tcnn_probe.cross_patch(model, grid=(H, W)).weight.isel(layer=0)
+    found = cross_patch(model, grid=(H, W)).weight.isel(layer=0)
     block.mlp_tokens.act = nn.Identity()
     zero = torch.zeros(1, 1, H * W, dtype=torch.float64)
     for key in (0, 9):
@@ -157,8 +157,8 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"\(heads, 35, 34\), of so many queries and keys, got \(1, 35, 35\)"):
         translation_equivariance(np.ones((1, H * W, H * W)), PLACES, PLACES[1:])
     with pytest.raises(ValueError, match="ResMLP or MLP-Mixer, got Linear"):
-        tcnn_probe.cross_patch(nn.Linear(2, 2))
+        cross_patch(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"grid=\(rows, columns\) of 35 patches, got \(6, 6\)"):
-        tcnn_probe.cross_patch(mlp_model(), grid=(6, 6))
+        cross_patch(mlp_model(), grid=(6, 6))
     with pytest.raises(ValueError, match="of 35 patches, got None"):
-        tcnn_probe.cross_patch(nn.Sequential(mlp_model().blocks[0]))
+        cross_patch(nn.Sequential(mlp_model().blocks[0]))

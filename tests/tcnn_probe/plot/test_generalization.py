@@ -70,6 +70,6 @@ def test_what_is_refused() -> None:
     for variant in (None, "v3"):
         with pytest.raises(ValueError, match=rf"expected variant to be one of \['v2', 'real'\], got {variant!r}"):
             generalization(ds, variant=variant)
-    with pytest.raises(ValueError, match=r"results of tcnn_probe.robustness with 'variant_accuracy'"):
+    with pytest.raises(ValueError, match=r"results of evaluation.robustness with 'variant_accuracy'"):
         generalization(ds.drop_vars("variant_accuracy"))
     assert plt.get_fignums() == []

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 
 import tcnn_probe
+from tcnn_probe import evaluation
 from tests.tcnn_probe.plot.layout import texts_within_and_apart
 
 MODELS = ["CNN", "control", "T-CNN"]
@@ -19,10 +20,10 @@ TIMM = ["resnet50", "deit3_small_patch16_224", "swin_tiny_patch4_window7_224", "
 
 
 def measured(models: list[str] = MODELS, corruptions: int = 4, *, plain: bool = False) -> xr.Dataset:
-    """What tcnn_probe.robustness gives, of 5 severities, 2 seeds, 2 attacks."""
+    """What tcnn_probe.evaluation.robustness gives, of 5 severities, 2 seeds, 2 attacks."""
     rng, count = np.random.default_rng(0), len(models)
     right = rng.random((count, corruptions, 5, 2, IMAGES)) < np.linspace(0.5, 0.8, count)[:, None, None, None, None]
-    names = ["gaussian_noise", "motion_blur", "shot_noise", "fog", *list(tcnn_probe.CORRUPTIONS)[-11:]][:corruptions]
+    names = ["gaussian_noise", "motion_blur", "shot_noise", "fog", *list(evaluation.CORRUPTIONS)[-11:]][:corruptions]
     groups = ["noise", "blur", "noise", "weather", *["digital"] * 11][:corruptions]
     coords = {
         "model": np.array(models, dtype=object),
@@ -159,7 +160,7 @@ def test_what_robustness_measures_can_be_drawn_from_a_store(tmp_path: Any) -> No
     images = torch.rand(7, 3, 17, 19, generator=torch.Generator().manual_seed(0))
     images = (images * torch.linspace(0.5, 1.5, 7).view(-1, 1, 1, 1)).clamp(0, 1)
     options: dict[str, Any] = {"corruptions": ["contrast", "gaussian_noise"], "severities": (1, 3), "attacks": "fgsm"}
-    measured = tcnn_probe.robustness(models, images, [0, 0, 0, 1, 1, 1, 1], normalization=((0,), (1,)), **options)
+    measured = evaluation.robustness(models, images, [0, 0, 0, 1, 1, 1, 1], normalization=((0,), (1,)), **options)
     measured.to_zarr(tmp_path / "robustness.zarr", consolidated=False)
     ds = xr.open_zarr(tmp_path / "robustness.zarr", consolidated=False)
     axes = tcnn_probe.plot.robustness(ds, by="corruption")

@@ -1,0 +1,184 @@
+"""``cost()``: parameters, multiply-adds, memory and speed of models, as a dataset."""
+
+import statistics
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import xarray as xr
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from tcnn_probe.models import floating_tensor, progress_bar, untouched, unwrap, whole_number
+from tcnn_probe.provenance import versions
+
+__all__ = ["cost"]
+
+_ABOUT = {
+    "parameters": ("1", "numbers that are trained; buffers are not counted"),
+    "multiply_adds": ("1", "products of matrices and convolutions in one forward of one image, half of their FLOPs"),
+    "peak_memory": ("MiB", "tensors that a forward of a batch holds at its peak, beside parameters and images"),
+    "images_per_second": ("s-1", "batch size over the median time of a forward in eval mode, without gradients"),
+    "training_images_per_second": ("s-1", "batch size over the median time of a forward in training mode and backward"),
+}
+
+
+def cost(
+    models: nn.Module | Mapping[str, nn.Module],
+    size: int | tuple[int, ...] | None = None,
+    *,
+    batch_size: int = 32,
+    rounds: int = 5,
+    training: bool = False,
+    progress: bool | None = None,
+) -> xr.Dataset:
+    """Measure what models cost where they are: on their devices, in their precision, with their numbers of threads.
+
+    ::
+
+        cost = tcnn_probe.evaluation.cost({"cnn": cnn, "tcnn": tcnn}, 224)
+        print(xr.merge([ds[["clean_accuracy"]], cost]).to_pandas())  # ds of tcnn_probe.evaluation.robustness
+
+    Counted are the products that the implementation forms; not sums, activations, normalisations and the softmax. The
+    thesis prints multiply-adds as "FLOPs" (Tables 3.15 and 5.1): 4.1e9 for a ResNet-50, 4.6e9 for a DeiT-S at 224. So
+    does Table 2 of the T-CNN paper for these two, but its 4.6e9 for ResNet50-RS at 160 is twice the multiply-adds.
+
+    Args:
+        models: A model that takes images, or several, by name. Each is restored afterwards.
+        size: Size of the images in pixels, (height, width) or a number for both; or (channels, height, width); None
+            for that of timm's configuration.
+        batch_size: Batch size of the forwards whose time and memory are measured.
+        rounds: Number of timed forwards, after one that is not timed; models take turns.
+        training: Time training too: forward and backward, without the optimizer's step.
+        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal.
+
+    Returns:
+        A dataset over ``model``: ``parameters``, ``multiply_adds``, ``peak_memory`` in MiB (on the CPU without the
+        workspace of operators) and ``images_per_second``; with ``training`` also ``training_images_per_second``.
+
+    Raises:
+        TypeError: A model is no module, or a size no integer.
+        ValueError: A size is out of range, or missing where timm does not know it.
+    """
+    members = dict(models) if isinstance(models, Mapping) else {"model": models}
+    if not members:
+        raise ValueError("expected one model at least, got none")
+    batch_size, rounds = whole_number(batch_size, "batch_size", 1), whole_number(rounds, "rounds", 1)
+    images = {name: _images(model, size, batch_size) for name, model in members.items()}
+    costs: defaultdict[str, list[float]] = defaultdict(list)
+    speeds = {"images_per_second": _forward}
+    if training:
+        speeds["training_images_per_second"] = _training_step
+    with progress_bar(len(members) * (2 + len(speeds) * (rounds + 1)), "cost", progress, "forward") as bar:
+        for name, model in members.items():
+            with untouched(model), FlopCounterMode(display=False) as counter:
+                model(images[name][:1])
+            costs["parameters"].append(sum(parameter.numel() for parameter in model.parameters()))
+            costs["multiply_adds"].append(counter.get_total_flops() / 2)
+            costs["peak_memory"].append(_peak(model, images[name]) / 2**20)
+            bar.update(2)
+        for speed, run in speeds.items():
+            # Models take turns, so that a slow moment of the machine meets all of them. The first round warms up:
+            # caches are filled, and cuDNN chooses its kernels.
+            seconds: dict[str, list[float]] = {name: [] for name in members}
+            for _ in range(rounds + 1):
+                for name, model in members.items():
+                    seconds[name].append(run(model, images[name]))
+                    bar.update()
+            costs[speed] = [batch_size / statistics.median(times[1:]) for times in seconds.values()]
+    ds = xr.Dataset({name: ("model", values) for name, values in costs.items()}, {"model": list(members)})
+    for name in costs:
+        units, description = _ABOUT[name]
+        ds[name].attrs.update(units=units, long_name=name.replace("_", " "), description=description)
+    batch = next(iter(images.values()))
+    device = torch.cuda.get_device_name(batch.device) if batch.is_cuda else f"CPU, {torch.get_num_threads()} threads"
+    return ds.assign_attrs(versions() | {"device": device, "dtype": str(batch.dtype), "batch_size": batch_size})
+
+
+def _images(model: nn.Module, size: int | tuple[int, ...] | None, batch_size: int) -> Tensor:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    config = getattr(unwrap(model), "pretrained_cfg", None) or {}
+    if size is None and "input_size" not in config:
+        raise ValueError(f"timm does not know the image size of {type(model).__name__}: give size=")
+    channels, *sides = config.get("input_size", (3, size, size))
+    if size is not None:
+        sides = [size, size] if isinstance(size, int) else list(size)
+    if len(sides) == 3:
+        channels, *sides = sides
+    for side in (channels, *sides):
+        whole_number(side, "size", 1)
+    weight = floating_tensor(model)
+    options: dict[str, Any] = {} if weight is None else {"device": weight.device, "dtype": weight.dtype}
+    return torch.randn(batch_size, channels, *sides, **options)
+
+
+def _forward(model: nn.Module, images: Tensor) -> float:
+    """Time a forward in eval mode, in seconds."""
+    with untouched(model), torch.no_grad():
+        return _seconds(lambda: model(images), images.device)
+
+
+def _training_step(model: nn.Module, images: Tensor) -> float:
+    """Time a forward in training mode and its backward, in seconds; restore random numbers and buffers."""
+    # Batch norms update their statistics in place: in copies, through functional_call.
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def step() -> None:
+        outputs = tree_leaves(functional_call(model, buffers, images))
+        trained = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+        torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
+
+    random = torch.random.fork_rng([images.device] if images.is_cuda else [])
+    with untouched(model), random, torch.enable_grad():
+        model.train()
+        return _seconds(step, images.device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _peak(model: nn.Module, images: Tensor) -> int:
+    """Measure the bytes that a forward adds at its peak."""
+    if images.is_cuda:
+        _forward(model, images)  # allocates workspaces and caches, which stay and are no cost of a further forward
+        before = torch.cuda.memory_allocated(images.device)
+        torch.cuda.reset_peak_memory_stats(images.device)
+        _forward(model, images)
+        return torch.cuda.max_memory_allocated(images.device) - before
+    with _PeakMemory([images, *model.parameters(), *model.buffers()]) as memory:
+        _forward(model, images)
+    return memory.peak
+
+
+class _PeakMemory(TorchDispatchMode):
+    """Peak of the bytes of all living storages that operators make (torch counts none on a CPU)."""
+
+    def __init__(self, uncounted: list[Tensor]) -> None:
+        super().__init__()
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in uncounted)
+        self._now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
+                self._known.add(storage)
+                self._now += storage.nbytes()
+                self.peak = max(self.peak, self._now)
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        return output
+
+    def _freed(self, count: int) -> None:
+        self._now -= count

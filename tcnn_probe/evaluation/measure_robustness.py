@@ -1,0 +1,310 @@
+"""``robustness()``: the decisions of models on corrupted, attacked and other images, as a dataset."""
+
+import json
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tcnn_probe.evaluation.adversarial import Ascent, as_attacks
+from tcnn_probe.evaluation.checks import as_labels, as_pixels, check_distinct, check_labels, whole_numbers
+from tcnn_probe.evaluation.classifier import Classifier, Model, Normalization, as_classifier, restored
+from tcnn_probe.evaluation.corrupt_images import corrupt
+from tcnn_probe.evaluation.corruptions.frost_pictures import read_photographs
+from tcnn_probe.evaluation.corruptions.table import CORRUPTIONS, named_corruptions
+from tcnn_probe.evaluation.imagenet_variants import Variant
+from tcnn_probe.evaluation.summary import as_dataset
+from tcnn_probe.models import progress_bar, whole_number
+from tcnn_probe.provenance import versions
+
+__all__ = ["robustness"]
+
+Classifiers = Mapping[str, Classifier]
+Decisions = tuple[NDArray[Any], NDArray[Any]]
+"""Predictions and confidences, images last."""
+
+
+def robustness(
+    models: Model | Mapping[str, Model],
+    images: Any,
+    labels: Any = None,
+    *,
+    corruptions: str | Collection[str] | None = None,
+    severities: int | Collection[int] = (1, 2, 3, 4, 5),
+    attacks: str | Collection[str] | Mapping[str, Mapping[str, Any]] = ("fgsm", "pgd"),
+    seeds: int | Collection[int] = (0,),
+    variants: Variant | Collection[Variant] = (),
+    normalization: Normalization | Mapping[str, Normalization | None] | None = None,
+    frost: Any = None,
+    batch_size: int = 64,
+    device: torch.device | str | None = None,
+    progress: bool | None = None,
+) -> xr.Dataset:
+    """Classify images as they are, corrupted, attacked, and from other test sets; record each decision.
+
+    ::
+
+        ds = tcnn_probe.evaluation.robustness({"cnn": cnn, "tcnn": tcnn}, images, labels, severities=(1, 3, 5))
+        print(ds.accuracy.groupby("group").mean(["corruption", "severity", "seed"]).to_pandas())
+
+    A prediction is the class of the highest score, the first of equal ones; its confidence is the softmax of the scores
+    there. With a NaN among the scores the prediction is -1, which is wrong, and the confidence NaN; this is counted in
+    ``attrs["nan_scores"]`` and warned of. Each model is attacked itself, with the true classes, and also on images that
+    it had wrong before.
+
+    Args:
+        models: A module, which runs in eval mode and is restored afterwards, or a function, which is called as it is
+            (to ablate heads, for example); or several, by name. They map normalised images to scores (B, K).
+        images: Images in pixel space, in [0, 1], before normalisation: a tensor or an array, shape (N, C, H, W), with
+            ``labels``; or batches (images, labels), such as a DataLoader, which is read once: each batch is corrupted
+            once for each setting and shown to all models.
+        labels: Classes of the images, shape (N,).
+        corruptions: Names in ``tcnn_probe.evaluation.CORRUPTIONS``, or groups of them; None for all, () for none.
+        severities: Severities of the corruptions, 1 to 5.
+        attacks: "fgsm" and "pgd", or one of them; () for none. With options:
+            ``{"pgd": {"epsilon": 2 / 255, "steps": 10}}``.
+        seeds: Seeds of corruptions and attacks. Image i depends on (seed, i) alone, not on the batches.
+        variants: Other test sets (:func:`tcnn_probe.evaluation.imagenet_variant`).
+        normalization: See :func:`tcnn_probe.evaluation.pgd`; or a mapping by the models' names.
+        frost: See :func:`tcnn_probe.evaluation.corrupt`.
+        batch_size: Size of the batches of a tensor or an array.
+        device: Device to put images on; None for that of each module, and for functions, that of the images.
+        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal.
+
+    Returns:
+        A dataset. Per image: ``prediction`` (int32), ``confidence`` (float32) and ``correct``
+        (bool), each (model, corruption, severity, seed, image); ``clean_prediction``, ... (model, image) and
+        ``adversarial_prediction``, ... (model, attack, seed, image). Means of correct over images: ``accuracy``,
+        ``clean_accuracy``, ``adversarial_accuracy``; and ``variant_accuracy`` (model, variant) over ``variant_images``
+        (variant). Each mean has its binomial standard error √(p(1 - p)/n), with ``_se`` added to its name.
+        Coordinates: ``group`` of each corruption, ``label`` of each image.
+
+    Raises:
+        ValueError, TypeError: Models, images, labels or options are of another kind or out of range.
+    """
+    members = dict(models) if isinstance(models, Mapping) else {"model": models}
+    if not members:
+        raise ValueError("expected one model at least, got none")
+    test_sets = _as_variants(variants)
+    measurement = _Measurement(
+        members,
+        _by_model(normalization, members),
+        named_corruptions(corruptions),
+        whole_numbers(severities, "severities", 1, 5),
+        as_attacks(attacks),
+        whole_numbers(seeds, "seeds"),
+        None if frost is None else read_photographs(frost),
+        device,
+    )
+    batches, count = _as_batches(images, labels, batch_size)
+    variant_batches = sum(len(variant.loader) for variant in test_sets if isinstance(variant.loader, Sized))
+    total = None if count is None else (count * measurement.passes() + variant_batches) * len(members)
+    parts: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
+    first = 0
+    with restored(*members.values()), progress_bar(total, "robustness", progress, "batch") as bar:
+        measurement.update_progress = bar.update
+        for pixels, targets in batches:
+            for name, part in measurement.batch(pixels, targets, first).items():
+                parts[name].append(part)
+            first += len(pixels)
+        if not first:
+            raise ValueError("expected batches (images, labels), got none")
+        by_variant = {variant.name: measurement.variant(variant) for variant in test_sets}
+    nan = dict(measurement.nan_scores)
+    if nan:
+        warnings.warn(f"scores with NaN, counted as wrong: {nan}", RuntimeWarning, stacklevel=2)
+    decisions = {name: np.concatenate(rows, -1) for name, rows in parts.items()}
+    return as_dataset(decisions, by_variant, measurement.coordinates(), measurement.attrs())
+
+
+@dataclass
+class _Measurement:
+    """The models, and the conditions under which they classify each batch."""
+
+    models: Mapping[str, Model]
+    normalizations: Mapping[str, Normalization | None]
+    corruptions: tuple[str, ...]
+    severities: tuple[int, ...]
+    attacks: dict[str, Ascent]
+    seeds: tuple[int, ...]
+    frost: list[NDArray[Any]] | None
+    device: torch.device | str | None
+    update_progress: Callable[[int], Any] = lambda count: None
+    nan_scores: Counter[str] = field(default_factory=Counter)
+    normalized: dict[str, Any] = field(default_factory=dict)
+
+    def passes(self) -> int:
+        """Count the passes of an image through a model; what is not random is measured once for all seeds."""
+        random = [bool(CORRUPTIONS[name].random) for name in self.corruptions] * len(self.severities)
+        random += [ascent.random_start for ascent in self.attacks.values()]
+        return 1 + len(random) + sum(random) * (len(self.seeds) - 1)
+
+    def batch(self, images: Tensor, labels: Tensor, first: int) -> dict[str, NDArray[Any]]:
+        """Return predictions and confidences, clean and perturbed, (model, ..., B), and the labels, (B,)."""
+        if labels.ndim != 1:
+            raise ValueError("expected one label for each image, (B,); only variants have several")
+        classifiers = self._classifiers(images, None)
+        arrays = {"label": labels.numpy()} | _named("clean_", self._decide(classifiers, images, labels))
+        if self.corruptions:
+            arrays |= _named("", self._corrupted(classifiers, images, labels, first))
+        if self.attacks:
+            arrays |= _named("adversarial_", self._attacked(classifiers, images, labels, first))
+        return arrays
+
+    def variant(self, variant: Variant) -> NDArray[Any]:
+        """Return the right answers to a test set, bool (model, image)."""
+        rows = []
+        for images, labels in _as_batches(variant.loader, None, 1)[0]:
+            predictions, _ = self._decide(self._classifiers(images, variant.classes), images, labels)
+            rows.append(_right(predictions, labels.numpy()))
+        if not rows:
+            raise ValueError(f"expected images of the variant {variant.name!r}, got none")
+        return np.concatenate(rows, -1)
+
+    def coordinates(self) -> dict[str, Any]:
+        """Return the coordinates of the conditions."""
+        groups = [CORRUPTIONS[name].group for name in self.corruptions]
+        return {
+            "model": np.array(list(self.models), dtype=object),
+            "corruption": np.array(self.corruptions, dtype=object),
+            "group": ("corruption", np.array(groups, dtype=object)),
+            "severity": list(self.severities),
+            "attack": np.array(list(self.attacks), dtype=object),
+            "seed": list(self.seeds),
+        }
+
+    def attrs(self) -> dict[str, str]:
+        """Return the options, the number of scores with NaN, and versions."""
+        options = {
+            "models": {name: getattr(model, "__name__", type(model).__name__) for name, model in self.models.items()},
+            "normalization": self.normalized,
+            "nan_scores": self.nan_scores,
+            "attacks": {name: vars(ascent) for name, ascent in self.attacks.items()},
+        }
+        about = versions() | {"frost": "made" if self.frost is None else "given"}
+        return about | {name: json.dumps(option) for name, option in options.items()}
+
+    def _classifiers(self, images: Tensor, classes: tuple[int, ...] | None) -> dict[str, Classifier]:
+        classifiers = {}
+        for name, model in self.models.items():
+            normalization = self.normalizations[name]
+            classifier = as_classifier(model, normalization, images.shape[1], classes, self.device)
+            self.normalized[name] = [classifier.mean, classifier.std]
+            classifiers[name] = classifier
+        return classifiers
+
+    def _corrupted(self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int) -> Decisions:
+        rows: list[Decisions] = []
+        for name, severity, seed in product(self.corruptions, self.severities, self.seeds):
+            if seed != self.seeds[0] and not CORRUPTIONS[name].random:
+                rows.append(rows[-1])
+                continue
+            corrupted = corrupt(images, name, severity, seed=seed, first=first, frost=self.frost)
+            rows.append(self._decide(classifiers, corrupted, labels))
+        return _stacked(rows, (len(self.corruptions), len(self.severities), len(self.seeds)))
+
+    def _attacked(self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int) -> Decisions:
+        rows: list[Decisions] = []
+        for ascent, seed in product(self.attacks.values(), self.seeds):
+            if seed != self.seeds[0] and not ascent.random_start:
+                rows.append(rows[-1])
+                continue
+            predictions, confidences = [], []
+            for name, classifier in classifiers.items():  # each model is shown the images that fool this model
+                adversarial = ascent(classifier, images, labels, seed, first)
+                prediction, confidence = self._decide({name: classifier}, adversarial, labels)
+                predictions.append(prediction)
+                confidences.append(confidence)
+            rows.append((np.concatenate(predictions), np.concatenate(confidences)))
+        return _stacked(rows, (len(self.attacks), len(self.seeds)))
+
+    @torch.no_grad()
+    def _decide(self, classifiers: Classifiers, images: Tensor, labels: Tensor) -> Decisions:
+        """Return each model's best class, (model, B), -1 where a score is NaN; and the softmax of its score."""
+        predictions, confidences = [], []
+        for name, classifier in classifiers.items():
+            scores = classifier(classifier.place(images))
+            check_labels(labels, scores.shape[1], f"the model {name!r}")
+            prediction = scores.argmax(1).int()
+            confidence = scores.float().softmax(1).amax(1)
+            nan = scores.isnan().any(1)
+            if nan.any():
+                self.nan_scores[name] += int(nan.sum())
+                prediction.masked_fill_(nan, -1)
+                confidence.masked_fill_(nan, torch.nan)
+            predictions.append(prediction.cpu().numpy())
+            confidences.append(confidence.cpu().numpy())
+            self.update_progress(1)
+        return np.stack(predictions), np.stack(confidences)
+
+
+def _named(prefix: str, decisions: Decisions) -> dict[str, NDArray[Any]]:
+    return {f"{prefix}prediction": decisions[0], f"{prefix}confidence": decisions[1]}
+
+
+def _stacked(rows: list[Decisions], shape: tuple[int, ...]) -> Decisions:
+    """Stack decisions (model, B) under several conditions as (model, *shape, B)."""
+    predictions = np.stack([row[0] for row in rows], 1)
+    confidences = np.stack([row[1] for row in rows], 1)
+    models, _, images = predictions.shape
+    return predictions.reshape(models, *shape, images), confidences.reshape(models, *shape, images)
+
+
+def _right(predictions: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
+    """Compare predictions (model, B) with labels (B,), or with the set of labels of each image, bool (B, K)."""
+    if labels.ndim == 1:
+        return predictions == labels
+    return np.take_along_axis(labels.T, predictions, 0) & (predictions >= 0)
+
+
+def _by_model(normalization: Any, models: Mapping[str, Model]) -> dict[str, Normalization | None]:
+    if not isinstance(normalization, Mapping):
+        return dict.fromkeys(models, normalization)
+    for name in normalization:
+        if name not in models:
+            raise ValueError(f"expected normalization by the models' names, {', '.join(models)}; got {name!r}")
+    return {name: normalization.get(name) for name in models}
+
+
+def _as_variants(variants: Any) -> tuple[Variant, ...]:
+    variants = (variants,) if isinstance(variants, Variant) else tuple(variants)
+    for variant in variants:
+        if not isinstance(variant, Variant):
+            raise TypeError(f"expected variants, as imagenet_variant gives them, got {type(variant).__name__}")
+    check_distinct([variant.name for variant in variants], "variants")
+    return variants
+
+
+def _as_batches(images: Any, labels: Any, batch_size: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int | None]:
+    """Iterate over batches of images and labels, checked one by one; return their number too, None if unknown."""
+    if isinstance(images, Tensor | np.ndarray):
+        step = whole_number(batch_size, "batch_size", 1)
+        pixels = as_pixels(images)
+        targets = as_labels(labels, len(pixels))
+        pairs = list(zip(pixels.split(step), targets.split(step), strict=True))
+        return iter(pairs), len(pairs)
+    if not isinstance(images, Iterable) or labels is not None:
+        raise TypeError(
+            "expected images, a tensor or an array (N, C, H, W), and labels, or only an iterable of (images, labels) "
+            f"batches; got {type(images).__name__}"
+        )
+    return map(_as_batch, images), len(images) if isinstance(images, Sized) else None
+
+
+def _as_batch(batch: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise TypeError(f"expected batches (images, labels), got {type(batch).__name__}")
+    pixels, labels = as_pixels(batch[0]), batch[1]
+    if not isinstance(labels, Tensor) or labels.dtype != torch.bool:
+        return pixels, as_labels(labels, len(pixels))
+    if labels.ndim != 2 or len(labels) != len(pixels):
+        raise ValueError(f"expected labels of {len(pixels)} images, (B,), or, bool, (B, K); got {tuple(labels.shape)}")
+    return pixels, labels.detach().cpu()

@@ -1,0 +1,47 @@
+"""Pictures of frost: our texture beside the published photographs, and parts of pictures."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.random import RandomState
+
+from tcnn_probe.evaluation.corruptions.frost_pictures import crop, read_photographs, texture
+
+
+def test_the_texture_looks_like_the_photographs(frost_folder: Path) -> None:
+    ours, theirs = texture(), [picture.mean((0, 1)) for picture in read_photographs(frost_folder)[:5]]
+    np.testing.assert_allclose(ours.mean((0, 1)), np.mean(theirs, 0), atol=0.04)  # the colour
+    assert 0.07 < ours.mean(2).std() < 0.13  # the photographs': 0.06 to 0.17
+    assert 0 <= ours.min() < ours.max() <= 1
+    assert texture() is ours
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (7, TypeError, "a folder, or several arrays"),
+        ([np.zeros((5, 7, 4))], ValueError, r"shape \(H, W, 3\), got \(5, 7, 4\)"),
+        ([np.full((5, 7, 3), 1.5)], ValueError, "got 1.5 to 1.5"),
+        ([np.full((5, 7, 3), np.nan)], ValueError, "got nan"),
+    ],
+)
+def test_what_is_no_frost(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_photographs(given)
+
+
+def test_parts_lie_anywhere_inside() -> None:
+    y, x = np.mgrid[:11, :13]
+    picture = np.stack([y, x, 0 * x], -1) / 20
+    corners = {tuple(np.rint(crop(picture, (7, 5), RandomState(n))[0, 0, :2] * 20)) for n in range(200)}
+    assert corners == {(y, x) for y in range(4) for x in range(8)}
+
+
+def test_small_pictures_are_enlarged() -> None:
+    picture = np.linspace(0.2, 0.8, 5)[:, None, None] * np.ones((5, 4, 3))
+    found = crop(picture, (17, 23), RandomState(0))
+    assert found.shape == (17, 23, 3)
+    assert 0.15 <= found.min() < found.max() <= 0.85
+    assert np.ptp(found, axis=1).max() < 0.01

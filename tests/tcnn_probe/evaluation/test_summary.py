@@ -1,0 +1,133 @@
+"""Improvement over a baseline and mCE, against loops over made results."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from tcnn_probe.evaluation import improvement, mean_corruption_error
+
+CORRUPTIONS = {"shot_noise": "noise", "fog": "weather", "snow": "weather", "jpeg": "digital", "blur": "blur"}
+
+
+@pytest.fixture
+def results() -> xr.Dataset:
+    """Of 3 models, 5 corruptions, 2 severities, 7 seeds, 2 attacks, 23 images."""
+    random = np.random.default_rng(0)
+    sizes = {"model": 3, "corruption": 5, "severity": 2, "seed": 7, "image": 23}
+    chances = np.array([0.6, 0.7, 0.3])[:, None, None, None, None] * np.linspace(0.5, 1, 5)[:, None, None, None]
+    coords = {"model": ["cnn", "tcnn", "worse"], "corruption": list(CORRUPTIONS), "severity": [1, 5]}
+    coords["group"] = ("corruption", list(CORRUPTIONS.values()))
+    correct = (tuple(sizes), random.random(tuple(sizes.values())) < chances)
+    clean = (("model", "image"), random.random((3, 23)) < 0.8)
+    attacked = (("model", "attack", "seed", "image"), random.random((3, 2, 7, 23)) < 0.5)
+    answers = {"correct": correct, "clean_correct": clean, "adversarial_correct": attacked}
+    ds = xr.Dataset(answers, coords | {"attack": ["fgsm", "pgd"], "seed": range(7)})
+    return ds.assign(accuracy=ds.correct.mean("image"), clean_accuracy=ds.clean_correct.mean("image"))
+
+
+def test_improvement_by_group(results: xr.Dataset) -> None:
+    found = improvement(results, "cnn", "group")
+    assert found.group.values.tolist() == ["noise", "weather", "digital", "blur"]  # as they come
+    assert found.model.values.tolist() == ["tcnn", "worse"]
+    raw = results.correct.values
+    for m, model in ((1, "tcnn"), (2, "worse")):
+        for group in found.group.values:
+            of = [n for n, name in enumerate(CORRUPTIONS.values()) if name == group]
+            ours, theirs = (np.mean([raw[k, c] for c in of]) for k in (m, 0))
+            cell = found.sel(model=model, group=group)
+            assert float(cell.improvement) == pytest.approx(ours / theirs - 1)
+            low, high = cell.interval.values
+            assert low < ours / theirs - 1 < high
+
+
+def test_interval_is_that_of_pairs(results: xr.Dataset) -> None:
+    random = np.random.default_rng(5)
+    found = improvement(results, "cnn", "severity")
+    assert found.improvement.dims == ("model", "severity")
+    per_image = results.correct.values[:, :, 1].mean((1, 2))  # (model, image) at severity 5
+    drawn = []
+    for _ in range(4000):
+        which = random.integers(0, 23, 23)
+        drawn.append(per_image[1, which].mean() / per_image[0, which].mean() - 1)
+    expected = np.sort(drawn)[[100, 3900]]
+    np.testing.assert_allclose(found.interval.sel(model="tcnn", severity=5), expected, atol=0.02)
+
+
+@pytest.mark.parametrize(("by", "dims"), [(None, ("model",)), ("attack", ("model", "attack"))])
+def test_improvement_on_clean_and_attacked_images(results: xr.Dataset, by: str | None, dims: tuple[str, ...]) -> None:
+    found = improvement(results, "tcnn", by, relative=False)
+    assert found.improvement.dims == dims
+    name = "clean_correct" if by is None else "adversarial_correct"
+    right = results[name].mean([d for d in results[name].dims if d not in dims])
+    np.testing.assert_allclose(found.improvement.sel(model="cnn"), right.sel(model="cnn") - right.sel(model="tcnn"))
+
+
+@pytest.mark.parametrize("right", [0, 2])
+def test_no_share_of_a_baseline_that_is_never_right(results: xr.Dataset, right: int) -> None:
+    """Right twice of 23, it is never right in 0.91^23 = 12 % of the resamples: there is no interval."""
+    few = (results.model != "cnn") | (results.image < right)
+    found = xr.Dataset({"clean_correct": (results.clean_correct | (results.image < 2)) & few})
+    share, difference = (improvement(found, "cnn", None, relative=relative) for relative in (True, False))
+    assert share.improvement.isnull().all() == (right == 0)
+    assert share.interval.isnull().all()
+    assert difference.notnull().all().to_array().all()
+
+
+def test_mean_corruption_error_by_hand(results: xr.Dataset) -> None:
+    found = mean_corruption_error(results, "cnn")
+    error, clean = 1 - results.correct.values.mean((3, 4)), 1 - results.clean_correct.values.mean(1)
+    groups = list(CORRUPTIONS.values())
+    for kind in ("", "relative_"):
+        ratio = np.zeros((3, 5))
+        for model in range(3):
+            for corruption in range(5):
+                summed = [sum(error[m, corruption, s] - (clean[m] if kind else 0) for s in (0, 1)) for m in (model, 0)]
+                ratio[model, corruption] = summed[0] / summed[1]
+        np.testing.assert_allclose(found[f"{kind}corruption_error"], ratio)
+        np.testing.assert_allclose(found[f"{kind}mean_corruption_error"], ratio.mean(1))
+        for group, values in found[f"{kind}group_corruption_error"].groupby("group"):
+            of = [n for n, name in enumerate(groups) if name == group]
+            np.testing.assert_allclose(values.squeeze("group"), ratio[:, of].mean(1))
+    assert found.mean_corruption_error.sel(model="cnn") == 1
+    assert found.attrs["baseline"] == "cnn"
+    assert found.mean_corruption_error.attrs["long_name"] == "mean corruption error, of cnn's"
+
+
+def test_no_error_relative_to_a_baseline_without_errors(results: xr.Dataset) -> None:
+    """And no mean over the rest of the corruptions in its place."""
+    results.accuracy.loc[{"model": "cnn", "corruption": "snow"}] = 1
+    found = mean_corruption_error(results, "cnn")
+    assert found.corruption_error.isnull().sum("corruption").values.tolist() == [1, 1, 1]
+    assert found.mean_corruption_error.isnull().all()
+    assert found.group_corruption_error.isnull().all("model").sel(group=["weather", "noise"]).values.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("by", "dim", "label"),
+    [("group", "corruption", "fog"), ("severity", "severity", 5), ("attack", "attack", "pgd"), (None, "seed", 3)],
+)
+def test_what_was_selected(results: xr.Dataset, by: str | None, dim: str, label: str | int) -> None:
+    one, several = results.sel({dim: label}), results.sel({dim: [label]})
+    found, expected = (improvement(each, "cnn", by) for each in (one, several))
+    assert found.improvement.dims == (("model",) if by is None else ("model", by))
+    xr.testing.assert_identical(*(each.reset_coords(drop=True) for each in (found, expected)))
+    found, expected = (mean_corruption_error(each, "cnn") for each in (one, several))
+    xr.testing.assert_allclose(*(each.reset_coords(drop=True) for each in (found, expected)))
+
+
+def test_what_is_refused(results: xr.Dataset) -> None:
+    for function in (improvement, mean_corruption_error):
+        with pytest.raises(TypeError, match=r"results of evaluation.robustness, an xarray.Dataset; got DataArray"):
+            function(results.correct, "cnn")
+        with pytest.raises(ValueError, match=r"with the dimension 'model', got \('corruption'"):
+            function(results.sel(model="cnn"), "cnn")
+        with pytest.raises(ValueError, match=r"one of the models \['cnn', 'tcnn', 'worse'\], got 'resnet'"):
+            function(results, "resnet")
+        with pytest.raises(ValueError, match=r"results of evaluation.robustness with '(correct|accuracy)', got"):
+            function(results.drop_vars(["correct", "accuracy"]), "cnn")
+    with pytest.raises(ValueError, match=r"expected another model beside the baseline, got \['cnn'\]"):
+        improvement(results.sel(model=["cnn"]), "cnn")
+    with pytest.raises(ValueError, match="expected 'correct' with the coordinate 'severity'"):
+        improvement(results.mean("severity"), "cnn", "severity")
+    with pytest.raises(ValueError, match=r"expected by to be one of None, 'attack', 'group'.*got 'colour'"):
+        improvement(results, "cnn", "colour")
