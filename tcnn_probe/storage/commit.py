@@ -204,6 +204,7 @@ class Root:
         if clashes := sorted(new.documents.keys() & self.documents.keys() - {self.along}):
             raise ValueError(f"{clashes[0]!r} was given to mark() before, and is now recorded")
         growing = {path: with_length(about, self.length) for path, about in new.growing.items()}
+        # The same recording goes on: readers from before are not refused.
         attributes = {**new.attributes, IDENTITY: self.attributes.get(IDENTITY, "")}
         return Root.of(attributes, {**new.documents, **growing, **self.documents}, labels=new.labels)
 
@@ -268,6 +269,7 @@ def check_names(groups: Mapping[str, Group], along: str) -> None:
     for path, group in groups.items():
         names = [along, *(["layer"] if group.layers else []), *group.sizes, *group.variables]
         nodes += [_join(path, name) for name in names]
+    # A tree of xarray has the children of a node beside its variables, under the same names.
     twice = [path for path in nodes if nodes.count(path) > 1]
     inside = [path for path in groups if any(path.startswith(f"{node}/") for node in nodes)]
     if twice or inside:

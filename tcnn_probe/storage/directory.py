@@ -210,7 +210,7 @@ def new_directory(directory: Path, *, replace: bool = False) -> Iterator[tuple[F
         for folder in (directory, *missing):
             _sync_folder(folder.parent)
     except BaseException:
-        if exchanged and old is not None:
+        if exchanged and old is not None:  # not announced yet, so the old recording is the one that counts
             _exchange(filled, directory)
             old.moved(directory)
         shutil.rmtree(filled, ignore_errors=True)
@@ -258,7 +258,7 @@ def entries(directory: Path) -> Iterator[tuple[str, bool]]:
 def _open_file(path: Path, flags: int) -> int:
     """Open a regular file that is no link; StoreError for something else, IsADirectoryError for a folder."""
     try:
-        descriptor = os.open(path, flags | _SAFELY, 0o666)
+        descriptor = os.open(path, flags | _SAFELY, 0o666)  # less the user's umask, as open() does
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket, or a FIFO that nobody reads
             raise StoreError(f"expected a regular file at {path}, got a link or a pipe") from error
@@ -290,6 +290,7 @@ def _open_lock(path: Path, name: str) -> tuple[int, bool]:
             file, writable = _open_file(path, os.O_RDONLY), False
     except FileNotFoundError as error:
         raise StoreError(f"{name} was deleted or moved while it was recorded") from error
+    # The name of the holder is written to it, and would end in the other file.
     if os.fstat(file).st_nlink > 1:
         os.close(file)
         raise StoreError(f"{name} has a lock that is a second name of another file, {path}: delete it")
