@@ -33,6 +33,8 @@ CLEAN = [
     "tcnn_probe/plot",
     "tcnn_probe/reporting",
     "tcnn_probe/representation",
+    "tcnn_probe/schema.py",
+    "tcnn_probe/storage",
     "benchmarks",
     "tests/benchmarks",
     "tests/tcnn_model/cases.py",
@@ -54,6 +56,7 @@ CLEAN = [
     "tests/tcnn_probe/test_command_line.py",
     "tests/tcnn_probe/test_images.py",
     "tests/tcnn_probe/test_without_torch.py",
+    "tests/tcnn_probe/storage",
     "tests/test_prose.py",
 ]
 # Public parameters, which users write: layer_cka(features, others), and the corruptions' shares that are kept.
