@@ -168,7 +168,7 @@ def test_weights_of_another_model_are_refused(first: str, second: str, options: 
 
 
 class _Crafted:
-    """What runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -178,7 +178,7 @@ class _Crafted:
 
 
 def test_crafted_file_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As weights and as a teacher's, in torch's formats old and new."""
+    """Weights and a teacher's weights, in torch's old and new formats."""
     ran = tmp_path / "ran"
     for legacy in (True, False):
         torch.save({"state_dict": _Crafted(ran)}, tmp_path / "evil.pt", _use_new_zipfile_serialization=not legacy)
