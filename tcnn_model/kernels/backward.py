@@ -123,7 +123,8 @@ def _queries(
     g = tl.load(gate + h).to(tl.float64)
     acc *= (scale / LOG2E) * (1 - g).to(ACC)
     out = dq + (bh * n_q + start_m) * dim + tl.arange(0, QUERIES) * dim
-    tl.store(out[:, None] + d[None, :], acc.to(dq.dtype.element_ty), mask=valid[:, None] & (d < dim)[None, :])
+    written = valid[:, None] & (d < dim)[None, :]
+    tl.store(out[:, None] + d[None, :], acc.to(dq.dtype.element_ty), mask=written)
     tl.store(content_mean + bh * n_q + m, mean, mask=valid)
 
     # position multiplies |delta|^2, and delta = u + E[t] + offset.
@@ -177,7 +178,8 @@ def _keys(
     g = tl.load(gate + h).to(tl.float64)
     acc *= (scale / LOG2E) * (1 - g).to(ACC)
     out = dk + (bh * n_k + start_n) * dim + tl.arange(0, KEYS) * dim
-    tl.store(out[:, None] + d[None, :], acc.to(dk.dtype.element_ty), mask=(n < n_k)[:, None] & (d < dim)[None, :])
+    written = (n < n_k)[:, None] & (d < dim)[None, :]
+    tl.store(out[:, None] + d[None, :], acc.to(dk.dtype.element_ty), mask=written)
 
 
 @triton.jit

@@ -111,7 +111,8 @@ def _mix(
         k_rows = block(k, start, n_k - 1, k_n * UNIT, KEYS)
         k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
         v_rows = block(v, start, n_k - 1, v_n * UNIT, KEYS)
-        v_tile = tl.load(v_rows[:, None] + c[None, :], mask=(n < n_k)[:, None] & (c < channels)[None, :], other=0.0)
+        valid = (n < n_k)[:, None] & (c < channels)[None, :]
+        v_tile = tl.load(v_rows[:, None] + c[None, :], mask=valid, other=0.0)
         s = dot(q_tile, tl.trans(k_tile), tl.zeros((QUERIES, KEYS), ACC), PRECISION, INTERPRETED)
         y, x = key_pixels(start, n_k - 1, width, KEYS, ACC)
         ty = y[None, :] - ref_y[:, None]
@@ -128,12 +129,10 @@ def _mix(
                 dx = tx + offset_x[:, None]
                 far += tl.sum(a * tl.sqrt(dy * dy + dx * dx), 1)
                 tl.atomic_add(received + bh * n_k + n, tl.sum(a, 0), mask=n < n_k, sem="relaxed")
-    out_rows = (
-        out + (b * o_b + h * o_h) * UNIT + start_m.to(tl.int64) * (o_n * UNIT) + tl.arange(0, QUERIES) * (o_n * UNIT)
-    )
-    tl.store(
-        out_rows[:, None] + c[None, :], acc.to(v.dtype.element_ty), mask=(m < n_q)[:, None] & (c < channels)[None, :]
-    )
+    step = o_n * UNIT
+    out_rows = out + (b * o_b + h * o_h) * UNIT + start_m.to(tl.int64) * step + tl.arange(0, QUERIES) * step
+    written = (m < n_q)[:, None] & (c < channels)[None, :]
+    tl.store(out_rows[:, None] + c[None, :], acc.to(v.dtype.element_ty), mask=written)
     if STATISTICS:
         if tile == 0:
             bits = bits / LOG2E + tl.load(padding_entropy + h * n_q + clamped)

@@ -72,6 +72,7 @@ def add_attention_pool(
     _without_conv_mlp(rehearsal)
     place = _find_pool(rehearsal, size)
     before = _shapes(rehearsal, size)
+    # On the meta device the rehearsal's pool draws no random numbers, so that seeds give what they gave without it.
     with torch.device("meta"):
         _install(rehearsal, place, per_class, options)
     _check(rehearsal, size, before, per_class)
@@ -135,6 +136,7 @@ def _find_pool(model: nn.Module, size: InputSize) -> _Place:
         name = names[module]
         spatial = x.ndim == 4 and max(x.shape[2:]) > 1
         pooled = output.shape in (x.shape[:2], (*x.shape[:2], 1, 1))
+        # A layer with weights may reduce a map to 1 x 1 too, as the 7 x 7 convolution of a VGG does, and is no pool.
         if spatial and pooled and not module.state_dict():
             contains_pool = places and (not name or places[-1].name.startswith(f"{name}."))
             # Modules end after those inside them. timm's SelectAdaptivePool2d is exchanged whole; any other module
@@ -190,6 +192,7 @@ def _without_conv_mlp(model: nn.Module) -> None:
 
 def _check_hooks(model: Any, place: _Place, per_class: bool) -> None:
     """Raise if a module that is removed carries hooks: they would be lost."""
+    # add_attention_pool moves no hooks to the new modules: a hook may depend on the outputs of the old ones.
     removed = list(model.get_submodule(place.name).modules())
     if per_class:
         removed.append(model.get_classifier())

@@ -42,7 +42,7 @@ class PatchAttention(nn.Module):
         self.num_heads = num_heads
         self.tokens = tokens
         self.scale = (dim // num_heads) ** -0.5
-        self.fused_attn = use_fused_attn()
+        self.fused_attn = use_fused_attn()  # timm's switch, also set by TIMM_FUSED_ATTN=0
         self.q = nn.Linear(dim, dim, bias=qkv_bias, **factory)
         self.k = nn.Linear(dim, dim, bias=qkv_bias, **factory)
         self.v = nn.Linear(dim, dim, bias=qkv_bias, **factory)
@@ -54,6 +54,7 @@ class PatchAttention(nn.Module):
     def of(cls, attention: nn.Module, tokens: int) -> "PatchAttention":
         """Make a layer that shares the layers of a ``cait.ClassAttn``."""
         original: Any = attention
+        # On the meta device, as the layers made here are replaced at once.
         layer = cls(original.q.in_features, original.num_heads, tokens=tokens, device="meta")
         for name, child in original.named_children():
             setattr(layer, name, child)
@@ -110,7 +111,7 @@ class AttentionPool2d(nn.Module):
         super().__init__()
         if channels < 1 or (num_classes is not None and num_classes < 1):
             raise ValueError(f"expected at least one channel and one class, got {channels} and {num_classes}")
-        norm = partial(nn.LayerNorm, eps=1e-6)
+        norm = partial(nn.LayerNorm, eps=1e-6)  # as in timm's CaiT
         attention = {} if num_classes is None else {"attn_block": partial(PatchAttention, tokens=num_classes)}
         self.channels = channels
         self.num_classes = num_classes

@@ -88,6 +88,7 @@ class AttentionPooled(nn.Module):
             self.num_classes = classes
             raise
         if not keep:
+            # The model pools as timm's own again, and so becomes of timm's own class.
             del self._pooled_at
             self.__class__ = self._base  # type: ignore[assignment]
             return
@@ -105,10 +106,12 @@ class AttentionPooled(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time, so pickle cannot import it: the base is pickled, and makes it again.
+        # From protocol 2 on the state stands apart from the class in the result.
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
         return (_restore, (self._base,), *reduced[2:])
 
 
+# Cached, so that a model and its copies are of the same class.
 @cache
 def pooled_class(base: Any) -> Any:
     """Return the subclass of a timm model's class that pools by attention; any other class is returned itself."""

@@ -28,7 +28,9 @@ def _statistics(attention: Attention) -> Mapping[str, Any]:
 
 
 def _statistics_of_softmax(attention: Attention) -> Mapping[str, Any]:
-    return {} if attention.gate is not None else attention.statistics()  # gated layers have probes of their own
+    if attention.gate is not None:  # gated layers have probes of their own
+        return {}
+    return attention.statistics()
 
 
 def _maps(attention: Attention, images: Sequence[int]) -> dict[str, Tensor]:
