@@ -1,6 +1,8 @@
 """Optimizer, learning rates and stochastic depth."""
 
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,12 +11,23 @@ from timm.models.cait import ClassAttn
 from timm.models.volo import ClassAttention as VOLOClassAttention
 from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
-from torch import nn
+from torch import Tensor, nn
 
 from tcnn_model.gpsa.layer import gpsa_layers
 from tcnn_model.pooling.attention_pool import AttentionPool2d, PatchAttention
 
-__all__ = ["create_optimizer", "create_schedules", "parameter_groups", "set_drop_path"]
+__all__ = [
+    "create_optimizer",
+    "create_schedules",
+    "papers_qk_lr",
+    "parameter_groups",
+    "rate_sums",
+    "set_drop_path",
+]
+
+PAPERS_SUM = 3.1
+"""Sum of the T-CNN paper's learning rates: 50 epochs of 1,251 steps, a peak of 1e-4 and a cosine, half of it on
+average. Queries and keys start with a standard deviation of 0.02, so this is 156 times where they start."""
 
 
 _FUSED = ("adam", "adamw")
@@ -39,8 +52,10 @@ def parameter_groups(
         lr: of everything but the gates.
         gating_lr: of the gating parameters lambda.
         weight_decay: of the matrices and filters.
-        qk_lr: of GPSA's queries and keys, in a group of their own; None for ``lr``, as in the papers. A larger one lets
-            heads learn to attend to content within few epochs.
+        qk_lr: Rate of GPSA's queries and keys, in a group of their own; None for ``lr``, as in the papers. AdamW moves
+            a weight by no more than about the sum of its learning rates. So with the papers' rate and a hundredth of
+            their steps, heads cannot learn to attend to content: give ``papers_qk_lr(steps)``, of
+            ``tcnn_model.training.optimization``.
 
     Returns:
         groups for any torch or timm optimizer, each with "params", "lr", "weight_decay" and a "name"; every parameter
@@ -64,6 +79,65 @@ def parameter_groups(
         decay = group["weight_decay"]
         groups.append({"name": "decayed" if decay else "undecayed", "params": params, "weight_decay": decay, "lr": lr})
     return [group for group in groups if group["params"]]
+
+
+def papers_qk_lr(steps: int) -> float:
+    """Return the peak rate of queries and keys for which their rates sum to the papers', under a cosine.
+
+    Args:
+        steps: of the whole training.
+    """
+    if steps < 1:
+        raise ValueError(f"expected steps from 1, got {steps}")
+    return PAPERS_SUM / (0.5 * steps)
+
+
+def rate_sums(
+    model: nn.Module, optimizer: torch.optim.Optimizer, schedules: Sequence[Any], marks: Sequence[int]
+) -> list[dict[str, float]]:
+    """Sum the learning rates that a training will have, in units of the standard deviation that weights have now.
+
+    Adam and its kin move a weight by no more than about the sum of its learning rates. What is far below 1 cannot have
+    been learned by these weights.
+
+    Args:
+        model: before the training.
+        optimizer: of :func:`create_optimizer`.
+        schedules: of :func:`create_schedules`.
+        marks: numbers of steps, ascending, after which the sums are given.
+
+    Returns:
+        for each mark ``lr_sum`` of filters and matrices, ``qk_lr_sum`` of GPSA's queries and keys, and
+        ``gating_lr_sum`` of its gates, whose unit is that of lambda; NaN of what the model has not.
+    """
+    layers = gpsa_layers(model).values()
+    gates = [layer.gating for layer in layers]
+    queries_and_keys = [parameter for layer in layers for parameter in (layer.query, layer.key)]
+    own = {id(parameter) for parameter in (*gates, *queries_and_keys)}
+    weights = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad and id(p) not in own]
+    parts = {"lr_sum": weights, "qk_lr_sum": queries_and_keys, "gating_lr_sum": gates}
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    chosen = {name: groups[id(part[0])] for name, part in parts.items() if part and id(part[0]) in groups}
+    units = {name: 1.0 if name == "gating_lr_sum" else _deviation(parts[name]) for name in chosen}
+    before = [group["lr"] for group in optimizer.param_groups]
+    totals, sums = dict.fromkeys(chosen, 0.0), []
+    for step in range(marks[-1] + 1):
+        if step in marks:
+            known = {name: total / units[name] if units[name] else math.nan for name, total in totals.items()}
+            sums.append(dict.fromkeys(parts, math.nan) | known)
+        for schedule in schedules:
+            schedule.step_update(step)
+        for name, group in chosen.items():
+            totals[name] += group["lr"]
+    for group, lr in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = lr
+    return sums
+
+
+def _deviation(parameters: Sequence[Tensor]) -> float:
+    """Standard deviation of all numbers of several tensors about zero."""
+    squares = sum(float(parameter.detach().double().square().sum()) for parameter in parameters)
+    return math.sqrt(squares / sum(parameter.numel() for parameter in parameters))
 
 
 def create_optimizer(
@@ -106,6 +180,7 @@ def create_schedules(
     min_lr: float = 0.0,
     gating_warmup_epochs: float | None = None,
     gating_min_lr: float | None = None,
+    reaching_peak: bool = False,
 ) -> list[Any]:
     """Timm's schedule for the weights, and one for the gates, each to be updated before every step.
 
@@ -118,6 +193,8 @@ def create_schedules(
         warmup_epochs, warmup_lr, min_lr: linear warm-up from ``warmup_lr``, and where the schedule ends.
         sched: timm's name of a schedule.
         gating_warmup_epochs, gating_min_lr: of the gates; None: as the weights'.
+        reaching_peak: Start the schedule after the warm-up, at the peak. Timm's, and so the published recipes, have it
+            begin with the first step, and go on from there: of few epochs the peak is then never reached.
     """
     weights = (warmup_epochs, min_lr)
     gates = (
@@ -130,8 +207,9 @@ def create_schedules(
             schedule, _ = create_scheduler_v2(
                 view,
                 sched=sched,
-                num_epochs=epochs,
+                num_epochs=epochs - warmup if reaching_peak else epochs,
                 warmup_epochs=warmup,
+                warmup_prefix=reaching_peak,
                 warmup_lr=warmup_lr,
                 min_lr=floor,
                 step_on_epochs=False,
