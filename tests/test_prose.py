@@ -22,6 +22,8 @@ CLEAN = [
     "tcnn_model/kernels",
     "tcnn_model/models",
     "tcnn_model/pooling",
+    "tcnn_model/training",
+    "tcnn_finetune.py",
     "benchmarks",
     "tests/benchmarks",
     "tests/tcnn_model/conversion",
@@ -29,6 +31,7 @@ CLEAN = [
     "tests/tcnn_model/kernels",
     "tests/tcnn_model/models",
     "tests/tcnn_model/pooling",
+    "tests/tcnn_model/training",
     "tests/test_prose.py",
 ]
 

@@ -107,8 +107,8 @@ def test_rates_are_warm_up_and_cosine() -> None:
 def test_sums_of_rates_are_recorded_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     model, epochs, steps, peak, gating_peak = tiny_tcnn(), 4, 3, 0.004, 0.3
     layers = list(gpsa_layers(model).values())
-    own = {id(p) for layer in layers for p in (layer.query, layer.key, layer.gating)}
-    weights = [p.detach().clone() for p in model.parameters() if p.ndim > 1 and id(p) not in own]
+    attention = {id(p) for layer in layers for p in (layer.query, layer.key, layer.gating)}
+    weights = [p.detach().clone() for p in model.parameters() if p.ndim > 1 and id(p) not in attention]
     queries = [p.detach().clone() for layer in layers for p in (layer.query, layer.key)]
     options = {"epochs": epochs, "warmup_epochs": 1, "lr": peak, "gating_lr": gating_peak, "qk_lr": "papers"}
     results = _run(model, progress=True, name="tiny", **options)
