@@ -200,6 +200,17 @@ def test_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"weights: there is no file {tmp_path / 'none.pt'}" in capsys.readouterr().err
 
 
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    """One bit of a weight is flipped."""
+    model, _ = build_model(config(tmp_path), 10)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")
+    content = bytearray((tmp_path / "best.pt").read_bytes())
+    content[content.index(model.state_dict()["fc.weight"].numpy().tobytes()) + 5] ^= 4
+    (tmp_path / "best.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"best\.pt is damaged, or holds more than weights: the checksum of"):
+        build_model(_second(tmp_path, "resnet18", TINY), 10)
+
+
 def test_safetensors(tmp_path: Path) -> None:
     model, _ = build_model(config(tmp_path), 10)
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
