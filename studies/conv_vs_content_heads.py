@@ -214,7 +214,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=from_least(1), help="trainings of the T-CNN, from --seed on (default: 3)")
     gates = "initial lambda of the gates, one number or one for each head (default: 1 and -3 in turn; 1 with --data)"
     add("--gating", type=float, nargs="+", help=gates)
-    add("--qk-lr", type=positive_number, help="peak rate of queries and keys (default: 0.005; --lr with --data)")
     add("--qk-scale", type=positive_number, help="initial scale of queries and keys (default: 5; 1 with --data)")
     add(
         "--modes",

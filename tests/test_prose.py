@@ -22,6 +22,8 @@ CLEAN = [
     "tcnn_model/kernels",
     "tcnn_model/models",
     "tcnn_model/pooling",
+    "tcnn_model/training",
+    "tcnn_finetune.py",
     "tcnn_probe/architectures",
     "tcnn_probe/callbacks",
     "tcnn_probe/command_line.py",
@@ -57,6 +59,7 @@ CLEAN = [
     "tests/tcnn_probe/test_images.py",
     "tests/tcnn_probe/test_without_torch.py",
     "tests/tcnn_probe/storage",
+    "tests/tcnn_model/training",
     "tests/test_prose.py",
 ]
 # Public parameters, which users write: layer_cka(features, others), and the corruptions' shares that are kept.

@@ -69,6 +69,8 @@ def add_training(parser: argparse.ArgumentParser, *, small: str, several: str = 
         help="of fine-tuning (default: 1e-3; for --data the paper's, 1e-4 for batches of 1024, less for smaller ones)",
     )
     add("--cnn-lr", type=positive_number, help="of training the CNN (default: 1e-2; for --data 0.1 for batches of 256)")
+    qk_lr = "of queries and keys (default: --lr; for --data what sums to the paper's 3.1, however few the steps)"
+    add("--qk-lr", type=positive_number, help=qk_lr)
     add("--gating-lr", type=positive_number, help="of the gates (default: 0.1; for --data the paper's, as --lr)")
     add("--gating-min-lr", type=positive_number, help="rate that the gates end at (default: annealed as the weights')")
     add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
@@ -226,7 +228,7 @@ class Training:
         """
         recipe = {"epochs": self.args.epochs, "lr": self.args.lr, "gating_lr": self.args.gating_lr}
         recipe |= {
-            "qk_lr": getattr(self.args, "qk_lr", None),
+            "qk_lr": self.args.qk_lr or (None if self.args.data == "digits" else "papers"),
             "gating_min_lr": self.args.gating_min_lr,
             "drop_path_rate": self.args.drop_path,
             "seed": self.args.seed if seed is None else seed,
