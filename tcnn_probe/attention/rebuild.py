@@ -62,8 +62,6 @@ def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps)
     images = maps.images if maps.images and rows % maps.images == 0 else rows
     windows = rows // images
     cut = _find_windows(running)
-    if windows == 1 and cut is not None and cut.grid == cut.window:
-        cut = None
     if layout is None and seen.not_on_grid:
         layout = Layout(None, None, seen.not_on_grid)
     elif layout is None:
@@ -73,8 +71,10 @@ def rebuild(seen: SeenAttention, name: str, running: Running, maps: FeatureMaps)
         behind = any((maps.around(count) or (0, 0))[1] for count in (queries, keys))
         if layout.keys is not None and windows == 1 and behind:
             logits = logits_of(_grid_last(seen, maps), module)
+    if windows == 1 and cut is not None and cut.grid == cut.window:
+        cut = None  # the window is the image: no part of it has to be put anywhere
     special = maps.special
-    tokens = special.class_token, special.distillation_token
+    tokens = maps.has_class_token(keys), special.distillation_token
     return AttentionCall(module, images, windows, logits, layout, name, *tokens, cut)
 
 
