@@ -218,11 +218,18 @@ def test_half_precision() -> None:
     assert [objection_to_order(one.keys, Tokens(1, ROWS, COLUMNS)) for one in places.values()] == ["", ""]
 
 
+class Drawing(nn.Module):
+    """A layer that draws random numbers in eval mode too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * torch.rand(1)
+
+
 def test_no_trace_is_left() -> None:
-    model = timm.create_model("levit_128s", num_classes=5)
+    model = nn.Sequential(Drawing(), timm.create_model("levit_128s", num_classes=5))
     model.train()
     heard: list[str] = []
-    model.head.register_forward_hook(lambda *_: heard.append("hook"))
+    model[1].head.register_forward_hook(lambda *_: heard.append("hook"))
     before = copy.deepcopy(model.state_dict())
     attributes = [set(vars(module)) for module in model.modules()]
     hooks = [list(module._forward_hooks) + list(module._forward_pre_hooks) for module in model.modules()]
