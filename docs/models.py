@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import tcnn_probe
-from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Tokens
 from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.attention.token_order import Claim, measure_token_places, raster_objections
@@ -190,9 +190,9 @@ def claimed_grids(module: nn.Module, image: Tensor) -> tuple[AttentionStream, Ma
     """Return the grids on which the tokens of each layer are taken to lie."""
     claims: dict[str, Claim] = {}
 
-    def look(call: AttentionCall) -> None:
-        queries, keys = ((stream.around(count) or (0, 0))[1] for count in call.logits.shape[2:])
-        claims.setdefault(call.name, Claim(call.layout, call.cut, (queries, keys)))
+    def look(attention: Attention) -> None:
+        queries, keys = ((stream.around(count) or (0, 0))[1] for count in attention.shape[2:])
+        claims.setdefault(attention.name, Claim(attention.layout, attention.cut, (queries, keys)))
 
     with tcnn_probe.attention_stream(module, look) as stream, torch.no_grad():
         module(image[None])

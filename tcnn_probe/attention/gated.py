@@ -1,26 +1,230 @@
-"""Gated positional self-attention of our own layers, and of timm's ConViT as it is."""
+"""Gated positional self-attention, of our own layers and of timm's ConViT: A = (1 - g) C + g P (T-CNN Eq. 7)."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from timm.models.convit import GPSA as ConViTLayer
-from torch import Tensor
+from torch import Tensor, nn
 
+import tcnn_model
 from tcnn_model import GPSA as GPSALayer
-from tcnn_model import GatedAttention
 from tcnn_model.gpsa.convit import convit_attention
+from tcnn_model.gpsa.functional import attend
+from tcnn_model.gpsa.positional import apply_separable
+from tcnn_model.gpsa.precision import without_autocast
+from tcnn_model.gpsa.statistics import apply_and_measure, measure
+from tcnn_probe.attention.attention import Attention, weigh
+from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.reconstruction import relative_difference, tolerance
+from tcnn_probe.attention.statistics import gated_statistics
 
-__all__ = ["GATED_LAYERS", "gated_attention", "gated_values"]
+__all__ = ["GATED_LAYERS", "ConViTLayer", "GatedAttention", "gated_attention_of", "seams_of"]
 
 GATED_LAYERS = (GPSALayer, ConViTLayer)
 
+Layer = GPSALayer | ConViTLayer
 
-def gated_attention(layer: GPSALayer | ConViTLayer, x: Tensor) -> GatedAttention:
-    """The attention of a layer, given its input."""
-    if isinstance(layer, GPSALayer):
+
+@dataclass(frozen=True, kw_only=True)
+class GatedAttention(Attention):
+    """The whole attention of a gated layer, over the real grid extended by the zero padding, so that rows sum to one.
+
+    Args:
+        describe: Function that gives queries, keys, positions and gates; it is called once, when one of them is needed.
+        sizes: Sizes (B, heads, N_query).
+        x: Input of the layer.
+    """
+
+    describe: Callable[[], tcnn_model.GatedAttention]
+    sizes: tuple[int, int, int]
+    x: Tensor
+
+    @cached_property
+    def parts(self) -> tcnn_model.GatedAttention:
+        """Queries, keys, positions and gates of the layer."""
+        return self.describe()
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Sizes (B, heads, N_query, N_key), padding included."""
+        return *self.sizes, self.parts.y.keys * self.parts.x.keys
+
+    @property
+    def rows(self) -> int:
+        """Number of images."""
+        return self.sizes[0]
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return self.sizes[1]
+
+    @property
+    def content_keys(self) -> int:
+        """Number of real pixels."""
+        return self.parts.key.shape[2]
+
+    @property
+    def queries(self) -> int:
+        """Number of queries."""
+        return self.sizes[2]
+
+    @property
+    def source(self) -> Tensor:
+        """The queries."""
+        return self.parts.query
+
+    @property
+    def gate(self) -> Tensor:
+        """Share of positional attention, sigma(lambda), shape (heads,)."""
+        return self.parts.gate
+
+    def weights(self, queries: slice = slice(None), image: int | None = None) -> Tensor:
+        """Return the attention of some queries, see :class:`~tcnn_probe.attention.attention.Attention`.
+
+        Returns:
+            Shape (B or 1, 1, heads, queries, N_key); keys are row-major over the extended grid, as in
+            :meth:`tcnn_model.GPSA.attention`. :meth:`on_grid` cuts out the real pixels.
+        """
+        parts = self._of_image(image)
+        with without_autocast(parts.query):
+            content = parts.content(queries)
+            y, x = parts.y, parts.x
+            padding = (x.before, x.after, y.before, y.after)
+            content = F.pad(content.unflatten(-1, (y.length, x.length)), padding).flatten(-2)
+            rows, columns = parts.factors()
+            index = torch.arange(self.queries, device=content.device)[queries]
+            positional = rows[:, index // x.queries, :, None] * columns[:, index % x.queries, None, :]
+            positional = positional.flatten(2).to(content).expand_as(content)
+            return torch.lerp(content, positional, parts.gate.to(content)[:, None, None]).unsqueeze(1)
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Return entropies of A and its parts, distances, the scale on which to read them, and sums over images."""
+        return gated_statistics(self.parts, self.limit, self.block)
+
+    def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
+        """Compare the layer's output for the first image with what A makes of the values."""
+        layer: Any = self.module
+        of_convit = isinstance(layer, ConViTLayer)
+        if of_convit and layer.training and (layer.attn_drop.p > 0 or layer.proj_drop.p > 0):
+            return None
+        gathered, _ = apply_and_measure(self._of_image(0), _values(layer, self.x[:1]))
+        return relative_difference(self.output(gathered), output[:1]), tolerance(output.dtype)
+
+    def received(self, images: Sequence[int]) -> Tensor:
+        """Return the mean over queries of A_ij, how much each key is looked at: (images, 1, heads, N_key).
+
+        Padding, which no output depends on, holds zeros.
+        """
+        which = torch.as_tensor(images, device=self.source.device)
+        parts = replace(self.parts, query=self.parts.query[which], key=self.parts.key[which])
+        y, x = parts.y, parts.x
+        received = (measure(parts).received / self.queries).unflatten(-1, (y.length, x.length))
+        return F.pad(received, (x.before, x.after, y.before, y.after)).flatten(-2).unsqueeze(1)
+
+    @property
+    def map_size(self) -> tuple[int, int]:
+        """Rows and columns of the real pixels."""
+        return self.parts.y.length, self.parts.x.length
+
+    def on_grid(self, rows: Tensor) -> Tensor:
+        """Return the real pixels of (..., N_key): shape (..., height, width)."""
+        y, x = self.parts.y, self.parts.x
+        extended = rows.unflatten(-1, (y.keys, x.keys))
+        return extended[..., y.before : y.before + y.length, x.before : x.before + x.length]
+
+    def content(self) -> Tensor:
+        """Return the content part C = softmax(q k^T / sqrt(d)): shape (B, heads, N_query, H * W), real pixels only."""
+        return self.parts.content()
+
+    def with_content(self, heads: Sequence[int], content: Tensor) -> Tensor:
+        """Return the outputs of some heads, ((1 - g) C + g P) v, for another content part C.
+
+        Args:
+            heads: Indices of the heads.
+            content: C, shape (B or 1, 1, len(heads), N_query, H * W), perhaps of further images, which do not count.
+
+        Returns:
+            Shape (B, len(heads), N_query, d).
+        """
+        parts, values, heads = self.parts, _values(self.module, self.x), list(heads)
+        values = values if values.shape[1] == 1 else values[:, heads]
+        with without_autocast(values):
+            rows, columns = parts.factors_on_pixels(values.dtype)
+            pixels = values.unflatten(2, (parts.y.length, parts.x.length))
+            positional = apply_separable(rows[heads], columns[heads], pixels).flatten(2, 3)
+            gate = parts.gate[heads, None, None].to(values.dtype)
+            return torch.lerp(weigh(content[: len(self.x)], values), positional, gate)
+
+    def head_outputs(self) -> Tensor:
+        """Return what the heads give, A v, shape (B, heads, N_query, d), differentiable."""
+        return attend(self.parts, _values(self.module, self.x))
+
+    def output(self, heads: Tensor) -> Tensor:
+        """Return the layer's output for outputs of the heads, (B, heads, N_query, d)."""
+        layer: Any = self.module
+        if isinstance(layer, ConViTLayer):
+            return layer.proj.forward(heads.transpose(1, 2).flatten(2))
+        return layer.combine(heads, self.parts)
+
+    def _of_image(self, image: int | None) -> tcnn_model.GatedAttention:
+        if image is None:
+            return self.parts
+        which = slice(image, image + 1)
+        return replace(self.parts, query=self.parts.query[which], key=self.parts.key[which])
+
+
+def seams_of(layer: Any) -> dict[nn.Module, str]:
+    """Return the submodules of a gated layer whose outputs are its queries and keys, with their roles."""
+    names = ("qk",) if isinstance(layer, ConViTLayer) else ("head_queries", "head_keys")
+    return {getattr(layer, name): name for name in names}
+
+
+def gated_attention_of(
+    layer: Any, x: Tensor, formed: Mapping[str, Sequence[Tensor]] | None = None, name: str = ""
+) -> GatedAttention:
+    """Describe the attention of a gated layer for an input.
+
+    Args:
+        layer: GPSA or ConViT layer.
+        x: Its input.
+        formed: Outputs of the layer's seams in this call, by role. Queries and keys that the layer has formed just once
+            are taken as they are; otherwise they are formed anew, by ``forward`` of the parts, so that hooks which
+            others have on these do not run twice.
+        name: Name of the layer.
+    """
+    once = {role: tensors[0] for role, tensors in (formed or {}).items() if len(tensors) == 1}
+
+    def describe() -> tcnn_model.GatedAttention:
+        if isinstance(layer, ConViTLayer):
+            return convit_attention(layer, once["qk"] if "qk" in once else layer.qk.forward(x))
+        if "head_queries" in once and "head_keys" in once:
+            return layer.attention_between(once["head_queries"], once["head_keys"], x.shape[2:])
         return layer.gated_attention(x)
-    return convit_attention(layer, layer.qk.forward(x))  # not layer.qk(x): hooks that others have on it would run twice
+
+    parts = describe()
+    y, across = parts.y, parts.x
+    queries = Tokens(
+        0,
+        y.queries,
+        across.queries,
+        (float(y.stride), float(across.stride)),
+        (float(y.first_query), float(across.first_query)),
+    )
+    keys = Tokens(0, y.keys, across.keys, origin=(-float(y.before), -float(across.before)))
+    batch, heads, count, _ = parts.query.shape
+    layout = Layout(queries, keys)
+    return GatedAttention(
+        module=layer, name=name, images=batch, layout=layout, describe=lambda: parts, sizes=(batch, heads, count), x=x
+    )
 
 
-def gated_values(layer: GPSALayer | ConViTLayer, x: Tensor) -> Tensor:
-    """Its values, shape (B, heads or 1, N_key, d)."""
+def _values(layer: Any, x: Tensor) -> Tensor:
+    """Return the values of a gated layer, shape (B, heads or 1, N_key, d)."""
     if isinstance(layer, GPSALayer):
         return layer.values(x)
     return layer.v.forward(x).unflatten(2, (layer.num_heads, -1)).transpose(1, 2)

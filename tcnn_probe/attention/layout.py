@@ -39,6 +39,11 @@ class Tokens:
         """Number of tokens."""
         return self.prefix + self.height * self.width
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.height, self.width
+
     def positions(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row and column of each token, shape (count,) each; those before the grid are put on its first cell."""
         place = torch.arange(-self.prefix, self.height * self.width, device=device).clamp_(min=0)

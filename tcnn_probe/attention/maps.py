@@ -14,9 +14,8 @@ import xarray as xr
 from torch import nn
 
 from tcnn_model.conversion.selection import LayerFilter
-from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.layout import GivenTokens
-from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, Wanted
+from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, MapSelection
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.images import as_images
@@ -119,24 +118,23 @@ def attention_maps(
     size = images.shape[2], images.shape[3]
     if heads is not None:
         heads = [whole_number(head, "heads") for head in (heads if isinstance(heads, Collection) else [heads])]
-    wanted = Wanted(_checked_queries(queries, size), heads, ReceptiveFields(size))
+    selection = MapSelection(_checked_queries(queries, size), heads, ReceptiveFields(size))
     tokens = GivenTokens(prefix_tokens, class_token, grid)
     names = layer_names(model)
     chosen = wanted_layers(model, layers)
-    gated = [m for m, name in names.items() if isinstance(m, GATED_LAYERS) and (chosen is None or name in chosen)]
-    many = []
+    by_batch: list[list[LayerMaps]] = []
     bar = progress_bar(len(images), "attention maps", progress)
     with untouched(model), torch.no_grad(), bar:
-        for which, some in batches(model, images, batch_size):
-            listener = MapKeeper(wanted, gated, names, copies=-(-len(images) // len(some)), most=max_bytes)
-            stream = AttentionStream(model, listener, layers=chosen, skipped=gated, tokens=tokens)
-            with closing(stream), wanted.fields:
-                model(some)
+        for which, batch in batches(model, images, batch_size):
+            listener = MapKeeper(selection, copies=-(-len(images) // len(batch)), max_bytes=max_bytes)
+            stream = AttentionStream(model, listener, layers=chosen, tokens=tokens)
+            with closing(stream), selection.fields:
+                model(batch)
             listener.check()
-            many.append(listener.found)
+            by_batch.append(listener.maps)
             bar.update(which.stop - which.start)
     missing = listener.missing | stream.unsupported
-    if not any(many[0]):
+    if not any(by_batch[0]):
         reasons = "".join(f"\n  {layer}: {why}" for layer, why in missing.items())
         raise ValueError(
             f"no layer of this {type(model).__name__} has attention maps{reasons or ': no softmax attention was seen'}"
@@ -145,9 +143,9 @@ def attention_maps(
         each = "; ".join(f"{layer}: {why}" for layer, why in listener.missing.items())
         warnings.warn(f"no attention maps of {len(listener.missing)} layers: {each}", RuntimeWarning, stacklevel=2)
     order = {name: place for place, name in enumerate(names.values())}
-    joined = [_joined(parts) for parts in zip(*many, strict=True)]
+    joined = [_joined(parts) for parts in zip(*by_batch, strict=True)]
     joined.sort(key=lambda one: (order[one.layer.split("#")[0]], one.layer))
-    found = _tree(joined, wanted)
+    found = _tree(joined, selection)
     seen = (images.float() if images.dtype == torch.bfloat16 else images).cpu().numpy()  # numpy has no bfloat16
     root = xr.Dataset({"input": (("image", "channel", "input_y", "input_x"), seen, _ATTRS["input"])})
     about = {"layers": json.dumps([one.layer for one in joined]), "missing": json.dumps(missing)}
@@ -174,7 +172,7 @@ def _joined(parts: Sequence[LayerMaps]) -> LayerMaps:
     return replace(parts[0], arrays=arrays)
 
 
-def _tree(found: Sequence[LayerMaps], wanted: Wanted) -> dict[str, xr.Dataset]:
+def _tree(found: Sequence[LayerMaps], selection: MapSelection) -> dict[str, xr.Dataset]:
     """A dataset for each grid; layers that have nothing but class tokens' rows on it are apart."""
     nodes: dict[tuple[Any, ...], list[LayerMaps]] = {}
     for one in found:
@@ -185,17 +183,17 @@ def _tree(found: Sequence[LayerMaps], wanted: Wanted) -> dict[str, xr.Dataset]:
         name = f"{heads}x{keys[0]}x{keys[1]}"
         if queries not in (keys, None):
             name += f"_from_{queries[0]}x{queries[1]}"
-        tree[name if name not in tree else f"{name}_class"] = _dataset(layers, wanted)
+        tree[name if name not in tree else f"{name}_class"] = _dataset(layers, selection)
     return tree
 
 
-def _dataset(layers: Sequence[LayerMaps], wanted: Wanted) -> xr.Dataset:
+def _dataset(layers: Sequence[LayerMaps], selection: MapSelection) -> xr.Dataset:
     """Layers of one grid; NaN where one lacks what another has."""
     first = layers[0]
-    heads = wanted.heads_of(first.heads)
+    heads = selection.heads_of(first.heads)
     coords: dict[str, Any] = {"layer": [one.layer for one in layers], "head": heads}
     further: dict[str, tuple[str, ...]] = {"class_attention": (), "attention_by_class": ("class",)}
-    further["attention"] = ("query_y", "query_x") if wanted.queries is None else ("query",)
+    further["attention"] = ("query_y", "query_x") if selection.queries is None else ("query",)
     variables: dict[str, Any] = {}
     for name, dims in further.items():
         if (some := next((one.arrays[name] for one in layers if name in one.arrays), None)) is not None:
@@ -207,10 +205,10 @@ def _dataset(layers: Sequence[LayerMaps], wanted: Wanted) -> xr.Dataset:
         lacking = torch.full((len(heads),), torch.nan, dtype=torch.float64)
         values = torch.stack([lacking if gate is None else gate for gate in gates])
         variables["gate"] = (("layer", "head"), values.numpy(), _ATTRS["gate"])
-    for dim, (start, spacing), cells in zip("yx", wanted.fields.places(first.keys), first.keys, strict=True):
+    for dim, (start, spacing), cells in zip("yx", selection.fields.places(first.keys), first.keys, strict=True):
         coords[f"pixel_{dim}"] = (dim, start + spacing * np.arange(cells), _ATTRS["pixel"])
-    if wanted.queries and first.queries is not None:
-        nearest = np.array(wanted.cells(first.keys))
-        at = zip(("query_y", "query_x", "from_y", "from_x"), (*nearest.T, *np.array(wanted.queries).T), strict=True)
+    if selection.queries and first.queries is not None:
+        nearest = np.array(selection.cells(first.keys))
+        at = zip(("query_y", "query_x", "from_y", "from_x"), (*nearest.T, *np.array(selection.queries).T), strict=True)
         coords |= {name: ("query", values) for name, values in at}
     return xr.Dataset(variables, coords)

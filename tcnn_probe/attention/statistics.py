@@ -1,38 +1,72 @@
-"""Statistics of attention for each image and head: plain tensors in, plain tensors out."""
+"""Statistics of attention for each image and head, and what they would be if attention were uniform."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tcnn_model import GatedAttention
+from tcnn_model import Axis, GatedAttention
+from tcnn_model.gpsa.precision import widest_dtype
 from tcnn_model.gpsa.statistics import measure
-from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.layout import Layout
-from tcnn_probe.attention.patterns import Pattern, PatternSum
+from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.patterns import Pattern, PatternSum, gated_patterns
 
-__all__ = ["attention_received", "attention_statistics", "gated_attention_statistics"]
+if TYPE_CHECKING:
+    from tcnn_probe.attention.attention import SoftmaxAttention
 
-_SMALL_TABLE = 1 << 20  # distances that are kept rather than computed for every block: 4 MiB
+__all__ = [
+    "gated_means",
+    "gated_statistics",
+    "softmax_means",
+    "softmax_statistics",
+    "uniform_distance",
+    "uniform_gated_attention",
+    "uniform_softmax_attention",
+]
+
+# Up to so many distances (4 MiB in float32) are kept from forward to forward; more are computed block by block.
+_SMALL_TABLE = 1 << 20
 _LN2 = math.log(2)
-_LEAST = -1e30  # in place of minus infinity, which times an attention of zero would be no number
+# In place of minus infinity, which times an attention of zero would be NaN.
+_LOWEST = -1e30
+
+
+def softmax_statistics(attention: "SoftmaxAttention") -> dict[str, Any]:
+    """Return what recordings keep of a softmax attention: its means, the uniform scale, and its pattern."""
+    means, pattern = softmax_means(attention)
+    return {**means, **uniform_softmax_attention(attention), "content_information": pattern}
+
+
+def gated_statistics(attention: GatedAttention, limit: int | None, block: int) -> dict[str, Any]:
+    """Return what recordings keep of a gated attention: its means, the uniform scale, and the patterns of A and C.
+
+    Args:
+        attention: Attention of a batch of B images.
+        limit: Number of images, the first ones, that count in the patterns; None for all.
+        block: Number of weights to form at a time.
+    """
+    whole, content = gated_patterns(attention, limit, block)
+    patterns = {"content_information": whole, "content_part_information": content}
+    return {**gated_means(attention), **uniform_gated_attention(attention), **patterns}
 
 
 @torch.no_grad()
-def gated_attention_statistics(attention: GatedAttention) -> dict[str, Tensor]:
-    """Entropies and mean distance of gated positional attention, exact, without an N x N tensor for large N.
+def gated_means(attention: GatedAttention) -> dict[str, Tensor]:
+    """Return entropies and mean distance of gated positional attention, exact, without an N x N tensor for large N.
 
     These are means over the queries of what :class:`~tcnn_model.AttentionStatistics` defines.
 
     Args:
-        attention: of a batch of B images.
+        attention: Attention of a batch of B images.
 
     Returns:
         ``entropy``, ``content_entropy`` and ``positional_entropy`` in nats and ``attention_distance`` in input pixels
-        of the layer, shape (B, heads) each, in float32 (float64 if the attention is in float64).
+        of the layer, shape (B, heads), in float32 (float64 if the attention is in float64).
     """
     measured = measure(attention)
     names = ("entropy", "content_entropy", "positional_entropy", "attention_distance")
@@ -42,39 +76,40 @@ def gated_attention_statistics(attention: GatedAttention) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def attention_statistics(call: AttentionCall) -> tuple[dict[str, Tensor], Pattern]:
-    """Entropy and mean distance of softmax attention, exact, a block of queries at a time; and what content it has.
+def softmax_means(attention: "SoftmaxAttention") -> tuple[dict[str, Tensor], Pattern]:
+    """Return entropy and mean distance of softmax attention, exact, formed a block of queries at a time.
 
     The class and register tokens are added to the keys on the grid, not taken away from whole rows: so the distance
     stays exact where nearly all attention goes to them.
 
     Args:
-        call: attention of B images.
+        attention: Attention of B images.
 
     Returns:
-        means over the queries and windows of each image, shape (B, heads), in float32 (float64 for float64):
-        ``entropy``, of all queries over all keys, in nats; where the grids are known ``attention_distance``, from
+        Means over the queries and windows of each image, shape (B, heads), in float32 (float64 for float64):
+        ``entropy`` of all queries over all keys, in nats; where the grids are known ``attention_distance``, from
         queries to keys on the grid, with rows renormalised over these, in cells of the finer grid; and where there are
-        class or register tokens ``prefix_attention``, the attention that queries on the grid pay to them. And the sum
-        over images of the attention of some queries.
+        class or register tokens ``prefix_attention``, the attention that queries on the grid pay to them. Beside these
+        the sum over images of the attention of some queries.
     """
-    layout, patterns = call.layout, PatternSum(call)
-    rows, prefix = _rows_over_grid(call, patterns)
+    layout, patterns = attention.layout, PatternSum(attention)
+    rows, prefix = _rows_over_grid(attention, patterns)
     entropy, to_prefix = (rows.entropy, None) if prefix is None else _with_prefix(rows, prefix)
-    statistics = {"entropy": rows.unless_empty(entropy)}
-    pattern = patterns.pattern(statistics["entropy"], to_prefix)
+    by_query = {"entropy": rows.zero_if_empty(entropy)}
+    pattern = patterns.pattern(by_query["entropy"], to_prefix)
     if layout.queries is not None:
         on_grid = slice(layout.queries.prefix, None)
         if to_prefix is not None:
-            statistics["prefix_attention"] = to_prefix.sum(-1)[..., on_grid]
+            by_query["prefix_attention"] = to_prefix.sum(-1)[..., on_grid]
         if rows.distance is not None:
-            statistics["attention_distance"] = rows.distance[..., on_grid]
-    return {name: call.by_image(of_queries.mean(-1)).mean(1) for name, of_queries in statistics.items()}, pattern
+            by_query["attention_distance"] = rows.distance[..., on_grid]
+    means = {name: attention.by_image(values.mean(-1)).mean(1) for name, values in by_query.items()}
+    return means, pattern
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Attention A of each query over the keys on the grid, and sums over these: shape (rows, heads, N_query) each.
+    """Sums over the keys on the grid of each query's attention A, shape (rows, heads, N_query) each.
 
     Logits s_j are counted from the largest one, m: so all sums are precise, however large the logits are.
 
@@ -82,8 +117,8 @@ class _Rows:
         top: m.
         lse: log sum_j exp(s_j - m).
         expected: sum_j A_j (s_j - m).
-        distance: sum_j A_j ||delta_j||; None where it is not known where the queries lie.
-        empty: whether a mask hides all of these keys; None without a mask.
+        distance: sum_j A_j ||delta_j||; None where it is unknown where the queries lie.
+        empty: Whether a mask hides all of these keys; None without a mask.
     """
 
     top: Tensor
@@ -97,93 +132,158 @@ class _Rows:
         """-sum_j A_j log A_j, where log A_j = s_j - m - lse."""
         return self.lse - self.expected
 
-    def unless_empty(self, of_rows: Tensor) -> Tensor:
-        """0 for rows that can see no key at all, as torch's own attention has it."""
-        return of_rows if self.empty is None else of_rows.masked_fill(self.empty & ~of_rows.isfinite(), 0)
+    def zero_if_empty(self, values: Tensor) -> Tensor:
+        """Return values of rows, 0 for those that can see no key at all, as torch's own attention has it."""
+        return values if self.empty is None else values.masked_fill(self.empty & ~values.isfinite(), 0)
 
 
-def _rows_over_grid(call: AttentionCall, patterns: PatternSum) -> tuple[_Rows, Tensor | None]:
-    """Large tensors are two buffers, which hold one block; the rest is done for all rows at once.
+def _rows_over_grid(attention: "SoftmaxAttention", patterns: PatternSum) -> tuple[_Rows, Tensor | None]:
+    """Sum over the keys on the grid.
+
+    The only large tensors are two buffers, which hold one block; the rest is done for all rows at once.
 
     Args:
-        call: which.
-        patterns: takes note of each block.
+        attention: Attention to sum over.
+        patterns: Sums over images, to which each block is added.
 
     Returns:
-        the sums, and the logits of the class and register tokens, shape (rows, heads, N_query, prefix); None if there
+        The sums, and the logits of the class and register tokens, shape (rows, heads, N_query, prefix); None if there
         are none.
     """
-    logits, layout, first = call.logits, call.layout, call.layout.prefix
+    logits, layout, prefix = attention.logits, attention.layout, attention.layout.prefix
     top, total, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
-    prefix = logits.new_empty(*logits.shape[:3], first) if first else None
+    prefix_logits = logits.new_empty(*logits.shape[:3], prefix) if prefix else None
     distance = None if layout.queries is None else torch.empty_like(top)
-    small = distance is not None and call.queries * call.keys <= _SMALL_TABLE
-    table = _table(layout, logits.dtype, logits.device) if small else None
-    buffers = [logits.new_empty(max(call.block, call.heads * call.keys)) for _ in range(2)]
-    for block in call.blocks():
-        rows, queries = call.rows(block), block.queries
+    is_small = attention.queries * attention.keys <= _SMALL_TABLE
+    table = _table(layout, logits.dtype, logits.device) if distance is not None and is_small else None
+    buffers = [logits.new_empty(max(attention.block, attention.heads * attention.keys)) for _ in range(2)]
+    for block in attention.blocks():
+        rows, queries = attention.rows_of(block), block.queries
         at = rows, slice(None), queries
-        shape = rows.stop - rows.start, call.heads, queries.stop - queries.start, call.keys
+        shape = rows.stop - rows.start, attention.heads, queries.stop - queries.start, attention.keys
         s, weights = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
         logits(rows, queries, out=s)
-        if prefix is not None:
-            prefix[at] = s[..., :first]
-            s[..., :first] = -torch.inf if logits.masked else _LEAST  # no attention, in the sums that follow
+        if prefix_logits is not None:
+            prefix_logits[at] = s[..., :prefix]
+            s[..., :prefix] = -torch.inf if logits.masked else _LOWEST  # no attention, in the sums that follow
         m = s.amax(-1, keepdim=True)
         top[at] = m[..., 0]
         if logits.masked:  # rows that see none of these keys, and keys that a row does not see
-            s.sub_(m.masked_fill_(m == -torch.inf, 0)).clamp_(min=_LEAST)
+            s.sub_(m.masked_fill_(m == -torch.inf, 0)).clamp_(min=_LOWEST)
         else:
             s.sub_(m)
-        torch.exp2(s.mul_(1 / _LN2), out=weights)  # from here on in bits: torch.exp takes twice the time
-        total[at] = z = weights.sum(-1)
+        # From here on in bits: torch.exp takes twice the time of torch.exp2 (torch 2.13 on a CPU).
+        torch.exp2(s.mul_(1 / _LN2), out=weights)
+        z = weights.sum(-1)
+        total[at] = z
         expected[at] = s.mul_(weights).sum(-1)
         if distance is not None:
-            far = layout.distances(queries, logits.dtype, logits.device) if table is None else table[queries]
-            distance[at] = torch.mul(weights, far, out=s).sum(-1)
-        share = 1 if prefix is None else (z.log() - (prefix[at] - m).logsumexp(-1)).sigmoid_()
-        patterns.add(block, weights, (share / z).nan_to_num_())  # 0 / 0 where a mask hides all
+            lengths = layout.distances(queries, logits.dtype, logits.device) if table is None else table[queries]
+            distance[at] = torch.mul(weights, lengths, out=s).sum(-1)
+        grid_share = 1 if prefix_logits is None else (z.log() - (prefix_logits[at] - m).logsumexp(-1)).sigmoid_()
+        patterns.add(block, weights, (grid_share / z).nan_to_num_())  # 0 / 0 where a mask hides all
     empty = top == -torch.inf if logits.masked else None
     lse = total.log()
     if empty is not None:
-        top, total = top.masked_fill_(empty, _LEAST), total.masked_fill_(empty, 1)
+        top, total = top.masked_fill_(empty, _LOWEST), total.masked_fill_(empty, 1)
     mean_distance = None if distance is None else distance.div_(total)
-    return _Rows(top, lse, expected.div_(total).mul_(_LN2), mean_distance, empty), prefix
+    return _Rows(top, lse, expected.div_(total).mul_(_LN2), mean_distance, empty), prefix_logits
 
 
 def _with_prefix(grid: _Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The entropy of whole rows, and their attention to each class and register token, shaped as ``logits``.
+    """Return the entropy of whole rows, and their attention to each class and register token, shaped as ``logits``.
 
     With m the largest logit of a whole row and lse = log(sum over the grid + sum over the prefix), again counted from
     m, the grid has the share exp(lse_grid - lse) of the row, and H = lse - sum_j A_j (s_j - m).
 
     Args:
-        grid: the same rows over the keys on the grid.
-        logits: of the other keys, shape (rows, heads, N_query, prefix).
+        grid: Sums of the same rows over the keys on the grid.
+        logits: Logits of the other keys, shape (rows, heads, N_query, prefix).
     """
     top = torch.maximum(grid.top, logits.amax(-1))  # a mask can hide keys with the least of all numbers
-    lower = (grid.top - top).clamp_(min=_LEAST)
+    lower = (grid.top - top).clamp_(min=_LOWEST)
     logits, lse_grid = logits - top[..., None], grid.lse + lower
     lse = torch.logsumexp(torch.cat([lse_grid[..., None], logits], -1), -1)
     attention = (logits - lse[..., None]).exp()
-    finite = logits if grid.empty is None else logits.clamp(min=_LEAST)
+    finite = logits if grid.empty is None else logits.clamp(min=_LOWEST)
     expected = (grid.expected + lower) * (lse_grid - lse).exp() + (finite * attention).sum(-1)
     return lse - expected, attention if grid.empty is None else attention.nan_to_num(0)
 
 
-@torch.no_grad()
-def attention_received(call: AttentionCall, images: Sequence[int]) -> Tensor:
-    """How much each key is looked at: mean over the queries of A_ij, shape (images, windows, heads, N_key)."""
-    step = max(1, call.block // (call.windows * call.heads * call.keys))
-    received = []
-    for image in images:
-        blocks = [slice(start, start + step) for start in range(0, call.queries, step)]
-        total = torch.stack([call.weights(block, image)[0].sum(-2) for block in blocks]).sum(0)
-        received.append(total / call.queries)
-    return torch.stack(received)
-
-
 @lru_cache(maxsize=16)
 def _table(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """All distances of a small grid, shape (N_query, N_key)."""
+    """Return all distances of a small grid, shape (N_query, N_key)."""
     return layout.distances(slice(None), dtype, device)
+
+
+def uniform_softmax_attention(attention: "SoftmaxAttention") -> dict[str, Tensor]:
+    """Return ``uniform_entropy`` over all keys and ``uniform_distance`` over the grid, for each image: shape (B,).
+
+    Keys that a mask hides from a query count as keys. Where no grid is known there is no distance.
+    """
+    queries, keys = attention.layout.queries, attention.layout.keys
+    distance = None if queries is None or keys is None else _distance_between(queries, keys)
+    values = {"uniform_entropy": math.log(attention.keys), "uniform_distance": distance}
+    return _for_images(attention.source, attention.images, values)
+
+
+def uniform_gated_attention(attention: GatedAttention) -> dict[str, Tensor]:
+    """Return ``uniform_entropy`` and ``uniform_distance`` over real and padding pixels, for each image: shape (B,).
+
+    ``uniform_content_entropy`` is over real pixels.
+    """
+    y, x = attention.y, attention.x
+    values = {
+        "uniform_entropy": math.log(y.keys * x.keys),
+        "uniform_content_entropy": math.log(y.length * x.length),
+        "uniform_distance": _distance_on_axes(y, x),
+    }
+    return _for_images(attention.query, len(attention.query), values)
+
+
+def uniform_distance(query_y: np.ndarray, key_y: np.ndarray, query_x: np.ndarray, key_x: np.ndarray) -> float:
+    """Return the mean distance between all queries and all keys of two rectangular grids, in float64.
+
+    Args:
+        query_y, query_x: Rows and columns of the queries, one-dimensional.
+        key_y, key_x: Rows and columns of the keys, one-dimensional.
+    """
+    offsets_y, pairs_y = _offsets(query_y, key_y)
+    offsets_x, pairs_x = _offsets(query_x, key_x)
+    total = pairs_y @ np.hypot(offsets_y[:, None], offsets_x[None, :]) @ pairs_x
+    return float(total / (pairs_y.sum() * pairs_x.sum()))
+
+
+def _for_images(like: Tensor, images: int, values: Mapping[str, float | None]) -> dict[str, Tensor]:
+    dtype = widest_dtype(like.device)
+    return {
+        name: torch.full((images,), value, dtype=dtype, device=like.device)
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _offsets(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distances along one axis and the number of pairs at each: no N x N table for a grid of N."""
+    distances, pairs = np.unique(np.abs(keys[None, :] - queries[:, None]), return_counts=True)
+    return distances, pairs.astype(np.float64)
+
+
+@lru_cache(maxsize=256)
+def _distance_on_axes(y: Axis, x: Axis) -> float:
+    like = torch.empty(0, dtype=torch.float64)
+    places = [positions(like).numpy() for axis in (y, x) for positions in (axis.query_positions, axis.key_positions)]
+    return uniform_distance(*places)
+
+
+@lru_cache(maxsize=256)
+def _distance_between(queries: Tokens, keys: Tokens) -> float:
+    query_y, query_x = _rows_and_columns(queries)
+    key_y, key_x = _rows_and_columns(keys)
+    return uniform_distance(query_y, key_y, query_x, key_x)
+
+
+def _rows_and_columns(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+    rows = np.arange(tokens.height) * tokens.spacing[0] + tokens.origin[0]
+    columns = np.arange(tokens.width) * tokens.spacing[1] + tokens.origin[1]
+    return rows, columns

@@ -1,5 +1,6 @@
-"""Each attention of a model's forwards, rebuilt and on its grid, handed to whoever wants to look at it."""
+"""Each attention of a model's forwards, whole and on its grid, handed to whoever wants to look at it or edit it."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -9,46 +10,62 @@ from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
-from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.feature_maps import FeatureMaps
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.gated import GATED_LAYERS, gated_attention_of, seams_of
+from tcnn_probe.attention.head_edit import AttendingCall, HeadEdit, edit_call, edit_gated_output
 from tcnn_probe.attention.layout import GivenTokens, special_tokens
-from tcnn_probe.attention.rebuild import NoTokenAttentionError, Verification, discrepancy, rebuild
-from tcnn_probe.hooks.forwards import Forwards, Running
-from tcnn_probe.hooks.interception import Seen, SeenJoin
-from tcnn_probe.hooks.products import SeenCopy, SeenOperand, SeenProduct, Weighed
-from tcnn_probe.models import check_model, layer_names, named_in_errors
+from tcnn_probe.attention.reconstruction import NoTokenAttentionError, Verification, softmax_attention_of
+from tcnn_probe.attention.token_grid import FeatureMaps
+from tcnn_probe.hooks.forwards import Forward, Forwards
+from tcnn_probe.hooks.interception import (
+    Answer,
+    Seen,
+    SeenAttention,
+    SeenCopy,
+    SeenJoin,
+    SeenOperand,
+    SeenProduct,
+    SeenUnmeasured,
+    ValueProductTracker,
+)
+from tcnn_probe.hooks.modes import edited, named_in_errors
+from tcnn_probe.models import check_model, layer_names
 
 __all__ = ["AttentionListener", "AttentionStream", "attention_stream"]
 
 
 @contextmanager
-def attention_stream(model: nn.Module, on_attention: Callable[[AttentionCall], object]) -> Iterator["AttentionStream"]:
-    """Show ``on_attention`` every softmax attention of the forwards that run inside, in whatever module it is.
+def attention_stream(
+    model: nn.Module, on_attention: Callable[[Attention], HeadEdit | None]
+) -> Iterator["AttentionStream"]:
+    """Show ``on_attention`` every attention of the forwards that run inside, in whatever module it is.
 
     ::
 
         largest = {}
 
-        def look(call):
-            largest[call.name] = call.weights(slice(None)).amax((0, 1, 3, 4))  # (heads,)
+        def look(attention):
+            largest[attention.name] = attention.weights().amax((0, 1, 3, 4))  # (heads,)
 
         with tcnn_probe.attention_stream(model, look) as stream:
             model(images)
         print({name: largest[name] for name in stream.layers}, stream.unsupported)
 
-    Fused attention is left on, and what the model computes is not changed. Each layer's reconstruction is compared
-    once with what the model got. Nothing is kept: the tensors behind a call are the model's own.
+    Softmax attention is shown whether fused or not, and gated attention (GPSA, timm's ConViT) as a whole. Fused
+    attention is left on, and what the model computes is not changed, unless ``on_attention`` returns a
+    :class:`~tcnn_probe.attention.head_edit.HeadEdit`. Each layer's reconstruction is compared once with what the model
+    got. Nothing is kept: the tensors behind an attention are the model's own.
 
     Args:
-        model: any module, not compiled.
-        on_attention: called with each attention while the forward runs, without gradients. Of a softmax it is not
-            known yet whether it will weigh values; :attr:`AttentionStream.layers` says so afterwards.
+        model: Any module, not compiled.
+        on_attention: Function that is called with each attention while the forward runs, without gradients. It is not
+            known yet whether a softmax will weigh values; :attr:`AttentionStream.layers` says so afterwards.
 
     Yields:
         :class:`AttentionStream`, with the names of the ``layers`` and of what is ``unsupported``.
 
     Raises:
-        ReconstructionError: by a forward whose attention is not what it is taken for.
+        ReconstructionError: By a forward whose attention is not what it is taken for.
     """
     check_model(model)
     with closing(AttentionStream(model, _Callback(on_attention))) as stream:
@@ -56,69 +73,73 @@ def attention_stream(model: nn.Module, on_attention: Callable[[AttentionCall], o
 
 
 class AttentionListener:
-    """What a stream tells of forwards, of one at a time. Does nothing: override what you need."""
+    """A listener to the forwards of a model, of one at a time. It does nothing: override what you need."""
 
-    def wants(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
-        """Whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
+    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
+        """Return whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
         return True
 
-    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> None:
-        """A forward begins."""
+    def attends(self, attention: Attention) -> HeadEdit | None:
+        """Look at an attention; answer with an edit of its heads, if they are to be edited."""
 
-    def attends(self, call: AttentionCall) -> Any:
-        """An attention; what is returned is handed to :meth:`ends`."""
+    def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
+        """Hear that a watched module has returned."""
 
-    def watches(self, module: nn.Module) -> bool:
-        """Whether :meth:`ran` is to be called after each call of this module."""
-        return False
-
-    def ran(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
-        """A module that is watched has returned."""
-
-    def ends(self, kept: Sequence[Any], output: Any) -> None:
-        """A forward has ended, without an exception.
+    def ends(self, layers: Collection[str], output: Any) -> None:
+        """Hear that a forward has ended, without an exception.
 
         Args:
-            kept: what :meth:`attends` returned of each attention that has weighed values.
-            output: of the model, or of the part of it that was called.
+            layers: Names of the layers whose attention has weighed values in it.
+            output: Output of the model, or of the part of it that was called.
         """
 
     def fails(self) -> None:
-        """A forward has ended by an exception."""
+        """Hear that a forward was ended by an exception."""
 
 
 class _Callback(AttentionListener):
-    def __init__(self, on_attention: Callable[[AttentionCall], object]) -> None:
+    def __init__(self, on_attention: Callable[[Attention], HeadEdit | None]) -> None:
         self._on_attention = on_attention
 
-    def attends(self, call: AttentionCall) -> None:
-        self._on_attention(call)
+    def attends(self, attention: Attention) -> HeadEdit | None:
+        answer = self._on_attention(attention)
+        return answer if isinstance(answer, HeadEdit) else None
 
 
 @dataclass(eq=False)
-class _Seen:
+class _ShownSoftmax:
+    """A softmax that a listener was shown.
+
+    Args:
+        layer: Name of its layer.
+        module: Module that asked for it.
+        operand: The softmax, while it is unknown whether it weighs values; None once that is known.
+        has_heads: Whether it has an axis of heads.
+        objection: Why it is no attention between tokens; "" if it is.
+    """
+
     layer: str
     module: nn.Module
-    kept: Any  # by the listener
-    softmax: SeenOperand | None  # of which it is not known yet whether it weighs values
-    heads: bool  # whether it has an axis of heads
-    objection: str = ""  # why it is no attention between tokens
+    operand: SeenOperand | None
+    has_heads: bool
+    objection: str = ""
 
 
 class AttentionStream:
-    """Follows the forwards of a model, from its making until :meth:`close`.
+    """The attentions of a model's forwards, from its making until :meth:`close`.
 
     Attributes:
-        layers: names of the layers that have attended, {name: their module}, in the order in which they did. The second
-            attention within one call of a module is called ``name#1``.
-        unsupported: {name: why} of layers that look like attention and are none between tokens.
+        layers: Layers that have attended, {name: module}, in the order in which they did. The second attention within
+            one call of a module is called ``name#1``.
+        unsupported: {name: reason} of layers that look like attention and are none between tokens.
+        verification: Comparisons of what is rebuilt with what the model has got.
 
     Args:
-        model: any module, not compiled.
-        listener: is told of each attention.
-        layers: names of the layers to look at; None for all.
-        skipped: modules whose attention is not to be rebuilt.
-        tokens: what the user says of them.
+        model: Any module, not compiled.
+        listener: Listener to its attentions.
+        layers: Names of the layers to show; None for all.
+        watched: Modules whose calls the listener hears of.
+        tokens: What the user says of the tokens.
     """
 
     def __init__(
@@ -127,14 +148,16 @@ class AttentionStream:
         listener: AttentionListener,
         *,
         layers: Collection[str] | None = None,
-        skipped: Collection[nn.Module] = (),
+        watched: Collection[nn.Module] = (),
         tokens: GivenTokens | None = None,
     ) -> None:
         self.layers: dict[str, nn.Module] = {}
         self.unsupported: dict[str, str] = {}
         self.verification = Verification()
-        self._model, self._listener, self._wanted, self._skipped = model, listener, layers, frozenset(skipped)
+        self._model, self._listener, self._wanted, self._watched = model, listener, layers, frozenset(watched)
         self._names = layer_names(model)
+        self._gated = {module for module in self._names if isinstance(module, GATED_LAYERS)}
+        self._seams = {seam: (layer, role) for layer in self._gated for seam, role in seams_of(layer).items()}
         self._maps = FeatureMaps(special_tokens(self._names, tokens or GivenTokens()))
         self._explained: set[nn.Module] = set()
         self._reset()
@@ -150,110 +173,140 @@ class AttentionStream:
         self._forwards.detach()
 
     def around(self, count: int) -> tuple[int, int] | None:
-        """How many of so many tokens the model has before its grid, and after it; None if nothing shows it."""
+        """Return how many of ``count`` tokens stand before the grid, and after it; None if nothing shows it."""
         return self._maps.around(count)
 
-    # What Forwards tells: see tcnn_probe.hooks.forwards.Listener.
+    # The listener of Forwards: see tcnn_probe.hooks.forwards.Listener.
 
-    def wants(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
+    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
         """Ask the listener; a forward of no images shows nothing."""
         if any(isinstance(x, Tensor) and x.numel() == 0 for x in inputs):
             return False
-        return self._listener.wants(entry, inputs)
-
-    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> None:
-        """Begin anew."""
+        if not self._listener.begins(entry, inputs):
+            return False
         self._reset()
         self.verification.begin()
         self._maps.enter(inputs, whole_model=entry is self._model)
-        self._listener.begins(entry, inputs)
+        return True
 
-    def asked(self, running: Running, seen: Seen) -> None:
-        """Rebuild an attention, or see whether a softmax weighs values."""
+    def asked(self, forward: Forward, seen: Seen) -> Answer | None:
+        """Rebuild a softmax attention, or see whether a softmax weighs values."""
         if isinstance(seen, SeenJoin):
             self._maps.joins(seen.lengths)
-            return
-        if isinstance(seen, SeenProduct):
-            self._confirm(seen)
-            return
-        if isinstance(seen, SeenCopy):
-            self._weighed.copied(seen)
-            return
-        module = running[-1][0]
-        name = self._names[module]
-        if module in self._skipped or not self._wants(name):
-            return
-        number = self._asked[module] = self._asked.get(module, -1) + 1
-        layer = f"{name}#{number}" if number else name
-        with named_in_errors(layer):
-            try:
-                call = rebuild(seen, layer, running, self._maps)
-            except NoTokenAttentionError as reason:
-                self.unsupported[layer] = str(reason)
-                return
-            with without_autocast(call.logits.source):
-                if self.verification.needed(layer) and (compared := discrepancy(seen, module)) is not None:
-                    self.verification.add(layer, *compared)
-                kept = self._listener.attends(call)
-        softmax = None if seen.logits is None or seen.output is None else SeenOperand.of(seen.output)
-        several = call.heads > 1 or (softmax is not None and len(softmax.shape) > 3)
-        self._seen.append(_Seen(layer, module, kept, softmax, several))
+        elif isinstance(seen, SeenCopy):
+            self._tracker.copied(seen)
+        elif isinstance(seen, SeenUnmeasured):
+            name = self._names[forward.running[-1][0]]
+            if self._wants(name):
+                self.unsupported[name] = seen.reason
+        elif isinstance(seen, SeenProduct):
+            waiting = {shown: (shown.operand, shown.has_heads) for shown in self._shown if shown.operand is not None}
+            for shown, objection in self._tracker.weighed_by(seen, waiting).items():
+                shown.operand, shown.objection = None, objection
+        else:
+            return self._show_softmax(forward, seen)
+        return None
 
-    def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> bool:
-        """Take note of feature maps."""
-        self._asked.pop(module, None)
+    def returned(self, forward: Forward, module: nn.Module, inputs: Sequence[Any], output: Any) -> Any:
+        """Take note of feature maps and of the seams of gated layers, and show gated attention."""
+        self._counts.pop(module, None)
         self._ran.add(module)
         self._maps.passes([*inputs, output])
-        return self._listener.watches(module)
+        if module in self._seams:
+            layer, role = self._seams[module]
+            self._formed.setdefault(layer, {}).setdefault(role, []).append(output)
+        if module in self._watched:
+            with forward.unseen():
+                self._listener.returned(module, inputs, output)
+        if module in self._gated and self._wants(self._names[module]):
+            return self._show_gated(forward, module, inputs, output)
+        return None
 
-    def ran(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
-        """Tell the listener."""
-        self._listener.ran(module, inputs, output)
-
-    def ends(self, *, whole: bool, output: Any = None) -> None:
+    def ends(self, output: Any) -> None:
         """Settle what is known now, and tell the listener."""
-        seen, ran = self._seen, self._ran
+        shown, ran = self._shown, self._ran
         self._reset()
-        if not whole:
-            self.verification.begin()
-            self._listener.fails()
-            return
         self.verification.settle()
-        confirmed = [one for one in seen if one.softmax is None and not one.objection]
-        for one in confirmed:
-            self.layers[one.layer] = one.module
-            self.unsupported.pop(one.layer, None)
-        for one in seen:
-            if one.layer not in self.layers:
-                self.unsupported[one.layer] = one.objection or "a softmax that weighs no values in a matrix product"
+        confirmed = {}
+        for softmax in shown:
+            if softmax.operand is None and not softmax.objection:
+                confirmed[softmax.layer] = softmax.module
+        self.layers |= confirmed
+        for softmax in shown:
+            if softmax.layer in confirmed:
+                self.unsupported.pop(softmax.layer, None)
+            elif softmax.layer not in self.layers:
+                self.unsupported[softmax.layer] = (
+                    softmax.objection or "a softmax that weighs no values in a matrix product"
+                )
         self._explain(ran)
-        self._listener.ends([one.kept for one in confirmed], output)
+        self._listener.ends(confirmed.keys(), output)
+
+    def fails(self) -> None:
+        """Forget the forward, and tell the listener."""
+        self._reset()
+        self.verification.begin()
+        self._listener.fails()
 
     def _reset(self) -> None:
-        self._seen: list[_Seen] = []
-        self._asked: dict[nn.Module, int] = {}
+        self._shown: list[_ShownSoftmax] = []
+        self._counts: Counter[nn.Module] = Counter()  # attentions in the call of a module that is running
         self._ran: set[nn.Module] = set()
-        self._weighed = Weighed()
+        self._tracker = ValueProductTracker()
+        self._formed: dict[nn.Module, dict[str, list[Any]]] = {}
 
     def _wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted
 
-    def _confirm(self, product: SeenProduct) -> None:
-        """A softmax is attention once its result, mixed among heads perhaps, multiplies values."""
-        waiting = {one: (one.softmax, one.heads) for one in self._seen if one.softmax is not None}
-        for one, objection in self._weighed.by(product, waiting).items():
-            one.softmax, one.objection = None, objection
+    def _show_softmax(self, forward: Forward, seen: SeenAttention) -> Answer | None:
+        running = forward.running
+        if any(module in self._gated for module, _ in running):
+            return None  # a part of gated attention, which is shown as a whole
+        module = running[-1][0]
+        name = self._names[module]
+        if not self._wants(name):
+            return None
+        number = self._counts[module]
+        self._counts[module] += 1
+        layer = f"{name}#{number}" if number else name
+        with named_in_errors(layer):
+            try:
+                attention = softmax_attention_of(seen, layer, number, running, self._maps)
+            except NoTokenAttentionError as reason:
+                self.unsupported[layer] = str(reason)
+                return None
+            with without_autocast(attention.source):
+                if self.verification.needed(layer):
+                    self.verification.add(layer, attention.discrepancy())
+                edit = self._listener.attends(attention)
+        operand = None if seen.logits is None or seen.output is None else SeenOperand.of(seen.output)
+        has_heads = attention.heads > 1 or (operand is not None and len(operand.shape) > 3)
+        self._shown.append(_ShownSoftmax(layer, module, operand, has_heads))
+        if edit is None:
+            return None
+        return lambda func, args, kwargs, output: edit_call(AttendingCall(func, args, kwargs, output), module, [edit])
+
+    def _show_gated(self, forward: Forward, layer: nn.Module, inputs: Sequence[Any], output: Any) -> Tensor | None:
+        """Show the attention of a gated layer that has run; return what it gives instead, if it is edited."""
+        name, formed = self._names[layer], self._formed.pop(layer, None)
+        with forward.unseen(), named_in_errors(name), edited(layer):
+            attention = gated_attention_of(layer, inputs[0], formed, name)
+            if self.verification.needed(name):
+                self.verification.add(name, attention.discrepancy(output))
+            edit = self._listener.attends(attention)
+        self._shown.append(_ShownSoftmax(name, layer, None, has_heads=True))
+        return None if edit is None else edit_gated_output(layer, inputs[0], [edit])
 
     def _explain(self, ran: Collection[nn.Module]) -> None:
         """Say why modules that look like attention showed none while they ran; once for each."""
         new = set(ran) - self._explained
         self._explained |= new
-        told = {layer.split("#")[0] for layer in (*self.layers, *self.unsupported)}
-        told |= {self._names[module] for module in self._skipped}
+        named = {layer.split("#")[0] for layer in (*self.layers, *self.unsupported)}
+        named |= {self._names[layer] for layer in self._gated}
         for module, name in self._names.items() if new else ():
-            if module not in new or name in told or not self._wants(name):
+            if module not in new or name in named or not self._wants(name):
                 continue
             if reason := known(module).no_attention_matrix:
                 self.unsupported[name] = reason
-            elif looks_like_attention(module) and not any(not name or x.startswith(f"{name}.") for x in told):
+            elif looks_like_attention(module) and not any(not name or x.startswith(f"{name}.") for x in named):
                 self.unsupported[name] = "no softmax between tokens was seen while it ran"

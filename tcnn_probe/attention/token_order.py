@@ -24,8 +24,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_probe.architectures.grids import Windows
+from tcnn_probe.architectures.lookup import as_rows, from_rows
 from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.rebuild import as_rows, from_rows, values_of
+from tcnn_probe.attention.reconstruction import values_of
 from tcnn_probe.hooks.interception import SeenAttention, describe
 from tcnn_probe.models import layer_names, untouched
 

@@ -6,13 +6,13 @@ from contextlib import closing
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, Wanted
+from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, MapSelection
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.attribution.layer_choice import find_layer
 from tcnn_probe.attribution.pixels import to_pixels
 from tcnn_probe.attribution.unsupported import WITHOUT_CLASS_TOKEN, UnsupportedMethodError
-from tcnn_probe.models import check_model, layer_names
+from tcnn_probe.models import check_model
 
 __all__ = ["class_attention"]
 
@@ -48,16 +48,16 @@ def class_attention(
     check_model(model)
     layer = find_layer(model, layer)[0] if isinstance(layer, nn.Module) else layer
     size = images.shape[2], images.shape[3]
-    wanted = Wanted((), None, ReceptiveFields(size))  # class tokens alone, all heads
-    keeper = MapKeeper(wanted, (), layer_names(model), copies=1, most=sys.maxsize)
-    with closing(AttentionStream(model, keeper)), wanted.fields:
+    selection = MapSelection((), None, ReceptiveFields(size))  # class tokens alone, all heads
+    keeper = MapKeeper(selection, copies=1, max_bytes=sys.maxsize)
+    with closing(AttentionStream(model, keeper)), selection.fields:
         model(images)
-    found = {one.layer: one for one in keeper.found}
-    name = _choose(found, layer, keeper.missing)
-    maps = found[name].arrays.get("class_attention")
+    maps_by_layer = {maps.layer: maps for maps in keeper.maps}
+    name = _choose(maps_by_layer, layer, keeper.missing)
+    maps = maps_by_layer[name].arrays.get("class_attention")
     if maps is None:
-        maps = found[name].arrays["attention_by_class"][range(len(images)), :, target.cpu()]
-    return to_pixels(maps.mean(1), size, interpolation, wanted.fields), name
+        maps = maps_by_layer[name].arrays["attention_by_class"][range(len(images)), :, target.cpu()]
+    return to_pixels(maps.mean(1), size, interpolation, selection.fields), name
 
 
 def _choose(found: dict[str, LayerMaps], layer: str | None, missing: dict[str, str]) -> str:

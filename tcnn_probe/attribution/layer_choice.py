@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model.pooling.attention_pool import AttentionPool2d
-from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.feature_maps import FeatureMaps
+from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import SpecialTokens, Tokens
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import attention_stream
+from tcnn_probe.attention.token_grid import FeatureMaps
 from tcnn_probe.attribution.unsupported import UnsupportedMethodError
 from tcnn_probe.models import class_scores, layer_names
 
@@ -89,7 +89,7 @@ def map_layer(model: nn.Module, image: Tensor, layer: str | nn.Module | None = N
         with ExitStack() as stack:
             for handle in _watch(model, maps, outputs, module):
                 stack.callback(handle.remove)
-            stream = stack.enter_context(attention_stream(model, lambda call: grids.update(_grids(call))))
+            stream = stack.enter_context(attention_stream(model, lambda attention: grids.update(_grids(attention))))
             with fields:
                 score = class_scores(model, image).amax()
         for count, tokens in grids.items():
@@ -145,13 +145,17 @@ def _last(outputs: list[_Output], score: Tensor, maps: FeatureMaps, grids: dict[
     return outputs[place]
 
 
-def _grids(call: AttentionCall) -> Iterator[tuple[int, Tokens]]:
-    """The grids of an attention in the image, by their numbers of tokens."""
-    if call.cut is not None:
-        rows, columns = call.cut.grid
+def _grids(attention: Attention) -> Iterator[tuple[int, Tokens]]:
+    """Yield the grids of an attention in the image, by their numbers of tokens."""
+    if attention.cut is not None:
+        rows, columns = attention.cut.grid
         yield rows * columns, Tokens(0, rows, columns)
-    elif call.windows == 1:
-        yield from ((tokens.count, tokens) for tokens in (call.layout.queries, call.layout.keys) if tokens)
+    elif attention.gate is not None and attention.map_size is not None:
+        rows, columns = attention.map_size  # the layout's grid of keys has the padding, which is no token
+        yield rows * columns, Tokens(0, rows, columns)
+    elif attention.windows == 1:
+        layout = attention.layout
+        yield from ((tokens.count, tokens) for tokens in (layout.queries, layout.keys) if tokens)
 
 
 def _tokens(value: Tensor, maps: FeatureMaps, grids: dict[int, Tokens]) -> Tokens | None:

@@ -17,7 +17,7 @@ def bootstrap_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> xr.DataArray:
-    """Percentile bootstrap interval for the mean along a dimension, or along several that cross.
+    """Compute the percentile bootstrap interval of a mean along a dimension, or along several that cross.
 
     Several dimensions cross if, for example, each seed saw the same images: ("seed", "image"). Each is then resampled
     by itself, and a value counts as often as all of its labels are drawn (Owen 2007, The Pigeonhole Bootstrap). So the
@@ -25,24 +25,23 @@ def bootstrap_interval(
     other seeds.
 
     Args:
-        values: for example ``tcnn_probe.faithfulness(...).pointing_game``; NaNs are left out.
-        dim: the dimension, or dimensions, to resample.
-        confidence: of the interval, between 0 and 1.
-        resamples: number of resamples.
-        seed: of the random generator.
+        values: Values to average, for example ``tcnn_probe.faithfulness(...).pointing_game``. NaNs are left out.
+        dim: Dimension, or dimensions, to resample.
+        confidence: Confidence level of the interval, between 0 and 1.
+        resamples: Number of resamples.
+        seed: Seed of the random generator.
 
     Returns:
         ``values`` without ``dim`` and with a dimension "bound": "low" and "high". NaN for fewer than two values.
 
     Raises:
-        ValueError: no such dimension, or a confidence that is not between 0 and 1.
+        ValueError: A dimension does not exist, or the confidence is not between 0 and 1.
     """
     dims = [dim] if isinstance(dim, str) else list(dim)
-    for name in dims:
-        if name not in values.dims:
-            raise ValueError(f"expected a dimension to resample, one of {values.dims}, got {name!r}")
-    if not dims:
-        raise ValueError("expected a dimension to resample, got none")
+    missing = [name for name in dims if name not in values.dims]
+    if missing or not dims:
+        got = repr(missing[0]) if missing else "none"
+        raise ValueError(f"expected a dimension to resample, one of {values.dims}, got {got}")
     if not 0 < confidence < 1:
         raise ValueError(f"expected a confidence between 0 and 1, got {confidence!r}")
     quantiles = [(1 - confidence) / 2, (1 + confidence) / 2]
@@ -52,41 +51,44 @@ def bootstrap_interval(
             return np.full(2, np.nan)
         return np.nanquantile(resampled_means(row, resamples, seed), quantiles)
 
-    found = xr.apply_ufunc(
-        interval, values.astype(float).compute(), input_core_dims=[dims], output_core_dims=[["bound"]], vectorize=True,
+    bounds = xr.apply_ufunc(
+        interval,
+        values.astype(float).compute(),
+        input_core_dims=[dims],
+        output_core_dims=[["bound"]],
+        vectorize=True,
         keep_attrs=True,
-    )  # fmt: skip
-    return found.assign_coords(bound=["low", "high"])
+    )
+    return bounds.assign_coords(bound=["low", "high"])
 
 
 def resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Means of ``values`` with each axis resampled by itself, shape (resamples,), NaNs left out."""
-    there = ~np.isnan(values)
-    for axis in range(values.ndim):  # labels without any value are not drawn
-        others = tuple(other for other in range(values.ndim) if other != axis)
-        some = np.flatnonzero(there.any(others))
-        values, there = values.take(some, axis), there.take(some, axis)
-    total, count = np.where(there, values, 0.0)[None], there.astype(float)[None]
-    draw = _kept_draws if resamples * sum(values.shape) <= _MOST_KEPT else _draws
-    for drawn in draw(values.shape[::-1], resamples, seed):
-        total, count = (_weighted(x, drawn) for x in (total, count))
-    with np.errstate(invalid="ignore"):
+    """Average ``values`` over resamples that draw each axis by itself, shape (resamples,). NaNs are left out."""
+    # Labels without any value are not drawn: they would make every resample smaller than the sample.
+    labels = [np.unique(index) for index in np.nonzero(~np.isnan(values))]
+    values = values[np.ix_(*labels)]
+    known = ~np.isnan(values)
+    total, count = np.where(known, values, 0.0)[None], known.astype(float)[None]
+    draw = _cached_counts if resamples * sum(values.shape) <= _LARGEST_CACHED else _draw_counts
+    for weights in draw(values.shape[::-1], resamples, seed):
+        total, count = _weighted_sum(total, weights), _weighted_sum(count, weights)
+    with np.errstate(invalid="ignore"):  # 0 / 0, of a resample that drew missing values only
         return total / count
 
 
-def _draws(sizes: tuple[int, ...], resamples: int, seed: int) -> list[np.ndarray]:
-    """How often each label of each axis is drawn, (resamples, size)."""
+def _draw_counts(sizes: tuple[int, ...], resamples: int, seed: int) -> list[np.ndarray]:
+    """Draw each axis with replacement; return how often its labels were drawn, (resamples, size)."""
     rng = np.random.default_rng(seed)
     return [rng.multinomial(size, np.full(size, 1 / size), resamples).astype(float) for size in sizes]
 
 
-_kept_draws = lru_cache(maxsize=2)(_draws)
-"""Drawing takes most of the time, and tables ask for many intervals of arrays of one shape."""
-_MOST_KEPT = 2**23
+# Drawing takes most of the time, and tables ask for many intervals of arrays of one shape.
+_cached_counts = lru_cache(maxsize=2)(_draw_counts)
+_LARGEST_CACHED = 2**23  # numbers: 64 MiB for each of the two
 
 
-def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Sum over the last axis: (1 or R, ..., N) and (R, N) -> (R, ...)."""
-    if len(values) == 1:
+def _weighted_sum(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Sum over the last axis with weights of each resample: (1 or R, ..., N) and (R, N) -> (R, ...)."""
+    if len(values) == 1:  # the first axis to be drawn: one product of matrices, much faster than einsum
         return np.moveaxis(values[0] @ weights.T, -1, 0)
     return np.einsum("r...n,rn->r...", values, weights)

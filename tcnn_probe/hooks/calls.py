@@ -1,20 +1,20 @@
-"""Following the calls of a module, each thread by itself."""
+"""Following the calls of a module, each thread by itself, with hooks that act on no copy of the module."""
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from tcnn_probe.hooks.copy_safe import add_hook
 from tcnn_probe.hooks.modes import Mode, take_off
-from tcnn_probe.hooks.running import innermost_call, is_under, thread_is_under
 
-__all__ = ["Call", "Calls"]
+__all__ = ["Call", "Calls", "CopySafeHook", "add_hook", "innermost_call", "is_under"]
 
 
 @dataclass(eq=False)
@@ -139,3 +139,115 @@ class Calls(Generic[C]):
         if call is not None:
             call.over = True
             take_off(call.modes)
+
+
+class CopySafeHook:
+    """Hook that does nothing in a copy or a pickle of its module but go away when it is called there."""
+
+    def __init__(self, act: Callable[..., Any] | None, *, after: bool = False) -> None:
+        self._act, self._after = act, after
+        self.number = -1
+        """Under which torch keeps it."""
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, *call: Any) -> Any:
+        """Act, as torch asks."""
+        return self._do(module, *call)
+
+    def _do(self, module: nn.Module, *call: Any) -> Any:
+        if self._act is not None:
+            if len(call) == 1 + self._after:  # torch leaves kwargs out while another thread adds or removes the hook
+                call = (call[0], {}, *call[1:])
+            return self._act(module, *call)
+        for where in ("pre_hooks", "pre_hooks_with_kwargs", "hooks", "hooks_with_kwargs", "hooks_always_called"):
+            getattr(module, f"_forward_{where}").pop(self.number, None)
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CopySafeHook":
+        return _without_effect(type(self), self.number)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _without_effect, (type(self), self.number)
+
+
+class _CompiledAway(CopySafeHook):
+    """One that torch.compile leaves out, so that it breaks no graph."""
+
+    def __call__(self, module: nn.Module, *call: Any) -> Any:
+        return None if torch.compiler.is_compiling() else self._do(module, *call)
+
+
+def _without_effect(kind: type[CopySafeHook], number: int) -> CopySafeHook:
+    """A hook from a pickle, under a number that this process is to give to no other hook."""
+    RemovableHandle.next_id = max(RemovableHandle.next_id, number + 1)
+    hook = kind(None)
+    hook.number = number
+    return hook
+
+
+def add_hook(
+    module: nn.Module,
+    act: Callable[..., Any],
+    *,
+    after: bool = False,
+    first: bool = False,
+    always: bool = False,
+    compiled: bool = False,
+) -> RemovableHandle:
+    """Call ``act(module, args, kwargs)`` before each call of a module, or ``act(module, args, kwargs, output)`` after.
+
+    Args:
+        module: to hook.
+        act: what to call; a tensor that it returns after the call replaces the output.
+        after: whether after the call.
+        first: whether before the hooks that are there.
+        always: whether, after the call, also where the module raised an exception.
+        compiled: whether torch.compile may leave the hook out.
+    """
+    hook = (_CompiledAway if compiled else CopySafeHook)(act, after=after)
+    if after:
+        handle = module.register_forward_hook(hook, prepend=first, with_kwargs=True, always_call=always)
+    else:
+        handle = module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
+    hook.number = handle.id
+    return handle
+
+
+_LOOKS = 100
+
+
+def innermost_call(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame, from ``frame`` outwards, in which torch calls a module; ``self`` in it is the module."""
+    while frame is not None and not _calls_a_module(frame):
+        frame = frame.f_back
+    return frame
+
+
+def is_under(frame: FrameType | None, call: FrameType | None) -> bool:
+    """Whether a frame was called, directly or not, from the frame of a call: then that call is running."""
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is call
+
+
+def thread_is_under(thread: int, call: FrameType) -> bool:
+    """Whether a thread is in a call; it goes on meanwhile, and so may break off its stack while that is read."""
+    for _ in range(_LOOKS):
+        if (frame := sys._current_frames().get(thread)) is None:
+            return False
+        if is_under(frame, call):
+            return True
+        if _bottom(frame) is _bottom(call):
+            return False
+    return False  # the call has ended
+
+
+def _bottom(frame: FrameType) -> FrameType:
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _calls_a_module(frame: FrameType) -> bool:
+    # By file, as torch.compile resumes _call_impl under other names; not "inner", which ends before the last hooks run.
+    return frame.f_code.co_filename == torch_module.__file__ and frame.f_code.co_name != "inner"

@@ -17,49 +17,44 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-from tcnn_probe.hooks.calls import Call, Calls
-from tcnn_probe.hooks.copy_safe import add_hook
-from tcnn_probe.hooks.interception import Interception, Seen
-from tcnn_probe.hooks.modes import aside_depth, is_transformed, put_on, take_off, unseen
-from tcnn_probe.hooks.running import is_under
+from tcnn_probe.hooks.calls import Call, Calls, add_hook, is_under
+from tcnn_probe.hooks.interception import Answer, Interception, Seen
+from tcnn_probe.hooks.modes import hidden_depth, is_transformed, put_on, take_off, unseen
 
-__all__ = ["Forwards", "Listener", "Running"]
+__all__ = ["Forward", "Forwards", "Listener", "Running"]
 
 Running = Sequence[tuple[nn.Module, Sequence[Any]]]
 """The modules that are running and their inputs, the outermost first."""
 
 
 class Listener(Protocol):
-    """What is told of the forwards of a model, of one at a time."""
+    """Whoever is told of the forwards of a model, of one at a time."""
 
-    def wants(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
-        """Whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
+    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
+        """Return whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
 
-    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> None:
-        """A forward begins."""
+    def asked(self, forward: "Forward", seen: Seen) -> Answer | None:
+        """Hear that the last of the running modules asked torch for something; perhaps answer with an edit."""
 
-    def asked(self, running: Running, seen: Seen) -> None:
-        """A module, the last of those running, has asked torch for attention or a matrix product."""
+    def returned(self, forward: "Forward", module: nn.Module, inputs: Sequence[Any], output: Any) -> Any:
+        """Hear that a module has returned; anything but None replaces its output."""
 
-    def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> bool:
-        """A module has returned; whether :meth:`ran` should be called."""
+    def ends(self, output: Any) -> None:
+        """Hear that the forward has ended, with the output of its entry."""
 
-    def ran(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
-        """What it returned."""
-
-    def ends(self, *, whole: bool, output: Any = None) -> None:
-        """The forward has ended: whole, with the output of its entry, or by an exception."""
+    def fails(self) -> None:
+        """Hear that the forward was ended by an exception."""
 
 
-class Forwards(Calls["_Forward"]):
+class Forwards(Calls["Forward"]):
     """Tells a listener of each forward of a model that it wants, from its making until :meth:`detach`."""
 
     def __init__(self, model: nn.Module, listener: Listener) -> None:
-        super().__init__(model, _Forward)
+        super().__init__(model, Forward)
         self._listener = listener
         self._names = {module: name for name, module in model.named_modules()}
-        self._followed: _Forward | None = None  # one of those that are running
-        self._aside = aside_depth()
+        self._followed: Forward | None = None  # of those that are running, at most one
+        self._depth = hidden_depth()
         try:
             self.attach()
         except BaseException:
@@ -69,66 +64,78 @@ class Forwards(Calls["_Forward"]):
     def attach(self) -> None:
         """Hook the model and its parts."""
         self._attached = True
-        for entry, whole in dict(_entries(self.module)).items():
+        for entry, is_whole in dict(_entries(self.module)).items():
             # Compiled away from parts, it breaks no graph; the hook of the whole model stops to look.
-            self._handles.append(add_hook(entry, self._begin, first=True, compiled=not whole))
-            self._handles.append(add_hook(entry, self._end, after=True, always=True, compiled=not whole))
+            self._handles.append(add_hook(entry, self._begin, first=True, compiled=not is_whole))
+            self._handles.append(add_hook(entry, self._end, after=True, always=True, compiled=not is_whole))
 
-    def begins(self, call: "_Forward") -> None:
-        """Follow it if no other one is followed, and the listener wants it."""
-        inputs = call.inputs
+    def begins(self, call: "Forward") -> None:
+        """Follow the forward if no other is followed, and the listener wants it."""
         with self._lock, torch._C.DisableTorchFunction():
-            unwanted = self._followed is not None or is_transformed(inputs)
-            call.over = unwanted or not self._listener.wants(call.module, inputs)
+            call.over = self._followed is not None or is_transformed(call.inputs)
+            if call.over:
+                return
+            with call.unseen():
+                call.over = not self._listener.begins(call.module, call.inputs)
             if call.over:
                 return
             self._followed = call
-        with call.unseen():
-            self._listener.begins(call.module, inputs)
         call.follow(self._names, self._listener)
 
-    def ends(self, call: "_Forward", output: Any) -> None:
+    def ends(self, call: "Forward", output: Any) -> None:
         """Tell the listener how it ended, if it was followed to its end."""
         if call is not self._followed or not self._attached:
             return
-        failed, whole = sys.exc_info()[1] is not call.handled, False
+        # An exception that was being handled when the model was called is no failure of the model.
+        has_failed, is_told = sys.exc_info()[1] is not call.handled, False
         call.leave()
         with call.unseen():
             try:
-                if not failed and self._listener.returned(call.module, call.inputs, output):
-                    self._listener.ran(call.module, call.inputs, output)
-                whole = not failed
+                if not has_failed:
+                    self._listener.returned(call, call.module, call.inputs, output)
+                    is_told = True
             finally:
                 self._followed = None
-                self._listener.ends(whole=whole, output=output)
+                if is_told:
+                    self._listener.ends(output)
+                else:
+                    self._listener.fails()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if module in self._names and aside_depth() == self._aside:  # not in a shallow copy
+        if module in self._names and hidden_depth() == self._depth:  # not in a shallow copy
             super()._begin(module, args, kwargs)
 
     def _leave(self) -> None:
         with self._lock:
             super()._leave()
             followed = self._followed
-            # Also one that was interrupted by what torch tells no hook of: Ctrl-C, SystemExit in a thread.
+            # Also a forward that was interrupted by what torch tells no hook of: Ctrl-C, SystemExit in a thread.
             if followed is not None and (followed.thread == threading.get_ident() or not followed.goes_on()):
                 self._followed = None
                 followed.over = True
                 followed.leave()
-                self._listener.ends(whole=False)
+                self._listener.fails()
 
 
 @dataclass(eq=False)
-class _Forward(Call):
+class Forward(Call):
     """A forward of the model or of a part of it; if it is followed, with the stack of running modules."""
 
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
-    """The exception in whose handler the model was called, if any; at the end another one means failure."""
+    """The exception in whose handler the model was called, if any."""
 
     def __post_init__(self) -> None:
-        self._running: list[tuple[nn.Module, Sequence[Any]]] = [(self.module, self.inputs)]
-        self._quiet, self._aside = False, aside_depth()
+        self._stack: list[tuple[nn.Module, Sequence[Any]]] = [(self.module, self.inputs)]
+        self._is_quiet, self._depth = False, hidden_depth()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    @property
+    def running(self) -> Running:
+        """The modules that are running; without the nn.Softmax or nn.Dropout through which one of them asks torch."""
+        end = len(self._stack)
+        while end > 1 and isinstance(self._stack[end - 1][0], (nn.Softmax, nn.Dropout)):
+            end -= 1
+        return self._stack[:end]
 
     def follow(self, names: Mapping[nn.Module, str], listener: Listener) -> None:
         """Tell a listener of what runs in it."""
@@ -140,74 +147,71 @@ class _Forward(Call):
         self.modes = put_on(Interception(self._asked))
 
     def leave(self) -> None:
-        """No longer."""
+        """Stop to tell."""
         for handle in self._handles:
             handle.remove()
-            global_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch forgets
+            # Removing the handle of a global hook leaves this flag behind (torch 2.8 to 2.15).
+            global_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
         take_off(self.modes)
 
-    def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._mine(module):
-            self._running.append((module, args))
-
-    @torch.compiler.disable
-    def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        # With an exception torch leaves out the keyword arguments, and the output may be None.
-        if not self._mine(module) or not any(running is module for running, _ in self._running[:0:-1]):
-            return
-        while self._running.pop()[0] is not module:
-            pass
-        if len(rest) == 2 and module in self._names:
-            inputs, output = [*args, *rest[0].values()], rest[1]
-            with torch._C.DisableTorchFunction():
-                wanted = self._listener.returned(module, inputs, output)
-            if wanted:
-                with self.unseen():
-                    self._listener.ran(module, inputs, output)
-
-    def _asked(self, seen: Seen) -> None:
-        if self._quiet or aside_depth() > self._aside:
-            return
-        if not is_under(sys._getframe(), self.frame):  # interrupted: what runs now is something else
-            return
-        place = len(self._running) - 1
-        while place > 0 and isinstance(self._running[place][0], (nn.Softmax, nn.Dropout)):
-            place -= 1
-        if self._running[place][0] in self._names:
-            with self.unseen():
-                self._listener.asked(self._running[: place + 1], seen)
-
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """What the listener computes is not followed itself."""
-        self._quiet = True
+        """Inside, whatever the listener computes is not followed itself."""
+        self._is_quiet = True
         try:
             with unseen():
                 yield
         finally:
-            self._quiet = False
+            self._is_quiet = False
 
-    def _mine(self, module: nn.Module) -> bool:
-        """Whether it is a module of the model, or one with weights of its own that runs in the middle of it."""
-        if self._quiet or self.thread != threading.get_ident() or aside_depth() > self._aside:
+    def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._is_followed(module):
+            self._stack.append((module, args))
+
+    @torch.compiler.disable
+    def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        # With an exception torch leaves out the keyword arguments, and the output may be None.
+        if not self._is_followed(module) or not any(running is module for running, _ in self._stack[:0:-1]):
+            return None
+        while self._stack.pop()[0] is not module:
+            pass
+        if len(rest) != 2 or module not in self._names:
+            return None
+        inputs, output = [*args, *rest[0].values()], rest[1]
+        with torch._C.DisableTorchFunction():
+            return self._listener.returned(self, module, inputs, output)
+
+    def _asked(self, seen: Seen) -> Answer | None:
+        if self._is_quiet or hidden_depth() > self._depth:
+            return None
+        if not is_under(sys._getframe(), self.frame):  # interrupted: something else runs now
+            return None
+        if self.running[-1][0] not in self._names:
+            return None
+        with self.unseen():
+            return self._listener.asked(self, seen)
+
+    def _is_followed(self, module: nn.Module) -> bool:
+        """Return whether it is a module of the model, or one with weights of its own that runs in the middle of it."""
+        if self._is_quiet or self.thread != threading.get_ident() or hidden_depth() > self._depth:
             return False
         return module in self._names or next(module.parameters(), None) is not None
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """The model, and the parts of it that may be called by themselves; and whether it is the whole of it."""
+    """Yield the model, and the parts of it that may be called by themselves; and whether it is the whole of it."""
     yield model, True
     inner = list(model.children())
     while inner:
         part = inner.pop(0)
-        whole = _wraps(model, part)
-        if isinstance(part, (nn.ModuleList, nn.ModuleDict)) or whole:
+        is_whole = _wraps(model, part)
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)) or is_whole:
             inner += part.children()
         if not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
-            yield part, whole
+            yield part, is_whole
 
 
 def _wraps(model: nn.Module, part: nn.Module) -> bool:
-    """Whether ``model`` is but a wrapper of ``part``, as those of torch.nn.parallel are."""
+    """Return whether ``model`` is but a wrapper of ``part``, as those of torch.nn.parallel are."""
     return len(list(model.children())) == 1 and getattr(model, "module", None) is part

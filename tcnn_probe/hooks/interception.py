@@ -2,16 +2,16 @@
 
 A :class:`torch.overrides.TorchFunctionMode` is shown each call of a torch function with its true arguments: scale, mask
 and bias as they are, queries and keys after rotary embedding and normalisation. What the model gets is torch's own
-result, untouched.
+result, untouched, unless whoever looks answers with another.
 """
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,25 @@ from torch.overrides import TorchFunctionMode
 
 from tcnn_model.gpsa.precision import autocast_dtype
 from tcnn_probe.hooks.modes import is_transformed, unseen
-from tcnn_probe.hooks.products import SeenCopy, SeenOperand, SeenProduct
 
-__all__ = ["Interception", "Seen", "SeenAttention", "SeenJoin", "describe", "multihead_arguments"]
+__all__ = [
+    "Answer",
+    "Interception",
+    "Seen",
+    "SeenAttention",
+    "SeenCopy",
+    "SeenJoin",
+    "SeenOperand",
+    "SeenProduct",
+    "SeenUnmeasured",
+    "ValueProductTracker",
+    "describe",
+    "multihead_arguments",
+]
+
+Key = TypeVar("Key")
+Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], Any]
+"""Function (func, args, kwargs, output) -> output that edits what a torch function gives the model."""
 
 _MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 _CAUSAL = "causal: the tokens are a sequence"
@@ -63,16 +79,71 @@ class SeenJoin:
     lengths: tuple[int, ...]
 
 
-Seen = SeenAttention | SeenProduct | SeenCopy | SeenJoin
+@dataclass(frozen=True)
+class SeenOperand:
+    """A tensor, by its shape and where it is stored: it is not kept.
+
+    Args:
+        shape: Shape of the tensor.
+        place: Address of its storage.
+        shared: Whether all images have the same, as they have a weight.
+    """
+
+    shape: torch.Size
+    place: int
+    shared: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "SeenOperand":
+        """Describe a tensor."""
+        shared = tensor.ndim < 3 or (tensor.shape[0] > 1 and tensor.stride(0) == 0)
+        return cls(tensor.shape, tensor.data_ptr(), shared)
+
+    def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
+        """Return whether an operand is this softmax or, with ``heads``, may be made of it by dropout or mixing them."""
+        same = self.shape[-2:] == operand.shape[-2:] and self.shape.numel() == operand.shape.numel()
+        return same and (heads or self.place == operand.place)
+
+
+@dataclass(frozen=True)
+class SeenProduct:
+    """A matrix product.
+
+    Args:
+        pairs: Each operand that could be attention in it, and what it would weigh.
+        output: The product, which lives as long as the model keeps it.
+    """
+
+    pairs: Sequence[tuple[SeenOperand, SeenOperand]]
+    output: weakref.ref[Tensor]
+
+
+@dataclass(frozen=True)
+class SeenCopy:
+    """A tensor, ``output``, that is scaled or repeated from ``sources``."""
+
+    sources: Sequence[SeenOperand]
+    output: weakref.ref[Tensor]
+
+
+@dataclass(frozen=True)
+class SeenUnmeasured:
+    """Attention that is not measured, and the reason."""
+
+    reason: str
+
+
+Seen = SeenAttention | SeenProduct | SeenCopy | SeenJoin | SeenUnmeasured
 
 
 class Interception(TorchFunctionMode):
     """While entered, calls ``seen`` after every attention, matrix product, scaling and joining of tokens.
 
-    It is called without gradients, autocast or any function mode.
+    It is called without gradients, autocast or any function mode. What it returns, if anything, edits the output, where
+    gradients and autocast are the model's.
     """
 
-    def __init__(self, seen: Callable[[Seen], None]) -> None:
+    def __init__(self, seen: Callable[[Seen], Answer | None]) -> None:
         super().__init__()
         self._seen = seen
 
@@ -81,18 +152,20 @@ class Interception(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if func in _DESCRIBE:
-            self._hand_on(func, output, args, kwargs)
-        return output
+        # flex_attention compiles itself, through this mode; what it has compiled passes here once more when it runs.
+        if func not in _DESCRIBE or torch.compiler.is_compiling():
+            return output
+        return self._hand_on(func, output, args, kwargs)
 
     @torch.compiler.disable
-    def _hand_on(self, func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _hand_on(self, func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():
             if is_transformed(args):
-                return
+                return output
         with unseen():
-            if (seen := describe(func, output, args, kwargs)) is not None:
-                self._seen(seen)
+            seen = describe(func, output, args, kwargs)
+            answer = None if seen is None else self._seen(seen)
+        return output if answer is None else answer(func, args, kwargs, output)
 
 
 def describe(func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen | None:
@@ -229,7 +302,12 @@ def _join(output: Tensor, tensors: Sequence[Tensor], dim: int = 0, *args: Any, *
     return SeenJoin(tuple(x.shape[dim] for x in tensors if x.ndim == 3))
 
 
+def _flex(output: Any, *args: Any, **kwargs: Any) -> SeenUnmeasured:
+    return SeenUnmeasured("flex_attention, whose modified logits are not rebuilt")
+
+
 _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
+    torch.ops.higher_order.flex_attention: _flex,
     F.scaled_dot_product_attention: _fused,
     F.multi_head_attention_forward: _multihead,
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax),
@@ -238,3 +316,63 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
     **dict.fromkeys((torch.mul, Tensor.mul, torch.div, Tensor.div, Tensor.repeat, torch.tile), _copy),
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _join),
 }
+
+
+class ValueProductTracker:
+    """Tells, in one forward, whether a softmax weighs the values of tokens.
+
+    It does not if what it weighs is the same for all images (a codebook, the classes' embeddings), or a product of keys
+    and values: then its last axis is an axis of channels, as in linear attention.
+    """
+
+    def __init__(self) -> None:
+        self._summaries: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
+        self._shared: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
+
+    def copied(self, copy: SeenCopy) -> None:
+        """Note a copy: what holds of a tensor holds of its copy."""
+        output = copy.output()
+        if output is None:
+            return
+        entry = SeenOperand.of(output), copy.output
+        if all(source.shared for source in copy.sources):
+            self._shared.append(entry)
+        if any(_contains(self._summaries, source) for source in copy.sources):
+            self._summaries.append(entry)
+
+    def weighed_by(self, product: SeenProduct, softmaxes: Mapping[Key, tuple[SeenOperand, bool]]) -> dict[Key, str]:
+        """Return which softmaxes weigh something in a product.
+
+        Args:
+            product: Matrix product.
+            softmaxes: Softmaxes that have weighed nothing yet, and whether each has an axis of heads.
+
+        Returns:
+            By the softmax's key: "" if it weighs values of tokens, else why it is no attention between tokens.
+        """
+        reasons = {}
+        for key, (softmax, has_heads) in softmaxes.items():
+            for operand, values in product.pairs:
+                if softmax.is_in(operand, heads=has_heads):
+                    reasons[key] = self._objection(values)
+                    break
+        output = product.output()
+        is_shared = any(operand.shared for pair in product.pairs for operand in pair)
+        if not reasons and output is not None and not is_shared:
+            self._summaries.append((SeenOperand.of(output), product.output))
+        return reasons
+
+    def _objection(self, values: SeenOperand) -> str:
+        if values.shared or _contains(self._shared, values):
+            return "a softmax over what is the same for all images, not over tokens"
+        if _contains(self._summaries, values):
+            return "a softmax over channels, which weighs products of keys and values (linear attention)"
+        return ""
+
+
+def _contains(tensors: list[tuple[SeenOperand, weakref.ref[Tensor]]], operand: SeenOperand) -> bool:
+    """Return whether an operand is one of the tensors that are still alive, perhaps with its axes in another order."""
+    return any(
+        tensor.place == operand.place and tensor.shape.numel() == operand.shape.numel() and alive() is not None
+        for tensor, alive in tensors
+    )

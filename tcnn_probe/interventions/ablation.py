@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, get_args
 
@@ -11,19 +10,17 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from tcnn_probe.architectures.lookup import head_count
+from tcnn_probe.attention.head_editor import HeadEditor
 from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.modes import put_on
-from tcnn_probe.interventions.edits import Edit, Mode
-from tcnn_probe.interventions.given_attention import GivenAttention
-from tcnn_probe.interventions.given_images import GivenImages, as_batches
-from tcnn_probe.interventions.head_selection import HeadSelection, choose
-from tcnn_probe.interventions.layer_editor import LayerEditor
-from tcnn_probe.interventions.means import Means
+from tcnn_probe.interventions.edits import Ablated, Mode
+from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
+from tcnn_probe.interventions.references import AttentionReference, GivenImages, TermReference, as_batches
 from tcnn_probe.models import check_model, layer_names, untouched, whole_number
 
 __all__ = ["Ablation", "ablate"]
 
-_OVER_IMAGES = ("mean", "static", "shuffled")
+_MODES_OVER_IMAGES = ("mean", "static", "shuffled")
 
 
 def ablate(
@@ -96,7 +93,7 @@ def ablate(
     check_model(model)
     if mode not in get_args(Mode):
         raise ValueError(f"expected mode to be one of {', '.join(get_args(Mode))}; got {mode!r}")
-    for name, value, modes in (("source", source, ("replaced",)), ("images", images, _OVER_IMAGES)):
+    for name, value, modes in (("source", source, ("replaced",)), ("images", images, _MODES_OVER_IMAGES)):
         if value is not None and mode not in modes:
             raise ValueError(f"{name}= is for mode={' or '.join(map(repr, modes))}, got it with mode={mode!r}")
     if mode == "replaced" and source is None:
@@ -105,21 +102,22 @@ def ablate(
         raise ValueError(f"mode={mode!r} needs images=, of which attention is taken")
     seed = None if seed is None else whole_number(seed, "seed")
     batches = None if images is None else as_batches(images, model)
-    edits = choose(model, heads, mode)
+    ablated = select_heads(model, heads, mode, with_images=images is not None)
     if source is not None:
         check_model(source)
         layers = {name: module for module, name in layer_names(source).items()}
-        edits = [replace(edit, source=_layer_for(edit, source, layers)) for edit in edits]
-    return Ablation(model, edits, mode, batches, seed)
+        for entry in ablated:
+            entry.source = _layer_of_source(entry, source, layers)
+    return Ablation(model, ablated, mode, batches, seed)
 
 
 class Ablation:
     """The handle of :func:`ablate`. It acts at once, and again when it is entered after its end."""
 
     def __init__(
-        self, model: nn.Module, edits: list[Edit], mode: Mode, images: Iterable[Tensor] | None, seed: int | None
+        self, model: nn.Module, ablated: list[Ablated], mode: Mode, images: Iterable[Tensor] | None, seed: int | None
     ) -> None:
-        self._model, self._edits, self._mode, self._images, self._seed = model, edits, mode, images, seed
+        self._model, self._ablated, self._mode, self._images, self._seed = model, ablated, mode, images, seed
         self._forwards: _Forwards | None = None
         self._exits, self._entered = ExitStack(), False
         self._begin()
@@ -132,11 +130,11 @@ class Ablation:
     @property
     def heads(self) -> dict[str, tuple[int, ...]]:
         """The heads that are ablated, by layer; of a layer that does not say how many it has, once it has run."""
-        found: dict[str, set[int]] = {}
-        for edit in self._edits:
-            if edit.indices and not (edit.ran and not edit.attended):
-                found.setdefault(edit.layer, set()).update(edit.indices)
-        return {layer: tuple(sorted(indices)) for layer, indices in found.items()}
+        heads: dict[str, set[int]] = {}
+        for entry in self._ablated:
+            if entry.indices and not (entry.has_run and not entry.has_attended):
+                heads.setdefault(entry.layer, set()).update(entry.indices)
+        return {layer: tuple(sorted(indices)) for layer, indices in heads.items()}
 
     def __repr__(self) -> str:
         return f"Ablation(mode={self._mode!r}, heads={self.heads})"
@@ -154,87 +152,90 @@ class Ablation:
         self._entered = True
         return self
 
-    def _begin(self) -> None:
-        self._edits = [replace(edit) for edit in self._edits]  # which have done nothing yet
-        if self._images is not None and self._edits and self._edits[0].taken is None:
-            self._edits = _with_taken(self._model, self._edits, self._images, self._seed)
-        self._forwards = self._exits.enter_context(_edited(self._model, self._edits))
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         forwards = self._forwards
         self.remove()
-        if error is not None or forwards is None or not forwards.ran:
+        if error is not None or forwards is None or not forwards.has_run:
             return
-        done = {edit.asked for edit in self._edits if edit.attended}
-        if missed := [edit.asked for edit in self._edits if edit.asked not in done]:
+        attended = {entry.pattern for entry in self._ablated if entry.has_attended}
+        missed = [entry.pattern for entry in self._ablated if entry.pattern not in attended]
+        if missed:
             raise RuntimeError(
                 f"the model ran, and {missed[0]!r} was not ablated: it did not run, or asked for no attention that "
                 f"could be edited"
             )
 
+    def _begin(self) -> None:
+        self._ablated = [entry.fresh() for entry in self._ablated]
+        if self._images is not None and self._ablated and self._ablated[0].reference is None:
+            _collect_references(self._model, self._ablated, self._images, self._seed)
+            self._ablated = [entry.fresh() for entry in self._ablated]
+        self._forwards = self._exits.enter_context(_edited_model(self._model, self._ablated))
+
 
 class _Forwards(Calls[Call]):
     """Forwards of the whole model: uncompiled where something is compiled, as compiled code heeds no hooks."""
 
-    ran = False
+    has_run = False
 
-    def __init__(self, model: nn.Module, edits: Iterable[Edit]) -> None:
+    def __init__(self, model: nn.Module, ablated: Sequence[Ablated]) -> None:
         super().__init__(model, Call)
-        self._taken = next((edit.taken for edit in edits if edit.taken is not None), None)
+        self._reference = ablated[0].reference if ablated else None
 
     def begins(self, call: Call) -> None:
-        if self._taken is not None:
-            self._taken.check(call.inputs)
+        if self._reference is not None:
+            self._reference.check(call.inputs)
         call.modes = put_on()
 
     def returns(self, call: Call, output: Any) -> None:
-        self.ran = True
+        self.has_run = True
 
 
 @contextmanager
-def _edited(model: nn.Module, edits: Sequence[Edit]) -> Iterator[_Forwards]:
-    forwards = _Forwards(model, edits)
+def _edited_model(model: nn.Module, ablated: Sequence[Ablated]) -> Iterator[_Forwards]:
+    forwards = _Forwards(model, ablated)
     try:
-        for edit in edits:
-            LayerEditor.add(edit)
+        for entry in ablated:
+            HeadEditor.add(entry.module, entry)
         forwards.attach()
         yield forwards
     finally:
-        for edit in edits:
-            LayerEditor.remove(edit)
+        for entry in ablated:
+            HeadEditor.remove(entry.module, entry)
         forwards.detach()
 
 
-def _with_taken(model: nn.Module, edits: Iterable[Edit], images: Iterable[Tensor], seed: int | None) -> list[Edit]:
-    """The edits, with what their mode takes over these images."""
-    edits = [
-        replace(edit, means=Means())
-        if edit.mode == "mean"
-        else replace(edit, attention=GivenAttention(shuffled=edit.mode == "shuffled", seed=seed))
-        for edit in edits
-    ]
-    taken = [edit.taken for edit in edits if edit.taken is not None]
+def _collect_references(
+    model: nn.Module, ablated: Sequence[Ablated], images: Iterable[Tensor], seed: int | None
+) -> None:
+    """Run the model on the given images, and keep what each mode takes of them."""
+    references = []
+    for entry in ablated:
+        if entry.mode == "mean":
+            entry.reference = TermReference()
+        else:
+            entry.reference = AttentionReference(shuffled=entry.mode == "shuffled", seed=seed)
+        references.append(entry.reference)
     size = None
-    with _edited(model, edits), untouched(model), torch.no_grad():
+    with _edited_model(model, ablated), untouched(model), torch.no_grad():
         for batch in tqdm(images, "ablate: images", leave=False, delay=3, disable=None):
-            for one in taken:
-                one.begin(len(batch))
+            for reference in references:
+                reference.begin(len(batch))
             model(batch)
             size = batch.shape[1:]
-    for one in taken:
-        one.finish(size)
-    return [replace(edit) for edit in edits]
+    for reference in references:
+        reference.finish(size)
 
 
-def _layer_for(edit: Edit, source: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
-    """The layer of another model whose heads are put in."""
-    layer = layers.get(edit.layer.split("#")[0])
+def _layer_of_source(entry: Ablated, source: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
+    """Return the layer of another model whose heads are put in."""
+    layer = layers.get(entry.layer.split("#")[0])
     if layer is None:
-        raise ValueError(f"the source, {type(source).__name__}, has no layer {edit.layer!r} to take heads from")
-    expected, given = ({n: tuple(p.shape) for n, p in m.named_parameters()} for m in (edit.module, layer))
-    if expected != given or head_count(edit.module) != head_count(layer):
-        different = sorted({*expected.items()} ^ {*given.items()}) or "another number of heads"
-        raise ValueError(f"expected {edit.layer!r} of the source to have the same shapes, got {different}")
+        raise ValueError(f"the source, {type(source).__name__}, has no layer {entry.layer!r} to take heads from")
+    expected, got = ({name: tuple(p.shape) for name, p in m.named_parameters()} for m in (entry.module, layer))
+    if expected != got or head_count(entry.module) != head_count(layer):
+        different = sorted({*expected.items()} ^ {*got.items()}) or "another number of heads"
+        raise ValueError(f"expected {entry.layer!r} of the source to have the same shapes, got {different}")
     return layer

@@ -8,32 +8,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.gated import GATED_LAYERS
-from tcnn_probe.attention.rebuild import tolerance
-from tcnn_probe.hooks.copy_safe import CopySafeHook
-from tcnn_probe.hooks.modes import aside
-from tcnn_probe.interventions.edits import Edit
-from tcnn_probe.interventions.gates import gate_editor
-from tcnn_probe.interventions.hook_points import Editing, Todo, edits_head_outputs, hook_point
+from tcnn_probe.attention.head_edit import HeadEdit
+from tcnn_probe.attention.head_editor import HeadEditor, HeadListener, first_tensor, images_first
+from tcnn_probe.attention.reconstruction import tolerance
+from tcnn_probe.hooks.calls import CopySafeHook
+from tcnn_probe.hooks.modes import hidden_from_recorders
 
-__all__ = ["Terms", "first_tensor", "images_first", "with_first_tensor"]
+__all__ = ["Terms"]
 
 
 @dataclass
 class Terms:
-    """What heads of a layer add to its output in a call: in eval mode, for constant parameters, unseen by recorders."""
+    """What heads of a layer add to its output in a call: in eval mode, for constant parameters, unseen by recorders.
+
+    Args:
+        module: The layer.
+        layer: Name of the layer.
+        number: Place of the attention in question among those of a call.
+        args, kwargs: Arguments of the call.
+        gates: Listeners that force gates.
+    """
 
     module: nn.Module
-    layer: str  # its name
-    number: int  # of the attention in question, among those that the layer asks for in a call
+    layer: str
+    number: int
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    gates: Sequence[Edit] = ()
+    gates: Sequence[HeadListener] = ()
 
     def of(self, *groups: Sequence[int]) -> list[Tensor]:
-        """The term of each group of heads, of the output's shape, with the images along its first axis."""
-        nothing = self._run(only=())
-        return [self._run(only=heads) - nothing for heads in groups]
+        """Return the term of each group of heads, of the output's shape, with the images along its first axis."""
+        without_heads = self._run(only=())
+        return [self._run(only=heads) - without_heads for heads in groups]
 
     @torch.no_grad()
     def check(self, heads: Sequence[int]) -> None:
@@ -41,32 +49,50 @@ class Terms:
         if isinstance(self.module, GATED_LAYERS):
             return
         whole = self._run()
-        off = whole - self._run(without=heads) - self.of(heads)[0]
-        off, size = (x.nan_to_num(0, 0, 0).abs().amax() for x in (off, whole))  # by what the model was given
-        if bool(off > tolerance(whole.dtype) * size):
+        difference = whole - self._run(without=heads) - self.of(heads)[0]
+        # Not finite is what the model was given, not what the heads add.
+        difference, size = (x.nan_to_num(0, 0, 0).abs().amax() for x in (difference, whole))
+        if bool(difference > tolerance(whole.dtype) * size):
             raise ValueError(
                 f"the heads of {self.layer!r} do not add up: something that mixes them, such as a norm, follows, so "
                 f"that none has a term of its own; mode='zero', or 'mean' over queries, can be done"
             )
 
     def _run(self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()) -> Tensor:
-        """What the layer gives with ``only`` some of its heads, or all, and ``without`` others."""
-
-        def plan(number: int, count: int, queries: int) -> Todo:
-            zeroed = [head for head in range(count) if head in without or (only is not None and head not in only)]
-            return Todo(self.layer, number, zeroed if number == self.number else [])
-
+        """Return what the layer gives with ``only`` some of its heads, or all, and ``without`` others."""
         twin = _frozen(self.module, {})
         vars(twin).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())
-        point = hook_point(twin, plan, [*self.args, *self.kwargs.values()])
-        edits_head_outputs(twin, lambda: point)
-        with aside(), Editing(gate_editor(twin, self.gates), point):
+        listeners = [*(_GatesOnly(listener) for listener in self.gates), _ZeroOthers(self.number, only, without)]
+        with hidden_from_recorders(), HeadEditor.attached_to(twin, listeners):
             output = twin(*self.args, **self.kwargs)
         return images_first(twin, first_tensor(output, self.layer))
 
 
+class _GatesOnly(HeadListener):
+    """The gates of another listener, without its edits of heads."""
+
+    def __init__(self, listener: HeadListener) -> None:
+        self._listener = listener
+
+    def gates(self) -> Mapping[int, float]:
+        return self._listener.gates()
+
+
+class _ZeroOthers(HeadListener):
+    """Zeros for all heads of one attention but ``only`` some, and for those in ``without``."""
+
+    def __init__(self, number: int, only: Sequence[int] | None, without: Sequence[int]) -> None:
+        self._number, self._only, self._without = number, only, without
+
+    def attends(self, attention: Attention) -> HeadEdit | None:
+        if attention.number != self._number:
+            return None
+        kept = range(attention.heads) if self._only is None else self._only
+        return HeadEdit([head for head in range(attention.heads) if head not in kept or head in self._without])
+
+
 def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A copy in eval mode with constants for parameters: it shares their memory, and what it writes is its own."""
+    """Return a copy in eval mode with constants for parameters: it shares their memory, and its writes are its own."""
     if module not in copies:
         copies[module] = twin = module.__new__(type(module))
         vars(twin).update(vars(module))
@@ -74,26 +100,8 @@ def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
         children = {name: None if m is None else _frozen(m, copies) for name, m in module._modules.items()}
         vars(twin).update(training=False, _parameters=parameters, _buffers={**module._buffers}, _modules=children)
         for name, hooks in vars(module).items():
-            if name.startswith(("_forward_", "_backward_")):  # those before and after a forward can be part of it
+            if name.startswith(("_forward_", "_backward_")):
+                # Hooks before and after a forward can be part of it (spectral norm, quantisation); our own are not.
                 kept = [(n, h) for n, h in hooks.items() if "back" not in name and not isinstance(h, CopySafeHook)]
                 vars(twin)[name] = OrderedDict(kept)
     return copies[module]
-
-
-def first_tensor(output: Any, layer: str) -> Tensor:
-    """The output of a layer, or the first of several."""
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
-    if not isinstance(first, Tensor):
-        raise TypeError(f"expected {layer!r} to give a tensor, or several; got {type(first).__name__}")
-    return first
-
-
-def with_first_tensor(output: Any, first: Tensor) -> Any:
-    """The output with that in the place of its first tensor."""
-    return first if isinstance(output, Tensor) else type(output)([first, *output[1:]])
-
-
-def images_first(module: nn.Module, output: Tensor) -> Tensor:
-    """A layer's output with the images along its first axis; applied again, as it was."""
-    swapped = isinstance(module, nn.MultiheadAttention) and not module.batch_first and output.ndim == 3
-    return output.transpose(0, 1) if swapped else output

@@ -1,67 +1,254 @@
-"""What is to be done to which heads of one layer."""
+"""The kinds of ablation, a class each: what is answered to an attention of a layer, and what is done to its gates."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from tcnn_probe.interventions.given_attention import GivenAttention
-from tcnn_probe.interventions.given_images import TakenOverImages
-from tcnn_probe.interventions.means import Means
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.gated import GATED_LAYERS
+from tcnn_probe.attention.head_edit import HeadEdit
+from tcnn_probe.attention.head_editor import HeadListener, LayerCall, name_of_gating
+from tcnn_probe.attention.reconstruction import ReconstructionError
+from tcnn_probe.interventions.contributions import Terms
+from tcnn_probe.interventions.references import AttentionReference, ReferenceStatistics, TermReference
 
-__all__ = ["Edit", "Heads", "Mode"]
+__all__ = ["Ablated", "Heads", "Mode", "kind_of"]
 
 Mode = Literal["positional", "content", "zero", "mean", "static", "shuffled", "replaced"]
 
-
 Heads = tuple[int, ...] | slice
-"""Heads of a layer: indices, or a slice of those that there are."""
+"""Heads of a layer: indices, or a slice of those that it has."""
 
 
-@dataclass(eq=False)
-class Edit:
-    """An ablation of heads of one layer."""
+class Ablated(HeadListener):
+    """Heads of one layer that are ablated; the base class of all kinds, which say in :meth:`edit` what they answer.
 
-    asked: str  # the name or glob that stands for the layer
-    layer: str  # its name as it is recorded
-    module: nn.Module
-    call: int | None  # which of the attentions that it asks for in one call, None for all
-    heads: Heads
-    mode: Mode
-    strict: bool  # whether the user named this layer, so that it must be able to
-    count: int | None = None  # how many heads it has, if that is known
-    source: nn.Module | None = None  # the layer whose heads are put in
-    means: Means | None = None  # of the heads' terms over given images
-    attention: GivenAttention | None = None  # of given images, to be put in
-    ran: bool = field(default=False, init=False)
-    attended: bool = field(default=False, init=False)
-    additive: bool = field(default=False, init=False)  # whether the heads are known to add up
+    Args:
+        pattern: Name or glob that stands for the layer.
+        layer: Name of the layer as it is recorded.
+        module: The layer.
+        number: Place of the attention among those of a call of the layer; None for all of them.
+        heads: Heads that are ablated.
+        mode: Mode of the ablation.
+        strict: Whether the user named this layer, so that it must be able to.
+        count: Number of heads of the layer, if that is known.
+        source: Layer whose heads are put in, of mode "replaced".
+    """
+
+    reference: ReferenceStatistics | None = None
+    """Statistics over given images; None for kinds that need none."""
+
+    def __init__(
+        self,
+        pattern: str,
+        layer: str,
+        module: nn.Module,
+        number: int | None,
+        heads: Heads,
+        mode: Mode,
+        *,
+        strict: bool,
+        count: int | None = None,
+        source: nn.Module | None = None,
+    ) -> None:
+        self.pattern, self.layer, self.module, self.number, self.heads = pattern, layer, module, number, heads
+        self.mode, self.strict, self.count, self.source = mode, strict, count, source
+        self.has_run = self.has_attended = False
+
+    @classmethod
+    def reason_against(cls, module: nn.Module, mode: Mode) -> str | None:
+        """Return why a layer cannot be ablated so; None if it can."""
+        return None
+
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
+        """Return what these heads of an attention give; None if this attention cannot be ablated so."""
+        raise NotImplementedError
+
+    def fresh(self) -> Self:
+        """Return a copy that has not run yet."""
+        twin = copy.copy(self)
+        twin.has_run = twin.has_attended = False
+        return twin
 
     def among(self, count: int) -> tuple[int, ...]:
-        """Indices of the heads, if there are so many; an error if the layer does not have them."""
+        """Return the indices of the heads, of a layer with ``count`` heads.
+
+        Raises:
+            ValueError: The layer lacks one of them.
+        """
         if isinstance(self.heads, slice):
             return tuple(range(count)[self.heads])
-        if beyond := [head for head in self.heads if head >= count]:
-            raise ValueError(f"{self.layer!r} has {count} heads, from 0 to {count - 1}; got head {beyond[0]}")
+        missing = [head for head in self.heads if head >= count]
+        if missing:
+            raise ValueError(f"{self.layer!r} has {count} heads, from 0 to {count - 1}; got head {missing[0]}")
         return self.heads
 
     @property
     def indices(self) -> Sequence[int]:
-        """The heads, () while their number is not known."""
+        """Indices of the heads, () while their number is not known."""
         return () if self.count is None else self.among(self.count)
 
-    @property
-    def gives_terms(self) -> bool:
-        """Whether something takes the place of the heads' terms in the layer's output."""
-        return self.mode == "replaced" or self.means is not None
+    def attends(self, attention: Attention) -> HeadEdit | None:
+        """Answer an attention of the layer with this kind's edit."""
+        if self.number not in (None, attention.number):
+            return None
+        heads, self.count = self.among(attention.heads), attention.heads
+        return self.edit(attention, heads)
 
-    @property
-    def taken(self) -> TakenOverImages | None:
-        """What is taken over given images."""
-        return self.means if self.attention is None else self.attention
+    def returned(self, call: LayerCall, output: Any) -> None:
+        """Refuse what turns out not to have been done."""
+        if call.objection:
+            raise RuntimeError(f"{self.layer!r} edited {call.objection}: choose other layers")
+        has_attended = self in call.answered
+        self.has_run = True
+        self.has_attended |= has_attended
+        if self.strict and not has_attended:
+            of_number = f" of this number, only {call.attentions}" if self.number else ""
+            raise RuntimeError(f"{self.layer!r} ran and asked for no attention between tokens{of_number}")
 
-    @property
-    def acts_on_output(self) -> bool:
-        """Whether what the heads give is edited now."""
-        return self.mode not in ("positional", "content") and (self.taken is None or self.taken.finished)
+
+class Zeroed(Ablated):
+    """Heads that give zero."""
+
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
+        """Return zeros."""
+        return HeadEdit(heads)
+
+
+class AveragedOverQueries(Ablated):
+    """Heads whose queries all get their mean."""
+
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
+        """Return the mean over the queries; an error in a layer that the user named, if there is but one query."""
+        if attention.queries > 1:
+            return HeadEdit(heads, "mean")
+        if self.strict:
+            raise ValueError(
+                f"{self.layer!r} has a single query, whose mean is itself; give images= to take means over"
+            )
+        return None
+
+
+class GatesForced(Ablated):
+    """Heads whose gates are 1 ("positional") or 0 ("content"), of GPSA layers and of timm's ConViT."""
+
+    GATES: ClassVar[Mapping[str, float]] = {"positional": 1.0, "content": 0.0}
+
+    @classmethod
+    def reason_against(cls, module: nn.Module, mode: Mode) -> str | None:
+        """Return why the gates of a layer cannot be forced; None if they can."""
+        if not isinstance(module, GATED_LAYERS):
+            return f"mode={mode!r} needs gates (tcnn_model.GPSA, or timm's ConViT)"
+        name = name_of_gating(module)
+        return None if name in module._parameters else f"its {name!r} is parametrized"
+
+    def gates(self) -> dict[int, float]:
+        """Return the gates of the heads."""
+        count = len(getattr(self.module, name_of_gating(self.module)))
+        return dict.fromkeys(self.among(count), self.GATES[self.mode])
+
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
+        """Return an edit of no heads: it is the gates that are edited."""
+        return HeadEdit(())
+
+
+class GivenAttention(Ablated):
+    """Heads whose attention is its mean over given images ("static") or that of another image ("shuffled")."""
+
+    reference: AttentionReference
+
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
+        """Return the given attention; while the given images pass, keep theirs."""
+        if self.reference.is_finished:
+            return HeadEdit(heads, attention=self.reference.attention_for(attention, heads, self.layer))
+        if self.reference.is_collecting:
+            with torch.no_grad():
+                _check_reconstruction(attention)
+                self.reference.add(attention.number, heads, attention.content(), self.layer)
+        return HeadEdit(())
+
+
+class AveragedOverImages(Ablated):
+    """Heads that give the mean over given images of what they add to the layer's output."""
+
+    reference: TermReference
+    is_additive = False
+    """Whether the heads are known to add up."""
+
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
+        """Return zeros, and the means to add to the layer's output."""
+        if not self.reference.is_finished:
+            return HeadEdit(())
+        number = attention.number
+
+        def add_means(call: LayerCall, output: Tensor, owned: Sequence[int]) -> Tensor:
+            places = [self.indices.index(head) for head in owned]
+            return self.reference.add_to(output, number, places, self.layer)
+
+        return HeadEdit(heads, terms=add_means)
+
+    def returned(self, call: LayerCall, output: Any) -> None:
+        """Take the terms of the given images."""
+        super().returned(call, output)
+        if not self.reference.is_collecting or not self.indices:
+            return
+        numbers = range(call.attentions) if self.number is None else [self.number]
+        with_gates = [listener for listener in call.listeners if listener.gates()]
+        for number in numbers:
+            terms = Terms(call.module, self.layer, number, call.args, call.kwargs, with_gates)
+            if not self.is_additive:
+                terms.check(self.indices[:1])
+                self.is_additive = True
+            self.reference.add(number, terms.of(*([head] for head in self.indices)), self.layer)
+
+
+class Replaced(Ablated):
+    """Heads that give what the same heads of another model's layer make of the same input."""
+
+    is_additive = False
+    """Whether the heads of both layers are known to add up."""
+
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
+        """Return zeros, and the other layer's terms to add to the output."""
+        number, source = attention.number, self.source
+        assert source is not None
+
+        def add_terms_of_source(call: LayerCall, output: Tensor, owned: Sequence[int]) -> Tensor:
+            terms = Terms(source, self.layer, number, call.args, call.kwargs)
+            if not self.is_additive:
+                Terms(call.module, self.layer, number, call.args, call.kwargs).check(owned)
+                terms.check(owned)
+                self.is_additive = True
+            return output + terms.of(owned)[0].to(output.dtype)
+
+        return HeadEdit(heads, terms=add_terms_of_source)
+
+
+def kind_of(mode: Mode, *, with_images: bool) -> type[Ablated]:
+    """Return the kind of ablation that a mode stands for, with or without given images."""
+    if mode == "mean":
+        return AveragedOverImages if with_images else AveragedOverQueries
+    return _KINDS[mode]
+
+
+_KINDS: Mapping[str, type[Ablated]] = {
+    "zero": Zeroed,
+    "positional": GatesForced,
+    "content": GatesForced,
+    "static": GivenAttention,
+    "shuffled": GivenAttention,
+    "replaced": Replaced,
+}
+
+
+def _check_reconstruction(attention: Attention) -> None:
+    """Refuse to exchange an attention that is not what the layer has computed."""
+    compared = attention.discrepancy(None) if attention.gate is None else None
+    if compared is not None and not bool(compared[0] <= compared[1]):
+        raise ReconstructionError(
+            f"attention of {type(attention.module).__name__} as rebuilt differs from the layer's own output by "
+            f"{float(compared[0]):.2g} of its largest value: it cannot be exchanged"
+        )

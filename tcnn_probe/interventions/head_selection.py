@@ -12,30 +12,36 @@ from tcnn_model import GPSA
 from tcnn_model.conversion.selection import select_layers
 from tcnn_probe.architectures.lookup import head_count, known, looks_like_attention
 from tcnn_probe.attention.gated import GATED_LAYERS
-from tcnn_probe.interventions.edits import Edit, Heads, Mode
-from tcnn_probe.interventions.gates import why_not
+from tcnn_probe.interventions.edits import Ablated, Heads, Mode, kind_of
 from tcnn_probe.models import layer_names, whole_number
 
-__all__ = ["HeadSelection", "choose"]
+__all__ = ["HeadSelection", "select_heads"]
 
 HeadSelection = str | Iterable[str] | Mapping[str, Any] | xr.DataArray | None
 
 
-def choose(model: nn.Module, heads: HeadSelection, mode: Mode) -> list[Edit]:
-    """What is to be done to the heads that ``heads`` stands for, see :func:`tcnn_probe.ablate`.
+def select_heads(model: nn.Module, heads: HeadSelection, mode: Mode, *, with_images: bool = False) -> list[Ablated]:
+    """Return the ablated heads of each layer that ``heads`` stands for, see :func:`tcnn_probe.ablate`.
+
+    Args:
+        model: Model with attention.
+        heads: Selection of heads.
+        mode: Mode of the ablation.
+        with_images: Whether there are given images.
 
     Raises:
-        ValueError: a layer or head that the model lacks, a layer that cannot do this, a DataArray of other dimensions.
+        ValueError: A layer or head that the model lacks, a layer that cannot do this, a DataArray of other dimensions.
         TypeError: ``heads`` is none of what it may be.
     """
     modules = {name: module for module, name in layer_names(model).items()}
-    edits = []
-    for wanted, which in _by_layer(heads):
-        for edit in _edits(modules, wanted, _heads(which, wanted), mode):
-            if edit.count is not None:
-                edit.among(edit.count)  # refuses what the layer lacks
-            edits.append(edit)
-    return [edit for edit in edits if edit.heads != ()]
+    kind = kind_of(mode, with_images=with_images)
+    selected = []
+    for pattern, indices in _by_layer(heads):
+        for entry in _ablated_layers(modules, pattern, _as_heads(indices, pattern), mode, kind):
+            if entry.count is not None:
+                entry.among(entry.count)  # refuses heads that the layer lacks
+            selected.append(entry)
+    return [entry for entry in selected if entry.heads != ()]
 
 
 def _by_layer(heads: HeadSelection) -> Iterable[tuple[str | None, Any]]:
@@ -76,43 +82,48 @@ def _of_array(array: xr.DataArray) -> Iterator[tuple[str, Any]]:
             yield str(layer), None if whole_layers else numbers[row].astype(int)
 
 
-def _heads(which: Any, layer: str | None) -> Heads:
-    """An index, indices, a slice or None as heads."""
-    if which is None:
+def _as_heads(heads: Any, layer: str | None) -> Heads:
+    """Return an index, indices, a slice or None as heads."""
+    if heads is None:
         return slice(None)
-    if isinstance(which, slice):
-        if any(part is not None and part < 0 for part in (which.start, which.stop, which.step)):
-            raise ValueError(f"expected heads of {layer!r} counted from 0, got {which!r}")
-        return which
-    several = isinstance(which, Iterable) and not isinstance(which, str)
-    given = np.array([*which] if several else [which]).tolist()
+    if isinstance(heads, slice):
+        if any(part is not None and part < 0 for part in (heads.start, heads.stop, heads.step)):
+            raise ValueError(f"expected heads of {layer!r} counted from 0, got {heads!r}")
+        return heads
+    are_several = isinstance(heads, Iterable) and not isinstance(heads, str)
+    indices = np.array([*heads] if are_several else [heads]).tolist()
     what = f"heads of {layer!r} (an index, indices or a slice)"
-    return tuple(dict.fromkeys(whole_number(head, what) for head in given))
+    return tuple(dict.fromkeys(whole_number(head, what) for head in indices))
 
 
-def _edits(modules: Mapping[str, nn.Module], wanted: str | None, heads: Heads, mode: Mode) -> Iterator[Edit]:
-    """Edits of these heads, in each layer of a name or glob, or of all layers that can do it."""
+def _ablated_layers(
+    modules: Mapping[str, nn.Module], pattern: str | None, heads: Heads, mode: Mode, kind: type[Ablated]
+) -> Iterator[Ablated]:
+    """Yield these heads of each layer of a name or glob, or of all layers that can be ablated so."""
     attention = _attention_layers(modules)
-    name, number = _split(wanted, modules)
-    if name in modules and (name in attention or not any(_within(other, name) for other in attention)):
+    name, number = _split(pattern, modules)
+    if name in modules and (name in attention or not any(_within(layer, name) for layer in attention)):
         layer, module = f"{name}#{number}" if number else name, modules[name]
-        if reason := known(module).no_attention_matrix or why_not(module, mode):
+        reason = known(module).no_attention_matrix or kind.reason_against(module, mode)
+        if reason:
             raise ValueError(f"{layer!r} ({type(module).__name__}) cannot be ablated so: {reason}")
         if number and isinstance(module, GATED_LAYERS):
             raise ValueError(f"the model has no attention {layer!r}: {name!r} has one only")
         count = None if number else _known_count(module)
-        yield Edit(layer, layer, module, number, heads, mode, strict=True, count=count)
+        yield kind(layer, layer, module, number, heads, mode, strict=True, count=count)
         return
-    found = attention if wanted is None else select_layers(attention, wanted or "*", what="attention layers")
-    able = {name: module for name, module in found.items() if why_not(module, mode) is None}
+    matching = attention if pattern is None else select_layers(attention, pattern or "*", what="attention layers")
+    reasons = {name: kind.reason_against(module, mode) for name, module in matching.items()}
+    able = {name: module for name, module in matching.items() if reasons[name] is None}
     if not able:
-        reason = next((f": {why_not(module, mode)}" for module in found.values()), "")
-        hint = "" if found else "; a layer that is not called attention has to be named"
-        where = "this model" if wanted is None else repr(wanted)
+        reason = next((f": {reason}" for reason in reasons.values()), "")
+        hint = "" if matching else "; a layer that is not called attention has to be named"
+        where = "this model" if pattern is None else repr(pattern)
         raise ValueError(f"no layer of {where} can do mode={mode!r}{reason}{hint}")
     for name, module in able.items():
-        asked, count = "every layer" if wanted is None else wanted, _known_count(module)
-        yield Edit(asked, name, module, None, heads, mode, strict=len(able) == 1, count=count)
+        stands_for = "every layer" if pattern is None else pattern
+        strict, count = len(able) == 1, _known_count(module)
+        yield kind(stands_for, name, module, None, heads, mode, strict=strict, count=count)
 
 
 def _known_count(module: nn.Module) -> int | None:

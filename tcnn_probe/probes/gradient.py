@@ -1,4 +1,4 @@
-"""How strongly each attention head is being trained: the norm of the gradient of the parameters that are its own.
+"""Gradient norm of each attention head: how strongly the parameters that are its own are being trained.
 
 How queries, keys and values of the heads lie in one matrix differs between layers that look alike (LeViT interleaves
 them head by head; Nest interleaves the heads in each channel). So a layer is read by its class, whose source was read;
@@ -15,28 +15,28 @@ from torch import Tensor, nn
 from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_probe.architectures.lookup import head_count, known, looks_like_attention
 from tcnn_probe.architectures.record import HeadParameters
-from tcnn_probe.probes.probe import NotMeasuredError, Probe
+from tcnn_probe.probes.probe import GradientNorms, NotMeasuredError, Probe
 from tcnn_probe.probes.variables import HEAD
 from tcnn_probe.schema import Variable
 
 __all__ = ["GRADIENT"]
 
-Own = Iterator[tuple[Tensor | None, int]]
-"""Parameters, and how many blocks of (heads, ...) each consists of."""
+Parameters = Iterator[tuple[Tensor | None, int]]
+"""Parameters, each with the number of blocks of (heads, ...) that it consists of."""
 
 
 def _by_head(gradient: Tensor, blocks: int, heads: int) -> Tensor:
-    """Sum of squares for each head: shape (blocks * heads * d, ...) or (blocks, heads * d) -> (heads,)."""
-    each = gradient.reshape(blocks, heads, -1)
-    return torch.linalg.vector_norm(each, dim=(0, 2), dtype=at_least_float32(gradient.dtype)).square()
+    """Return the sum of squares of each head: shape (blocks * heads * d, ...) or (blocks, heads * d) -> (heads,)."""
+    by_head = gradient.reshape(blocks, heads, -1)
+    return torch.linalg.vector_norm(by_head, dim=(0, 2), dtype=at_least_float32(gradient.dtype)).square()
 
 
-def _parameters(layer: nn.Module, known_parameters: HeadParameters, heads: int) -> Own:
+def _parameters(layer: nn.Module, record: HeadParameters, heads: int) -> Parameters:
     """Yield the parameters of single heads as the layer's record names them."""
-    output = getattr(layer, known_parameters.output, None) if known_parameters.output else None
+    output = getattr(layer, record.output, None) if record.output else None
     if output is not None and not isinstance(output, (nn.Linear, nn.Identity)):
         raise NotMeasuredError(f"its output projection is {type(output).__name__}, no nn.Linear")
-    for name, blocks in known_parameters.rows.items():
+    for name, blocks in record.rows.items():
         part = getattr(layer, name, None)
         # Buffers, such as the biases of keys of BEiT, are not trained.
         if part is None or isinstance(part, nn.Identity) or name in layer._buffers:
@@ -47,48 +47,54 @@ def _parameters(layer: nn.Module, known_parameters: HeadParameters, heads: int) 
             yield from _rows(part, name, blocks, heads, output)
     if isinstance(output, nn.Linear):
         yield from _columns(output, heads)
-    if known_parameters.taps:
-        weight = getattr(layer, known_parameters.taps)
+    if record.taps:
+        weight = getattr(layer, record.taps)
         yield weight, weight.shape[:2].numel()  # (C_out, C_in, k_h, k_w): a tap is a head
 
 
-def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Own:
+def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Parameters:
     if not isinstance(part, nn.Linear):
         raise NotMeasuredError(f"{name} is {type(part).__name__}, no nn.Linear")
     rows = part.out_features
     # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
     if rows % (blocks * heads) or (blocks == 3 and isinstance(output, nn.Linear) and rows != 3 * output.in_features):
         raise NotMeasuredError(f"{rows} rows of {name} are not {blocks} x {heads} heads of one size")
-    yield from ((part.weight, blocks), (part.bias, blocks))
+    yield part.weight, blocks
+    yield part.bias, blocks
 
 
-def _columns(layer: nn.Linear, heads: int) -> Own:
+def _columns(layer: nn.Linear, heads: int) -> Parameters:
     if layer.in_features % heads:
         raise NotMeasuredError(f"{layer.in_features} columns of the output projection do not divide into {heads} heads")
     yield layer.weight, layer.out_features
 
 
 def _is_expected(layer: nn.Module) -> bool:
-    """Whether it is known, or has heads and looks like attention."""
-    says = head_count(layer) is not None
-    return known(layer).head_parameters is not None or (says and looks_like_attention(layer))
+    """Return whether the layer is known, or has heads and looks like attention."""
+    if known(layer).head_parameters is not None:
+        return True
+    return head_count(layer) is not None and looks_like_attention(layer)
 
 
-def _gradients(layer: nn.Module) -> dict[str, list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]:
-    known_parameters = known(layer).head_parameters
-    if known_parameters is None:
-        raise NotMeasuredError(f"how the heads of {type(layer).__name__} share its parameters is not known")
-    heads: Any = head_count(layer)  # whoever is known here says it
-    own: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
-    for parameter, blocks in _parameters(layer, known_parameters, heads):
-        if isinstance(parameter, nn.Parameter):
-            own.append((parameter, partial(_by_head, blocks=blocks, heads=heads)))
-        elif parameter is not None:
-            raise NotMeasuredError("a weight is computed from other parameters")
-    return {"gradient_norm": own}
+class GradientProbe(Probe):
+    """Gradient norms of the heads of layers whose parameters are known head by head."""
+
+    def gradients(self, module: nn.Module) -> GradientNorms:
+        """Return the parameters that belong to single heads, with functions that sum squares by head."""
+        record = known(module).head_parameters
+        if record is None:
+            raise NotMeasuredError(f"how the heads of {type(module).__name__} share its parameters is not known")
+        heads: Any = head_count(module)  # every layer with such a record says it
+        by_parameter: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
+        for parameter, blocks in _parameters(module, record, heads):
+            if isinstance(parameter, nn.Parameter):
+                by_parameter.append((parameter, partial(_by_head, blocks=blocks, heads=heads)))
+            elif parameter is not None:
+                raise NotMeasuredError("a weight is computed from other parameters")
+        return {"gradient_norm": by_parameter}
 
 
-GRADIENT = Probe(
+GRADIENT = GradientProbe(
     "gradient",
     {
         "gradient_norm": Variable(
@@ -104,5 +110,4 @@ GRADIENT = Probe(
     },
     _is_expected,
     facts=lambda layer: {"heads": head_count(layer)},
-    gradients=_gradients,
 )

@@ -1,16 +1,16 @@
-"""LayerScale: its weights, and how much each residual branch adds to what passes it by (Touvron's thesis, Fig. 3.6).
+"""LayerScale weights, and residual branches compared with what they are added to (Touvron's thesis, Fig. 3.6).
 
 A block computes ``x' = x + lambda * g(x)`` for each of its branches g, with a weight lambda for each channel
 (thesis, Section 3.5.1). Blocks are known by their class; one whose forward was replaced is left alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import at_least_float32
-from tcnn_probe.architectures.lookup import RECORDS, known
+from tcnn_probe.architectures.lookup import known
 from tcnn_probe.architectures.record import ResidualBranch
 from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.schema import Variable
@@ -18,12 +18,8 @@ from tcnn_probe.schema import Variable
 __all__ = ["LAYER_SCALE"]
 
 
-_BRANCHES = [branch for record in RECORDS.values() for branch in record.branches or ()]
-_PARTS = {str(part).removeprefix(":") for branch in _BRANCHES for part in (branch.scale, branch.output, branch.main)}
-
-
-def _branches(block: nn.Module) -> Sequence[ResidualBranch] | None:
-    return known(block).branches
+def _branches(block: nn.Module) -> Sequence[ResidualBranch]:
+    return known(block).branches or ()
 
 
 def _weights(block: nn.Module, branch: ResidualBranch) -> Tensor | None:
@@ -32,11 +28,11 @@ def _weights(block: nn.Module, branch: ResidualBranch) -> Tensor | None:
 
 
 def _state(block: nn.Module) -> dict[str, Tensor]:
-    weights = [_weights(block, branch) for branch in _branches(block) or ()]
-    some = next((w for w in weights if w is not None), None)
-    if some is None:
+    weights = [_weights(block, branch) for branch in _branches(block)]
+    scales = [weight for weight in weights if weight is not None]
+    if not scales:
         return {}
-    return {"scale": torch.stack([torch.ones_like(some) if w is None else w for w in weights])}
+    return {"scale": torch.stack([torch.ones_like(scales[0]) if weight is None else weight for weight in weights])}
 
 
 def _main(call: ForwardCall, branch: ResidualBranch) -> Tensor:
@@ -47,7 +43,7 @@ def _main(call: ForwardCall, branch: ResidualBranch) -> Tensor:
 
 
 def _added(call: ForwardCall, branch: ResidualBranch) -> Tensor:
-    """What the branch adds, before stochastic depth, in the layout of the main branch."""
+    """Return the branch's part of the sum, before stochastic depth, in the layout of the main branch."""
     if not branch.output:
         return call.parts[branch.scale].output
     added, weights = call.parts[branch.output].output, _weights(call.module, branch)
@@ -60,30 +56,41 @@ def _added(call: ForwardCall, branch: ResidualBranch) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Norm of each image over tokens and channels, shape (B,)."""
+    """Return the norm of each image over tokens and channels, shape (B,)."""
     return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=at_least_float32(x.dtype))
 
 
 def _measure(call: ForwardCall) -> dict[str, Tensor]:
-    ratios = [_norm(_added(call, branch)) / _norm(_main(call, branch)) for branch in _branches(call.module) or ()]
+    call.verify(lambda: _rebuild(call))
+    ratios = [_norm(_added(call, branch)) / _norm(_main(call, branch)) for branch in _branches(call.module)]
     return {"residual_ratio": torch.stack(ratios, 1)}
 
 
 def _rebuild(call: ForwardCall) -> Tensor | None:
-    """The sum of the main branch and all residual ones: all must be what they are taken for."""
-    block, branches = call.module, _branches(call.module) or ()
-    if block.training and any(getattr(part, "drop_prob", 0) for part in block.children()):
+    """Return the sum of the main branch and all residual ones, which shows that the table above is right."""
+    block, branches = call.module, _branches(call.module)
+    if block.training and any(getattr(child, "drop_prob", 0) for child in block.children()):
         return None
     return sum((_added(call, branch)[:1] for branch in branches), _main(call, branches[0])[:1])
 
 
-_LABELS = ["mixer", "mlp", "local"]
+class LayerScaleProbe(Probe):
+    """Residual branches of blocks, read off the calls of their submodules."""
+
+    def parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the submodules that make up the branches."""
+        branches = _branches(module)
+        names = {str(part).removeprefix(":") for b in branches for part in (b.scale, b.output, b.main)}
+        submodules = {name: getattr(module, name, None) for name in sorted(names)}
+        return {name: part for name, part in submodules.items() if isinstance(part, nn.Module)}
+
+
 _ORDER = (
     "Branches in the order: mixer (attention, ResMLP's cross-patch layer, or the only branch, as in ConvNeXt), mlp, "
     "local (XCiT)."
 )
 
-LAYER_SCALE = Probe(
+LAYER_SCALE = LayerScaleProbe(
     "layer-scale",
     {
         "scale": Variable(
@@ -102,10 +109,8 @@ LAYER_SCALE = Probe(
             f"previous mark. {_ORDER}",
         ),
     },
-    lambda module: _branches(module) is not None,
+    lambda module: bool(_branches(module)),
     state=_state,
     measure=_measure,
-    rebuild=_rebuild,
-    parts=sorted(_PARTS),
-    coords={"branch": _LABELS},
+    coords={"branch": ["mixer", "mlp", "local"]},
 )

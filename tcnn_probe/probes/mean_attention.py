@@ -6,17 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.gated import GATED_LAYERS
-from tcnn_probe.probes.gated import PARTS, attention_of
-from tcnn_probe.probes.probe import ForwardCall, Probe
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.probes.probe import Probe
 from tcnn_probe.schema import Variable
 
 __all__ = ["MEAN_ATTENTION", "mean_attention"]
 
 
 def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Probe:
-    """Record, by layer and head, the mean over images of the attention of some queries: a head's static pattern.
+    """Record the mean over images of the attention of chosen queries: the static pattern of each head.
 
     ::
 
@@ -26,54 +24,37 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         recorder.tree["mean-attention"].mean_attention.sel(query="0.1, 0.9")
 
     In the group "mean-attention": ``mean_attention`` (epoch, layer, head, query, y, x) over the keys on the grid, and
-    ``images``, of how many it is the mean. Rows sum to one, less what goes to class and register tokens, or to padding.
-    NaN beyond the grids of layers that are smaller than others. Layers whose attention is in windows are left out.
-    Images have to be of one size.
+    ``images``, the number of images in the mean. Rows sum to one, less what goes to class and register tokens, or to
+    padding. NaN beyond the grids of layers that are smaller than others. Layers whose attention is in windows are left
+    out. Images have to be of one size.
 
     Args:
-        queries: row and column of each, as shares of the height and the width: (0.5, 0.5) is the middle, in all layers.
+        queries: Rows and columns, as shares of the height and the width: (0.5, 0.5) is the middle, in all layers.
 
     Returns:
-        a probe, for ``record(probes=)``.
+        A probe, for ``record(probes=)``.
 
     Raises:
-        ValueError: no query, one that is no pair, or one outside of the grid.
+        ValueError: No query, a query that is no pair, or a query outside of the grid.
     """
     places = np.asarray(queries, dtype=float)
     if not places.size or places.shape[1:] != (2,) or not ((places >= 0) & (places < 1)).all():
         raise ValueError(f"expected queries=[(row, column), ...], from 0 and below 1, got {queries!r}")
 
-    def indices(height: int, width: int) -> Tensor:
-        return torch.tensor([int(row * height) * width + int(column * width) for row, column in places.tolist()])
-
-    def of_softmax(call: AttentionCall) -> dict[str, Tensor]:
-        rows = call.layout.queries
-        if rows is None or call.layout.keys is None or call.in_windows or isinstance(call.module, GATED_LAYERS):
+    def measure(attention: Attention) -> dict[str, Tensor]:
+        grid = attention.layout.queries
+        if grid is None or attention.map_size is None or attention.in_windows:
             return {}
-        at = (rows.prefix + indices(rows.height, rows.width)).tolist()
-        maps = torch.cat([call.weights(slice(one, one + 1))[:, 0] for one in at], 2)
-        return {"mean_attention": call.on_grid(maps)}
-
-    def of_gated(call: ForwardCall) -> dict[str, Tensor]:
-        attention = attention_of(call)
-        y, x = attention.y, attention.x
-        maps = attention.on_pixels(indices(y.queries, x.queries).to(attention.query.device))
-        return {"mean_attention": maps.unflatten(-1, (y.length, x.length))}
+        cells = [int(row * grid.height) * grid.width + int(column * grid.width) for row, column in places.tolist()]
+        rows = [attention.weights(slice(grid.prefix + cell, grid.prefix + cell + 1))[:, 0] for cell in cells]
+        return {"mean_attention": attention.on_grid(torch.cat(rows, 2))}
 
     meaning = (
         "Mean over the images seen since the previous mark of A_ij, of chosen queries i over the keys on the grid."
     )
-    about = Variable(("layer", "head", "query", "y", "x"), "1", "mean attention", meaning, dtype="float32")
+    variable = Variable(("layer", "head", "query", "y", "x"), "1", "mean attention", meaning, dtype="float32")
     labels = [f"{row:g}, {column:g}" for row, column in places.tolist()]
-    return Probe(
-        "mean-attention",
-        {"mean_attention": about},
-        GATED_LAYERS,
-        measure=of_gated,
-        attention=of_softmax,
-        parts=PARTS,
-        coords={"query": labels},
-    )
+    return Probe("mean-attention", {"mean_attention": variable}, attention=measure, coords={"query": labels})
 
 
 MEAN_ATTENTION = mean_attention()

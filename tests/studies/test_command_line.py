@@ -18,7 +18,7 @@ from tests.studies.test_small_forms import STUDIES
 
 MODEL_FIRST = "need --model, the name of a timm CNN"
 SINGLE = ("cait_attention", "layer_scale", "resmlp_weights")
-NOT_ONE_CNN = (*SINGLE, "class_attention_saliency", "coarse_labels", "dense_features")
+NOT_ONE_CNN = (*SINGLE, "class_attention_saliency", "coarse_labels", "content_or_mixing", "dense_features")
 TOGETHER = "--data and --model belong together"
 FEW = ["--workers", "0", "--device", "cpu"]
 QUICK = [*FEW, "--images", "2", "--steps", "3", "--batch-size", "4"]

@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tcnn_probe
 from tcnn_model import GPSA
-from tcnn_probe.attention.call import AttentionCall
-from tcnn_probe.attention.patterns import QUERIES, sampled
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.patterns import QUERIES, sample_queries
 from tcnn_probe.heads.static_pattern import translation_equivariance
 from tests.tcnn_probe.attention.bruteforce import attention_of, grid, information
 from tests.tcnn_probe.attention.sharpen import sharpen
@@ -101,7 +101,7 @@ def small(name: str) -> tuple[nn.Module, Tensor]:
 
 def chosen(weights: np.ndarray) -> np.ndarray:
     """(B, W, heads, N_query, N_key) at the queries that are sampled: (B, w, heads, n, N_key)."""
-    windows, queries = sampled(weights.shape[1], weights.shape[3], QUERIES)
+    windows, queries = sample_queries(weights.shape[1], weights.shape[3], QUERIES)
     some = [weights[:, w][:, :, at.numpy()] for w, at in zip(windows.tolist(), queries, strict=True)]
     return np.stack(some, 1)
 
@@ -110,7 +110,7 @@ def chosen(weights: np.ndarray) -> np.ndarray:
 def test_brute_force_whatever_the_batches_and_their_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused attention, shifted windows, talking heads and class attention, of layers of more queries than are seen."""
     model, x = small(name)
-    monkeypatch.setattr(AttentionCall, "BLOCK", 1 << 12)  # an image at a time
+    monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # an image at a time
     for module in model.modules():
         if hasattr(module, "fused_attn"):
             module.fused_attn = True  # which Swin is not by default
@@ -142,7 +142,7 @@ def test_brute_force_whatever_the_batches_and_their_order(name: str, monkeypatch
 
 def test_brute_force_of_gated_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Information of the whole attention over real and padding pixels, and of its content part; 91 queries."""
-    monkeypatch.setattr(AttentionCall, "BLOCK", 120_000)  # two images at a time
+    monkeypatch.setattr(Attention, "BLOCK", 120_000)  # two images at a time
     layer, x = scatter(GPSA(3, 4, 3, padding=1)), images(7, 3, 7, 13)
     ds = numbers(nn.Sequential(layer).eval(), *x.split([4, 1, 2]))
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_brute_force_of_gated_attention(monkeypatch: pytest.MonkeyPatch) -> None
     ("windows", "queries"), [(1, 1), (1, 64), (1, 65), (1, 4096), (4, 49), (64, 49), (100, 3), (7, 9)]
 )
 def test_queries_are_chosen_evenly(windows: int, queries: int) -> None:
-    which, at = sampled(windows, queries, QUERIES)
+    which, at = sample_queries(windows, queries, QUERIES)
     assert at.numel() <= 64
     assert at.numel() > 48 or at.numel() == windows * queries
     assert all(len(set(some)) == len(some) for some in at.tolist())

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tcnn_model import GPSA
 from tcnn_model.gpsa import blocks
-from tcnn_probe.attention.statistics import gated_attention_statistics
+from tcnn_probe.attention.statistics import gated_means
 from tests.tcnn_probe.networks import scatter
 from tests.tcnn_probe.oracle import gpsa_statistics, gpsa_statistics_of_qk
 
@@ -32,7 +32,7 @@ def test_equal_brute_force(geometry: str, elements: int, monkeypatch: pytest.Mon
     """Positional logits reach -8,000, which float64 knows to 1e-12."""
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
     layer, x = make(geometry)
-    got = gated_attention_statistics(layer.double().gated_attention(x.double().requires_grad_()))
+    got = gated_means(layer.double().gated_attention(x.double().requires_grad_()))
     expected = gpsa_statistics(layer, x)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
@@ -46,7 +46,7 @@ def test_nothing_is_lost_after_the_projections(dtype: torch.dtype | str) -> None
     layer, x = make("stride", qk_dim=3)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
         attention = layer.gated_attention(x) if dtype == "autocast" else layer.to(dtype).gated_attention(x.to(dtype))
-        got = gated_attention_statistics(attention)
+        got = gated_means(attention)
     assert dtype == torch.float32 or attention.query.dtype in (torch.bfloat16, torch.float16)
     query, key = (projected.detach().double().abs() for projected in (attention.query, attention.key))
     size = (query @ key.mT).max() / 3**0.5

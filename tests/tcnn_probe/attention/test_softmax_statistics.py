@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_probe.attention import statistics
-from tcnn_probe.attention.call import AttentionCall, GivenLogits, ProductLogits
+from tcnn_probe.attention.attention import Attention, SoftmaxAttention
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import QUERIES
+from tcnn_probe.attention.reconstruction import GivenLogits, Logits, ProductLogits
 from tests.tcnn_model.helpers import LargestTensor
 
 pytestmark = pytest.mark.numerical
@@ -44,7 +45,12 @@ def brute_force(logits: Tensor, size: Tensor, prefix: int) -> Bounded:
     return found
 
 
-def case(form: str, prefix: int, windows: int = 1) -> tuple[AttentionCall, Bounded]:
+def attention_of(logits: Logits, tokens: Tokens | None, windows: int = 1, images: int = 2) -> SoftmaxAttention:
+    layout = Layout(tokens, tokens)
+    return SoftmaxAttention(module=nn.Identity(), images=images, windows=windows, logits=logits, layout=layout)
+
+
+def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bounded]:
     torch.manual_seed(prefix)
     tokens = Tokens(prefix, *GRID)
     count, lowest = tokens.count, torch.finfo(torch.float32).min
@@ -70,13 +76,13 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[AttentionCall, Bound
         mask[4], mask[prefix + 3, prefix:], mask[prefix + 3, :prefix] = lowest, lowest, 0
         logits = logits + mask
     source = ProductLogits(query, key, scale, mask) if form != "given" else GivenLogits(logits.float())
-    call = AttentionCall(nn.Identity(), 2, windows, source, Layout(tokens, tokens))
+    call = attention_of(source, tokens, windows)
     exact = torch.zeros_like(size) if form == "huge" else size
     return call, brute_force(logits.float().double() if form == "given" else logits, exact, prefix)
 
 
-def check(call: AttentionCall, expected: Bounded) -> None:
-    got, _ = statistics.attention_statistics(call)
+def check(call: SoftmaxAttention, expected: Bounded) -> None:
+    got, _ = statistics.softmax_means(call)
     assert got.keys() == expected.keys()
     for name, (value, bound) in expected.items():
         value, bound = (x.unflatten(0, (call.images, call.windows)).mean(1) for x in (value, bound))
@@ -88,7 +94,7 @@ def check(call: AttentionCall, expected: Bounded) -> None:
 @pytest.mark.parametrize("prefix", [0, 5])
 @pytest.mark.parametrize("form", ["plain", "given", "added", "hidden", "lowered", "huge", "swallowed"])
 def test_equals_brute_force(form: str, prefix: int, block: int, table: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AttentionCall, "BLOCK", block)
+    monkeypatch.setattr(Attention, "BLOCK", block)
     monkeypatch.setattr(statistics, "_SMALL_TABLE", table)
     check(*case(form, prefix))
 
@@ -101,22 +107,22 @@ def test_received_attention() -> None:
     """Of image 1; a query that sees nothing looks at nothing."""
     call, _ = case("hidden", 1)
     attention = torch.softmax(call.logits(slice(None), slice(None)).double(), -1).nan_to_num(0)
-    received = statistics.attention_received(call, [1])  # of 36 terms, each to an eps
+    received = call.received([1])  # of 36 terms, each to an eps
     torch.testing.assert_close(received.double(), attention[1:, None].mean(-2), rtol=36 * EPS, atol=0)
 
 
 def test_no_n_by_n_tensor() -> None:
     tokens = Tokens(1, 47, 61)
     query, key = torch.randn(1, 2, tokens.count, 3), torch.randn(1, 2, tokens.count, 3)
-    call = AttentionCall(nn.Identity(), 1, 1, ProductLogits(query, key, 1.0, None), Layout(tokens, tokens))
+    call = attention_of(ProductLogits(query, key, 1.0, None), tokens, images=1)
     with LargestTensor() as largest:
-        statistics.attention_statistics(call)
+        statistics.softmax_means(call)
     assert tokens.count**2 > 8 * 10**6
-    assert largest.elements <= max(AttentionCall.BLOCK, 2 * QUERIES * tokens.count)  # a block, or sums over images
+    assert largest.elements <= max(Attention.BLOCK, 2 * QUERIES * tokens.count)  # a block, or sums over images
 
 
 @pytest.mark.parametrize(("device", "blocks"), [("cpu", 13), ("meta", 1)])
 def test_blocks_are_larger_where_each_is_a_launch(device: str, blocks: int) -> None:
     query = torch.empty(64, HEADS, 257, WIDTH, device=device)
-    call = AttentionCall(nn.Identity(), 64, 1, ProductLogits(query, query, 1.0, None), Layout(None, None))
+    call = attention_of(ProductLogits(query, query, 1.0, None), None, images=64)
     assert len(list(call.blocks())) == blocks

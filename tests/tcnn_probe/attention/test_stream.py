@@ -1,15 +1,25 @@
 """Attention as a stream: every one of a forward, by name, as brute force has it; and nothing kept or left behind."""
 
+import copy
 import gc
+import math
+from collections.abc import Collection
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
+import tcnn_model
 import tcnn_probe
-from tcnn_probe.attention import stream
-from tcnn_probe.attention.rebuild import discrepancy
+from tcnn_model import GPSA
+from tcnn_probe.attention import reconstruction
+from tcnn_probe.attention.attention import SoftmaxAttention
+from tcnn_probe.attention.gated import GATED_LAYERS
+from tcnn_probe.attention.reconstruction import discrepancy
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.contracts.helpers import Trace, clean, images, vit
 
@@ -20,7 +30,7 @@ class Several(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.blocks = nn.Conv2d(2, 12, 4, 4), nn.ModuleList([Twice()])
-        self.gate = SoftmaxAttention()
+        self.gate = WeighsNothingAttention()
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.stem(x).flatten(2).mT
@@ -37,7 +47,7 @@ class Twice(nn.Module):
         return x
 
 
-class SoftmaxAttention(nn.Module):
+class WeighsNothingAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * x.softmax(-1)
 
@@ -69,12 +79,9 @@ def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
             self.kept: list[list[str]] = []
             self.failed = 0
 
-        def attends(self, call: tcnn_probe.AttentionCall) -> str:
-            return call.name
-
-        def ends(self, kept: list[str], output: Tensor) -> None:
+        def ends(self, layers: Collection[str], output: Tensor) -> None:
             assert output.shape == (3, 35, 12)
-            self.kept.append(list(kept))
+            self.kept.append(list(layers))
 
         def fails(self) -> None:
             self.failed += 1
@@ -106,16 +113,128 @@ def test_nothing_of_a_forward_is_kept() -> None:
     with torch.no_grad(), tcnn_probe.attention_stream(model, lambda call: call):
         model(images())
         gc.collect()
-        assert not any(type(x) is tcnn_probe.AttentionCall for x in gc.get_objects())
+        assert not any(type(x) is SoftmaxAttention for x in gc.get_objects())
 
 
 def test_each_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[nn.Module] = []
     monkeypatch.setattr(
-        stream, "discrepancy", lambda seen, module: (checked.append(module), discrepancy(seen, module))[1]
+        reconstruction, "discrepancy", lambda seen, module: (checked.append(module), discrepancy(seen, module))[1]
     )
     model = vit()
     with tcnn_probe.attention_stream(model, lambda call: None):
         for _ in range(3):
             model(images())
     assert checked == [block.attn for block in model.blocks]
+
+
+def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
+    """A = (1 - g) C + g P by brute force, one query and key at a time along the grid, from the layer's parameters."""
+    layer, x = copy.deepcopy(layer).double(), x.double()
+    if isinstance(layer, GPSA):
+        kernel, stride, padding = layer.kernel_size, layer.stride, layer.padding
+        gate = 1 / (1 + torch.exp(-layer.gating))
+        alpha = torch.log1p(torch.exp(5 * layer.raw_locality)) / 5
+        center, heads, (height, width) = layer.center, layer.heads, x.shape[2:]
+        rows, columns = (
+            (n + 2 * p - k) // s + 1 for n, p, k, s in zip(x.shape[2:], padding, kernel, stride, strict=True)
+        )
+        sources = [(y * stride[0], z * stride[1]) for y in range(rows) for z in range(columns)]
+        keys = [(y, z) for y in range(-padding[0], height + padding[0]) for z in range(-padding[1], width + padding[1])]
+        real = [0 <= y < height and 0 <= z < width for y, z in keys]
+        query = torch.einsum("oc,bcyx->boyx", layer.query, x)[:, :, :: stride[0], :: stride[1]].flatten(2)
+        key = torch.einsum("oc,bcyx->boyx", layer.key, x).flatten(2)
+        query, key = (t.unflatten(1, (heads, -1)) for t in (query, key))
+    else:
+        gate, heads, side = 1 / (1 + torch.exp(-layer.gating_param)), layer.num_heads, math.isqrt(x.shape[1])
+        weight = layer.pos_proj.weight
+        alpha, center = -weight[:, 2], torch.stack([weight[:, 1], weight[:, 0]], 1) / (-2 * weight[:, 2:])
+        sources = keys = [(y, z) for y in range(side) for z in range(side)]
+        real = [True] * len(keys)
+        query, key = (t.mT.unflatten(1, (heads, -1)) for t in layer.qk(x).chunk(2, -1))
+    content = torch.einsum("bhdi,bhdj->bhij", query, key) / query.shape[2] ** 0.5
+    content = content.exp() / content.exp().sum(-1, keepdim=True)
+    delta = torch.tensor(keys).double()[None] - torch.tensor(sources).double()[:, None]  # (queries, keys, 2)
+    logits = -alpha[:, None, None] * (delta[None] - center[:, None, None]).square().sum(-1)
+    positional = torch.softmax(logits, -1)
+    attention = (gate[:, None, None] * positional).expand(len(x), -1, -1, -1).clone()
+    attention[..., torch.tensor(real)] += (1 - gate[:, None, None]) * content
+    return attention.detach()
+
+
+def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
+    """A T-CNN on maps below and above the size from which attention is never formed, and timm's ConViT."""
+    torch.manual_seed(0)
+    tcnn = tcnn_model.reparameterize(timm.create_model("resnet10t", num_classes=3)).eval()
+    convit = timm.create_model(
+        "convit_tiny", img_size=80, depth=3, local_up_to_layer=2, embed_dim=24, num_heads=4, num_classes=3
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in tcnn.named_parameters():
+            if name.endswith((".query", ".key")):
+                parameter.mul_(20)  # as drawn, content attention is even
+            if name.endswith((".gating", ".raw_locality", ".center")):
+                parameter.add_(torch.rand_like(parameter) - 0.5)
+        for name, parameter in convit.named_parameters():
+            if "qk.weight" in name or "gating_param" in name:
+                parameter.normal_(std=0.5)
+    return {
+        "64 pixels": (tcnn, torch.randn(2, 3, 64, 96)),
+        "224 pixels": (tcnn, torch.randn(1, 3, 224, 224)),
+        "convit": (convit, torch.randn(2, 3, 80, 80)),
+    }
+
+
+@pytest.mark.parametrize("case", ["64 pixels", "224 pixels", "convit"])
+def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
+    model, x = gated_models()[case]
+    model, x = model.double(), x.double()
+    expected, handles = dict[str, Tensor](), []
+    gated = {name: m for name, m in model.named_modules() if isinstance(m, GATED_LAYERS)}
+    for name, layer in gated.items():
+        keep = partial(lambda name, layer, args: expected.update({name: whole_attention(layer, args[0])}), name)
+        handles.append(layer.register_forward_pre_hook(keep))
+    with torch.no_grad():
+        output = model(x)
+        for handle in handles:
+            handle.remove()
+        before, seen = Trace(model), list[tuple[str, Tensor]]()
+        with tcnn_probe.attention_stream(model, lambda a: seen.append((a.name, a.weights()))) as stream:
+            assert torch.equal(model(x), output)
+        assert before == Trace(model)
+    assert clean()
+    softmax_layers = ["blocks.2.attn"] if case == "convit" else []
+    assert [name for name, _ in seen] == [*gated, *softmax_layers] == list(stream.layers)
+    assert not stream.unsupported
+    for name, weights in seen[: len(gated)]:
+        np.testing.assert_allclose(weights[:, 0], expected[name], rtol=0, atol=1e-10)
+        assert (expected[name].std() > 1e-3 * expected[name].mean()).all()
+
+
+@pytest.mark.parametrize("case", ["64 pixels", "convit"])
+def test_answers_edit_heads_as_ablations_do(case: str) -> None:
+    """Zero, mean, given attention, and gradients through them; of softmax attention in the same model, too."""
+    model, x = gated_models()[case]
+    model, x = model.double(), x.double()
+    heads = {layer: [0, 2] for layer in layers_of(model)}
+    for mode in ("zero", "mean"):
+
+        def answer(attention: tcnn_probe.Attention, mode: Any = mode) -> tcnn_probe.HeadEdit | None:
+            return None if attention.queries == 1 else tcnn_probe.HeadEdit([0, 2], mode)
+
+        gradients = []
+        for edited in (
+            lambda: tcnn_probe.attention_stream(model, answer),
+            lambda mode=mode: tcnn_probe.ablate(model, heads, mode),
+        ):
+            model.zero_grad()
+            with edited():
+                model(x).square().sum().backward()
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    with torch.no_grad(), tcnn_probe.attention_stream(model, lambda attention: None) as stream:
+        model(torch.randn(1, 3, 80, 80, dtype=torch.float64))
+    return list(stream.layers)

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tcnn_probe
-from tcnn_probe.architectures.grids import Windows
-from tcnn_probe.attention.call import AttentionCall
+from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.token_order import Claim, measure_token_places, objection_to_order, raster_objections
 
@@ -51,7 +50,7 @@ def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(F.softmax(torch.bmm(q, k.mT), -1), v).unflatten(0, (-1, 3))
 
 
-class Attention(nn.Module):
+class Attend(nn.Module):
     num_heads = 3
 
     def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
@@ -71,7 +70,7 @@ class Ordered(nn.Module):
         self.patches = nn.Conv2d(3, 12, PATCH, PATCH)
         self.class_token = nn.Parameter(torch.randn(1, 1, 12))
         self.norm = nn.LayerNorm(12)
-        self.blocks = nn.ModuleList([Attention(attend), Attention(attend)])
+        self.blocks = nn.ModuleList([Attend(attend), Attend(attend)])
         self.order = torch.from_numpy(order)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,10 +117,9 @@ def claims(model: nn.Module, image: Tensor) -> dict[str, Claim]:
     """Grids as the stream takes them to be."""
     seen: dict[str, Claim] = {}
 
-    def look(call: AttentionCall) -> None:
-        cut = next((x for x in vars(call).values() if isinstance(x, Windows)), None)
-        behind = [(stream.around(count) or (0, 0))[1] for count in call.logits.shape[2:]]
-        seen[call.name] = Claim(call.layout, cut, (behind[0], behind[1]))
+    def look(attention: Attention) -> None:
+        behind = [(stream.around(count) or (0, 0))[1] for count in attention.shape[2:]]
+        seen[attention.name] = Claim(attention.layout, attention.cut, (behind[0], behind[1]))
 
     with tcnn_probe.attention_stream(model, look) as stream, torch.no_grad():
         model(image[None])

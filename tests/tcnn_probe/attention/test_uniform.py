@@ -8,7 +8,7 @@ import torch
 
 import tcnn_probe
 from tcnn_model import GPSA
-from tcnn_probe.attention.uniform import uniform_distance, uniform_gated_attention
+from tcnn_probe.attention.statistics import uniform_distance, uniform_gated_attention
 from tests.tcnn_probe.attention.test_gated_statistics import GEOMETRIES
 from tests.tcnn_probe.networks import Chain
 from tests.tcnn_probe.oracle import gpsa_statistics

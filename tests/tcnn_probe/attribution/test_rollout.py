@@ -61,7 +61,7 @@ def test_equals_the_product(name: str, prefix: int, token: int) -> None:
 def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = transformer("deit_tiny_patch16_224"), torch.randn(2, 3, *SIZE)
     whole = tcnn_probe.saliency(model, images, method="rollout")
-    monkeypatch.setattr(tcnn_probe.AttentionCall, "BLOCK", 300)  # logits: 3 queries at a time
+    monkeypatch.setattr(tcnn_probe.Attention, "BLOCK", 300)  # logits: 3 queries at a time
     np.testing.assert_allclose(tcnn_probe.saliency(model, images, method="rollout"), whole, atol=1e-7)
 
 

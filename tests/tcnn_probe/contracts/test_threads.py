@@ -13,7 +13,7 @@ from torch import nn
 
 import tcnn_probe
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
-from tcnn_probe.hooks.modes import aside, aside_depth
+from tcnn_probe.hooks.modes import hidden_depth, hidden_from_recorders
 from tcnn_probe.models import untouched
 from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, images, vit
 
@@ -199,16 +199,16 @@ def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
     depths, done = list[int](), threading.Event()
 
     def alien() -> None:
-        depths.append(aside_depth())
+        depths.append(hidden_depth())
         done.set()
 
-    for around in (nullcontext, aside):
+    for around in (nullcontext, hidden_from_recorders):
         done.clear()
         with around():
             _thread.start_new_thread(alien, ())
             assert done.wait(60)
     assert depths == [0, 1]
-    assert not in_thread(lambda: depths.append(aside_depth()))
+    assert not in_thread(lambda: depths.append(hidden_depth()))
     assert depths[-1] == 0
 
 

@@ -1,6 +1,7 @@
 """Attention taken from other images: what it gives, by hand in float64; and what it must leave as it is."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import tcnn_probe
 from tcnn_model import GPSA
 from tcnn_model.gpsa.reference import gpsa_attention_reference
 from tcnn_probe.images import as_images
-from tcnn_probe.interventions.given_attention import GivenAttention
+from tcnn_probe.interventions.references import AttentionReference
 from tests.tcnn_probe.contracts.helpers import images as vit_images
 from tests.tcnn_probe.contracts.helpers import vit
 from tests.tcnn_probe.interventions.ablations import chain_images
@@ -193,12 +194,13 @@ def test_who_gets_whose() -> None:
     """A random cycle through the given images, the same for every batch, decided by the seed."""
     orders = set()
     for seed in range(4):
-        given = GivenAttention(shuffled=True, seed=seed)
+        given = AttentionReference(shuffled=True, seed=seed)
         for batch in ([0.0], [1.0, 2.0, 3.0]):  # of images with two windows each
             given.begin(len(batch))
-            given.take(0, [0, 2], torch.tensor(batch).repeat_interleave(2)[:, None, None, None].expand(-1, 3, 5, 7), "")
+            given.add(0, [0, 2], torch.tensor(batch).repeat_interleave(2)[:, None, None, None].expand(-1, 3, 5, 7), "")
         given.finish(None)
-        found = given.of(0, [2], "", 2 * 6, 5, 7)
+        attention = SimpleNamespace(number=0, rows=2 * 6, queries=5, content_keys=7)
+        found = given.attention_for(attention, [2], "")  # type: ignore[arg-type]
         assert found.shape == (6, 2, 1, 5, 7)
         order = found.mean((1, 2, 3, 4)).long().tolist()
         assert order[4:] == order[:2]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_model import AttentionPool2d
 from tcnn_model.pooling.attention_pool import ClassScores
+from tcnn_probe.attention.attention import SoftmaxAttention
 from tests.tcnn_probe.attention.bruteforce import entropy
 from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.probes.class_attention_models import CLASSES, LAYER, classes_of, network, pictures, truth
@@ -226,13 +227,13 @@ def test_a_store_of_other_classes_is_refused(tmp_path: Path, there: Any, here: A
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_only_maps_of_images_that_were_chosen_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int | None] = []
-    weights = tcnn_probe.AttentionCall.weights
+    weights = SoftmaxAttention.weights
 
-    def counted(self: tcnn_probe.AttentionCall, queries: slice, image: int | None = None) -> Tensor:
+    def counted(self: SoftmaxAttention, queries: slice, image: int | None = None) -> Tensor:
         asked.append(image)
         return weights(self, queries, image)
 
-    monkeypatch.setattr(tcnn_probe.AttentionCall, "weights", counted)
+    monkeypatch.setattr(SoftmaxAttention, "weights", counted)
     with torch.no_grad(), tcnn_probe.record(model := network(), images=[2, 5], probes="attention-by-class"):
         model(pictures())
     assert asked == [2, 5]

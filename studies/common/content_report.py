@@ -1,0 +1,260 @@
+"""What the runs of the comparison of content and mixing say: a table, verdicts, and a figure."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from scipy import stats
+
+from common.content_arms import ARMS
+from common.content_runs import RECORDED
+from common.crossed_intervals import Effect, crossed_effect, holm, seeds_to_decide, verdict
+from tcnn_probe import evaluation
+
+__all__ = ["MARGIN", "check", "draw", "report", "tree_of"]
+
+MARGIN = 0.01
+"""Differences of accuracy that are smaller are of no interest."""
+
+COLORS = {"A": "0.4", "B": "tab:brown", "C": "tab:red", "D": "tab:blue", "E": "tab:green", "F": "tab:orange"}
+GROUPS = sorted({corruption.group for corruption in evaluation.CORRUPTIONS.values()})
+
+Table = tuple[str, str]
+"""Number of converted blocks, and how batch norm ran."""
+
+
+def tree_of(folder: Path) -> xr.DataTree:
+    """Read all finished runs: a node for each table (blocks, batch norm), and in it one for each run."""
+    nodes: dict[str, xr.Dataset] = {}
+    for file in sorted(folder.glob("[0-9]_*.npz")):
+        blocks, batch_norm, arm, start, seed = file.stem.split("_")
+        with np.load(file) as arrays:
+            dataset = _dataset(arrays)
+        dataset.attrs = {"arm": arm, "start": float(start), "seed": int(seed), "title": ARMS[arm].title}
+        nodes[f"{blocks}_{batch_norm}/{arm}_{start}_{seed}"] = dataset
+    return xr.DataTree.from_dict(nodes)
+
+
+def report(tree: xr.DataTree) -> str:
+    """Tables of every endpoint and the verdicts."""
+    parts = []
+    for name, table in tree.children.items():
+        runs = [node.to_dataset() for node in table.children.values()]
+        blocks, batch_norm = name.split("_")
+        title = f"Last {blocks} block(s) converted, statistics of batch norm {batch_norm}"
+        parts.append("\n".join([title, "=" * len(title), *_accuracies(runs), *_endpoints(runs), *_heads(runs)]))
+    return "\n\n".join(parts) if parts else "no run is finished yet"
+
+
+def check(tree: xr.DataTree) -> bool:
+    """Check what holds by construction: static maps carry no content, and no gate of arm E moves."""
+    seen = bool(tree.children)
+    for run in (node.to_dataset() for table in tree.children.values() for node in table.children.values()):
+        arm, name = run.attrs["arm"], f"{run.attrs['arm']}, start {run.attrs['start']:+g}, seed {run.attrs['seed']}"
+        if arm == "D":
+            information = float(np.nanmax(run.content_part_information[-1]))
+            changed = float((run.clean != run.clean_static).mean())
+            if information > 1e-3 or changed > 0.002:
+                print(f"check: {name}: a static map has {information:.1e} nat, and static changes {changed:.4f}: NO")
+                seen = False
+        if arm == "E" and float(abs(run.gate - 1).max()) > 1e-6:
+            print(f"check: {name}: the gate moved: NO")
+            seen = False
+    print(f"check: learned maps are static and fixed gates stay, in every finished run: {'yes' if seen else 'NO'}")
+    return seen
+
+
+def draw(tree: xr.DataTree) -> Figure:
+    """Content information and gates by step, accuracy by arm, and the endpoints with their intervals."""
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    panels = figure.subplots(1, 4)
+    runs = [node.to_dataset() for node in next(iter(tree.children.values())).children.values()]
+    for variable, panel, label in (
+        ("gate", panels[0], "gate, mean of heads"),
+        ("content_information", panels[1], "content information, mean of heads (nat)"),
+    ):
+        for run in runs:
+            arm = run.attrs["arm"]
+            if arm in "BCDF":
+                style = "-" if run.attrs["start"] > 0 else "--"
+                panel.plot(run.mark, run[variable].mean(["layer", "head"]), style, color=COLORS[arm], lw=1)
+        panel.set(xlabel="step", ylabel=label)
+    _draw_accuracies(panels[2], runs)
+    _draw_effects(panels[3], runs)
+    for letter, panel in zip("ABCD", panels, strict=True):
+        panel.set_title(letter, loc="left", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
+    """Name the dimensions of a run's arrays."""
+    dims = dict.fromkeys((*RECORDED, "head_type"), ("mark", "layer", "head"))
+    dims |= {"clean": ("image",), "clean_static": ("image",), "clean_positional": ("image",), "held_out": ("mark",)}
+    dims |= {"corrupted": ("corruption", "corrupted_image"), "corrupted_static": ("corruption", "corrupted_image")}
+    dims |= {"heads_static": ("layer", "head", "head_image"), "heads_rows": ("head_image",)}
+    dims |= {"rate_sums": ("group",), "rate_stds": ("group",)}
+    dataset = xr.Dataset({name: (dims[name], arrays[name]) for name in dims if name in arrays})
+    labels = {"mark": arrays["marks"], "group": arrays["rate_groups"].astype(object)}
+    labels["corruption"] = np.array(list(evaluation.CORRUPTIONS), object)
+    if "layer" in arrays:
+        labels["layer"] = arrays["layer"].astype(object)
+        dataset["head_type"] = dataset.head_type.astype(object)
+    return dataset.assign_coords(labels)
+
+
+def _stacked(runs: list[xr.Dataset], arm: str, start: float, variable: str) -> dict[int, NDArray[np.floating]]:
+    """Whether images are right, by seed; of corrupted images the mean over corruptions."""
+    found = {}
+    for run in runs:
+        if run.attrs["arm"] == arm and (run.attrs["start"] in (start, 0.0)) and variable in run:
+            found[run.attrs["seed"]] = run[variable].values.astype(float)
+    return found
+
+
+def _difference(
+    first: dict[int, NDArray[np.floating]], second: dict[int, NDArray[np.floating]]
+) -> NDArray[np.floating] | None:
+    """First minus second of the seeds that both have, shape (seeds, ...); None of none."""
+    seeds = sorted(first.keys() & second.keys())
+    return np.stack([first[seed] - second[seed] for seed in seeds]) if seeds else None
+
+
+def _accuracies(runs: list[xr.Dataset]) -> list[str]:
+    """Accuracy of every arm, mean over its seeds, and the sums of its learning rates."""
+    lines = ["accuracy (mean over seeds)                 seeds  clean   corrupted  C static  C by position"]
+    for arm, start in sorted({(run.attrs["arm"], run.attrs["start"]) for run in runs}):
+        of_arm = [run for run in runs if (run.attrs["arm"], run.attrs["start"]) == (arm, start)]
+        words = f"{arm} {ARMS[arm].title}" + (f", lambda = {start:+g}" if start else "")
+        means = [float(np.mean([run[name].mean() for run in of_arm])) for name in ("clean", "corrupted")]
+        row = f"  {words:42s}{len(of_arm):4d}  {means[0]:.4f}  {means[1]:.4f}"
+        for name in ("clean_static", "clean_positional"):
+            if name in of_arm[0]:
+                row += f"     {float(np.mean([run[name].mean() for run in of_arm])):.4f}"
+        lines.append(row)
+    lines.append("sum of learning rates, and in units of the initial standard deviation (lambda's own unit for gates)")
+    for arm in sorted({run.attrs["arm"] for run in runs}):
+        run = next(run for run in runs if run.attrs["arm"] == arm)
+        sums = zip(run.group.values, run.rate_sums.values, run.rate_stds.values, strict=True)
+        lines.append(f"  {arm}: " + "; ".join(f"{name} {total:.3g} ({total / std:.3g})" for name, total, std in sums))
+    return lines
+
+
+def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effect]:
+    """Endpoints 1, 2 and 3: the difference in accuracy by name, start, and kind of images."""
+    effects = {}
+    for start in sorted({run.attrs["start"] for run in runs if run.attrs["arm"] in "CD"}, reverse=True):
+        for kind in ("clean", "corrupted"):
+            c = _stacked(runs, "C", start, kind)
+            others = {
+                "C - D": _stacked(runs, "D", start, kind),
+                "C - C static": _stacked(runs, "C", start, f"{kind}_static"),
+                "C - A": _stacked(runs, "A", 0.0, kind),
+            }
+            for name, other in others.items():
+                difference = _difference(c, other)
+                if difference is not None:
+                    by_image = difference if kind == "clean" else difference.mean(1)
+                    effects[name, start, kind] = crossed_effect(by_image)
+    return effects
+
+
+def _endpoints(runs: list[xr.Dataset]) -> list[str]:
+    """Differences with their intervals and verdicts, and the families of corruptions."""
+    effects = primary_effects(runs)
+    lines = [f"endpoints: difference in accuracy [95 % interval over seeds and images]; margin {MARGIN}"]
+    for name in ("C - D", "C - C static", "C - A"):
+        chosen = {key: effect for key, effect in effects.items() if key[0] == name}
+        adjusted = holm([effect.p_value for effect in chosen.values()])
+        answers = []
+        for (key, effect), p_value in zip(chosen.items(), adjusted, strict=True):
+            answers.append(verdict(effect, MARGIN, p_value))
+            row = f"  {name:13s}lambda = {key[1]:+g}, {key[2]:10s}{effect}  p (Holm) {p_value:.3f}  {answers[-1]}"
+            if answers[-1] == "undecided":
+                seeds = seeds_to_decide(effect, MARGIN)
+                row += f"; {seeds} seeds would decide" if seeds else "; seeds alone would not decide"
+            lines.append(f"{row}  ({effect.seeds} seeds, {effect.images} images)")
+        if answers:
+            lines.append(f"  {name}: {_together(answers)}")
+    for start in sorted({key[1] for key in effects}, reverse=True):
+        lines += _families(runs, start)
+    return lines
+
+
+def _together(answers: list[str]) -> str:
+    """The verdict of several: yes if any is, no if all are."""
+    if "yes" in answers:
+        return "YES"
+    return "NO" if set(answers) == {"no"} else "UNDECIDED"
+
+
+def _families(runs: list[xr.Dataset], start: float) -> list[str]:
+    """C - D by family of corruptions."""
+    difference = _difference(_stacked(runs, "C", start, "corrupted"), _stacked(runs, "D", start, "corrupted"))
+    if difference is None:
+        return []
+    groups = np.array([corruption.group for corruption in evaluation.CORRUPTIONS.values()])
+    effects = {group: crossed_effect(difference[:, groups == group].mean(1)) for group in GROUPS}
+    adjusted = holm([effect.p_value for effect in effects.values()])
+    rows = zip(effects.items(), adjusted, strict=True)
+    return [
+        f"  C - D        lambda = {start:+g}, {group:10s}{effect}  p (Holm, {len(GROUPS)} families) {p_value:.3f}"
+        for (group, effect), p_value in rows
+    ]
+
+
+def _heads(runs: list[xr.Dataset]) -> list[str]:
+    """Heads of C one by one: what their static attention costs, against what was recorded of them."""
+    of_c = [run for run in runs if run.attrs["arm"] == "C" and "heads_static" in run]
+    if not of_c:
+        return []
+    lines = ["heads of C, one by one static: rank correlation of the cost with what was recorded, by run"]
+    for run in of_c:
+        whole = run.clean.values[run.heads_rows.values].mean()
+        cost = whole - run.heads_static.mean("head_image").values
+        last = run.isel(mark=-1)
+        words = [f"costs {cost.min():+.4f} to {cost.max():+.4f}"]
+        for name in ("gate", "content_information"):
+            values = last[name].values.ravel()
+            rank = stats.spearmanr(cost.ravel(), values).statistic if np.ptp(cost) and np.ptp(values) else np.nan
+            words.append(f"{name} {values.min():.3f} to {values.max():.3f}, rank correlation {rank:+.2f}")
+        for kind in np.unique(last.head_type.values.astype(str)):
+            of_kind = last.head_type.values == kind
+            words.append(f"{of_kind.sum()} {kind or 'without a type'} {cost[of_kind].mean():+.4f}")
+        lines.append(f"  lambda = {run.attrs['start']:+g}, seed {run.attrs['seed']}: {'; '.join(words)}")
+    return lines
+
+
+def _draw_accuracies(panel: Any, runs: list[xr.Dataset]) -> None:
+    places = {arm: place for place, arm in enumerate(ARMS)}
+    for run in runs:
+        marker = "o" if run.attrs["start"] >= 0 else "v"
+        arm = run.attrs["arm"]
+        shift = 0.12 * np.sign(run.attrs["start"])
+        panel.plot(places[arm] - shift, float(run.clean.mean()), marker, color=COLORS[arm], ms=5, mfc="none")
+        if "clean_static" in run and arm != "D":
+            panel.plot(places[arm] - shift, float(run.clean_static.mean()), "x", color=COLORS[arm], ms=4)
+    panel.set_xticks(list(places.values()), list(places))
+    panel.set(xlabel="arm (crosses: static attention)", ylabel="accuracy, clean test images")
+
+
+def _draw_effects(panel: Any, runs: list[xr.Dataset]) -> None:
+    effects = primary_effects(runs)
+    labels = []
+    for place, ((name, start, kind), effect) in enumerate(effects.items()):
+        bounds = np.clip([effect.low, effect.high], -1, 1)
+        panel.plot(bounds, [place, place], color="0.3", lw=1.5)
+        panel.plot(effect.mean, place, "o" if kind == "clean" else "s", color=COLORS["C"], ms=4)
+        labels.append(f"{name}, {start:+g}, {kind}")
+    panel.set_yticks(range(len(labels)), labels, fontsize=7)
+    panel.axvspan(-MARGIN, MARGIN, color="0.9", zorder=0)
+    panel.axvline(0, color="0.3", lw=0.8)
+    panel.set(xlabel="difference in accuracy")
+    limits = [abs(effect.mean) for effect in effects.values()]
+    if limits:
+        most = 3 * max(MARGIN, *limits)
+        panel.set_xlim(-most, most)

@@ -1,0 +1,162 @@
+"""A training of an arm of the comparison, and what is measured of it: one file each, written whole or not at all."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import tcnn_probe
+from common.content_arms import ARMS, QK_STD, converted, mixed_batches, train_tail
+from common.content_data import Features
+from common.folder import spread
+from common.small_images import atomic_save
+from tcnn_model import gpsa_layers
+
+__all__ = ["RECORDED", "Run", "train_and_measure"]
+
+RECORDED = (
+    "gate",
+    "content_information",
+    "content_part_information",
+    "entropy",
+    "content_entropy",
+    "positional_entropy",
+    "attention_distance",
+    "attention_span",
+    "center_y",
+    "center_x",
+)
+"""Variables that are kept of each recording."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training.
+
+    Attributes:
+        arm: of :data:`ARMS`.
+        start: initial lambda of the gates; 0 where there is none to choose.
+        seed: of queries, keys and the order of images.
+        blocks: of the last stage that are converted, from its end.
+        batch_norm: "frozen" or "free" statistics.
+    """
+
+    arm: str
+    start: float
+    seed: int
+    blocks: int
+    batch_norm: str
+
+    def file(self, folder: Path) -> Path:
+        """Where its results are."""
+        return folder / f"{self.blocks}_{self.batch_norm}_{self.arm}_{self.start:+g}_{self.seed}.npz"
+
+
+def train_and_measure(run: Run, tail: nn.Module, features: Features, options: Mapping[str, Any], folder: Path) -> None:
+    """Train the run and write its results.
+
+    The file has, for each test image, whether the model is right: ``clean`` (N,), ``corrupted`` (corruptions, n), and
+    of arms with content the same with static attention, ``clean_static`` and ``corrupted_static``, and by position
+    alone, ``clean_positional``; of arm C ``heads_static`` (layer, head, n), with one head static. Recorded variables
+    are (mark, layer, head), ``marks`` the steps and ``held_out`` the accuracy there. ``rate_sums`` are those of
+    ``rate_groups``, ``rate_stds`` the standard deviations of the weights of these at the start.
+    """
+    arm = ARMS[run.arm]
+    steps, batch_size = options["steps"], options["batch_size"]
+    model = converted(tail, arm, run.start, features.probed, run.seed) if arm.attends else copy.deepcopy(tail)
+    stds = _initial_stds(model, tail)
+    if arm.mixes:
+        images = features.pixel_batches(steps, batch_size, run.seed)
+        batches = mixed_batches(images, features.trunk, model.linear.out_features, run.seed)
+    else:
+        batches = features.batches(steps, batch_size, run.seed)
+    marks = {round(share * steps): share for share in (0, 0.25, 0.5, 0.75, 1)}
+    results: dict[str, NDArray[Any]] = {}
+    held_out: list[float] = []
+    with tcnn_probe.record(model, probes=None if arm.attends else []) as recorder:
+
+        def after(step: int) -> None:
+            if step in marks:
+                held_out.append(float((_answers(model, features.probed) == features.probed_labels).mean()))
+                recorder.mark(epoch=step, held_out=held_out[-1])
+
+        training = options | {"frozen_statistics": run.batch_norm == "frozen"}
+        sums = train_tail(model, batches, arm, training, after)
+        dataset = recorder.dataset.load()
+    results["marks"], results["held_out"] = np.array(list(marks)), np.array(held_out)
+    results["rate_groups"] = np.array(list(sums))
+    results["rate_sums"], results["rate_stds"] = np.array(list(sums.values())), np.array([stds[name] for name in sums])
+    if arm.attends:
+        results |= {name: dataset[name].values for name in RECORDED}
+        types = tcnn_probe.head_types(dataset)
+        results["head_type"], results["layer"] = types.values.astype(str), dataset.layer.values.astype(str)
+    results |= _measured(model, arm.attends and not arm.gate_at_one and not arm.static_map, run, features, options)
+    if arm.static_map:
+        with tcnn_probe.ablate(model, mode="static", images=features.reference):
+            results["clean_static"] = _right(model, features.test, features.images.test.labels)
+    atomic_save(run.file(folder), **results)
+
+
+def _measured(
+    model: nn.Module, has_content: bool, run: Run, features: Features, options: Mapping[str, Any]
+) -> dict[str, NDArray[Any]]:
+    """Whether test images are right, with attention as it is and changed."""
+    labels = features.images.test.labels
+    worse = labels[features.images.corrupted_rows]
+    results = {
+        "clean": _right(model, features.test, labels),
+        "corrupted": np.stack([_right(model, part, worse) for part in features.corrupted]),
+    }
+    if not has_content:
+        return results
+    with tcnn_probe.ablate(model, mode="static", images=features.reference):
+        results["clean_static"] = _right(model, features.test, labels)
+        results["corrupted_static"] = np.stack([_right(model, part, worse) for part in features.corrupted])
+    with tcnn_probe.ablate(model, mode="positional"):
+        results["clean_positional"] = _right(model, features.test, labels)
+    if run.arm == "C":
+        rows = np.array(spread(len(labels), options["head_images"]))
+        some = features.test[rows]
+        by_layer = []
+        for name, layer in gpsa_layers(model).items():
+            by_head = []
+            for head in range(layer.heads):
+                with tcnn_probe.ablate(model, {name: head}, mode="static", images=features.reference):
+                    by_head.append(_right(model, some, labels[rows]))
+            by_layer.append(np.stack(by_head))
+        results["heads_static"], results["heads_rows"] = np.stack(by_layer), rows
+    return results
+
+
+def _initial_stds(model: nn.Module, tail: nn.Module) -> dict[str, float]:
+    """Standard deviation of the weights of each group before training; 1 of gates, whose unit is that of lambda."""
+    filters = [p.detach().flatten() for p in tail.parameters() if p.ndim > 1]
+    vectors = [p.detach().flatten() for p in tail.parameters() if p.ndim == 1]
+    return {
+        "gates": 1.0,
+        "queries and keys": QK_STD,
+        "decayed": float(torch.cat(filters).std()),
+        "undecayed": float(torch.cat(vectors).std()),
+    }
+
+
+@torch.inference_mode()
+def _answers(model: nn.Module, features: Tensor | NDArray[np.float16], batch_size: int = 125) -> NDArray[np.int64]:
+    """The most probable class of each image."""
+    model.eval()
+    answers = []
+    for start in range(0, len(features), batch_size):
+        part = features[start : start + batch_size]
+        scores = model(part if isinstance(part, Tensor) else Features.as_given(part))
+        answers.append(scores.argmax(1).numpy())
+    return np.concatenate(answers)
+
+
+def _right(model: nn.Module, features: NDArray[np.float16], labels: NDArray[np.int64]) -> NDArray[np.bool_]:
+    return _answers(model, features) == labels

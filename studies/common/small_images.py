@@ -1,0 +1,126 @@
+"""Small photographs, such as CIFAR-10's, decoded once; the crops and flips of their training are numbered views."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from common.ending import InputError
+from common.folder import ClassFolders, open_folder
+
+__all__ = ["MEAN", "STD", "SmallImages", "atomic_save", "decoded", "normalized", "split", "views"]
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's, with which the published weights were trained."""
+
+_BORDER = 4
+"""Pixels of zeros around an image of which crops are taken (He et al. 2016, Sec. 4.2)."""
+
+
+@dataclass(frozen=True)
+class SmallImages:
+    """Images in memory.
+
+    Attributes:
+        pixels: uint8, shape (N, H, W, 3).
+        labels: shape (N,).
+    """
+
+    pixels: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def part(self, rows: NDArray[np.int64] | slice) -> "SmallImages":
+        """These images alone."""
+        return SmallImages(self.pixels[rows], self.labels[rows])
+
+
+def decoded(folder: str, cache: Path) -> tuple[SmallImages, SmallImages]:
+    """Training and test images of a folder with train/ and val/, decoded once and kept in ``cache``.
+
+    Raises:
+        InputError: no folder of this layout, or images of several sizes.
+    """
+    parts = []
+    for name, images in zip(("train", "val"), open_folder(folder, None), strict=True):
+        file = cache / f"{name}.npz"
+        if not file.exists():
+            part = _read(images)
+            atomic_save(file, pixels=part.pixels, labels=part.labels)
+        with np.load(file) as arrays:
+            parts.append(SmallImages(arrays["pixels"], arrays["labels"]))
+    return parts[0], parts[1]
+
+
+def split(images: SmallImages, held_out: int, seed: int = 0) -> tuple[SmallImages, SmallImages]:
+    """Training images, and others of them, drawn at random, for choices that must not look at test images."""
+    order = np.random.default_rng(seed).permutation(len(images))
+    return images.part(np.sort(order[held_out:])), images.part(np.sort(order[:held_out]))
+
+
+def views(images: SmallImages, rows: NDArray[np.int64], view: NDArray[np.int64], seed: int = 0) -> NDArray[np.uint8]:
+    """Crops of 32 x 32 from images with a border of 4 zeros, half of them flipped.
+
+    View v of image i is the same whenever it is asked for, so that features of it can be kept.
+
+    Args:
+        images: all of them.
+        rows: numbers of images, shape (B,).
+        view: number of the view of each, shape (B,).
+        seed: of all views.
+
+    Returns:
+        shape (B, H, W, 3).
+    """
+    height, width = images.pixels.shape[1:3]
+    moves = np.stack([_moves(seed, int(v), len(images)) for v in range(int(view.max()) + 1)])[view, rows]
+    taken = np.zeros((len(rows), height, width, 3), np.uint8)
+    padded = np.pad(images.pixels[rows], ((0, 0), (_BORDER, _BORDER), (_BORDER, _BORDER), (0, 0)))
+    for number, (top, left, flip) in enumerate(moves):
+        crop = padded[number, top : top + height, left : left + width]
+        taken[number] = crop[:, ::-1] if flip else crop
+    return taken
+
+
+def normalized(pixels: NDArray[np.uint8]) -> Tensor:
+    """(B, H, W, 3) of uint8 as the network takes them, (B, 3, H, W) in float32, channels last."""
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div(255)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
+    return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
+
+
+def atomic_save(file: Path, **arrays: NDArray[np.generic]) -> None:
+    """Write a .npz file, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.tmp")
+    with temporary.open("wb") as stream:
+        np.savez(stream, **arrays)
+    temporary.replace(file)
+
+
+_MOVES: dict[tuple[int, int, int], NDArray[np.int64]] = {}
+
+
+def _moves(seed: int, view: int, count: int) -> NDArray[np.int64]:
+    """Top, left and flip of a view of every image, shape (count, 3)."""
+    key = seed, view, count
+    if key not in _MOVES:
+        rng = np.random.default_rng([seed, view])
+        _MOVES[key] = rng.integers(0, (2 * _BORDER + 1, 2 * _BORDER + 1, 2), (count, 3))
+    return _MOVES[key]
+
+
+def _read(images: ClassFolders) -> SmallImages:
+    pixels = []
+    for path, _ in images.samples:
+        with Image.open(path) as image:
+            pixels.append(np.asarray(image.convert("RGB")))
+    if len({picture.shape for picture in pixels}) > 1:
+        raise InputError("--data: expected images of one size, got several")
+    return SmallImages(np.stack(pixels), np.array(images.targets, np.int64))

@@ -1,0 +1,306 @@
+"""An attention of a forward: who attends, from where, to what, and with which weights."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.architectures.grids import Windows
+from tcnn_probe.attention.layout import Layout
+from tcnn_probe.attention.statistics import softmax_statistics
+
+if TYPE_CHECKING:
+    from tcnn_probe.attention.reconstruction import Logits
+
+__all__ = ["Attention", "Block", "SoftmaxAttention", "weigh"]
+
+_ALL = slice(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(ABC):
+    """The attention A of one call of a layer: B images, each in one or more windows, and a softmax for each head.
+
+    A forward shows two kinds, :class:`SoftmaxAttention` and
+    :class:`~tcnn_probe.attention.gated.GatedAttention`; readers such as recorders, maps and rollout work on what is
+    below and need not tell them apart. A third kind (the kernel of linear attention, say) takes one file: a subclass
+    with :attr:`shape`, :attr:`source`, :meth:`weights`, :meth:`statistics` and :meth:`discrepancy`, shown by the stream
+    where the layer has what it is made of.
+
+    The tensors behind it are the model's own, valid while the layer runs: read what you need, and keep copies.
+
+    Args:
+        module: Module that attends.
+        name: Name of the layer, as in recordings; "name#1" for the second attention in one call of the module.
+        images: Number of images B.
+        windows: Number of windows of each image, 1 for attention over the whole image. Row b * windows + w of
+            ``shape[0]`` is window w of image b.
+        layout: Grids on which queries and keys lie.
+        number: Place of this attention among those of one call of the module, counted from 0.
+        cut: Places of the windows in the image; None if unknown, or if the only window is the image.
+        limit: Number of images, the first ones, that count in sums over images; None for all.
+    """
+
+    BLOCK: ClassVar[int] = 1 << 20
+    """Number of logits formed at a time on a CPU: 4 MiB in float32, which stay in its cache."""
+
+    module: nn.Module
+    images: int
+    layout: Layout
+    windows: int = 1
+    name: str = ""
+    number: int = 0
+    cut: Windows | None = None
+    limit: int | None = None
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int, int]:
+        """Sizes (rows, heads, N_query, N_key), where rows = images * windows."""
+
+    @property
+    @abstractmethod
+    def source(self) -> Tensor:
+        """A tensor that A is made of, for its device and dtype."""
+
+    @abstractmethod
+    def weights(self, queries: slice = slice(None), image: int | None = None) -> Tensor:
+        """Return the attention of some queries.
+
+        Args:
+            queries: Slice of the N_query queries.
+            image: Index of one image; None for all.
+
+        Returns:
+            Shape (B or 1, windows, heads, queries, N_key), in float32 at least. Rows sum to one, but for queries that
+            may see no key at all: these are 0, as torch's own attention has it.
+        """
+
+    @abstractmethod
+    def statistics(self) -> Mapping[str, Any]:
+        """Return what recordings keep of A, exact and without an N x N tensor.
+
+        Returns:
+            ``{variable: tensor}``, shape (B, heads) or, for the scales of uniform attention, (B,); and for variables
+            that need sums over images a :class:`~tcnn_probe.attention.patterns.Pattern`.
+        """
+
+    @abstractmethod
+    def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
+        """Compare A with what the model computed from it, for the first image.
+
+        Args:
+            output: Output of the layer, for kinds that are compared with it.
+
+        Returns:
+            The largest difference as a share of the largest value, shape () in float32, and the largest share that
+            rounding explains; None if nothing can be compared, as under dropout.
+        """
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return self.shape[1]
+
+    @property
+    def queries(self) -> int:
+        """Number of queries of each window."""
+        return self.shape[2]
+
+    @property
+    def keys(self) -> int:
+        """Number of keys of each window."""
+        return self.shape[3]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows: of windows of all images."""
+        return self.shape[0]
+
+    @property
+    def content_keys(self) -> int:
+        """Number of keys of the part that images decide, see :meth:`content`."""
+        return self.keys
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the layer."""
+        return self.source.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Float32, or float64 where the model is in float64."""
+        return at_least_float32(self.source.dtype)
+
+    @property
+    def block(self) -> int:
+        """Number of logits to form at a time on this device."""
+        return self.block_on(self.device)
+
+    @classmethod
+    def block_on(cls, device: torch.device) -> int:
+        """Number of logits to form at a time: 64 MiB of them on a GPU, where each block is a dozen kernel launches."""
+        return cls.BLOCK << (0 if device.type == "cpu" else 4)
+
+    @property
+    def in_windows(self) -> bool:
+        """Whether there are several windows, or one that is larger than the image."""
+        return self.windows > 1 or self.cut is not None
+
+    @property
+    def class_query(self) -> int | None:
+        """Index of the class token among the queries; None without one, or with one for each class."""
+        return None
+
+    @property
+    def distillation_query(self) -> int | None:
+        """Index of the distillation token among the queries; None without one."""
+        return None
+
+    @property
+    def gate(self) -> Tensor | None:
+        """Share of positional attention of each head, shape (heads,); None for attention without gates."""
+        return None
+
+    @property
+    def map_size(self) -> tuple[int, int] | None:
+        """Rows and columns of the maps that :meth:`on_grid` gives; None where no grid is known."""
+        return None if self.layout.keys is None else self.layout.keys.size
+
+    def own_key(self, query: int) -> int | None:
+        """Index among the keys of a class or distillation token that is a query; None if it is not one of them."""
+        return query if self.layout.asking == "tokens" and query < self.layout.prefix else None
+
+    def content(self) -> Tensor:
+        """Return the part of A that images decide: (rows, heads, N_query, keys). All of it, but for gated attention."""
+        return self.weights().flatten(0, 1)
+
+    def row(self, query: int, images: Sequence[int]) -> Tensor:
+        """Return the attention of one query in some images: shape (images, windows, heads, N_key)."""
+        one_query = slice(query, query + 1)
+        return torch.stack([self.weights(one_query, image)[0, :, :, 0] for image in images])
+
+    def received(self, images: Sequence[int]) -> Tensor:
+        """Return the mean over queries of A_ij, how much each key is looked at: (images, windows, heads, N_key)."""
+        step = max(1, self.block // (self.windows * self.heads * self.keys))
+        blocks = [slice(start, start + step) for start in range(0, self.queries, step)]
+        received = []
+        for image in images:
+            sums = [self.weights(block, image)[0].sum(-2) for block in blocks]
+            received.append(torch.stack(sums).sum(0) / self.queries)
+        return torch.stack(received)
+
+    def on_grid(self, rows: Tensor) -> Tensor:
+        """Return the keys on the grid of (..., N_key): shape (..., height, width), without those of the padding."""
+        keys = self.layout.keys
+        assert keys is not None
+        return rows[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Images, windows of each of them, and queries of each window, whose attention is formed at once."""
+
+    images: slice
+    windows: slice
+    queries: slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxAttention(Attention):
+    """The softmax of logits, fused or not, in whatever module it is.
+
+    Talking heads (CaiT) mix the heads after the softmax: A is the softmax's, before that.
+
+    Args:
+        logits: Logits of some rows and queries at a time.
+        class_token: Whether the first token before the grid, if there is any, is a class token, and no register.
+        distillation_token: Whether the second one, if there is one, is a distillation token.
+        compare: Comparison with what torch gave the model, see :meth:`discrepancy`; None without one.
+    """
+
+    logits: "Logits"
+    class_token: bool = True
+    distillation_token: bool = False
+    compare: Callable[[], tuple[Tensor, float] | None] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Sizes (rows, heads, N_query, N_key), where rows = images * windows."""
+        return self.logits.shape
+
+    @property
+    def source(self) -> Tensor:
+        """The queries, or the logits."""
+        return self.logits.source
+
+    @property
+    def class_query(self) -> int | None:
+        """Index of the class token among the queries; None without one, or with one for each class.
+
+        Also of a single latent, and of the first of several if the layer hands on that one alone.
+        """
+        if self.layout.asking == "classes":
+            return None
+        alone = self.queries == 1 and self.keys > 1 and self.windows == 1
+        if self.layout.asking == "latents":
+            return 0 if alone or getattr(self.module, "pool", None) == "token" else None
+        queries = self.layout.queries
+        leads = queries.prefix > 0 if queries is not None else self.queries <= self.layout.prefix
+        return 0 if alone or (leads and self.class_token) else None
+
+    @property
+    def distillation_query(self) -> int | None:
+        """Index of the distillation token among the queries; None without one."""
+        queries = self.layout.queries
+        has_second = queries is not None and queries.prefix > 1
+        return 1 if has_second and self.distillation_token and self.class_query == 0 else None
+
+    def weights(self, queries: slice = _ALL, image: int | None = None) -> Tensor:
+        """Return the attention of some queries, see :class:`Attention`."""
+        rows = _ALL if image is None else slice(image * self.windows, (image + 1) * self.windows)
+        return self.logits.weights(rows, queries).unflatten(0, (-1, self.windows))
+
+    def statistics(self) -> dict[str, Any]:
+        """Return entropies and distances, the scale on which to read them, and sums for content information."""
+        return softmax_statistics(self)
+
+    def discrepancy(self, output: Any = None) -> tuple[Tensor, float] | None:
+        """Compare A with what torch gave the model: the output of the layer has nothing to say here."""
+        return None if self.compare is None else self.compare()
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield rows and queries that belong together: a block, or the logits of one query where these are more."""
+        # So many queries of one row at a time, or so many queries of rows that are taken whole.
+        at_once = max(1, self.block // (self.heads * self.keys))
+        windows = min(self.windows, max(1, at_once // self.queries))
+        images = max(1, at_once // (self.queries * windows)) if windows == self.windows else 1
+        sizes = (self.images, images), (self.windows, windows), (self.queries, at_once)
+        for starts in product(*(range(0, count, step) for count, step in sizes)):
+            ends = [min(start + step, count) for start, (count, step) in zip(starts, sizes, strict=True)]
+            yield Block(*map(slice, starts, ends))
+
+    def rows_of(self, block: Block) -> slice:
+        """Return the rows of a block, which are neighbours."""
+        first = block.images.start * self.windows + block.windows.start
+        last = (block.images.stop - 1) * self.windows + block.windows.stop
+        return slice(first, last)
+
+    def by_image(self, rows: Tensor) -> Tensor:
+        """Return (rows, ...) as (images, windows, ...)."""
+        return rows.unflatten(0, (self.images, self.windows))
+
+
+def weigh(attention: Tensor, values: Tensor) -> Tensor:
+    """Weigh values, (rows, heads or 1, N_key, d), by attention, (images or 1, windows, heads, N_query, N_key).
+
+    Returns:
+        Shape (rows, heads, N_query, d).
+    """
+    by_image = values.unflatten(0, (-1, attention.shape[1]))
+    return torch.einsum("bwhqk,bwhkd->bwhqd", attention.to(values.dtype), by_image).flatten(0, 1)

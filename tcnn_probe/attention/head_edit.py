@@ -1,0 +1,168 @@
+"""Edits of heads, applied where the heads of a layer lie side by side, before they are added up."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tcnn_probe.architectures.lookup import as_rows, from_rows
+from tcnn_probe.attention.attention import weigh
+from tcnn_probe.attention.gated import GatedAttention, gated_attention_of
+from tcnn_probe.attention.reconstruction import values_of
+from tcnn_probe.hooks.interception import SeenAttention, describe, multihead_arguments
+
+__all__ = ["AttendingCall", "HeadEdit", "edit_call", "edit_gated", "edit_gated_output", "owned_edits"]
+
+
+@dataclass(frozen=True)
+class HeadEdit:
+    """What some heads of an attention give instead of their own output: a listener's answer to an attention.
+
+    ::
+
+        with tcnn_probe.attention_stream(model, lambda attention: HeadEdit([3])):  # head 3 of every layer gives zero
+            model(images)
+
+    Args:
+        heads: Indices of the heads.
+        give: What they give: "zero", or the "mean" over the queries of an image or window.
+        attention: Attention that takes the place of theirs, shape (B or 1, windows, len(heads), N_query, N_key); in
+            gated layers it takes the place of the content part, over H * W real pixels.
+        terms: Function (call, output, heads) -> output that puts something in the place of the heads' terms in the
+            layer's output; the heads give zero before. For listeners to single layers.
+    """
+
+    heads: Sequence[int]
+    give: Literal["zero", "mean"] = "zero"
+    attention: Tensor | None = None
+    terms: Callable[[Any, Tensor, Sequence[int]], Tensor] | None = None
+
+    def only(self, heads: Sequence[int]) -> "HeadEdit":
+        """Return the edit of some of its heads."""
+        if self.attention is None or [*heads] == [*self.heads]:
+            return replace(self, heads=heads)
+        places = [[*self.heads].index(head) for head in heads]
+        return replace(self, heads=heads, attention=self.attention[:, :, places])
+
+
+def owned_edits(edits: Sequence[HeadEdit]) -> list[HeadEdit]:
+    """Give each head to the last edit that names it."""
+    owners = {head: edit for edit in edits for head in edit.heads}
+    by_edit = [(edit, [head for head in edit.heads if owners[head] is edit]) for edit in edits]
+    return [edit.only(heads) for edit, heads in by_edit if heads]
+
+
+class AttendingCall:
+    """A call of a torch function in which a module attends, ready to be edited.
+
+    Args:
+        func, args, kwargs: Call of ``scaled_dot_product_attention``, of a softmax, or of torch's multi-head attention,
+            which is run with the identity for its projection, so that the heads can be edited before they are mixed.
+        output: What the function gave, if it has run; it is run otherwise.
+
+    Attributes:
+        heads: Outputs of the heads, (..., N_query, d), or the attention itself, (..., N_query, N_key), of a softmax:
+            what is done to it is done to what it makes of the values, as that is linear.
+        keys: Number of keys.
+        known_axis: Axis of the heads, where the function says so.
+    """
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
+        self.known_axis: int | None = None
+        self._project: Callable[[Tensor], Any] | None = None
+        if func is F.multi_head_attention_forward:
+            arguments = multihead_arguments(*args, **kwargs)
+            self._run_multihead(func, arguments)
+            return
+        self._output: Tensor = func(*args, **kwargs) if output is None else output
+        self._describe = partial(describe, func, self._output, args, dict(kwargs))
+        self.heads = self._output if self._output.ndim > 2 else self._output[None]
+        self.is_softmax = func is not F.scaled_dot_product_attention
+        key = self._output if self.is_softmax else args[1] if len(args) > 1 else kwargs["key"]
+        self.keys = key.shape[-1] if self.is_softmax else key.shape[-2]
+
+    @cached_property
+    def seen(self) -> SeenAttention:
+        """The attention as torch was asked for it, described once it is needed."""
+        seen = self._describe()
+        assert isinstance(seen, SeenAttention)
+        return seen
+
+    def finish(self, edited: Tensor) -> Any:
+        """Return what the function gives for edited heads."""
+        if self._project is not None:
+            return self._project(edited)
+        if edited is self.heads:
+            return self._output
+        edited = edited.view(self._output.shape)
+        if self.is_softmax and not self._output.requires_grad:
+            return self._output.copy_(edited)  # in place, where who follows it to the values knows it to be
+        return edited
+
+    def _run_multihead(self, func: Any, arguments: dict[str, Any]) -> None:
+        weight, bias = arguments["out_proj_weight"], arguments["out_proj_bias"]
+        arguments["out_proj_weight"] = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        arguments["out_proj_bias"] = None
+        beside, weights = func(**arguments)  # (N, B, heads * d), or without B
+        heads = beside.unflatten(-1, (arguments["num_heads"], -1)).movedim(0, -2)
+
+        def project(edited: Tensor) -> tuple[Tensor, Any]:
+            merged = edited.reshape(heads.shape).movedim(-2, 0).flatten(-2)
+            return F.linear(merged, weight, bias), weights
+
+        self.heads, self.known_axis, self.is_softmax = heads if heads.ndim == 4 else heads[None], 1, False
+        own_keys = (arguments["bias_k"] is not None) + bool(arguments["add_zero_attn"])
+        self.keys = len(arguments["key"]) + own_keys
+        self._project = project
+        self._describe = partial(describe, func, (beside, weights), (), arguments)
+
+
+def edit_call(call: AttendingCall, module: nn.Module, edits: Sequence[HeadEdit]) -> Any:
+    """Return what a torch function gives the module that attends, edited; differentiable wherever it was."""
+    rows = as_rows(call.heads, module, call.known_axis)
+
+    def exchange(edit: HeadEdit) -> Tensor:
+        assert edit.attention is not None
+        if call.is_softmax:
+            images = len(rows) // edit.attention.shape[1]
+            return edit.attention.expand(images, *edit.attention.shape[1:]).flatten(0, 1)
+        return weigh(edit.attention, values_of(call.seen, module)[:, list(edit.heads)])
+
+    edited = _edit_rows(rows, edits, exchange)
+    heads = call.heads if edited is rows else from_rows(edited, call.heads.shape[:-2], module, call.known_axis)
+    return call.finish(heads)
+
+
+def edit_gated(attention: GatedAttention, edits: Sequence[HeadEdit], heads: Tensor) -> Tensor:
+    """Return the outputs of a gated layer's heads, (B, heads, N_query, d), edited."""
+
+    def exchange(edit: HeadEdit) -> Tensor:
+        assert edit.attention is not None
+        return attention.with_content(edit.heads, edit.attention)
+
+    return _edit_rows(heads, edits, exchange)
+
+
+def edit_gated_output(layer: nn.Module, x: Tensor, edits: Sequence[HeadEdit]) -> Tensor:
+    """Return the output of a gated layer, edited: it is computed again, differentiable."""
+    attention = gated_attention_of(layer, x)
+    return attention.output(edit_gated(attention, edits, attention.head_outputs()))
+
+
+def _edit_rows(heads: Tensor, edits: Sequence[HeadEdit], exchange: Callable[[HeadEdit], Tensor]) -> Tensor:
+    """Edit (rows, heads, N_query, d); ``exchange`` gives what heads with another attention give."""
+    for edit in edits:
+        index = torch.tensor(list(edit.heads), device=heads.device)
+        if edit.attention is not None:
+            heads = heads.index_copy(1, index, exchange(edit).to(heads.dtype))
+        elif edit.give == "mean":
+            is_edited = torch.zeros(heads.shape[1], dtype=torch.bool)
+            is_edited[list(edit.heads)] = True
+            heads = torch.where(is_edited.to(heads.device)[:, None, None], heads.mean(-2, keepdim=True), heads)
+        else:
+            heads = heads.index_fill(1, index, 0)
+    return heads

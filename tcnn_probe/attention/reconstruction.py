@@ -1,0 +1,359 @@
+"""Rebuilds softmax attention from what torch was asked for, as (rows, heads, N_query, N_key), and checks it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.architectures.grids import Windows
+from tcnn_probe.architectures.lookup import as_rows, known
+from tcnn_probe.attention.attention import SoftmaxAttention
+from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.token_grid import FeatureMaps, find_layout, pool_layout, token_counts
+from tcnn_probe.hooks.forwards import Running
+from tcnn_probe.hooks.interception import SeenAttention
+
+__all__ = [
+    "DeferredLogits",
+    "GivenLogits",
+    "Logits",
+    "NoTokenAttentionError",
+    "ProductLogits",
+    "ReconstructionError",
+    "Verification",
+    "discrepancy",
+    "is_between_channels",
+    "logits_of",
+    "relative_difference",
+    "softmax_attention_of",
+    "tolerance",
+    "values_of",
+]
+
+# Queries that are compared with the model's own softmax: a slip in scale, mask or order of axes shows in any of them.
+_QUERIES_TO_CHECK = 64
+# In half precision fused kernels round the attention, too, before it weighs the values.
+_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}
+# Up to so many rows one product for each row is quicker than a batched one, which copies queries and keys first.
+_FEW_ROWS = 32
+
+_ALL = slice(None)
+
+
+class NoTokenAttentionError(Exception):
+    """A softmax that is no attention between tokens; the message says what it is."""
+
+
+class ReconstructionError(RuntimeError):
+    """Attention as it is rebuilt for measuring is not the attention that the model used."""
+
+
+class Logits(ABC):
+    """Logits of some rows, queries and keys at a time; a row is an image, or a window of an image.
+
+    Args:
+        shape: Sizes (rows, heads, N_query, N_key).
+        source: Tensor that they are made of, for its device and dtype.
+        masked: Whether logits may be minus infinity.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], source: Tensor, *, masked: bool) -> None:
+        self.shape, self.source, self.masked = shape, source, masked
+
+    @abstractmethod
+    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+        """Return a part of them, float32 or float64, contiguous, and free to be overwritten; in ``out`` if given."""
+
+    def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
+        """Return their softmax; 0 for queries that may see no key at all, as torch's own attention has it."""
+        logits = self(rows, queries)
+        weights = torch.softmax(logits, -1)
+        return weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0) if self.masked else weights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Float32, or float64 where the model is in float64."""
+        return at_least_float32(self.source.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the layer."""
+        return self.source.device
+
+    def new_empty(self, *shape: int) -> Tensor:
+        """Allocate a tensor for statistics."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+class ProductLogits(Logits):
+    """Logits scale * q k^T + mask.
+
+    Args:
+        query: Shape (rows, heads, N_query, d).
+        key: Shape (rows, heads, N_key, d).
+        scale: Factor of the products.
+        mask: Numbers to add, or True where a query may see a key; broadcasts to (rows, heads, N_query, N_key).
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> None:
+        rows, heads, queries, _ = query.shape
+        super().__init__((rows, heads, queries, key.shape[2]), query, masked=mask is not None)
+        self._query, self._key, self._scale = query, key, scale
+        self._mask = None if mask is None else mask.expand(self.shape)
+
+    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+        """Return a part of them, see :class:`Logits`; only that part of the products is formed."""
+        query = self._query[rows, :, queries].to(self.dtype)
+        key = self._key[rows, :, keys].to(self.dtype)
+        logits = query.new_empty(*query.shape[:3], key.shape[2]) if out is None else out
+        by_row = (logits, query, key)
+        if query.shape[0] > _FEW_ROWS:
+            by_row = (logits.flatten(0, 1)[None], query.flatten(0, 1)[None], key.flatten(0, 1)[None])
+        for row, q, k in zip(*by_row, strict=True):
+            torch.baddbmm(row, q, k.transpose(1, 2), beta=0, alpha=self._scale, out=row)
+        if self._mask is None:
+            return logits
+        mask = self._mask[rows, :, queries, keys]
+        return logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
+
+
+class GivenLogits(Logits):
+    """Logits that a model gave to a softmax.
+
+    Args:
+        logits: Shape (rows, heads, N_query, N_key); perhaps with minus infinity, as nothing says that there is none.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        rows, heads, queries, keys = logits.shape
+        super().__init__((rows, heads, queries, keys), logits, masked=True)
+
+    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+        """Return a copy of a part of them, see :class:`Logits`."""
+        part = self.source[rows, :, queries, keys]
+        return (self.new_empty(*part.shape) if out is None else out).copy_(part)
+
+
+class DeferredLogits(Logits):
+    """Logits that are rebuilt once they are asked for: most edits of heads never ask.
+
+    Args:
+        shape: Sizes (rows, heads, N_query, N_key).
+        source: Tensor for their device and dtype.
+        rebuild: Function that gives the logits.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], source: Tensor, rebuild: Callable[[], Logits]) -> None:
+        super().__init__(shape, source, masked=True)
+        self._rebuild = rebuild
+
+    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+        """Return a part of them, see :class:`Logits`."""
+        return self._rebuilt(rows, queries, keys, out=out)
+
+    @cached_property
+    def _rebuilt(self) -> Logits:
+        return self._rebuild()
+
+
+def softmax_attention_of(
+    seen: SeenAttention, name: str, number: int, running: Running, maps: FeatureMaps
+) -> SoftmaxAttention:
+    """Describe what the last of the running modules asked torch for as an attention between tokens on their grids.
+
+    Args:
+        seen: Attention as torch was asked for it.
+        name: Name of the layer.
+        number: Place of this attention among those of the module's call.
+        running: Modules that are running, and their inputs.
+        maps: Feature maps of the forward so far, which show the grids.
+
+    Raises:
+        NoTokenAttentionError: It is no attention between tokens.
+    """
+    module, inputs = running[-1]
+    if reason := known(module).no_attention_matrix:
+        raise NoTokenAttentionError(reason)
+    logits = logits_of(seen, module)
+    rows, heads, queries, keys = logits.shape
+    layout = pool_layout(queries, keys, running, maps)
+    if layout is None and queries == keys and is_between_channels(keys, heads, inputs):
+        raise NoTokenAttentionError("attention between channels, not between tokens")
+    images = maps.images if maps.images and rows % maps.images == 0 else rows
+    windows = rows // images
+    cut = _find_windows(running)
+    if layout is None and seen.not_on_grid:
+        layout = Layout(None, None, seen.not_on_grid)
+    elif layout is None:
+        layout = find_layout(queries, keys, windows, running, maps)
+        if layout.keys is None and cut is not None and queries == keys == cut.window[0] * cut.window[1]:
+            layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
+        tokens_behind = any((maps.around(count) or (0, 0))[1] for count in (queries, keys))
+        if layout.keys is not None and windows == 1 and tokens_behind:
+            logits = logits_of(_grid_last(seen, maps), module)
+    if windows == 1 and cut is not None and cut.grid == cut.window:
+        cut = None  # the window is the image: no part of it has to be put anywhere
+    return SoftmaxAttention(
+        module=module,
+        name=name,
+        number=number,
+        images=images,
+        windows=windows,
+        layout=layout,
+        cut=cut,
+        logits=logits,
+        class_token=maps.has_class_token(keys),
+        distillation_token=maps.special.distillation_token,
+        compare=partial(discrepancy, seen, module),
+    )
+
+
+def _find_windows(running: Running) -> Windows | None:
+    """Return the windows of the innermost module that is known to cut its input; None if there is none."""
+    for module, inputs in reversed(running):
+        if cut := known(module).windows:
+            return cut(module, inputs)
+    return None
+
+
+def _grid_last(seen: SeenAttention, maps: FeatureMaps) -> SeenAttention:
+    """Return the attention with the tokens that are behind the grid in front of it."""
+
+    def ordered(x: Tensor, dim: int) -> Tensor:
+        count = x.shape[dim]
+        before, after = maps.around(count) or (0, 0)
+        if not after or count <= before + after:
+            return x
+        first, grid, behind, last = x.split([before, count - before - after, after - 1, 1], dim)
+        in_order = [last, first, behind, grid] if maps.class_token_is_last(count) else [first, behind, last, grid]
+        return torch.cat(in_order, dim)
+
+    def ordered_matrix(x: Tensor | None) -> Tensor | None:
+        return None if x is None else ordered(ordered(x, -2), -1)
+
+    if seen.logits is not None:
+        return replace(seen, logits=ordered_matrix(seen.logits))
+    assert seen.query is not None
+    assert seen.key is not None
+    query, key = ordered(seen.query, -2), ordered(seen.key, -2)
+    return replace(seen, query=query, key=key, mask=ordered_matrix(seen.mask))
+
+
+@torch.no_grad()
+def discrepancy(seen: SeenAttention, module: nn.Module) -> tuple[Tensor, float] | None:
+    """Compare the first row of the rebuilt attention with what torch gave the model.
+
+    Returns:
+        The largest difference as a share of torch's largest value, shape () in float32, and the largest share that
+        rounding explains; None if dropout leaves nothing to compare with.
+    """
+    if seen.output is None:
+        return None
+    logits = logits_of(seen, module)
+    queries = slice(0, logits.shape[2] if seen.finish else _QUERIES_TO_CHECK)
+    first = slice(0, 1)
+    rebuilt = torch.softmax(logits(first, queries), -1)
+    if seen.logits is not None:
+        expected = as_rows(seen.output, module, None)[first, :, queries]
+    else:
+        values = values_of(seen, module)[first].to(rebuilt.dtype)
+        rebuilt = torch.nan_to_num(rebuilt) @ values
+        if seen.finish is not None:
+            rebuilt = seen.finish(rebuilt)
+            expected = seen.output[:, :1] if seen.output.ndim == 3 else seen.output
+        else:
+            output = seen.output if seen.output.ndim > 2 else seen.output[None]
+            expected = as_rows(output, module, seen.heads)[first, :, queries]
+    return relative_difference(rebuilt, expected), tolerance(seen.output.dtype)
+
+
+def values_of(seen: SeenAttention, module: nn.Module) -> Tensor:
+    """Return the values that are weighed, shape (rows, heads, N_key, d_value)."""
+    return as_rows(_broadcast(seen)[2], module, seen.heads)
+
+
+def logits_of(seen: SeenAttention, module: nn.Module) -> Logits:
+    """Return the logits of an attention as torch was asked for it."""
+    if seen.logits is not None:
+        return GivenLogits(as_rows(seen.logits, module, seen.heads))
+    query, key, _ = _broadcast(seen)
+    mask = seen.mask
+    if mask is not None:
+        mask = as_rows(mask.expand(*query.shape[:-1], key.shape[-2]), module, seen.heads)
+    return ProductLogits(as_rows(query, module, seen.heads), as_rows(key, module, seen.heads), seen.scale, mask)
+
+
+def _broadcast(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values with the same leading dimensions, of which there is at least one."""
+    query, key, value = seen.query, seen.key, seen.value
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    shapes = [(1,), query.shape[:-2], key.shape[:-2], value.shape[:-2]]
+    if seen.mask is not None:
+        shapes.append(seen.mask.shape[:-2])
+    leading = np.broadcast_shapes(*shapes)
+    query, key, value = (x.expand(*leading, *x.shape[-2:]) for x in (query, key, value))
+    return query, key, value
+
+
+def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
+    """Return whether the keys can only be the channels of each head, by the shapes of the layer's inputs."""
+    features = [x for x in inputs if isinstance(x, Tensor) and x.ndim in (3, 4)]
+    channels = {x.shape[-1] if x.ndim == 3 else x.shape[1] for x in features}
+    return keys * heads in channels and keys not in token_counts(inputs)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the largest share of the output's largest value that rounding explains."""
+    return _TOLERANCE.get(dtype, 5e-3)
+
+
+def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
+    """Return the largest difference as a share of the largest expected value, shape () in float32, where finite."""
+    broken = ~expected.isfinite()  # by what the model was given
+    difference, size = (x.masked_fill(broken, 0).abs().amax().float() for x in (rebuilt - expected, expected))
+    return difference / size.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+class Verification:
+    """Comparisons of a forward, which are looked at when it has ended: reading one waits for the device."""
+
+    def __init__(self) -> None:
+        self._passed: set[str] = set()
+        self._open: list[tuple[str, Tensor, float]] = []
+
+    def begin(self) -> None:
+        """Forget the comparisons of a forward that did not end."""
+        self._open = []
+
+    def needed(self, layer: str) -> bool:
+        """Return whether no forward has shown yet that the layer is rebuilt rightly."""
+        return layer not in self._passed
+
+    def add(self, layer: str, compared: tuple[Tensor, float] | None) -> None:
+        """Add a relative difference and the largest that may be; None where nothing could be compared."""
+        if compared is not None:
+            self._open.append((layer, *compared))
+
+    def settle(self) -> None:
+        """Read all comparisons.
+
+        Raises:
+            ReconstructionError: One is larger than rounding explains.
+        """
+        compared, self._open = self._open, []
+        shares = {layer: float(difference) for layer, difference, _ in compared}
+        wrong = {layer: shares[layer] for layer, _, largest in compared if not shares[layer] <= largest}
+        if wrong:
+            raise ReconstructionError(
+                f"attention rebuilt from what reached it differs from the model's own output, by these shares of its "
+                f"largest value: {wrong}; record the other layers with layers=, or write a probe for this kind of layer"
+            )
+        self._passed |= shares.keys()

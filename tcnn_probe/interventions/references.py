@@ -1,0 +1,193 @@
+"""Statistics over given images, for ablations that put them in: attention, or the terms that heads add."""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from tcnn_model import GPSA
+from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.images import as_images, as_pictures
+
+__all__ = ["AttentionReference", "GivenImages", "ReferenceStatistics", "TermReference", "as_batches"]
+
+GivenImages = Tensor | Iterable[Any]
+
+
+class ReferenceStatistics:
+    """Statistics of forwards in the thread that makes this, until :meth:`finish`.
+
+    Attributes:
+        is_finished: Whether all images have passed.
+        images: Number of images in the batch that is running.
+        total: Number of images so far, with those of that batch.
+        size: Size of one image, once finished.
+    """
+
+    def __init__(self) -> None:
+        self.is_finished, self.images, self.total = False, 0, 0
+        self.size: torch.Size | None = None
+        self._thread = threading.get_ident()
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether the forward that runs here is one of the given images."""
+        return not self.is_finished and self._thread == threading.get_ident()
+
+    def begin(self, images: int) -> None:
+        """Begin a forward of a batch of images."""
+        self.images, self.total = images, self.total + images
+
+    def finish(self, size: torch.Size | None) -> None:
+        """End the collection; ``size`` is the size of one image."""
+        self.is_finished, self.size = True, size
+
+    def check(self, inputs: Iterable[Any]) -> None:
+        """Refuse images of another size than the given ones."""
+        size = next((x.shape[1:] for x in inputs if isinstance(x, Tensor)), None)
+        if self.is_finished and size is not None and self.size not in (None, size):
+            raise ValueError(f"expected images of the size of images=, {tuple(self.size)}; got {tuple(size)}")
+
+    def _by_image(self, rows: Tensor, layer: str) -> Tensor:
+        """Return (images * windows, ...) as (images, windows, ...)."""
+        if rows.shape[0] % self.images:
+            raise ValueError(
+                f"{layer!r} gives {rows.shape[0]} rows for {self.images} images: which are one image's is not known"
+            )
+        return rows.unflatten(0, (self.images, -1))
+
+
+class AttentionReference(ReferenceStatistics):
+    """Attention of some heads of a layer: its mean over the given images, or that of each.
+
+    Args:
+        shuffled: Whether it is that of each.
+        seed: Seed of the order in which images get it: a random cycle, in which no image keeps its own; None for the
+            order in which they were given.
+    """
+
+    def __init__(self, *, shuffled: bool, seed: int | None = None) -> None:
+        super().__init__()
+        self._shuffled, self._seed = shuffled, seed
+        # By number of the attention in the layer's call; attention is (images, or 1 for all, windows, heads, Nq, Nk).
+        self._heads: dict[int, Sequence[int]] = {}
+        self._attention: dict[int, Tensor] = {}
+        self._counts: dict[int, int] = {}
+
+    def add(self, number: int, heads: Sequence[int], weights: Tensor, layer: str) -> None:
+        """Add the attention of the batch that is running, (images * windows, all heads, N_query, N_key)."""
+        attention = self._by_image(weights[:, list(heads)].to(at_least_float32(weights.dtype)), layer)
+        if number in self._attention:
+            attention = torch.cat([self._attention[number], attention])
+        self._attention[number] = attention if self._shuffled else attention.sum(0, keepdim=True)
+        self._heads[number], self._counts[number] = heads, self._counts.get(number, 0) + self.images
+        if self._counts[number] > self.total:
+            raise ValueError(
+                f"{layer!r} is called several times for the same images: which of its attention is to be exchanged for "
+                f"which is not known"
+            )
+
+    def finish(self, size: torch.Size | None) -> None:
+        """End the collection: sums become means, if means are wanted."""
+        super().finish(size)
+        if not self._shuffled:
+            self._attention = {number: total / self._counts[number] for number, total in self._attention.items()}
+
+    def attention_for(self, attention: Attention, heads: Sequence[int], layer: str) -> Tensor:
+        """Return what some heads are to attend to in the place of their own attention.
+
+        Returns:
+            Shape (images, or 1 for all alike, windows, heads, N_query, N_key).
+        """
+        number, rows, queries, keys = attention.number, attention.rows, attention.queries, attention.content_keys
+        if number not in self._attention:
+            raise ValueError(f"{layer!r} did not attend when attention was taken over images=")
+        reference = self._attention[number]
+        windows, _, *size = reference.shape[1:]
+        if rows % windows or size != [queries, keys]:
+            raise ValueError(
+                f"expected images of the size of images=: of these {layer!r} has {windows} x {size[0]} queries and "
+                f"{size[1]} keys, and now {rows} x {queries} queries in all and {keys} keys"
+            )
+        places = [self._heads[number].index(head) for head in heads]
+        if not self._shuffled:
+            return reference[:, :, places]
+        donors = self._order(len(reference))[torch.arange(rows // windows) % len(reference)]
+        return reference[donors.to(reference.device)][:, :, places]
+
+    def _order(self, images: int) -> Tensor:
+        """Return the image whose attention each image gets."""
+        order = torch.arange(images)
+        if self._seed is not None:
+            cycle = torch.randperm(images, generator=torch.Generator().manual_seed(self._seed))
+            order[cycle] = cycle.roll(1)
+        return order
+
+
+class TermReference(ReferenceStatistics):
+    """Means over the given images of what single heads add to the output of their layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: dict[int, tuple[Tensor, int]] = {}
+
+    def add(self, number: int, terms: Sequence[Tensor], layer: str) -> None:
+        """Add the terms of each head in one attention of the layer's call, (images * windows, ...) each."""
+        sums = [self._by_image(term, layer).sum(0, dtype=at_least_float32(term.dtype)) for term in terms]
+        stacked = torch.stack(sums)
+        before, count = self._sums.get(number, (torch.zeros_like(stacked), 0))
+        self._sums[number] = before + stacked, count + self.images
+
+    def add_to(self, output: Tensor, number: int, places: Sequence[int], layer: str) -> Tensor:
+        """Return the output, (B * windows, ...), with the means of the heads at some places added."""
+        if number not in self._sums:
+            raise ValueError(f"{layer!r} did not run when means were taken over images=")
+        sums, count = self._sums[number]
+        mean = (sums[list(places)].sum(0) / count).to(output)
+        windows = mean.shape[0]
+        if output.shape[0] % windows or output.shape[1:] != mean.shape[1:]:
+            raise ValueError(
+                f"expected images of the size of images=: {layer!r} gave {tuple(mean.shape)} for one of these, and now "
+                f"{tuple(output.shape)} for all"
+            )
+        return output + mean[0] if windows == 1 else (output.unflatten(0, (-1, windows)) + mean).flatten(0, 1)
+
+
+def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
+    """Yield batches as the model takes them, made one at a time.
+
+    Raises:
+        TypeError, ValueError: A batch that holds no images, or images of several sizes.
+    """
+    if isinstance(images, Dataset) and not isinstance(images, IterableDataset):
+        raise TypeError(f"expected batches of images, got single ones: {type(images).__name__}; give its DataLoader")
+    if isinstance(images, Mapping) or (not isinstance(images, Tensor) and as_pictures(images) is not None):
+        images = as_images(images, model)
+    like, size = next(model.parameters(), None), None
+    for item in [images] if isinstance(images, Tensor) else images:
+        batch = _as_batch(item, model)
+        size = batch.shape[1:] if size is None else size
+        if size != batch.shape[1:]:
+            raise ValueError(f"expected images of one size, got {tuple(size)} and {tuple(batch.shape[1:])}")
+        yield batch if like is None else batch.to(like.device, like.dtype)
+    if size is None:
+        raise ValueError("expected images, got none")
+
+
+def _as_batch(item: Any, model: nn.Module) -> Tensor:
+    """Return images, or the first of a loader's pair; a batch of one, of one image for a model of feature maps."""
+    batch = item[0] if isinstance(item, (tuple, list)) and item else item
+    if not isinstance(batch, Tensor) or not batch.numel():
+        got = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+        raise TypeError(f"expected batches of images as the model takes them, got {got}")
+    if batch.ndim < 2 or not batch.is_floating_point():
+        raise TypeError(
+            f"expected batches of images, floating point; of a pair (images, labels) give the first: got "
+            f"{batch.dtype} of shape {tuple(batch.shape)}"
+        )
+    is_single = batch.ndim == 3 and any(isinstance(module, nn.Conv2d | GPSA) for module in model.modules())
+    return batch[None] if is_single else batch
