@@ -42,8 +42,9 @@ _LEAST_CHANGE = 1e-3
 # Halos around the image have no part in it, and units of an untrained network are dead in places.
 _LEAST_ON_IMAGE = 0.25
 
-# Measured on 60 models: at least 0.97 where tokens are in raster order, at most 0.85 where they are not.
-_LEAST_CORRELATION = 0.93
+# Untrained models measured so: 0.95 and more in nearly all, 0.90 where wide convolutions see much of the image; tokens
+# in mask units 0.55, two tokens in seven exchanged twice 0.64.
+_LEAST_CORRELATION = 0.8
 
 # Where a token is the same one, the same image gives the same within rounding; another token differs altogether.
 _MOST_RANDOM = 0.1
