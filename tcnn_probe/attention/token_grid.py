@@ -83,6 +83,17 @@ class FeatureMaps:
         before, after = joined
         return sum(before), sum(after)
 
+    def has_class_token(self, count: int) -> bool:
+        """Tell whether the first of so many tokens, or the last, is a class token, as far as it shows."""
+        joined = self._joined_around(count)
+        if joined is None or self.special.given.around or self.special.given.class_token is not None:
+            return self.special.class_token
+        # A model can hold its class token and its registers in a single parameter. Of several parts before the grid
+        # the first one is a class token only if it is a single token: EoMT puts its queries before it.
+        before, _ = joined
+        can_be_first = len(before) == 1 or before[:1] == (1,)
+        return self.special.class_token and (can_be_first or self.class_token_is_last(count))
+
     def class_token_is_last(self, count: int) -> bool:
         """Return whether the last of ``count`` tokens is the class token: put behind the grid alone, none before."""
         if self.special.given.around:
