@@ -25,14 +25,19 @@ CLEAN = [
     "tcnn_model/training",
     "tcnn_finetune.py",
     "tcnn_probe/architectures",
+    "tcnn_probe/attention",
     "tcnn_probe/callbacks",
     "tcnn_probe/command_line.py",
     "tcnn_probe/evaluation",
     "tcnn_probe/heads",
+    "tcnn_probe/hooks",
     "tcnn_probe/images.py",
+    "tcnn_probe/interventions",
     "tcnn_probe/loggers.py",
     "tcnn_probe/models.py",
     "tcnn_probe/plot",
+    "tcnn_probe/probes",
+    "tcnn_probe/recording",
     "tcnn_probe/reporting",
     "tcnn_probe/representation",
     "tcnn_probe/schema.py",
@@ -63,7 +68,11 @@ CLEAN = [
     "tests/test_prose.py",
 ]
 # Public parameters, which users write: layer_cka(features, others), and the corruptions' shares that are kept.
-PUBLIC = {"tcnn_probe/representation": "others", "tcnn_probe/evaluation/corruptions": "kept"}
+PUBLIC = {
+    "tcnn_probe/recording": "every",
+    "tcnn_probe/representation": "others",
+    "tcnn_probe/evaluation/corruptions": "kept",
+}
 
 PRONOUN = re.compile(
     "ones?|some|each|found|given|told|there|here|this|these|those|others?|own|both|mine|theirs|made|wanted|chosen|whole|"

@@ -78,7 +78,7 @@ class Claim:
 
     Args:
         layout: The grids.
-        windows: How the image was cut, if it is known.
+        windows: Cut of the image into windows, if it is known.
         behind: Numbers of queries and of keys after the grid, which ``layout`` counts as before it.
     """
 
@@ -108,7 +108,7 @@ def raster_objections(
     for disturbances in (1, _DISTURBANCES_IN_DOUBT):
         places = measure_token_places(model, image, forward, disturbances=disturbances)
         objections = {
-            name: both for name in places.keys() & claims.keys() if any(both := _objections(places[name], claims[name]))
+            name: pair for name in places.keys() & claims.keys() if any(pair := _objections(places[name], claims[name]))
         }
         if not objections:
             break
@@ -157,7 +157,7 @@ def objection_to_order(places: Tensor, tokens: Tokens, windows: Windows | None =
     Args:
         places: Places as measured, shape (windows, N, 2).
         tokens: The grid on which they are taken to lie.
-        windows: How the image was cut, if it is known.
+        windows: Cut of the image into windows, if it is known.
         behind: Number of tokens after the grid, which ``tokens`` counts as before it.
     """
     places = places[:, tokens.prefix - behind : tokens.count - behind]
@@ -210,12 +210,12 @@ class _CutAttention(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        seen = describe(func, output, args, kwargs)
-        if isinstance(seen, SeenAttention) and self.running:
-            return self._cut(seen, output)
+        visible = describe(func, output, args, kwargs)
+        if isinstance(visible, SeenAttention) and self.running:
+            return self._cut(visible, output)
         if isinstance(output, Tensor):
-            given = [x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]
-            self._follow(func, output, [x for x in given if isinstance(x, Tensor)])
+            arguments = [x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+            self._follow(func, output, [x for x in arguments if isinstance(x, Tensor)])
         return output
 
     def _follow(self, func: Callable[..., Any], output: Tensor, inputs: Sequence[Tensor]) -> None:
@@ -227,19 +227,19 @@ class _CutAttention(TorchFunctionMode):
         if sources:
             self._operands[output] = self._operands[sources[0]]
 
-    def _cut(self, seen: SeenAttention, output: Any) -> Any:
+    def _cut(self, visible: SeenAttention, output: Any) -> Any:
         module = next(m for m in reversed(self.running) if not isinstance(m, (nn.Softmax, nn.Dropout)))
         number = self.asked[module]
         self.asked[module] += 1
-        query, key = (seen.query, seen.key) if seen.logits is None else self._operands_of(seen.logits)
+        query, key = (visible.query, visible.key) if visible.logits is None else self._operands_of(visible.logits)
         places = None
         if query is not None and key is not None:
-            of_queries, of_keys = (_places(x, self._versions, module, seen.heads) for x in (query, key))
+            of_queries, of_keys = (_places(x, self._versions, module, visible.heads) for x in (query, key))
             if of_queries is not None and of_keys is not None:
                 places = TokenPlaces(of_queries, of_keys)
                 name = self._names.get(module, "")
                 self.places.setdefault(f"{name}#{number}" if number else name, places)
-        return _kept(seen, output, module, places)
+        return _kept(visible, output, module, places)
 
     def _operands_of(self, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return queries and keys as (..., N, d), with the leading axes of the logits."""
@@ -263,23 +263,23 @@ def _tokens(operand: Tensor, leading: Sequence[int], count: int, *, transposed: 
     return None
 
 
-def _kept(seen: SeenAttention, output: Any, module: nn.Module, places: TokenPlaces | None) -> Any:
+def _kept(visible: SeenAttention, output: Any, module: nn.Module, places: TokenPlaces | None) -> Any:
     """Return what attention gives if each query attends to the key at its own place."""
-    if seen.logits is not None:
-        shape = seen.logits.shape
-        rows = as_rows(output, module, seen.heads)
+    if visible.logits is not None:
+        shape = visible.logits.shape
+        rows = as_rows(output, module, visible.heads)
         weights = _own_key(rows.shape[-2], rows.shape[-1], places).to(rows)
         repeats = len(rows) // len(weights)
-        kept = weights.repeat(repeats, 1, 1)[:, None].expand_as(rows)
-        return from_rows(kept, shape[:-2], module, seen.heads)
-    assert seen.query is not None
-    leading = seen.query.shape[:-2] or (1,)
-    values = values_of(seen, module)
-    weights = _own_key(seen.query.shape[-2], values.shape[-2], places).to(values)
-    kept = weights.repeat(len(values) // len(weights), 1, 1)[:, None] @ values
-    if seen.finish is not None:
-        return (seen.finish(kept), *output[1:])
-    return from_rows(kept, leading, module, seen.heads).view_as(output)
+        retained = weights.repeat(repeats, 1, 1)[:, None].expand_as(rows)
+        return from_rows(retained, shape[:-2], module, visible.heads)
+    assert visible.query is not None
+    leading = visible.query.shape[:-2] or (1,)
+    values = values_of(visible, module)
+    weights = _own_key(visible.query.shape[-2], values.shape[-2], places).to(values)
+    retained = weights.repeat(len(values) // len(weights), 1, 1)[:, None] @ values
+    if visible.finish is not None:
+        return (visible.finish(retained), *output[1:])
+    return from_rows(retained, leading, module, visible.heads).view_as(output)
 
 
 def _own_key(queries: int, keys: int, places: TokenPlaces | None) -> Tensor:
@@ -306,8 +306,8 @@ def _places(tokens: Tensor, versions: int, module: nn.Module, heads: int | None)
     change, by_row, by_column = (images[2:] - plain).unflatten(0, (3, -1))
     size = change.square().sum((0, -1))
     shares = [(faded * change).sum((0, -1)) / size for faded in (by_row, by_column)]
-    least = _LEAST_CHANGE * _DISTURBANCE.get(tokens.dtype, _DISTURBANCE_OF_HALF)
-    is_still = size.sqrt() <= least * plain.norm(dim=-1)
+    lowest = _LEAST_CHANGE * _DISTURBANCE.get(tokens.dtype, _DISTURBANCE_OF_HALF)
+    is_still = size.sqrt() <= lowest * plain.norm(dim=-1)
     places = torch.stack(shares, -1).masked_fill(is_still[..., None], torch.nan)
     is_random = (again - plain).square().sum(-1) > _MOST_RANDOM * size / len(change)
     return places.masked_fill((is_random & ~is_still)[..., None], torch.inf)
