@@ -18,7 +18,7 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
 
         found = tcnn_probe.evaluation.disagreement(ds, by="group")
         found.disagreement.sel(group="noise").to_pandas()
-        tcnn_probe.evaluation.bootstrap_interval(found.differ)
+        tcnn_probe.evaluation.mean_interval(found.differ)
 
     The labels stand among the models as "ground truth", so its row has the error rates. Two predictions of -1 (scores
     with NaN) do not differ. What is NaN, of a model that did not see these images, is left out.

@@ -30,7 +30,7 @@ def robustness(
 
     Accuracies are means over images and over all that is not named by ``by`` (corruptions of the group, severities,
     seeds), with the standard error over images. The relative improvement of a model is (its accuracy - the
-    baseline's) / the baseline's, with a 95 % bootstrap interval over images that both models see
+    baseline's) / the baseline's, with a 95 % interval over images that both models see
     (:func:`tcnn_probe.evaluation.improvement`); a bar for which there is none, since the baseline is never right in
     some resample, is hatched. Clean images, where there are such, come first.
 

@@ -1,7 +1,7 @@
 """What features of images know and how they are arranged: plain arrays in, numbers out.
 
 Features are of n images, shape (n, ...); all dimensions after the first are taken together. Numbers come by image where
-there are some, so that :func:`tcnn_probe.evaluation.bootstrap_interval` can say how sure their mean is.
+there are some, so that :func:`tcnn_probe.evaluation.mean_interval` can say how sure their mean is.
 """
 
 from tcnn_probe.representation.by_layer import layer_cka, layer_scores
