@@ -110,7 +110,7 @@ def of_seeds(random: np.random.Generator, count: int) -> np.ndarray:
     ],
 )
 def test_intervals_cover(draw: Callable[[np.random.Generator, int], np.ndarray], count: int, truth: float) -> None:
-    """At the sizes that the studies have. A percentile bootstrap covered 0.39 of 8 and 0.84 of 32 images, first rows."""
+    """At the sizes that the studies have. A percentile bootstrap covered 0.39 of the first, of the second 0.84."""
     random = np.random.default_rng(count)
     dims = ("image",) if draw is not of_seeds else ("seed", "image")
     samples = np.stack([draw(random, count) for _ in range(1200)])
