@@ -1,4 +1,4 @@
-"""Which way of computing attention is the fastest at which size: the measurement behind ``backend="auto"``.
+"""The fastest backend of attention at each size: the measurement behind ``backend="auto"``.
 
 python benchmarks/backends.py              about 3 minutes on one core
 """
@@ -22,7 +22,9 @@ def _contest(
     arguments: argparse.Namespace, side: int, channels: int, values: Literal["shared", "per head"]
 ) -> contest.Contest:
     torch.manual_seed(0)
-    axis, batch, width = Axis(side, 1, 1, 3), arguments.batch, channels // _HEADS
+    axis = Axis(side, 1, 1, 3)
+    batch = arguments.batch
+    width = channels // _HEADS
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, device=arguments.device, dtype=getattr(torch, arguments.dtype), requires_grad=True)
@@ -46,7 +48,7 @@ def _contest(
 
 
 def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
-    """What to compare."""
+    """Return the contests."""
     shared = {
         f"{side} x {side} tokens, {channels} channels shared": _contest(arguments, side, channels, "shared")
         for channels in (64, 512)
@@ -60,7 +62,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = contest.options(__doc__)
     parser.add_argument("--batch", type=int, default=4)
     return parser

@@ -1,6 +1,6 @@
 """(a) timm's ConViT GPSA layer against itself accelerated: same weights, 9 heads, 144 channels, forward and backward.
 
-The floor is timm's plain attention of the same width, fused: a layer without positional attention and gates.
+The lower bound is timm's plain attention of the same width, fused: a layer without positional attention and gates.
 
 python benchmarks/convit_layer.py          14, 28 and 56 squared tokens; about 3 minutes on one core
 """
@@ -18,24 +18,24 @@ from tcnn_model import accelerate
 
 
 def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
-    """What to compare."""
+    """Return the contests."""
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
     timm_layer = GPSA(144, num_heads=9).to(arguments.device, dtype)
-    timm_layer.local_init()
-    ours = copy.deepcopy(timm_layer)
-    accelerate(ours)
+    timm_layer.local_init()  # as ConViT starts, with heads on the nine neighbours
+    accelerated = copy.deepcopy(timm_layer)
+    accelerate(accelerated)
     plain = Attention(144, num_heads=9).to(arguments.device, dtype)
 
     def at(side: int) -> contest.Contest:
         x = torch.randn(arguments.batch, side * side, 144, device=arguments.device, dtype=dtype, requires_grad=True)
-        if not arguments.child:
+        if not arguments.child:  # a child process measures memory only
             with torch.no_grad():
-                error = float((ours(x) - timm_layer(x)).abs().max() / timm_layer(x).abs().max())
+                error = float((accelerated(x) - timm_layer(x)).abs().max() / timm_layer(x).abs().max())
             print(f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output")
         return {
             "timm": lambda: contest.training_step(timm_layer, x),
-            "tcnn_model.accelerate": lambda: contest.training_step(ours, x),
+            "tcnn_model.accelerate": lambda: contest.training_step(accelerated, x),
             "plain attention, fused": lambda: contest.training_step(plain, x),
         }
 
@@ -43,7 +43,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = contest.options(__doc__)
     parser.add_argument("--sides", type=int, nargs="+", default=[14, 28, 56])
     parser.add_argument("--batch", type=int, default=1)

@@ -2,8 +2,8 @@
 
 python benchmarks/depthwise_layer.py       about 3 minutes on one core
 
-"Products" are what no way does without: the queries, keys and values, and attention applied to the values of each head,
-with their gradients; they are matrix products of that size and nothing else.
+"Products" is a lower bound: the matrix products that every order needs, and nothing else. They are those of queries,
+keys and values, and of attention with the values of each head, with their gradients.
 """
 
 import argparse
@@ -16,7 +16,8 @@ import contest
 from tcnn_model import GPSA
 from tcnn_model.gpsa.functional import Backend
 
-SHAPES = {  # channels, kernel, side: of EfficientNet-Lite0, ConvNeXt and MobileNets
+# Channels, kernel and side of the layers of EfficientNet-Lite0, ConvNeXt and MobileNets.
+SHAPES = {
     "1,152 channels, 5 x 5, 8 x 8 tokens": (1152, 5, 8),
     "672 channels, 5 x 5, 8 x 8 tokens": (672, 5, 8),
     "768 channels, 7 x 7, 7 x 7 tokens": (768, 7, 7),
@@ -32,7 +33,7 @@ def _contest(arguments: argparse.Namespace, channels: int, kernel: int, side: in
 
     def step(backend: Backend) -> contest.Step:
         def forward(*leaves: Tensor) -> Tensor:
-            layer.backend = backend
+            layer.backend = backend  # the contestants share the layer, and set its backend in their turn
             return layer(x)
 
         return contest.training_step(forward, x, *layer.parameters())
@@ -42,7 +43,8 @@ def _contest(arguments: argparse.Namespace, channels: int, kernel: int, side: in
         pixels = torch.randn(arguments.batch * tokens, channels, **kind)
         weights = [layer.query.detach(), layer.key.detach(), layer.value.detach()]
         gathered = torch.randn(tokens, layer.heads * tokens, **kind)
-        values, upstream = torch.randn(layer.heads * tokens, channels, **kind), torch.randn(tokens, channels, **kind)
+        values = torch.randn(layer.heads * tokens, channels, **kind)
+        upstream = torch.randn(tokens, channels, **kind)
 
         def step() -> None:
             for weight in weights:
@@ -62,12 +64,12 @@ def _contest(arguments: argparse.Namespace, channels: int, kernel: int, side: in
 
 
 def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
-    """What to compare."""
+    """Return the contests."""
     return {name: _contest(arguments, *shape) for name, shape in SHAPES.items()}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = contest.options(__doc__)
     parser.add_argument("--batch", type=int, default=8)
     return parser

@@ -2,8 +2,9 @@
 
     python benchmarks/recorded_forward.py      DeiT-S and T-ResNet50, batch 8 at 224; about 5 minutes on one core
 
-Two equal models take turns, first with the one recorded, then with the other: where a model lies in memory makes a
-hundredth, which this cancels. On the CPU it is the processor's time that counts, so that nobody else's load does.
+Two equal models take turns, first with the one recorded, then with the other: the place of a model in memory makes a
+difference of a hundredth, which this cancels. On the CPU the processor's time is measured, so that other load on the
+machine does not count.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import tcnn_probe
 
 
 def forward(model: nn.Module, images: Tensor) -> float:
-    """Seconds of a forward."""
+    """Measure the seconds of a forward."""
     clock = time.perf_counter if images.is_cuda else time.process_time
     start = clock()
     with torch.inference_mode():
@@ -34,29 +35,30 @@ def forward(model: nn.Module, images: Tensor) -> float:
 
 
 def ratios(recorded: nn.Module, plain: nn.Module, images: Tensor, rounds: int) -> list[float]:
-    """Time of the one model over that of the other, a round each."""
+    """Measure, in each round, the time of the recorded model over that of the plain model."""
     with tcnn_probe.record(recorded) as recorder:
-        found = []
-        for number in range(rounds + 1):
-            turns = (recorded, plain) if number % 2 else (plain, recorded)
-            seconds = {model: forward(model, images) for model in turns}
-            found.append(seconds[recorded] / seconds[plain])
+        measured = []
+        for turn in range(rounds + 1):
+            order = (recorded, plain) if turn % 2 else (plain, recorded)
+            seconds = {model: forward(model, images) for model in order}
+            measured.append(seconds[recorded] / seconds[plain])
         recorder.mark(epoch=0)
-    return found[1:]  # the first warms up
+    return measured[1:]  # the first round warms up
 
 
 def compare(model: nn.Module, images: Tensor, rounds: int, repeats: int) -> list[float]:
-    """Median ratio of each repeat: the geometric mean over both roles."""
-    both = model, copy.deepcopy(model)
-    medians = [
-        [statistics.median(ratios(one, other, images, rounds)) for one, other in (both, both[::-1])]
-        for _ in tqdm(range(repeats), disable=None, leave=False)
-    ]
+    """Return the median ratio of each repeat: the geometric mean over both roles of the two models."""
+    twin = copy.deepcopy(model)
+    medians = []
+    for _ in tqdm(range(repeats), disable=None, leave=False):
+        first = statistics.median(ratios(model, twin, images, rounds))
+        second = statistics.median(ratios(twin, model, images, rounds))
+        medians.append((first, second))
     return np.sqrt(np.prod(medians, axis=1)).tolist()
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = contest.options(__doc__)
     parser.add_argument("--models", nargs="+", default=["deit_small_patch16_224", "t_resnet50"])
     parser.add_argument("--batch", type=int, default=8)
@@ -73,10 +75,11 @@ def main() -> None:
         torch.manual_seed(0)
         model = timm.create_model(name).eval().to(arguments.device)
         images = torch.randn(arguments.batch, 3, 224, 224, device=arguments.device)
-        found = compare(model, images, arguments.rounds, arguments.repeats)
-        over = f"({min(found):.3f} to {max(found):.3f} in {len(found)} repeats)"
-        times = f"{statistics.median(found):.3f} times as long as a plain one {over}"
-        print(f"{name}, batch {arguments.batch}: a recorded forward takes {times}")
+        medians = compare(model, images, arguments.rounds, arguments.repeats)
+        print(
+            f"{name}, batch {arguments.batch}: a recorded forward takes {statistics.median(medians):.3f} times as long "
+            f"as a plain one ({min(medians):.3f} to {max(medians):.3f} in {len(medians)} repeats)"
+        )
 
 
 if __name__ == "__main__":

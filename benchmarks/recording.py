@@ -1,9 +1,9 @@
-"""(e) What recording costs: a recorded forward beside the plain one, and beside other ways to look at attention.
+"""(e) The cost of recording: a recorded forward beside a plain one, and beside other ways to observe attention.
 
     python benchmarks/recording.py             DeiT-S and T-ResNet50, batch 8 at 224; about 6 minutes on one core
 
-"idle" is a training step while a recorder that waits for validation is attached. Last, what mark() costs as the epochs
-grow in number.
+"idle" is a training step while a recorder that waits for validation is attached. The time of mark() as the number of
+epochs grows is printed last.
 """
 
 import argparse
@@ -27,12 +27,12 @@ import tcnn_probe
 
 
 def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
-    """What to compare."""
+    """Return the contests."""
     torch.manual_seed(0)
     x = torch.randn(arguments.batch, 3, 224, 224, device=arguments.device, dtype=getattr(torch, arguments.dtype))
     if arguments.size:
         x = x[..., : arguments.size, : arguments.size]
-    every = {}
+    result = {}
     for name in arguments.models:
         model = _model(name, arguments).to(x)
         ways: dict[str, Callable[[], contest.Step]] = {
@@ -43,16 +43,18 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
         if "vit" in name or "deit" in name:
             ways["every softmax kept"] = lambda name=name: _kept(_model(name, arguments, fused=False).to(x), x)
             ways["timm's AttentionExtract"] = lambda name=name: _extracted(_model(name, arguments, fused=False), x)
-        every[f"{name}, forward"] = ways
-        every[f"{name}, training"] = {
+        result[f"{name}, forward"] = ways
+        result[f"{name}, training"] = {
             "step": lambda model=model: _training(copy.deepcopy(model), x, record=False),
             "step, recorder idle": lambda model=model: _training(copy.deepcopy(model), x, record=True),
         }
-    return every
+    return result
 
 
 def _model(name: str, arguments: argparse.Namespace, *, fused: bool = True) -> nn.Module:
+    # ViTs are built for a size of the image, ResNets take any.
     options = {"img_size": arguments.size} if arguments.size and "resnet" not in name else {}
+    # timm's layers read the switch when they are made.
     set_fused_attn(fused)
     try:
         return timm.create_model(name, **options).eval()
@@ -86,18 +88,18 @@ def _nothing(*_: object) -> None:
 
 
 def _kept(model: nn.Module, x: torch.Tensor) -> contest.Step:
-    """As nnsight and others do: the attention of every layer, whole, until the forward has ended."""
-    kept: list[torch.Tensor] = []
+    """Keep the attention of every layer, as a matrix, until the forward has ended, as nnsight does."""
+    attentions: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.endswith("attn_drop"):
-            module.register_forward_hook(lambda module, args, output: kept.append(output))
+            module.register_forward_hook(lambda module, args, output: attentions.append(output))
 
     @torch.inference_mode()
     def step() -> None:
         model(x)
-        for attention in kept:
+        for attention in attentions:
             torch.special.entr(attention).sum(-1).mean((0, 2))
-        kept.clear()
+        attentions.clear()
 
     return step
 
@@ -121,11 +123,11 @@ def _training(model: nn.Module, x: torch.Tensor, *, record: bool) -> contest.Ste
 
 
 def marking(epochs: int) -> None:
-    """Print what mark() costs: 12 layers of 6 heads, among the first and the last hundred epochs."""
+    """Print the time of mark() with 12 layers of 6 heads, in the first and in the last tenth of the epochs."""
     model = timm.create_model("vit_tiny_patch16_224", img_size=16, num_heads=6, embed_dim=6).eval()
     print("\nmark(), 12 layers of 6 heads, in milliseconds: median of the first and of the last tenth of the epochs")
     with tempfile.TemporaryDirectory() as folder:
-        for where, store in (("in memory", None), ("on disk", Path(folder) / "run.zarr")):
+        for place, store in (("in memory", None), ("on disk", Path(folder) / "run.zarr")):
             with tcnn_probe.record(model, store) as recorder, torch.inference_mode():
                 milliseconds = []
                 for epoch in tqdm(range(epochs), disable=None, leave=False):
@@ -134,17 +136,18 @@ def marking(epochs: int) -> None:
                     recorder.mark(epoch=epoch, top1=0.5)
                     milliseconds.append(1e3 * (time.perf_counter() - start))
             tenth = max(1, epochs // 10)
-            first, last = (statistics.median(some) for some in (milliseconds[:tenth], milliseconds[-tenth:]))
-            print(f"{where}: {first:.1f} and {last:.1f}, ratio {last / first:.2f}, at {epochs} epochs")
+            first = statistics.median(milliseconds[:tenth])
+            last = statistics.median(milliseconds[-tenth:])
+            print(f"{place}: {first:.1f} and {last:.1f}, ratio {last / first:.2f}, at {epochs} epochs")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = contest.options(__doc__)
     parser.add_argument("--models", nargs="+", default=["deit_small_patch16_224", "t_resnet50"])
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--size", type=int, help="of the images, if not 224")
-    parser.add_argument("--epochs", type=int, default=1000, help="to mark")
+    parser.add_argument("--size", type=int, help="side of the images, if not 224")
+    parser.add_argument("--epochs", type=int, default=1000, help="epochs to mark")
     return parser
 
 

@@ -2,11 +2,11 @@
 
     python benchmarks/resolution_memory.py     224 to 768 pixels squared, one image; some minutes on one core
 
-Printed is what a forward adds, at its peak, to what was in use before it (the weights), then that per area, and the
-exponent with which it grows with the area: 1 is linear, 2 quadratic. PatchConvNet should show 1. The paper's ViTs are
-of a time when attention was not fused; torch's fused attention, also on the CPU, keeps no N x N matrix, so ViT-S is
-here twice. ``--training`` takes forward and backward, with the gradients of the weights, which do not grow; ``--figure
-PATH`` draws the figure.
+The first table shows the memory that a forward adds, at its peak, to the memory in use before it (the weights), and the
+exponent with which it grows with the area of the image: 1 is linear, 2 quadratic. PatchConvNet should show 1. The
+second table shows it per area. The paper's ViTs predate fused attention; torch's fused attention, also on the CPU,
+keeps no N x N matrix, so ViT-S is listed twice. ``--training`` measures forward and backward, with the gradients of the
+weights, which do not grow; ``--figure PATH`` draws the figure.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MODELS = {
 
 
 def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
-    """What to compare: the models, at each size."""
+    """Return the contests: the models, at each size."""
 
     def prepare(label: str, size: int) -> Callable[[], contest.Step]:
         return lambda: _step(label, size, arguments)
@@ -61,11 +61,11 @@ def _step(label: str, size: int, arguments: argparse.Namespace) -> contest.Step:
     return train if arguments.training else forward
 
 
-def report(arguments: argparse.Namespace, every: Mapping[str, contest.Contest]) -> None:
-    """The table, and the figure if asked for."""
-    found = contest.memory(every)
+def report(arguments: argparse.Namespace, contests: Mapping[str, contest.Contest]) -> None:
+    """Print the tables, and draw the figure with ``--figure``."""
+    peaks = contest.memory(contests)
     sizes = arguments.sizes
-    curves = {label: [found[str(size)][label] / 2**20 for size in sizes] for label in MODELS}
+    curves = {label: [peaks[str(size)][label] / 2**20 for size in sizes] for label in MODELS}
     header = ("", *(f"{size} x {size}" for size in sizes), "exponent", "least - most", "R² of a line")
     print("peak memory, MiB")
     rows = [(label, *(f"{mib:.0f}" for mib in curve), *_growth(sizes, curve)) for label, curve in curves.items()]
@@ -81,7 +81,7 @@ def report(arguments: argparse.Namespace, every: Mapping[str, contest.Contest]) 
 
 
 def _growth(sizes: list[int], curve: list[float]) -> tuple[str, str, str]:
-    """The exponent of memory in the area over all sizes, between neighbours, and how well a line in the area fits."""
+    """Return the exponent of memory in the area, over all sizes and between neighbours, and R^2 of a line."""
 
     def exponent(first: int, last: int) -> float:
         return math.log(curve[last] / curve[first]) / math.log((sizes[last] / sizes[first]) ** 2)
@@ -93,10 +93,11 @@ def _growth(sizes: list[int], curve: list[float]) -> tuple[str, str, str]:
 
 
 def draw(sizes: list[int], curves: Mapping[str, list[float]], training: bool) -> plt.Figure:
-    """Peak memory in MiB against image size, a line a model."""
+    """Draw peak memory in MiB against image size, a line per model."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for (label, curve), style in zip(curves.items(), ("o-", "s-", "d--", "^-", "v-"), strict=True):
-        axes.plot(sizes, curve, style, label=label)  # dashed: T-ResNet-50 meets ResNet-50
+        # T-ResNet-50 is dashed, as its line meets that of ResNet-50.
+        axes.plot(sizes, curve, style, label=label)
     axes.set(xlabel="side of the image (pixels)", ylabel="peak memory (MiB)", xscale="log", yscale="log")
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
@@ -107,12 +108,12 @@ def draw(sizes: list[int], curves: Mapping[str, list[float]], training: bool) ->
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = contest.options(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[224, 288, 384, 512, 640, 768])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--training", action="store_true", help="forward and backward")
-    parser.add_argument("--figure", type=Path, help="where to draw the figure")
+    parser.add_argument("--figure", type=Path, help="file of the figure")
     return parser
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/tcnn_layer.py            196 and 400 tokens, the papers' sizes; about 2 minutes on one core
 
-The literal form is the one of the paper and of ConViT's code: positional logits v_pos . r over an (N, N, 3) tensor
-kept from call to call, two softmaxes, a mixture, and the values gathered once.
+The literal form is that of the paper and of ConViT's code: positional logits v_pos . r over an (N, N, 3) tensor kept
+from call to call, two softmaxes, a mixture, and a product with the values.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from tcnn_model import GPSA
 
 
 class Literal(nn.Module):
-    """The function of a 3 x 3, stride 1, ungrouped GPSA layer, by dense matrices."""
+    """Function of a 3 x 3, stride 1, ungrouped GPSA layer, by dense matrices."""
 
     def __init__(self, layer: GPSA, side: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Literal(nn.Module):
         self.register_buffer("real", real.nonzero()[:, 0])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, side, side) -> (B, C_out, side, side)."""
+        """Apply Eqs. (5) and (7): (B, C, side, side) -> (B, C_out, side, side)."""
         layer = self.layer
         tokens = x.flatten(2).transpose(1, 2)
         q, k = (F.linear(tokens, w).unflatten(2, (9, -1)).transpose(1, 2) for w in (layer.query, layer.key))
@@ -46,7 +46,7 @@ class Literal(nn.Module):
 
 
 def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
-    """What to compare."""
+    """Return the contests."""
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
     layer = GPSA(arguments.channels, arguments.channels, 3, padding=1, device=arguments.device, dtype=dtype)
@@ -55,7 +55,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
         shape = (arguments.batch, arguments.channels, side, side)
         x = torch.randn(shape, device=arguments.device, dtype=dtype, requires_grad=True)
         literal = Literal(layer, side).to(arguments.device)
-        if not arguments.child:
+        if not arguments.child:  # a child process measures memory only
             with torch.no_grad():
                 error = float((layer(x) - literal(x)).abs().max() / literal(x).abs().max())
             print(f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output")
@@ -69,7 +69,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = contest.options(__doc__)
     parser.add_argument("--sides", type=int, nargs="+", default=[14, 20])
     parser.add_argument("--batch", type=int, default=8)

@@ -1,11 +1,12 @@
-"""Estimates: hours and memory that the papers' trainings take on today's GPUs, from counted products and bytes.
+"""Estimates of the hours and memory of the papers' trainings on today's GPUs, from counted products and bytes.
 
     python benchmarks/training_budget.py
 
-Nothing is trained, and models have no values: it takes about a minute. hours = 6 x multiply-adds x images x epochs /
-(GPUs x peak x utilisation): 2 FLOPs a multiply-add, and the backward takes twice the forward. Peaks are those of dense
-bfloat16 products in the makers' data sheets. The utilisation is ASSUMED. Memory = 16 bytes a parameter (weight,
-gradient and two moments in float32) + what autograd keeps of an image's forward in bfloat16 x images a GPU.
+Nothing is trained, and models have no values, so that it takes about a minute. hours = 6 x multiply-adds x images x
+epochs / (GPUs x peak x utilisation): a multiply-add is 2 FLOPs, and the backward takes twice the forward. Peaks are
+those of dense bfloat16 products in the vendors' data sheets. The utilisation is ASSUMED. Memory = 16 bytes per
+parameter (weight, gradient and two moments in float32) + bytes that autograd keeps of an image's forward in bfloat16 x
+images per GPU.
 """
 
 import argparse
@@ -35,28 +36,29 @@ SETTINGS = [
 
 
 def model_on_paper(name: str) -> nn.Module:
-    """A model of timm's without values."""
+    """Create a timm model without values."""
     with torch.device("meta"):
         return timm.create_model(name)
 
 
 def hours(multiply_adds: float, images: int, epochs: int, peak: float, utilisation: float) -> float:
-    """Hours on one GPU, a forward and a backward of each image in each epoch."""
+    """Estimate the hours on a single GPU, with a forward and a backward of each image in each epoch."""
     return 3 * 2 * multiply_adds * images * epochs / (peak * utilisation) / 3600
 
 
 def kept_bytes(model: nn.Module, size: int) -> int:
-    """Bytes that autograd keeps of a training forward of an image, without the parameters, in 16 bits."""
-    own, kept = {parameter.untyped_storage() for parameter in model.parameters()}, set()
+    """Count the bytes, in 16 bits, that autograd keeps of a training forward of an image, without the parameters."""
+    parameters = {parameter.untyped_storage() for parameter in model.parameters()}
+    storages = set()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.add(tensor.untyped_storage())
+        storages.add(tensor.untyped_storage())
         return tensor
 
-    images = torch.randn(2, 3, size, size, device="meta")  # batch norms refuse one
+    images = torch.randn(2, 3, size, size, device="meta")  # batch norms raise on a single image
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.train()(images)
-    return sum(storage.nbytes() for storage in kept - own) // 2 // len(images)
+    return sum(storage.nbytes() for storage in storages - parameters) // 2 // len(images)
 
 
 def main() -> None:
@@ -74,8 +76,8 @@ def main() -> None:
         adds, parameters = float(cost.multiply_adds), float(cost.parameters)
         times = [hours(adds, IMAGES[data], epochs, peak, arguments.utilisation) for peak in PEAK.values()]
         memory = (16 * parameters + kept_bytes(model, size) * settings["paper_batch"] / arguments.gpus) / 2**30
-        taken = [f"{one / arguments.gpus:.2g}" for one in times]
-        rows.append((recipe, name, str(size), str(epochs), f"{adds / 1e9:.1f}", *taken, f"{memory:.0f}"))
+        hours_per_gpu = [f"{time / arguments.gpus:.2g}" for time in times]
+        rows.append((recipe, name, str(size), str(epochs), f"{adds / 1e9:.1f}", *hours_per_gpu, f"{memory:.0f}"))
     columns = [f"hours, {arguments.gpus} x {name}" for name in PEAK]
     contest.print_table(("recipe", "model", "pixels", "epochs", "10^9 multiply-adds", *columns, "GiB a GPU"), rows)
     print(f"\nESTIMATES, at {arguments.utilisation:.0%} of the peak; nothing was trained")

@@ -2,8 +2,8 @@
 
     python benchmarks/whole_model.py           batch 4 at 224; about 3 minutes on one core
 
-"keep" leaves the last stage's stride, "unit" (the papers') takes it out: that stage then has four times the tokens, and
-so it has in the ResNet50 beside it whose last stage is un-strided too.
+"keep" leaves the last stage's stride, "unit" (the papers') takes it out: that stage then has four times the tokens, as
+it has in the ResNet50 beside it, whose last stage is un-strided too.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tcnn_model import reparameterize, unstride
 
 
 def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
-    """What to compare."""
+    """Return the contests."""
     torch.manual_seed(0)
     size = (arguments.size, arguments.size)
     cnn = timm.create_model("resnet50")
@@ -48,7 +48,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = contest.options(__doc__)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=4)

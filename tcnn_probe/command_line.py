@@ -1,4 +1,4 @@
-"""``tcnn-probe``: look at recordings from a shell, without torch."""
+"""``tcnn-probe``: recordings in a shell, without torch."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ _COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 2 if it was told something wrong."""
+    """Run a command; return 2 for wrong arguments or recordings."""
     parser = argparse.ArgumentParser(prog="tcnn-probe", description="Look at recordings.")
     parser.add_argument("--version", action="version", version=tcnn_probe.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -40,26 +40,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "show":
-            print(_shown(options.store))
+            print(_printable(_describe(options.store)))
         elif options.command == "compare":
-            print(_compared(*options.stores))
+            print(_printable(_compare(*options.stores)))
         elif options.command == "report":
             tcnn_probe.report(options.stores, options.output, max_mb=options.max_mb)
         else:
-            _plotted(options.store, options.variable, options.layers, options.output)
+            _plot(options.store, options.variable, options.layers, options.output)
     except (StoreError, ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"tcnn-probe: {error}", file=sys.stderr)
+        print(_printable(f"tcnn-probe: {error}"), file=sys.stderr)
         return 2
     return 0
 
 
-def _opened(store: str) -> xr.Dataset:
-    """Scalars and heads in one dataset, after the checks that ``open`` makes."""
+def _printable(text: str) -> str:
+    """Escape what a terminal would take for commands: names of layers and attributes are those of a foreign file."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+
+
+def _open_numbers(store: str) -> xr.Dataset:
+    """Open a recording's scalars and heads as one dataset."""
     return numbers(tcnn_probe.open(store))
 
 
-def _shown(store: str) -> str:
-    ds, tree = _opened(store), tcnn_probe.open(store)
+def _describe(store: str) -> str:
+    ds, tree = _open_numbers(store), tcnn_probe.open(store)
     along = ds.attrs["along"]
     marks = ds[along].values
     if not len(marks):
@@ -68,9 +73,10 @@ def _shown(store: str) -> str:
     lines = [
         f"{store}: {ds.attrs.get('model_class', 'a model')}, {len(marks)} marks, {along} {marks[0]} to {marks[-1]}"
     ]
-    others = [path.strip("/") for path, _ in tree.subtree_with_keys if path not in (".", "", "heads")]
-    if others := [path for path in others if tree[path].data_vars]:
-        lines.append("also recorded: " + ", ".join(others))
+    groups = [path.strip("/") for path, node in tree.subtree_with_keys if node.data_vars]
+    groups = [path for path in groups if path not in (".", "", "heads")]
+    if groups:
+        lines.append("also recorded: " + ", ".join(groups))
     scalars = {name: values.item() for name, values in last.data_vars.items() if not values.dims}
     lines += [f"at {along} {marks[-1]}:", *(f"  {name} {value:.6g}" for name, value in scalars.items())]
     if "layer" in ds.dims:
@@ -78,57 +84,60 @@ def _shown(store: str) -> str:
         types = tcnn_probe.head_types(ds).isel({along: -1})
         counts = {name: int((types == name).sum()) for name in sorted(set(types.values.ravel())) if name}
         lines += ["", "types of heads: " + ", ".join(f"{count} {name}" for name, count in counts.items())]
-    for what in ("missing", "unsupported"):
-        for name, why in json.loads(ds.attrs.get(what, "{}")).items():
-            reasons = why.items() if isinstance(why, dict) else [("", why)]
-            lines += [f"{what}: {name}{f' of {layer}' if layer else ''}: {reason}" for layer, reason in reasons]
+    for variable, reasons in json.loads(ds.attrs.get("missing", "{}")).items():
+        lines += [f"missing: {variable} of {layer}: {reason}" for layer, reason in reasons.items()]
+    lines += [f"unsupported: {layer}: {why}" for layer, why in json.loads(ds.attrs.get("unsupported", "{}")).items()]
     return "\n".join(lines)
 
 
 def _table(ds: xr.Dataset):  # type: ignore[no-untyped-def]  # pandas has no types here
-    """Means over heads, a row a layer."""
+    """Tabulate means over heads, with a row for each layer."""
     names = [name for name in _COLUMNS if name in ds and "head" in ds[name].dims]
     return ds[names].mean("head").reset_coords(drop=True).to_dataframe()
 
 
-def _compared(first: str, second: str) -> str:
-    one, two = _opened(first), _opened(second)
-    along = one.attrs["along"]
-    if two.attrs["along"] != along:
-        raise ValueError(f"{first} was marked by {along}, {second} by {two.attrs['along']}")
-    common = sorted({*one[along].values.tolist()} & {*two[along].values.tolist()})
+def _compare(first: str, second: str) -> str:
+    a, b = _open_numbers(first), _open_numbers(second)
+    along = a.attrs["along"]
+    if b.attrs["along"] != along:
+        raise ValueError(f"{first} was marked by {along}, {second} by {b.attrs['along']}")
+    common = set(a[along].values.tolist()) & set(b[along].values.tolist())
     if not common:
         raise ValueError(f"{first} and {second} have no {along} in common")
-    one, two = one.sel({along: common[-1]}), two.sel({along: common[-1]})
-    lines = [f"at {along} {common[-1]}: {second} minus {first}"]
-    for name in [name for name in one.data_vars if name in two and not one[name].dims]:
-        a, b = one[name].item(), two[name].item()
-        lines.append(f"  {name} {b:.6g} - {a:.6g} = {b - a:.6g}")
-    if "layer" in one.dims and "layer" in two.dims:
-        for store, ds, other in ((first, one, two), (second, two, one)):
-            if only := [layer for layer in ds.layer.values.tolist() if layer not in other.layer.values]:
-                lines.append(f"  only in {store}: {', '.join(only)}")
-        both = (_table(two) - _table(one)).dropna(how="all", axis=0).dropna(how="all", axis=1)
-        if both.size:
-            lines += ["", both.to_string(float_format="{:+.4g}".format, na_rep="")]
+    mark = max(common)
+    a, b = a.sel({along: mark}), b.sel({along: mark})
+    lines = [f"at {along} {mark}: {second} minus {first}"]
+    for name, values in a.data_vars.items():
+        if name in b and not values.dims:
+            before, after = values.item(), b[name].item()
+            lines.append(f"  {name} {after:.6g} - {before:.6g} = {after - before:.6g}")
+    if "layer" in a.dims and "layer" in b.dims:
+        layers = a.layer.values.tolist(), b.layer.values.tolist()
+        for store, own, compared in ((first, *layers), (second, *reversed(layers))):
+            unique = [layer for layer in own if layer not in compared]
+            if unique:
+                lines.append(f"  only in {store}: {', '.join(unique)}")
+        difference = (_table(b) - _table(a)).dropna(how="all", axis=0).dropna(how="all", axis=1)
+        if difference.size:
+            lines += ["", difference.to_string(float_format="{:+.4g}".format, na_rep="")]
     return "\n".join(lines)
 
 
-def _plotted(store: str, variable: str, layers: str, output: str) -> None:
+def _plot(store: str, variable: str, layers: str, output: str) -> None:
     import matplotlib as mpl
 
-    mpl.use("Agg")
+    mpl.use("Agg")  # a shell may have no display
     import matplotlib.pyplot as plt
 
-    ds = _opened(store)
+    ds = _open_numbers(store)
     if variable not in ds.data_vars:
         raise ValueError(f"{store} has no {variable!r}; it has {', '.join(map(str, ds.data_vars))}")
     values = ds[variable]
     if "layer" in values.dims:
-        chosen = [name for name in values.layer.values.tolist() if fnmatchcase(name, layers)]
-        if not chosen:
+        names = [name for name in values.layer.values.tolist() if fnmatchcase(name, layers)]
+        if not names:
             raise ValueError(f"no layer of {store} fits {layers!r}; there are {', '.join(values.layer.values)}")
-        values = values.sel(layer=chosen)
+        values = values.sel(layer=names)
     figure = plt.figure(layout="constrained")
     tcnn_probe.plot.evolution(values, figure.subplots())
     figure.savefig(output)

@@ -1,4 +1,4 @@
-"""Images as people have them: file names, PIL, arrays of bytes; turned into what a model takes, or into pixels."""
+"""Images in any form, such as file names, PIL images or bytes, as a model's input or as pixels."""
 
 import math
 import os
@@ -18,18 +18,18 @@ __all__ = ["as_images"]
 _CONVENTION = (
     "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, file names, bytes"
 )
-_LARGEST = 20  # normalised pixels reach 3 or so; bytes that were not divided by 255 reach 255
+_LARGEST = 20  # normalised pixels reach about 3; bytes that were not divided by 255 reach 255
 
 
 def _is_picture(image: Any) -> bool:
-    """Whether this is one picture as people have them: PIL, a file name, or bytes (H, W), (H, W, C) or (C, H, W)."""
+    """Recognise a single picture: PIL, a file name, or bytes (H, W), (H, W, C) or (C, H, W)."""
     if isinstance(image, (str, os.PathLike, Image.Image)):
         return True
     return isinstance(image, (np.ndarray, Tensor)) and image.dtype in (np.uint8, torch.uint8) and image.ndim in (2, 3)
 
 
 def as_pictures(images: Any) -> list[Image.Image] | None:
-    """One picture or several as RGB images of PIL; None if these are no pictures; OSError for a file that is none."""
+    """Return pictures as RGB images of PIL; None if these are no pictures. Raise OSError for unreadable files."""
     if _is_picture(images):
         images = [images]
     elif isinstance(images, (np.ndarray, Tensor)):
@@ -40,7 +40,7 @@ def as_pictures(images: Any) -> list[Image.Image] | None:
 
 
 def as_images(images: Any, model: nn.Module) -> Tensor:
-    """Give images as a model takes them; pictures pass through timm's evaluation transform for it.
+    """Return images as a model takes them; pictures pass through timm's evaluation transform for it.
 
     ::
 
@@ -49,37 +49,39 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
         tcnn_probe.plot.saliency_overlay(maps, images)
 
     Args:
-        images: a floating-point tensor or array (B, C, H, W) or (C, H, W), normalised as the model takes it, which is
-            not copied; or one picture or several: PIL images, names of files, uint8 of shape (H, W), (H, W, C) or
-            (C, H, W); or what an image processor of transformers gives.
-        model: whose they are to be; of timm, if pictures are given.
+        images: A floating-point tensor or array (B, C, H, W) or (C, H, W), normalised as the model takes it, which is
+            not copied; or one or several pictures: PIL images, names of files, uint8 of shape (H, W), (H, W, C) or
+            (C, H, W); or the output of an image processor of transformers.
+        model: Model that takes the images; a model of timm, for pictures.
 
     Returns:
-        shape (B, C, H, W), floating point.
+        Images, shape (B, C, H, W), floating point.
 
     Raises:
-        TypeError: these are no images; or pictures for a model of which timm knows no transform.
-        ValueError: another shape, or values that are not finite or as large as those of bytes.
-        OSError: a file that is not there, or no picture.
+        TypeError: These are no images, or they are pictures for a model without a transform of timm.
+        ValueError: The shape is wrong, or values are not finite or as large as bytes.
+        OSError: A file does not exist or is no picture.
     """
     if isinstance(images, Mapping):
         images = images.get("pixel_values", images)
-    if (pictures := as_pictures(images)) is not None:
+    pictures = as_pictures(images)
+    if pictures is not None:
         transform = _transform(model)
         return torch.stack([transform(picture) for picture in pictures])
     images = as_batch(images, _CONVENTION)
     largest = float(images.detach().abs().amax())
     if not math.isfinite(largest):
         raise ValueError(f"expected {_CONVENTION}; got values that are no finite numbers")
+    # A smaller deviation, such as 1 / 255, belongs to a model that takes values as large as bytes.
     if largest > _LARGEST and min(_config(unwrap(model)).get("std", (1,))) > 0.02:
         raise ValueError(f"expected {_CONVENTION}; got values up to {largest:.4g}: divide by 255, then normalise")
     return images
 
 
 def as_batch(images: Any, expected: str) -> Tensor:
-    """Images as a tensor (B, C, H, W), floating point; not copied if they are one.
+    """Return images as a floating-point tensor (B, C, H, W), which is copied only if it must be.
 
-    TypeError or ValueError if they are none; the message says what is expected.
+    Raise TypeError or ValueError, with ``expected`` in the message, if these are no images.
     """
     if isinstance(images, Sequence) and images and all(isinstance(x, (Tensor, np.ndarray)) for x in images):
         shapes = {tuple(x.shape) for x in images}
@@ -87,7 +89,7 @@ def as_batch(images: Any, expected: str) -> Tensor:
             raise ValueError(f"expected images, {expected}; got tensors of different shapes: {sorted(shapes)}")
         images = torch.stack([torch.as_tensor(x) for x in images])
     if not isinstance(images, Tensor):
-        array = np.array(images)  # a copy: torch takes no array that is read-only or mirrored
+        array = np.array(images)  # a copy: torch.from_numpy takes no array that is read-only or has negative strides
         if array.dtype.kind not in "fiub":
             raise TypeError(f"expected images, {expected}; got {type(images).__name__}")
         images = torch.from_numpy(array)
@@ -103,8 +105,8 @@ def as_batch(images: Any, expected: str) -> Tensor:
 
 def _as_pil(image: Any) -> Image.Image:
     if isinstance(image, (str, os.PathLike)):
-        with Image.open(image) as opened:
-            return opened.convert("RGB")
+        with Image.open(image) as picture:
+            return picture.convert("RGB")
     if isinstance(image, Image.Image):
         return image.convert("RGB")
     array = np.asarray(image)
@@ -112,11 +114,13 @@ def _as_pil(image: Any) -> Image.Image:
         array = array.transpose(1, 2, 0)  # (C, H, W)
     if array.ndim == 3 and array.shape[-1] not in (1, 3, 4):
         raise ValueError(f"expected bytes of shape (H, W), (H, W, C) or (C, H, W), C of 1, 3 or 4; got {image.shape}")
-    return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array).convert("RGB")
+    if array.ndim == 3 and array.shape[-1] == 1:  # PIL takes grey images without the axis of channels
+        array = array[..., 0]
+    return Image.fromarray(array).convert("RGB")
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
-    """Input size, mean and std of timm's models; empty for others."""
+    """Return input size, mean and std of a model of timm; nothing for others."""
     return timm.data.resolve_model_data_config(model) if getattr(model, "pretrained_cfg", None) else {}
 
 
@@ -131,6 +135,7 @@ def _transform(model: nn.Module) -> Any:
             f"how to prepare pictures for a {type(model).__name__} is unknown, as it is no model of timm: give a "
             f"floating-point tensor (B, C, H, W), normalised as the model takes it{hint}"
         )
-    if (size := getattr(getattr(model, "patch_embed", None), "img_size", None)) is not None:
-        config["input_size"] = (config["input_size"][0], *size)  # of the model, not of its pretrained weights
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if size is not None:  # create_model(..., img_size=...) does not change the size in pretrained_cfg
+        config["input_size"] = (config["input_size"][0], *size)
     return timm.data.create_transform(**config, is_training=False)

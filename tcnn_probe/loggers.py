@@ -1,14 +1,15 @@
-"""The numbers of the last mark of a recording as a flat dict, for loggers."""
+"""``scalars()``: the last mark of a recording as a flat dict, for loggers."""
 
 from itertools import product
 
+import numpy as np
 import xarray as xr
 
 __all__ = ["scalars"]
 
 
 def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
-    """Give the last mark as ``{"entropy/blocks.3.attn": 3.9, "top1": 0.8, ...}``, without numbers that are NaN.
+    """Return the last mark as ``{"entropy/blocks.3.attn": 3.9, "top1": 0.8, ...}``, without numbers that are NaN.
 
     ::
 
@@ -18,24 +19,26 @@ def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
             writer.add_scalar(name, value, epoch)  # TensorBoard
 
     Args:
-        ds: a recording: ``recorder.dataset``, or ``xr.open_zarr(path)``.
-        heads: whether each head has a number, ``"entropy/blocks.3.attn/0"``; else the mean over a layer's heads.
+        ds: A recording: ``recorder.dataset``, or ``xr.open_zarr(path)``.
+        heads: Return a number for each head, ``"entropy/blocks.3.attn/0"``, not the mean over a layer's heads.
 
     Returns:
-        by variable, layer and head; scalars that were given to ``mark`` by their name.
+        Numbers by variable, layer and head; scalars that were given to ``mark`` by their name.
 
     Raises:
-        ValueError: a dataset of another kind.
+        ValueError: The dataset is no recording.
     """
     along = ds.attrs.get("along")
     if along not in ds.dims:
         raise ValueError("expected a recording: recorder.dataset, or xarray.open_zarr(path)")
-    found: dict[str, float] = {}
+    flat: dict[str, float] = {}
     for name, values in ds.isel({along: -1}).data_vars.items():
         if not heads and "head" in values.dims:
             values = values.mean("head")
-        labels = [map(str, values[dim].values) for dim in values.dims]
-        for place, value in zip(product(*labels), values.values.ravel(), strict=True):
-            if values.dtype.kind in "fiu" and value == value:
-                found["/".join([str(name), *place])] = float(value)
-    return found
+        if values.dtype.kind not in "fiu":
+            continue
+        labels = product(*(map(str, values[dim].values) for dim in values.dims))
+        for label, value in zip(labels, values.values.ravel(), strict=True):
+            if not np.isnan(value):
+                flat["/".join([str(name), *label])] = float(value)
+    return flat

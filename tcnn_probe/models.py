@@ -1,7 +1,8 @@
-"""Somebody else's model: the names of its layers, running it on images that were checked, and leaving it as it was."""
+"""Models of users: names of their layers, checked arguments, and runs that leave them unchanged."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from numbers import Integral
 from threading import RLock
 from typing import Any
@@ -30,37 +31,37 @@ __all__ = [
 ]
 
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+# Private names under which torch 2.x keeps the module in FSDP, activation checkpointing and torch.compile.
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside wrappers such as DistributedDataParallel."""
+    """Return the model inside wrappers of torch such as DistributedDataParallel."""
     while isinstance(inner := getattr(model, "module", None), nn.Module) and len(list(model.children())) == 1:
-        if not type(model).__module__.startswith("torch."):
+        if not type(model).__module__.startswith("torch."):  # a user's own module with a child called "module"
             break
         model = inner
     return model
 
 
 def layer_names(model: nn.Module) -> dict[nn.Module, str]:
-    """The name of each module, in the model's order: without ``module.`` and other wrappers' parts; once if shared."""
-    inner = unwrap(model)
+    """Map modules to their names, in the model's order, without the parts that wrappers add."""
     names = {}
-    for name, module in inner.named_modules():
+    for name, module in unwrap(model).named_modules():
         names[module] = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    return {module: names.get(module, "") for module in (*names, *model.modules())}
+    return names | {module: "" for module in model.modules() if module not in names}
 
 
 def wanted_layers(model: nn.Module, layers: LayerFilter | None) -> frozenset[str] | None:
-    """Names that ``layers`` chooses among all modules, None for all; ValueError for one that the model lacks."""
+    """Return the names that ``layers`` selects, None for all; raise ValueError for a layer that the model lacks."""
     if layers is None:
         return None
-    named = {name: module for module, name in layer_names(model).items()}
-    return frozenset(select_layers(named, layers, what="layers"))
+    by_name = {name: module for module, name in layer_names(model).items()}
+    return frozenset(select_layers(by_name, layers, what="layers"))
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what hooks cannot follow: TypeError for no module, or a compiled one."""
+    """Raise TypeError for what hooks cannot follow: no module, or a compiled one."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -73,10 +74,10 @@ def check_model(model: nn.Module) -> None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, and outside of the caller's inference mode; every flag and gradient is put back.
+    """Run a model in eval mode, outside of inference mode; restore every flag and gradient afterwards.
 
-    What runs inside is not recorded by a recorder that is attached to the model. Threads wait for each other. TypeError
-    if it is no module.
+    Code inside is hidden from recorders that are attached to the model. Threads wait for each other. Raise TypeError if
+    this is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -86,7 +87,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         try:
             model.eval()
             for parameter, _ in gradients:
-                parameter.grad = None  # a method of the user's may go backward
+                parameter.grad = None  # backwards inside would add to the user's gradients
             with hidden_from_recorders(), torch.inference_mode(False):
                 yield
         finally:
@@ -97,56 +98,59 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def whole_number(number: Any, what: str, least: int = 0, most: int | None = None) -> int:
-    """The number as an int; TypeError if it is none, ValueError if it is out of range."""
+    """Return the number as an int; raise TypeError if it is none, ValueError if it is out of range."""
     expected = f"expected an integer from {least}{'' if most is None else f' to {most}'} for {what}, got {number!r}"
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(expected)
-    if (found := int(number)) < least or (most is not None and found > most):
+    value = int(number)
+    if value < least or (most is not None and value > most):
         raise ValueError(expected)
-    return found
+    return value
 
 
 def image_numbers(images: Any) -> tuple[int, ...]:
-    """Numbers of images, ascending, from how many the first ones are, or from the numbers of some; None for none."""
-    if images is not None and not isinstance(images, Collection):
+    """Return numbers of images in ascending order, from n for the first n images, or from numbers; None for none."""
+    if images is None:
+        return ()
+    if not isinstance(images, Collection):
         images = range(whole_number(images, "images, a number of them or the numbers of some"))
-    return tuple(sorted({whole_number(number, "each of images") for number in (() if images is None else images)}))
+    return tuple(sorted({whole_number(number, "each of images") for number in images}))
 
 
-def class_indices(given: Any, what: str, classes: int | None = None) -> Tensor:
-    """Indices of classes as an int64 tensor on the CPU, a copy of any shape.
+def class_indices(labels: Any, what: str, classes: int | None = None) -> Tensor:
+    """Copy indices of classes, of any shape, to an int64 tensor on the CPU.
 
-    TypeError if they are none, ValueError if they are not of so many classes.
+    Raise TypeError if these are no integers, ValueError if they are not below ``classes``.
     """
     try:
-        indices = torch.as_tensor(given).detach().cpu()
+        indices = torch.as_tensor(labels).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"expected class indices for {what}, got {given!r}") from error
+        raise TypeError(f"expected class indices for {what}, got {labels!r}") from error
     if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
         raise TypeError(f"expected class indices for {what}, got {indices.dtype}")
-    if (wrong := indices[(indices < 0) | (indices >= (torch.inf if classes is None else classes))]).numel():
+    outside = indices[(indices < 0) | (indices >= (torch.inf if classes is None else classes))]
+    if outside.numel():
         span = "" if classes is None else f" to {classes - 1}"
-        raise ValueError(f"expected {what} from 0{span}, got {int(wrong[0])}")
+        raise ValueError(f"expected {what} from 0{span}, got {int(outside[0])}")
     return indices.to(torch.int64, copy=True)
 
 
 def floating_tensor(model: nn.Module) -> Tensor | None:
-    """A parameter or buffer, which says what dtype and device the model's images need; None if it has none."""
-    tensors = (x for group in (model.parameters(), model.buffers()) for x in group)
-    return next((x for x in tensors if x.is_floating_point()), None)
+    """Return a parameter or buffer, for the dtype and device of the model's images; None if it has none."""
+    return next((tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point()), None)
 
 
 def batches(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Copies of the images, some at a time, in the model's dtype and on its device; and which they are."""
-    like = floating_tensor(model)
-    like = images if like is None else like
+    """Iterate over batches: the slice of the images, and a copy in the model's dtype and on its device."""
+    tensor = floating_tensor(model)
+    reference = images if tensor is None else tensor
     for start in range(0, len(images), batch_size):
-        which = slice(start, min(start + batch_size, len(images)))
-        yield which, images[which].detach().to(like.device, like.dtype, copy=True)
+        rows = slice(start, min(start + batch_size, len(images)))
+        yield rows, images[rows].detach().to(reference.device, reference.dtype, copy=True)
 
 
 def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
-    """What the model gives, shape (B, K); TypeError if it is something else."""
+    """Return the model's scores, shape (B, K); raise TypeError if it returns something else."""
     scores = model(images)
     if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
         got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
@@ -155,6 +159,6 @@ def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
 
 
 def progress_bar(total: int | None, what: str, progress: bool | None, unit: str = "image") -> Any:
-    """For so many images, if that is known: at once, never, or (None) after three seconds, on a terminal."""
-    hidden = None if progress is None else not progress
-    return tqdm(total=total, desc=what, unit=unit, leave=False, disable=hidden, delay=3 if progress is None else 0)
+    """Make a progress bar, shown at once (True), never (False) or after three seconds on a terminal (None)."""
+    disable = None if progress is None else not progress  # None, in tqdm: unless stderr is a terminal
+    return tqdm(total=total, desc=what, unit=unit, leave=False, disable=disable, delay=3 if progress is None else 0)

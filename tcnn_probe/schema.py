@@ -5,9 +5,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["COORDINATES", "COUNTS", "SCHEMA_VERSION", "Group", "Variable", "difference"]
+__all__ = [
+    "COORDINATES",
+    "COUNTS",
+    "SCHEMA_VERSION",
+    "Group",
+    "StoreError",
+    "Variable",
+    "difference",
+]
 
 SCHEMA_VERSION = 3
+
+
+class StoreError(ValueError):
+    """A store holds something else, is damaged, or is being written by another recorder."""
 
 
 @dataclass(frozen=True)

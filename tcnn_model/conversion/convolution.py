@@ -1,7 +1,7 @@
-"""The convolution that a module computes: filters, bias, stride and padding, seen in the one call that it makes.
+"""The convolution that a module computes: its filters, bias, stride and padding, taken from its call of ``conv2d``.
 
 Weight-standardised and "same"-padded layers are subclasses of ``nn.Conv2d`` with a forward of their own. Rather than
-retype their formulas, the forward is run and the arguments it hands to ``conv2d`` are taken.
+retyping their formulas, we run the forward and take the arguments that it passes to ``conv2d``.
 """
 
 import copy
@@ -22,17 +22,17 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Convolution:
-    """``conv2d(x, weight, bias, stride, padding, dilation, groups)``, as one module computes it in eval mode.
+    """``conv2d(x, weight, bias, stride, padding, dilation, groups)``, as a module computes it in eval mode.
 
     Args:
-        weight: filters, shape (C_out, C_in / groups, k_h, k_w): the module's own parameter where it applies that as
-            it is, else what it makes of it (a standardised weight).
-        bias: shape (C_out,), or None.
-        stride, dilation: along y and x.
-        padding: zeros on either side along y and x; or "same", TensorFlow's rule for any stride.
-        groups: as in ``nn.Conv2d``.
-        trainable: whether filters and bias require gradients.
-        training: the module's mode.
+        weight: Filters, shape (C_out, C_in / groups, k_h, k_w): the module's own parameter if it is applied as it is,
+            else the tensor computed from it (a standardised weight).
+        bias: Bias, shape (C_out,), or None.
+        stride, dilation: Steps along y and x.
+        padding: Zeros on either side along y and x; or "same", TensorFlow's rule for any stride.
+        groups: The argument of ``nn.Conv2d``.
+        trainable: Whether filters and bias require gradients.
+        training: Mode of the module.
     """
 
     weight: Tensor
@@ -46,34 +46,36 @@ class Convolution:
 
     @property
     def kernel_size(self) -> Pair:
-        """(k_h, k_w)."""
+        """Size of the filters, (k_h, k_w)."""
         return _pair(self.weight.shape[2:])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(B, C_in, H, W) -> (B, C_out, H_out, W_out)."""
-        if isinstance(self.padding, str):
-            y, x_axis = self.axes(*x.shape[2:])
-            x = F.pad(x, (x_axis.before, x_axis.after, y.before, y.after))
-        padding = (0, 0) if isinstance(self.padding, str) else self.padding
+        """Apply the convolution: (B, C_in, H, W) -> (B, C_out, H_out, W_out)."""
+        padding = self.padding
+        if isinstance(padding, str):
+            rows, cols = self.axes(*x.shape[2:])
+            x = F.pad(x, (cols.before, cols.after, rows.before, rows.after))
+            padding = (0, 0)
         return F.conv2d(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
 
     def axes(self, height: int, width: int) -> tuple[Axis, Axis]:
-        """The two spatial axes for an input of height x width pixels."""
+        """Return the two spatial axes for an input of height x width pixels."""
         return axes((height, width), self.kernel_size, self.stride, self.padding, self.dilation)
 
 
 def describe(module: nn.Module) -> Convolution:
-    """The convolution that a module computes.
+    """Describe the convolution that a module computes.
 
     A subclass of ``nn.Conv2d`` is run in float64, on a copy, over small random images of every residue of its stride;
-    what it gives there has to be what the description gives. (Values on the meta device cannot be compared.)
-    Where it computes its filters or its bias, what it computes them from is dropped, and they train if any of that did.
+    its output has to equal that of the description. (Values on the meta device cannot be compared.) If it computes its
+    filters or its bias, the parameters that they are computed from are dropped, and filters and bias are trainable if
+    any of those was.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Conv2d``.
-        ValueError: GPSA cannot stand for it: its padding is not zeros, its weight is parametrized or computed in a
-            hook, or its forward does anything else than one convolution with filters that do not depend on the image;
-            it was given another forward; or trainable parameters of its own (as LoRA's) are applied to a frozen weight.
+        TypeError: If ``module`` is not an ``nn.Conv2d``.
+        ValueError: If GPSA cannot stand for it: its padding is not zeros, its weight is parametrized or computed in a
+            hook, its forward was replaced or does anything else than one convolution with filters that do not depend
+            on the image, or trainable parameters of its own (as LoRA's) are applied to a frozen weight.
     """
     if nn.utils.parametrize.is_parametrized(module):
         raise ValueError("its weight is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first")
@@ -83,69 +85,81 @@ def describe(module: nn.Module) -> Convolution:
         raise ValueError(f"expected padding_mode='zeros', got {module.padding_mode!r}")
     if "weight" not in module._parameters:
         raise ValueError("its weight is computed at each forward (weight or spectral norm): remove the norm first")
-    if replaced := [name for name in ("forward", "_conv_forward") if name in vars(module)]:
-        raise ValueError(f"its {replaced[0]} was replaced by another, which would be lost: take that off first")
+    # Libraries such as accelerate assign a forward to the instance, which hides that of the class.
+    for name in ("forward", "_conv_forward"):
+        if name in vars(module):
+            raise ValueError(f"its {name} was replaced by another, which would be lost: take that off first")
     if type(module) is nn.Conv2d:
-        return _described(module, _bind(None, module.weight, module.bias, *_geometry(module)))
-    return _observed(module)
+        geometry = (module.stride, module.padding, module.dilation, module.groups)
+        return _from_call(module, _bind(None, module.weight, module.bias, *geometry))
+    return _from_trial(module)
 
 
-def _observed(module: nn.Conv2d) -> Convolution:
+def _from_trial(module: nn.Conv2d) -> Convolution:
+    """Describe a subclass of ``nn.Conv2d`` by running a copy of it."""
     kind = type(module).__name__
-    real = module.weight.device.type != "meta"
-    probe = copy.deepcopy(module).eval()
-    probe = probe.to("cpu", torch.float64) if real else probe
-    runs = [_run(probe, image) for image in _images(probe)]
-    if any(len(calls) != 1 for _, _, calls in runs):
-        count = next(len(calls) for _, _, calls in runs if len(calls) != 1)
-        raise ValueError(f"{kind} makes {count} calls of conv2d in its forward; expected one")
-    calls = [calls[0] for _, _, calls in runs]
-    padded = any(call["input"].shape != x.shape for call, (x, _, _) in zip(calls, runs, strict=True))
+    on_meta = module.weight.device.type == "meta"
+    trial = copy.deepcopy(module).eval()
+    if not on_meta:
+        # In float64 the comparison below tells a different function from rounding.
+        trial = trial.to("cpu", torch.float64)
+    images = _images(trial)
+    outputs = []
+    calls = []
+    for image in images:
+        output, arguments = _run(trial, image)
+        if len(arguments) != 1:
+            raise ValueError(f"{kind} makes {len(arguments)} calls of conv2d in its forward; expected one")
+        outputs.append(output)
+        calls += arguments
+    padded = any(call["input"].shape != image.shape for call, image in zip(calls, images, strict=True))
     if padded and any(_zeros(call["padding"]) != (0, 0) for call in calls):
         raise ValueError(f"{kind} pads its input twice")
-    own = _described(probe, {**calls[0], "padding": "same"} if padded else calls[0])
-    for x, output, _ in runs:
-        expected = own(x)
-        if expected.shape != output.shape or (real and not torch.allclose(expected, output)):
+    # timm's Conv2dSame pads in its forward; whether it pads by that rule the comparison shows.
+    convolution = _from_call(trial, {**calls[0], "padding": "same"} if padded else calls[0])
+    for image, output in zip(images, outputs, strict=True):
+        expected = convolution(image)
+        if expected.shape != output.shape or not (on_meta or torch.allclose(expected, output)):
             raise ValueError(f"{kind} computes something else than one convolution with zero or 'same' padding")
-    return _in_terms_of(module, probe, own)
+    return _with_parameters_of(module, trial, convolution)
 
 
 def _images(module: nn.Conv2d) -> list[Tensor]:
-    """Small random images, one of each residue of the stride and at least two."""
+    """Make small random images, one of each residue of the stride and at least two."""
     generator = torch.Generator("cpu").manual_seed(0)
-    height, width = (2 * d * (k - 1) + 2 * s for d, k, s in zip(*map(_pair, _sizes(module)), strict=True))
-    weight = module.weight
-    shapes = [(2, module.in_channels, height + n, width + n) for n in range(1 + max(module.stride))]
-    images = [torch.randn(s, generator=generator, dtype=torch.float64, device="cpu") for s in shapes]
-    return [image.to(weight.device, weight.dtype) for image in images]
-
-
-def _sizes(module: nn.Conv2d) -> tuple[Any, ...]:
-    return module.dilation, module.kernel_size, module.stride
+    dilation, kernel_size, stride = (_pair(size) for size in (module.dilation, module.kernel_size, module.stride))
+    # Large enough for windows with and without padding.
+    height, width = (2 * d * (k - 1) + 2 * s for d, k, s in zip(dilation, kernel_size, stride, strict=True))
+    images = []
+    for residue in range(1 + max(module.stride)):
+        shape = (2, module.in_channels, height + residue, width + residue)
+        image = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        images.append(image.to(module.weight.device, module.weight.dtype))
+    return images
 
 
 class _Calls(TorchFunctionMode):
-    """Records the arguments of every ``conv2d``."""
+    """Mode that records the arguments of every ``conv2d``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[dict[str, Any]] = []
+        self.arguments: list[dict[str, Any]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.conv2d:
-            self.seen.append(_bind(*args, **(kwargs or {})))
+            self.arguments.append(_bind(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
-def _run(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
+def _run(module: nn.Module, x: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+    """Run a module, and return its output and the arguments of its calls of ``conv2d``."""
     with _Calls() as calls:
         try:
             output = module(x)
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{type(module).__name__} does not run on an image alone ({error})") from error
-    return x, output, calls.seen
+    return output, calls.arguments
 
 
 def _bind(
@@ -157,25 +171,32 @@ def _bind(
     dilation: Any = 1,
     groups: int = 1,
 ) -> dict[str, Any]:
-    """The arguments of ``conv2d`` by name."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    return dict(zip(names, (input, weight, bias, stride, padding, dilation, groups), strict=True))
+    """Return the arguments of ``conv2d`` by name."""
+    return {
+        "input": input,
+        "weight": weight,
+        "bias": bias,
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "groups": groups,
+    }
 
 
-def _geometry(module: nn.Conv2d) -> tuple[Any, ...]:
-    return module.stride, module.padding, module.dilation, module.groups
-
-
-def _described(module: nn.Conv2d, call: dict[str, Any]) -> Convolution:
-    padding, dilation, kernel = call["padding"], _pair(call["dilation"]), _pair(call["weight"].shape[2:])
+def _from_call(module: nn.Conv2d, call: dict[str, Any]) -> Convolution:
+    """Describe the convolution of a module from the arguments of its call of ``conv2d``."""
+    stride = _pair(call["stride"])
+    padding = call["padding"]
+    dilation = _pair(call["dilation"])
     if padding == "same":
-        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        symmetric = _pair(call["stride"]) == (1, 1) and not any(t % 2 for t in total)
-        padding = (total[0] // 2, total[1] // 2) if symmetric else "same"
+        # At stride 1 and with odd extents TensorFlow's rule is symmetric padding, whatever the size of the image.
+        total_y, total_x = (d * (k - 1) for d, k in zip(dilation, call["weight"].shape[2:], strict=True))
+        if stride == (1, 1) and total_y % 2 == total_x % 2 == 0:
+            padding = (total_y // 2, total_x // 2)
     return Convolution(
         weight=call["weight"],
         bias=call["bias"],
-        stride=_pair(call["stride"]),
+        stride=stride,
         padding=padding if padding == "same" else _zeros(padding),
         dilation=dilation,
         groups=call["groups"],
@@ -184,37 +205,42 @@ def _described(module: nn.Conv2d, call: dict[str, Any]) -> Convolution:
     )
 
 
-def _in_terms_of(module: nn.Conv2d, probe: nn.Module, own: Convolution) -> Convolution:
-    """The description of a probe with the parameters of the module that it is a copy of, where they are applied."""
-    original = {id(copied): module.get_parameter(name) for name, copied in probe.named_parameters()}
-    applied = {id(own.weight), id(own.bias)}
-    dropped = {name: p for name, p in probe.named_parameters() if id(p) not in applied}
-    trainable = _train_together(module, dropped)
+def _with_parameters_of(module: nn.Conv2d, trial: nn.Module, convolution: Convolution) -> Convolution:
+    """Return the description of a copy with the parameters of the original, if they are applied as they are."""
+    originals = {id(copied): module.get_parameter(name) for name, copied in trial.named_parameters()}
+    applied = {id(convolution.weight), id(convolution.bias)}
+    dropped = {name: p for name, p in trial.named_parameters() if id(p) not in applied}
+    computed_trains = _computed_trains(module, dropped)
 
-    def tensor(found: Tensor | None) -> Tensor | None:
-        return found if found is None else original.get(id(found), found.to(module.weight))
+    def original(tensor: Tensor) -> Tensor:
+        return originals.get(id(tensor), tensor.to(module.weight))
 
-    def trains(found: Tensor | None) -> bool:
-        return found is not None and (original[id(found)].requires_grad if id(found) in original else trainable)
+    def trains(tensor: Tensor) -> bool:
+        return originals[id(tensor)].requires_grad if id(tensor) in originals else computed_trains
 
-    weight = tensor(own.weight)
-    assert weight is not None
+    weight, bias = convolution.weight, convolution.bias
     return replace(
-        own,
-        weight=weight,
-        bias=tensor(own.bias),
-        trainable=(trains(own.weight), trains(own.bias)),
+        convolution,
+        weight=original(weight),
+        bias=None if bias is None else original(bias),
+        trainable=(trains(weight), bias is not None and trains(bias)),
         training=module.training,
     )
 
 
-def _train_together(module: nn.Conv2d, dropped: dict[str, nn.Parameter]) -> bool:
-    """Whether the parameters that a module computes its filters from train: in GPSA they are one, the result.
+def _computed_trains(module: nn.Conv2d, dropped: dict[str, nn.Parameter]) -> bool:
+    """Return whether filters computed from the dropped parameters train: in GPSA they are a single parameter.
 
-    A gain may be frozen; but where the weight is, and what is applied to it trains, the result could do neither.
+    A gain may be frozen. But if the weight is frozen while a parameter that is applied to it trains, the result could
+    do neither.
     """
-    base = [p.requires_grad for name, p in dropped.items() if name in ("weight", "bias")]
-    extra = [name for name, p in dropped.items() if name not in ("weight", "bias") and p.requires_grad]
+    base = []
+    extra = []
+    for name, parameter in dropped.items():
+        if name in ("weight", "bias"):
+            base.append(parameter.requires_grad)
+        elif parameter.requires_grad:
+            extra.append(name)
     if extra and not (base and all(base)):
         raise ValueError(
             f"{type(module).__name__} has further trainable parameters ({', '.join(extra)}), which would be lost in a "

@@ -1,6 +1,6 @@
-"""Turning a CNN into a Transformed CNN: which convolutions, their stride, and the exchange itself.
+"""Conversion of a CNN into a Transformed CNN: choice of convolutions, their stride, and the exchange itself.
 
-Everything is planned and tried on a copy without storage first, so a model is converted whole or not at all.
+Everything is planned and tried on a copy without storage first, so that a model is converted whole or not at all.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -48,51 +48,53 @@ def reparameterize(
     The result then *starts near* the CNN's function, not at it. ``stride="keep", locality_strength=20, gating=20``
     gives the same function to float32 rounding.
 
-    The last stage is where the network works at its final resolution: its k x k convolutions there, depthwise ones
-    included, and those of the block that brings it there; those inside attention layers are left out. In a network
-    built with timm's ``output_stride`` several stages share the final resolution, and all are converted.
+    The last stage consists of the k x k convolutions, depthwise ones included, that work at the network's final
+    resolution or in the block that reduces to it; those inside attention layers are left out. In a network built with
+    timm's ``output_stride`` several stages share the final resolution, and all are converted.
 
     ``stride="unit"`` takes out the stride of a chosen convolution, or else that of its block: the module around it
     that makes the step in resolution, which may be the stage. Every operation that makes the same step (1 x 1 shortcut,
     parallel branch, average, max or blur pool) is set to stride 1 too, and the grid doubles. Operations whose output
     would then be too small for the grid are extended at the border. For the 2 x 2 convolutions of ConvNeXt's
     downsampling this is one pixel of zeros to the right and down: windows overlap, and every second one is a window of
-    the CNN. An error is raised where operations would not fit together any more. Where the stride stands in a separate
+    the CNN. An error is raised if operations would no longer fit together. Where the stride stands in a separate
     layer before the chosen ones and their blocks (the pools of VGG and DenseNet), there is nothing to take out, and
-    both settings give the same.
+    both settings give the same model.
 
     A weight-standardised convolution becomes a layer with the standardised weight, which is a new parameter; a
     checkpoint of the CNN has to be loaded before the conversion. Plain convolutions keep their weight, and its name.
 
     Args:
-        model: any module with a 2-D feature extractor. ``forward_features`` is looked at where there is one.
+        model: Any module with a 2-D feature extractor, which is its ``forward_features`` if it has that method.
         layers: None for the last stage, of a model that has no GPSA layers yet; else a convolution's name, the name of
             a module (all k x k convolutions in it), a glob over k x k convolutions, a collection of these, or a
-            predicate ``(name, conv) -> bool``, which is asked for k x k convolutions only.
+            predicate ``(name, conv) -> bool``, which is called for k x k convolutions only.
         stride: "unit" or "keep".
-        locality_strength: initial alpha of every head, in 1 / pixel^2.
-        gating: initial lambda of every head, or one number for each head of a layer.
-        qk_dim: channels of queries and keys per head, see :class:`~tcnn_model.GPSA`.
-        qk_scale: initial scale of the weights of queries and keys, see :class:`~tcnn_model.GPSA`. The papers have 1.
-        backend: how the layers compute attention, see :func:`~tcnn_model.gpsa`.
-        input_size: (C, H, W) at which stages are told apart; timm's ``pretrained_cfg`` or 3 x 224 x 224 unless given.
-        inplace: convert ``model`` itself rather than a copy.
+        locality_strength: Initial alpha of every head, in 1 / pixel^2.
+        gating: Initial lambda of every head, or one number for each head of a layer.
+        qk_dim: Channels of queries and keys per head, see :class:`~tcnn_model.GPSA`.
+        qk_scale: Initial scale of the weights of queries and keys, see :class:`~tcnn_model.GPSA`. The papers use 1.
+        backend: Algorithm of the layers' attention, see :func:`~tcnn_model.gpsa`.
+        input_size: Size (C, H, W) at which stages are told apart; by default that of timm's ``pretrained_cfg``, or
+            3 x 224 x 224.
+        inplace: Whether to convert ``model`` itself rather than a copy.
 
     Returns:
-        the converted model, in the mode, on the device and with the dtype and ``requires_grad`` of ``model``.
-        What attention adds (query, key, value, locality, centre, gating) requires gradients.
+        The converted model, in the mode, on the device and with the dtype and ``requires_grad`` of ``model``.
+        The parameters that attention adds (query, key, value, locality, centre, gating) require gradients.
 
     Raises:
-        TypeError: ``model`` is no module, or ``layers`` none of the above.
-        ValueError: no convolution to reparameterize; a name, glob or predicate that chooses none; a convolution that
-            does something else as well, or whose weight is parametrized, pruned or partly frozen; a stride that cannot
-            be taken out (the error names ``stride="keep"``). The model is then unchanged.
+        TypeError: If ``model`` is not a module, or ``layers`` none of the above.
+        ValueError: If there is no convolution to reparameterize; a name, glob or predicate matches none; a convolution
+            does something else as well, or its weight is parametrized, pruned or partly frozen; or a stride cannot be
+            taken out (the error names ``stride="keep"``). The model is then unchanged.
     """
     if stride not in ("unit", "keep"):
         raise ValueError(f"expected stride='unit' or 'keep', got {stride!r}")
-    options: dict[str, Any] = {"locality_strength": locality_strength, "gating": gating}
-    options |= {"qk_dim": qk_dim, "qk_scale": qk_scale, "backend": backend}
-    return _converted(model, layers, stride, input_size, inplace, partial(_convert, **options))
+    convert = partial(
+        _convert, locality_strength=locality_strength, gating=gating, qk_dim=qk_dim, qk_scale=qk_scale, backend=backend
+    )
+    return _converted(model, layers, stride, input_size, inplace, convert)
 
 
 def unstride(
@@ -104,19 +106,19 @@ def unstride(
 ) -> nn.Module:
     """Take the stride out of a CNN's last stage, as :func:`reparameterize` does, and leave its convolutions.
 
-    This is the control that the T-CNN paper does not have: its T-CNNs have attention, and a last stage on twice the
-    grid ("Without SA" in its Table 1 is the CNN at its own stride). Every operation that makes the stage's step in
-    resolution is set to stride 1, with the same filters; so the layers see the pixels that they saw before, and others
-    between them.
+    This is a control that the T-CNN paper lacks: its T-CNNs have attention and a last stage on twice the grid at once
+    ("Without SA" in its Table 1 is the CNN at its own stride). Every operation that makes the stage's step in
+    resolution is set to stride 1, with the same filters. The layers thus see the pixels that they saw before, and
+    others between them.
 
     Args:
-        model, layers, input_size, inplace: as of :func:`reparameterize`.
+        model, layers, input_size, inplace: The arguments of :func:`reparameterize`.
 
     Returns:
-        the CNN at stride 1, with the parameters of ``model`` under their names.
+        The CNN at stride 1, with the parameters of ``model`` under their names.
 
     Raises:
-        TypeError, ValueError: as :func:`reparameterize`; also where there is no stride to take out.
+        TypeError, ValueError: As :func:`reparameterize`; also if there is no stride to take out.
     """
     return _converted(model, layers, "unit", input_size, inplace, None)
 
@@ -129,27 +131,33 @@ def _converted(
     inplace: bool,
     convert: Callable[[str, Any, Call | None], nn.Module] | None,
 ) -> nn.Module:
-    """The model with ``convert(name, convolution, step to take out)`` for each chosen one; None leaves these."""
+    """Return the model with its layers replaced by ``convert(name, convolution, step to take out)``.
+
+    With ``convert=None`` the convolutions stay, and only the steps in resolution are taken out.
+    """
     _check_types(model, layers)
     rehearsal = meta_copy(model)
     size = find_input_size(rehearsal, input_size)
     calls = trace(rehearsal, size)
-    chosen = _choose(rehearsal, calls, layers)
-    steps = _strided_steps(calls, chosen) if stride == "unit" else {}
+    selected = _choose(rehearsal, calls, layers)
+    steps = _strided_steps(calls, selected) if stride == "unit" else {}
     if convert is None and not steps:
-        raise ValueError(f"no stride to take out: neither {_some(chosen)} nor what is around them in a block has one")
+        raise ValueError(
+            f"no stride to take out: neither {_first_names(selected)} nor what is around them in a block has one"
+        )
 
     def replacements(source: nn.Module) -> dict[str, nn.Module]:
-        new = {name: at_unit_stride(call, source.get_submodule(name)) for name, call in steps.items()}
+        modules = {name: at_unit_stride(call, source.get_submodule(name)) for name, call in steps.items()}
         if convert is not None:
-            new |= {name: convert(name, source.get_submodule(name), steps.get(name)) for name in chosen}
-        return new
+            modules |= {name: convert(name, source.get_submodule(name), steps.get(name)) for name in selected}
+        return modules
 
     check_phases(steps.values())
-    if inplace and "" in chosen:
+    if inplace and "" in selected:
         raise ValueError("the model is itself the convolution to replace, which cannot be done in place")
     rehearsal = _exchange(rehearsal, replacements(rehearsal))
-    feature_info = updated_feature_info(model, calls, _check_grids(rehearsal, size, steps))
+    calls_after = _check_grids(rehearsal, size, steps)
+    feature_info = updated_feature_info(model, calls, calls_after)
     result = model if inplace else copy_in_its_modes(model)
     result = _exchange(result, replacements(result))
     if feature_info is not None:
@@ -167,109 +175,128 @@ def _check_types(model: object, layers: object) -> None:
 
 
 def _choose(model: nn.Module, calls: list[Call], layers: LayerFilter | None) -> list[str]:
+    """Return the names of the convolutions to reparameterize."""
     convolutions = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
     spatial = {name: conv for name, conv in convolutions.items() if max(conv.kernel_size) > 1}
     if layers is None:
         if present := gpsa_layers(model):
             raise ValueError(f"already reparameterized ({', '.join(present)}): name further convolutions with layers=")
-        chosen = _last_stage(calls)
-        if not chosen:
+        selected = _last_stage(calls)
+        if not selected:
             raise ValueError(
                 f"no convolution to reparameterize: the last stage of {type(model).__name__} has no k x k convolution "
-                f"with k > 1{_others(calls)}; name earlier ones with layers=, of {len(spatial)} in the model"
+                f"with k > 1{_unsupported(calls)}; name earlier ones with layers=, of {len(spatial)} in the model"
             )
     elif not spatial:
         raise ValueError(
             f"no convolution to reparameterize: {type(model).__name__} has no k x k convolution with k > 1"
         )
     elif callable(layers):
-        chosen = list(select_layers(spatial, layers, what="k x k convolutions"))
-    else:  # a 1 x 1 convolution has to be asked for by its own name
+        selected = list(select_layers(spatial, layers, what="k x k convolutions"))
+    else:
+        # A 1 x 1 convolution has to be selected by its own name: the name of a module around it stands for the k x k
+        # convolutions in it.
         names = (layers,) if isinstance(layers, str) else tuple(layers)
         named = {name: convolutions[name] for name in names if name in convolutions}
-        chosen = list(select_layers(spatial | named, names, what="k x k convolutions"))
-    run = {call.name for call in calls}
-    if idle := [name for name in chosen if name not in run]:
-        raise ValueError(f"not used by the model's feature extractor, so not known at which resolution: {idle}")
-    return chosen
+        selected = list(select_layers(spatial | named, names, what="k x k convolutions"))
+    traced = {call.name for call in calls}
+    unused = [name for name in selected if name not in traced]
+    if unused:
+        raise ValueError(f"not used by the model's feature extractor, so not known at which resolution: {unused}")
+    return selected
 
 
-def _others(calls: list[Call]) -> str:
-    """Layers that convolve at the final resolution and cannot be chosen (conditional convolutions), for an error."""
-    convolving = [c for c in calls if c.convolves and not isinstance(c.module, nn.Conv2d) and c.module._parameters]
-    found = [f"{c.name} ({type(c.module).__name__})" for c in convolving if c.outputs == calls[-1].outputs]
-    return f", and {_some(found)} are no nn.Conv2d with filters of their own" if found else ""
+def _unsupported(calls: list[Call]) -> str:
+    """Name, for an error, the layers that convolve at the final resolution but are no nn.Conv2d (CondConv2d)."""
+    layers = []
+    for call in calls:
+        convolves = call.convolves and not isinstance(call.module, nn.Conv2d) and call.module._parameters
+        if convolves and call.outputs == calls[-1].outputs:
+            layers.append(f"{call.name} ({type(call.module).__name__})")
+    return f", and {_first_names(layers)} are no nn.Conv2d with filters of their own" if layers else ""
 
 
 def _last_stage(calls: list[Call]) -> list[str]:
-    """K x k convolutions at the final resolution, and in the block that reduces to it (whose stride may be a pool)."""
-    every = [c for c in calls if isinstance(c.module, nn.Conv2d) and not c.in_attention]
-    if tiny := [c.name for c in every if c.outputs == (1, 1) and max(_kernel(c)) > 1]:
-        raise ValueError(f"the image is too small to tell stages apart: {tiny[0]} works on 1 x 1; pass input_size=")
-    # Any other 1 x 1 map is a pooled vector (squeeze-and-excitation), not a resolution at which the network works.
-    convolutions = [c for c in every if c.outputs != (1, 1)]
+    """Return the k x k convolutions at the final resolution and in the block that reduces to it."""
+    convolutions = []
+    for call in calls:
+        if not isinstance(call.module, nn.Conv2d) or call.in_attention:
+            continue
+        if call.outputs != (1, 1):
+            convolutions.append(call)
+        elif _is_spatial(call):
+            raise ValueError(
+                f"the image is too small to tell stages apart: {call.name} works on 1 x 1; pass input_size="
+            )
+        # Any other 1 x 1 map is a pooled vector (squeeze-and-excitation), not a resolution of the network.
     if not convolutions:
         return []
     final = convolutions[-1].outputs
-    reaching = [c for c in calls if is_strided(c) and c.outputs == final]
-    blocks = {_parent(c.name) for c in reaching}
-    entered = {c.name for c in calls if c.outputs == final and c.inputs in {r.inputs for r in reaching}}
+    reductions = [call for call in calls if is_strided(call) and call.outputs == final]
+    previous = {call.inputs for call in reductions}
+    # The stride of a block may be a pool behind its convolution (ResNet-D, anti-aliased networks), which itself works
+    # at the previous resolution.
+    blocks = {_parent(call.name) for call in reductions}
+    reducing_blocks = {c.name for c in calls if c.name in blocks and c.outputs == final and c.inputs in previous}
 
     def belongs(call: Call) -> bool:
-        before_pool = not blocks.isdisjoint(_ancestors(call.name) & entered)
+        # A stage reduces by 2, or nearly 3 where sizes are odd; the patch embedding of a transformer is no stage.
         one_step = max(i / o for i, o in zip(call.inputs, final, strict=True)) <= 3
-        return one_step and (call.outputs == final or before_pool)
+        in_block = not reducing_blocks.isdisjoint(_ancestors(call.name))
+        return _is_spatial(call) and one_step and (call.outputs == final or in_block)
 
-    chosen = [c.name for c in convolutions if max(_kernel(c)) > 1 and belongs(c)]
-    return list(dict.fromkeys(chosen))
+    # A convolution that runs more than once is converted once.
+    return list(dict.fromkeys(call.name for call in convolutions if belongs(call)))
 
 
-def _strided_steps(calls: list[Call], chosen: list[str]) -> dict[str, Call]:
-    """The operations to set to stride 1: those that make the same step in resolution as a chosen layer's block.
+def _strided_steps(calls: list[Call], selected: list[str]) -> dict[str, Call]:
+    """Return the operations to set to stride 1: those that make the same step in resolution as a chosen layer's block.
 
-    The block of an operation is the smallest module around it with a k x k convolution in it: one that has only pools
-    and 1 x 1 convolutions is a part of what is around it.
+    The block of an operation is the smallest module around it with a k x k convolution in it: a module that has only
+    pools and 1 x 1 convolutions is a part of the module around it.
     """
-    strided = [call for call in calls if is_strided(call) and (call.name in chosen or not call.in_attention)]
-    around = set[str]().union(*map(_ancestors, chosen))
+    strided = [call for call in calls if is_strided(call) and (call.name in selected or not call.in_attention)]
+    around_selected = set[str]().union(*map(_ancestors, selected))
     spatial = [c.name for c in calls if (c.convolves and c.module._parameters) or isinstance(c.module, GPSA)]
-    blocks = around.union(*map(_ancestors, spatial))
-    whole = {(c.name, c.inputs, c.outputs) for c in calls}
+    blocks = around_selected.union(*map(_ancestors, spatial))
+    runs = {(call.name, call.inputs, call.outputs) for call in calls}
 
-    def belongs(call: Call) -> bool:
+    def in_selected_block(call: Call) -> bool:
         block = max(_ancestors(call.name) & blocks, key=len)
-        return block in around and (block, call.inputs, call.outputs) in whole
+        return block in around_selected and (block, call.inputs, call.outputs) in runs
 
-    steps = {(c.inputs, c.outputs) for c in strided if c.name in chosen or belongs(c)}
-    return {c.name: c for c in strided if (c.inputs, c.outputs) in steps}
+    steps = {(call.inputs, call.outputs) for call in strided if call.name in selected or in_selected_block(call)}
+    return {call.name: call for call in strided if (call.inputs, call.outputs) in steps}
 
 
-def _convert(name: str, conv: nn.Module, step: Call | None, **options: float | str | None) -> GPSA:
-    """The GPSA layer for a convolution, at stride 1 if it makes a step in resolution that is taken out."""
+def _convert(name: str, conv: nn.Module, step: Call | None, **options: Any) -> GPSA:
+    """Return the GPSA layer for a convolution, at stride 1 if it makes a step in resolution that is taken out."""
     try:
         if conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks or conv._backward_pre_hooks:
             raise ValueError("it carries hooks, which would be lost: remove them first and attach them afterwards")
-        own = describe(conv)
+        convolution = describe(conv)
         if step is not None:
-            y, x = replace(own, stride=(1, 1)).axes(*step.inputs)
-            keeps_grid = (y.queries, x.queries) == step.inputs
-            own = replace(own, stride=(1, 1), padding=own.padding if keeps_grid else "same")
-        layer = GPSA.from_conv(own, **options)  # type: ignore[arg-type]
+            convolution = replace(convolution, stride=(1, 1))
+            y, x = convolution.axes(*step.inputs)
+            if (y.queries, x.queries) != step.inputs:
+                convolution = replace(convolution, padding="same")
+        layer = GPSA.from_conv(convolution, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"cannot reparameterize {name!r}: {error}") from error
-    # The very parameters of the convolution, which is dropped: ties, and an optimizer's state for them, stay.
-    for key, applied in (("weight", own.weight), ("bias", own.bias)):
+    # The layer takes over the parameters of the convolution: ties, and an optimizer's state for them, stay.
+    for key, applied in (("weight", convolution.weight), ("bias", convolution.bias)):
         if applied is conv._parameters[key]:
             setattr(layer, key, applied)
     return layer
 
 
-def _exchange(model: nn.Module, new: dict[str, nn.Module]) -> nn.Module:
-    if "" in new:
-        return new[""]
+def _exchange(model: nn.Module, replacements: dict[str, nn.Module]) -> nn.Module:
+    """Replace modules of a model by name; a module shared under several names stays shared."""
+    if "" in replacements:
+        return replacements[""]
     aliases = dict(model.named_modules(remove_duplicate=False))
-    by_module = {id(aliases[name]): module for name, module in new.items()}
-    for alias, module in aliases.items():  # a convolution shared under two names stays shared
+    by_module = {id(aliases[name]): module for name, module in replacements.items()}
+    for alias, module in aliases.items():
         if id(module) in by_module:
             parent, _, child = alias.rpartition(".")
             setattr(model.get_submodule(parent), child, by_module[id(module)])
@@ -277,15 +304,15 @@ def _exchange(model: nn.Module, new: dict[str, nn.Module]) -> nn.Module:
 
 
 def _check_grids(model: nn.Module, size: InputSize, steps: dict[str, Call]) -> list[Call]:
-    """Run the rehearsal again: un-striding must leave a network that runs, each changed step on its input's grid."""
+    """Run the rehearsal again, and raise unless the network runs and each changed step keeps the grid of its input."""
     try:
         calls = trace(model, size)
     except FAILURES as error:
-        if not steps:
+        if not steps:  # the error is a bug of ours then, and not due to a stride
             raise
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"with {_some(sorted(steps))} at stride 1 the network no longer runs ({reason}); use stride='keep'"
+            f"with {_first_names(sorted(steps))} at stride 1 the network no longer runs ({reason}); use stride='keep'"
         ) from error
     after = {call.name: call for call in calls}
     for name in steps:
@@ -294,14 +321,14 @@ def _check_grids(model: nn.Module, size: InputSize, steps: dict[str, Call]) -> l
     return calls
 
 
-def _some(names: list[str]) -> str:
-    """The first few of many names."""
+def _first_names(names: list[str]) -> str:
+    """Join the first few names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _kernel(call: Call) -> tuple[int, ...]:
-    assert isinstance(call.module, nn.Conv2d)
-    return call.module.kernel_size
+def _is_spatial(call: Call) -> bool:
+    """Return whether a call is that of a k x k convolution, k > 1."""
+    return isinstance(call.module, nn.Conv2d) and max(call.module.kernel_size) > 1
 
 
 def _parent(name: str) -> str:
@@ -309,6 +336,6 @@ def _parent(name: str) -> str:
 
 
 def _ancestors(name: str) -> set[str]:
-    """Names of the modules that contain the one named, the model itself ("") included."""
+    """Return the names of the modules that contain a module, the model itself ("") included."""
     parts = name.split(".")
     return {".".join(parts[:n]) for n in range(len(parts))}

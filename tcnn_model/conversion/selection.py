@@ -1,4 +1,4 @@
-"""Choosing layers of a model by names, globs or a predicate."""
+"""Selection of layers by names, globs or a predicate."""
 
 import difflib
 import fnmatch
@@ -14,39 +14,40 @@ LayerFilter = str | Collection[str] | Callable[[str, nn.Module], bool]
 M = TypeVar("M", bound=nn.Module)
 
 
-def select_layers(candidates: Mapping[str, M], wanted: LayerFilter, *, what: str) -> dict[str, M]:
-    """The candidates that ``wanted`` names, in the candidates' order.
+def select_layers(candidates: Mapping[str, M], layers: LayerFilter, *, what: str) -> dict[str, M]:
+    """Return the candidates that ``layers`` selects, in the candidates' order.
 
     Args:
-        candidates: layers that can be chosen, by module name.
-        wanted: a name, the name of a module that contains candidates, or a glob, or a collection of these; or a
+        candidates: Layers that can be selected, by module name.
+        layers: A name, the name of a module that contains candidates, or a glob, or a collection of these; or a
             predicate ``(name, module) -> bool``.
-        what: what the candidates are, in the plural, for error messages.
+        what: Description of the candidates, in the plural, for error messages.
 
     Raises:
-        ValueError: a name or glob that matches no candidate, or a predicate that matches none.
+        ValueError: If a name or glob matches no candidate, or the predicate matches none.
     """
-    if callable(wanted):
-        chosen = {name: module for name, module in candidates.items() if wanted(name, module)}
-        if not chosen:
+    if callable(layers):
+        selected = {name: module for name, module in candidates.items() if layers(name, module)}
+        if not selected:
             raise ValueError(f"the predicate chose none of the {len(candidates)} {what}")
-        return chosen
-    chosen_names: set[str] = set()
-    for pattern in (wanted,) if isinstance(wanted, str) else wanted:
-        matches = set(matching(candidates, pattern))
+        return selected
+    names: set[str] = set()
+    for pattern in (layers,) if isinstance(layers, str) else layers:
+        matches = matching(candidates, pattern)
         if not matches:
             raise ValueError(f"no {what} match {pattern!r}{_hint(pattern, candidates)}")
-        chosen_names |= matches
-    if not chosen_names:
+        names.update(matches)
+    if not names:
         raise ValueError(f"layers is empty: name at least one of the {len(candidates)} {what}, or pass None")
-    return {name: module for name, module in candidates.items() if name in chosen_names}
+    return {name: module for name, module in candidates.items() if name in names}
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """The names that a name, that of a module which contains them, or a glob stands for."""
+    """Return the names that are the pattern, lie in a module of that name, or match it as a glob."""
     return [n for n in names if n == pattern or n.startswith(f"{pattern}.") or fnmatch.fnmatchcase(n, pattern)]
 
 
 def _hint(pattern: str, names: Collection[str]) -> str:
+    # Lower than difflib's 0.6: a user may give no more than the end of a long path.
     close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5) or list(names)[-3:]
     return f"; did you mean {', '.join(map(repr, close))}?" if close else f": the model has none, so {pattern!r} cannot"

@@ -1,4 +1,4 @@
-"""The resolution at which each module of a network works, seen by running it once with hooks."""
+"""The resolution at which each module of a network works, measured by running the network once with hooks."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -7,29 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FAILURES", "Call", "InputSize", "Shapes", "copy_in_its_modes", "find_input_size", "meta_copy", "trace"]
 
 Grid = tuple[int, int]
 InputSize = tuple[int, int, int]
 
-# They keep the shape, which PyTorch finds by running them step by step, in Python: most of the time of a conversion.
+# Norms keep the shape. On the meta device PyTorch runs them step by step in Python, most of the time of a conversion.
 _NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
 
-# What a network raises on an image that it does not take, or whose resolution changed under it.
+# Errors of networks on an image that they do not take, or whose resolution has changed.
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a module that maps a feature map to a feature map.
+    """A run of a module that maps a feature map to a feature map.
 
     Args:
-        name: the module's name in the model.
-        module: the module, on the meta device.
-        inputs, outputs: (H, W) of the feature maps.
-        in_attention: whether it runs inside an attention layer: its resolution need not be that of the network.
-        convolves: whether it calls conv2d itself, with a k x k kernel, k > 1.
+        name: Name of the module in the model.
+        module: The module, on the meta device.
+        inputs, outputs: Sizes (H, W) of the feature maps.
+        in_attention: Whether it runs inside an attention layer: its resolution need not be that of the network.
+        convolves: Whether it calls conv2d itself, with a k x k kernel, k > 1.
     """
 
     name: str
@@ -41,15 +42,15 @@ class Call:
 
     @property
     def reduces(self) -> bool:
-        """Whether the output has fewer rows or columns than the input."""
+        """True if the output has fewer rows or columns than the input."""
         return self.outputs[0] < self.inputs[0] or self.outputs[1] < self.inputs[1]
 
 
 def copy_in_its_modes(model: nn.Module) -> nn.Module:
-    """A deep copy, every module in the mode of its original: a copy of a ``torch.fx.GraphModule`` would be training.
+    """Return a deep copy, every module in the mode of its original.
 
     Raises:
-        ValueError: a tensor of the model is computed from others, and kept as an attribute, which cannot be copied.
+        ValueError: If an attribute of a module is a tensor computed from others, which cannot be copied.
     """
     try:
         duplicate = copy.deepcopy(model)
@@ -61,6 +62,7 @@ def copy_in_its_modes(model: nn.Module) -> nn.Module:
             f"cannot copy {type(model).__name__}: {computed[0]} is computed from other tensors; if it is pruned or "
             f"normed, call torch.nn.utils.prune.remove, remove_weight_norm or remove_spectral_norm first"
         ) from error
+    # copy.deepcopy leaves extractors made by torch.fx (timm's, torchvision's) in training mode (seen with torch 2.15).
     modes = {name: module.training for name, module in model.named_modules()}
     for name, module in duplicate.named_modules():
         module.training = modes.get(name, module.training)
@@ -68,7 +70,7 @@ def copy_in_its_modes(model: nn.Module) -> nn.Module:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy without storage or hooks, in eval mode: running it costs no memory and nobody notices."""
+    """Return a copy without storage or hooks, in eval mode: running it costs no memory and calls no user code."""
     duplicate = copy_in_its_modes(model).to("meta").eval()
     for module in duplicate.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -77,42 +79,46 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors, by their dotted names, that are neither parameters nor buffers, but attributes of a module."""
-    modules = model.named_modules()
-    attributes = ((f"{name}.{key}".strip("."), value) for name, m in modules for key, value in vars(m).items())
-    return {name: value for name, value in attributes if isinstance(value, Tensor)}
+    """Return the tensors that are attributes of a module, neither parameters nor buffers, by their dotted names."""
+    tensors = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}.{key}".strip(".")] = value
+    return tensors
 
 
 def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
     """Run the feature extractor of a model on the meta device.
 
-    Only ``forward_features`` is run where the model has one, so that the classifier's convolutions do not count.
+    Only ``forward_features`` is run if the model has it, so that the classifier's convolutions do not count.
 
     Args:
-        model: from :func:`meta_copy`.
-        input_size: (C, H, W).
+        model: Result of :func:`meta_copy`.
+        input_size: Size of the image, (C, H, W).
 
     Returns:
-        a :class:`Call` for each run of each module with one feature map in and one out, in the order they ended.
+        A :class:`Call` for each run of each module with one feature map in and one out, in the order they ended.
     """
     calls: list[Call] = []
     names = {module: name for name, module in model.named_modules()}
     operations = _Operations()
 
     def enter(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        if not isinstance(module, nn.Softmax):  # a function of the layer that it is in, which is the one attending
+        # An nn.Softmax is a function of the layer around it, which is the attention layer.
+        if not isinstance(module, nn.Softmax):
             operations.running.append(names[module])
 
-    def observe(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+    def leave(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if not isinstance(module, nn.Softmax):
             operations.running.pop()
         x = inputs[0] if inputs else None
         if isinstance(x, Tensor) and isinstance(output, Tensor) and x.ndim == output.ndim == 4:
             calls.append(Call(names[module], module, (x.shape[2], x.shape[3]), (output.shape[2], output.shape[3])))
 
-    handles = [
-        handle for m in names for handle in (m.register_forward_pre_hook(enter), m.register_forward_hook(observe))
-    ]
+    handles: list[RemovableHandle] = []
+    for module in names:
+        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     try:
         parameter = next(model.parameters(), torch.empty(0))
         images = torch.empty(2, *input_size, dtype=parameter.dtype, device="meta")
@@ -129,7 +135,7 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
 
 
 class Shapes(TorchFunctionMode):
-    """Norms give back what they are given: a network that runs without storage then gives its shapes much sooner."""
+    """Mode in which norms return their input, so that a network without storage gives its shapes much sooner."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and getattr(func, "__name__", "") in _NORMS:
@@ -138,7 +144,7 @@ class Shapes(TorchFunctionMode):
 
 
 class _Operations(Shapes):
-    """Notes the modules that themselves convolve, and those that run a softmax over the last axis: attention layers."""
+    """Mode that collects modules that call conv2d, and those with a softmax over the last axis: attention layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,33 +153,39 @@ class _Operations(Shapes):
         self.convolving: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
         module = self.running[-1] if self.running else ""
-        if name == "conv2d" and max(args[1].shape[2:] if len(args) > 1 else kwargs["weight"].shape[2:]) > 1:
-            self.convolving.add(module)
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        weights = name == "softmax" and args[0].ndim > 2 and dim in (-1, args[0].ndim - 1)  # no class scores
-        if module and (weights or name == "scaled_dot_product_attention"):
+        if name == "conv2d":
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            if max(weight.shape[2:]) > 1:
+                self.convolving.add(module)
+        attends = name == "scaled_dot_product_attention"
+        if name == "softmax":
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            # The softmax of a classifier has two axes, (B, K).
+            attends = args[0].ndim > 2 and dim in (-1, args[0].ndim - 1)
+        if module and attends:
             self.attention.add(module)
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def find_input_size(model: nn.Module, given: InputSize | None = None) -> InputSize:
-    """(C, H, W) of an image that the model accepts: the one given, or H and W of timm's pretrained_cfg, or 224 x 224.
+def find_input_size(model: nn.Module, input_size: InputSize | None = None) -> InputSize:
+    """Return the size (C, H, W) of an image that the model accepts.
 
     Args:
-        model: from :func:`meta_copy`.
-        given: by the user, if at all.
+        model: Result of :func:`meta_copy`.
+        input_size: Size to try. By default H and W are those of timm's ``pretrained_cfg``, or 224 x 224.
 
     Raises:
-        ValueError: the model does not run on it, nor (where none is given) with as many channels as its first
-            convolution takes or its pretrained_cfg says; or a tensor of its own does not move with the model.
+        ValueError: If the model does not run on it, nor (by default) with as many channels as its first convolution
+            takes or its ``pretrained_cfg`` says; or if a tensor of its own does not move with the model.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, height, width = config.get("input_size") or (3, 224, 224)
     first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels)
     # The channels differ for in_chans=1, and for stems that turn space into depth before their first convolution.
-    candidates = [(first, height, width), (channels, height, width)] if given is None else [given]
+    candidates = [(first, height, width), (channels, height, width)] if input_size is None else [input_size]
     for candidate in candidates:
         try:
             trace(model, candidate)
@@ -181,15 +193,15 @@ def find_input_size(model: nn.Module, given: InputSize | None = None) -> InputSi
             reason = error
         else:
             return candidate
-    left = [name for name, tensor in _plain_tensors(model).items() if tensor.device.type != "meta"]
-    if left and "device" in str(reason):
+    stranded = [name for name, tensor in _plain_tensors(model).items() if tensor.device.type != "meta"]
+    if stranded and "device" in str(reason):
         raise ValueError(
-            f"could not run {type(model).__name__} without storage: {left[0]} is a tensor that is neither a parameter "
-            f"nor a buffer, and so stays behind when the model is moved; make it a buffer with register_buffer "
-            f"({type(reason).__name__}: {reason})"
+            f"could not run {type(model).__name__} without storage: {stranded[0]} is a tensor that is neither a "
+            f"parameter nor a buffer, and so stays behind when the model is moved; make it a buffer with "
+            f"register_buffer ({type(reason).__name__}: {reason})"
         ) from reason
-    tried = " x ".join(map(str, candidates[0]))
+    size = " x ".join(map(str, candidates[0]))
     raise ValueError(
-        f"could not run {type(model).__name__} on an image of {tried}: pass input_size=(C, H, W) of one that it takes "
+        f"could not run {type(model).__name__} on an image of {size}: pass input_size=(C, H, W) of one that it takes "
         f"({type(reason).__name__}: {reason})"
     ) from reason

@@ -1,6 +1,7 @@
-"""Taking the stride out of the operations that reduce a stage's resolution ("unit" stride)."""
+"""Removal of the stride from the operations that reduce a stage's resolution ("unit" stride)."""
 
 import copy
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -14,57 +15,65 @@ __all__ = ["at_unit_stride", "check_phases", "is_strided"]
 Phase = tuple[int, int]
 
 _POOLS = (nn.AvgPool2d, nn.MaxPool2d)
-_TRIAL_PIXELS = 24  # at least, along each axis, where an operation is compared with its un-strided self
+# Pixels, at least, along each axis of the images on which an operation is compared with itself at stride 1: more than
+# kernels of strided operations have, so that windows without padding are compared too.
+_TRIAL_PIXELS = 24
 
 
 def is_strided(call: Call) -> bool:
-    """Whether a call is a single operation (not a block of them) that reduces resolution by its own stride."""
-    parts = call.module.children()
-    return call.reduces and max(_stride(call.module)) > 1 and all(next(p.parameters(), None) is None for p in parts)
+    """Return whether a call is a single operation (not a block of them) that reduces resolution by its own stride."""
+    has_layers = any(True for child in call.module.children() for _ in child.parameters())
+    return call.reduces and max(_stride(call.module)) > 1 and not has_layers
 
 
 def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
     """Make an operation of stride 1 on the same grid, whose output at every s-th pixel is the strided output.
 
-    Where it would fall short of the grid (2 x 2 convolutions and pools without padding, 3 x 3 without padding), its
-    input is extended equally on both sides, an odd pixel to the right and down: for a pool the border is repeated, so
-    that at the border it sees real pixels only; for a convolution by what it pads with, as a rule zeros.
+    If its output would be smaller than the grid (2 x 2 convolutions and pools, or 3 x 3 without padding), its input is
+    extended equally on both sides, an odd pixel to the right and down: for a pool the border is repeated, so that its
+    windows hold real pixels only; for a convolution by its own kind of padding, as a rule zeros.
 
     Args:
-        call: the operation's run, as traced on the meta device.
-        module: the operation itself, which is not changed.
+        call: Run of the operation, as traced on the meta device.
+        module: The operation itself, which is not changed.
 
     Returns:
-        a new module that has the parameters of ``module``, under their names.
+        A new module that has the parameters of ``module``, under their names.
 
     Raises:
-        ValueError: at stride 1 it would not keep the grid.
+        ValueError: If it would not keep the grid at stride 1.
     """
     rows, cols = _missing_pixels(call)
-    unit = copy.copy(module)
+    unit = copy.copy(module)  # shallow: the parameters are shared, which keeps ties and an optimizer's state
     _set_unit_stride(unit)
     if (rows, cols) == (0, 0):
         return unit
     if min(rows, cols) >= 0 and isinstance(unit, nn.Conv2d):
         return _padded_to_its_grid(unit)
     if min(rows, cols) >= 0 and isinstance(unit, _POOLS):
-        beyond = (cols // 2, cols - cols // 2, rows // 2, rows - rows // 2)
-        return nn.Sequential(nn.ReplicationPad2d(beyond), unit)
+        return nn.Sequential(nn.ReplicationPad2d(_both_sides(rows, cols)), unit)
     raise ValueError(
         f"{call.name} ({type(module).__name__}) reduces {call.inputs} to {call.outputs}, "
         f"and at stride 1 would not keep the grid; use stride='keep'"
     )
 
 
+def _both_sides(rows: int, cols: int) -> tuple[int, int, int, int]:
+    """Split rows and columns of padding into (left, right, top, bottom), the odd pixel to the right and down."""
+    return cols // 2, cols - cols // 2, rows // 2, rows - rows // 2
+
+
 def _padded_to_its_grid(conv: nn.Conv2d) -> nn.Conv2d:
-    """A convolution of stride 1, changed so that its padding keeps the grid; a wrapper would rename its parameters."""
+    """Change a convolution of stride 1 so that its padding keeps the grid; a wrapper would rename its parameters."""
     rows, cols = (d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True))
-    conv._reversed_padding_repeated_twice = [cols // 2, cols - cols // 2, rows // 2, rows - rows // 2]
+    # nn.Conv2d computes this in its constructor, and its forward reads it for padding modes other than zeros.
+    conv._reversed_padding_repeated_twice = list(_both_sides(rows, cols))
     if rows % 2 == cols % 2 == 0:
         conv.padding = (rows // 2, cols // 2)
     elif type(conv) is not nn.Conv2d or conv.padding_mode != "zeros":
         conv.padding = "same"
-    else:  # torch's own padding="same" warns about even kernels
+    else:
+        # torch's own padding="same" warns about even kernels. The constructor would allocate a weight.
         same = Conv2dSame.__new__(Conv2dSame)
         vars(same).update(vars(conv))
         return same
@@ -73,19 +82,20 @@ def _padded_to_its_grid(conv: nn.Conv2d) -> nn.Conv2d:
 
 @torch.no_grad()
 def check_phases(steps: Iterable[Call]) -> None:
-    """Un-striding is sound only if what each operation gave is still there, at every s-th pixel, counted from the same
-    first pixel in all operations that make the same step in resolution: else branches would be added out of place.
+    """Check that operations which make the same step in resolution still fit together at stride 1.
 
-    With "same" padding a 3 x 3 convolution of stride 2 looks from pixels 1, 3, 5, ... of an even image, a 1 x 1 one
-    from 0, 2, 4. Values do not matter, so random ones are taken, and images of every residue of the stride.
+    Un-striding is sound only if the strided output of each operation is its output at stride 1 at every s-th pixel,
+    counted from the same first pixel in all operations that make the same step: else branches would be added out of
+    place. With "same" padding a 3 x 3 convolution of stride 2 looks from pixels 1, 3, 5, ... of an even image, a 1 x 1
+    convolution from 0, 2, 4. Values do not matter, so they are random, and images have every residue of the stride.
 
     Args:
-        steps: runs of strided operations, as traced on the meta device.
+        steps: Runs of strided operations, as traced on the meta device.
 
     Raises:
-        ValueError: an operation whose strided output is not part of the un-strided one, or two that disagree.
+        ValueError: If an operation's strided output is not part of its output at stride 1, or two operations disagree.
     """
-    found: dict[tuple[object, object, int], tuple[str, set[Phase]]] = {}
+    common: dict[tuple[object, object, int], tuple[str, set[Phase]]] = {}
     for call in steps:
         strided = _with_random_values(call.module)
         for residue in range(max(_stride(strided))):
@@ -96,32 +106,36 @@ def check_phases(steps: Iterable[Call]) -> None:
                     f"stride {_stride(strided)}; use stride='keep'"
                 )
             key = (call.inputs, call.outputs, residue)
-            first, common = found.get(key, (call.name, phases))
-            if not common & phases:
+            first, shared = common.get(key, (call.name, phases))
+            if shared.isdisjoint(phases):
                 raise ValueError(
                     f"{first} and {call.name} reduce {call.inputs} to {call.outputs} from different first pixels, so "
                     f"that at stride 1 they would not fit together; use stride='keep'"
                 )
-            found[key] = first, common & phases
+            common[key] = first, shared & phases
 
 
 def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
-    """First pixels (y, x) from which every s-th output of the un-strided operation is the strided output."""
+    """Return the first pixels (y, x) from which every s-th output at stride 1 is the strided output."""
+    # Every device is named: the caller may have set torch.set_default_device.
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(1, _channels(strided), pixels, pixels, generator=generator, device="cpu")
-    sparse, dense = _run(call, strided, x), _run(call, at_unit_stride(call, strided), x)
+    sparse = _run(call, strided, x)
+    dense = _run(call, at_unit_stride(call, strided), x)
     height, width = sparse.shape[2:]
     sy, sx = _stride(strided)
 
     def matches(phase: Phase) -> bool:
-        part = dense[:, :, phase[0] :: sy, phase[1] :: sx][:, :, :height, :width]
+        y, x = phase
+        part = dense[:, :, y::sy, x::sx][:, :, :height, :width]
+        # Outputs at a wrong phase differ by about their size; float32 rounding stays a thousand times below 1e-3.
         return part.shape == sparse.shape and bool((part - sparse).abs().max() <= 1e-3 * sparse.abs().max())
 
-    return {(y, x) for y in range(sy) for x in range(sx) if matches((y, x))}
+    return {phase for phase in itertools.product(range(sy), range(sx)) if matches(phase)}
 
 
 def _with_random_values(module: nn.Module) -> nn.Module:
-    """A copy of an operation on the meta device, on the CPU and with random values."""
+    """Copy an operation from the meta device to the CPU, with random values."""
     duplicate = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = torch.Generator("cpu").manual_seed(0)
     tensors: list[Tensor] = [*duplicate.parameters(), *duplicate.buffers()]
@@ -131,12 +145,13 @@ def _with_random_values(module: nn.Module) -> nn.Module:
 
 
 def _missing_pixels(call: Call) -> tuple[int, int]:
-    """Rows and columns by which the operation at stride 1 falls short of its input's grid."""
-    probe = copy.copy(call.module)
-    _set_unit_stride(probe)
-    dtype = next((t.dtype for t in [*probe.parameters(), *probe.buffers()]), torch.float32)
+    """Return the rows and columns by which the operation at stride 1 falls short of its input's grid."""
+    unit = copy.copy(call.module)
+    _set_unit_stride(unit)
+    dtype = next((t.dtype for t in [*unit.parameters(), *unit.buffers()]), torch.float32)
+    x = torch.empty(1, _channels(unit), *call.inputs, dtype=dtype, device="meta")
     with torch.no_grad():
-        output = _run(call, probe, torch.empty(1, _channels(probe), *call.inputs, dtype=dtype, device="meta"))
+        output = _run(call, unit, x)
     return call.inputs[0] - output.shape[2], call.inputs[1] - output.shape[3]
 
 
@@ -149,13 +164,16 @@ def _run(call: Call, operation: nn.Module, x: Tensor) -> Tensor:
 
 
 def _channels(module: nn.Module) -> int:
-    """Channels of an image that the operation takes."""
-    weight, groups = getattr(module, "weight", None), getattr(module, "groups", 1)
-    return int(weight.shape[1] * groups if weight is not None else getattr(module, "channels", None) or 1)
+    """Return the channels of an image that the operation takes."""
+    weight = getattr(module, "weight", None)
+    if weight is not None:
+        return int(weight.shape[1] * getattr(module, "groups", 1))
+    # timm's BlurPool2d has filters for its channels; other pools take any number.
+    return getattr(module, "channels", None) or 1
 
 
 def _stride(module: nn.Module) -> tuple[int, int]:
-    """Its stride along y and x; (1, 1) where it has none."""
+    """Return the stride along y and x, (1, 1) for a module without one."""
     stride = getattr(module, "stride", 1)
     if isinstance(stride, tuple | list):
         return int(stride[0]), int(stride[-1])

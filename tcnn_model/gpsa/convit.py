@@ -24,39 +24,39 @@ __all__ = ["Acceleration", "accelerate", "convit_attention"]
 def accelerate(model: nn.Module) -> "Acceleration":
     """Make the attention layers of a timm ConViT work without N x N matrices, in place.
 
-    Parameters, ``state_dict``, hooks and output (to rounding) stay. Only the layers' forward is exchanged, until
-    ``remove()`` of the result or, in a ``with`` statement, its end. Attention dropout needs the matrix, so layers that
-    have it train as before. A copy or a pickle made meanwhile stays accelerated.
+    Parameters, ``state_dict``, hooks and output (to rounding) stay. Only the forward of the layers is exchanged, until
+    ``remove()`` is called on the result or its ``with`` statement ends. Attention dropout needs the matrix, so layers
+    that have it train as before. A copy or a pickle made meanwhile stays accelerated.
 
     Args:
-        model: a ConViT of timm, or any module that contains its layers.
+        model: A ConViT of timm, or any module that contains its layers.
 
     Returns:
-        a handle to undo it: ``with accelerate(model): ...`` or ``handle.remove()``.
+        A handle that undoes it: ``with accelerate(model): ...`` or ``handle.remove()``.
 
     Raises:
-        ValueError: the model has no such layers, or they are accelerated already, or of a subclass, which may compute
-            something else. The model is then unchanged.
+        ValueError: If the model has no such layers, they are accelerated already, or they are of a subclass, which may
+            compute something else. The model is then unchanged.
     """
-    ours = (_GPSA, _MHSA)
-    theirs = {name: m for name, m in model.named_modules() if isinstance(m, convit.GPSA | convit.MHSA)}
-    if not theirs:
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, convit.GPSA | convit.MHSA)}
+    if not layers:
         raise ValueError(f"no ConViT attention in {type(model).__name__}: accelerate() is for timm's convit_* models")
-    for name, module in theirs.items():
-        if isinstance(module, ours):
+    for name, layer in layers.items():
+        if isinstance(layer, (_GPSA, _MHSA)):
             raise ValueError(f"{name!r} is accelerated already")
-        if type(module) not in _EXCHANGE:
-            raise ValueError(f"{name!r} is a {type(module).__qualname__}, a subclass which may compute something else")
-    return Acceleration(list(theirs.values()))
+        if type(layer) not in _ACCELERATED:
+            raise ValueError(f"{name!r} is a {type(layer).__qualname__}, a subclass which may compute something else")
+    return Acceleration(list(layers.values()))
 
 
 class Acceleration:
-    """Handle of :func:`accelerate`: ``remove()``, or the end of a ``with`` statement, undoes it."""
+    """Handle returned by :func:`accelerate`; ``remove()``, or the end of a ``with`` statement, undoes it."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._classes = [(layer, type(layer)) for layer in layers]
+        # The class is exchanged rather than the module: parameters, hooks and references to the layer stay valid.
         for layer in layers:
-            layer.__class__ = _EXCHANGE[type(layer)]
+            layer.__class__ = _ACCELERATED[type(layer)]
 
     def remove(self) -> None:
         """Give the layers their own forward back. Further calls do nothing."""
@@ -74,22 +74,29 @@ class Acceleration:
 
 
 def convit_attention(layer: convit.GPSA, qk: Tensor) -> GatedAttention:
-    """Describe the attention of a ConViT layer, on the square grid that its tokens lie on.
+    """Describe the attention of a ConViT layer on the square grid of its tokens.
 
     Args:
-        layer: the layer, unchanged.
-        qk: output of its ``qk`` projection, shape (B, N, 2 * heads * d).
+        layer: The layer, which is not changed.
+        qk: Output of its ``qk`` projection, shape (B, N, 2 * heads * d).
+
+    Returns:
+        The attention, with ``pos_proj`` as position and sigma(``gating_param``) as gate.
 
     Raises:
-        ValueError: N is not a square.
+        ValueError: If N is not a square.
     """
-    side = math.isqrt(qk.shape[1])
-    if side * side != qk.shape[1]:
-        raise ValueError(f"ConViT's positional attention needs a square grid of tokens, got {qk.shape[1]} tokens")
+    tokens = qk.shape[1]
+    side = math.isqrt(tokens)
+    if side * side != tokens:
+        raise ValueError(f"ConViT's positional attention needs a square grid of tokens, got {tokens} tokens")
     query, key = qk.unflatten(2, (2, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    position, axis = layer.pos_proj.weight.flip(1), Axis(side)
-    if layer.pos_proj.bias is not None:  # the softmax takes it out again; its gradient is zero, not missing
+    position = layer.pos_proj.weight.flip(1)
+    if layer.pos_proj.bias is not None:
+        # The softmax cancels the bias. It is added times 0, so that its gradient is zero as in timm, and not missing:
+        # DistributedDataParallel raises for parameters without a gradient.
         position = position.add(layer.pos_proj.bias[:, None], alpha=0)
+    axis = Axis(side)
     return GatedAttention(query, key, widest(position), torch.sigmoid(layer.gating_param), axis, axis)
 
 
@@ -102,7 +109,7 @@ class _GPSA(convit.GPSA):  # type: ignore[misc]  # timm is not typed
         return self.proj_drop(self.proj(output.transpose(1, 2).flatten(2)))
 
     def get_attention(self, x: Tensor) -> Any:
-        # The forward of theirs leaves these behind, for this one and for get_attention_map.
+        # timm's forward caches rel_indices, which get_attention and get_attention_map then read (timm 1.0).
         if self.rel_indices is None or self.rel_indices.shape[1] != x.shape[1]:
             self.rel_indices: Tensor = self.get_rel_indices(x.shape[1])
         return super().get_attention(x)
@@ -117,4 +124,4 @@ class _MHSA(convit.MHSA):  # type: ignore[misc]
         return self.proj_drop(self.proj(output.transpose(1, 2).flatten(2)))
 
 
-_EXCHANGE: dict[type, type] = {convit.GPSA: _GPSA, convit.MHSA: _MHSA}
+_ACCELERATED: dict[type, type] = {convit.GPSA: _GPSA, convit.MHSA: _MHSA}

@@ -18,8 +18,8 @@ __all__ = ["Backend", "attend", "attend_and_measure", "attend_weighted", "check_
 
 Backend = Literal["auto", "dense", "blocks", "fused", "triton"]
 
-# Up to so many keys "dense" is at least about as fast as "blocks", forward and backward, on a CPU; beyond them "blocks"
-# is, and takes less memory (benchmarks/backends.py).
+# On a CPU "dense" is about as fast as "blocks" or faster, forward and backward, up to this number of keys; beyond it
+# "blocks" is faster and takes less memory (benchmarks/backends.py).
 _DENSE_KEYS = 128
 
 
@@ -65,61 +65,64 @@ def gpsa(
     backend: Backend = "auto",
     statistics: bool = False,
 ) -> Tensor | tuple[Tensor, AttentionStatistics]:
-    """Gated positional self-attention: ``A_h v`` with A_h of Eq. (7).
+    """Compute gated positional self-attention: ``A_h v`` with A_h of Eq. (7).
 
     ``A_h = (1 - gate_h) softmax(q_h k_h^T / sqrt(d)) + gate_h softmax(position_h · r)``, where r is
     ``(||delta||^2, delta_1, delta_2)`` of the offset delta from query to key in pixels. Values on padding are zero.
 
     Args:
-        query: shape (B, heads, N_query, d), row-major over the ``y.queries`` x ``x.queries`` grid.
-        key: shape (B, heads, N_key, d), row-major over the ``y.length`` x ``x.length`` pixels of the image.
-        values: shape (B, 1, N_key, C), shared by the heads, or (B, heads, N_key, C), one for each.
+        query: Queries, shape (B, heads, N_query, d), row-major over the ``y.queries`` x ``x.queries`` grid.
+        key: Keys, shape (B, heads, N_key, d), row-major over the ``y.length`` x ``x.length`` pixels of the image.
+        values: Values, shape (B, 1, N_key, C), shared by the heads, or (B, heads, N_key, C).
         position: v_pos, shape (heads, 3): ``-alpha (1, -2 Delta_1, -2 Delta_2)`` for a Gaussian of strength alpha at
             Delta (:func:`~tcnn_model.gaussian_position`). Best in float64.
         gate: sigma(lambda), share of positional attention, shape (heads,).
-        y: vertical :class:`~tcnn_model.Axis`: size, stride, padding.
-        x: horizontal one.
-        backend: how. All give the same to rounding, with gradients to every tensor ("dense" also second ones):
+        y: Vertical :class:`~tcnn_model.Axis`: size, stride, padding.
+        x: Horizontal :class:`~tcnn_model.Axis`.
+        backend: Algorithm. All give the same to rounding, with gradients to every tensor ("dense" also second ones):
 
             - "dense": both attentions as matrices, mixed and applied once. Memory O(heads N^2).
             - "blocks": the same for one block of queries at a time, formed again in the backward. Memory O(heads N C).
-            - "fused": torch's fused attention for the content part and the factors of the positional part for the
-              other; for values of one head each and as wide as the queries. Memory O(heads N d).
+            - "fused": torch's fused attention for the content part, and the factors of the positional part. Needs
+              values for each head that are as wide as the queries. Memory O(heads N d).
             - "triton": CUDA kernels that form attention in registers (tcnn_model/kernels).
-            - "auto": the fastest of those that can, as measured on a CPU; on CUDA (not measured yet) "fused" where it
-              can, else the kernels.
-        statistics: whether to return :class:`~tcnn_model.AttentionStatistics` as well, without gradients. Where no
+            - "auto": the fastest that is applicable, as measured on a CPU; on CUDA (not measured yet) "fused" where it
+              is applicable, else the kernels.
+        statistics: Whether to return :class:`~tcnn_model.AttentionStatistics` as well, without gradients. Where no
             gradient is needed they come from the pass that computes the output.
 
     Returns:
-        shape (B, heads, N_query, C), with the dtype of the values; or that and the statistics.
+        Output of shape (B, heads, N_query, C), with the dtype of the values; with ``statistics``, the output and the
+        statistics.
 
     Raises:
-        TypeError: an argument that is no floating tensor, or no Axis.
-        ValueError: shapes that do not fit each other or the grid, an empty grid, a mixture of devices or dtypes, a
-            backend that does not exist or cannot do this.
+        TypeError: If an argument is neither a floating-point tensor nor, for ``y`` and ``x``, an Axis.
+        ValueError: If the shapes do not fit each other or the grid, the grid is empty, devices or dtypes are mixed, or
+            the backend does not exist or is not applicable.
     """
     attention = GatedAttention(query, key, position, gate, y, x)
-    return (attend_and_measure if statistics else attend)(attention, values, backend=backend)
+    if statistics:
+        return attend_and_measure(attention, values, backend=backend)
+    return attend(attention, values, backend=backend)
 
 
 def attend(attention: GatedAttention, values: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """Apply a described attention: the output of :func:`gpsa`, shape (B, heads, N_query, C)."""
-    attention, values, chosen = _prepare(attention, values, backend)
+    """Apply an attention to values: the output of :func:`gpsa`, shape (B, heads, N_query, C)."""
+    attention, values, backend = _prepare(attention, values, backend)
     with without_autocast(values):
-        return _APPLY[chosen](attention, values)
+        return _APPLY[backend](attention, values)
 
 
 def attend_weighted(attention: GatedAttention, values: Tensor, taps: Tensor) -> Tensor:
-    """Apply a described attention and W_out of a depthwise layer, without what each head gathers: Eq. (5), no bias.
+    """Apply an attention and W_out of a depthwise layer, without the outputs of single heads: Eq. (5), no bias.
 
     Args:
-        attention: of all heads.
-        values: shared by the heads, shape (B, 1, N_key, C).
-        taps: shape (heads, C, C_out / C).
+        attention: Attention of all heads.
+        values: Values shared by the heads, shape (B, 1, N_key, C).
+        taps: W_out, shape (heads, C, C_out / C).
 
     Returns:
-        shape (B, N_query, C_out).
+        Output of shape (B, N_query, C_out).
     """
     attention, values, _ = _prepare(attention, values, "blocks")
     with without_autocast(values):
@@ -129,36 +132,39 @@ def attend_weighted(attention: GatedAttention, values: Tensor, taps: Tensor) -> 
 def attend_and_measure(
     attention: GatedAttention, values: Tensor, *, backend: Backend = "auto"
 ) -> tuple[Tensor, AttentionStatistics]:
-    """Apply and measure a described attention: the output and statistics of :func:`gpsa`."""
-    attention, values, chosen = _prepare(attention, values, backend)
+    """Apply an attention to values and measure it: the output and statistics of :func:`gpsa`."""
+    attention, values, backend = _prepare(attention, values, backend)
     with without_autocast(values):
-        if chosen == "triton":
-            output, measured = kernels.gated_attention(attention, values, statistics=True)
-            assert measured is not None
-            return output, measured
-        differentiable = (values, attention.query, attention.key, attention.position, attention.gate)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable):
-            return _APPLY[chosen](attention, values), measure(attention)
+        if backend == "triton":
+            output, statistics = kernels.gated_attention(attention, values, statistics=True)
+            assert statistics is not None
+            return output, statistics
+        inputs = (values, attention.query, attention.key, attention.position, attention.gate)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+            return _APPLY[backend](attention, values), measure(attention)
         return apply_and_measure(attention, values)
 
 
 def _prepare(attention: GatedAttention, values: Tensor, backend: Backend) -> tuple[GatedAttention, Tensor, Backend]:
-    """The arguments as autocast lowers them, and the backend to use; raises if it cannot do this."""
+    """Return the arguments as autocast lowers them and the backend to use; raise if that is not applicable."""
+    # Position and gate are not lowered: softmaxes over far pixels need the range, gates near 1 the digits.
     dtype = autocast_dtype(attention.query)
     if dtype != attention.query.dtype:
         attention = replace(attention, query=attention.query.to(dtype), key=attention.key.to(dtype))
     values = values.to(autocast_dtype(values))
     check_values(attention, values)
-    chosen = _choose(attention, values) if check_backend(backend) == "auto" else backend
-    if chosen == "fused" and (reason := _why_not_fused(attention, values)):
+    if check_backend(backend) == "auto":
+        backend = _choose(attention, values)
+    if backend == "fused" and (reason := _why_not_fused(attention, values)):
         raise ValueError(f"backend='fused' {reason}; use 'blocks' or 'auto'")
-    if chosen == "triton" and not kernels.available(values.device):
+    if backend == "triton" and not kernels.available(values.device):
         raise ValueError(f"backend='triton' needs Triton and a CUDA device; the tensors are on {values.device}")
-    return attention, values, chosen if len(values) else "dense"  # of no images, anything will do
+    # Blocks and kernels are not launched on an empty batch; matrices of no rows need no special case.
+    return attention, values, backend if len(values) else "dense"
 
 
 def check_backend(backend: Backend) -> Backend:
-    """Return the backend; raise if there is none of that name."""
+    """Return the backend; raise if it does not exist."""
     if backend not in get_args(Backend):
         raise ValueError(f"expected backend to be one of {', '.join(get_args(Backend))}; got {backend!r}")
     return backend
@@ -167,16 +173,20 @@ def check_backend(backend: Backend) -> Backend:
 def _choose(attention: GatedAttention, values: Tensor) -> Backend:
     if _why_not_fused(attention, values) is None:
         return "fused"
+    # The kernels take float64 too, but their tiles are not tuned for it (kernels/launch.py).
     if values.is_cuda and kernels.available(values.device) and values.dtype != torch.float64:
         return "triton"
     return "dense" if attention.key.shape[2] <= _DENSE_KEYS else "blocks"
 
 
 def _why_not_fused(attention: GatedAttention, values: Tensor) -> str | None:
+    """Return why torch's fused attention is not applicable, or None if it is."""
     query = attention.query
-    if values.shape[1] != query.shape[1] or values.shape[3] != query.shape[3]:
-        expected, given = (query.shape[1], query.shape[3]), (values.shape[1], values.shape[3])
-        return f"needs values for each head, as wide as the queries, (heads, d) = {expected}; got {given}"
+    expected = (query.shape[1], query.shape[3])
+    actual = (values.shape[1], values.shape[3])
+    if actual != expected:
+        return f"needs values for each head, as wide as the queries, (heads, d) = {expected}; got {actual}"
+    # torch has no flash or memory-efficient kernel for float64 on CUDA; its fallback forms the N x N matrix.
     if query.dtype == torch.float64 and query.device.type != "cpu":
         return "has no kernel for float64 but on the CPU"
     return None
@@ -191,17 +201,17 @@ def _dense(attention: GatedAttention, values: Tensor) -> Tensor:
 
 
 def _blocks(attention: GatedAttention, values: Tensor, taps: Tensor | None = None) -> Tensor:
-    wide = at_least_float32(values.dtype)
-    log_rows, log_cols = attention.factors_on_pixels(wide, logarithm=True)
+    dtype = at_least_float32(values.dtype)
+    log_rows, log_cols = attention.factors_on_pixels(dtype, logarithm=True)
     scaled = attention.query * attention.scale
-    return mix_and_apply(scaled, attention.key, values, log_rows, log_cols, attention.gate.to(wide), taps)
+    return mix_and_apply(scaled, attention.key, values, log_rows, log_cols, attention.gate.to(dtype), taps)
 
 
 def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
     rows, cols = attention.factors_on_pixels(values.dtype)
     on_grid = values.unflatten(2, (attention.y.length, attention.x.length))
     positional = apply_separable(rows, cols, on_grid).flatten(2, 3)
-    # Where channels are not the innermost, torch would fall back to an N x N matrix.
+    # Where channels are not the innermost, torch falls back to an N x N matrix.
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (attention.query, attention.key, values))
     content = F.scaled_dot_product_attention(q, k, v)
     return torch.lerp(content, positional, attention.gate[:, None, None].to(values.dtype))

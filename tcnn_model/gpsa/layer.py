@@ -16,8 +16,11 @@ from tcnn_model.gpsa.precision import widen, widest
 
 __all__ = ["GPSA", "gpsa_layers", "inverse_softplus"]
 
-_SOFTPLUS_BETA = 5.0  # footnote 1 of the paper, whose printed e^{-beta a} is decreasing: a misprint for e^{+beta a}
-_WEIGHTED_FROM = 2**14  # numbers in the feature map of an image (benchmarks/depthwise_layer.py)
+# Footnote 1 of the paper, whose printed e^{-beta a} is decreasing: a misprint for e^{+beta a}.
+_SOFTPLUS_BETA = 5.0
+# Numbers in the feature map of an image from which weighting values before attention gathers them is the faster order
+# in a depthwise layer (benchmarks/depthwise_layer.py).
+_WEIGHTED_FROM = 2**14
 
 
 class GPSA(nn.Module):
@@ -34,39 +37,42 @@ class GPSA(nn.Module):
     float32 rounding); the papers start fine-tuning at 1 and 1, "on the verge of locality", where it does not.
 
     Positional attention looks at the real pixels and the zero padding; content attention at real pixels only. A
-    query that itself falls on padding (only kernels larger than ``padding + 1`` on one side have such) has zero
+    query that itself falls on padding (possible only if the kernel exceeds ``padding + 1`` on one side) has zero
     features and attends to content uniformly.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in ``nn.Conv2d``.
-            With groups, W_out^h is block-diagonal. ``padding="same"`` goes with any stride, as in TensorFlow.
-        qk_dim: channels d of queries and keys per head; ``max(1, in_channels // heads)`` unless given.
-        locality_strength: initial alpha > 0, in 1 / pixel^2: one number, or one per head.
-        gating: initial lambda, one number, or one per head.
-        qk_scale: initial scale of queries' and keys' weights: their standard deviation is 0.02 times this. The papers
-            have 1, with which content attention starts out even over the image; its logits grow with the square.
-        backend: how attention is computed, as in :func:`~tcnn_model.gpsa`; an attribute that may be changed later.
-        device, dtype: of the parameters.
+        in_channels, out_channels, kernel_size, stride, dilation, bias: The arguments of ``nn.Conv2d``.
+        padding: Zeros on either side; "same" goes with any stride, as in TensorFlow.
+        groups: The argument of ``nn.Conv2d``. With groups, W_out^h is block-diagonal.
+        qk_dim: Channels d of queries and keys per head; ``max(1, in_channels // heads)`` by default.
+        locality_strength: Initial alpha > 0, in 1 / pixel^2: one number, or one per head.
+        gating: Initial lambda: one number, or one per head.
+        qk_scale: Initial scale of the weights of queries and keys: their standard deviation is 0.02 times this. The
+            papers use 1, with which content attention starts out uniform over the image; its logits grow with the
+            square.
+        backend: Algorithm of attention, as in :func:`~tcnn_model.gpsa`; an attribute that may be changed later.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Attributes:
-        weight, bias: the convolution's own, (C_out, C_in / groups, k_h, k_w) and (C_out,): W_out of all heads. So a
-            checkpoint of the CNN fills them under their old names.
+        weight, bias: Weight and bias of the convolution, (C_out, C_in / groups, k_h, k_w) and (C_out,): W_out of all
+            heads. A checkpoint of the CNN therefore fills them under their old names.
         query, key: W_qry and W_key, shape (heads * d, C_in), head-major.
         value: W_val, shape (C_in, C_in), shared by the heads.
         center: Delta as (dy, dx) in input pixels, shape (heads, 2).
         gating: lambda, shape (heads,).
         raw_locality: alpha before the softplus, shape (heads,).
-        head_queries, head_keys: ``nn.Identity`` each, through which the queries of all heads pass, shape
-            (B, heads, N_query, d), and the keys, (B, heads, H * W, d): the places for a forward hook that reads them.
-            What it returns in their place the layer uses, but a recorder of tcnn_probe does not see.
-        head_outputs: ``nn.Identity`` through which A_h X W_val of all heads pass, shape (B, heads, N_query, C_in),
-            before W_out: the place for a forward hook that reads or edits heads.
+        head_queries, head_keys: ``nn.Identity`` modules through which the queries of all heads pass, shape
+            (B, heads, N_query, d), and the keys, (B, heads, H * W, d). Register a forward hook here to read them. The
+            layer uses what a hook returns in their place, but a recorder of tcnn_probe does not see it.
+        head_outputs: ``nn.Identity`` module through which A_h X W_val of all heads pass, shape
+            (B, heads, N_query, C_in), before W_out. Register a forward hook here to read or edit heads.
 
     Shape:
         (B, C_in, H, W) -> (B, C_out, H_out, W_out), any H and W at least as large as the kernel after padding.
 
     Raises:
-        ValueError: an argument out of range, or at the forward an input that is not (B, C_in, H, W) or is smaller
+        ValueError: If an argument is out of range; in the forward, if an input is not (B, C_in, H, W) or is smaller
             than the kernel.
     """
 
@@ -90,20 +96,22 @@ class GPSA(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size = _pair("kernel_size", kernel_size, minimum=1)
-        self.stride = _pair("stride", stride, minimum=1)
-        self.padding: tuple[int, int] | Literal["same"] = (
-            padding if isinstance(padding, str) else _pair("padding", padding, minimum=0)
-        )
         if isinstance(padding, str) and padding != "same":
             raise ValueError(f"padding must be one integer, two, or 'same'; got {padding!r}")
-        self.dilation = _pair("dilation", dilation, minimum=1)
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"groups must divide in_channels and out_channels; got groups={groups}, "
                 f"in_channels={in_channels}, out_channels={out_channels}"
             )
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.groups = groups
+        self.kernel_size = _pair("kernel_size", kernel_size, minimum=1)
+        self.stride = _pair("stride", stride, minimum=1)
+        self.padding: tuple[int, int] | Literal["same"] = (
+            "same" if isinstance(padding, str) else _pair("padding", padding, minimum=0)
+        )
+        self.dilation = _pair("dilation", dilation, minimum=1)
         self.heads = math.prod(self.kernel_size)
         self.qk_dim = max(1, in_channels // self.heads) if qk_dim is None else qk_dim
         if not isinstance(self.qk_dim, int) or self.qk_dim < 1:
@@ -111,7 +119,7 @@ class GPSA(nn.Module):
         alpha = _per_head("locality_strength", locality_strength, self.heads)
         if not bool((alpha > 0).all()):
             raise ValueError(f"locality_strength must be positive; got {locality_strength}")
-        gates = _per_head("gating", gating, self.heads)
+        initial_gating = _per_head("gating", gating, self.heads)
         if not 0 <= qk_scale < math.inf:
             raise ValueError(f"qk_scale must be a finite number of at least 0; got {qk_scale}")
         self.backend: Backend = check_backend(backend)
@@ -127,12 +135,14 @@ class GPSA(nn.Module):
         self.raw_locality = parameter(self.heads)
         self.center = parameter(self.heads, 2)
         self.gating = parameter(self.heads)
-        self.head_queries, self.head_keys, self.head_outputs = nn.Identity(), nn.Identity(), nn.Identity()
-        self._initialise(alpha, gates, qk_scale)
+        self.head_queries = nn.Identity()
+        self.head_keys = nn.Identity()
+        self.head_outputs = nn.Identity()
+        self._initialise(alpha, initial_gating, qk_scale)
 
     @torch.no_grad()
-    def _initialise(self, alpha: Tensor, gates: Tensor, qk_scale: float) -> None:
-        # As nn.Conv2d does for its own weight and bias.
+    def _initialise(self, alpha: Tensor, gating: Tensor, qk_scale: float) -> None:
+        # Weight and bias as nn.Conv2d.reset_parameters draws them.
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(math.prod(self.weight.shape[1:]))
@@ -141,13 +151,14 @@ class GPSA(nn.Module):
         nn.init.trunc_normal_(self.key, std=0.02).mul_(qk_scale)
         nn.init.eye_(self.value)
         self.raw_locality.copy_(inverse_softplus(alpha))
-        taps = [(r, c) for r in range(self.kernel_size[0]) for c in range(self.kernel_size[1])]
-        dy, dx = self.dilation
         # With "same" padding queries sit at the centre of the kernel, whatever the size of the image.
-        middle = dy * (self.kernel_size[0] - 1) // 2, dx * (self.kernel_size[1] - 1) // 2
-        py, px = middle if isinstance(self.padding, str) else self.padding
-        self.center.copy_(torch.tensor([(r * dy - py, c * dx - px) for r, c in taps]))
-        self.gating.copy_(gates)
+        center = [d * (k - 1) // 2 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        first_y, first_x = center if isinstance(self.padding, str) else self.padding
+        dy, dx = self.dilation
+        height, width = self.kernel_size
+        offsets = [(r * dy - first_y, c * dx - first_x) for r in range(height) for c in range(width)]
+        self.center.copy_(torch.tensor(offsets))
+        self.gating.copy_(gating)
 
     @classmethod
     def from_conv(
@@ -161,60 +172,61 @@ class GPSA(nn.Module):
         qk_scale: float = 1.0,
         backend: Backend = "auto",
     ) -> Self:
-        """The layer that stands for ``conv``: its weight and bias copied (Eq. 6), device, dtype and mode kept.
+        """Make the layer that stands for ``conv``: weight and bias copied (Eq. 6), device, dtype and mode kept.
 
-        ``weight`` and ``bias`` require gradients as the convolution's do; what attention adds is trainable. Of a
-        weight-standardised layer it takes the standardised weight, which is not standardised again when it trains.
+        ``weight`` and ``bias`` require gradients as the convolution's do; the parameters that attention adds are
+        trainable. Of a weight-standardised convolution the layer takes the standardised weight, which is not
+        standardised again when it trains.
 
         Args:
-            conv: a convolution, or its ``tcnn_model.conversion.convolution.Convolution``:
-                ``nn.Conv2d``, or a subclass whose forward is one convolution with zero or TensorFlow's "same" padding.
-            stride: to use instead of the convolution's own.
-            qk_dim, locality_strength, gating, qk_scale, backend: as for :class:`GPSA`.
+            conv: A convolution, or its ``tcnn_model.conversion.convolution.Convolution``: an ``nn.Conv2d``, or a
+                subclass whose forward is one convolution with zero or TensorFlow's "same" padding.
+            stride: Stride to use instead of the convolution's own.
+            qk_dim, locality_strength, gating, qk_scale, backend: The arguments of :class:`GPSA`.
 
         Raises:
-            TypeError: ``conv`` is no ``nn.Conv2d``.
-            ValueError: its padding is not zeros; its weight is parametrized; it computes something else.
+            TypeError: If ``conv`` is not an ``nn.Conv2d``.
+            ValueError: If it pads with anything but zeros, its weight is parametrized, or it computes something else.
         """
-        own = conv if isinstance(conv, Convolution) else describe(conv)
+        description = conv if isinstance(conv, Convolution) else describe(conv)
+        weight, bias = description.weight, description.bias
         layer = cls(
-            own.weight.shape[1] * own.groups,
-            own.weight.shape[0],
-            own.kernel_size,
-            own.stride if stride is None else stride,
-            own.padding,
-            own.dilation,
-            own.groups,
-            own.bias is not None,
+            weight.shape[1] * description.groups,
+            weight.shape[0],
+            description.kernel_size,
+            description.stride if stride is None else stride,
+            description.padding,
+            description.dilation,
+            description.groups,
+            bias is not None,
             qk_dim=qk_dim,
             locality_strength=locality_strength,
             gating=gating,
             qk_scale=qk_scale,
             backend=backend,
-            device=own.weight.device,
-            dtype=own.weight.dtype,
+            device=weight.device,
+            dtype=weight.dtype,
         )
+        trainable_weight, trainable_bias = description.trainable
         with torch.no_grad():
-            for ours, theirs, trainable in zip(
-                (layer.weight, layer.bias), (own.weight, own.bias), own.trainable, strict=True
-            ):
-                if ours is not None and theirs is not None:
-                    ours.copy_(theirs).requires_grad_(trainable)
-        return layer.train(own.training)
+            layer.weight.copy_(weight).requires_grad_(trainable_weight)
+            if layer.bias is not None and bias is not None:
+                layer.bias.copy_(bias).requires_grad_(trainable_bias)
+        return layer.train(description.training)
 
     @property
     def locality_strength(self) -> Tensor:
-        """Alpha = softplus(raw_locality), in 1 / pixel^2, shape (heads,), at least float32."""
+        """Locality strength alpha = softplus(raw_locality), in 1 / pixel^2, shape (heads,), float32 at least."""
         return F.softplus(widen(self.raw_locality), beta=_SOFTPLUS_BETA)
 
     @property
     def gate(self) -> Tensor:
-        """sigma(lambda), the share of positional attention, shape (heads,), at least float32."""
+        """Share of positional attention, sigma(lambda), shape (heads,), float32 at least."""
         return torch.sigmoid(widen(self.gating))
 
     @property
     def position(self) -> Tensor:
-        """The papers' v_pos = -alpha (1, -2 Delta_1, -2 Delta_2), shape (heads, 3), float64 where there is such."""
+        """The papers' v_pos = -alpha (1, -2 Delta_1, -2 Delta_2), shape (heads, 3), float64 where supported."""
         alpha = F.softplus(widest(self.raw_locality), beta=_SOFTPLUS_BETA)
         return gaussian_position(alpha, widest(self.center))
 
@@ -222,7 +234,7 @@ class GPSA(nn.Module):
         """Describe the two spatial axes of an input of height x width pixels.
 
         Raises:
-            ValueError: the padded input is smaller than the kernel.
+            ValueError: If the padded input is smaller than the kernel.
         """
         y, x = axes((height, width), self.kernel_size, self.stride, self.padding, self.dilation)
         if y.queries < 1 or x.queries < 1 or height < 1 or width < 1:
@@ -234,80 +246,89 @@ class GPSA(nn.Module):
 
     def gated_attention(self, x: Tensor) -> GatedAttention:
         """Describe the attention for an input (B, C_in, H, W): queries, keys, positions and gates."""
-        return self.attention_between(*self._queries_and_keys(x), (x.shape[2], x.shape[3]))
+        query, key = self._queries_and_keys(x)
+        return self.attention_between(query, key, (x.shape[2], x.shape[3]))
 
     def attention_between(self, query: Tensor, key: Tensor, size: tuple[int, int]) -> GatedAttention:
-        """Describe the attention of queries (B, heads, N_query, d) to keys (B, heads, H * W, d), of a map of (H, W)."""
+        """Describe the attention of queries (B, heads, N_query, d) to keys (B, heads, H * W, d) on a map of (H, W)."""
         y, x = self.axes(*size)
         return GatedAttention(query, key, self.position, self.gate, y, x)
 
     def attention(self, x: Tensor) -> Tensor:
-        """The dense attention A of Eq. (7), for pictures and tests.
+        """Return the dense attention A of Eq. (7), for pictures and tests.
 
         Args:
-            x: shape (B, C_in, H, W).
+            x: Input, shape (B, C_in, H, W).
 
         Returns:
-            shape (B, heads, N_query, N_key): queries row-major over the output grid, keys row-major over the input
-            grid extended by the padding, (H + 2 p_y) x (W + 2 p_x). Rows sum to one.
+            Attention of shape (B, heads, N_query, N_key): queries row-major over the output grid, keys row-major over
+            the input grid extended by the padding, (H + 2 p_y) x (W + 2 p_x). Rows sum to one.
         """
         return self.gated_attention(x).dense()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C_in, H, W) -> (B, C_out, H_out, W_out), Eq. (5)."""
+        """Apply the layer, Eq. (5): (B, C_in, H, W) -> (B, C_out, H_out, W_out)."""
         query, key = self._queries_and_keys(x)
-        attention = self.attention_between(self.head_queries(query), self.head_keys(key), (x.shape[2], x.shape[3]))
+        query = self.head_queries(query)
+        key = self.head_keys(key)
+        attention = self.attention_between(query, key, (x.shape[2], x.shape[3]))
         values = self.values(x)
         if self._weights_first(x):
             output = self._weighted(attention, values)
         else:
             output = self.combine(attend(attention, values, backend=self.backend), attention)
-        return output.contiguous(memory_format=_memory_format(x))  # as a convolution's
+        # A convolution's output has the memory format of its input, which later layers may rely on (channels_last).
+        return output.contiguous(memory_format=_memory_format(x))
 
     def values(self, x: Tensor) -> Tensor:
-        """X W_val, shared by the heads: (B, C_in, H, W) -> (B, 1, H * W, C_in)."""
+        """Return X W_val, shared by the heads: (B, C_in, H, W) -> (B, 1, H * W, C_in)."""
         return _project(x, self.value).flatten(2).transpose(1, 2)[:, None]
 
     def combine(self, gathered: Tensor, attention: GatedAttention) -> Tensor:
-        """W_out of all heads and the bias: (B, heads, N_query, C_in) -> (B, C_out, H_out, W_out)."""
+        """Apply W_out of all heads and the bias: (B, heads, N_query, C_in) -> (B, C_out, H_out, W_out)."""
         gathered = self.head_outputs(gathered).unflatten(2, (attention.y.queries, attention.x.queries))
         if self.groups == 1:
             taps = self.weight.permute(0, 2, 3, 1).flatten(1)  # (C_out, heads * C_in)
-            return F.linear(gathered.permute(0, 2, 3, 1, 4).flatten(3), taps, self.bias).permute(0, 3, 1, 2)
+            side_by_side = gathered.permute(0, 2, 3, 1, 4).flatten(3)  # (B, H_out, W_out, heads * C_in)
+            return F.linear(side_by_side, taps, self.bias).permute(0, 3, 1, 2)
         # With channels before heads this is the "soft" counterpart of F.unfold, and takes the convolution's weight.
         unfolded = gathered.permute(0, 4, 1, 2, 3).flatten(1, 2)
         return F.conv2d(unfolded, self.weight.flatten(1)[:, :, None, None], self.bias, groups=self.groups)
 
     def _weights_first(self, x: Tensor) -> bool:
-        """Whether W_out weights the values before attention gathers them: in a depthwise layer, on a CPU.
+        """Return whether W_out is applied to the values before attention gathers them.
 
-        Not if somebody asks for the outputs of heads, and not for small inputs, where it takes longer.
+        Only in a depthwise layer, on a CPU and for large inputs, where it is faster, and only if no hook needs the
+        outputs of single heads, which are then never formed.
         """
         seam = self.head_outputs
-        watched = type(seam) is not nn.Identity or seam._forward_hooks or seam._forward_pre_hooks
+        hooked = type(seam) is not nn.Identity or seam._forward_hooks or seam._forward_pre_hooks
         large = x.device.type == "cpu" and len(x) > 0 and x[0].numel() >= _WEIGHTED_FROM
-        return self.groups == self.in_channels and self.backend == "auto" and large and not watched
+        return self.groups == self.in_channels and self.backend == "auto" and large and not hooked
 
     def _weighted(self, attention: GatedAttention, values: Tensor) -> Tensor:
-        """What :meth:`combine` gives, without what single heads gather."""
+        """Return the result of :meth:`combine` without forming the outputs of single heads."""
         taps = self.weight.flatten(1).unflatten(0, (self.in_channels, -1)).permute(2, 0, 1)
         output = attend_weighted(attention, values, taps)
-        output = output if self.bias is None else output + self.bias
+        if self.bias is not None:
+            output = output + self.bias
         return output.transpose(1, 2).unflatten(2, (attention.y.queries, attention.x.queries))
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of all heads, (B, heads, N_query, d) and (B, heads, H * W, d)."""
+        """Return queries and keys of all heads, (B, heads, N_query, d) and (B, heads, H * W, d)."""
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f"expected an input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}")
-        asking = _at_queries(x, *self.axes(x.shape[2], x.shape[3]))
-        return self._split_heads(_project(asking, self.query)), self._split_heads(_project(x, self.key))
+        query_pixels = _at_queries(x, *self.axes(x.shape[2], x.shape[3]))
+        query = self._split_heads(_project(query_pixels, self.query))
+        key = self._split_heads(_project(x, self.key))
+        return query, key
 
     def _split_heads(self, features: Tensor) -> Tensor:
-        """(B, heads * d, H, W) -> (B, heads, H * W, d)."""
+        """Split the heads of (B, heads * d, H, W): (B, heads, H * W, d)."""
         return features.flatten(2).unflatten(1, (self.heads, self.qk_dim)).transpose(2, 3)
 
     def extra_repr(self) -> str:
-        """The arguments, as ``print(model)`` shows them."""
+        """Return the arguments, as ``print(model)`` shows them."""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
             f"padding={self.padding!r}, dilation={self.dilation}, groups={self.groups}, "
@@ -316,7 +337,7 @@ class GPSA(nn.Module):
 
 
 def gpsa_layers(model: nn.Module) -> dict[str, GPSA]:
-    """The :class:`GPSA` layers of a model by their module names, in the model's order."""
+    """Return the :class:`GPSA` layers of a model by their module names, in the model's order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, GPSA)}
 
 
@@ -326,24 +347,25 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
-    """The pixels of (B, C, H, W) that ask: every stride-th one, zeros where a query falls on padding."""
+    """Return the pixels of (B, C, H, W) at the queries: every stride-th, with zeros for queries on the padding."""
     for dim, axis in ((2, y_axis), (3, x_axis)):
         extent = (axis.queries - 1) * axis.stride + 1
-        beyond = axis.first_query + extent - axis.length
-        if beyond > 0:
-            x = F.pad(x, (0, beyond) if dim == 3 else (0, 0, 0, beyond))
+        missing = axis.first_query + extent - axis.length
+        if missing > 0:
+            x = F.pad(x, (0, missing) if dim == 3 else (0, 0, 0, missing))
         x = x.narrow(dim, axis.first_query, extent)
     return x[:, :, :: y_axis.stride, :: x_axis.stride]
 
 
 def _memory_format(x: Tensor) -> torch.memory_format:
-    """Channels last if that is how ``x`` (B, C, H, W) is stored, and not first as well."""
-    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return torch.channels_last if last else torch.contiguous_format
+    """Return the memory format of ``x`` (B, C, H, W)."""
+    # A map of one channel or one pixel is contiguous in both formats; torch's convolution then takes the standard one.
+    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if channels_last else torch.contiguous_format
 
 
 def inverse_softplus(y: Tensor) -> Tensor:
-    """``raw_locality`` of a locality strength ``y`` > 0, of the same shape."""
+    """Return the ``raw_locality`` of a locality strength ``y`` > 0, of the same shape."""
     return y + torch.log(-torch.expm1(-_SOFTPLUS_BETA * y)) / _SOFTPLUS_BETA
 
 

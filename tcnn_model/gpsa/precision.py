@@ -1,4 +1,4 @@
-"""In which dtype attention is computed: softmaxes in float32 at least, and autocast where it was asked for only."""
+"""Dtypes in which attention is computed: softmaxes in float32 at least, and autocast only where it is enabled."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,33 +9,35 @@ __all__ = ["at_least_float32", "autocast_dtype", "widen", "widest", "widest_dtyp
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Float32 for the half precisions, the dtype itself otherwise."""
+    """Return float32 for the half precisions and the dtype itself otherwise."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widen(x: Tensor) -> Tensor:
-    """Half precision to float32: positions and gates are few, and softmaxes over far pixels need the range."""
+    """Convert half precision to float32."""
     return x.to(at_least_float32(x.dtype))
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """Float64 where the device has it, else float32."""
+    """Return float64 where the device has it, and float32 elsewhere."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def widest(x: Tensor) -> Tensor:
-    """In :func:`widest_dtype`."""
+    """Convert to :func:`widest_dtype`."""
     return x.to(widest_dtype(x.device))
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which autocast, where it is on, has a matrix product of ``x`` computed."""
+    """Return the dtype in which a matrix product of ``x`` is computed, autocast considered."""
     device = x.device.type
-    on = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on and x.dtype == torch.float32 else x.dtype
+    # torch.is_autocast_enabled raises for "meta"; autocast lowers float32 only, so float64 stays as it is.
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled and x.dtype == torch.float32 else x.dtype
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Operations on the device of ``x`` keep the dtypes they are given."""
-    device = x.device.type  # there is no autocast for "meta"
+    """Disable autocast on the device of ``x``, so that operations keep the dtypes of their inputs."""
+    device = x.device.type
+    # torch.autocast does not know the device type "meta".
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)

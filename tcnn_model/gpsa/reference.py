@@ -1,6 +1,6 @@
-"""GPSA written literally from the T-CNN paper: slow, dense, one head at a time. The oracle of the tests.
+"""GPSA written literally from the T-CNN paper: slow, dense, one head at a time.
 
-It shares no code with the layer. Nothing outside the tests should call it.
+The oracle of the tests, which shares no code with the layer. Nothing outside the tests should call it.
 """
 
 import math
@@ -24,25 +24,28 @@ def gpsa_attention_reference(
     padding: tuple[int, int] | str = (0, 0),
     dilation: tuple[int, int] = (1, 1),
 ) -> Tensor:
-    """Attention of Eq. (7) over the zero-extended grid.
+    """Compute the attention of Eq. (7) over the zero-extended grid.
 
     Args:
-        x: input, shape (B, C_in, H, W).
+        x: Input, shape (B, C_in, H, W).
         query, key: W_qry and W_key, shape (heads * d, C_in), head-major.
         locality_strength, gating: alpha and lambda, shape (heads,).
         center: Delta as (dy, dx), shape (heads, 2).
+        kernel_size, stride, padding, dilation: Geometry of the convolution, along y and x.
 
     Returns:
-        shape (B, heads, N_query, N_key), keys row-major over the image and its padding.
+        Attention of shape (B, heads, N_query, N_key), keys row-major over the image and its padding.
     """
     batch, _, height, width = x.shape
     heads = len(gating)
-    (ky, kx), (sy, sx), (dy, dx) = kernel_size, stride, dilation
+    ky, kx = kernel_size
+    sy, sx = stride
+    dy, dx = dilation
     (top, bottom), (left, right) = zero_padding((height, width), kernel_size, stride, padding, dilation)
     out_h = math.floor((height + top + bottom - dy * (ky - 1) - 1) / sy + 1)
     out_w = math.floor((width + left + right - dx * (kx - 1) - 1) / sx + 1)
     pixels = [(j, i) for j in range(-top, height + bottom) for i in range(-left, width + right)]
-    # "same" puts the query at the kernel's centre; elsewhere it is the pixel s (y, x)
+    # "same" puts the query at the centre of the kernel; with numeric padding its base is the pixel s (y, x).
     y0, x0 = (dy * (ky - 1) // 2 - top, dx * (kx - 1) // 2 - left) if padding == "same" else (0, 0)
     bases = [(sy * m + y0, sx * n + x0) for m in range(out_h) for n in range(out_w)]
 
@@ -67,7 +70,9 @@ def gpsa_attention_reference(
             [torch.ones_like(center[h, 0]), -2 * center[h, 0], -2 * center[h, 1]]
         )
         sigma = 1 / (1 + torch.exp(-gating[h]))
-        attention.append((1 - sigma) * torch.softmax(logits, -1) + sigma * torch.softmax(r @ v_pos, -1))  # Eq. (7)
+        content = torch.softmax(logits, -1)
+        positional = torch.softmax(r @ v_pos, -1)
+        attention.append((1 - sigma) * content + sigma * positional)  # Eq. (7)
     return torch.stack(attention, dim=1)
 
 
@@ -78,7 +83,7 @@ def zero_padding(
     padding: tuple[int, int] | str,
     dilation: tuple[int, int],
 ) -> list[tuple[int, int]]:
-    """Zeros before and after each axis; "same" is TensorFlow's rule."""
+    """Return the zeros before and after each axis; "same" is TensorFlow's rule."""
     if not isinstance(padding, str):
         return [(p, p) for p in padding]
     sides = []
@@ -100,17 +105,18 @@ def gpsa_reference(
     groups: int = 1,
     **attention: Tensor,
 ) -> Tensor:
-    """Output of Eq. (5), ``sum_h A^h X W_val W_out^h + bias``, heads row-major over the taps of ``weight``.
+    """Compute the output of Eq. (5), ``sum_h A^h X W_val W_out^h + bias``, heads row-major over the taps of ``weight``.
 
     Args:
-        x: input, shape (B, C_in, H, W).
-        weight: the convolution's weight, shape (C_out, C_in / groups, k_h, k_w).
-        bias: shape (C_out,) or None.
+        x: Input, shape (B, C_in, H, W).
+        weight: Weight of the convolution, shape (C_out, C_in / groups, k_h, k_w).
+        bias: Bias, shape (C_out,), or None.
         value: W_val, shape (C_in, C_in).
-        attention: the remaining arguments of :func:`gpsa_attention_reference`, ``kernel_size`` excepted.
+        stride, padding, dilation, groups: Geometry of the convolution.
+        attention: Remaining arguments of :func:`gpsa_attention_reference`, ``kernel_size`` excepted.
 
     Returns:
-        shape (B, C_out, N_query): flattened row-major over the output grid.
+        Output of shape (B, C_out, N_query), flattened row-major over the output grid.
     """
     kernel_size = (weight.shape[2], weight.shape[3])
     a = gpsa_attention_reference(
@@ -121,7 +127,7 @@ def gpsa_reference(
     out_per_group, in_per_group = weight.shape[0] // groups, weight.shape[1]
     output = x.new_zeros(x.shape[0], a.shape[2], weight.shape[0])
     for h in range(a.shape[1]):
-        w_out = x.new_zeros(x.shape[1], weight.shape[0])  # block-diagonal where the convolution is grouped
+        w_out = x.new_zeros(x.shape[1], weight.shape[0])  # block-diagonal if the convolution is grouped
         for g in range(groups):
             inputs = slice(g * in_per_group, (g + 1) * in_per_group)
             outputs = slice(g * out_per_group, (g + 1) * out_per_group)

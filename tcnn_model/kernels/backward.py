@@ -35,7 +35,7 @@ def _grad_attention(
     channels: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHANNELS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """``left @ right^T`` over all channels, (LEFT, RIGHT): the gradient dA, or its transpose. Zero beyond the ends."""
+    """Form ``left @ right^T`` over all channels, (LEFT, RIGHT): the gradient dA, or its transpose; 0 past the ends."""
     rows = block(left, start_l, n_l - 1, l_n, LEFT)[:, None]
     cols = block(right, start_r, n_r - 1, r_n, RIGHT)[:, None]
     row_valid = (start_l + tl.arange(0, LEFT) < n_l)[:, None]
@@ -61,7 +61,8 @@ def _queries(
     blocks_m = tl.cdiv(n_q, QUERIES)
     start_m = (tl.program_id(0) % blocks_m) * QUERIES
     bh = (tl.program_id(0) // blocks_m).to(tl.int64)
-    b, h = bh // heads, bh % heads
+    b = bh // heads
+    h = bh % heads
     m = start_m + tl.arange(0, QUERIES)
     clamped = tl.minimum(m, n_q - 1)
     d = tl.arange(0, DIM)
@@ -77,11 +78,13 @@ def _queries(
     mean_y = tl.load(table + MEAN_Y * n_q + clamped)
     mean_x = tl.load(table + MEAN_X * n_q + clamped)
     variance = tl.load(table + VARIANCE * n_q + clamped)
-    mass = tl.zeros((QUERIES,), ACC)  # sum over keys of P dA; and with u = t - E[t] its covariances with u, |u|^2
+    # Sum over keys of P dA and, with u = t - E[t], its covariances with u and |u|^2. Centred, they do not cancel.
+    mass = tl.zeros((QUERIES,), ACC)
     cov_y = tl.zeros((QUERIES,), ACC)
     cov_x = tl.zeros((QUERIES,), ACC)
     cov_square = tl.zeros((QUERIES,), ACC)
-    total = tl.zeros((QUERIES,), ACC)  # sums over keys of C and of C dA, and the ratio of the two so far
+    # Sums over the keys so far of C and of C dA, and the ratio of the two.
+    total = tl.zeros((QUERIES,), ACC)
     weighted = tl.zeros((QUERIES,), ACC)
     mean = tl.zeros((QUERIES,), ACC)
     acc = tl.zeros((QUERIES, DIM), ACC)  # sum of C (dA - mean) k
@@ -107,27 +110,28 @@ def _queries(
         s = dot(q_tile, tl.trans(k_tile), tl.zeros((QUERIES, KEYS), ACC), PRECISION, INTERPRETED)
         c = tl.exp2(s * scale - highest[:, None]) * share[:, None]
         c = tl.where((start + tl.arange(0, KEYS) < n_k)[None, :], c, 0.0)
-        # The mean of dA under C is known at the end only. The best guess so far is taken off before the product is
-        # rounded for the tensor cores, and what was summed under the last guess moves to the new one.
+        # The mean of dA under C is known only at the end. The estimate from the keys so far is subtracted before the
+        # product is rounded for the tensor cores, and the sum under the previous estimate is moved to the new one.
         total += tl.sum(c, 1)
         weighted += tl.sum(c * da, 1)
-        guess = weighted / tl.where(total > 0, total, 1.0)
-        acc += (mean - guess)[:, None] * acc_k
-        mean = guess
+        estimate = weighted / tl.where(total > 0, total, 1.0)
+        acc += (mean - estimate)[:, None] * acc_k
+        mean = estimate
         acc = dot((c * (da - mean[:, None])).to(k_tile.dtype), k_tile, acc, PRECISION, INTERPRETED)
         acc_k = dot(c.to(k_tile.dtype), k_tile, acc_k, PRECISION, INTERPRETED)
     valid = m < n_q
     g = tl.load(gate + h).to(tl.float64)
     acc *= (scale / LOG2E) * (1 - g).to(ACC)
     out = dq + (bh * n_q + start_m) * dim + tl.arange(0, QUERIES) * dim
-    tl.store(out[:, None] + d[None, :], acc.to(dq.dtype.element_ty), mask=valid[:, None] & (d < dim)[None, :])
+    written = valid[:, None] & (d < dim)[None, :]
+    tl.store(out[:, None] + d[None, :], acc.to(dq.dtype.element_ty), mask=written)
     tl.store(content_mean + bh * n_q + m, mean, mask=valid)
 
-    # position multiplies |delta|^2, and delta = u + E[t] + offset
+    # position multiplies |delta|^2, and delta = u + E[t] + offset.
     cov_square += 2 * (tl.load(table + OFFSET_Y * n_q + clamped) + mean_y) * cov_y
     cov_square += 2 * (tl.load(table + OFFSET_X * n_q + clamped) + mean_x) * cov_x
     partial += tl.program_id(0).to(tl.int64) * 4
-    # dA, and so each of these, is zero for queries beyond the end
+    # dA is zero for queries past the end, and so are these sums: no mask is needed.
     tl.store(partial, tl.sum(cov_square, 0))
     tl.store(partial + 1, tl.sum(cov_y, 0))
     tl.store(partial + 2, tl.sum(cov_x, 0))
@@ -146,7 +150,8 @@ def _keys(
     blocks_n = tl.cdiv(n_k, KEYS)
     start_n = (tl.program_id(0) % blocks_n) * KEYS
     bh = (tl.program_id(0) // blocks_n).to(tl.int64)
-    b, h = bh // heads, bh % heads
+    b = bh // heads
+    h = bh % heads
     n = start_n + tl.arange(0, KEYS)
     d = tl.arange(0, DIM)
     k_rows = block(k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, KEYS)
@@ -167,13 +172,14 @@ def _keys(
         clamped = tl.minimum(m, n_q - 1)
         highest = tl.load(content + bh * n_q + clamped)
         share = 1 / tl.load(content + rows + bh * n_q + clamped)
-        mean = tl.load(content_mean + bh * n_q + m, mask=m < n_q, other=0.0)  # da is zero there too
+        mean = tl.load(content_mean + bh * n_q + m, mask=m < n_q, other=0.0)  # past the end da is zero too
         ds = tl.exp2(s * scale - highest[None, :]) * share[None, :] * (da - mean[None, :])
         acc = dot(ds.to(q_tile.dtype), q_tile, acc, PRECISION, INTERPRETED)
     g = tl.load(gate + h).to(tl.float64)
     acc *= (scale / LOG2E) * (1 - g).to(ACC)
     out = dk + (bh * n_k + start_n) * dim + tl.arange(0, KEYS) * dim
-    tl.store(out[:, None] + d[None, :], acc.to(dk.dtype.element_ty), mask=(n < n_k)[:, None] & (d < dim)[None, :])
+    written = (n < n_k)[:, None] & (d < dim)[None, :]
+    tl.store(out[:, None] + d[None, :], acc.to(dk.dtype.element_ty), mask=written)
 
 
 @triton.jit
@@ -185,7 +191,8 @@ def _values(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    tiles_c, blocks_n = tl.cdiv(channels, CHANNELS), tl.cdiv(n_k, KEYS)
+    tiles_c = tl.cdiv(channels, CHANNELS)
+    blocks_n = tl.cdiv(n_k, KEYS)
     tile = tl.program_id(0) % tiles_c
     rest = tl.program_id(0) // tiles_c
     start_n = (rest % blocks_n) * KEYS
@@ -195,9 +202,10 @@ def _values(
     c = tile * CHANNELS + tl.arange(0, CHANNELS)
     y, x = key_pixels(start_n, n_k - 1, width, KEYS, ACC)
     acc = tl.zeros((KEYS, CHANNELS), ACC)
-    for one in range(shared_by):
-        bh = group * shared_by + one
-        b, h = bh // heads, bh % heads
+    for shared in range(shared_by):
+        bh = group * shared_by + shared
+        b = bh // heads
+        h = bh % heads
         k_rows = block(k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, KEYS)
         k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
         g = tl.load(gate + h).to(tl.float64)
@@ -228,23 +236,24 @@ def _values(
 def backward_queries(
     q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, table: Tensor, grid: Grid, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Everything that is a sum over keys.
+    """Compute the gradients that are sums over keys.
 
     Args:
-        q: shape (B, heads, N_q, d).
-        k: shape (B, heads, N_k, d).
-        v: shape (B, 1, N_k, C) or (B, heads, N_k, C).
-        normaliser: of ``content_normaliser``.
-        gate: shape (heads,).
-        table: of ``positional_table``.
-        grid: both axes.
-        grad: of the output, shape (B, heads, N_q, C).
+        q: Queries, shape (B, heads, N_q, d).
+        k: Keys, shape (B, heads, N_k, d).
+        v: Values, shape (B, 1, N_k, C) or (B, heads, N_k, C).
+        normaliser: Result of ``content_normaliser``.
+        gate: Share of positional attention, shape (heads,).
+        table: Result of ``positional_table``.
+        grid: Both axes.
+        grad: Gradient of the output, shape (B, heads, N_q, C).
 
     Returns:
-        gradients of q, of position (heads, 3) and of gate (heads,), the last two in float64; and the mean of
+        Gradients of q, of position (heads, 3) and of gate (heads,), the last two in float64; and the mean of
         dA under content attention, (B, heads, N_q), which :func:`backward_keys` needs.
     """
-    dim, channels = q.shape[3], v.shape[3]
+    dim = q.shape[3]  # aligned() may add columns of zeros
+    channels = v.shape[3]
     q, k, v, grad = (launch.aligned(t) for t in (q, k, v, grad))
     batch, heads, n_q, _ = q.shape
     size = launch.blocks("queries", q, dim, channels)
@@ -265,10 +274,17 @@ def backward_queries(
 def backward_keys(
     q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, grad: Tensor, content_mean: Tensor
 ) -> Tensor:
-    """Gradient of k, shape (B, heads, N_k, d). Arguments as in :func:`backward_queries`, and its last result."""
-    dim, channels = q.shape[3], v.shape[3]
+    """Compute the gradient of k, shape (B, heads, N_k, d).
+
+    Args:
+        q, k, v, normaliser, gate, grad: The arguments of :func:`backward_queries`.
+        content_mean: Last result of :func:`backward_queries`.
+    """
+    dim = q.shape[3]  # aligned() may add columns of zeros
+    channels = v.shape[3]
     q, k, v, grad = (launch.aligned(t) for t in (q, k, v, grad))
-    (batch, heads, n_k, _), n_q = k.shape, q.shape[2]
+    batch, heads, n_k, _ = k.shape
+    n_q = q.shape[2]
     size = launch.blocks("keys", q, dim, channels)
     dk = launch.empty(*k.shape, like=k)
     _keys[(batch * heads * triton.cdiv(n_k, size.keys),)](
@@ -283,8 +299,13 @@ def backward_keys(
 def backward_values(
     q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, table: Tensor, grid: Grid, grad: Tensor
 ) -> Tensor:
-    """Gradient of v, in its shape: summed over the heads that share it. Arguments as in :func:`backward_queries`."""
-    dim, (value_heads, n_k, channels) = q.shape[3], v.shape[1:]
+    """Compute the gradient of v, in its shape: summed over the heads that share it.
+
+    Args:
+        q, k, v, normaliser, gate, table, grid, grad: The arguments of :func:`backward_queries`.
+    """
+    dim = q.shape[3]
+    value_heads, n_k, channels = v.shape[1:]
     q, k, grad = (launch.aligned(t) for t in (q, k, grad))
     batch, heads, n_q, _ = q.shape
     size = launch.blocks("values", q, dim, channels)

@@ -38,13 +38,14 @@ def _lse(
 ):  # fmt: skip
     blocks_m = tl.cdiv(n_q, QUERIES)
     bh = (tl.program_id(0) // blocks_m).to(tl.int64)
-    b, h = bh // heads, bh % heads
+    b = bh // heads
+    h = bh % heads
     start_m = (tl.program_id(0) % blocks_m) * QUERIES
     d = tl.arange(0, DIM)
     q_rows = block(q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES)
     q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
     k += (b * k_b + h * k_h) * UNIT
-    highest = tl.full((QUERIES,), -1e30, ACC)
+    highest = tl.full((QUERIES,), -1e30, ACC)  # finite: -inf - (-inf) would be NaN
     total = tl.zeros((QUERIES,), ACC)
     logits = tl.zeros((QUERIES,), ACC)  # sum of weight * (logit - highest)
     for start in range(0, n_k, KEYS):
@@ -52,14 +53,14 @@ def _lse(
         k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
         s = dot(q_tile, tl.trans(k_tile), tl.zeros((QUERIES, KEYS), ACC), PRECISION, INTERPRETED) * scale
         s = tl.where((start + tl.arange(0, KEYS) < n_k)[None, :], s, -1e30)
-        new = tl.maximum(highest, tl.max(s, 1))
-        s -= new[:, None]
+        new_highest = tl.maximum(highest, tl.max(s, 1))
+        s -= new_highest[:, None]
         weight = tl.exp2(s)
-        rescale = tl.exp2(highest - new)
+        rescale = tl.exp2(highest - new_highest)
         if STATISTICS:
-            logits = rescale * (logits + (highest - new) * total) + tl.sum(weight * s, 1)
+            logits = rescale * (logits + (highest - new_highest) * total) + tl.sum(weight * s, 1)
         total = rescale * total + tl.sum(weight, 1)
-        highest = new
+        highest = new_highest
     m = start_m + tl.arange(0, QUERIES)
     tl.store(normaliser + bh * n_q + m, highest, mask=m < n_q)
     tl.store(normaliser + rows + bh * n_q + m, total, mask=m < n_q)
@@ -76,12 +77,14 @@ def _mix(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
     STATISTICS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    tiles_c, blocks_m = tl.cdiv(channels, CHANNELS), tl.cdiv(n_q, QUERIES)
+    tiles_c = tl.cdiv(channels, CHANNELS)
+    blocks_m = tl.cdiv(n_q, QUERIES)
     tile = tl.program_id(0) % tiles_c
     rest = tl.program_id(0) // tiles_c
     start_m = (rest % blocks_m) * QUERIES
     bh = (rest // blocks_m).to(tl.int64)
-    b, h = bh // heads, bh % heads
+    b = bh // heads
+    h = bh % heads
     m = start_m + tl.arange(0, QUERIES)
     clamped = tl.minimum(m, n_q - 1)
     d = tl.arange(0, DIM)
@@ -92,8 +95,8 @@ def _mix(
     v += (b * v_b + h * v_h) * UNIT
     table += h * TABLE * n_q
     ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(table, clamped, n_q)
-    g = tl.load(gate + h).to(tl.float64)  # 1 - g of a gate near one needs it
-    # A = 2^(s - highest) * share + 2^(position logit + log2 g): one product and one sum less for each weight.
+    g = tl.load(gate + h).to(tl.float64)  # for the digits of 1 - g, with a gate near 1
+    # A = 2^(s - highest) * share + 2^(position logit + log2 g) saves a product and a sum for each weight.
     normaliser += log2_of(g.to(ACC))
     highest = tl.load(content + bh * n_q + clamped)
     share = (1 - g).to(ACC) / tl.load(content + rows + bh * n_q + clamped)
@@ -108,7 +111,8 @@ def _mix(
         k_rows = block(k, start, n_k - 1, k_n * UNIT, KEYS)
         k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
         v_rows = block(v, start, n_k - 1, v_n * UNIT, KEYS)
-        v_tile = tl.load(v_rows[:, None] + c[None, :], mask=(n < n_k)[:, None] & (c < channels)[None, :], other=0.0)
+        valid = (n < n_k)[:, None] & (c < channels)[None, :]
+        v_tile = tl.load(v_rows[:, None] + c[None, :], mask=valid, other=0.0)
         s = dot(q_tile, tl.trans(k_tile), tl.zeros((QUERIES, KEYS), ACC), PRECISION, INTERPRETED)
         y, x = key_pixels(start, n_k - 1, width, KEYS, ACC)
         ty = y[None, :] - ref_y[:, None]
@@ -117,6 +121,7 @@ def _mix(
         a = tl.exp2(s * scale - highest[:, None]) * share[:, None] + tl.exp2(p)
         acc = dot(a.to(v_tile.dtype), v_tile, acc, PRECISION, INTERPRETED)
         if STATISTICS:
+            # Programs that differ only in their channels form the same attention; the first of them measures it.
             if tile == 0:
                 a = tl.where((n < n_k)[None, :] & (m < n_q)[:, None], a, 0.0)
                 bits -= tl.sum(a * tl.log2(tl.maximum(a, 1e-37)), 1)
@@ -124,12 +129,10 @@ def _mix(
                 dx = tx + offset_x[:, None]
                 far += tl.sum(a * tl.sqrt(dy * dy + dx * dx), 1)
                 tl.atomic_add(received + bh * n_k + n, tl.sum(a, 0), mask=n < n_k, sem="relaxed")
-    out_rows = (
-        out + (b * o_b + h * o_h) * UNIT + start_m.to(tl.int64) * (o_n * UNIT) + tl.arange(0, QUERIES) * (o_n * UNIT)
-    )
-    tl.store(
-        out_rows[:, None] + c[None, :], acc.to(v.dtype.element_ty), mask=(m < n_q)[:, None] & (c < channels)[None, :]
-    )
+    step = o_n * UNIT
+    out_rows = out + (b * o_b + h * o_h) * UNIT + start_m.to(tl.int64) * step + tl.arange(0, QUERIES) * step
+    written = (m < n_q)[:, None] & (c < channels)[None, :]
+    tl.store(out_rows[:, None] + c[None, :], acc.to(v.dtype.element_ty), mask=written)
     if STATISTICS:
         if tile == 0:
             bits = bits / LOG2E + tl.load(padding_entropy + h * n_q + clamped)
@@ -139,17 +142,17 @@ def _mix(
 
 
 def content_normaliser(q: Tensor, k: Tensor, *, statistics: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The normaliser of content attention, and its entropy.
+    """Compute the normaliser of content attention, and optionally its entropy.
 
     Args:
-        q: shape (B, heads, N_q, d).
-        k: shape (B, heads, N_k, d).
-        statistics: also the entropy.
+        q: Queries, shape (B, heads, N_q, d).
+        k: Keys, shape (B, heads, N_k, d).
+        statistics: Whether to compute the entropy.
 
     Returns:
-        normaliser, shape (2, B, heads, N_q): of each query the highest logit to base 2, and the sum over keys of
-        2^(logit - highest). Kept apart: one number would cost a rounding as large as the logit. With ``statistics``
-        also the entropy in nats, (B, heads, N_q).
+        Normaliser, shape (2, B, heads, N_q): of each query the highest logit to base 2, and the sum over keys of
+        2^(logit - highest). Kept apart: as a single number they would cost a rounding as large as the logit. With
+        ``statistics`` also the entropy in nats, (B, heads, N_q).
     """
     batch, heads, n_q, dim = q.shape
     q, k = launch.aligned(q), launch.aligned(k)
@@ -175,30 +178,34 @@ def mix(
     *,
     statistics: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """Mixed attention times the values.
+    """Apply the mixed attention to the values.
 
     Args:
-        q: shape (B, heads, N_q, d).
-        k: shape (B, heads, N_k, d).
-        v: shape (B, 1, N_k, C), shared by the heads, or (B, heads, N_k, C).
-        normaliser: of :func:`content_normaliser`.
-        gate: shape (heads,).
-        table: of ``positional_table``.
-        grid: both axes.
-        statistics: also the statistics.
+        q: Queries, shape (B, heads, N_q, d).
+        k: Keys, shape (B, heads, N_k, d).
+        v: Values, shape (B, 1, N_k, C), shared by the heads, or (B, heads, N_k, C).
+        normaliser: Result of :func:`content_normaliser`.
+        gate: Share of positional attention, shape (heads,).
+        table: Result of ``positional_table``.
+        grid: Both axes.
+        statistics: Whether to compute the statistics.
 
     Returns:
-        out, shape (B, heads, N_q, C), in memory (B, N_q, heads, C); and, with ``statistics``, entropy and attention
-        distance, both (B, heads, N_q), and what each key receives, (B, heads, N_k).
+        Output, shape (B, heads, N_q, C), in memory (B, N_q, heads, C); and, with ``statistics``, entropy and attention
+        distance, both (B, heads, N_q), and the attention that each key receives, (B, heads, N_k).
     """
-    (batch, heads, n_q, dim), (n_k, channels) = q.shape, v.shape[2:]
-    q, k, v = launch.aligned(q), launch.aligned(k), launch.aligned(v)
+    batch, heads, n_q, dim = q.shape
+    n_k, channels = v.shape[2:]
+    q, k, v = (launch.aligned(tensor) for tensor in (q, k, v))
     size = launch.blocks("mix", q, dim, channels)
     out = launch.empty(batch, n_q, heads, v.shape[3], like=v).transpose(1, 2)
-    measured, padding = (normaliser,) * 3, (normaliser,) * 2  # not looked at without statistics
+    # A kernel needs a pointer for each argument; without statistics it reads none of these.
+    measured = (normaliser,) * 3
+    padding = (normaliser,) * 2
     if statistics:
         entropy, distance = (launch.empty(batch, heads, n_q, like=normaliser) for _ in range(2))
-        measured = (entropy, distance, normaliser.new_zeros(batch, heads, n_k))  # the last is added to
+        received = normaliser.new_zeros(batch, heads, n_k)  # zeros, as programs add to it
+        measured = (entropy, distance, received)
         padding = padding_statistics(gate, table, grid)
     _mix[(batch * heads * triton.cdiv(n_q, size.queries) * triton.cdiv(channels, size.channels),)](
         q, k, v, normaliser, gate, table, out, *measured, *padding,

@@ -1,4 +1,4 @@
-"""The two axes of a layer as plain integers, which is what a custom operator can take."""
+"""The two axes of a layer as plain integers, which a custom operator can take as arguments."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ __all__ = ["Grid", "Line"]
 
 
 class Line(NamedTuple):
-    """One :class:`~tcnn_model.gpsa.positional.Axis` in numbers; positions are in input pixels."""
+    """An :class:`~tcnn_model.gpsa.positional.Axis` as integers; positions are in input pixels."""
 
     length: int  # real pixels
     stride: int
@@ -22,15 +22,15 @@ class Line(NamedTuple):
 
     @classmethod
     def of(cls, axis: Axis) -> "Line":
-        """The numbers of ``axis``."""
+        """Return the numbers of ``axis``."""
         return cls(axis.length, axis.stride, axis.before, axis.keys, axis.queries, axis.first_query)
 
     def query_positions(self, device: torch.device) -> Tensor:
-        """Pixels of the queries, shape (queries,), float64."""
+        """Return the pixels of the queries, shape (queries,), float64."""
         return torch.arange(self.queries, dtype=torch.float64, device=device) * self.stride + self.first_query
 
     def key_positions(self, device: torch.device) -> Tensor:
-        """Pixels of the keys, padding included, shape (keys,), float64."""
+        """Return the pixels of the keys, padding included, shape (keys,), float64."""
         return torch.arange(self.keys, dtype=torch.float64, device=device) - self.before
 
 
@@ -42,20 +42,20 @@ class Grid(NamedTuple):
 
     @classmethod
     def unpack(cls, y: list[int], x: list[int]) -> "Grid":
-        """Make the grid of an operator's two lists of integers."""
+        """Make the grid from the two lists of integers that an operator receives."""
         return cls(Line(*y), Line(*x))
 
     @property
     def queries(self) -> int:
-        """N_q."""
+        """Number of queries, N_q."""
         return self.y.queries * self.x.queries
 
     @property
     def pixels(self) -> int:
-        """N_k: real keys."""
+        """Number of real keys, N_k."""
         return self.y.length * self.x.length
 
     @property
     def extended(self) -> int:
-        """Keys, padding included."""
+        """Number of keys, padding included."""
         return self.y.keys * self.x.keys

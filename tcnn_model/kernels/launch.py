@@ -29,7 +29,7 @@ Pass = Literal["lse", "mix", "queries", "keys", "values"]
 
 
 class Blocks(NamedTuple):
-    """Tile of one program: ``queries`` x ``keys`` attention weights, ``channels`` of the values at a time."""
+    """Tile of a program: ``queries`` x ``keys`` attention weights, ``channels`` of the values at a time."""
 
     queries: int
     keys: int
@@ -38,14 +38,15 @@ class Blocks(NamedTuple):
     stages: int = 2
 
     def tile(self, dim: int, *, with_channels: bool = True) -> dict[str, Any]:
-        """Arguments of a kernel: its tile sizes, and how Triton is to run it."""
-        channels = {"CHANNELS": self.channels} if with_channels else {}
-        launched = {"num_warps": self.warps, "num_stages": self.stages}
-        return {"QUERIES": self.queries, "KEYS": self.keys, "DIM": power_of_two(dim), **channels, **launched}
+        """Return the tile sizes and launch options of a kernel as its keyword arguments."""
+        sizes = {"QUERIES": self.queries, "KEYS": self.keys, "DIM": power_of_two(dim)}
+        if with_channels:
+            sizes["CHANNELS"] = self.channels
+        return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# Chosen by reasoning and by the compiler's report of registers (README, "Blocks"), to be tuned on a GPU. The keys are
-# bytes per element of q, k and v.
+# Tile sizes by bytes per element of q, k and v. Chosen by reasoning and by the compiler's report of registers (README,
+# "Blocks"), to be tuned on a GPU.
 _BLOCKS: dict[int, dict[Pass, Blocks]] = {
     2: {
         "lse": Blocks(128, 128, 0, warps=8, stages=3),
@@ -63,32 +64,33 @@ _BLOCKS: dict[int, dict[Pass, Blocks]] = {
     },
     8: dict.fromkeys(("lse", "mix", "queries", "keys", "values"), Blocks(32, 32, 32, warps=4, stages=1)),
 }
-_ROOMY = 200_000  # bytes of shared memory that the sizes above may take: Hopper has 227 KB, Ampere 99 or 163
+# Bytes of shared memory that the sizes above may take: Hopper has 227 KB, Ampere 99 or 163.
+_ROOMY = 200_000
 _forced: list[Blocks] = []
 
 
 def blocks(which: Pass, like: Tensor, dim: int, channels: int = 0) -> Blocks:
-    """Tile sizes of one pass.
+    """Return the tile sizes of a pass.
 
     Args:
-        which: the pass.
-        like: gives dtype and device.
-        dim: channels d of q and k.
-        channels: channels C of v.
+        which: Name of the pass.
+        like: Tensor with the dtype and device of the pass.
+        dim: Channels d of q and k.
+        channels: Channels C of v.
     """
     if _forced:
         return _forced[-1]
-    chosen = _BLOCKS[like.dtype.itemsize][which]
+    size = _BLOCKS[like.dtype.itemsize][which]
     if dim > 128:  # q, k and the sums over d grow with d, and share registers with the tile
-        chosen = chosen._replace(queries=min(chosen.queries, 64), keys=min(chosen.keys, 64), stages=2)
+        size = size._replace(queries=min(size.queries, 64), keys=min(size.keys, 64), stages=2)
     if like.is_cuda and torch.cuda.get_device_properties(like.device).shared_memory_per_block_optin < _ROOMY:
-        chosen = chosen._replace(channels=min(chosen.channels, 128), stages=min(chosen.stages, 2))
-    return chosen._replace(channels=min(chosen.channels, power_of_two(channels)))
+        size = size._replace(channels=min(size.channels, 128), stages=min(size.stages, 2))
+    return size._replace(channels=min(size.channels, power_of_two(channels)))
 
 
 @contextmanager
 def using_blocks(forced: Blocks) -> Iterator[None]:
-    """For tests and tuning: every pass takes these tile sizes."""
+    """Use the same tile sizes for every pass, for tests and tuning."""
     _forced.append(forced)
     try:
         yield
@@ -97,25 +99,26 @@ def using_blocks(forced: Blocks) -> Iterator[None]:
 
 
 def empty(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised memory on the device of ``like``. Tests replace this to see elements that no kernel wrote."""
+    """Allocate uninitialised memory on the device of ``like``."""
+    # All kernels allocate here, so that tests can replace it by NaN and find elements that no kernel wrote.
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 def padded_empty(*shape: int, like: Tensor) -> Tensor:
-    """Uninitialised memory with rows that lie a multiple of 16 bytes apart."""
+    """Allocate uninitialised memory with rows that lie a multiple of 16 bytes apart."""
     *outer, row = shape
     return empty(*outer, row + -row % unit(like.dtype), like=like)[..., :row]
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name of float32 or float64."""
+    """Return Triton's dtype for float32 or float64."""
     import triton.language as tl
 
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def numerics(dtype: torch.dtype) -> dict[str, Any]:
-    """How a kernel computes on tensors of ``dtype``: sums, float32 products (PyTorch's setting), units of strides."""
+    """Return a kernel's arguments for ``dtype``: of sums, of float32 products (PyTorch's setting) and of strides."""
     import triton
 
     return {
@@ -127,19 +130,22 @@ def numerics(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def power_of_two(size: int) -> int:
-    """The next power of two, at least 16, the smallest side of a product on tensor cores."""
+    """Return the next power of two, at least 16."""
+    # 16 is the smallest side of a product on tensor cores.
     return max(16, 1 << (size - 1).bit_length())
 
 
 def unit(dtype: torch.dtype) -> int:
-    """Elements in 16 bytes, the widest load: kernels are given strides in these units, so the compiler knows of it."""
+    """Return the number of elements in 16 bytes, the widest load."""
+    # Kernels take strides in these units: so the compiler knows that rows are aligned, whatever their length.
     return 16 // dtype.itemsize
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """A tensor of 4 dimensions whose rows can be read 16 bytes at a time; copied, with zeros at the end, if need be.
+    """Return a tensor of 4 dimensions whose rows can be read 16 bytes at a time.
 
-    ``d = C // heads`` is odd as often as not, and rows of odd length would be read one element at a time.
+    The tensor itself if possible, else a copy with zeros at the end of the rows: ``d = C // heads`` is often odd, and
+    rows of odd length would be read element by element.
     """
     step = unit(tensor.dtype)
     strides_fit = tensor.stride(3) == 1 and all(s % step == 0 for s in tensor.stride()[:3])
@@ -149,6 +155,6 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Strides of image, head and row in units; no step between heads that share one."""
+    """Return the strides of image, head and row in units; 0 between heads that share the tensor."""
     image, head, row = (s // unit(tensor.dtype) for s in tensor.stride()[:3])
     return image, head if tensor.shape[1] > 1 else 0, row

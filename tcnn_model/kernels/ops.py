@@ -1,7 +1,7 @@
-"""Gated positional self-attention as PyTorch operators: autograd, torch.compile and autocast see these.
+"""Gated positional self-attention as PyTorch operators, for autograd, torch.compile and autocast.
 
-The kernels themselves are imported when an operator first runs, so that neither Triton nor a GPU is needed to import
-this file.
+The kernels themselves are imported when an operator first runs, so that importing this file needs neither Triton nor a
+GPU.
 """
 
 import math
@@ -24,7 +24,7 @@ __all__ = ["available", "gated_attention"]
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernels run on ``device``: Triton is there, and a GPU or (TRITON_INTERPRET=1) its interpreter."""
+    """Return whether the kernels run on ``device``: with Triton, and a GPU or (TRITON_INTERPRET=1) its interpreter."""
     if find_spec("triton") is None:
         return False
     return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
@@ -33,31 +33,34 @@ def available(device: torch.device) -> bool:
 def gated_attention(
     attention: GatedAttention, values: Tensor, *, statistics: bool = False
 ) -> tuple[Tensor, AttentionStatistics | None]:
-    """The attention times the values, and what is measured of it if asked for, without an N x N tensor.
+    """Apply an attention to values and optionally measure it, without an N x N tensor.
 
     Differentiable once in query, key, values, position and gate. ``received`` is summed in no fixed order on a GPU;
     everything else repeats bit by bit.
 
     Args:
-        attention: in float16, bfloat16, float32 or float64, for at least one image, on a device where the kernels are
-            :func:`available`.
-        values: shape (B, 1, H * W, C), shared by all heads, or (B, heads, H * W, C), checked already.
-        statistics: also measure the attention.
+        attention: Attention in float16, bfloat16, float32 or float64, for at least one image, on a device where the
+            kernels are :func:`available`.
+        values: Values, shape (B, 1, H * W, C), shared by all heads, or (B, heads, H * W, C), checked already.
+        statistics: Whether to measure the attention.
 
     Returns:
-        out, shape (B, heads, N_query, C), in memory (B, N_query, heads, C); and the statistics, or None.
+        Output, shape (B, heads, N_query, C), in memory (B, N_query, heads, C); and the statistics, or None.
 
     Raises:
-        ValueError: more than 2^22 keys: their rows are found by a division in float32.
+        ValueError: If there are more than 2^22 keys: their rows are found by a division in float32.
     """
-    lines = list(Line.of(attention.y)), list(Line.of(attention.x))
-    if (keys := Grid.unpack(*lines).extended) > _MOST_KEYS:
-        raise ValueError(f"expected at most {_MOST_KEYS} keys, padding included, got {keys}")
-    position, gate = widest(attention.position), widen(attention.gate)
-    arguments = (attention.query, attention.key, values, position, gate, *lines)
+    y = list(Line.of(attention.y))
+    x = list(Line.of(attention.x))
+    keys = Grid.unpack(y, x).extended
+    if keys > _MAX_KEYS:
+        raise ValueError(f"expected at most {_MAX_KEYS} keys, padding included, got {keys}")
+    position = widest(attention.position)
+    arguments = (attention.query, attention.key, values, position, widen(attention.gate), y, x)
     if not statistics:
         return _forward(*arguments)[0], None
     out, normaliser, table, entropy, content_entropy, distance, received = _forward_with_statistics(*arguments)
+    # Kernels count in bits; statistics are in nats.
     highest, total = normaliser.detach()
     return out, AttentionStatistics(
         log_sum_exp=highest * _LN2 + total.log(),
@@ -70,11 +73,12 @@ def gated_attention(
 
 
 _LN2 = 0.6931471805599453
-_MOST_KEYS = 2**22
+_MAX_KEYS = 2**22  # tiles.key_pixels
 
 
 def _output(q: Tensor, v: Tensor) -> Tensor:
-    """What ``forward.mix`` returns, uninitialised: its strides are part of an operator's promise."""
+    """Allocate the output of ``forward.mix``."""
+    # torch.compile relies on the strides of a fake result, which therefore are those of the real output.
     return launch.padded_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], like=v).transpose(1, 2)
 
 
@@ -175,15 +179,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 
 @register_flop_formula([torch.ops.tcnn_model.gated_attention, torch.ops.tcnn_model.gated_attention_statistics])
 def _flops(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
-    """Twice the multiply-adds of the products with keys and with values; shapes in place of tensors."""
+    """Count twice the multiply-adds of the products with keys and with values; arguments are shapes, not tensors."""
     return int(2 * math.prod(q[:3]) * k[2] * (q[3] + v[3]))
 
 
 @_backward_queries.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, *rest: Any) -> Any:
     heads = q.shape[1]
-    position, share = (q.new_empty(shape, dtype=torch.float64) for shape in ((heads, 3), (heads,)))
-    return launch.padded_empty(*q.shape, like=q), position, share, torch.empty_like(normaliser[0])
+    position = q.new_empty((heads, 3), dtype=torch.float64)
+    gate = q.new_empty((heads,), dtype=torch.float64)
+    return launch.padded_empty(*q.shape, like=q), position, gate, torch.empty_like(normaliser[0])
 
 
 @_backward_keys.register_fake
@@ -204,16 +209,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    """Runs only the kernels whose results someone asked for."""
+    """Run only the kernels whose results autograd needs."""
     q, k, v, normaliser, gate, table = ctx.saved_tensors
-    wants_q, wants_k, wants_v, wants_position, wants_gate, *_ = ctx.needs_input_grad
+    needs_q, needs_k, needs_v, needs_position, needs_gate, *_ = ctx.needs_input_grad
     dq = dk = dv = dposition = dgate = None
-    if wants_q or wants_k or wants_position or wants_gate:
+    if needs_q or needs_k or needs_position or needs_gate:  # k needs the mean that comes with the other three
         dq, dposition, dgate, mean = _backward_queries(q, k, v, normaliser, gate, table, grad, ctx.y, ctx.x)
         dgate = dgate.to(gate.dtype)
-        if wants_k:
+        if needs_k:
             dk = _backward_keys(q, k, v, normaliser, gate, grad, mean)
-    if wants_v:
+    if needs_v:
         dv = _backward_values(q, k, v, normaliser, gate, table, grad, ctx.y, ctx.x)
     return dq, dk, dv, dposition, dgate, None, None
 

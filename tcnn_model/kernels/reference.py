@@ -1,6 +1,7 @@
-"""The kernels' functions in dense PyTorch, same signatures: to read beside the derivation, and to test against.
+"""The functions of the kernels in dense PyTorch, with the same signatures.
 
-Everything is formed in the dtype of sums (float32, or float64 for float64), N x N tensors included.
+To read beside the derivation, and to test against. Everything is formed in the dtype of sums (float32, or float64 for
+float64), N x N tensors included.
 """
 
 import math
@@ -25,10 +26,16 @@ _LOG2E = 1 / math.log(2)
 
 
 def _line(curvature: Tensor, slope: Tensor, line: Line) -> tuple[Tensor, ...]:
-    """Reference, slope there, log2 normaliser, E[t], Var[t], reference - query, entropy: each (heads, queries)."""
-    query, key = line.query_positions(curvature.device), line.key_positions(curvature.device)
+    """Measure positional attention along an axis.
+
+    Returns:
+        Reference, slope there, log2 normaliser, E[t], Var[t], reference - query and entropy: each (heads, queries).
+    """
+    query = line.query_positions(curvature.device)
+    key = line.key_positions(curvature.device)
     delta = key - query[:, None]
-    curvature, slope = curvature[:, None, None], slope[:, None, None]
+    curvature = curvature[:, None, None]
+    slope = slope[:, None, None]
     reference = key[(delta * (curvature * delta + slope)).argmax(-1)]
     offset = reference - query
     slope = (2 * curvature * offset[..., None] + slope).squeeze(-1)
@@ -43,39 +50,56 @@ def _line(curvature: Tensor, slope: Tensor, line: Line) -> tuple[Tensor, ...]:
 
 
 def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """Shape (heads, 12, N_q), rows as named in tiles.py."""
+    """Return the table of positional attention, shape (heads, 12, N_q), rows as named in tiles.py."""
     curvature, slope_y, slope_x = (position.double() * _LOG2E).unbind(-1)
     shape = (len(position), grid.y.queries, grid.x.queries)
-    y = [t[:, :, None].expand(shape) for t in _line(curvature, slope_y, grid.y)]
-    x = [t[:, None, :].expand(shape) for t in _line(curvature, slope_x, grid.x)]
-    steep = curvature[:, None, None].expand(shape)
-    rows = [y[0], x[0], y[1], x[1], steep, -y[2] - x[2], y[3], x[3], y[4] + x[4], y[5], x[5], y[6] + x[6]]
+    y = [column[:, :, None].expand(shape) for column in _line(curvature, slope_y, grid.y)]
+    x = [column[:, None, :].expand(shape) for column in _line(curvature, slope_x, grid.x)]
+    reference_y, steepness_y, normaliser_y, mean_y, variance_y, offset_y, entropy_y = y
+    reference_x, steepness_x, normaliser_x, mean_x, variance_x, offset_x, entropy_x = x
+    rows = [
+        reference_y,
+        reference_x,
+        steepness_y,
+        steepness_x,
+        curvature[:, None, None].expand(shape),
+        -normaliser_y - normaliser_x,
+        mean_y,
+        mean_x,
+        variance_y + variance_x,
+        offset_y,
+        offset_x,
+        entropy_y + entropy_x,
+    ]
     return torch.stack(rows, 1).flatten(2).to(dtype)
 
 
 def _keys(grid: Grid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pixels y and x of every key of the extended grid, row-major, and which of them are real."""
-    y, x = (line.key_positions(like.device).to(like.dtype) for line in grid)
-    y, x = y.repeat_interleave(len(x)), x.repeat(len(y))
+    """Return the pixels y and x of the keys of the extended grid, row-major, and a mask of the real ones."""
+    rows, cols = (line.key_positions(like.device).to(like.dtype) for line in grid)
+    y = rows.repeat_interleave(len(cols))
+    x = cols.repeat(len(rows))
     return y, x, (y >= 0) & (y < grid.y.length) & (x >= 0) & (x < grid.x.length)
 
 
 def _positional(table: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Positional attention on the keys at (y, x), and their distances to the reference: each (heads, N_q, keys)."""
+    """Return positional attention on the keys at (y, x), and t_y, t_x from the reference: each (heads, N_q, keys)."""
     reference_y, reference_x, slope_y, slope_x, curvature, normaliser = table[:, :6, :, None].unbind(1)
-    ty, tx = y - reference_y, x - reference_x
+    ty = y - reference_y
+    tx = x - reference_x
     logits = ty * (curvature * ty + slope_y) + (tx * (curvature * tx + slope_x) + normaliser)
     return torch.exp2(logits), ty, tx
 
 
 def _measure(attention: Tensor, ty: Tensor, tx: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Contribution of some keys to entropy and attention distance."""
-    distance = torch.hypot(ty + table[:, 9, :, None], tx + table[:, 10, :, None])
+    """Return the contribution of keys to entropy and attention distance."""
+    offset_y, offset_x = table[:, 9:11, :, None].unbind(1)
+    distance = torch.hypot(ty + offset_y, tx + offset_x)
     return -torch.xlogy(attention, attention).sum(-1), (attention * distance).sum(-1)
 
 
 def padding_statistics(gate: Tensor, table: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Entropy (nats) and attention distance on the padding, (heads, N_q) each."""
+    """Return the entropy (nats) and attention distance on the padding, (heads, N_q) each."""
     y, x, real = _keys(grid, table)
     p, ty, tx = _positional(table, y[~real], x[~real])
     return _measure(gate[:, None, None].to(p.dtype) * p, ty, tx, table)
@@ -87,7 +111,7 @@ def _logits(q: Tensor, k: Tensor) -> Tensor:
 
 
 def content_normaliser(q: Tensor, k: Tensor, *, statistics: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Highest logit and sum of 2^(logit - highest), (2, B, heads, N_q); the entropy, (B, heads, N_q)."""
+    """Return the highest logit and sum of 2^(logit - highest), (2, B, heads, N_q); and the entropy, (B, heads, N_q)."""
     logits = _logits(q, k)
     highest = logits.amax(-1)
     normaliser = torch.stack((highest, torch.exp2(logits - highest[..., None]).sum(-1)))
@@ -103,7 +127,7 @@ def _content(q: Tensor, k: Tensor, normaliser: Tensor) -> Tensor:
 def _attention(
     q: Tensor, k: Tensor, normaliser: Tensor, gate: Tensor, table: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A, C (B, heads, N_q, N_k); P, t_y, t_x (heads, N_q, N_k); all on real keys."""
+    """Return A, C (B, heads, N_q, N_k); P, t_y, t_x (heads, N_q, N_k); all on real keys."""
     y, x, real = _keys(grid, table)
     p, ty, tx = _positional(table, y[real], x[real])
     c = _content(q, k, normaliser)
@@ -122,27 +146,29 @@ def mix(
     *,
     statistics: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """Out (B, heads, N_q, C); with ``statistics`` entropy, distance (B, heads, N_q) and received (B, heads, N_k)."""
+    """Return the output (B, heads, N_q, C) and, with ``statistics``, entropy, distance and received."""
     a, _, _, ty, tx = _attention(q, k, normaliser, gate, table, grid)
     out = (a @ v.to(a.dtype)).to(v.dtype)
     if not statistics:
         return out, None
-    real, padding = _measure(a, ty, tx, table), padding_statistics(gate, table, grid)
-    return out, (real[0] + padding[0], real[1] + padding[1], a.sum(-2))
+    entropy, distance = _measure(a, ty, tx, table)
+    padding_entropy, padding_distance = padding_statistics(gate, table, grid)
+    return out, (entropy + padding_entropy, distance + padding_distance, a.sum(-2))
 
 
 def backward_queries(
     q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, table: Tensor, grid: Grid, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, position (heads, 3) and gate (heads,), and the mean of dA under C, (B, heads, N_q)."""
+    """Return the gradients of q, position (heads, 3) and gate (heads,), and the mean of dA under C, (B, heads, N_q)."""
     _, c, p, ty, tx = _attention(q, k, normaliser, gate, table, grid)
     da = grad.to(c.dtype) @ v.to(c.dtype).mT
     mean = (c * da).sum(-1)
     keep = (1 - gate).to(c.dtype)[:, None, None] * q.shape[-1] ** -0.5
     dq = keep * (c * (da - mean[..., None])) @ k.to(c.dtype)
     mean_y, mean_x, variance, offset_y, offset_x = table[:, 6:11].unbind(1)
-    uy, ux = ty - mean_y[..., None], tx - mean_x[..., None]
-    mass, cov_y, cov_x = ((p * da * r).sum(-1) for r in (1, uy, ux))
+    uy = ty - mean_y[..., None]
+    ux = tx - mean_x[..., None]
+    mass, cov_y, cov_x = ((p * da * u).sum(-1) for u in (1, uy, ux))
     cov_square = (p * da * (uy**2 + ux**2 - variance[..., None])).sum(-1)
     cov_square = cov_square + 2 * ((offset_y + mean_y) * cov_y + (offset_x + mean_x) * cov_x)
     sums = torch.stack((cov_square, cov_y, cov_x), -1).sum((0, 2), dtype=torch.float64)
@@ -152,7 +178,7 @@ def backward_queries(
 def backward_keys(
     q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, grad: Tensor, content_mean: Tensor
 ) -> Tensor:
-    """Gradient of k, shape (B, heads, N_k, d)."""
+    """Return the gradient of k, shape (B, heads, N_k, d)."""
     c = _content(q, k, normaliser)
     ds = c * (grad.to(c.dtype) @ v.to(c.dtype).mT - content_mean[..., None])
     keep = (1 - gate).to(c.dtype)[:, None, None] * q.shape[-1] ** -0.5
@@ -162,6 +188,6 @@ def backward_keys(
 def backward_values(
     q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, table: Tensor, grid: Grid, grad: Tensor
 ) -> Tensor:
-    """Gradient of v, in its shape: summed over the heads that share it."""
+    """Return the gradient of v, in its shape: summed over the heads that share it."""
     a = _attention(q, k, normaliser, gate, table, grid)[0]
     return (a.mT @ grad.to(a.dtype)).sum_to_size(v.shape).to(v.dtype)

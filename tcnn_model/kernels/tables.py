@@ -1,4 +1,4 @@
-"""Tables of positional attention: what it is for each query, and how much falls on the padding (Triton).
+"""Tables of positional attention for each query, and its statistics on the padding (Triton).
 
 Neither depends on the image. ``reference.py`` has the same functions in PyTorch.
 """
@@ -42,7 +42,7 @@ _KEYS = 32  # at a time
 
 @triton.jit
 def _line(curvature, slope, query, before, keys, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """One axis, in float64: reference pixel, slope there, log2 normaliser, mean t, variance of t, entropy in bits."""
+    """Measure an axis in float64: reference pixel, slope there, log2 normaliser, mean and variance of t, entropy."""
     best = tl.full((QUERIES,), float("-inf"), tl.float64)
     reference = tl.zeros((QUERIES,), tl.float64)
     for start in range(0, keys, KEYS):
@@ -50,10 +50,11 @@ def _line(curvature, slope, query, before, keys, QUERIES: tl.constexpr, KEYS: tl
         delta = key[None, :] - query[:, None]
         logit = delta * (curvature * delta + slope)
         highest = tl.max(logit, 1)
-        where = tl.min(tl.where(logit == highest[:, None], key[None, :], float("inf")), 1)
-        reference = tl.where(highest > best, where, reference)
+        # The first of several keys with the highest logit, as torch.argmax takes it.
+        first_key = tl.min(tl.where(logit == highest[:, None], key[None, :], float("inf")), 1)
+        reference = tl.where(highest > best, first_key, reference)
         best = tl.maximum(best, highest)
-    slope_there = 2 * curvature * (reference - query) + slope
+    reference_slope = 2 * curvature * (reference - query) + slope
     total = tl.zeros((QUERIES,), tl.float64)
     first = tl.zeros((QUERIES,), tl.float64)
     second = tl.zeros((QUERIES,), tl.float64)
@@ -61,7 +62,7 @@ def _line(curvature, slope, query, before, keys, QUERIES: tl.constexpr, KEYS: tl
     for start in range(0, keys, KEYS):
         n = start + tl.arange(0, KEYS)
         t = (n - before).to(tl.float64)[None, :] - reference[:, None]
-        logit = tl.where((n < keys)[None, :], t * (curvature * t + slope_there[:, None]), -1e9)
+        logit = tl.where((n < keys)[None, :], t * (curvature * t + reference_slope[:, None]), -1e9)
         weight = tl.exp2(logit)
         total += tl.sum(weight, 1)
         first += tl.sum(weight * t, 1)
@@ -70,7 +71,7 @@ def _line(curvature, slope, query, before, keys, QUERIES: tl.constexpr, KEYS: tl
     normaliser = tl.log2(total)
     mean = first / total
     variance = second / total - mean * mean
-    return reference, slope_there, normaliser, mean, variance, normaliser - logits / total
+    return reference, reference_slope, normaliser, mean, variance, normaliser - logits / total
 
 
 @triton.jit
@@ -146,15 +147,15 @@ def _padding(
 
 
 def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """Everything about positional attention that does not depend on the key, formed in float64.
+    """Compute the part of positional attention that does not depend on the key, in float64.
 
     Args:
-        position: the papers' v_pos, shape (heads, 3).
-        grid: both axes.
-        dtype: of the table.
+        position: The papers' v_pos, shape (heads, 3).
+        grid: Both axes.
+        dtype: Dtype of the table.
 
     Returns:
-        shape (heads, 12, N_q), rows as named in tiles.py.
+        Table of shape (heads, 12, N_q), rows as named in tiles.py.
     """
     table = launch.empty(len(position), TABLE.value, grid.queries, like=position, dtype=dtype)
     programs = (triton.cdiv(grid.queries, _QUERIES), len(position))
@@ -169,15 +170,15 @@ def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor
 
 
 def padding_statistics(gate: Tensor, table: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Entropy (nats) and attention distance that the padding adds, the same for every image.
+    """Compute the entropy (nats) and attention distance on the padding, the same for every image.
 
     Args:
-        gate: shape (heads,).
-        table: of :func:`positional_table`.
-        grid: both axes.
+        gate: Share of positional attention, shape (heads,).
+        table: Result of :func:`positional_table`.
+        grid: Both axes.
 
     Returns:
-        two tensors of shape (heads, N_q).
+        Two tensors of shape (heads, N_q).
     """
     entropy, distance = (launch.empty(len(gate), grid.queries, like=table) for _ in range(2))
     programs = (triton.cdiv(grid.queries, _QUERIES), len(gate))

@@ -1,4 +1,7 @@
-"""Pieces of a tile that every kernel shares (Triton). Logarithms are to base 2 throughout: the hardware's own."""
+"""Functions on tiles that all kernels share (Triton).
+
+Logarithms are to base 2 throughout, which the hardware computes directly.
+"""
 
 # ruff: noqa: N803 (Triton's compile-time constants are upper case)
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
@@ -8,8 +11,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Rows of the table that tables.py makes, (heads, TABLE, N_q): what positional attention needs to know of a query.
-REFERENCE_Y = tl.constexpr(0)  # the pixel that its positional attention is highest at
+# Rows of the table that tables.py makes, (heads, TABLE, N_q): the parameters of a query's positional attention.
+REFERENCE_Y = tl.constexpr(0)  # pixel of the highest positional attention
 REFERENCE_X = tl.constexpr(1)
 SLOPE_Y = tl.constexpr(2)  # logit of a key t pixels from the reference: t (curvature t + slope), along each axis
 SLOPE_X = tl.constexpr(3)
@@ -26,7 +29,8 @@ TABLE = tl.constexpr(12)
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """``acc + a @ b``. The interpreter keeps bfloat16 as integers and would multiply those, so it gets wider ones."""
+    """Return ``acc + a @ b``."""
+    # Triton's interpreter keeps bfloat16 as integers and would multiply those, so it gets a wider dtype.
     if INTERPRETED:
         a = a.to(acc.dtype)
         b = b.to(acc.dtype)
@@ -35,20 +39,23 @@ def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def block(base, start, last, stride, BLOCK: tl.constexpr):
-    """Pointers to ``BLOCK`` rows from ``start``; rows beyond ``last`` are read as ``last``, so that all is finite."""
+    """Return pointers to ``BLOCK`` rows from ``start``."""
+    # Rows past the last are read as the last, so that masked results are finite: 0 * NaN would not vanish in a product.
     rows = tl.minimum(start + tl.arange(0, BLOCK), last) - start
     return base + tl.cast(start, tl.int64) * stride + rows * stride
 
 
 @triton.jit
 def log2_of(x):
-    """log2, with -inf at 0 (and no warning of the interpreter's)."""
+    """Return log2, with -inf at 0."""
+    # numpy, which runs the interpreter, warns of a logarithm of 0 even where tl.where drops it.
     return tl.where(x > 0, tl.log2(tl.where(x > 0, x, 1.0)), float("-inf"))
 
 
 @triton.jit
 def key_pixels(start, last, width, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    """Pixels (y, x) of the row-major keys from ``start``. Division in float32 is exact below 2^22 keys."""
+    """Return the pixels (y, x) of the row-major keys from ``start``."""
+    # Half a pixel away from the steps of floor(), a division in float32 is exact below 2^22 keys.
     n = tl.minimum(start + tl.arange(0, BLOCK), last).to(tl.float32)
     y = tl.floor((n + 0.5) * (1.0 / width))
     return y.to(ACC), (n - y * width).to(ACC)
@@ -56,7 +63,7 @@ def key_pixels(start, last, width, BLOCK: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def query_tables(table, m, n_q):
-    """Reference pixel, slopes, curvature and normaliser of the queries ``m``."""
+    """Load the reference pixel, slopes, curvature and normaliser of the queries ``m``."""
     return (
         tl.load(table + REFERENCE_Y * n_q + m),
         tl.load(table + REFERENCE_X * n_q + m),
@@ -69,5 +76,6 @@ def query_tables(table, m, n_q):
 
 @triton.jit
 def position_logits(ty, tx, slope_y, slope_x, curvature, normaliser):
-    """log2 P of keys ``t`` pixels from the reference: small where P matters, so float32 keeps P to a few ulp."""
+    """Return log2 P of keys ``t`` pixels from the reference."""
+    # Counted from the reference, logits are small where P is large, so that float32 keeps P to a few ulp.
     return ty * (curvature * ty + slope_y) + (tx * (curvature * tx + slope_x) + normaliser)

@@ -1,7 +1,7 @@
 """PatchConvNet in timm's registry: a convnet of one resolution, with attention-based pooling (PatchConvNet paper, §3).
 
 ``timm.create_model("patchconvnet_s60")``, likewise ``s20``, ``s36``, ``s120``, ``b36`` to ``b120``, ``l60`` and
-``l120``; with ``_multi``, one token for each class. ``norm_layer="batchnorm2d"`` gives the trunk of Table B.3.
+``l120``; with ``_multi``, a token for each class. ``norm_layer="batchnorm2d"`` gives the trunk of Table B.3.
 """
 
 import re
@@ -26,7 +26,7 @@ __all__ = ["PatchConvNet", *(f"patchconvnet_{size}{kind}" for size in _SIZES for
 
 
 class Block(nn.Module):
-    """Norm, 1 x 1, GELU, depthwise 3 x 3, GELU, squeeze and excite, 1 x 1, LayerScale; residual."""
+    """Residual block: norm, 1 x 1, GELU, depthwise 3 x 3, GELU, squeeze and excite, 1 x 1, LayerScale."""
 
     def __init__(self, dim: int, norm_layer: Callable[[int], nn.Module], drop_path: float, init_values: float) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, d, H, W) to the same."""
+        """Apply the block, which keeps the shape (B, d, H, W)."""
         y = self.act(self.conv1(self.norm(x)))
         y = self.se(self.act(self.conv2(y)))
         return x + self.drop_path(self.ls(self.conv3(y)))
@@ -50,22 +50,23 @@ class PatchConvNet(nn.Module):
     """A trunk of residual blocks at one resolution, pooled by attention (PatchConvNet paper, Fig. 3).
 
     Images of any height and width are split into one patch for every 16 x 16 pixels. Patch (i, j) is centred at pixel
-    (16 i, 16 j), as its strided convolutions are, not in the middle of these.
+    (16 i, 16 j), as the strided convolutions of the stem are, not in the middle of its pixels.
 
     Args:
         embed_dim, depth: d and N, the two parameters of the family.
-        num_classes: of the classifier; 0 for none.
-        per_class: one token for each class.
-        in_chans: channels of the images.
-        norm_layer: of the trunk, a layer or timm's name of one.
-        drop_path_rate: stochastic depth, the same in every block.
-        drop_rate: dropout before the classifier.
-        init_values: of every LayerScale.
-        mlp_ratio: of the pooling's FFN.
+        num_classes: Number of classes; 0 for no classifier.
+        per_class: Whether each class has a token.
+        in_chans: Channels of the images.
+        norm_layer: Normalisation of the trunk, a layer or timm's name of it.
+        drop_path_rate: Rate of stochastic depth, the same in every block.
+        drop_rate: Dropout rate before the classifier.
+        init_values: Initial value of every LayerScale.
+        mlp_ratio: Width of the pooling's FFN, in d.
         global_pool: "attn", or "" for the feature map as it is.
 
     Raises:
-        ValueError: an unknown ``global_pool``, a width that is no multiple of 8, or tokens for no classes.
+        ValueError: If ``global_pool`` is unknown, the width is no multiple of 8, or ``per_class`` is set without
+            classes.
     """
 
     def __init__(
@@ -92,12 +93,16 @@ class PatchConvNet(nn.Module):
             raise ValueError(f"tokens for each class need classes and a pool, got {num_classes=}, {global_pool=}")
         if num_classes and not global_pool:
             raise ValueError(f"a feature map, unpooled, has no classifier: expected num_classes=0, got {num_classes}")
-        self.num_classes, self.global_pool = num_classes, global_pool
-        self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
+        self.num_classes = num_classes
+        self.global_pool = global_pool
+        self.embed_dim = embed_dim
+        self.num_features = self.head_hidden_size = embed_dim  # the names that timm reads
         self.grad_checkpointing = False
         widths = [in_chans, embed_dim // 8, embed_dim // 4, embed_dim // 2, embed_dim]
-        convolutions = [nn.Conv2d(i, o, 3, 2, 1, bias=False) for i, o in pairwise(widths)]
-        self.stem = nn.Sequential(*(layer for conv in convolutions for layer in (conv, nn.GELU())))[:-1]
+        stem: list[nn.Module] = []
+        for in_channels, out_channels in pairwise(widths):
+            stem += [nn.Conv2d(in_channels, out_channels, 3, 2, 1, bias=False), nn.GELU()]
+        self.stem = nn.Sequential(*stem[:-1])  # no activation after the last convolution
         norm = partial(LayerNorm2d, eps=1e-6) if norm_layer == "layernorm2d" else get_norm_layer(norm_layer)
         self.blocks = nn.Sequential(*(Block(embed_dim, norm, drop_path_rate, init_values) for _ in range(depth)))
         self.feature_info = [{"num_chs": embed_dim, "reduction": 16, "module": f"blocks.{i}"} for i in range(depth)]
@@ -110,38 +115,40 @@ class PatchConvNet(nn.Module):
 
     @property
     def per_class(self) -> bool:
-        """Whether each class has a token of its own."""
+        """True if each class has a token of its own."""
         return isinstance(self.pool, AttentionPool2d) and self.pool.per_class
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay: the tokens."""
+        """Return the names of parameters without weight decay: the tokens."""
         return {"pool.cls_token"}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Layers for timm's layer-wise learning rates."""
-        return {"stem": r"^stem", "blocks": r"^blocks" if coarse else [(r"^blocks\.(\d+)", None), (r"^pool", (99999,))]}
+        """Return the patterns of layers for timm's layer-wise learning rates."""
+        # (99999,) is timm's convention for "after all numbered layers".
+        blocks = r"^blocks" if coarse else [(r"^blocks\.(\d+)", None), (r"^pool", (99999,))]
+        return {"stem": r"^stem", "blocks": blocks}
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep no activations inside of blocks: they are computed again in the backward."""
+        """Keep no activations inside blocks, and compute them again in the backward."""
         self.grad_checkpointing = enable
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
-        """The linear layer, or :class:`~tcnn_model.pooling.attention_pool.ClassScores`."""
+        """Return the linear layer, or :class:`~tcnn_model.pooling.attention_pool.ClassScores`."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a new one, not trained yet; per class, the tokens too.
+        """Replace the classifier, and with ``per_class`` the tokens, by untrained ones.
 
         Args:
-            num_classes: 0 for none: features are then (B, d), or (B, K, d) of the tokens as they are.
-            global_pool: "" to take the pooling away as well; None or "attn" to keep it.
+            num_classes: Number of classes; with 0, features are (B, d), or (B, K, d) of the tokens as they are.
+            global_pool: "" to remove the pooling as well; None or "attn" to keep it.
 
         Raises:
-            ValueError: an unknown ``global_pool``, or classes without pooling.
+            ValueError: If ``global_pool`` is unknown, or there are classes without pooling.
         """
         pooling = self.global_pool if global_pool is None else global_pool
         if pooling not in (self.global_pool, "") or (num_classes and not pooling):
@@ -152,7 +159,8 @@ class PatchConvNet(nn.Module):
             self.pool = nn.Identity()
         elif self.per_class and num_classes:
             self.pool.reset_tokens(num_classes)
-        self.global_pool, self.num_classes = pooling, num_classes
+        self.global_pool = pooling
+        self.num_classes = num_classes
         self.head = self._new_head().to(next(self.stem.parameters())).train(self.training)
 
     def _new_head(self) -> nn.Module:
@@ -172,48 +180,49 @@ class PatchConvNet(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Outputs of chosen blocks, (B, d, H / 16, W / 16) each, and the features, as timm asks for them.
+        """Return the outputs of selected blocks, (B, d, H / 16, W / 16), and the features (timm's interface).
 
         Args:
-            x: images, shape (B, C, H, W).
-            indices: of blocks; the last so many; None for all.
-            norm: without effect, as nothing normalises the trunk's output.
-            stop_early: run no blocks after the last one asked for.
+            x: Images, shape (B, C, H, W).
+            indices: Indices of the blocks; an integer n for the last n blocks; None for all.
+            norm: Without effect, as nothing normalises the trunk's output.
+            stop_early: Whether to stop after the last selected block.
             output_fmt: "NCHW".
-            intermediates_only: leave the features out.
+            intermediates_only: Whether to leave the features out.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"expected output_fmt='NCHW', got {output_fmt!r}")
-        wanted, last = feature_take_indices(len(self.blocks), indices)
-        x, intermediates = self.stem(x), []
+        selected, last = feature_take_indices(len(self.blocks), indices)
+        x = self.stem(x)
+        intermediates = []
         for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
             x = checkpoint_seq([block], x) if self._checkpoints else block(x)
-            if index in wanted:
+            if index in selected:
                 intermediates.append(x)
         return intermediates if intermediates_only else (x, intermediates)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop blocks after the last one asked for and, if ``prune_head``, pooling and classifier."""
-        wanted, last = feature_take_indices(len(self.blocks), indices)
+        """Drop the blocks after the last selected block and, if ``prune_head``, pooling and classifier."""
+        selected, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_head:
             self.reset_classifier(0, "")
-        return wanted
+        return selected
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images, shape (B, C, H, W), to patches, shape (B, d, H / 16, W / 16), rounded up."""
+        """Compute the patches of images: (B, C, H, W) -> (B, d, H / 16, W / 16), rounded up."""
         x = self.stem(x)
         return checkpoint_seq(self.blocks, x) if self._checkpoints else self.blocks(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Patches to class scores, shape (B, K); pooled features, (B, d) or (B, K, d), if ``pre_logits``."""
+        """Compute class scores of patches, (B, K); pooled features, (B, d) or (B, K, d), if ``pre_logits``."""
         x = self.head_drop(self.pool(x))
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images, shape (B, C, H, W), to class scores, shape (B, K)."""
+        """Compute class scores of images: (B, C, H, W) -> (B, K)."""
         return self.forward_head(self.forward_features(x))
 
     @property
@@ -221,7 +230,8 @@ class PatchConvNet(nn.Module):
         return self.grad_checkpointing and self.training
 
 
-_PUBLISHED = (  # names in the original implementation, and ours
+# Patterns of parameter names in the original implementation (facebookresearch/deit), and the names here.
+_PUBLISHED = (
     (r"^patch_embed\.proj\.(\d+)\.0\.", r"stem.\1."),
     (r"^blocks\.(\d+)\.norm1\.", r"blocks.\1.norm."),
     (r"^blocks\.(\d+)\.attn\.qkv_pos\.0\.", r"blocks.\1.conv1."),
@@ -237,26 +247,29 @@ _PUBLISHED = (  # names in the original implementation, and ours
 
 
 def checkpoint_filter_fn(state: Mapping[str, Tensor], model: PatchConvNet) -> dict[str, Tensor]:
-    """Weights under our names, from those of the original implementation (facebookresearch/deit) or from ours.
+    """Rename weights of the original implementation (facebookresearch/deit); weights under our names stay.
 
-    Its K classifiers ``head.k`` become the rows of one. Where the model has a token for each class, weights of a single
-    token give as many copies of it (see :func:`tcnn_model.specialize`), and tokens of other classes are left out, as
-    timm leaves out the classifier.
+    Its K classifiers ``head.k`` become the rows of one. If the model has a token for each class, weights of a single
+    token give a copy for each (see :func:`tcnn_model.specialize`), and tokens of other classes are left out, as timm
+    leaves out the classifier.
     """
     state = state.get("model", state)  # type: ignore[assignment]
     renamed: dict[str, Tensor] = {}
     for name, value in state.items():
-        for pattern, ours in _PUBLISHED:
-            name = re.sub(pattern, ours, name)
+        for pattern, replacement in _PUBLISHED:
+            name = re.sub(pattern, replacement, name)
         renamed[name] = value
-    scores = [name for name in renamed if re.match(r"head\.\d+\.", name)]
-    for part in ("weight", "bias") if scores else ():
-        rows = [renamed.pop(f"head.{k}.{part}") for k in range(len(scores) // 2)]
-        renamed[f"head.{part}"] = torch.cat(rows)
+    num_heads = sum(bool(re.match(r"head\.\d+\.weight", name)) for name in renamed)
+    if num_heads:
+        for part in ("weight", "bias"):
+            rows = [renamed.pop(f"head.{k}.{part}") for k in range(num_heads)]
+            renamed[f"head.{part}"] = torch.cat(rows)
     tokens = renamed.get("pool.cls_token")
     if model.per_class and tokens is not None and tokens.shape[1] != model.num_classes:
-        copies, own = tokens[:, :1].expand(-1, model.num_classes, -1), model.pool.cls_token.detach()
-        renamed["pool.cls_token"] = copies if tokens.shape[1] == 1 else own
+        if tokens.shape[1] == 1:
+            renamed["pool.cls_token"] = tokens.expand(-1, model.num_classes, -1)
+        else:
+            renamed["pool.cls_token"] = model.pool.cls_token.detach()
     return renamed
 
 
@@ -286,19 +299,24 @@ def _entrypoint(size: str, kind: str) -> Callable[..., nn.Module]:
     depth = int(size[1:])
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        shape: dict[str, Any] = {"embed_dim": _WIDTHS[size[0]], "depth": depth, "per_class": bool(kind)}
-        shape |= {"init_values": 1e-4 if size in ("s20", "s36", "s60") else 1e-6}
+        options: dict[str, Any] = {
+            "embed_dim": _WIDTHS[size[0]],
+            "depth": depth,
+            "per_class": bool(kind),
+            "init_values": 1e-4 if size in ("s20", "s36", "s60") else 1e-6,  # as published, smaller in deeper models
+            **kwargs,
+        }
         return build_model_with_cfg(
             PatchConvNet,
             create.__name__,
             pretrained,
             pretrained_filter_fn=checkpoint_filter_fn,
             feature_cfg={"out_indices": 1, "feature_cls": "getter"},
-            **{**shape, **kwargs},
+            **options,
         )
 
     create.__name__ = create.__qualname__ = f"patchconvnet_{size}{kind}"
-    tokens = "one token a class" if kind else "one token"
+    tokens = "one token per class" if kind else "one token"
     create.__doc__ = f"PatchConvNet of width {_WIDTHS[size[0]]} and {depth} blocks, pooled by {tokens}."
     return create
 

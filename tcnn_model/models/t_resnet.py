@@ -28,7 +28,8 @@ def _tagged(base: str, tag: str) -> str:
     return f"{base}.{tag}" if tag else base
 
 
-# The CNN's own pretrained configurations, with where their weights are, under the T-CNN's name.
+# The CNN's own pretrained configurations, which locate its weights, under the T-CNN's name: timm reads the
+# configuration of a model by the name that it was created under.
 default_cfgs = generate_default_cfgs(
     {
         _tagged(f"t_{base}", tag): get_pretrained_cfg(_tagged(base, tag))
@@ -40,9 +41,10 @@ default_cfgs = generate_default_cfgs(
 
 def _entrypoint(base: str) -> Callable[..., nn.Module]:
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        conversion = {name: kwargs.pop(name) for name in _CONVERSION_ARGUMENTS if name in kwargs}
+        options = {name: kwargs.pop(name) for name in _CONVERSION_ARGUMENTS if name in kwargs}
         cnn: Any = timm.models.model_entrypoint(base)(pretrained=pretrained, **kwargs)
-        model: Any = reparameterize(cnn, layers="layer4", inplace=True, **conversion)
+        model: Any = reparameterize(cnn, layers="layer4", inplace=True, **options)
+        # timm's push_to_hf_hub writes the architecture that is named here, by which a checkpoint is loaded again.
         config: dict[str, Any] = {**cnn.pretrained_cfg, "architecture": create.__name__}
         model.pretrained_cfg = model.default_cfg = config
         return model

@@ -1,6 +1,6 @@
-"""Attention-based aggregation for any convnet (PatchConvNet paper, §3; thesis, 5.3): which module is exchanged for it.
+"""Attention-based aggregation for any convnet (PatchConvNet paper, §3; thesis, 5.3): exchange of its pooling module.
 
-Everything is planned and tried on a copy without storage first, so a model is changed whole or not at all.
+Everything is planned and tried on a copy without storage first, so that a model is changed whole or not at all.
 """
 
 from typing import Any, NamedTuple
@@ -29,32 +29,34 @@ def add_attention_pool(
 ) -> nn.Module:
     """Replace the pooling of a convnet by :class:`~tcnn_model.AttentionPool2d`, with all other weights kept.
 
-    For a timm model, or any other one in which a module without parameters pools the last feature map. The pool is
-    new and has to be trained. With ``per_class`` there is a token and a map for each class: what the head has between
-    pool and classifier is applied to each token, and the classifier's rows become the scores of their own tokens.
+    The model is a timm model, or any other in which a module without parameters pools the last feature map. The pool is
+    new and has to be trained. With ``per_class`` there is a token and a map for each class: the layers of the head
+    between pool and classifier are applied to each token, and the classifier's rows become the scores of their tokens.
 
     timm's methods stay: ``forward_features``, ``forward_head``, whose features with ``pre_logits`` are (B, K, d) per
     class, ``get_classifier``, and ``reset_classifier``, which keeps the pool (``reset_classifier(n, "avg")`` does not)
     and, per class, makes new tokens. They are those of a subclass of the model's own class.
 
-    A VGG has one pixel left, at 224 x 224, after the 7 x 7 convolution that is its first fully connected layer. There
-    the pool stands before it, at 7 x 7 pixels; both such layers go, and the classifier, which they fed, is a new one.
+    A VGG has a single pixel left, at 224 x 224, after the 7 x 7 convolution that is its first fully connected layer.
+    There the pool stands before it, at 7 x 7 pixels; both such layers are removed, and the classifier behind them is
+    new.
 
     Args:
-        model: a convnet that pools.
-        per_class: one token for each class.
-        mlp_ratio, init_values, drop: of the pool.
-        input_size: (C, H, W) to find the pool with; timm's ``pretrained_cfg`` or 3 x 224 x 224 unless given.
-        inplace: change ``model`` itself rather than a copy.
+        model: A convnet that pools.
+        per_class: Whether each class gets a token.
+        mlp_ratio, init_values, drop: The arguments of :class:`~tcnn_model.AttentionPool2d`.
+        input_size: Size (C, H, W) of the image with which the pool is found; by default that of timm's
+            ``pretrained_cfg``, or 3 x 224 x 224.
+        inplace: Whether to change ``model`` itself rather than a copy.
 
     Returns:
-        the model with its pool exchanged, in the mode, on the device and with the dtype of ``model``.
+        The model with its pool exchanged, in the mode, on the device and with the dtype of ``model``.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: it pools no feature map (B, d, H, W), as transformers; it pools by attention already; tokens for
-            each class of a model without classes or with another classifier than a linear one. The model is then
-            unchanged.
+        TypeError: If ``model`` is not a module.
+        ValueError: If it pools no feature map (B, d, H, W), as transformers; it pools by attention already; or
+            ``per_class`` is set for a model without classes or with another classifier than a linear one. The model is
+            then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__} {model!r}")
@@ -64,11 +66,13 @@ def add_attention_pool(
     if per_class and getattr(model, "num_classes", None) == 0:
         raise ValueError("tokens for each class need classes, and num_classes is 0: call reset_classifier first")
     options = {"mlp_ratio": mlp_ratio, "init_values": init_values, "drop": drop}
+    # The rehearsal decides and is checked before the first change to the user's model.
     rehearsal = meta_copy(model)
     size = find_input_size(rehearsal, input_size)
     _without_conv_mlp(rehearsal)
     place = _find_pool(rehearsal, size)
     before = _shapes(rehearsal, size)
+    # On the meta device the rehearsal's pool draws no random numbers, so that seeds give what they gave without it.
     with torch.device("meta"):
         _install(rehearsal, place, per_class, options)
     _check(rehearsal, size, before, per_class)
@@ -83,20 +87,20 @@ def specialize(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """Turn a trained single token into one token for each class, to be fine-tuned (PatchConvNet paper, §3.1).
 
     Each class gets a copy of the token, and the classifier's row as its score; all else stays. The maps of all classes
-    are then the same, until they are trained. What changes at once: with a token a class only patches are among the
-    keys. Where the single token kept a share w₀ of its attention to itself, its weights w_j of the patches become
-    w_j / (1 − w₀), and what it gathers moves from v to v + (v − v₀) w₀ / (1 − w₀), where v₀ is its own value.
+    are then the same, until they are trained. The output changes at once, as with a token per class only patches are
+    among the keys: if the single token gave a share w₀ of its attention to itself, its weights w_j of the patches
+    become w_j / (1 − w₀), and its output moves from v to v + (v − v₀) w₀ / (1 − w₀), where v₀ is its own value.
 
     Args:
-        model: a PatchConvNet, or one from :func:`add_attention_pool`.
-        inplace: change ``model`` itself rather than a copy.
+        model: A PatchConvNet, or a result of :func:`add_attention_pool`.
+        inplace: Whether to change ``model`` itself rather than a copy.
 
     Returns:
-        the model with a token for each class.
+        The model with a token for each class.
 
     Raises:
-        ValueError: no :class:`~tcnn_model.AttentionPool2d`, one that has a token for each class already, or no linear
-            classifier. The model is then unchanged.
+        ValueError: If the model has no :class:`~tcnn_model.AttentionPool2d`, has a token for each class already, or has
+            no linear classifier. The model is then unchanged.
     """
     pools = {name: module for name, module in model.named_modules() if isinstance(module, AttentionPool2d)}
     if len(pools) != 1:
@@ -112,7 +116,7 @@ def specialize(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
 
 class _Place(NamedTuple):
-    """Where a model pools: the module's name, the channels it gets, and whether it gives (B, d)."""
+    """Name of the module that pools, channels of its input, and whether its output is (B, d), not (B, d, 1, 1)."""
 
     name: str
     channels: int
@@ -120,24 +124,29 @@ class _Place(NamedTuple):
 
 
 def _find_pool(model: nn.Module, size: InputSize) -> _Place:
-    found: list[_Place] = []
-    later: list[str] = []  # modules that give a feature map after the last pool
+    """Return the last module that pools a feature map; raise if a later module works on a feature map again."""
+    places: list[_Place] = []
+    later: list[str] = []  # modules with a feature map as output after the last pool
     names = {module: name for name, module in model.named_modules()}
 
     def observe(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         x = inputs[0] if inputs else None
         if not isinstance(x, Tensor) or not isinstance(output, Tensor):
             return
+        name = names[module]
         spatial = x.ndim == 4 and max(x.shape[2:]) > 1
         pooled = output.shape in (x.shape[:2], (*x.shape[:2], 1, 1))
+        # A layer with weights may reduce a map to 1 x 1 too, as the 7 x 7 convolution of a VGG does, and is no pool.
         if spatial and pooled and not module.state_dict():
-            around = found and f".{found[-1].name}".startswith(f".{names[module]}".rstrip(".") + ".")
-            if around and not isinstance(module, SelectAdaptivePool2d):
-                return  # a head without a classifier, or a model that is nothing but a pool
-            found.append(_Place(names[module], x.shape[1], output.ndim == 2))
+            contains_pool = places and (not name or places[-1].name.startswith(f"{name}."))
+            # Modules end after those inside them. timm's SelectAdaptivePool2d is exchanged whole; any other module
+            # around a pool is a head without a classifier, or a model that is nothing but a pool.
+            if contains_pool and not isinstance(module, SelectAdaptivePool2d):
+                return
+            places.append(_Place(name, x.shape[1], output.ndim == 2))
             later.clear()
         elif output.ndim == 4 and max(output.shape[2:]) > 1:
-            later.append(names[module])
+            later.append(name)
 
     handles = [module.register_forward_hook(observe) for module in names]
     try:
@@ -148,46 +157,49 @@ def _find_pool(model: nn.Module, size: InputSize) -> _Place:
     finally:
         for handle in handles:
             handle.remove()
-    if not found or later or not found[-1].name:
+    if not places or later or not places[-1].name:
         raise ValueError(f"no module of {type(model).__name__} pools its last feature map (B, d, H, W){_why(model)}")
-    return found[-1]
+    return places[-1]
 
 
 def _why(model: nn.Module) -> str:
-    kinds = ((name, type(module).__name__) for name, module in model.named_modules())
-    attending = next((f"{name}, {kind}" for name, kind in kinds if "Att" in kind), None)
-    if attending:
-        return f": it attends already ({attending}), and this is for convnets"
-    if any(getattr(module, "pool_type", None) == "" for module in model.modules()):
+    """Guess, for an error, why no module pools the last feature map."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if "Att" in kind:
+            return f": it attends already ({name}, {kind}), and this is for convnets"
+    pool_types = [getattr(module, "pool_type", None) for module in model.modules()]
+    if "" in pool_types:
         return ": it was made without a pool, with global_pool='' or for features only"
-    if any("cat" in str(getattr(module, "pool_type", "")) for module in model.modules()):
+    if any("cat" in str(pool_type) for pool_type in pool_types):
         return ": 'catavgmax' gives twice the channels; make it with global_pool='avg'"
     return ": it may pool in a function, or not at all"
 
 
 def _without_conv_mlp(model: nn.Module) -> None:
-    """Take a VGG's two fully connected layers away, which are convolutions."""
+    """Remove the two fully connected layers of a VGG, which are convolutions."""
     if not isinstance(model, VGG) or not isinstance(model.pre_logits, ConvMlp):
         return
     old = model.head
     head = ClassifierHead(model.num_features, model.num_classes, old.global_pool.pool_type, old.drop.p)
     if model.num_classes:
-        nn.init.normal_(head.fc.weight, 0, 0.01)  # as VGG's own
+        nn.init.normal_(head.fc.weight, 0, 0.01)  # as timm's VGG._init_weights
         nn.init.zeros_(head.fc.bias)
     model.head = head.to(_like(model)).train(old.training)
     model.pre_logits = nn.Identity().train(old.training)
-    model.head_hidden_size = model.num_features
+    model.head_hidden_size = model.num_features  # in timm the width of the fully connected layers
 
 
 def _check_hooks(model: Any, place: _Place, per_class: bool) -> None:
-    """Raise if a module that is taken away carries hooks: they would be lost."""
-    leaving = list(model.get_submodule(place.name).modules())
+    """Raise if a module that is removed carries hooks: they would be lost."""
+    # add_attention_pool moves no hooks to the new modules: a hook may depend on the outputs of the old ones.
+    removed = list(model.get_submodule(place.name).modules())
     if per_class:
-        leaving.append(model.get_classifier())
+        removed.append(model.get_classifier())
     if isinstance(model, VGG) and isinstance(model.pre_logits, ConvMlp):
-        leaving += [*model.pre_logits.modules(), *model.head.modules()]
+        removed += [*model.pre_logits.modules(), *model.head.modules()]
     for name, module in model.named_modules():
-        if module in leaving and (module._forward_hooks or module._forward_pre_hooks):
+        if module in removed and (module._forward_hooks or module._forward_pre_hooks):
             raise ValueError(f"{name} carries hooks, which would be lost: remove them first, attach them afterwards")
 
 
@@ -201,7 +213,8 @@ def _install(model: nn.Module, place: _Place, per_class: bool, options: dict[str
     pool = GlobalAttentionPool(attention, replaced, place.flatten).train(replaced.training)
     model.set_submodule(place.name, pool)
     base: Any = type(model)
-    if (pooled := pooled_class(base)) is not base:
+    pooled = pooled_class(base)
+    if pooled is not base:
         model.__class__ = pooled
         model._pooled_at = place.name  # type: ignore[assignment]
 
@@ -211,7 +224,7 @@ def _classes(model: Any) -> int:
 
 
 def _like(model: nn.Module) -> Tensor:
-    """A tensor with the model's device and dtype."""
+    """Return a tensor with the model's device and dtype."""
     return next(model.parameters(), torch.empty(0))
 
 
@@ -221,19 +234,20 @@ def _images(model: nn.Module, size: InputSize) -> Tensor:
 
 @torch.no_grad()
 def _shapes(model: Any, size: InputSize) -> list[tuple[int, ...]]:
-    """Shapes of what a model gives, and of its features before the classifier; batch 2."""
+    """Return the shapes of a model's output, and of its features before the classifier, for two images."""
     with Shapes():
         outputs = [model(_images(model, size))]
         if hasattr(model, "forward_head"):
             features = model.forward_features(_images(model, size))
             outputs.append(model.forward_head(features, pre_logits=True))
     if not all(isinstance(output, Tensor) for output in outputs):
-        raise ValueError(f"expected a model that gives one tensor, got {[type(o).__name__ for o in outputs]}")
+        kinds = [type(output).__name__ for output in outputs]
+        raise ValueError(f"expected a model that gives one tensor, got {kinds}")
     return [tuple(output.shape) for output in outputs]
 
 
 def _check(model: nn.Module, size: InputSize, before: list[tuple[int, ...]], per_class: bool) -> None:
-    """Run the rehearsal again: all shapes must be as before, but for the tokens' features."""
+    """Run the rehearsal again, and raise unless all shapes but those of the tokens' features are as before."""
     expected = list(before)
     if per_class and len(before) > 1:
         features = torch.Size(before[1][1:]).numel()

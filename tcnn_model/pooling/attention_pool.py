@@ -1,4 +1,4 @@
-"""Attention-based aggregation: a trainable query attends to the patches and pools them (PatchConvNet paper, §3.1)."""
+"""Attention-based aggregation: pooling of patches by a trainable query (PatchConvNet paper, §3.1)."""
 
 from functools import partial
 from typing import Any
@@ -13,14 +13,16 @@ __all__ = ["AttentionPool2d", "ClassScores", "PatchAttention"]
 
 
 class PatchAttention(nn.Module):
-    """Class tokens attend to the patches, and not to themselves: timm's ``cait.ClassAttn`` for one token a class.
+    """Attention of class tokens to the patches, and not to themselves: timm's ``cait.ClassAttn`` for a token per class.
 
     Args:
-        dim: d, of tokens and patches.
-        num_heads: of the attention.
-        tokens: K, how many of the input's tokens, from the first, are class tokens.
-        qkv_bias: whether queries, keys and values have a bias.
-        attn_drop, proj_drop: dropout of the attention and of the output.
+        dim: Channels d of tokens and patches.
+        num_heads: Number of heads.
+        tokens: Number K of class tokens, the first of the input's tokens.
+        qkv_bias: Whether queries, keys and values have a bias.
+        attn_drop: Dropout rate of the attention.
+        proj_drop: Dropout rate of the output.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(
@@ -36,38 +38,41 @@ class PatchAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        make: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.num_heads, self.tokens = num_heads, tokens
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.num_heads = num_heads
+        self.tokens = tokens
         self.scale = (dim // num_heads) ** -0.5
-        self.fused_attn = use_fused_attn()
-        self.q = nn.Linear(dim, dim, bias=qkv_bias, **make)
-        self.k = nn.Linear(dim, dim, bias=qkv_bias, **make)
-        self.v = nn.Linear(dim, dim, bias=qkv_bias, **make)
+        self.fused_attn = use_fused_attn()  # timm's switch, also set by TIMM_FUSED_ATTN=0
+        self.q = nn.Linear(dim, dim, bias=qkv_bias, **factory)
+        self.k = nn.Linear(dim, dim, bias=qkv_bias, **factory)
+        self.v = nn.Linear(dim, dim, bias=qkv_bias, **factory)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(dim, dim, **make)
+        self.proj = nn.Linear(dim, dim, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
     @classmethod
     def of(cls, attention: nn.Module, tokens: int) -> "PatchAttention":
-        """Make one of the very layers of a ``cait.ClassAttn``."""
-        theirs: Any = attention
-        ours = cls(theirs.q.in_features, theirs.num_heads, tokens=tokens, device="meta")
-        for name, layer in theirs.named_children():
-            setattr(ours, name, layer)
-        ours.fused_attn = theirs.fused_attn
-        return ours.train(theirs.training)
+        """Make a layer that shares the layers of a ``cait.ClassAttn``."""
+        original: Any = attention
+        # On the meta device, as the layers made here are replaced at once.
+        layer = cls(original.q.in_features, original.num_heads, tokens=tokens, device="meta")
+        for name, child in original.named_children():
+            setattr(layer, name, child)
+        layer.fused_attn = original.fused_attn
+        return layer.train(original.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens and patches, shape (B, K + N, d), to what each token gathers, shape (B, K, d)."""
-        tokens, patches = x[:, : self.tokens], x[:, self.tokens :]
-        q, k, v = (
-            y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for y in (self.q(tokens), self.k(patches), self.v(patches))
-        )
+        """Pool the patches for each class token: (B, K + N, d) -> (B, K, d)."""
+        tokens = x[:, : self.tokens]
+        patches = x[:, self.tokens :]
+        features = (self.q(tokens), self.k(patches), self.v(patches))
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in features)
         if self.fused_attn:
-            gathered = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
+            dropout = self.attn_drop.p if self.training else 0.0
+            gathered = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         else:
-            gathered = self.attn_drop((q * self.scale @ k.transpose(-2, -1)).softmax(-1)) @ v
+            attention = (q * self.scale @ k.transpose(-2, -1)).softmax(-1)
+            gathered = self.attn_drop(attention) @ v
         return self.proj_drop(self.proj(gathered.transpose(1, 2).flatten(2)))
 
 
@@ -76,20 +81,21 @@ class AttentionPool2d(nn.Module):
 
     A token c attends to the patches X: c' = c + γ₁ ⊙ A(LN(c, X)), c'' = c' + γ₂ ⊙ FFN(LN(c')). One head, so that its
     softmax is the weight of each patch. The block is timm's ``cait.LayerScaleBlockClassAttn``. (timm's own
-    ``AttentionPool2d`` is another one, CLIP's.)
+    ``AttentionPool2d`` is a different layer, that of CLIP.)
 
-    With a single token the token is among the keys, as published. With ``num_classes=K`` there is one token for each
-    class, which give K maps; only patches are among the keys then.
+    With a single token the token is among the keys, as published. With ``num_classes=K`` there is a token for each
+    class, which gives K maps; only patches are among the keys then.
 
     Args:
-        channels: d, of the feature map.
-        num_classes: one token for each of so many classes; None for a single token.
-        mlp_ratio: width of the FFN, in d.
-        init_values: of γ₁ and γ₂. Published are 1e-4 and, for the deeper models, 1e-6.
-        drop, attn_drop: dropout of what the attention and the FFN give, and of the attention.
+        channels: Channels d of the feature map.
+        num_classes: Number of classes, each with a token; None for a single token.
+        mlp_ratio: Width of the FFN, in d.
+        init_values: Initial value of γ₁ and γ₂. Published are 1e-4 and, for the deeper models, 1e-6.
+        drop: Dropout rate of the outputs of attention and FFN.
+        attn_drop: Dropout rate of the attention.
 
     Raises:
-        ValueError: no channels or no classes.
+        ValueError: If there are no channels or no classes.
     """
 
     def __init__(
@@ -105,9 +111,10 @@ class AttentionPool2d(nn.Module):
         super().__init__()
         if channels < 1 or (num_classes is not None and num_classes < 1):
             raise ValueError(f"expected at least one channel and one class, got {channels} and {num_classes}")
-        norm = partial(nn.LayerNorm, eps=1e-6)
+        norm = partial(nn.LayerNorm, eps=1e-6)  # as in timm's CaiT
         attention = {} if num_classes is None else {"attn_block": partial(PatchAttention, tokens=num_classes)}
-        self.channels, self.num_classes = channels, num_classes
+        self.channels = channels
+        self.num_classes = num_classes
         self.cls_token = nn.Parameter(torch.empty(1, num_classes or 1, channels))
         self.block = LayerScaleBlockClassAttn(
             channels,
@@ -125,14 +132,14 @@ class AttentionPool2d(nn.Module):
 
     @property
     def per_class(self) -> bool:
-        """Whether each class has a token of its own."""
+        """True if each class has a token of its own."""
         return self.num_classes is not None
 
     def reset_tokens(self, num_classes: int) -> None:
-        """Replace the tokens by new ones, not trained yet, for so many classes; the block stays as it is.
+        """Replace the tokens by new, untrained tokens for ``num_classes`` classes; the block stays as it is.
 
         Raises:
-            ValueError: there is a single token, of no class; or no classes.
+            ValueError: If the pool has a single token, or there are no classes.
         """
         if not self.per_class:
             raise ValueError("a single token serves any number of classes")
@@ -146,7 +153,7 @@ class AttentionPool2d(nn.Module):
         """Copy the single token for each class; the block keeps its weights (:func:`tcnn_model.specialize`).
 
         Raises:
-            ValueError: there is a token for each class already; or no classes.
+            ValueError: If there is a token for each class already, or there are no classes.
         """
         if self.per_class:
             raise ValueError(f"there is a token for each of {self.num_classes} classes already")
@@ -166,40 +173,43 @@ class AttentionPool2d(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """A feature map, shape (B, d, H, W), to its pooled features: (B, d), or (B, K, d) with a token a class."""
+        """Pool a feature map: (B, d, H, W) -> (B, d), or (B, K, d) with a token per class."""
         tokens = self.block(x.flatten(2).transpose(1, 2), self.cls_token.expand(x.shape[0], -1, -1))
         tokens = self.norm(tokens)
         return tokens if self.per_class else tokens[:, 0]
 
 
 class ClassScores(nn.Linear):
-    """One linear score for each class, of that class's own token: ``weight`` (K, d) and ``bias`` (K,), as of a Linear.
+    """Linear score of each class from its own token: ``weight`` (K, d) and ``bias`` (K,), as of a Linear.
 
-    The published form is K layers ``Linear(d, 1)``; these are their rows.
+    The published form is K layers ``Linear(d, 1)``, whose weights are the rows of ``weight``.
     """
 
     @classmethod
     def of(cls, classifier: nn.Module) -> "ClassScores":
-        """Make one of a classifier's rows: a Linear's very parameters, or those of a 1 x 1 convolution.
+        """Make the scores from a classifier's rows; the parameters of a Linear are shared.
+
+        Args:
+            classifier: A Linear or a 1 x 1 convolution.
 
         Raises:
-            ValueError: any other layer, or one whose weight is computed from other parameters.
+            ValueError: If it is any other layer, or its weight is computed from other parameters.
         """
         pointwise = isinstance(classifier, nn.Conv2d) and (*classifier.kernel_size, classifier.groups) == (1, 1, 1)
         if not (isinstance(classifier, nn.Linear) or pointwise) or "weight" not in classifier._parameters:
             raise ValueError(f"expected a classifier that is a Linear or a 1 x 1 convolution, got {classifier}")
-        theirs: Any = classifier
-        weight, bias = theirs.weight, theirs.bias
+        weight: Any = classifier.weight
+        bias: Any = classifier.bias
         scores = cls(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         scores.weight = weight if weight.ndim == 2 else nn.Parameter(weight.detach().flatten(1), weight.requires_grad)
         scores.bias = bias
         return scores.train(classifier.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens to scores, shape (B, K).
+        """Score tokens, shape (B, K).
 
         Args:
-            x: shape (B, K, d); or (B K, d) or (B K, d, 1, 1), the tokens of an image one after the other.
+            x: Tokens, shape (B, K, d); or (B K, d) or (B K, d, 1, 1), the tokens of an image one after the other.
         """
         tokens = x.reshape(-1, self.out_features, self.in_features)
         scores = torch.einsum("bkd,kd->bk", tokens, self.weight)

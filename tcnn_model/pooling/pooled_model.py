@@ -1,4 +1,4 @@
-"""A timm model that pools by attention: its pool, and a class whose methods know of the pool."""
+"""A timm model that pools by attention: its pool, and the methods of its class that depend on the pool."""
 
 from functools import cache
 from typing import Any
@@ -14,9 +14,9 @@ class GlobalAttentionPool(nn.Module):
     """An :class:`~tcnn_model.AttentionPool2d` in the place of timm's ``SelectAdaptivePool2d``.
 
     Args:
-        attention: the pool.
-        replaced: the module in whose place it stands.
-        flatten: whether that gave (B, d), not (B, d, 1, 1).
+        attention: The pool.
+        replaced: The module in whose place it stands.
+        flatten: Whether that module's output was (B, d), not (B, d, 1, 1).
     """
 
     pool_type = "attn"
@@ -24,73 +24,78 @@ class GlobalAttentionPool(nn.Module):
     def __init__(self, attention: AttentionPool2d, replaced: nn.Module, flatten: bool) -> None:
         super().__init__()
         self.attention = attention
-        self.replaced = (replaced,)  # in a tuple: it does not run, and so is no submodule
+        self.replaced = (replaced,)  # in a tuple, as it does not run and must not become a submodule
         self.flatten = flatten
 
     def is_identity(self) -> bool:
-        """Whether features stay unpooled, as timm asks: they do not."""
+        """Return False: features do not stay unpooled (timm's interface of a pool)."""
         return False
 
     def feat_mult(self) -> int:
-        """How many times as many channels come out, as timm asks: once."""
+        """Return 1, the factor of output channels (timm's interface of a pool)."""
         return 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """A feature map, shape (B, d, H, W), to (B, d) or (B, d, 1, 1).
+        """Pool a feature map: (B, d, H, W) -> (B, d) or (B, d, 1, 1).
 
-        With a token a class the K tokens of an image follow one another, shape (B K, d) or (B K, d, 1, 1): what stands
-        between the pool and the classifier, whatever it is, takes each of them as it took an image's features.
+        With a token per class the K tokens of an image follow one another, shape (B K, d) or (B K, d, 1, 1): the layers
+        between the pool and the classifier, whatever they are, take each token as they took an image's features.
         """
         y = self.attention(x)
-        y = y.flatten(0, 1) if self.attention.per_class else y
+        if self.attention.per_class:
+            y = y.flatten(0, 1)
         return y if self.flatten else y[:, :, None, None]
 
 
 class AttentionPooled(nn.Module):
-    """The methods of a timm model that know of its :class:`GlobalAttentionPool`; the rest is the model's own class."""
+    """Methods of a timm model that depend on its :class:`GlobalAttentionPool`; the rest is the model's own class."""
 
     num_classes: int
     _base: type[nn.Module]
     _pooled_at: str  # the pool's name, of each model
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Class scores, (B, K), as timm's; with ``pre_logits`` and a token a class, features (B, K, d)."""
+        """Return class scores, (B, K), as timm does; with ``pre_logits`` and a token per class, features (B, K, d)."""
         base: Any = super()
         y = base.forward_head(x, pre_logits=pre_logits)
         attention = self._pool.attention
-        tokens = attention.per_class and (pre_logits or not self.num_classes)
-        return y.reshape(x.shape[0], attention.num_classes, -1) if tokens else y
+        if attention.per_class and (pre_logits or not self.num_classes):
+            return y.reshape(x.shape[0], attention.num_classes, -1)
+        return y
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None, **options: Any) -> None:
-        """Replace the classifier, as timm does; the attention pool stays, with new tokens where there is one a class.
+        """Replace the classifier, as timm does; the attention pool stays, with new tokens if each class has one.
 
         Args:
-            num_classes: 0 for none; the tokens, if there is one a class, are then left as they are.
-            global_pool: None or "attn" to keep the pool; another one is timm's business, and its model is then
+            num_classes: Number of classes, 0 for no classifier; tokens of classes are then left as they are.
+            global_pool: None or "attn" to keep the pool. With any other, timm's own method makes it, and the model is
                 what it was before :func:`~tcnn_model.add_attention_pool`.
-            options: timm's own.
+            options: Further arguments of timm's method.
         """
-        name, ours = self._pooled_at, self._pool
-        replaced = ours.replaced[0]
-        keep = global_pool in (None, ours.pool_type)
-        wanted = getattr(replaced, "pool_type", "avg") if keep else global_pool
+        name = self._pooled_at
+        pool = self._pool
+        original = pool.replaced[0]
+        keep = global_pool in (None, pool.pool_type)
+        pool_type = getattr(original, "pool_type", "avg") if keep else global_pool
         base: Any = super()
         classes = self.num_classes
-        self.set_submodule(name, replaced.train(ours.training))
+        # timm's method changes or replaces its own kind of pool, so that one is put back for its time.
+        self.set_submodule(name, original.train(pool.training))
         try:
-            base.reset_classifier(num_classes, wanted, **options)
+            base.reset_classifier(num_classes, pool_type, **options)
         except BaseException:
-            self.set_submodule(name, ours)
+            self.set_submodule(name, pool)
             self.num_classes = classes
             raise
         if not keep:
+            # The model pools as timm's own again, and so becomes of timm's own class.
             del self._pooled_at
             self.__class__ = self._base  # type: ignore[assignment]
             return
-        ours.replaced = (self.get_submodule(name),)
-        self.set_submodule(name, ours)
-        if ours.attention.per_class and num_classes:
-            ours.attention.reset_tokens(num_classes)
+        pool.replaced = (self.get_submodule(name),)
+        self.set_submodule(name, pool)
+        if pool.attention.per_class and num_classes:
+            pool.attention.reset_tokens(num_classes)
             exchange_classifier(self)
 
     @property
@@ -100,14 +105,16 @@ class AttentionPooled(nn.Module):
         return pool
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made when it is needed, so it is the base that is pickled.
+        # The class is made at run time, so pickle cannot import it: the base is pickled, and makes it again.
+        # From protocol 2 on the state stands apart from the class in the result.
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
         return (_restore, (self._base,), *reduced[2:])
 
 
+# Cached, so that a model and its copies are of the same class.
 @cache
 def pooled_class(base: Any) -> Any:
-    """The subclass of a timm model's class that pools by attention; the class itself if it is no timm model's."""
+    """Return the subclass of a timm model's class that pools by attention; any other class is returned itself."""
     if not hasattr(base, "reset_classifier") or not hasattr(base, "forward_head"):
         return base
     return type(f"AttentionPooled{base.__name__}", (AttentionPooled, base), {"_base": base})
@@ -119,10 +126,10 @@ def _restore(base: Any) -> nn.Module:
 
 
 def exchange_classifier(model: Any) -> None:
-    """Replace the classifier by the scores of one token a class, with the classifier's rows.
+    """Replace the classifier by :class:`ClassScores` with the classifier's rows.
 
     Raises:
-        ValueError: the model does not say which layer is its classifier, or it is one without rows.
+        ValueError: If the model has no ``get_classifier``, or its classifier has no rows or carries hooks.
     """
     if not hasattr(model, "get_classifier"):
         raise ValueError(f"{type(model).__name__} does not say which layer is its classifier: no get_classifier()")

@@ -1,5 +1,7 @@
 """The model, the optimizer and the task of a run, from its settings."""
 
+import copy
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -8,13 +10,16 @@ from typing import Any
 import timm
 import torch
 from timm.data import Mixup, resolve_model_data_config
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV3, distribute_bn
 from torch import nn
 
 from tcnn_model.conversion.reparameterize import reparameterize, unstride
 from tcnn_model.conversion.selection import matching
+from tcnn_model.conversion.tracing import InputSize
 from tcnn_model.gpsa.layer import gpsa_layers
 from tcnn_model.models import patchconvnet, t_resnet  # noqa: F401 (timm then has them)
+from tcnn_model.pooling.add import add_attention_pool, specialize
+from tcnn_model.pooling.attention_pool import AttentionPool2d
 from tcnn_model.training.config import GRAFIT, Config
 from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.grafit import Grafit, GrafitTask
@@ -24,48 +29,56 @@ from tcnn_model.training.seeding import seed_everything, seed_of
 from tcnn_model.training.sharding import gathered, shard, without_sync
 from tcnn_model.training.sources import DIGITS
 from tcnn_model.training.task import create_criterion, create_task
+from tcnn_model.training.weights import create_from_weights, create_of_size
 
 __all__ = ["build_model", "build_training", "convert"]
 
 
 def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, and how timm prepares images for it.
+    """Build the model of a run, and timm's configuration of its images.
 
     Args:
-        config: of the run.
-        classes: of the data.
-        images: in the training data, all of which Grafit remembers.
+        config: Settings of the run.
+        classes: Number of classes in the data.
+        images: Number of training images, all of which Grafit remembers.
 
     Raises:
-        ValueError: timm has no such model; fewer outputs than classes; nothing to freeze by a name.
+        ValueError: timm has no such model, it has fewer outputs than the data have classes, or a setting is without
+            effect on it.
     """
     if config.num_classes is not None and config.num_classes < classes:
         raise ValueError(f"num_classes: the data has {classes} classes, got {config.num_classes}")
-    options = {
-        "pretrained": config.pretrained,
-        "num_classes": config.num_classes or classes,
-        **(config.model_options or {}),
-    }
-    if config.weights is not None:
-        options["checkpoint_path"] = config.weights
+    options = config.model_options or {}
+    outputs = config.num_classes or classes
     seed_everything(config.seed)
     try:
-        model = _of_size(config, options)
+        if config.weights is not None:
+            model = create_from_weights(config.model, config.weights, outputs, img_size=config.img_size, **options)
+        else:
+            model = create_of_size(
+                config.model, config.img_size, pretrained=config.pretrained, num_classes=outputs, **options
+            )
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"timm cannot make the model {config.model!r}: {error}") from error
+    if config.layer_scale is not None and config.weights is None and not config.pretrained:
+        _set_layer_scale(model, config.layer_scale)
     data = resolve_model_data_config(model)
+    # The digits have 8 pixels a side; a CNN's last stage still needs a few pixels to attend to.
     size = config.img_size or (64 if config.data in DIGITS else data["input_size"][-1])
     data["input_size"] = (data["input_size"][0], size, size)
     if config.data in DIGITS and config.crop_pct is None:
-        data["crop_pct"] = 1.0
+        data["crop_pct"] = 1.0  # digits fill their images
     if config.unstride:
         model = unstride(model, input_size=data["input_size"], inplace=True)
+    if config.attention_pool is not None:
+        model = _pool_by_attention(model, config.attention_pool, data["input_size"])
     if config.drop_path is not None:
         blocks = set_drop_path(model, config.drop_path, uniform=config.uniform_drop_path)
         if not blocks and config.drop_path:
             raise ValueError(f"drop_path={config.drop_path}, but {config.model} has no block with a drop_path")
-    if config.reparameterize_at == 0 and not gpsa_layers(model):
-        _reparameterize(model, config)
+    if config.reparameterize_at is not None and not gpsa_layers(model):
+        # A model that cannot be converted at this size is refused now, not after the epochs of the CNN.
+        _reparameterize(model if config.reparameterize_at == 0 else copy.deepcopy(model), config)
     if config.grad_checkpointing:
         model.set_grad_checkpointing(True)
     if config.objective == GRAFIT:
@@ -73,32 +86,60 @@ def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Modul
     return model, data
 
 
-def _of_size(config: Config, options: dict[str, Any]) -> Any:
-    """Transformers are made for a size of images; timm's convnets take any, and have no such option."""
-    if config.img_size is not None:
-        try:
-            return timm.create_model(config.model, img_size=config.img_size, **options)
-        except TypeError:
-            pass
-    return timm.create_model(config.model, **options)
+def _pool_by_attention(model: nn.Module, tokens: str, input_size: InputSize) -> nn.Module:
+    """Pool by attention, with a single token or with one for each class; a single one that was trained is copied."""
+    pools = [module for module in model.modules() if isinstance(module, AttentionPool2d)]
+    if not pools:
+        return add_attention_pool(model, per_class=tokens == "class", input_size=input_size, inplace=True)
+    if pools[0].per_class and tokens == "single":
+        raise ValueError("attention_pool: the model has a token for each class already, and cannot have a single one")
+    return model if pools[0].per_class or tokens == "single" else specialize(model, inplace=True)
+
+
+def _set_layer_scale(model: nn.Module, value: float) -> None:
+    """Begin with this value in every LayerScale.
+
+    Raises:
+        ValueError: The model has none.
+    """
+    # The names in timm: a layer's gamma (ViT, ConvNeXt, PatchConvNet), gamma_1 (CaiT), ls1 (ResMLP).
+    names = re.compile(r"(.*\.)?(gamma(_\d)?|ls\d)")
+    scales = [parameter for name, parameter in model.named_parameters() if names.fullmatch(name)]
+    if not scales:
+        raise ValueError(f"layer_scale={value:g}, but {type(model).__name__} has no LayerScale")
+    for scale in scales:
+        nn.init.constant_(scale, value)
 
 
 def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -> Training:
-    """Everything that a model is trained with; rates are those of the settings as they are."""
+    """Build a training of the model; rates are those of the settings as they are.
+
+    Args:
+        config: Settings of the run, with scaled rates.
+        model: Model of :func:`build_model`.
+        steps: Number of the optimizer's steps in an epoch.
+        ranks: This process.
+
+    Raises:
+        ValueError: A setting does not work on this device, or with several processes.
+    """
     if config.objective == GRAFIT and ranks.count > 1:
         raise ValueError(f"objective: grafit has one memory and runs on one process, got {ranks.count}")
     model.to(ranks.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
+    # torch's SyncBatchNorm is written for GPUs.
     if config.sync_bn and ranks.count > 1:
         if ranks.device.type == "cpu":
             raise ValueError("sync_bn: torch shares the statistics of batch norms between GPUs only, got the CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     frozen = _freeze(model, config.freeze or [])
-    ema = ModelEmaV3(model, decay=config.ema) if config.ema else None
     sharded = config.distribute == "fsdp" and ranks.count > 1
-    for each in (model, *([ema.module] if ema else [])) if sharded else ():
-        shard(each)
+    # torch's foreach functions refuse lists that mix sharded weights with the buffers of batch norms, which are whole.
+    ema = ModelEmaV3(model, decay=config.ema, foreach=not sharded) if config.ema else None
+    if sharded:
+        for module in _with_average(model, ema):
+            shard(module)
     mix = None
     if config.mixed:
         mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=_outputs(model))
@@ -119,6 +160,7 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
         no_sync=partial(without_sync, model) if sharded else nullcontext,
         gathered=gathered if sharded else nullcontext,
         over_ranks=ranks.total,
+        agree=partial(distribute_bn, world_size=ranks.count) if ranks.count > 1 else lambda model: None,
         rank=ranks.rank,
     )
     _attach(training, config, steps, ranks)
@@ -126,21 +168,27 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
 
 
 def convert(training: Training, config: Config, steps: int, ranks: Ranks) -> bool:
-    """Make the CNN a T-CNN, in place; nothing, and False, if it is one.
+    """Convert the CNN to a T-CNN, in place; change nothing, and return False, if it is one.
 
     With ``keep_optimizer`` weights that survive keep their momenta: "we keep the same optimizer and learning rate after
     the reparametrization" (T-CNN paper, Sec. 5). Otherwise the optimizer is fresh, as in fine-tuning.
     """
     if gpsa_layers(training.model):
         return False
-    for model in [training.model, *([training.ema.module] if training.ema else [])]:
-        _reparameterize(model, config)  # the moving average gets the same new weights
+    for model in _with_average(training.model, training.ema):
+        _reparameterize(model, config)  # with the same seed: the moving average gets the same new weights
     state = training.optimizer.state
     training.optimizer = _optimizer(config, training.model)
     if config.keep_optimizer:
-        training.optimizer.state.update({p: state[p] for p in training.model.parameters() if p in state})
+        for parameter in training.model.parameters():
+            if parameter in state:
+                training.optimizer.state[parameter] = state[parameter]
     _attach(training, config, steps, ranks)
     return True
+
+
+def _with_average(model: nn.Module, ema: ModelEmaV3 | None) -> list[nn.Module]:
+    return [model] if ema is None else [model, ema.module]
 
 
 def _reparameterize(model: nn.Module, config: Config) -> None:
@@ -162,7 +210,7 @@ def _optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> None:
-    """Schedules, wrappers and task for the model and the optimizer as they now are."""
+    """Give a training schedules, wrappers and a task for the model and the optimizer as they now are."""
     training.schedules = create_schedules(
         training.optimizer,
         epochs=config.epochs,
@@ -175,7 +223,7 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
         gating_min_lr=config.gating_min_lr,
     )
     if isinstance(training.model, Grafit):
-        assert training.ema is not None
+        assert training.ema is not None  # its settings demand one
         training.task = GrafitTask(training.model, training.ema.module, config.repeated_augmentation)
         return
     forward: Any = torch.compile(training.model) if config.compile else training.model
@@ -193,10 +241,9 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
 def _teacher(config: Config, model: nn.Module) -> nn.Module | None:
     if config.teacher is None:
         return None
-    options: dict[str, Any] = {"checkpoint_path": config.teacher_weights} if config.teacher_weights else {}
-    teacher: nn.Module = timm.create_model(
-        config.teacher, pretrained=config.teacher_weights is None, num_classes=_outputs(model), **options
-    )
+    if config.teacher_weights is not None:
+        return create_from_weights(config.teacher, config.teacher_weights, _outputs(model))
+    teacher: nn.Module = timm.create_model(config.teacher, pretrained=True, num_classes=_outputs(model))
     return teacher
 
 
@@ -205,14 +252,23 @@ def _outputs(model: Any) -> int:
 
 
 def _freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
-    """Freeze parameters; returns modules all of whose parameters are frozen, whose statistics must not move either."""
-    names: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+    """Freeze parameters.
+
+    Returns:
+        the modules all of whose parameters are frozen, whose running statistics must not move either.
+    """
+    parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
     for pattern in patterns:
-        if not (found := matching(names, pattern)):
-            raise ValueError(f"freeze: no parameters match {pattern!r}; there are {', '.join([*names][:3])}, ...")
-        for name in found:
-            names[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in names.values()):
+        names = matching(parameters, pattern)
+        if not names:
+            raise ValueError(f"freeze: no parameters match {pattern!r}; there are {', '.join([*parameters][:3])}, ...")
+        for name in names:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ValueError("freeze: nothing is left to be trained")
-    own = ((module, list(module.parameters())) for module in model.modules())
-    return [module for module, parameters in own if parameters and not any(p.requires_grad for p in parameters)]
+    frozen = []
+    for module in model.modules():
+        trainable = [parameter.requires_grad for parameter in module.parameters()]
+        if trainable and not any(trainable):
+            frozen.append(module)
+    return frozen

@@ -1,30 +1,52 @@
 """Checkpoints of a training run: on the disk whole or not at all, and read back or refused."""
 
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-__all__ = ["read_checkpoint", "write_checkpoint", "write_file"]
+__all__ = ["load_tensors", "read_checkpoint", "write_checkpoint", "write_file"]
 
 
 def write_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
     """Write a checkpoint as :func:`write_file` does."""
-    write_file(path, lambda file: torch.save(state, file))
+    write_file(path, lambda file: _save(state, file))
+
+
+def _save(state: dict[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        # torch closes its archive after a failed write, and complains of that in place of the full disk or the Ctrl-C.
+        cause = error.__context__
+        if isinstance(cause, OSError | KeyboardInterrupt):
+            raise cause from error
+        raise
 
 
 def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace the file in one step. When this returns, it survives a loss of power."""
+    """Replace the file in one step. When this returns, the file survives a loss of power.
+
+    Raises:
+        OSError: The disk is full, or the file cannot be written. The file that was there before stays.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)  # half a checkpoint would keep a full disk full
+        if isinstance(error, OSError):
+            raise OSError(f"cannot write {path}: {error}") from error
+        raise
     if hasattr(os, "O_DIRECTORY"):  # not on Windows
         folder = os.open(path.parent, os.O_DIRECTORY)
         try:
@@ -33,28 +55,44 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
             os.close(folder)
 
 
-def read_checkpoint(path: str | Path, settings: dict[str, Any], device: torch.device) -> dict[str, Any] | None:
-    """What was written, or None if there is no file.
-
-    Args:
-        path: of the file.
-        settings: that the run must have been started with.
-        device: to load tensors to.
+def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
+    """Load what torch saved, without running code from it, and only if no bit of it has changed.
 
     Raises:
-        ValueError: the file is damaged, is no checkpoint of this package, or belongs to a run with
-            other settings.
+        ValueError: The file is damaged, or holds more than tensors and plain values.
+    """
+    try:
+        # torch writes a checksum of each tensor, and does not look at it when it reads.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} does not fit")
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # torch and zipfile raise many kinds for damaged files
+        raise ValueError(f"{Path(path).name} is damaged, or no checkpoint of tcnn_model: {error!r}") from error
+
+
+def read_checkpoint(path: str | Path, settings: dict[str, Any], device: torch.device) -> dict[str, Any] | None:
+    """Return the state that was written, or None if there is no file.
+
+    Args:
+        path: Path of the file.
+        settings: Settings that the run must have been started with.
+        device: Device to load tensors to.
+
+    Raises:
+        ValueError: The file is damaged, is no checkpoint of this package, or belongs to a run with other settings.
     """
     path = Path(path)
     if not path.exists():
         return None
-    try:
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-        before = dict(state["settings"])
-        if missing := {"model", "optimizer", "history"} - state.keys():
-            raise KeyError(*sorted(missing))
-    except Exception as error:  # torch.load raises whatever its reader meets
-        raise ValueError(f"{path.name} is damaged, or no checkpoint of tcnn_model.finetune: {error!r}") from error
-    if differing := [f"{k}: {before.get(k)} there, {v} now" for k, v in settings.items() if before.get(k) != v]:
-        raise ValueError(f"checkpoint {path.name} is of a run with other settings ({'; '.join(differing)})")
+    state: dict[str, Any] = load_tensors(path, device)
+    required = {"settings", "model", "optimizer", "history"}
+    if not isinstance(state, dict) or not required <= state.keys():
+        expected = ", ".join(sorted(required))
+        raise ValueError(f"{path.name} is damaged, or no checkpoint of tcnn_model: expected {expected} in it")
+    before = state["settings"]
+    changes = [f"{name}: {before.get(name)} there, {v} now" for name, v in settings.items() if before.get(name) != v]
+    if changes:
+        raise ValueError(f"checkpoint {path.name} is of a run with other settings ({'; '.join(changes)})")
     return state

@@ -1,6 +1,6 @@
 """``tcnn-finetune MODEL --data FOLDER --recipe NAME``: train a model of timm as the papers do."""
 
-import argparse
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tcnn_model.training.build import build_model, build_training, convert
-from tcnn_model.training.config import Config, add_options, read_toml, recipe_settings
+from tcnn_model.training.config import Config, parse
 from tcnn_model.training.data import Images, create_transforms
 from tcnn_model.training.distributed import Ranks, joined
-from tcnn_model.training.evaluation import EpochResult
+from tcnn_model.training.evaluation import EpochResult, best_result
 from tcnn_model.training.loop import NonFiniteLossError, StopRequested, Training, run
 from tcnn_model.training.session import Folder, Stopping, say
 from tcnn_model.training.sources import Source, open_sources
@@ -21,9 +21,16 @@ __all__ = ["main", "train"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 0 if it trained to the end or was asked to stop, 2 if it could not begin, 3 if the loss broke."""
+    """Run the command.
+
+    Returns:
+        Its exit status: 0 if it trained to the end or was asked to stop, 130 if that was by Ctrl-C, 2 if settings, data
+        or the disk did not allow it to go on, 3 if the loss was no number.
+    """
+    folder: Path | None = None
     try:
         config, resume = parse(arguments)
+        folder = Path(config.out)
         for _ in train(config, resume=resume):
             pass
     except (ValueError, OSError) as error:
@@ -33,56 +40,40 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tcnn-finetune: {error}", file=sys.stderr)
         return 3
     except StopRequested as stop:
-        print(f"stopped {stop}; go on with: tcnn-finetune --resume --out {config.out}", file=sys.stderr)
+        print(f"stopped {stop}; go on with: tcnn-finetune --resume --out {folder}", file=sys.stderr)
+        return 130 if stop.signal == signal.SIGINT else 0
+    except KeyboardInterrupt:
+        begun = folder is not None and (folder / "config.toml").exists()
+        hint = f"; go on from the last checkpoint with: tcnn-finetune --resume --out {folder}" if begun else ""
+        print(f"tcnn-finetune: interrupted{hint}", file=sys.stderr)
+        return 130
     return 0
 
 
-def parse(arguments: list[str] | None) -> tuple[Config, bool]:
-    """Settings of a command line: those of the recipe, then of the file, then of the options."""
-    parser = argparse.ArgumentParser("tcnn-finetune", description=__doc__)
-    text = Config.__dataclass_fields__["model"].metadata["help"]
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=text)
-    parser.add_argument("--config", type=Path, help="TOML file with settings, named as the options with _ for -")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with its settings")
-    add_options(parser)
-    given = vars(parser.parse_args(arguments))
-    file, resume = (given.pop(name) for name in ("config", "resume"))
-    if resume:
-        if "recipe" in given or file:
-            raise ValueError("--resume goes on with the settings of the run: leave --recipe and --config out")
-        kept = Path(given.get("out", Config.out)) / "config.toml"
-        if not kept.exists():
-            raise ValueError(f"--resume: there is no run in {kept.parent}")
-        return Config(**{**read_toml(kept), **given}), True
-    own = {**(read_toml(file) if file else {}), **given}
-    if not own.get("model"):
-        parser.error("expected the name of a model, such as t_resnetrs50")
-    recipe = own.get("recipe")
-    return Config(**{**(recipe_settings(recipe, own["model"]) if recipe else {}), **own}), False
-
-
 def train(config: Config, *, resume: bool = False, progress: bool = True) -> Iterator[EpochResult]:
-    """Run a training in its folder; yields results after what watches has seen them.
+    """Run a training in its folder; yield each result once the watchers have seen it.
 
     Args:
-        config: its settings, before rates are scaled.
-        resume: go on with the run that is in the folder.
-        progress: show bars.
+        config: Settings, before rates are scaled.
+        resume: Go on with the run that is in the folder.
+        progress: Whether to show bars.
 
     Raises:
-        ValueError: settings, data or a folder that do not fit together.
-        OSError: more unreadable images than ``max_unreadable`` allows.
-        NonFiniteLossError: a loss that is no number; the batch is then in the folder.
-        StopRequested: SIGTERM came, and a checkpoint is written.
+        ValueError: Settings, data or a folder do not fit together.
+        OSError: More images are unreadable than ``max_unreadable`` allows, or a checkpoint cannot be written.
+        NonFiniteLossError: The loss is no number; the batch is then in the folder.
+        StopRequested: SIGTERM, SIGUSR1 or Ctrl-C came, and a checkpoint is written.
     """
     with joined(config.device) as ranks, ExitStack() as stack:
         folder, stopping = Folder(config, ranks), Stopping(ranks)
-        if folder.exists and not resume:
-            raise ValueError(f"{folder.path} holds a run already: --resume goes on with it, or give another --out")
+        if not resume:
+            folder.check_free()  # before images are opened, which may take minutes
         training, images = _prepare(config, ranks)
+        stack.enter_context(folder.locked())
         if resume:
             folder.load(training, images.per_epoch // config.accumulate)
-        ranks.wait()
+        else:
+            folder.check_free()  # another process may have begun a run since
         folder.begin()
         progress = progress and ranks.first
         stack.enter_context(stopping.listening())
@@ -123,32 +114,33 @@ def _epochs(
     def before_epoch(epoch: int) -> None:
         due = config.reparameterize_at is not None and epoch > config.reparameterize_at
         if due and convert(training, folder.scaled, steps, folder.ranks):
-            watch.attach()
+            watching.attach()
 
-    watch = Watching(training, config, folder)
+    watching = Watching(training, config, folder)
     results = run(
         training,
         images,
         config.epochs,
         before_epoch=before_epoch,
         after_step=lambda: folder.after_step(training, stopping),
-        after_epoch=lambda: folder.after_epoch(training),
+        while_validating=lambda: folder.while_validating(training, stopping),
+        after_epoch=lambda: folder.after_epoch(training, stopping),
         progress=progress,
         name=config.model,
     )
     try:
         for result in results:
-            watch(asdict(result))
+            watching(asdict(result))
             yield result
     except NonFiniteLossError as error:
         path = folder.keep_batch(error.images, error.targets, str(error))
         raise NonFiniteLossError(f"{error}; the batch is in {path}", error.images, error.targets) from error
     finally:
-        watch.close()
+        watching.close()
 
 
 def _summary(training: Training, images: Images, folder: Folder) -> None:
-    best = max(training.history, key=lambda result: result.top1)
+    best = best_result(training.history)
     last = training.history[-1]
     lines = [
         f"epoch {last.epoch}: top-1 {last.top1:.4f}; best in epoch {best.epoch}: {best.top1:.4f}",

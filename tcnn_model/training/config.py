@@ -1,4 +1,7 @@
-"""The settings of a training: their names, groups and defaults, and where they come from."""
+"""The settings of a training: their names, groups and defaults, and where they come from.
+
+Only the standard library is imported here: ``tcnn-finetune --help`` runs this file before torch is there.
+"""
 
 import argparse
 import json
@@ -9,17 +12,36 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GRAFIT", "Config", "add_options", "as_toml", "read_toml", "recipe_names", "recipe_settings"]
+__all__ = ["GRAFIT", "Config", "as_toml", "parse", "read_toml", "recipe_names", "recipe_settings"]
 
+
+_RECIPES = Path(__file__).with_name("recipes")
 
 CLASSES, GRAFIT = "classification", "grafit"
 
+_MINIMA = {
+    "epochs": 1,
+    "batch_size": 1,
+    "accumulate": 1,
+    "keep": 1,
+    "repeated_augmentation": 1,
+    "embedding_dim": 1,
+    "workers": 0,
+}
 
-def option(group: str, text: str, default: Any = None) -> Any:
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "crop": ("rrc", "simple"),
+    "amp": (None, "bfloat16", "float16"),
+    "distribute": ("ddp", "fsdp"),
+    "objective": (CLASSES, GRAFIT),
+    "attention_pool": (None, "single", "class"),
+}
+
+
+def _option(group: str, text: str, default: Any = None) -> Any:
     return field(default=default, metadata={"group": group, "help": text})
 
 
@@ -27,92 +49,92 @@ def option(group: str, text: str, default: Any = None) -> Any:
 class Config:
     """Every setting of a training. A recipe sets some of them, then a TOML file, then the command line."""
 
-    model: str = option("model", "timm's name of it (t_resnetrs50, patchconvnet_s60, ... are registered too)", "")
-    recipe: str | None = option("model", "one of RECIPES, or a TOML file: the command takes the settings from it")
-    pretrained: bool = option("model", "start from timm's weights", False)
-    weights: str | None = option("model", "start from the weights in this file")
-    model_options: dict[str, Any] | None = option("model", "further options of timm.create_model")  # noqa: RUF009
-    num_classes: int | None = option("model", "outputs (default: as many as the data has classes)")
-    img_size: int | None = option("model", "height and width of images (default: the recipe's, else the model's)")
-    reparameterize_at: int | None = option("model", "make the CNN a T-CNN after so many epochs; 0: at the beginning")
-    keep_optimizer: bool = option("model", "the optimizer keeps its state then, but for new weights", False)
-    unstride: bool = option("model", "take the last stage's stride out: the control without attention", False)
-    freeze: list[str] | None = option("model", "names or globs of what is not trained")  # noqa: RUF009
-    grad_checkpointing: bool = option("model", "keep less memory for the backward, and compute more", False)
+    model: str = _option("model", "timm's name of it (t_resnetrs50, patchconvnet_s60, ... are registered too)", "")
+    recipe: str | None = _option("model", "one of RECIPES, or a TOML file: the command takes the settings from it")
+    pretrained: bool = _option("model", "start from timm's weights", False)
+    weights: str | None = _option("model", "start from the weights in this file")
+    model_options: dict[str, Any] | None = _option("model", "further options of timm.create_model")  # noqa: RUF009
+    num_classes: int | None = _option("model", "outputs (default: as many as the data has classes)")
+    img_size: int | None = _option("model", "height and width of images (default: the recipe's, else the model's)")
+    layer_scale: float | None = _option("model", "initial value of every LayerScale (default: the model's own)")
+    attention_pool: str | None = _option("model", "pool by attention: single, one token; class, one for each class")
+    reparameterize_at: int | None = _option("model", "make the CNN a T-CNN after so many epochs; 0: at the beginning")
+    keep_optimizer: bool = _option("model", "the optimizer keeps its state then, but for new weights", False)
+    unstride: bool = _option("model", "take the last stage's stride out: the control without attention", False)
+    freeze: list[str] | None = _option("model", "names or globs of what is not trained")  # noqa: RUF009
+    grad_checkpointing: bool = _option("model", "keep less memory for the backward, and compute more", False)
 
-    data: str = option(
+    data: str = _option(
         "data", "folder (or tar) with the images; digits: scikit-learn's; parity: the same, even or odd", "digits"
     )
-    dataset: str = option("data", "timm's kind of data set: hfds/NAME, torch/NAME, wds/ (default: folder or tar)", "")
-    train_split: str = option("data", "(default: train)", "train")
-    val_split: str = option("data", "(default: validation, which also finds val/)", "validation")
-    limit: int | None = option("data", "use only so many training images, and as many to validate on")
-    max_unreadable: float = option("data", "share of images that may be unreadable: named and skipped", 0.0)
-    workers: int = option("data", "processes that load images", 0)
+    dataset: str = _option("data", "timm's kind of data set: hfds/NAME, torch/NAME, wds/ (default: folder or tar)", "")
+    train_split: str = _option("data", "split to train on, a folder or tar file (default: train/)", "train")
+    val_split: str = _option("data", "split to validate on (default: val/ or validation/)", "validation")
+    limit: int | None = _option("data", "use only so many training images, and as many to validate on")
+    max_unreadable: float = _option("data", "share of images that may be unreadable: named and skipped", 0.0)
+    workers: int = _option("data", "processes that load images", 0)
 
-    epochs: int = option("optimization", "to train", 10)
-    batch_size: int = option("optimization", "images of a step in a process", 64)
-    accumulate: int = option("optimization", "steps whose gradients are added up before the weights change", 1)
-    paper_batch: int | None = option("optimization", "images that the rates are for: they scale with yours")
-    opt: str = option("optimization", "timm's name of an optimizer", "adamw")
-    lr: float = option("optimization", "peak learning rate", 1e-4)
-    momentum: float = option("optimization", "of SGD", 0.9)
-    weight_decay: float = option("optimization", "of matrices and filters", 0.05)
-    sched: str = option("optimization", "timm's name of a schedule", "cosine")
-    warmup_epochs: int = option("optimization", "of linear warm-up", 5)
-    warmup_lr: float = option("optimization", "where it begins", 0.0)
-    min_lr: float = option("optimization", "where the schedule ends", 0.0)
-    gating_lr: float = option("optimization", "peak rate of the gates of GPSA layers", 0.1)
-    qk_lr: float | None = option("optimization", "peak rate of GPSA's queries and keys (default: as the weights)")
-    gating_warmup_epochs: int | None = option("optimization", "of the gates (default: as the weights)")
-    gating_min_lr: float | None = option("optimization", "rate that the gates end at (default: as the weights)")
-    clip_grad: float | None = option("optimization", "largest norm of the gradient")
-    ema: float | None = option("optimization", "decay of a moving average of the weights, also validated")
+    epochs: int = _option("optimization", "to train", 10)
+    batch_size: int = _option("optimization", "images of a step in a process", 64)
+    accumulate: int = _option("optimization", "steps whose gradients are added up before the weights change", 1)
+    paper_batch: int | None = _option("optimization", "images that the rates are for: they scale with yours")
+    opt: str = _option("optimization", "timm's name of an optimizer", "adamw")
+    lr: float = _option("optimization", "peak learning rate", 1e-4)
+    momentum: float = _option("optimization", "of SGD", 0.9)
+    weight_decay: float = _option("optimization", "of matrices and filters", 0.05)
+    sched: str = _option("optimization", "timm's name of a schedule", "cosine")
+    warmup_epochs: int = _option("optimization", "of linear warm-up", 5)
+    warmup_lr: float = _option("optimization", "where it begins", 0.0)
+    min_lr: float = _option("optimization", "where the schedule ends", 0.0)
+    gating_lr: float = _option("optimization", "peak rate of the gates of GPSA layers", 0.1)
+    qk_lr: float | None = _option("optimization", "peak rate of GPSA's queries and keys (default: as the weights)")
+    gating_warmup_epochs: int | None = _option("optimization", "of the gates (default: as the weights)")
+    gating_min_lr: float | None = _option("optimization", "rate that the gates end at (default: as the weights)")
+    clip_grad: float | None = _option("optimization", "largest norm of the gradient")
+    ema: float | None = _option("optimization", "decay of a moving average of the weights, also validated")
 
-    objective: str = option("objective", "classification, or grafit: fine representations from coarse labels", CLASSES)
-    embedding_dim: int = option("objective", "dimensions of Grafit's embeddings", 256)
-    temperature: float = option("objective", "of Grafit's neighbours", 0.05)
+    objective: str = _option("objective", "classification, or grafit: fine representations from coarse labels", CLASSES)
+    embedding_dim: int = _option("objective", "dimensions of Grafit's embeddings", 256)
+    temperature: float = _option("objective", "of Grafit's neighbours", 0.05)
 
-    loss: str = option("regularization", "ce or bce", "ce")
-    label_smoothing: float = option("regularization", "in [0, 1)", 0.1)
-    drop_path: float | None = option("regularization", "stochastic depth (default: the model's own)")
-    uniform_drop_path: bool = option("regularization", "the same in every block, not a ramp from 0", False)
-    mixup: float = option("regularization", "alpha of mixup", 0.0)
-    cutmix: float = option("regularization", "alpha of CutMix", 0.0)
-    teacher: str | None = option("regularization", "timm's name of a model to distil from")
-    teacher_weights: str | None = option("regularization", "its weights (default: timm's)")
-    distillation: str = option("regularization", "hard, or token for models that have a distillation token", "hard")
+    loss: str = _option("regularization", "ce or bce", "ce")
+    label_smoothing: float = _option("regularization", "in [0, 1)", 0.1)
+    drop_path: float | None = _option("regularization", "stochastic depth (default: the model's own)")
+    uniform_drop_path: bool = _option("regularization", "the same in every block, not a ramp from 0", False)
+    mixup: float = _option("regularization", "alpha of mixup", 0.0)
+    cutmix: float = _option("regularization", "alpha of CutMix", 0.0)
+    teacher: str | None = _option("regularization", "timm's name of a model to distil from")
+    teacher_weights: str | None = _option("regularization", "its weights (default: timm's)")
+    distillation: str = _option("regularization", "hard, or token for models that have a distillation token", "hard")
 
-    crop: str = option("augmentation", "rrc: random resized crop; simple: resize, then a crop 4 pixels off", "rrc")
-    hflip: float = option("augmentation", "chance of a mirrored image", 0.5)
-    auto_augment: str | None = option("augmentation", "timm's RandAugment, 3a, ...")
-    color_jitter: float = option("augmentation", "of brightness, contrast and saturation", 0.0)
-    random_erasing: float = option("augmentation", "chance of an erased rectangle", 0.0)
-    repeated_augmentation: int = option("augmentation", "views of an image in an epoch, of a part of the images", 1)
-    crop_pct: float | None = option("augmentation", "share of the image in validation (default: the model's)")
+    crop: str = _option("augmentation", "rrc: random resized crop; simple: resize, then a crop 4 pixels off", "rrc")
+    hflip: float = _option("augmentation", "chance of a mirrored image", 0.5)
+    auto_augment: str | None = _option("augmentation", "timm's RandAugment, 3a, ...")
+    color_jitter: float = _option("augmentation", "of brightness, contrast and saturation", 0.0)
+    random_erasing: float = _option("augmentation", "chance of an erased rectangle", 0.0)
+    repeated_augmentation: int = _option("augmentation", "views of an image in an epoch, of a part of the images", 1)
+    crop_pct: float | None = _option("augmentation", "share of the image in validation (default: the model's)")
 
-    device: str | None = option("machine", "(default: cuda if there is one)")
-    amp: str | None = option("machine", "autocast: bfloat16 or float16")
-    channels_last: bool = option("machine", "memory layout", False)
-    compile: bool = option("machine", "torch.compile", False)
-    distribute: str = option("machine", "over processes: ddp, each has the model; fsdp, each has a part of it", "ddp")
-    sync_bn: bool = option("machine", "batch norms over all processes", False)
+    device: str | None = _option("machine", "(default: cuda if there is one)")
+    amp: str | None = _option("machine", "autocast: bfloat16 or float16")
+    channels_last: bool = _option("machine", "memory layout", False)
+    compile: bool = _option("machine", "torch.compile", False)
+    distribute: str = _option("machine", "over processes: ddp, each has the model; fsdp, each has a part of it", "ddp")
+    sync_bn: bool = _option("machine", "batch norms over all processes", False)
 
-    out: str = option("run", "folder of the run", "run")
-    seed: int = option("run", "of everything that is random", 0)
-    checkpoint_steps: int | None = option("run", "a checkpoint each so many steps, beside those of epochs")
-    keep: int = option("run", "so many epochs' checkpoints stay", 2)
-    tensorboard: bool = option("run", "write the scalars for TensorBoard too", False)
-    watcher: str | None = option(
+    out: str = _option("run", "folder of the run", "run")
+    seed: int = _option("run", "of everything that is random", 0)
+    checkpoint_steps: int | None = _option("run", "a checkpoint each so many steps, beside those of epochs")
+    keep: int = _option("run", "so many epochs' checkpoints stay", 2)
+    tensorboard: bool = _option("run", "write the scalars for TensorBoard too", False)
+    watcher: str | None = _option(
         "run", "module:class that watches; none for nobody", "tcnn_probe.callbacks.finetuning:Recording"
     )
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("epochs", "batch_size", "accumulate", "keep", "repeated_augmentation"), 1)
-        least |= {"embedding_dim": 1, "workers": 0}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ValueError(f"{name}: expected {value} or more, got {getattr(self, name)}")
+        for name, minimum in _MINIMA.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name}: expected {minimum} or more, got {getattr(self, name)}")
         if not 0 <= self.warmup_epochs < self.epochs:
             raise ValueError(
                 f"warmup_epochs: expected fewer than the {self.epochs} epochs, got {self.warmup_epochs}: "
@@ -122,21 +144,30 @@ class Config:
             raise ValueError(f"label_smoothing: expected a number in [0, 1), got {self.label_smoothing}")
         if self.mixed and self.batch_size % 2:
             raise ValueError(f"batch_size: mixup and CutMix take images in pairs, got {self.batch_size}")
-        choices = {"crop": ("rrc", "simple"), "amp": (None, "bfloat16", "float16"), "distribute": ("ddp", "fsdp")}
-        choices["objective"] = (CLASSES, GRAFIT)
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: expected one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
 
+        # timm may run code from files that these name; --weights does not.
+        loading = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"} & set(self.model_options or {})
+        if loading:
+            raise ValueError(f"model_options: give weights as --weights, not as {', '.join(sorted(loading))}")
+
+        # FSDP's parameters are sharded by then, and cannot be exchanged.
         if self.distribute == "fsdp" and self.reparameterize_at:
             raise ValueError(
                 f"reparameterize_at: with distribute=fsdp expected 0, got {self.reparameterize_at}: train the CNN "
                 f"first, then begin a run of the T-CNN with --weights of its best.pt"
             )
 
-        views, others = self.repeated_augmentation, self.mixed or self.teacher or self.compile or self.reparameterize_at
-        fits = self.ema and self.batch_size % views == 0 and self.batch_size > views > 1 and self.temperature > 0
-        if self.objective == GRAFIT and (not fits or others):
+        if self.objective == GRAFIT:
+            self._check_grafit()
+
+    def _check_grafit(self) -> None:
+        views = self.repeated_augmentation
+        whole_images = self.batch_size % views == 0 and self.batch_size > views > 1
+        excluded = self.mixed or self.teacher or self.compile or self.reparameterize_at
+        if not self.ema or not whole_images or self.temperature <= 0 or excluded:
             raise ValueError(
                 f"objective: grafit needs ema, got {self.ema}; repeated_augmentation of 2 or more, got {views}; a "
                 f"batch_size of several images with so many views each, got {self.batch_size}; a temperature above "
@@ -145,11 +176,11 @@ class Config:
 
     @property
     def mixed(self) -> bool:
-        """Whether targets are shares of classes."""
+        """True if targets are shares of classes."""
         return self.mixup > 0 or self.cutmix > 0
 
     def scaled(self, processes: int) -> "Config":
-        """With the rates scaled to the images of a step, as DeiT scales them (thesis, Sec. 3.3): linearly."""
+        """Scale the rates to the images of a step, linearly, as DeiT does (thesis, Sec. 3.3)."""
         if self.paper_batch is None:
             return self
         share = self.batch_size * self.accumulate * processes / self.paper_batch
@@ -157,31 +188,76 @@ class Config:
         return replace(self, lr=self.lr * share, gating_lr=self.gating_lr * share, qk_lr=qk_lr)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every setting that has a value."""
+        """Return every setting that has a value."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """An option for each setting but ``model``, in groups; without a default, so that only what is given is there."""
+def parse(arguments: list[str] | None) -> tuple[Config, bool]:
+    """Read the settings of a command line, and whether it resumes a run.
+
+    Options win over the file of ``--config``, and that over the recipe.
+
+    Raises:
+        ValueError: A setting does not exist, or has a value that is out of range.
+    """
+    parser = argparse.ArgumentParser("tcnn-finetune", description="Train a model of timm as the papers do.")
+    text = Config.__dataclass_fields__["model"].metadata["help"]
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=text)
+    parser.add_argument("--config", type=Path, help="TOML file with settings, named as the options with _ for -")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with its settings")
+    _add_options(parser)
+    options = vars(parser.parse_args(arguments))
+    file, resume = options.pop("config"), options.pop("resume")
+    if resume:
+        if "recipe" in options or file:
+            raise ValueError("--resume goes on with the settings of the run: leave --recipe and --config out")
+        kept = Path(options.get("out", Config.out)) / "config.toml"
+        if not kept.exists():
+            raise ValueError(f"--resume: there is no run in {kept.parent}")
+        return _trusted(read_toml(kept), options), True
+    settings = read_toml(file) if file else {}
+    model = options.get("model") or settings.get("model")
+    if not model:
+        parser.error("expected the name of a model, such as t_resnetrs50")
+    recipe = options.get("recipe") or settings.get("recipe")
+    if recipe:
+        settings = {**recipe_settings(recipe, model), **settings}
+    return _trusted(settings, options), False
+
+
+def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
+    """Put options of the command line in settings of files, which may be somebody else's and import nothing."""
+    watcher = settings.get("watcher")
+    if "watcher" not in options and watcher not in (None, "none", Config.watcher):
+        raise ValueError(f"watcher: a file may not name {watcher!r}, which would be imported: give it as --watcher")
+    further = {**settings.get("model_options", {}), **options.get("model_options", {})}
+    return Config(**{**settings, **options, "model_options": further or None})
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each setting but ``model``, in groups.
+
+    The options have no defaults: the parsed ones win over files, and a default must not.
+    """
     groups: dict[str, Any] = {}
-    types_ = typing.get_type_hints(Config)
-    for each in fields(Config):
-        if each.name == "model":
+    kinds = typing.get_type_hints(Config)
+    for setting in fields(Config):
+        if setting.name == "model":
             continue
-        group = each.metadata["group"]
-        groups[group] = groups.get(group) or parser.add_argument_group(group)
-        kind = types_[each.name]
-        shown = each.metadata["help"].replace("RECIPES", ", ".join(recipe_names()))
-        if "default" not in shown and each.default not in (None, False, ""):
-            shown += f" (default: {each.default})"
-        groups[group].add_argument(
-            f"--{each.name.replace('_', '-')}", default=argparse.SUPPRESS, help=shown, **_reading(kind)
-        )
+        group = setting.metadata["group"]
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        text = setting.metadata["help"].replace("RECIPES", ", ".join(recipe_names()))
+        if "default" not in text and setting.default not in (None, False, ""):
+            text += f" (default: {setting.default})"
+        flag = f"--{setting.name.replace('_', '-')}"
+        groups[group].add_argument(flag, default=argparse.SUPPRESS, help=text, **_argument(kinds[setting.name]))
 
 
-def _reading(kind: Any) -> dict[str, Any]:
-    if isinstance(kind, types.UnionType):
-        kind = next(each for each in typing.get_args(kind) if each is not type(None))
+def _argument(kind: Any) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` for a setting of this type."""
+    if isinstance(kind, types.UnionType):  # None is the default of such a setting, and cannot be given
+        kind = next(member for member in typing.get_args(kind) if member is not type(None))
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if kind == list[str]:
@@ -202,15 +278,15 @@ def _pair(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except ValueError:  # a text without quotation marks, which a shell would take away
         return name, value
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Settings of a file.
+    """Read the settings of a file.
 
     Raises:
-        ValueError: it is no TOML, or has a setting that there is not.
+        ValueError: The file is no TOML, or has a setting that does not exist.
     """
     try:
         settings = tomllib.loads(path.read_text())
@@ -220,34 +296,40 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _known(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if unknown := sorted(settings.keys() - {each.name for each in fields(Config)}):
+    unknown = sorted(settings.keys() - {setting.name for setting in fields(Config)})
+    if unknown:
         raise ValueError(f"{where}: no such setting: {', '.join(unknown)}")
     return dict(settings)
 
 
 @cache
 def recipe_names() -> tuple[str, ...]:
-    """Names of the recipes of this package."""
-    files = resources.files("tcnn_model.training").joinpath("recipes").iterdir()
-    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
+    """Return the names of the recipes of this package."""
+    return tuple(sorted(path.stem for path in _RECIPES.glob("*.toml")))
 
 
 def recipe_settings(name: str, model: str) -> dict[str, Any]:
-    """The settings of a recipe for a model.
+    """Return the settings of a recipe for a model.
 
     Args:
-        name: of one of this package's, or a TOML file's with ``[settings]``, ``[models]`` and perhaps a ``base``.
-        model: timm's name, which the globs of ``[models]`` are for.
+        name: Name of a recipe of this package, or of a TOML file with ``[settings]``, ``[models]`` and perhaps a
+            ``base``.
+        model: timm's name of the model, which the globs of ``[models]`` are for.
 
     Raises:
-        ValueError: no such recipe, or not readable as one.
+        ValueError: There is no such recipe, or it cannot be read as one.
     """
-    chain = [_recipe(name)]
+    chain, names = [_recipe(name)], [name]
     while "base" in chain[0]:
-        chain.insert(0, _recipe(chain[0]["base"]))
+        base = chain[0]["base"]
+        if base in names:
+            raise ValueError(f"recipe {name}: its bases lead back to it: {' -> '.join([*names, base])}")
+        chain.insert(0, _recipe(base))
+        names.append(base)
     settings: dict[str, Any] = {}
     for recipe in chain:
         settings |= recipe.get("settings", {})
+    # A base's rule for this model is closer to it than a recipe's setting for all models.
     for recipe in chain:
         for glob, further in recipe.get("models", {}).items():
             if fnmatchcase(model, glob):
@@ -259,7 +341,7 @@ def _recipe(name: str) -> dict[str, Any]:
     if name.endswith(".toml"):
         text = Path(name).read_text()
     elif name in recipe_names():
-        text = resources.files("tcnn_model.training").joinpath("recipes", f"{name}.toml").read_text()
+        text = (_RECIPES / f"{name}.toml").read_text()
     else:
         raise ValueError(f"no recipe {name!r}; there are {', '.join(recipe_names())}, or give a file *.toml")
     try:
@@ -269,13 +351,14 @@ def _recipe(name: str) -> dict[str, Any]:
 
 
 def as_toml(settings: Mapping[str, Any]) -> str:
-    """Settings as a TOML file."""
+    """Write settings as TOML."""
     return "".join(f"{name} = {_value(value)}\n" for name, value in settings.items())
 
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(name)} = {_value(one)}" for name, one in value.items()) + "}"
+        pairs = [f"{json.dumps(name)} = {_value(content)}" for name, content in value.items()]
+        return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     return json.dumps(value)  # of text, numbers and truth values TOML's form is JSON's

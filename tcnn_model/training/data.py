@@ -1,5 +1,6 @@
 """Batches of a run, the same ones whatever process or worker loads them, and wherever the run is taken up again."""
 
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,19 +19,22 @@ from tcnn_model.training.sources import Source
 
 __all__ = ["Images", "create_transforms"]
 
+STAND_INS = 20
+"""Images that are tried in the place of one that cannot be read, as in timm; more in a row are no accident."""
+
 Key = tuple[int, int, int]  # epoch, place in it, number of the image
 Transform = Callable[[Image.Image], Tensor]
 
 
 def create_transforms(config: Config, model_data: dict[str, Any]) -> tuple[Transform, Transform]:
-    """Timm's transforms for training and validation.
+    """Create timm's transforms for training and validation.
 
     The "simple" crop is DeiT III's (thesis, Sec. 6.2.2), which timm lacks: the shorter side is resized to the image
     size, then a square is cut out of it with 4 pixels of reflected border.
 
     Args:
-        config: of the run.
-        model_data: what timm's ``resolve_model_data_config`` says of the model, at the run's image size.
+        config: Settings of the run.
+        model_data: The model's configuration of ``resolve_model_data_config``, at the run's image size.
     """
     from timm.data import create_transform
 
@@ -42,11 +46,12 @@ def create_transforms(config: Config, model_data: dict[str, Any]) -> tuple[Trans
         auto_augment=config.auto_augment,
         color_jitter=config.color_jitter,
         re_prob=config.random_erasing,
-        re_mode="pixel",
+        re_mode="pixel",  # DeiT's erased rectangles are noise, not grey
     )
     if config.crop == "simple":
         size = shared["input_size"][-1]
         resize = transforms.Resize(size, transforms.InterpolationMode(shared["interpolation"]))
+        # timm's first transform is the random resized crop.
         train.transforms[:1] = [resize, transforms.RandomCrop(size, padding=4, padding_mode="reflect")]
     validate = create_transform(**shared, is_training=False, crop_pct=config.crop_pct or model_data["crop_pct"])
     return train, validate
@@ -58,30 +63,58 @@ class _Unreadable:
     reason: str
 
 
-class _Seeded(Dataset[Any]):
+@dataclass(frozen=True)
+class _Sample:
+    """An image and its label, or its label and number; and the images that could not be read in its place."""
+
+    image: Tensor | None
+    label: int | tuple[int, int]
+    unreadable: list[_Unreadable]
+
+
+class _Seeded(Dataset[_Sample]):
     """Images by key. Each draws its augmentation from generators of its own, seeded by the key.
 
-    If they are numbered, the label has the number of the image beside it.
+    In training the next image stands in for one that cannot be read, so that batches keep their size: processes stay
+    in step, and a resumed run counts the steps that were made. In validation there is no image then.
+
+    Args:
+        source: Images by number.
+        transform: Function from an image to a tensor.
+        seed: Seed of the run.
+        training: Whether another image stands in for one that cannot be read.
+        numbered: Whether a label has the number of its image beside it.
     """
 
-    def __init__(self, source: Source, transform: Transform, seed: int, numbered: bool) -> None:
-        self.source, self.transform, self.seed, self.numbered = source, transform, seed, numbered
+    def __init__(self, source: Source, transform: Transform, seed: int, *, training: bool, numbered: bool) -> None:
+        self.source, self.transform, self.seed = source, transform, seed
+        self.training, self.numbered = training, numbered
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, int | tuple[int, int]] | _Unreadable:
+    def __getitem__(self, key: Key) -> _Sample:
         epoch, place, index = key
-        try:
-            image, label = self.source.read(index)
-        except (OSError, SyntaxError, ValueError) as error:
-            return _Unreadable(self.source.name(index), str(error))
-        with own_randomness(seed_of(self.seed, epoch, place)):
-            return self.transform(image), (label, index) if self.numbered else label
+        unreadable = []
+        for offset in range(1 + STAND_INS if self.training else 1):
+            number = (index + offset) % len(self.source)
+            try:
+                image, label = self.source.read(number)
+            except Exception as error:  # decoders raise many kinds for damaged files, AttributeError among them
+                unreadable.append(_Unreadable(self.source.name(number), f"{type(error).__name__}: {error}"))
+                continue
+            with own_randomness(seed_of(self.seed, epoch, place)):
+                return _Sample(self.transform(image), (label, number) if self.numbered else label, unreadable)
+        return _Sample(None, -1, unreadable)
 
 
-def _collate(items: Sequence[Any]) -> tuple[Tensor, Tensor, list[_Unreadable]]:
-    good = [item for item in items if not isinstance(item, _Unreadable)]
-    images = torch.stack([image for image, _ in good]) if good else torch.empty(0)
-    labels = torch.tensor([label for _, label in good], dtype=torch.long)
-    return images, labels, [item for item in items if isinstance(item, _Unreadable)]
+def _ignore_ctrl_c(_: int) -> None:
+    # A terminal sends it to all processes, and a worker that ends takes the run with it before the checkpoint.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _collate(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, list[_Unreadable]]:
+    readable = [(sample.image, sample.label) for sample in samples if sample.image is not None]
+    images = torch.stack([image for image, _ in readable]) if readable else torch.empty(0)
+    labels = torch.tensor([label for _, label in readable], dtype=torch.long)
+    return images, labels, [image for sample in samples for image in sample.unreadable]
 
 
 @dataclass(frozen=True)
@@ -107,10 +140,10 @@ class Images:
     epoch, each time augmented anew, in one batch of all processes.
 
     Args:
-        train, validate: images by number.
-        transforms: of both.
-        config: of the run.
-        ranks: this process.
+        train, validate: Images by number.
+        transforms: Transforms of both.
+        config: Settings of the run.
+        ranks: This process.
     """
 
     train: Source
@@ -121,7 +154,7 @@ class Images:
 
     def __post_init__(self) -> None:
         config, count = self.config, self.ranks.count
-        self._sizes = [min(len(each), config.limit or len(each)) for each in (self.train, self.validate)]
+        self._sizes = [min(len(source), config.limit or len(source)) for source in (self.train, self.validate)]
         self._batch = config.batch_size * count
         together = self._batch * config.accumulate
         if self._sizes[0] < together:
@@ -134,54 +167,61 @@ class Images:
         self._epoch = 0
 
     def begin(self, epoch: int) -> None:
-        """The epoch whose order comes next."""
+        """Take the order of this epoch from now on."""
         self._epoch = epoch
 
     def order(self, epoch: int) -> Tensor:
-        """Numbers of the training images, as many as there are, in the order of an epoch."""
+        """Return the numbers of the training images, as many as there are, in the order of an epoch."""
         generator = torch.Generator().manual_seed(seed_of(self.config.seed, epoch))
-        everything = _spread(len(self.train), self._sizes[0])
-        shuffled = everything[torch.randperm(len(everything), generator=generator)]
+        numbers = _spread(len(self.train), self._sizes[0])
+        shuffled = numbers[torch.randperm(len(numbers), generator=generator)]
         return shuffled.repeat_interleave(self.config.repeated_augmentation)[: len(shuffled)]
 
     def training(self, first: int) -> Iterable[tuple[Tensor, Tensor]]:
-        """Batches of the epoch for this process, from one on."""
+        """Return the batches of the epoch for this process, without the first ones."""
         order = self.order(self._epoch)
         keys: list[list[Key]] = []
         for batch in range(first, self.per_epoch):
-            places = range(batch * self._batch + self.ranks.rank, (batch + 1) * self._batch, self.ranks.count)
+            start = batch * self._batch
+            # Each count-th place, so that the images of a batch do not depend on the number of processes.
+            places = range(start + self.ranks.rank, start + self._batch, self.ranks.count)
             keys.append([(self._epoch, place, int(order[place])) for place in places])
-        return _Counted(self._load(self.train, self.transforms[0], keys, pairs=self.config.mixed), len(keys))
+        return _Counted(self._load(self.train, self.transforms[0], keys), len(keys))
 
     def validation(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """The share of this process in the validation images: each is in one process, and once."""
-        mine = _spread(len(self.validate), self._sizes[1])[self.ranks.rank :: self.ranks.count].tolist()
+        """Return the share of this process in the validation images: each is in one process, and once."""
+        numbers = _spread(len(self.validate), self._sizes[1])[self.ranks.rank :: self.ranks.count].tolist()
+        places = [(0, number, number) for number in numbers]
         size = self.config.batch_size
-        keys = [[(0, index, index) for index in mine[n : n + size]] for n in range(0, len(mine), size)]
+        keys = [places[start : start + size] for start in range(0, len(places), size)]
         return _Counted(self._load(self.validate, self.transforms[1], keys), len(keys))
 
-    def _load(
-        self, source: Source, transform: Transform, keys: list[list[Key]], *, pairs: bool = False
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _load(self, source: Source, transform: Transform, keys: list[list[Key]]) -> Iterator[tuple[Tensor, Tensor]]:
+        training = source is self.train
+        numbered = training and self.config.objective == GRAFIT
         loader = DataLoader(
-            _Seeded(source, transform, self.config.seed, self.config.objective == GRAFIT and source is self.train),
+            _Seeded(source, transform, self.config.seed, training=training, numbered=numbered),
             batch_sampler=keys,
             num_workers=self.config.workers,
             collate_fn=_collate,
             pin_memory=self.ranks.device.type == "cuda",
             generator=torch.Generator(),  # of its own: opening a loader draws from it
+            worker_init_fn=_ignore_ctrl_c,
         )
         for images, labels, unreadable in loader:
-            self._tell(unreadable)
-            count = len(labels) // 2 * 2 if pairs else len(labels)
-            if count:
-                yield images[:count], labels[:count]
+            self._warn(unreadable)
+            if training and len(labels) < self.config.batch_size:
+                raise OSError(f"{STAND_INS} images in a row cannot be read, the last one {unreadable[-1].name}")
+            if len(labels):
+                yield images, labels
 
-    def _tell(self, unreadable: list[_Unreadable]) -> None:
-        for each in unreadable:
-            if each.name not in self.unreadable:
-                self.unreadable[each.name] = each.reason
-                warnings.warn(f"skipped {each.name}, which cannot be read: {each.reason}", RuntimeWarning, stacklevel=2)
+    def _warn(self, unreadable: list[_Unreadable]) -> None:
+        for image in unreadable:
+            if image.name not in self.unreadable:
+                self.unreadable[image.name] = image.reason
+                warnings.warn(
+                    f"skipped {image.name}, which cannot be read: {image.reason}", RuntimeWarning, stacklevel=2
+                )
         allowed = self.config.max_unreadable * sum(self._sizes)
         if len(self.unreadable) > allowed:
             raise OSError(
@@ -191,5 +231,5 @@ class Images:
 
 
 def _spread(length: int, count: int) -> Tensor:
-    """So many numbers below ``length``, spread evenly, since folders are sorted by class."""
+    """Return ``count`` numbers below ``length``, spread evenly, since folders are sorted by class."""
     return ((torch.arange(count) + 0.5) * length / count - 0.5).round().long()

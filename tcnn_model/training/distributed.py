@@ -14,12 +14,12 @@ __all__ = ["Ranks", "joined"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where a process stands among those that train together.
+    """The place of a process among those that train together.
 
     Args:
-        rank: its number.
-        count: how many there are.
-        device: that it uses.
+        rank: Number of the process.
+        count: Number of processes.
+        device: Device of the process.
     """
 
     rank: int
@@ -28,33 +28,42 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that writes."""
+        """True for the process that writes."""
         return self.rank == 0
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum over processes."""
+        """Add a tensor up over processes."""
         if self.count == 1:
             return tensor
-        shared = tensor.detach().to(self.device, copy=True)
+        shared = tensor.detach().to(self.device, copy=True)  # NCCL adds up on GPUs only
         dist.all_reduce(shared)
         return shared
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so in any process."""
+        """Return True if the flag is set in any process."""
         return flag if self.count == 1 else bool(self.total(torch.tensor(float(flag))) > 0)
 
     def wait(self) -> None:
-        """Until all have come here."""
+        """Wait until all processes have come here."""
         if self.count > 1:
             dist.barrier()
 
 
 @contextmanager
 def joined(device: str | None) -> Iterator[Ranks]:
-    """The processes that ``torchrun`` started, or this one alone."""
-    count, local = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    """Join the processes that ``torchrun`` started, or be alone.
+
+    Raises:
+        ValueError: The device is not on this machine.
+    """
+    count, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    target = torch.device(name, local) if count > 1 and name == "cuda" else torch.device(name)
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device: expected cpu, as torch finds no GPU with CUDA on this machine, got {name}")
+    try:
+        target = torch.device(name, local) if count > 1 and name == "cuda" else torch.device(name)
+    except RuntimeError as error:  # an unknown name
+        raise ValueError(f"device: {error}") from error
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if count == 1:

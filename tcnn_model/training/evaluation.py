@@ -1,6 +1,6 @@
-"""What an epoch comes to: losses and accuracies, and how they are counted."""
+"""Losses and accuracies of an epoch, and how they are counted."""
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-__all__ = ["AveragedResult", "EpochResult", "evaluate", "totals", "with_bar"]
+__all__ = ["AveragedResult", "EpochResult", "best_result", "evaluate", "totals", "with_bar"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,15 @@ class EpochResult:
 
 @dataclass(frozen=True)
 class AveragedResult(EpochResult):
-    """The same of a training with a moving average of the weights, and how well the average does."""
+    """The result of an epoch with a moving average of the weights, whose own loss and accuracy are here too."""
 
     ema_val_loss: float
     ema_top1: float
+
+
+def best_result(history: Sequence[EpochResult]) -> EpochResult:
+    """Return the result with the best accuracy; of several that are equal, the last."""
+    return max(history, key=lambda result: (result.top1, result.epoch))
 
 
 @torch.no_grad()
@@ -47,18 +52,21 @@ def evaluate(
     amp: bool | torch.dtype | None = False,
     progress: bool = True,
     over_ranks: Callable[[Tensor], Tensor] = lambda total: total,
+    after_batch: Callable[[], None] = lambda: None,
 ) -> tuple[float, float]:
-    """Mean cross-entropy (nats) and top-1 accuracy of ``model``, in eval mode; each module's mode is restored.
+    """Compute mean cross-entropy (nats) and top-1 accuracy of ``model``, in eval mode; all modes are restored.
 
     Args:
-        model: any classifier.
-        loader: batches of images (B, C, H, W) and class indices (B,).
-        device: the model's own unless given.
-        amp: the dtype of autocast; True for bfloat16, False or None for none.
-        progress: show a bar.
-        over_ranks: adds up the totals of several processes, shape (3,), each of which saw a part of the images.
+        model: Any classifier.
+        loader: Batches of images (B, C, H, W) and class indices (B,).
+        device: Device to validate on; None for the model's.
+        amp: Dtype of autocast; True for bfloat16, False or None for none.
+        progress: Whether to show a bar.
+        over_ranks: Function that adds up the totals of several processes, shape (3,), each with a part of the images.
+        after_batch: Function that is called after each batch.
     """
     target = next(model.parameters()).device if device is None else torch.device(device)
+    # Not model.train() afterwards: frozen norms of a training are in eval mode.
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -67,7 +75,9 @@ def evaluate(
             images, labels = images.to(target, non_blocking=True), labels.to(target, non_blocking=True)
             with torch.autocast(target.type, torch.bfloat16 if amp is True else amp or None, enabled=bool(amp)):
                 logits = model(images)
-            total += totals(logits, F.cross_entropy(logits.float(), labels), labels)
+            loss = F.cross_entropy(logits.float(), labels)
+            total += totals(logits, loss, labels)  # no .item(): on a GPU it would wait for each batch
+            after_batch()
     finally:
         for module, training in modes.items():
             module.training = training
@@ -77,14 +87,20 @@ def evaluate(
 
 @torch.no_grad()
 def totals(logits: Tensor, loss: Tensor, targets: Tensor) -> Tensor:
-    """[sum of losses, number correct, number of images]; targets are indices (B,) or shares of classes (B, K)."""
+    """Return [sum of losses, number correct, number of images].
+
+    Args:
+        logits: Scores, shape (B, K).
+        loss: Mean loss of the images, shape ().
+        targets: Class indices (B,) or shares of classes (B, K).
+    """
     labels = targets if targets.ndim == 1 else targets.argmax(1)
     correct = (logits.argmax(1) == labels).sum()
     return torch.stack([loss.double() * len(labels), correct.double(), correct.new_tensor(len(labels)).double()])
 
 
 def with_bar(batches: Iterable[Any], description: str, progress: bool) -> Iterator[Any]:
-    """The batches, with a bar that shows how many there are."""
+    """Yield the batches, with a bar that shows how many there are."""
     # Not tqdm(loader): tqdm.auto opens a second iterator on what it wraps, and every image would be loaded twice.
     count = len(batches) if isinstance(batches, Sized) else None
     with tqdm(total=count, desc=description, leave=False, disable=not progress) as bar:

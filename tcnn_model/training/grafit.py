@@ -11,16 +11,20 @@ __all__ = ["Grafit", "GrafitTask", "instance_loss", "neighbour_scores"]
 
 
 def instance_loss(predictions: Tensor, targets: Tensor) -> Tensor:
-    """The views of an image predict each other's embeddings (Eq. 2.1); mean over images, from -1 to 1.
+    """Compute how badly the views of an image predict each other's embeddings (Eq. 2.1).
 
     Args:
-        predictions: q(g(t_i(x))), shape (B, T, D), T views of each image.
-        targets: embeddings of the same views by the target network, shape (B, T, D).
+        predictions: Predictions q(g(t_i(x))), shape (B, T, D), T views of each image.
+        targets: Embeddings of the same views by the target network, shape (B, T, D).
+
+    Returns:
+        the mean over images of minus the cosine, from -1 to 1.
     """
     cosines = F.normalize(predictions, dim=-1) @ F.normalize(targets, dim=-1).mT
     views = cosines.shape[-1]
-    others = cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(-1)
-    return -(others / (views * (views - 1))).mean()
+    # The sum runs over pairs of different views, i != j.
+    pairs = cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(-1)
+    return -(pairs / (views * (views - 1))).mean()
 
 
 def neighbour_scores(
@@ -30,24 +34,24 @@ def neighbour_scores(
     classes: int,
     *,
     temperature: float = 0.05,
-    own: Tensor | None = None,
+    itself: Tensor | None = None,
 ) -> Tensor:
-    """Log-probabilities of classes by all neighbours, shape (B, K): log of the sum of p_ij over j of the class.
+    """Compute log-probabilities of classes by all neighbours, shape (B, K): log of the sum of p_ij over j of the class.
 
     p_ij is a softmax of cosines over neighbours (Eq. 2.2). The negative log-likelihood of the label is the kNN loss
     (Eq. 2.3). A class without neighbours has the logarithm of the dtype's smallest normal number.
 
     Args:
-        embeddings: of images, shape (B, D).
-        memory: of their neighbours, shape (N, D).
-        labels: of the neighbours, shape (N,).
-        classes: how many.
-        temperature: sigma of the thesis.
-        own: which neighbour is the image itself, shape (B, N), bool: it is left out.
+        embeddings: Embeddings of images, shape (B, D).
+        memory: Embeddings of their neighbours, shape (N, D).
+        labels: Labels of the neighbours, shape (N,).
+        classes: Number of classes.
+        temperature: The thesis's sigma.
+        itself: True where a neighbour is the image itself, shape (B, N): it is left out.
     """
     scaled = F.normalize(embeddings, dim=-1) @ F.normalize(memory, dim=-1).T / temperature
-    if own is not None:
-        scaled = scaled.masked_fill(own, -torch.inf)
+    if itself is not None:
+        scaled = scaled.masked_fill(itself, -torch.inf)
     shares = scaled.softmax(-1)
     masses = shares.new_zeros(len(embeddings), classes).index_add(1, labels, shares)
     return masses.clamp_min(torch.finfo(masses.dtype).tiny).log()
@@ -60,11 +64,11 @@ class Grafit(nn.Module):
     dimensions: one hidden layer, 16 times as wide.
 
     Args:
-        trunk: a model of timm; its classifier is removed.
-        classes: coarse ones, those of the labels.
-        images: in the training set, each with a place in the memory.
-        dim: of embeddings.
-        temperature: sigma of the thesis.
+        trunk: Model of timm; its classifier is removed.
+        classes: Number of coarse classes, those of the labels.
+        images: Size of the training set; each image has a place in the memory.
+        dim: Dimension of the embeddings.
+        temperature: The thesis's sigma.
     """
 
     memory: Tensor
@@ -81,20 +85,24 @@ class Grafit(nn.Module):
         self.register_buffer("labels", torch.full((images,), -1))  # -1: not seen yet
 
     def embed(self, images: Tensor) -> Tensor:
-        """Embeddings g(x) of length 1, shape (B, D): what neighbours are found by, coarse or fine."""
+        """Compute embeddings g(x) of length 1, shape (B, D), by which neighbours are found, coarse or fine."""
         return F.normalize(self.projector(self.trunk(images)), dim=-1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Log-probabilities of the coarse classes by the images in the memory, shape (B, K)."""
-        return self.scores(self.embed(images).float())
+        """Compute log-probabilities of the coarse classes by the images in the memory, shape (B, K)."""
+        return self.scores(self.embed(images).float())  # half precision is too coarse for cosines / 0.05
 
     def scores(self, embeddings: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """The same of embeddings; of training images by their numbers (B,), each without itself."""
+        """Score embeddings, shape (B, D); those of training images, with their numbers (B,), without themselves."""
         seen = (self.labels >= 0).nonzero()[:, 0]
         return neighbour_scores(
-            embeddings, self.memory[seen], self.labels[seen], self.num_classes, temperature=self.temperature,
-            own=None if numbers is None else seen == numbers[:, None],
-        )  # fmt: skip
+            embeddings,
+            self.memory[seen],
+            self.labels[seen],
+            self.num_classes,
+            temperature=self.temperature,
+            itself=None if numbers is None else seen == numbers[:, None],
+        )
 
     @torch.no_grad()
     def remember(self, numbers: Tensor, labels: Tensor, embeddings: Tensor) -> None:
@@ -109,32 +117,40 @@ class GrafitTask:
     The kNN loss takes the first view. A batch enters the memory before its loss, so that the first one has neighbours.
 
     Args:
-        model: trained.
-        target: moving average of the model, the target network.
-        views: T, of each image.
+        model: Network that is trained.
+        target: Moving average of the model, the target network.
+        views: Number of views of each image, T.
     """
 
     def __init__(self, model: Grafit, target: Grafit, views: int) -> None:
         self.model, self.target, self.views = model, target, views
 
     def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
-        """The loss, scores (B / T, K) and labels (B / T,); ``targets`` are labels and numbers of images, (B, 2)."""
+        """Compute the loss, with scores (B / T, K) and labels (B / T,).
+
+        Args:
+            images: Views, shape (B, C, H, W).
+            targets: Labels and numbers of the images, shape (B, 2).
+        """
         labels, numbers = targets.unflatten(0, (-1, self.views)).unbind(-1)
         if (numbers != numbers[:, :1]).any():
             raise ValueError(f"expected {self.views} views of each image, one after the other: is an image unreadable?")
         with torch.no_grad():
-            theirs = self.target.embed(images)
-        ours = self.model.embed(images)
-        predictions = self.model.predictor(ours)
-        with torch.autocast(images.device.type, enabled=False):
-            views = [each.float().unflatten(0, (-1, self.views)) for each in (ours, predictions, theirs)]
-            first = views[0][:, 0]
+            goals = self.target.embed(images)
+        embeddings = self.model.embed(images)
+        predictions = self.model.predictor(embeddings)
+        with torch.autocast(images.device.type, enabled=False):  # the memory has float32
+            first = self._by_image(embeddings)[:, 0]
             self.model.remember(numbers[:, 0], labels[:, 0], first.detach())
             scores = self.model.scores(first, numbers[:, 0])
-            loss = F.nll_loss(scores, labels[:, 0]) + instance_loss(views[1], views[2])
+            knn_loss = F.nll_loss(scores, labels[:, 0])
+            loss = knn_loss + instance_loss(self._by_image(predictions), self._by_image(goals))
         return {"loss": loss, "output": scores, "targets": labels[:, 0]}
+
+    def _by_image(self, embeddings: Tensor) -> Tensor:
+        return embeddings.float().unflatten(0, (-1, self.views))
 
 
 def _perceptron(width: int, dim: int) -> nn.Sequential:
-    hidden = 16 * dim
+    hidden = 16 * dim  # BYOL: 4,096 for 256
     return nn.Sequential(nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, dim))

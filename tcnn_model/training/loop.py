@@ -1,6 +1,6 @@
 """The training loop: every training of this package, of its command and of the studies runs through it.
 
-What is random is drawn from generators that are seeded for each step with the run's seed, the epoch and the step. So no
+Random numbers come from generators that are seeded for each step with the run's seed, the epoch and the step. So no
 generator has a state worth keeping, and a run that goes on from any step is the run that was not interrupted.
 """
 
@@ -26,7 +26,11 @@ Batch = tuple[Tensor, Tensor]
 
 
 class StopRequested(Exception):  # noqa: N818 (nothing went wrong)
-    """The training was asked to stop, and what is needed to go on is on the disk."""
+    """The training was asked to stop, and what is needed to go on is on the disk; ``signal`` is what asked."""
+
+    def __init__(self, message: str, signal: int | None = None) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -38,46 +42,48 @@ class NonFiniteLossError(ArithmeticError):
 
 
 class Batches(Protocol):
-    """Where a training's images come from."""
+    """The images of a training, in batches."""
 
     per_epoch: int
     """Batches in an epoch."""
 
     def begin(self, epoch: int) -> None:
-        """Called before an epoch's batches are drawn."""
+        """Prepare an epoch, before its batches are drawn."""
 
     def training(self, first: int) -> Iterable[Batch]:
-        """The epoch's batches from this one on."""
+        """Return the epoch's batches from this one on."""
 
     def validation(self) -> Iterable[Batch]:
-        """The batches to validate on, the same in each epoch."""
+        """Return the batches to validate on, the same in each epoch."""
 
 
 @dataclass
 class Training:
-    """A model, what changes it, and how far it has come.
+    """A model, its optimizer and task, and its progress.
 
     Args:
-        model: without wrappers.
-        task: images and targets to a mapping with "loss", and "output", the class scores; and with "targets", if these
-            are others than those of the batch.
-        optimizer: of the model's parameters.
-        schedules: of timm, updated before each step of the optimizer.
-        device: of the model.
-        amp: dtype of autocast; None for none.
-        accumulate: batches in a step of the optimizer.
-        clip_grad: largest norm of the gradient; None for any.
-        mix: mixes a batch, and gives shares of classes for class indices (timm's ``Mixup``).
-        seed: of what is random in steps; None for whatever the generators give.
-        ema: moving average of the weights.
-        frozen: modules that stay in eval mode, so that their running statistics stay as they are.
-        no_sync: of a distributed model, entered for all batches of a step but the last.
-        gathered: entered with a model to validate it, where it is spread over processes.
-        over_ranks: adds up totals of several processes.
-        rank: of this process.
-        history: results so far.
-        epoch, step: the epoch that is being trained, and the steps of the optimizer made in it.
-        total: [sum of losses, number correct, number of images] in it.
+        model: Model without wrappers.
+        task: Function from images and targets to a mapping with "loss", and "output", the class scores; and with
+            "targets", if these are others than those of the batch.
+        optimizer: Optimizer of the model's parameters.
+        schedules: Schedules of timm, updated before each step of the optimizer.
+        device: Device of the model.
+        amp: Dtype of autocast; None for none.
+        accumulate: Number of batches in a step of the optimizer.
+        clip_grad: Largest norm of the gradient; None for any.
+        mix: Function that mixes a batch, and gives shares of classes for class indices (timm's ``Mixup``).
+        seed: Seed of the random numbers in steps; None to leave the generators alone.
+        ema: Moving average of the weights.
+        frozen: Modules that stay in eval mode, so that their running statistics stay as they are.
+        channels_last: Whether images have this memory layout.
+        no_sync: Context of a distributed model, entered for all batches of a step but the last.
+        gathered: Context to validate a model in that is spread over processes.
+        over_ranks: Function that adds up totals of several processes.
+        agree: Function that gives a model the running statistics of the first process, in all of them.
+        rank: Number of this process.
+        history: Results so far.
+        epoch, step: The epoch that is being trained, and the steps of the optimizer made in it.
+        total: [sum of losses, number correct, number of images] in this epoch.
     """
 
     model: nn.Module
@@ -96,6 +102,7 @@ class Training:
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     gathered: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
     over_ranks: Callable[[Tensor], Tensor] = lambda total: total
+    agree: Callable[[nn.Module], object] = lambda model: None
     rank: int = 0
     history: list[EpochResult] = field(default_factory=list)
     epoch: int = 0
@@ -103,16 +110,18 @@ class Training:
     total: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def __post_init__(self) -> None:
+        # Gradients of float16 would underflow; bfloat16 has the range of float32.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp == torch.float16)
 
     @property
     def lr(self) -> float:
-        """The rate of the weights, now."""
+        """Rate of the weights, now; NaN if only gates are trained."""
         names = ("decayed", "undecayed")
-        return next((group["lr"] for group in self.optimizer.param_groups if group["name"] in names), math.nan)
+        rates = [group["lr"] for group in self.optimizer.param_groups if group["name"] in names]
+        return rates[0] if rates else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on, of tensors and plain values; to be called by all processes together."""
+        """Return the state of the training, in tensors and plain values; all processes call this together."""
         return {
             "model": whole(self.model.state_dict()),
             "optimizer": whole(self.optimizer.state_dict()),
@@ -126,7 +135,7 @@ class Training:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from a state."""
         self.model.load_state_dict(spread(state["model"], self.model))
         self.optimizer.load_state_dict(state["optimizer"])
         spread_state(self.optimizer)
@@ -138,16 +147,20 @@ class Training:
         kind = EpochResult if self.ema is None else AveragedResult
         self.history = [kind(**result) for result in state["history"]]
         self.epoch, self.step = state["epoch"], state["step"]
-        self.total = state["total"].to("cpu") * (self.rank == 0)  # it is of all processes
+        self.total = state["total"].to("cpu") * (self.rank == 0)  # the sum over processes, to be counted once
 
     def train_mode(self) -> None:
-        """Training mode, but for what is frozen."""
+        """Set training mode, except for frozen modules."""
         self.model.train()
         for module in self.frozen:
             module.eval()
 
-    def validate(self, model: nn.Module, batches: "Batches", progress: bool) -> tuple[float, float]:
-        """Loss and accuracy of the model or of the average of its weights."""
+    def validate(
+        self, model: nn.Module, batches: "Batches", progress: bool, after_batch: Callable[[], None] = lambda: None
+    ) -> tuple[float, float]:
+        """Compute loss and accuracy of the model, or of the average of its weights."""
+        # Batch norms of each process have seen other images. Those of the first are saved, so they are validated too.
+        self.agree(model)
         with self.gathered(model):
             return evaluate(
                 model,
@@ -156,10 +169,11 @@ class Training:
                 amp=self.amp,
                 progress=progress,
                 over_ranks=self.over_ranks,
+                after_batch=after_batch,
             )
 
     def make_step(self, batches: tuple[Batch, ...], update: int) -> None:
-        """One step of the optimizer, from the mean gradient of these batches."""
+        """Make one step of the optimizer, from the mean gradient of these batches."""
         for schedule in self.schedules:
             schedule.step_update(update)
         self.optimizer.zero_grad(set_to_none=True)
@@ -170,7 +184,7 @@ class Training:
             with nullcontext() if last else self.no_sync():
                 self._backward(images, targets, len(batches))
         if self.clip_grad is not None:
-            self.scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(self.optimizer)  # the norm is that of the true gradient
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -201,24 +215,26 @@ def run(
     *,
     before_epoch: Callable[[int], None] = lambda epoch: None,
     after_step: Callable[[], None] = lambda: None,
+    while_validating: Callable[[], None] = lambda: None,
     after_epoch: Callable[[], None] = lambda: None,
     progress: bool = True,
     name: str = "training",
 ) -> Iterator[EpochResult]:
-    """Train and validate, epoch by epoch, from where the training is; yield results.
+    """Train and validate, epoch by epoch, from the state of the training; yield results.
 
     Epochs that are in the history are yielded again without being trained, the last one after a fresh validation, for
-    those who record.
+    recorders.
 
     Args:
-        training: changed in place.
-        batches: of images.
-        epochs: to train up to.
-        before_epoch: called with an epoch that is about to be trained from its beginning or from a step of it.
-        after_step: called after each step of the optimizer.
-        after_epoch: called when an epoch's result is in the history.
-        progress: show bars.
-        name: of the bar.
+        training: Training, changed in place.
+        batches: Batches of images.
+        epochs: Number of the last epoch.
+        before_epoch: Called with an epoch that is about to be trained from its beginning or from a step of it.
+        after_step: Called after each step of the optimizer.
+        while_validating: Called after each batch of a validation.
+        after_epoch: Called when an epoch's result is in the history.
+        progress: Whether to show bars.
+        name: Name of the bar.
     """
     within = training.step > 0  # the model is then no longer that of the last epoch of the history
     first = max(len(training.history) - (not within), 0)
@@ -226,16 +242,20 @@ def run(
     with tqdm(total=epochs, initial=first, desc=name, unit="epoch", disable=not progress) as bar:
         for epoch in range(first, epochs + 1):
             known = training.history[epoch] if epoch < len(training.history) else None
-            if known is None and epoch:
+            if known is not None:
+                batches.begin(epoch)
+                trained = (known.train_loss, known.train_top1)
+            elif epoch == 0:
+                batches.begin(epoch)
+                trained = (math.nan, math.nan)
+            else:
                 before_epoch(epoch)
                 _train_epoch(training, batches, epoch, after_step, progress)
-            else:
-                batches.begin(epoch)
-            trained = (known.train_loss, known.train_top1) if known else _means(training) if epoch else (math.nan,) * 2
-            validated = training.validate(training.model, batches, progress)
+                trained = _means(training)
+            validated = training.validate(training.model, batches, progress, while_validating)
             result = EpochResult(epoch, *trained, *validated, training.lr)
             if training.ema is not None:
-                average = training.validate(training.ema.module, batches, progress)
+                average = training.validate(training.ema.module, batches, progress, while_validating)
                 result = AveragedResult(**asdict(result), ema_val_loss=average[0], ema_top1=average[1])
             bar.set_postfix(top1=f"{result.top1:.3f}", refresh=False)
             bar.update(epoch > first)

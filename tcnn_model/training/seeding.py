@@ -27,13 +27,16 @@ def seed_everything(seed: int, *loaders: Batches) -> None:
         torch.manual_seed(seed)
     else:  # the same, without the stack trace that torch keeps for each kind of device that is not there
         torch.default_generator.manual_seed(seed)
-    generators = (getattr(part, "generator", None) for loader in loaders for part in (loader, loader.sampler))
-    for generator in {id(one): one for one in generators if isinstance(one, torch.Generator)}.values():
-        generator.manual_seed(seed)
+    for loader in loaders:
+        for part in (loader, loader.sampler):  # often one generator for both
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
 
 
 def seed_of(*parts: int) -> int:
-    """A seed of 63 bits for one of many: a run's seed, an epoch, a step; others for others."""
+    """Derive a seed of 63 bits from numbers, such as a run's seed, an epoch and a step; others from other numbers."""
+    # A sum of the numbers would give step 1 of epoch 2 the randomness of step 2 of epoch 1.
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -43,7 +46,7 @@ def own_randomness(seed: int) -> Iterator[None]:
     """Draw from generators of this seed, on the CPU, and leave the global ones as they were."""
     python, array, tensor = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (NumPy takes 32 bits)
     torch.default_generator.manual_seed(seed)
     try:
         yield
@@ -57,7 +60,7 @@ def check_repeatable(loader: Batches) -> None:
     """Refuse a loader that cannot repeat an epoch.
 
     Raises:
-        ValueError: workers live longer than an epoch, and draw from generators that nobody seeds again.
+        ValueError: Its workers live longer than an epoch, and draw from generators that are not seeded again.
     """
     if loader.num_workers and loader.persistent_workers:
         raise ValueError(

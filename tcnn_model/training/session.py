@@ -1,11 +1,12 @@
-"""A run in its folder: settings, checkpoints, table of epochs, and how it is taken up again."""
+"""A run in its folder: settings, checkpoints, table of epochs, and how the run is resumed."""
 
 import csv
 import io
+import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,138 +14,258 @@ from typing import Any
 import torch
 
 from tcnn_model.training.build import convert
-from tcnn_model.training.checkpoint import read_checkpoint, write_checkpoint, write_file
+from tcnn_model.training.checkpoint import load_tensors, read_checkpoint, write_checkpoint, write_file
 from tcnn_model.training.config import Config, as_toml
 from tcnn_model.training.distributed import Ranks
+from tcnn_model.training.evaluation import best_result
 from tcnn_model.training.loop import StopRequested, Training
 
 __all__ = ["Folder", "Stopping", "say"]
 
 FREE = ("device", "workers", "out", "compile", "keep", "checkpoint_steps", "watcher")
-"""Settings that may change when a run is resumed: they have nothing to do with what comes out."""
+"""Settings that may change when a run is resumed: they have nothing to do with the weights."""
+
+_EPOCH = re.compile(r"epoch-(\d+)\.pt")
 
 
 class Stopping:
-    """SIGTERM, as schedulers of clusters send it, noticed between two steps."""
+    """A request to stop, noticed between two batches: SIGTERM or SIGUSR1, as clusters send them, or Ctrl-C."""
+
+    SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 
     def __init__(self, ranks: Ranks) -> None:
-        self._asked, self._ranks = False, ranks
+        self._ranks = ranks
+        self._before: dict[int, Any] = {}
+        self.signal: int | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, SIGTERM asks for a stop instead of ending the process."""
-        before = signal.signal(signal.SIGTERM, self._ask)
+        """Within, a signal asks for a stop instead of ending the process; a second Ctrl-C ends it."""
+        for name in self.SIGNALS:
+            if hasattr(signal, name):  # Windows has no SIGUSR1
+                number = getattr(signal, name)
+                self._before[number] = signal.signal(number, self._ask)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
-    def _ask(self, *_: object) -> None:
-        self._asked = True
+    def _ask(self, number: int, _: object) -> None:
+        self.signal = number
+        if number == signal.SIGINT:
+            signal.signal(number, self._before[number])
+            say("stopping after this step; Ctrl-C again stops at once", self._ranks)
 
     def asked(self) -> bool:
-        """Whether any process was asked to stop."""
-        return self._ranks.any(self._asked)
+        """Return True if any process was asked to stop; all processes call this together."""
+        return self._ranks.any(self.signal is not None)
 
 
 class Folder:
     """The files of a run.
 
-    ``config.toml``, ``epochs.csv``, ``best.pt`` (weights of the epoch with the best accuracy), ``checkpoints/`` and
-    whatever watches writes beside them.
+    ``config.toml``, ``epochs.csv``, ``best.pt`` (weights of the epoch with the best accuracy), ``checkpoints/``, and
+    the files of watchers.
 
     Args:
-        config: of the run.
-        ranks: this process; the first one writes.
+        config: Settings of the run.
+        ranks: This process; the first one writes.
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.path, self.config, self.ranks = Path(config.out), config, ranks
         self.scaled = config.scaled(ranks.count)
         self._checkpoints = self.path / "checkpoints"
+        self._within = self._checkpoints / "within.pt"
         self._settings = {name: value for name, value in config.as_dict().items() if name not in FREE}
         self._settings["processes"] = ranks.count
         self._steps = 0
+        self._best: int | None = None
 
-    @property
-    def exists(self) -> bool:
-        """Whether there is a run."""
-        return (self.path / "config.toml").exists()
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training in this folder.
+
+        Raises:
+            ValueError: One does already.
+        """
+        with ExitStack() as stack:
+            taken = False
+            if self.ranks.first:
+                self.path.mkdir(parents=True, exist_ok=True)
+                try:
+                    stack.enter_context(_file_lock(self.path / ".lock"))
+                except BlockingIOError:
+                    taken = True
+            if self.ranks.any(taken):
+                raise ValueError(f"another process trains in {self.path}: wait until it ends, or give another --out")
+            yield
+
+    def check_free(self) -> None:
+        """Refuse a folder that holds a run.
+
+        Raises:
+            ValueError: It does.
+        """
+        if (self.path / "config.toml").exists():
+            raise ValueError(f"{self.path} holds a run already: --resume goes on with it, or give another --out")
 
     def begin(self) -> None:
-        """Write the settings down."""
+        """Write the settings, once all processes have looked at what was there."""
+        self.ranks.wait()
         if self.ranks.first:
-            self.path.mkdir(parents=True, exist_ok=True)
             _write(self.path / "config.toml", as_toml(self.config.as_dict()))
 
     def load(self, training: Training, steps: int) -> None:
-        """Take the run up where its latest checkpoint is, or at the beginning where there is none.
+        """Go on from the latest checkpoint, or from the beginning if there is none.
+
+        A process may have been killed after it wrote the checkpoint of an epoch, and before the other files. They are
+        then written here.
 
         Raises:
-            ValueError: a checkpoint that is damaged, or of a run with other settings.
+            ValueError: The checkpoint is damaged, or of a run with other settings.
         """
-        if not (latest := self._latest()):
-            return
-        state = read_checkpoint(latest, self._settings, training.device)
-        assert state is not None
-        if state["converted"]:
-            convert(training, self.scaled, steps, self.ranks)
-        training.load_state_dict(state)
+        state = self._latest(training.device)
+        if state is not None:
+            if state["converted"]:
+                convert(training, self.scaled, steps, self.ranks)
+            training.load_state_dict(state)
+        self.ranks.wait()  # other processes may still be reading what is deleted next
+        if self.ranks.first:
+            own = [self.path / f"{name}.partial" for name in ("config.toml", "epochs.csv", "best.pt")]
+            for partial in [*own, *self._checkpoints.glob("*.pt.partial")]:
+                partial.unlink(missing_ok=True)
+            if training.history:
+                self._settle(training)
 
     def after_step(self, training: Training, stopping: Stopping) -> None:
-        """A checkpoint, if it is time for one or the run is to stop.
+        """Write a checkpoint if it is time for one, or if the run is to stop.
 
         Raises:
-            StopRequested: it is.
+            StopRequested: The run is to stop.
         """
         self._steps += 1
-        stop = stopping.asked()
-        if stop or (self.config.checkpoint_steps and self._steps % self.config.checkpoint_steps == 0):
-            self._write(training, self._checkpoints / "within.pt")
-        if stop:
-            raise StopRequested(f"in epoch {training.epoch}, after step {training.step}")
+        if stopping.asked():
+            self._stop(training, stopping)
+        elif self.config.checkpoint_steps and self._steps % self.config.checkpoint_steps == 0:
+            self._write_checkpoint(training, self._within)
 
-    def after_epoch(self, training: Training) -> None:
-        """A checkpoint, the best weights, and the table."""
-        done = training.history[-1].epoch
-        state = self._write(training, self._checkpoints / f"epoch-{done:04d}.pt")
-        if not self.ranks.first:
-            return
-        (self._checkpoints / "within.pt").unlink(missing_ok=True)
-        for old in sorted(self._checkpoints.glob("epoch-*.pt"))[: -self.config.keep]:
-            old.unlink()
-        if training.history[-1].top1 >= max(result.top1 for result in training.history):
-            best: dict[str, Any] = {"state_dict": state["model"], "epoch": done}
-            best |= {} if training.ema is None else {"state_dict_ema": state["ema"]}
-            write_checkpoint(self.path / "best.pt", best)
+    def while_validating(self, training: Training, stopping: Stopping) -> None:
+        """Stop between two batches of a validation, if the run is to stop.
+
+        Several processes do not: they have different numbers of batches, and could not agree. They stop afterwards.
+
+        Raises:
+            StopRequested: The run is to stop.
+        """
+        if self.ranks.count == 1 and stopping.asked():
+            self._stop(training, stopping)
+
+    def after_epoch(self, training: Training, stopping: Stopping) -> None:
+        """Write a checkpoint, the best weights, and the table of epochs.
+
+        Raises:
+            StopRequested: The run is to stop, and has epochs to go.
+        """
+        epoch = training.history[-1].epoch
+        state = self._write_checkpoint(training, self._checkpoints / f"epoch-{epoch:04d}.pt")
+        if self.ranks.first:
+            self._settle(training, state)
+        if epoch < self.config.epochs and stopping.asked():
+            raise StopRequested(f"after epoch {epoch}", stopping.signal)
+
+    def keep_batch(self, images: torch.Tensor, targets: torch.Tensor, where: str) -> Path:
+        """Write the batch that gave a loss that is no number."""
+        path = self.path / f"nonfinite-{self.ranks.rank}.pt"
+        write_checkpoint(path, {"images": images.cpu(), "targets": targets.cpu(), "where": where})
+        return path
+
+    def _stop(self, training: Training, stopping: Stopping) -> None:
+        if training.step > 0:  # otherwise the checkpoint of the last epoch has it all
+            self._write_checkpoint(training, self._within)
+        raise StopRequested(f"in epoch {training.epoch}, after step {training.step}", stopping.signal)
+
+    def _settle(self, training: Training, state: dict[str, Any] | None = None) -> None:
+        """Bring the other files in line with the checkpoints of epochs, in an order in which nothing can get lost.
+
+        Args:
+            training: Training with the history that the files are to show.
+            state: State of its last epoch, if it is at hand.
+        """
+        checkpoints = self._epochs()
+        best = best_result(training.history).epoch
+        if self._best is None:
+            self._best = self._epoch_of_best()
+        if self._best != best and best in checkpoints:
+            if state is None:
+                state = load_tensors(checkpoints[best])
+            content: dict[str, Any] = {"state_dict": state["model"], "epoch": best}
+            if state["ema"] is not None:
+                content["state_dict_ema"] = state["ema"]
+            write_checkpoint(self.path / "best.pt", content)
+            self._best = best
+
         table = io.StringIO()
         writer = csv.DictWriter(table, list(asdict(training.history[0])))
         writer.writeheader()
         writer.writerows(asdict(result) for result in training.history)
         _write(self.path / "epochs.csv", table.getvalue())
 
-    def keep_batch(self, images: torch.Tensor, targets: torch.Tensor, where: str) -> Path:
-        """Write down the batch that gave a loss that is no number."""
-        path = self.path / f"nonfinite-{self.ranks.rank}.pt"
-        write_checkpoint(path, {"images": images.cpu(), "targets": targets.cpu(), "where": where})
-        return path
+        if training.step == 0:  # otherwise this checkpoint is later than that of the last epoch
+            self._within.unlink(missing_ok=True)
+        for epoch in sorted(checkpoints)[: -self.config.keep]:
+            checkpoints[epoch].unlink()
 
-    def _write(self, training: Training, path: Path) -> dict[str, Any]:
+    def _epoch_of_best(self) -> int | None:
+        with suppress(ValueError, OSError, KeyError):
+            return int(load_tensors(self.path / "best.pt")["epoch"])
+        return None
+
+    def _write_checkpoint(self, training: Training, path: Path) -> dict[str, Any]:
         state = training.state_dict()
         if self.ranks.first:
             converted = any(name.endswith(".raw_locality") for name, _ in training.model.named_parameters())
             write_checkpoint(path, {**state, "settings": self._settings, "converted": converted})
         return state
 
-    def _latest(self) -> Path | None:
-        """The checkpoint within an epoch is later than those of epochs: it goes when an epoch has its own."""
-        within = self._checkpoints / "within.pt"
-        whole = sorted(self._checkpoints.glob("epoch-*.pt"))
-        if within.exists() and whole:  # a kill may have come between the two
-            number = int(whole[-1].stem.removeprefix("epoch-"))
-            reached = torch.load(within, map_location="cpu", weights_only=True)["epoch"]
-            return within if reached > number else whole[-1]
-        return within if within.exists() else whole[-1] if whole else None
+    def _epochs(self) -> dict[int, Path]:
+        """Checkpoints by epoch; other files in their folder are left alone."""
+        matches = [(_EPOCH.fullmatch(path.name), path) for path in self._checkpoints.glob("epoch-*.pt")]
+        return {int(match[1]): path for match, path in matches if match}
+
+    def _latest(self, device: torch.device) -> dict[str, Any] | None:
+        """Read the checkpoint within an epoch, unless that epoch has a checkpoint of its own, or the last epoch's."""
+        epochs = self._epochs()
+        last = max(epochs, default=-1)
+        within = read_checkpoint(self._within, self._settings, device)
+        if within is not None and within["epoch"] > last:
+            return within
+        return read_checkpoint(epochs[last], self._settings, device) if epochs else None
+
+
+@contextmanager
+def _file_lock(path: Path) -> Iterator[None]:
+    """Hold a lock that the system frees when this process ends, and that forked workers do not inherit.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows: there a second process is not noticed
+        yield
+        return
+    with path.open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except PermissionError as error:  # what POSIX also allows for a lock that is held
+            raise BlockingIOError(*error.args) from error
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def _write(path: Path, text: str) -> None:

@@ -15,11 +15,13 @@ __all__ = ["gathered", "shard", "spread", "spread_state", "whole", "without_sync
 
 
 def shard(model: nn.Module) -> None:
-    """Spread a model over the processes, in place: its blocks, each gathered when it runs, and what is beside them."""
-    from torch.distributed.fsdp import fully_shard
+    """Spread a model over the processes, in place: its blocks, each gathered when it runs, and all that remains."""
+    from torch.distributed.fsdp import fully_shard  # slow to import, and needed by no run on one process
 
     for child in model.children():
-        for block in child if isinstance(child, nn.Sequential | nn.ModuleList) else ():
+        if not isinstance(child, nn.Sequential | nn.ModuleList):  # timm keeps blocks in either
+            continue
+        for block in child:
             if next(block.parameters(), None) is not None:
                 fully_shard(block)
     fully_shard(model)
@@ -27,7 +29,10 @@ def shard(model: nn.Module) -> None:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Within, each process has the whole model, and may call it as often as it likes; all enter and leave together."""
+    """Keep the whole model in each process, within; all processes enter and leave together.
+
+    They validate different numbers of batches, so no forward may gather parameters.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -38,13 +43,13 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for part in parts:
-            part.set_reshard_after_forward(part is not model, recurse=False)
+            part.set_reshard_after_forward(part is not model, recurse=False)  # torch's default for a root, and others
             part.reshard()
 
 
 @contextmanager
 def without_sync(model: Any) -> Iterator[None]:
-    """Within, gradients are added up in each process and not over processes."""
+    """Add gradients up in each process and not over processes, within."""
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -53,27 +58,31 @@ def without_sync(model: Any) -> Iterator[None]:
 
 
 def whole(state: Any) -> Any:
-    """A state with the whole of each tensor, in every process; all call it together."""
-    return tree_map(lambda value: value.full_tensor() if hasattr(value, "full_tensor") else value, state)
+    """Return a state with the whole of each tensor, in every process; all call it together."""
+
+    def gather(value: Any) -> Any:
+        return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+    return tree_map(gather, state)
 
 
 def spread(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """A state for a model, each tensor spread as the model's own is."""
-    own = model.state_dict()
-    return {name: _like(value, own[name]) if name in own else value for name, value in state.items()}
+    """Return a state for a model, each tensor spread as the model's is."""
+    pattern = model.state_dict()
+    return {name: _like(value, pattern[name]) if name in pattern else value for name, value in state.items()}
 
 
 def spread_state(optimizer: torch.optim.Optimizer) -> None:
-    """Spread what an optimizer has loaded as its parameters are."""
+    """Spread the state that an optimizer has loaded as its parameters are."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
+            if isinstance(value, Tensor) and value.shape == parameter.shape:  # steps are counted in whole scalars
                 state[name] = _like(value, parameter)
 
 
-def _like(value: Tensor, own: Tensor) -> Tensor:
-    if not hasattr(own, "full_tensor"):
+def _like(value: Tensor, pattern: Tensor) -> Tensor:
+    if not hasattr(pattern, "full_tensor"):  # a DTensor has it; buffers are plain tensors
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value, own.device_mesh, own.placements)  # type: ignore[attr-defined]
+    return distribute_tensor(value, pattern.device_mesh, pattern.placements)  # type: ignore[attr-defined]

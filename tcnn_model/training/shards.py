@@ -1,8 +1,8 @@
 """WebDataset shards on a disk, whose images are read by number.
 
-The package ``webdataset`` reads shards as a stream, in which no run can be taken up again exactly. Here the headers of
-each tar file are read once, with the labels; an image is then read from the place where it lies. Which files make a
-split, and how a sample is named, is as in ``timm.data.readers.reader_wds``.
+The package ``webdataset`` reads shards as a stream, in which no run can be resumed exactly. Here the headers of each
+tar file are read once, with the labels; an image is then read from its place in the file. The files of a split and the
+names of samples are as in ``timm.data.readers.reader_wds``.
 """
 
 import io
@@ -21,7 +21,11 @@ __all__ = ["ShardReader"]
 
 _INFO = ("_info.json", "info.json")
 _IMAGES = ("jpg", "jpeg", "png", "webp")
+
+# A sample's files share all that stands before the first dot of their name: dir/000.jpg, dir/000.cls.
 _SAMPLE = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")
+
+# webdataset's short form for many shards: photos-{0000..0123}.tar.
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
@@ -29,21 +33,25 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
     """The images of a split, in the order of the shards, as files with their labels.
 
     Args:
-        root: folder of the shards, and of ``_info.json`` if there is one.
-        splits: names of the split, of which one is in ``_info.json``, or in the names of its shards; or one pattern
+        root: Folder of the shards, and of ``_info.json`` if there is one.
+        splits: Names of the split, of which one is in ``_info.json``, or in the names of its shards; or one pattern
             such as "photos-train-{0000..0123}.tar".
 
     Raises:
-        ValueError: there is no such split, a shard is no tar file, or a sample has no image or no label.
+        ValueError: There is no such split, a shard is no tar file, or a sample has no image or no label.
     """
 
     def __init__(self, root: str, splits: Sequence[str]) -> None:
         super().__init__()
         self._shards, field = _shards_of(root, splits)
-        found = [(n, *sample) for n, shard in enumerate(self._shards) for sample in _samples(shard, field)]
-        self._places = np.array(found, dtype=np.int64).reshape(-1, 4)  # shard, first byte, size, label
+        places = []
+        for number, shard in enumerate(self._shards):
+            places += [(number, *sample) for sample in _samples(shard, field)]
+        # An array, because workers of a DataLoader would copy the pages of a list of tuples as they count references.
+        self._places = np.array(places, dtype=np.int64).reshape(-1, 4)  # shard, first byte, size, label
         labels = np.unique(self._places[:, 3]).tolist()
-        self.class_to_idx = {str(n): n for n in labels} if labels == [*range(len(labels))] else {}
+        # Labels with gaps have no names: timm would take their places for the labels.
+        self.class_to_idx = {str(label): label for label in labels} if labels == [*range(len(labels))] else {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -55,54 +63,71 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
             return io.BytesIO(file.read(size)), label
 
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        """The shard, and the name of the image in it."""
+        """Return the shard, and the name of the image in it."""
         shard, first = self._shards[self._places[index, 0]], self._places[index, 1]
         with tarfile.open(shard, "r:") as tar:
             path = shard / next(member.name for member in tar if member.offset_data == first)
-        return path.name if basename else str(path.absolute() if absolute else path)
+        if basename:
+            return path.name
+        return str(path.absolute() if absolute else path)
 
 
 def _shards_of(root: str, splits: Sequence[str]) -> tuple[list[Path], str]:
-    """The tar files of a split, and the field of a sample's JSON that has its label; "" for its ``.cls``."""
+    """Find the tar files of a split, and the field of a sample's JSON that has its label; "" for its ``.cls``."""
     folder = Path(root)
-    known: dict[str, Any] = {}
-    for path in map(folder.joinpath, _INFO):
-        known |= json.loads(path.read_text()).get("splits", {}) if path.is_file() else {}
-    about: dict[str, Any] = next((known[name] for name in splits if name in known), {})
-    if about:
-        names = about.get("filenames", [])
+    info = _split_info(folder, splits)
+    if info:
+        names = info.get("filenames", [])
     elif ".tar" in splits[0]:
-        names = _expanded(splits[0].partition("|")[0])
+        names = _expanded(splits[0].partition("|")[0])  # timm allows the number of images behind a bar
     else:
-        split = re.compile(rf"(.*[-_.])?({'|'.join(map(re.escape, splits))})([-_.].*)?\.tar")
+        synonyms = "|".join(map(re.escape, splits))
+        split = re.compile(rf"(.*[-_.])?({synonyms})([-_.].*)?\.tar")
         names = sorted(path.name for path in folder.glob("*.tar") if split.fullmatch(path.name))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
-        what = f"the shard {missing[0]}" if missing else f"a split {splits[0]!r}, in {_INFO[0]} or names of shards"
-        raise ValueError(f"expected {what} in the folder {root}: shards are read from a disk, so copy them there first")
-    return [folder / name for name in names], about.get("alt_label", "")
+        expected = f"the shard {missing[0]}" if missing else f"a split {splits[0]!r}, in {_INFO[0]} or names of shards"
+        raise ValueError(
+            f"expected {expected} in the folder {root}: shards are read from a disk, so copy them there first"
+        )
+    return [folder / name for name in names], info.get("alt_label", "")
+
+
+def _split_info(folder: Path, splits: Sequence[str]) -> dict[str, Any]:
+    """Read what the folder says of a split; nothing, if it says nothing."""
+    known: dict[str, Any] = {}
+    for path in map(folder.joinpath, _INFO):
+        if path.is_file():
+            known |= json.loads(path.read_text()).get("splits", {})
+    return next((known[name] for name in splits if name in known), {})
 
 
 def _expanded(pattern: str) -> list[str]:
-    if (found := _RANGE.search(pattern)) is None:
+    match = _RANGE.search(pattern)
+    if match is None:
         return [pattern]
-    first, last = found.groups()
-    numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
-    return [name for number in numbers for name in _expanded(pattern.replace(found[0], number, 1))]
+    first, last = match.groups()
+    names = []
+    for number in range(int(first), int(last) + 1):
+        digits = str(number).zfill(len(first))
+        names += _expanded(pattern.replace(match[0], digits, 1))
+    return names
 
 
 def _samples(shard: Path, field: str) -> Iterator[tuple[int, int, int]]:
-    """First byte, size and label of each image."""
+    """Yield first byte, size and label of each image."""
     try:
         with tarfile.open(shard, "r:") as tar:
-            files = [(found, member) for member in tar if member.isfile() and (found := _SAMPLE.fullmatch(member.name))]
-            for key, group in groupby(files, key=lambda file: file[0][1]):
-                parts = {found[2].lower(): member for found, member in group}
+            matches = [(_SAMPLE.fullmatch(member.name), member) for member in tar if member.isfile()]
+            files = [(match[1], match[2].lower(), member) for match, member in matches if match]
+            # The files of a sample stand together, as webdataset needs it to read them in a stream.
+            for key, group in groupby(files, key=lambda file: file[0]):
+                parts = {ending: member for _, ending, member in group}
                 image = next((parts[ending] for ending in _IMAGES if ending in parts), None)
                 label = _label(tar, parts, field)
                 if image is None or label is None:
-                    label_at = f"{field or 'label'!r} of .json" if field or "cls" not in parts else ".cls"
-                    missing = f"an integer in {label_at}" if image else f"an image, {' or '.join(_IMAGES)},"
+                    place = f"{field or 'label'!r} of .json" if field or "cls" not in parts else ".cls"
+                    missing = f"an integer in {place}" if image else f"an image, {' or '.join(_IMAGES)},"
                     raise ValueError(f"expected {missing} for {key} in {shard}, found {', '.join(parts)}")
                 if label >= 0:  # timm, too, leaves out the others
                     yield image.offset_data, image.size, label
@@ -111,13 +136,16 @@ def _samples(shard: Path, field: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _label(tar: tarfile.TarFile, parts: Mapping[str, tarfile.TarInfo], field: str) -> int | None:
-    """The label of a sample: its ``.cls``, unless a field of its JSON is named."""
+    """Read the label of a sample: its ``.cls``, unless a field of its JSON is named."""
     ending = "json" if field or "cls" not in parts else "cls"
-    if ending not in parts or (file := tar.extractfile(parts[ending])) is None:
+    if ending not in parts:
+        return None
+    file = tar.extractfile(parts[ending])
+    if file is None:
         return None
     try:
-        told = json.loads(file.read())
+        content = json.loads(file.read())  # the number of a .cls is JSON as well
     except ValueError:
         return None
-    label = told.get(field or "label") if isinstance(told, dict) else told
+    label = content.get(field or "label") if isinstance(content, dict) else content
     return label if isinstance(label, int) else None

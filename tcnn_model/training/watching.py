@@ -1,5 +1,6 @@
-"""Who watches a run from outside: tcnn_probe's recorder, and TensorBoard."""
+"""The watchers of a run: tcnn_probe's recorder, and TensorBoard."""
 
+import math
 import pkgutil
 from typing import Any
 
@@ -11,41 +12,44 @@ __all__ = ["Watching"]
 
 
 class Watching:
-    """Shows each epoch's scalars to whoever is asked for; to nobody where it is not installed.
+    """A watcher and TensorBoard, which are shown each epoch's scalars; neither, where they are not installed.
 
     Args:
-        training: whose model is watched.
-        config, folder: of the run.
+        training: Training whose model is watched.
+        config: Settings of the run.
+        folder: Folder of the run.
 
     Raises:
-        ValueError: TensorBoard is asked for and not installed.
+        ValueError: TensorBoard is not installed, and the settings ask for it.
     """
 
     def __init__(self, training: Training, config: Config, folder: Folder) -> None:
         self._training, self._config, self._folder = training, config, folder
-        self._make: Any = None
-        self._watch: Any = None
+        self._create: Any = None
+        self._watcher: Any = None
         if config.watcher not in (None, "none"):
             try:
-                self._make = pkgutil.resolve_name(config.watcher)
+                self._create = pkgutil.resolve_name(config.watcher)
             except ImportError as error:
+                # tcnn_probe watches by default, and tcnn_model can be installed without it.
                 say(f"nobody watches this run ({error}): epochs.csv has what it comes to", folder.ranks)
         self._board = _board(folder) if config.tensorboard and folder.ranks.first else None
         self.attach()
 
     def attach(self) -> None:
-        """Look at the model as it now is."""
+        """Watch the model as it now is."""
         self._leave()
-        if self._make is not None:
-            self._watch = self._make(self._training.model, self._folder.path, self._config.as_dict())
+        if self._create is not None:
+            self._watcher = self._create(self._training.model, self._folder.path, self._config.as_dict())
 
     def __call__(self, scalars: dict[str, float]) -> None:
         """Show an epoch."""
-        if self._watch is not None:
-            self._watch(scalars)
+        if self._watcher is not None:
+            self._watcher(scalars)
         if self._board is not None:
-            for name in [name for name, value in scalars.items() if value == value]:  # not NaN
-                self._board.add_scalar(name, scalars[name], scalars["epoch"])
+            for name, value in scalars.items():
+                if not math.isnan(value):  # nothing was trained before epoch 1
+                    self._board.add_scalar(name, value, scalars["epoch"])
             self._board.flush()
 
     def close(self) -> None:
@@ -55,9 +59,9 @@ class Watching:
             self._board.close()
 
     def _leave(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        self._watch = None
+        if self._watcher is not None:
+            self._watcher.close()
+        self._watcher = None
 
 
 def _board(folder: Folder) -> Any:

@@ -1,25 +1,32 @@
 """An attention of a forward: who attends, from where, to what, and with which weights."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.attention.layout import Layout
-from tcnn_probe.attention.windows import Windows
+from tcnn_probe.attention.statistics import softmax_statistics
 
-__all__ = ["Attention"]
+if TYPE_CHECKING:
+    from tcnn_probe.attention.reconstruction import Logits
+
+__all__ = ["Attention", "Block", "SoftmaxAttention", "weigh"]
+
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(ABC):
     """The attention A of one call of a layer: B images, each in one or more windows, and a softmax for each head.
 
-    A forward shows two kinds, :class:`~tcnn_probe.attention.softmax.SoftmaxAttention` and
+    A forward shows two kinds, :class:`SoftmaxAttention` and
     :class:`~tcnn_probe.attention.gated.GatedAttention`; readers such as recorders, maps and rollout work on what is
     below and need not tell them apart. A third kind (the kernel of linear attention, say) takes one file: a subclass
     with :attr:`shape`, :attr:`source`, :meth:`weights`, :meth:`statistics` and :meth:`discrepancy`, shown by the stream
@@ -193,3 +200,107 @@ class Attention(ABC):
         keys = self.layout.keys
         assert keys is not None
         return rows[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Images, windows of each of them, and queries of each window, whose attention is formed at once."""
+
+    images: slice
+    windows: slice
+    queries: slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxAttention(Attention):
+    """The softmax of logits, fused or not, in whatever module it is.
+
+    Talking heads (CaiT) mix the heads after the softmax: A is the softmax's, before that.
+
+    Args:
+        logits: Logits of some rows and queries at a time.
+        class_token: Whether the first token before the grid, if there is any, is a class token, and no register.
+        distillation_token: Whether the second one, if there is one, is a distillation token.
+        compare: Comparison with what torch gave the model, see :meth:`discrepancy`; None without one.
+    """
+
+    logits: "Logits"
+    class_token: bool = True
+    distillation_token: bool = False
+    compare: Callable[[], tuple[Tensor, float] | None] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Sizes (rows, heads, N_query, N_key), where rows = images * windows."""
+        return self.logits.shape
+
+    @property
+    def source(self) -> Tensor:
+        """The queries, or the logits."""
+        return self.logits.source
+
+    @property
+    def class_query(self) -> int | None:
+        """Index of the class token among the queries; None without one, or with one for each class.
+
+        Also of a single latent, and of the first of several if the layer hands on that one alone.
+        """
+        if self.layout.asking == "classes":
+            return None
+        alone = self.queries == 1 and self.keys > 1 and self.windows == 1
+        if self.layout.asking == "latents":
+            return 0 if alone or getattr(self.module, "pool", None) == "token" else None
+        queries = self.layout.queries
+        leads = queries.prefix > 0 if queries is not None else self.queries <= self.layout.prefix
+        return 0 if alone or (leads and self.class_token) else None
+
+    @property
+    def distillation_query(self) -> int | None:
+        """Index of the distillation token among the queries; None without one."""
+        queries = self.layout.queries
+        has_second = queries is not None and queries.prefix > 1
+        return 1 if has_second and self.distillation_token and self.class_query == 0 else None
+
+    def weights(self, queries: slice = _ALL, image: int | None = None) -> Tensor:
+        """Return the attention of some queries, see :class:`Attention`."""
+        rows = _ALL if image is None else slice(image * self.windows, (image + 1) * self.windows)
+        return self.logits.weights(rows, queries).unflatten(0, (-1, self.windows))
+
+    def statistics(self) -> dict[str, Any]:
+        """Return entropies and distances, the scale on which to read them, and sums for content information."""
+        return softmax_statistics(self)
+
+    def discrepancy(self, output: Any = None) -> tuple[Tensor, float] | None:
+        """Compare A with what torch gave the model: the output of the layer has nothing to say here."""
+        return None if self.compare is None else self.compare()
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield rows and queries that belong together: a block, or the logits of one query where these are more."""
+        # So many queries of one row at a time, or so many queries of rows that are taken whole.
+        at_once = max(1, self.block // (self.heads * self.keys))
+        windows = min(self.windows, max(1, at_once // self.queries))
+        images = max(1, at_once // (self.queries * windows)) if windows == self.windows else 1
+        sizes = (self.images, images), (self.windows, windows), (self.queries, at_once)
+        for starts in product(*(range(0, count, step) for count, step in sizes)):
+            ends = [min(start + step, count) for start, (count, step) in zip(starts, sizes, strict=True)]
+            yield Block(*map(slice, starts, ends))
+
+    def rows_of(self, block: Block) -> slice:
+        """Return the rows of a block, which are neighbours."""
+        first = block.images.start * self.windows + block.windows.start
+        last = (block.images.stop - 1) * self.windows + block.windows.stop
+        return slice(first, last)
+
+    def by_image(self, rows: Tensor) -> Tensor:
+        """Return (rows, ...) as (images, windows, ...)."""
+        return rows.unflatten(0, (self.images, self.windows))
+
+
+def weigh(attention: Tensor, values: Tensor) -> Tensor:
+    """Weigh values, (rows, heads or 1, N_key, d), by attention, (images or 1, windows, heads, N_query, N_key).
+
+    Returns:
+        Shape (rows, heads, N_query, d).
+    """
+    by_image = values.unflatten(0, (-1, attention.shape[1]))
+    return torch.einsum("bwhqk,bwhkd->bwhqd", attention.to(values.dtype), by_image).flatten(0, 1)

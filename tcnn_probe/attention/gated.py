@@ -17,12 +17,12 @@ from tcnn_model.gpsa.functional import attend
 from tcnn_model.gpsa.positional import apply_separable
 from tcnn_model.gpsa.precision import without_autocast
 from tcnn_model.gpsa.statistics import apply_and_measure, measure
-from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.attention import Attention, weigh
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 from tcnn_probe.attention.statistics import gated_statistics
 
-__all__ = ["GATED_LAYERS", "ConViTLayer", "GatedAttention", "gated_attention_of", "seams_of", "weigh"]
+__all__ = ["GATED_LAYERS", "ConViTLayer", "GatedAttention", "gated_attention_of", "seams_of"]
 
 GATED_LAYERS = (GPSALayer, ConViTLayer)
 
@@ -104,7 +104,7 @@ class GatedAttention(Attention):
 
     def statistics(self) -> Mapping[str, Any]:
         """Return entropies of A and its parts, distances, the scale on which to read them, and sums over images."""
-        return gated_statistics(self.parts, self.limit)
+        return gated_statistics(self.parts, self.limit, self.block)
 
     def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
         """Compare the layer's output for the first image with what A makes of the values."""
@@ -176,16 +176,6 @@ class GatedAttention(Attention):
             return self.parts
         which = slice(image, image + 1)
         return replace(self.parts, query=self.parts.query[which], key=self.parts.key[which])
-
-
-def weigh(attention: Tensor, values: Tensor) -> Tensor:
-    """Weigh values, (rows, heads or 1, N_key, d), by attention, (images or 1, windows, heads, N_query, N_key).
-
-    Returns:
-        Shape (rows, heads, N_query, d).
-    """
-    by_image = values.unflatten(0, (-1, attention.shape[1]))
-    return torch.einsum("bwhqk,bwhkd->bwhqd", attention.to(values.dtype), by_image).flatten(0, 1)
 
 
 def seams_of(layer: Any) -> dict[nn.Module, str]:

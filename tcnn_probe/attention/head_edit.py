@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnn_probe.attention.gated import GatedAttention, gated_attention_of, weigh
-from tcnn_probe.attention.reconstruction import as_rows, from_rows, values_of
+from tcnn_probe.architectures.lookup import as_rows, from_rows
+from tcnn_probe.attention.attention import weigh
+from tcnn_probe.attention.gated import GatedAttention, gated_attention_of
+from tcnn_probe.attention.reconstruction import values_of
 from tcnn_probe.hooks.interception import SeenAttention, describe, multihead_arguments
 
 __all__ = ["AttendingCall", "HeadEdit", "edit_call", "edit_gated", "edit_gated_output", "owned_edits"]

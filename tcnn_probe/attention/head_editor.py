@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tcnn_model import GPSA
-from tcnn_probe.attention.attention import Attention
+from tcnn_probe.architectures.lookup import as_rows, heads_axis
+from tcnn_probe.attention.attention import Attention, SoftmaxAttention
 from tcnn_probe.attention.gated import GATED_LAYERS, ConViTLayer, GatedAttention, gated_attention_of
 from tcnn_probe.attention.head_edit import AttendingCall, HeadEdit, edit_call, edit_gated, owned_edits
 from tcnn_probe.attention.layout import Layout
-from tcnn_probe.attention.reconstruction import as_rows, discrepancy, heads_axis, is_between_channels, logits_of
-from tcnn_probe.attention.softmax import DeferredLogits, SoftmaxAttention
+from tcnn_probe.attention.reconstruction import DeferredLogits, discrepancy, is_between_channels, logits_of
 from tcnn_probe.hooks.calls import Call, Calls, add_hook, innermost_call
 from tcnn_probe.hooks.interception import (
     SeenAttention,
@@ -31,9 +30,9 @@ from tcnn_probe.hooks.interception import (
     ValueProductTracker,
     describe,
 )
-from tcnn_probe.hooks.modes import only_modes_from_here, put_on
+from tcnn_probe.hooks.modes import EDITORS, edited, put_on
 
-__all__ = ["HeadEditor", "HeadListener", "LayerCall", "edited", "name_of_gating"]
+__all__ = ["HeadEditor", "HeadListener", "LayerCall", "name_of_gating"]
 
 # Edits need no grids: where queries and keys lie is not looked for.
 _UNKNOWN = Layout(None, None, "edits of heads need no grid")
@@ -109,7 +108,7 @@ class HeadEditor(Calls[LayerCall]):
     def add(cls, module: nn.Module, listener: HeadListener) -> None:
         """Ask one more listener."""
         with _LOCK:
-            editor = _EDITORS.setdefault(module, cls(module))
+            editor = EDITORS.setdefault(module, cls(module))
             editor._listeners = (*editor._listeners, listener)
             if len(editor._listeners) == 1:
                 editor.attach()
@@ -118,11 +117,11 @@ class HeadEditor(Calls[LayerCall]):
     def remove(cls, module: nn.Module, listener: HeadListener) -> None:
         """Ask a listener no longer; may be called in the middle of a forward, and again."""
         with _LOCK:
-            editor = _EDITORS.get(module)
+            editor = EDITORS.get(module)
             if editor is not None and listener in editor._listeners:
                 editor._listeners = tuple(other for other in editor._listeners if other is not listener)
                 if not editor._listeners:
-                    del _EDITORS[module]
+                    del EDITORS[module]
                     editor.detach()
 
     @classmethod
@@ -181,24 +180,6 @@ class HeadEditor(Calls[LayerCall]):
     def _edit_head_outputs(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         call = self.current()
         return None if call is None else _edit_gated_heads(call, output)
-
-
-_EDITORS: WeakKeyDictionary[nn.Module, HeadEditor] = WeakKeyDictionary()
-
-
-@contextmanager
-def edited(module: nn.Module) -> Iterator[None]:
-    """Inside, whatever is computed of a layer's parameters is what its forwards compute, ablations included.
-
-    Function modes that the edit enters are in effect, also where torch functions are hidden from all modes; nobody
-    else's are. A copy of the layer has no edits.
-    """
-    editor = _EDITORS.get(module)
-    if editor is None:
-        yield
-        return
-    with only_modes_from_here(), editor.reading():
-        yield
 
 
 class _EditingMode(TorchFunctionMode):

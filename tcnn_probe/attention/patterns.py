@@ -12,11 +12,10 @@ from torch import Tensor
 
 from tcnn_model import GatedAttention
 from tcnn_model.gpsa.precision import at_least_float32, widest_dtype
-from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Tokens
 
 if TYPE_CHECKING:
-    from tcnn_probe.attention.softmax import Block, SoftmaxAttention
+    from tcnn_probe.attention.attention import Attention, Block, SoftmaxAttention
 
 __all__ = ["QUERIES", "Pattern", "PatternSum", "gated_patterns", "pattern_of_query", "sample_queries"]
 
@@ -164,7 +163,7 @@ def _rows_of_block(
     return slice(sampled[0], sampled[-1] + 1) if sampled else slice(0), index.flatten().to(device)
 
 
-def pattern_of_query(attention: Attention, weights: Tensor, entropy: Tensor) -> Pattern:
+def pattern_of_query(attention: "Attention", weights: Tensor, entropy: Tensor) -> Pattern:
     """Return sums over the images that count for one query of each window, such as a class token.
 
     Args:
@@ -178,10 +177,15 @@ def pattern_of_query(attention: Attention, weights: Tensor, entropy: Tensor) -> 
 
 
 @torch.no_grad()
-def gated_patterns(attention: GatedAttention, limit: int | None) -> tuple[Pattern, Pattern]:
+def gated_patterns(attention: GatedAttention, limit: int | None, block: int) -> tuple[Pattern, Pattern]:
     """Return sums over the first ``limit`` images, or all, of gated attention A and of its content part C.
 
     Over the real pixels: what A has on the padding is the same for all images, and counts for nothing.
+
+    Args:
+        attention: Attention of a batch.
+        limit: Number of images; None for all.
+        block: Number of weights to form at a time.
     """
     query, images = attention.query, len(attention.query[:limit])
     y, x = attention.y, attention.x
@@ -192,7 +196,7 @@ def gated_patterns(attention: GatedAttention, limit: int | None) -> tuple[Patter
     sampled = sampled.to(query.device)
     positional = attention.positional_on_pixels(sampled).to(at_least_float32(query.dtype))
     whole_sum, content_sum = (_AttentionSum(positional.shape, query) for _ in range(2))
-    step = max(1, Attention.block_on(query.device) // positional.numel())
+    step = max(1, block // positional.numel())
     for start in range(0, images, step):
         batch = slice(start, min(start + step, images))
         weights = replace(attention, query=query[batch], key=attention.key[batch]).content(sampled)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tcnn_probe.hooks.modes import Uncompiled
 
 __all__ = ["Places", "ReceptiveFields"]
 
@@ -28,7 +29,7 @@ class _Fields(NamedTuple):
     spacing: float
 
 
-class ReceptiveFields(TorchDispatchMode):
+class ReceptiveFields(Uncompiled):
     """The receptive fields of feature maps, by their sizes, from what convolutions and pools a forward computes.
 
     ::
@@ -66,6 +67,8 @@ class ReceptiveFields(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let torch compute, and follow what changes where cells look."""
+        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator, such as flex_attention
+            return func(*args, **(kwargs or {}))
         with self:  # in inference mode a convolution comes as a whole, and not as its parts
             output = func.decompose(*args, **(kwargs or {}))
         if output is not NotImplemented:

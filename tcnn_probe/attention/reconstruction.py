@@ -1,32 +1,33 @@
 """Rebuilds softmax attention from what torch was asked for, as (rows, heads, N_query, N_key), and checks it."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attention import known_layers as known
-from tcnn_probe.attention.feature_maps import FeatureMaps
+from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.architectures.grids import Windows
+from tcnn_probe.architectures.lookup import as_rows, known
+from tcnn_probe.attention.attention import SoftmaxAttention
 from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.softmax import GivenLogits, Logits, ProductLogits, SoftmaxAttention
-from tcnn_probe.attention.token_grid import find_layout, pool_layout, token_counts
-from tcnn_probe.attention.windows import find_windows
+from tcnn_probe.attention.token_grid import FeatureMaps, find_layout, pool_layout, token_counts
 from tcnn_probe.hooks.forwards import Running
 from tcnn_probe.hooks.interception import SeenAttention
 
 __all__ = [
+    "DeferredLogits",
+    "GivenLogits",
+    "Logits",
     "NoTokenAttentionError",
+    "ProductLogits",
     "ReconstructionError",
     "Verification",
-    "as_rows",
     "discrepancy",
-    "from_rows",
-    "head_count",
-    "heads_axis",
     "is_between_channels",
     "logits_of",
     "relative_difference",
@@ -39,8 +40,10 @@ __all__ = [
 _QUERIES_TO_CHECK = 64
 # In half precision fused kernels round the attention, too, before it weighs the values.
 _TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}
-# Names that timm, transformers, torchvision and torch give to the number of heads.
-_HEAD_COUNTS = ("num_heads", "n_heads", "nhead", "heads", "n_head", "num_attention_heads")
+# Up to so many rows one product for each row is quicker than a batched one, which copies queries and keys first.
+_FEW_ROWS = 32
+
+_ALL = slice(None)
 
 
 class NoTokenAttentionError(Exception):
@@ -49,6 +52,114 @@ class NoTokenAttentionError(Exception):
 
 class ReconstructionError(RuntimeError):
     """Attention as it is rebuilt for measuring is not the attention that the model used."""
+
+
+class Logits(ABC):
+    """Logits of some rows, queries and keys at a time; a row is an image, or a window of an image.
+
+    Args:
+        shape: Sizes (rows, heads, N_query, N_key).
+        source: Tensor that they are made of, for its device and dtype.
+        masked: Whether logits may be minus infinity.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], source: Tensor, *, masked: bool) -> None:
+        self.shape, self.source, self.masked = shape, source, masked
+
+    @abstractmethod
+    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+        """Return a part of them, float32 or float64, contiguous, and free to be overwritten; in ``out`` if given."""
+
+    def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
+        """Return their softmax; 0 for queries that may see no key at all, as torch's own attention has it."""
+        logits = self(rows, queries)
+        weights = torch.softmax(logits, -1)
+        return weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0) if self.masked else weights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Float32, or float64 where the model is in float64."""
+        return at_least_float32(self.source.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the layer."""
+        return self.source.device
+
+    def new_empty(self, *shape: int) -> Tensor:
+        """Allocate a tensor for statistics."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+class ProductLogits(Logits):
+    """Logits scale * q k^T + mask.
+
+    Args:
+        query: Shape (rows, heads, N_query, d).
+        key: Shape (rows, heads, N_key, d).
+        scale: Factor of the products.
+        mask: Numbers to add, or True where a query may see a key; broadcasts to (rows, heads, N_query, N_key).
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> None:
+        rows, heads, queries, _ = query.shape
+        super().__init__((rows, heads, queries, key.shape[2]), query, masked=mask is not None)
+        self._query, self._key, self._scale = query, key, scale
+        self._mask = None if mask is None else mask.expand(self.shape)
+
+    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+        """Return a part of them, see :class:`Logits`; only that part of the products is formed."""
+        query = self._query[rows, :, queries].to(self.dtype)
+        key = self._key[rows, :, keys].to(self.dtype)
+        logits = query.new_empty(*query.shape[:3], key.shape[2]) if out is None else out
+        by_row = (logits, query, key)
+        if query.shape[0] > _FEW_ROWS:
+            by_row = (logits.flatten(0, 1)[None], query.flatten(0, 1)[None], key.flatten(0, 1)[None])
+        for row, q, k in zip(*by_row, strict=True):
+            torch.baddbmm(row, q, k.transpose(1, 2), beta=0, alpha=self._scale, out=row)
+        if self._mask is None:
+            return logits
+        mask = self._mask[rows, :, queries, keys]
+        return logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
+
+
+class GivenLogits(Logits):
+    """Logits that a model gave to a softmax.
+
+    Args:
+        logits: Shape (rows, heads, N_query, N_key); perhaps with minus infinity, as nothing says that there is none.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        rows, heads, queries, keys = logits.shape
+        super().__init__((rows, heads, queries, keys), logits, masked=True)
+
+    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+        """Return a copy of a part of them, see :class:`Logits`."""
+        part = self.source[rows, :, queries, keys]
+        return (self.new_empty(*part.shape) if out is None else out).copy_(part)
+
+
+class DeferredLogits(Logits):
+    """Logits that are rebuilt once they are asked for: most edits of heads never ask.
+
+    Args:
+        shape: Sizes (rows, heads, N_query, N_key).
+        source: Tensor for their device and dtype.
+        rebuild: Function that gives the logits.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], source: Tensor, rebuild: Callable[[], Logits]) -> None:
+        super().__init__(shape, source, masked=True)
+        self._rebuild = rebuild
+
+    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+        """Return a part of them, see :class:`Logits`."""
+        return self._rebuilt(rows, queries, keys, out=out)
+
+    @cached_property
+    def _rebuilt(self) -> Logits:
+        return self._rebuild()
 
 
 def softmax_attention_of(
@@ -67,7 +178,7 @@ def softmax_attention_of(
         NoTokenAttentionError: It is no attention between tokens.
     """
     module, inputs = running[-1]
-    if reason := known.lookup(known.NO_ATTENTION_MATRIX, module):
+    if reason := known(module).no_attention_matrix:
         raise NoTokenAttentionError(reason)
     logits = logits_of(seen, module)
     rows, heads, queries, keys = logits.shape
@@ -76,7 +187,7 @@ def softmax_attention_of(
         raise NoTokenAttentionError("attention between channels, not between tokens")
     images = maps.images if maps.images and rows % maps.images == 0 else rows
     windows = rows // images
-    cut = find_windows(running)
+    cut = _find_windows(running)
     if windows == 1 and cut is not None and cut.grid == cut.window:
         cut = None
     if layout is None and seen.not_on_grid:
@@ -101,6 +212,14 @@ def softmax_attention_of(
         distillation_token=maps.special.distillation_token,
         compare=partial(discrepancy, seen, module),
     )
+
+
+def _find_windows(running: Running) -> Windows | None:
+    """Return the windows of the innermost module that is known to cut its input; None if there is none."""
+    for module, inputs in reversed(running):
+        if cut := known(module).windows:
+            return cut(module, inputs)
+    return None
 
 
 def _grid_last(seen: SeenAttention, maps: FeatureMaps) -> SeenAttention:
@@ -182,59 +301,6 @@ def _broadcast(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
     leading = np.broadcast_shapes(*shapes)
     query, key, value = (x.expand(*leading, *x.shape[-2:]) for x in (query, key, value))
     return query, key, value
-
-
-def heads_axis(leading: Sequence[int], module: nn.Module, known_axis: int | None = None) -> tuple[int | str, int]:
-    """Find the axis of heads among the sizes before N_query, and the number of heads.
-
-    Args:
-        leading: Sizes before (N_query, d).
-        module: Module that attends.
-        known_axis: The axis, where the call says so.
-
-    Returns:
-        The axis, "merged" if heads are part of the first axis, or "one" if there is none; and the number of heads.
-    """
-    axis: int | str | None = known_axis if known_axis is not None else known.lookup(known.HEADS, module)
-    count = head_count(module) or 0
-    if axis is None:
-        if count and count in leading[1:]:
-            axis = len(leading) - 1 - leading[::-1].index(count)  # windows of the same number come before the heads
-        elif len(leading) > 1:
-            axis = 1
-        else:
-            axis = "merged" if count and leading[0] % count == 0 else "one"
-    return axis, 1 if axis == "one" else count if axis == "merged" else leading[int(axis)]
-
-
-def head_count(module: nn.Module) -> int | None:
-    """Return the number of heads that a module says it has; None if it does not say."""
-    for name in _HEAD_COUNTS:
-        count = getattr(module, name, 0)
-        if isinstance(count, int) and count:
-            return count
-    return None
-
-
-def as_rows(x: Tensor, module: nn.Module, known_axis: int | None = None) -> Tensor:
-    """Return (..., N, d) as (rows, heads, N, d), a view where strides allow it."""
-    axis, count = heads_axis(x.shape[:-2], module, known_axis)
-    if axis == "one":
-        return x.flatten(0, -3).unsqueeze(1)
-    if axis == "merged":
-        x, axis = x.unflatten(0, (-1, count)), 1
-    x = x.movedim(int(axis), -3)
-    return x.flatten(0, -4) if x.ndim > 4 else x
-
-
-def from_rows(rows: Tensor, leading: Sequence[int], module: nn.Module, known_axis: int | None = None) -> Tensor:
-    """Return (rows, heads, N, d) as (..., N, d) with these leading sizes, the inverse of :func:`as_rows`."""
-    axis, count = heads_axis(leading, module, known_axis)
-    if axis == "one":
-        return rows.reshape(*leading, *rows.shape[-2:])
-    place, sizes = (1, [-1, count, *leading[1:]]) if axis == "merged" else (int(axis), [*leading])
-    x = rows.reshape(*sizes[:place], *sizes[place + 1 :], *rows.shape[1:]).movedim(-3, place)
-    return x.flatten(0, 1) if axis == "merged" else x
 
 
 def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:

@@ -17,7 +17,7 @@ from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import Pattern, PatternSum, gated_patterns
 
 if TYPE_CHECKING:
-    from tcnn_probe.attention.softmax import SoftmaxAttention
+    from tcnn_probe.attention.attention import SoftmaxAttention
 
 __all__ = [
     "gated_means",
@@ -42,14 +42,15 @@ def softmax_statistics(attention: "SoftmaxAttention") -> dict[str, Any]:
     return {**means, **uniform_softmax_attention(attention), "content_information": pattern}
 
 
-def gated_statistics(attention: GatedAttention, limit: int | None) -> dict[str, Any]:
+def gated_statistics(attention: GatedAttention, limit: int | None, block: int) -> dict[str, Any]:
     """Return what recordings keep of a gated attention: its means, the uniform scale, and the patterns of A and C.
 
     Args:
         attention: Attention of a batch of B images.
         limit: Number of images, the first ones, that count in the patterns; None for all.
+        block: Number of weights to form at a time.
     """
-    whole, content = gated_patterns(attention, limit)
+    whole, content = gated_patterns(attention, limit, block)
     patterns = {"content_information": whole, "content_part_information": content}
     return {**gated_means(attention), **uniform_gated_attention(attention), **patterns}
 

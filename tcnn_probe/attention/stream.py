@@ -9,14 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import without_autocast
+from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.gated import GATED_LAYERS, gated_attention_of, seams_of
 from tcnn_probe.attention.head_edit import AttendingCall, HeadEdit, edit_call, edit_gated_output
-from tcnn_probe.attention.head_editor import edited
-from tcnn_probe.attention.known_layers import NO_ATTENTION_MATRIX, looks_like_attention, lookup
 from tcnn_probe.attention.layout import GivenTokens, special_tokens
 from tcnn_probe.attention.reconstruction import NoTokenAttentionError, Verification, softmax_attention_of
+from tcnn_probe.attention.token_grid import FeatureMaps
 from tcnn_probe.hooks.forwards import Forward, Forwards
 from tcnn_probe.hooks.interception import (
     Answer,
@@ -26,9 +25,10 @@ from tcnn_probe.hooks.interception import (
     SeenJoin,
     SeenOperand,
     SeenProduct,
+    SeenUnmeasured,
     ValueProductTracker,
 )
-from tcnn_probe.hooks.modes import named_in_errors
+from tcnn_probe.hooks.modes import edited, named_in_errors
 from tcnn_probe.models import check_model, layer_names
 
 __all__ = ["AttentionListener", "AttentionStream", "attention_stream"]
@@ -195,6 +195,10 @@ class AttentionStream:
             self._maps.joins(seen.lengths)
         elif isinstance(seen, SeenCopy):
             self._tracker.copied(seen)
+        elif isinstance(seen, SeenUnmeasured):
+            name = self._names[forward.running[-1][0]]
+            if self._wants(name):
+                self.unsupported[name] = seen.reason
         elif isinstance(seen, SeenProduct):
             waiting = {shown: (shown.operand, shown.has_heads) for shown in self._shown if shown.operand is not None}
             for shown, objection in self._tracker.weighed_by(seen, waiting).items():
@@ -302,7 +306,7 @@ class AttentionStream:
         for module, name in self._names.items() if new else ():
             if module not in new or name in named or not self._wants(name):
                 continue
-            if reason := lookup(NO_ATTENTION_MATRIX, module):
+            if reason := known(module).no_attention_matrix:
                 self.unsupported[name] = reason
             elif looks_like_attention(module) and not any(not name or x.startswith(f"{name}.") for x in named):
                 self.unsupported[name] = "no softmax between tokens was seen while it ran"

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from tcnn_model.pooling.attention_pool import AttentionPool2d
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import SpecialTokens, Tokens
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import attention_stream
+from tcnn_probe.attention.token_grid import FeatureMaps
 from tcnn_probe.attribution.unsupported import UnsupportedMethodError
 from tcnn_probe.models import class_scores, layer_names
 

@@ -1,1 +1,1 @@
-"""Recording while somebody else's loop trains: each module here needs the package that it is named after."""
+"""Callbacks that record in other training loops; each module needs the package that it is named after."""

@@ -1,37 +1,35 @@
-"""Recording while the command ``tcnn-finetune`` trains."""
+"""Recording in the command ``tcnn-finetune``."""
 
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tcnn_probe.recording.epoch import OtherLayersError
 from tcnn_probe.recording.recorder import Recorder
-from tcnn_probe.storage import StoreError
 
 __all__ = ["Recording"]
 
 
 class Recording:
-    """Records each validation of a run into ``recording.zarr`` in its folder, with the run's scalars and settings.
+    """Recording of each validation of a run, in ``recording.zarr`` in its folder, with its scalars and settings.
 
-    If a model has no heads yet, as a CNN before it is a T-CNN, only the scalars are recorded. Its heads are added once
-    it has some. A model that has heads and gets others goes on in a second recording, ``recording-converted.zarr``.
+    If a model has no heads yet, as a CNN before it is a T-CNN, only the scalars are recorded, and its heads once it has
+    some. A model whose heads are replaced by others continues in a second recording, ``recording-converted.zarr``.
 
     Args:
-        model: that is trained.
-        folder: of the run.
-        settings: of the run; files and folders of this machine are left out.
+        model: Model that is trained.
+        folder: Folder of the run.
+        settings: Settings of the run; files and folders of this machine are left out.
     """
 
     def __init__(self, model: Any, folder: Path, settings: Mapping[str, Any]) -> None:
         self._model, self._store = model, folder / "recording.zarr"
-        local = ("data", "weights", "teacher_weights", "out", "watcher", "device")
+        local = ("data", "weights", "teacher_weights", "out", "watcher", "device")  # meaningless elsewhere, or private
         self._attrs = {name: value for name, value in settings.items() if name not in local}
         try:
             self._recorder = Recorder(model, self._store, attrs=self._attrs)
-        except StoreError as error:
-            if "of other layers" not in str(error):
-                raise
+        except OtherLayersError:
             self._store = folder / "recording-converted.zarr"
             self._recorder = Recorder(model, self._store, attrs=self._attrs)
 

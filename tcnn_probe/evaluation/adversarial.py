@@ -1,4 +1,4 @@
-"""Adversarial images: small steps of all pixels in the direction that raises the model's loss."""
+"""Adversarial images, by small steps of all pixels in the direction that raises the model's loss."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnn_probe.evaluation.checks import as_labels, as_pixels, check_labels
-from tcnn_probe.evaluation.classifier import Classifier, Model, Normalization, as_classifier, quiet
+from tcnn_probe.evaluation.classifier import Classifier, Model, Normalization, as_classifier, restored
 from tcnn_probe.models import whole_number
 
 __all__ = ["Ascent", "as_attacks", "fgsm", "pgd"]
@@ -19,22 +19,22 @@ __all__ = ["Ascent", "as_attacks", "fgsm", "pgd"]
 def fgsm(
     model: Model, images: Any, labels: Any, *, epsilon: float = 1 / 255, normalization: Normalization | None = None
 ) -> Tensor:
-    """One step of length ε along the sign of the loss's gradient, x + ε sign ∇ₓL(x, y), cut off at 0 and 1.
+    """Take one step of length ε along the sign of the loss's gradient, x + ε sign ∇ₓL(x, y), clipped to [0, 1].
 
     This is :func:`pgd` with one step of length ε and no random start. (Goodfellow et al. 2015, Explaining and
     harnessing adversarial examples, §4.)
 
     Args:
-        model, images, labels, epsilon, normalization: as of :func:`pgd`.
+        model, images, labels, epsilon, normalization: See :func:`pgd`.
 
     Returns:
-        images, as of :func:`pgd`.
+        Adversarial images; see :func:`pgd`.
 
     Raises:
-        ValueError, TypeError: as :func:`pgd`.
+        ValueError, TypeError: See :func:`pgd`.
     """
-    options: dict[str, Any] = {"epsilon": epsilon, "step": epsilon, "normalization": normalization}
-    return pgd(model, images, labels, steps=1, random_start=False, **options)
+    length: dict[str, Any] = {"epsilon": epsilon, "step": epsilon}
+    return pgd(model, images, labels, **length, steps=1, random_start=False, normalization=normalization)
 
 
 def pgd(
@@ -50,7 +50,7 @@ def pgd(
     first: int = 0,
     normalization: Normalization | None = None,
 ) -> Tensor:
-    """Projected gradient ascent on the cross-entropy of the true classes, within ε of each pixel and in [0, 1].
+    """Attack by projected gradient ascent on the cross-entropy, within ε of each pixel and in [0, 1].
 
     (Madry et al. 2018, Towards deep learning models resistant to adversarial attacks, §2.1, in the L∞ norm.)
     Untargeted. No pixel moves by more than ε: x ± ε is rounded towards x. A pixel whose gradient is 0 or NaN stays
@@ -62,39 +62,40 @@ def pgd(
         accuracy = (model(normalize(worse)).argmax(1) == labels).float().mean()
 
     Args:
-        model: a module, which runs in eval mode and is afterwards as it was; or a function, which is called as it is.
-            From normalised images to scores, shape (B, K).
-        images: in pixel space, shape (B, C, H, W), in [0, 1], before normalisation.
-        labels: their classes, shape (B,).
-        epsilon: how far each pixel may move, at most 1.
-        step: length of a step, at most 1.
-        steps: number of steps.
-        random_start: whether to start at a uniformly random point within ε of the image, not at the image itself.
-        seed: of that point, which for image i of the batch depends on (seed, first + i) alone.
-        first: number of the batch's first image.
-        normalization: (mean, std), applied before the model, each a number or one for each channel; None for that of
-            timm's ``pretrained_cfg``; ((0,), (1,)) for none.
+        model: A module, which runs in eval mode and is restored afterwards; or a function, which is called as it is.
+            It maps normalised images to scores, shape (B, K).
+        images: Images in pixel space, before normalisation: shape (B, C, H, W), in [0, 1].
+        labels: True classes of the images, shape (B,).
+        epsilon: Largest change of a pixel, at most 1.
+        step: Length of a step, at most 1.
+        steps: Number of steps.
+        random_start: Start at a uniformly random point within ε of the image, not at the image itself.
+        seed: Seed of that point, which for image i of the batch depends on (seed, first + i) alone.
+        first: Number of the batch's first image.
+        normalization: Mean and standard deviation, applied before the model, each a number or one for each channel;
+            None for those of timm's ``pretrained_cfg``; ((0,), (1,)) for no normalisation.
 
     Returns:
-        images, shape (B, C, H, W), in pixel space, on the device of those given; float64 if those are, else float32.
+        Adversarial images, shape (B, C, H, W), in pixel space, on the device of ``images``; float64 if those are, else
+        float32.
 
     Raises:
-        ValueError: images outside of [0, 1], labels that the model does not have, an option out of range, or a model
-            that does not say how its images are normalised.
-        TypeError: no images or labels, or a model that gives no scores or none that can be differentiated.
+        ValueError: Images are outside of [0, 1], the model lacks a label's class or does not say how its images are
+            normalised, or an option is out of range.
+        TypeError: These are no images or labels, or the model returns no scores or none that can be differentiated.
     """
     ascent = Ascent(epsilon, step, steps, random_start)
     seed, first = whole_number(seed, "seed"), whole_number(first, "first")
     pixels = as_pixels(images)
     classes = as_labels(labels, len(pixels))
     classifier = as_classifier(model, normalization, pixels.shape[1])
-    with quiet(model):
+    with restored(model):
         return ascent(classifier, pixels, classes, seed, first)
 
 
 @dataclass(frozen=True)
 class Ascent:
-    """Steps up the loss, as :func:`pgd` takes them."""
+    """Projected gradient ascent with these options; see :func:`pgd`."""
 
     epsilon: float = 1 / 255
     step: float = 0.5 / 255
@@ -110,40 +111,42 @@ class Ascent:
 
     @torch.enable_grad()
     def __call__(self, classifier: Classifier, images: Tensor, labels: Tensor, seed: int, first: int) -> Tensor:
-        """Adversarial images, shape (B, C, H, W), of checked ones; within ``quiet``."""
-        found = classifier.place(images)
-        low, high = _box(found, self.epsilon)
+        """Attack images that were checked, shape (B, C, H, W). Call it within ``restored``."""
+        adversarial = classifier.place(images)
+        low, high = _box(adversarial, self.epsilon)
         if self.random_start:
-            start = _random_start(found.shape, self.epsilon, seed, first).to(found)
-            found = (found + start).clamp(low, high)
+            offset = _random_start(adversarial.shape, self.epsilon, seed, first).to(adversarial)
+            adversarial = (adversarial + offset).clamp(low, high)
         for _ in range(self.steps):
-            direction = _gradient(classifier, found, labels).sign()  # 0 of NaN
-            found = (found + self.step * direction).clamp(low, high)
-        return found.to(images.device)
+            direction = _gradient(classifier, adversarial, labels).sign()  # sign(NaN) is 0 in torch: no step there
+            adversarial = (adversarial + self.step * direction).clamp(low, high)
+        return adversarial.to(images.device)
 
 
 def _one_step(epsilon: float = 1 / 255) -> Ascent:
     return Ascent(epsilon, step=epsilon, steps=1, random_start=False)
 
 
-def as_attacks(asked: str | Collection[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, Ascent]:
-    """Attacks by name, from their names or options; FGSM first."""
+def as_attacks(attacks: str | Collection[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, Ascent]:
+    """Build attacks, FGSM first, from names or from options by name."""
     known: dict[str, Callable[..., Ascent]] = {"fgsm": _one_step, "pgd": Ascent}
-    names = (asked,) if isinstance(asked, str) else tuple(asked)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"expected attacks among {', '.join(known)}; got {unknown[0]!r}")
-    options = asked if isinstance(asked, Mapping) else {}
+    names = [attacks] if isinstance(attacks, str) else list(attacks)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"expected attacks among {', '.join(known)}; got {name!r}")
+    options = attacks if isinstance(attacks, Mapping) else {}
     return {name: attack(**options.get(name, {})) for name, attack in known.items() if name in names}
 
 
 def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
-    """The gradient of the cross-entropy with respect to the images; parameters' own gradients are not touched."""
+    """Differentiate the cross-entropy with respect to the images, leaving the parameters' gradients alone."""
     images = images.detach().requires_grad_()
     scores = classifier(images)
     check_labels(labels, scores.shape[1])
-    scale = 1024.0 if scores.dtype == torch.float16 else 1.0  # its sign is wanted, and small halves would be zero
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    loss = scale * F.cross_entropy(wide, labels.to(scores.device, copy=True), reduction="sum")
+    # Only the sign is used, and gradients in half precision would underflow to 0 without a scale.
+    scale = 1024.0 if scores.dtype == torch.float16 else 1.0
+    logits = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    loss = scale * F.cross_entropy(logits, labels.to(scores.device, copy=True), reduction="sum")
     gradient = torch.autograd.grad(loss, images, allow_unused=True)[0] if loss.requires_grad else None
     if gradient is None:
         raise TypeError("expected scores that can be differentiated by the images; the model detaches them")
@@ -151,7 +154,8 @@ def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Lowest and highest value of each pixel, in [0, 1] and, rounding included, no further off than epsilon."""
+    """Return the lowest and highest value of each pixel: in [0, 1] and, rounding included, within epsilon of it."""
+    # x ± ε in the images' dtype may round away from x; such a bound is replaced by its neighbour towards x.
     exact = images.double()
     low, high = (exact - epsilon).to(images), (exact + epsilon).to(images)
     low = torch.where(exact - low.double() > epsilon, low.nextafter(images), low)
@@ -160,6 +164,6 @@ def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 def _random_start(shape: torch.Size, epsilon: float, seed: int, first: int) -> Tensor:
-    """Uniform in [-epsilon, epsilon), float64; each image from its own generator."""
-    generators = [np.random.default_rng((seed, first + i)) for i in range(shape[0])]
-    return torch.from_numpy(np.stack([g.uniform(-epsilon, epsilon, tuple(shape[1:])) for g in generators]))
+    """Draw offsets uniformly from [-epsilon, epsilon), float64, each image from a generator of its own."""
+    generators = [np.random.default_rng((seed, number)) for number in range(first, first + shape[0])]
+    return torch.from_numpy(np.stack([rng.uniform(-epsilon, epsilon, tuple(shape[1:])) for rng in generators]))

@@ -1,4 +1,4 @@
-"""Checks of what perturbations are given: images in pixel space, labels, several distinct options."""
+"""Checks of arguments: images in pixel space, labels, distinct options."""
 
 from collections.abc import Collection
 from typing import Any
@@ -11,11 +11,11 @@ from tcnn_probe.models import class_indices, whole_number
 
 __all__ = ["as_labels", "as_pixels", "check_distinct", "check_labels", "check_range", "whole_numbers"]
 
-_SLACK = 1e-4  # what rounding may leave beyond [0, 1] when a normalisation is undone
+_SLACK = 1e-4  # undoing a normalisation in float32 leaves values this far outside of [0, 1], by rounding
 
 
 def check_range(low: float, high: float) -> None:
-    """Refuse values that are not in [0, 1], or NaN."""
+    """Raise ValueError for values outside of [0, 1], or NaN."""
     if not (low >= -_SLACK and high <= 1 + _SLACK):
         raise ValueError(
             f"expected images in pixel space, in [0, 1], before normalisation; got values from {low:.4g} to {high:.4g}:"
@@ -24,45 +24,49 @@ def check_range(low: float, high: float) -> None:
 
 
 def as_pixels(images: Any) -> Tensor:
-    """Images, or pictures of one size, in pixel space: shape (B, C, H, W), floating point, in [0, 1]."""
-    if (pictures := as_pictures(images)) is not None:
-        if len(sizes := {picture.size for picture in pictures}) > 1:
+    """Return images, or pictures of one size, in pixel space: shape (B, C, H, W), floating point, in [0, 1]."""
+    pictures = as_pictures(images)
+    if pictures is not None:
+        sizes = {picture.size for picture in pictures}
+        if len(sizes) > 1:
             raise ValueError(f"expected pictures of one size, got {sorted(sizes)} (width, height): resize or crop them")
         images = np.stack([np.asarray(picture, np.float32) / 255 for picture in pictures]).transpose(0, 3, 1, 2)
-    images = as_batch(
-        images, "a floating-point tensor (B, C, H, W) in [0, 1], before normalisation; or pictures"
-    ).detach()
-    low, high = (float(x) for x in images.aminmax())
+    expected = "a floating-point tensor (B, C, H, W) in [0, 1], before normalisation; or pictures"
+    images = as_batch(images, expected).detach()
+    low, high = float(images.amin()), float(images.amax())
     check_range(low, high)
     return images if low >= 0 and high <= 1 else images.clamp(0, 1)
 
 
 def as_labels(labels: Any, images: int) -> Tensor:
-    """Classes of the images, shape (B,), int64."""
-    found = class_indices(labels, "labels")
-    if found.shape != (images,):
-        raise ValueError(f"expected {images} labels, one for each image, got shape {tuple(found.shape)}")
-    return found
+    """Return the classes of so many images, shape (B,), int64."""
+    indices = class_indices(labels, "labels")
+    if indices.shape != (images,):
+        raise ValueError(f"expected {images} labels, one for each image, got shape {tuple(indices.shape)}")
+    return indices
 
 
-def check_labels(labels: Tensor, classes: int, who: str = "the model") -> None:
-    """Refuse labels (B,) that are none of so many classes, or (B, K) of other than so many."""
+def check_labels(labels: Tensor, classes: int, name: str = "the model") -> None:
+    """Raise ValueError for labels (B,) beyond the model's classes, or (B, K) with another number of classes."""
     if labels.ndim == 2 and labels.shape[1] != classes:
-        raise ValueError(f"expected labels (B, {classes}), {who} having {classes} classes; got (B, {labels.shape[1]})")
-    if labels.ndim == 1 and (top := int(labels.max())) >= classes:
-        raise ValueError(f"expected labels from 0 to {classes - 1}, {who} having {classes} classes; got {top}")
+        raise ValueError(f"expected labels (B, {classes}), {name} having {classes} classes; got (B, {labels.shape[1]})")
+    if labels.ndim == 1 and labels.max() >= classes:
+        highest = int(labels.max())
+        raise ValueError(f"expected labels from 0 to {classes - 1}, {name} having {classes} classes; got {highest}")
 
 
-def whole_numbers(given: Any, what: str, least: int = 0, most: int | None = None) -> tuple[int, ...]:
-    """One number or several that differ, each checked."""
-    numbers = tuple(given) if isinstance(given, Collection) and not isinstance(given, str) else (given,)
+def whole_numbers(numbers: Any, name: str, low: int = 0, high: int | None = None) -> tuple[int, ...]:
+    """Check an integer, or several that differ; return them as a tuple."""
+    if not isinstance(numbers, Collection) or isinstance(numbers, str):
+        numbers = (numbers,)
     if not numbers:
-        raise ValueError(f"expected at least one of {what}, got none")
-    check_distinct(numbers, what)
-    return tuple(whole_number(number, what, least, most) for number in numbers)
+        raise ValueError(f"expected at least one of {name}, got none")
+    check_distinct(numbers, name)
+    return tuple(whole_number(number, name, low, high) for number in numbers)
 
 
-def check_distinct(given: Collection[Any], what: str) -> None:
-    """Refuse what is named twice."""
-    if repeated := [each for each in given if list(given).count(each) > 1]:
-        raise ValueError(f"expected distinct {what}, got {repeated[0]!r} twice")
+def check_distinct(options: Collection[Any], name: str) -> None:
+    """Raise ValueError for an option that is given twice."""
+    for option in options:
+        if list(options).count(option) > 1:
+            raise ValueError(f"expected distinct {name}, got {option!r} twice")

@@ -12,7 +12,7 @@ from tcnn_probe.evaluation.checks import check_labels
 from tcnn_probe.hooks.modes import hidden_from_recorders
 from tcnn_probe.models import class_scores, floating_tensor, untouched, unwrap
 
-__all__ = ["Classifier", "Model", "Normalization", "as_classifier", "quiet"]
+__all__ = ["Classifier", "Model", "Normalization", "as_classifier", "restored"]
 
 Model = Callable[[Tensor], Any]
 Normalization = tuple[float | Sequence[float] | Tensor, float | Sequence[float] | Tensor]
@@ -20,7 +20,7 @@ Normalization = tuple[float | Sequence[float] | Tensor, float | Sequence[float] 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model, the normalization of its images, and the classes that its prediction is taken of (None: all)."""
+    """A model, the normalization of its images, and the classes among which it predicts (None: all)."""
 
     model: Model
     mean: tuple[float, ...]
@@ -29,25 +29,26 @@ class Classifier:
     device: torch.device | str | None = None
 
     def place(self, images: Tensor) -> Tensor:
-        """A copy where the model is, in float32 at least."""
-        like = self._like(images)
-        device = like.device if self.device is None else self.device
+        """Copy images to the model's device, in float32 or more: attacks need steps that half precision rounds away."""
+        device = self._reference(images).device if self.device is None else self.device
         return images.detach().to(device, torch.promote_types(images.dtype, torch.float32), copy=True)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Scores, shape (B, K), of placed images (B, C, H, W) in [0, 1]; -inf for classes that do not count."""
-        mean, std = (images.new_tensor(each).view(-1, 1, 1) for each in (self.mean, self.std))
-        scores = class_scores(self.model, ((images - mean) / std).to(self._like(images).dtype))
+        """Score placed images (B, C, H, W) in [0, 1]: shape (B, K), -inf for classes that do not count."""
+        mean = images.new_tensor(self.mean).view(-1, 1, 1)
+        std = images.new_tensor(self.std).view(-1, 1, 1)
+        scores = class_scores(self.model, ((images - mean) / std).to(self._reference(images).dtype))
         if self.classes is None:
             return scores
-        check_labels(torch.tensor(self.classes), scores.shape[1])
-        kept = torch.isin(torch.arange(scores.shape[1]), torch.tensor(self.classes))
-        return scores.masked_fill(~kept.to(scores.device), -torch.inf)
+        classes = torch.tensor(self.classes)
+        check_labels(classes, scores.shape[1])
+        excluded = torch.isin(torch.arange(scores.shape[1]), classes, invert=True)
+        return scores.masked_fill(excluded.to(scores.device), -torch.inf)
 
-    def _like(self, images: Tensor) -> Tensor:
-        """A tensor of the model, or the images: of the dtype and on the device that the model needs."""
-        found = floating_tensor(self.model) if isinstance(self.model, nn.Module) else None
-        return images if found is None else found
+    def _reference(self, images: Tensor) -> Tensor:
+        """Return a tensor with the dtype and device that the model takes: of the model, or else the images."""
+        tensor = floating_tensor(self.model) if isinstance(self.model, nn.Module) else None
+        return images if tensor is None else tensor
 
 
 def as_classifier(
@@ -57,7 +58,7 @@ def as_classifier(
     classes: tuple[int, ...] | None = None,
     device: torch.device | str | None = None,
 ) -> Classifier:
-    """The model with the normalization that is given, or that of timm's configuration."""
+    """Join a model with a normalization, None for that of timm's configuration."""
     if not callable(model):
         raise TypeError(f"expected a module or a function from images to scores, got {type(model).__name__}")
     if normalization is None:
@@ -69,11 +70,11 @@ def as_classifier(
             )
         normalization = config["mean"], config["std"]
     try:
-        mean, std = (torch.as_tensor(each, dtype=torch.float64).cpu().flatten() for each in normalization)
-        fits = all(len(each) in (1, channels) and bool(each.isfinite().all()) for each in (mean, std))
-    except (TypeError, ValueError):
-        fits = False
-    if not fits or (std <= 0).any():
+        mean, std = (torch.as_tensor(numbers, dtype=torch.float64).cpu().flatten() for numbers in normalization)
+        valid = {len(mean), len(std)} <= {1, channels} and bool((mean.isfinite() & std.isfinite() & (std > 0)).all())
+    except (TypeError, ValueError):  # no two values, or none that are numbers
+        valid = False
+    if not valid:
         raise ValueError(
             "expected normalization=(mean, std), finite numbers or one for each of the images' "
             f"{channels} channels, std positive; got {normalization!r}"
@@ -82,8 +83,8 @@ def as_classifier(
 
 
 @contextmanager
-def quiet(*models: Model) -> Iterator[None]:
-    """Modules in eval mode, outside of the caller's inference mode and unseen by recorders; afterwards as they were."""
+def restored(*models: Model) -> Iterator[None]:
+    """Run modules in eval mode, outside of inference mode and hidden from recorders; restore them afterwards."""
     with ExitStack() as stack:
         for model in models:
             if isinstance(model, nn.Module):

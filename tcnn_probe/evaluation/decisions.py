@@ -1,10 +1,10 @@
-"""How models differ in what they decide, and whether they are as sure as they are right; needs no torch."""
+"""Decisions of models compared: disagreement, McNemar's test, calibration; needs no torch."""
 
 import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.evaluation.summary import check_results, kind_of, mean_by
+from tcnn_probe.evaluation.summary import check_results, mean_by, prefix_of
 
 __all__ = ["calibration_error", "disagreement", "mcnemar"]
 
@@ -12,19 +12,19 @@ GROUND_TRUTH = "ground truth"
 
 
 def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
-    """The share of images that two models classify differently (Touvron's thesis, Table 3.4).
+    """Count the images that two models classify differently, as a share (Touvron's thesis, Table 3.4).
 
     ::
 
-        found = tcnn_probe.evaluation.disagreement(ds, by="group")
-        found.disagreement.sel(group="noise").to_pandas()
-        tcnn_probe.evaluation.mean_interval(found.differ)
+        pairs = tcnn_probe.evaluation.disagreement(ds, by="group")
+        pairs.disagreement.sel(group="noise").to_pandas()
+        tcnn_probe.evaluation.mean_interval(pairs.differ)
 
     The labels stand among the models as "ground truth", so its row has the error rates. Two predictions of -1 (scores
-    with NaN) do not differ. What is NaN, of a model that did not see these images, is left out.
+    with NaN) do not differ. NaNs, of a model that did not see these images, are left out.
 
     Args:
-        results: what :func:`tcnn_probe.evaluation.robustness` gave.
+        results: Results of :func:`tcnn_probe.evaluation.robustness`.
         by: None for clean images; "group" of corruptions, "corruption", "severity" or "attack", with the mean over all
             other dimensions (severities, seeds).
 
@@ -33,28 +33,32 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
         over images, ``disagreement`` (model, other, by), both in units of 1.
 
     Raises:
-        TypeError: no Dataset.
-        ValueError: ``by`` unknown or not measured, or no predictions of several models.
+        TypeError: The results are no Dataset.
+        ValueError: ``by`` is unknown or was not measured, or the predictions are those of a single model.
     """
-    name = f"{kind_of(by)}prediction"
+    name = f"{prefix_of(by)}prediction"
     check_results(results, name, "label")
-    if "model" not in results[name].dims:
-        raise ValueError(f"expected {name!r} with the dimension 'model', got {results[name].dims}")
-    kept = results[name]
-    truth = results.label.broadcast_like(kept.isel(model=0, drop=True)).expand_dims(model=[GROUND_TRUTH])
-    decided = xr.concat([truth, kept], "model")
-    ones = [decided.isel(model=n, drop=True) for n in range(len(decided.model))]
-    rows = [mean_by((decided != one).where(decided.notnull() & one.notnull()).rename(name), by) for one in ones]
-    differ = xr.concat(rows, decided.model.rename(model="other").variable).transpose("model", "other", ..., "image")
-    words = "two models decide differently"
-    differ.attrs = {"long_name": words, "units": "1", "definition": "share of conditions (severities, seeds, ...)"}
+    predictions = results[name]
+    if "model" not in predictions.dims:
+        raise ValueError(f"expected {name!r} with the dimension 'model', got {predictions.dims}")
+    truth = results.label.broadcast_like(predictions.isel(model=0, drop=True)).expand_dims(model=[GROUND_TRUTH])
+    predictions = xr.concat([truth, predictions], "model")
+    rows = []
+    for number in range(len(predictions.model)):  # not all pairs at once, which would be the square of the memory
+        other = predictions.isel(model=number, drop=True)
+        differ = (predictions != other).where(predictions.notnull() & other.notnull())
+        rows.append(mean_by(differ.rename(name), by))
+    others = predictions.model.rename(model="other").variable
+    differ = xr.concat(rows, others).transpose("model", "other", ..., "image")
+    phrase = "two models decide differently"
+    differ.attrs = {"long_name": phrase, "units": "1", "definition": "share of conditions (severities, seeds, ...)"}
     shares = differ.mean("image")
-    shares.attrs = {"long_name": f"share of images of which {words}", "units": "1"}
+    shares.attrs = {"long_name": f"share of images of which {phrase}", "units": "1"}
     return xr.Dataset({"disagreement": shares, "differ": differ}, attrs=results.attrs)
 
 
 def mcnemar(first: xr.DataArray, second: xr.DataArray) -> xr.Dataset:
-    """McNemar's exact test of whether two models are right equally often, on the same images.
+    """Test by McNemar's exact test whether two models are right equally often on the same images.
 
     ::
 
@@ -66,34 +70,35 @@ def mcnemar(first: xr.DataArray, second: xr.DataArray) -> xr.Dataset:
     dimensions has a test of its own: correct for their number before you call one of many significant.
 
     Args:
-        first, second: whether each image is right, bool, with the dimension "image": two of ``ds.correct``.
+        first, second: Right answers of each model, bool, with the dimension "image": two of ``ds.correct``.
 
     Returns:
         ``first_only`` and ``second_only``, numbers of images that only this model has right, and ``p_value``, each with
         the dimensions of the two but "image". 1 where the two differ in no image.
 
     Raises:
-        TypeError: an argument is not bool.
-        ValueError: no dimension "image", or the two are of different images.
+        TypeError: An argument is not bool.
+        ValueError: There is no dimension "image", or the two have different images.
     """
     from scipy.stats import binomtest
 
-    _check_right(first, second)
+    _check_right(first)
+    _check_right(second)
     first, second = xr.align(first.compute(), second.compute(), join="exact")
-    counts = [(one & ~other).sum("image") for one, other in ((first, second), (second, first))]
-    p_value = xr.apply_ufunc(
-        lambda ours, theirs: binomtest(int(ours), int(ours + theirs)).pvalue if ours + theirs else 1.0,
-        *counts,
-        vectorize=True,
-        output_dtypes=[float],
-    )
-    found = xr.Dataset({"first_only": counts[0], "second_only": counts[1], "p_value": p_value})
-    found.p_value.attrs = {"long_name": "p-value of McNemar's exact test", "units": "1"}
-    return found
+    first_only = (first & ~second).sum("image")
+    second_only = (second & ~first).sum("image")
+
+    def test(wins: int, losses: int) -> float:
+        trials = int(wins + losses)
+        return binomtest(int(wins), trials).pvalue if trials else 1.0
+
+    p_value = xr.apply_ufunc(test, first_only, second_only, vectorize=True, output_dtypes=[float])
+    p_value.attrs = {"long_name": "p-value of McNemar's exact test", "units": "1"}
+    return xr.Dataset({"first_only": first_only, "second_only": second_only, "p_value": p_value})
 
 
 def calibration_error(confidence: xr.DataArray, correct: xr.DataArray, bins: int = 15) -> xr.DataArray:
-    """Expected calibration error (Guo et al. 2017, On Calibration of Modern Neural Networks, Eq. 3).
+    """Compute the expected calibration error (Guo et al. 2017, On Calibration of Modern Neural Networks, Eq. 3).
 
     ::
 
@@ -104,16 +109,16 @@ def calibration_error(confidence: xr.DataArray, correct: xr.DataArray, bins: int
     bins, and is above 0 in a small sample of a calibrated model too: compare at equal numbers of both.
 
     Args:
-        confidence: of each prediction, in [0, 1], with the dimension "image": ``ds.confidence``.
-        correct: whether it is right, bool, with the same dimensions.
-        bins: how many.
+        confidence: Confidence of each prediction, in [0, 1], with the dimension "image": ``ds.confidence``.
+        correct: Right predictions, bool, with the same dimensions.
+        bins: Number of bins.
 
     Returns:
-        the errors, in units of 1, with the dimensions of the two but "image"; NaN where a confidence is NaN.
+        The errors, in units of 1, with the dimensions of the two but "image"; NaN where a confidence is NaN.
 
     Raises:
         TypeError: ``correct`` is not bool.
-        ValueError: no dimension "image", other images, confidences outside of [0, 1], or no bin.
+        ValueError: There is no dimension "image" or no bin, the images differ, or confidences are outside of [0, 1].
     """
     _check_right(correct)
     if bins < 1:
@@ -122,23 +127,27 @@ def calibration_error(confidence: xr.DataArray, correct: xr.DataArray, bins: int
         raise ValueError("expected confidences in [0, 1], as ds.confidence: the softmax of scores, not scores")
     edges = np.linspace(0, 1, bins + 1)[1:-1]
 
-    def error(sure: NDArray[np.floating], right: NDArray[np.bool_]) -> float:
-        gaps = np.bincount(np.searchsorted(edges, sure), weights=right - sure.astype(float), minlength=bins)
-        return float(np.abs(gaps).sum() / len(sure))
+    def error(confidence: NDArray[np.floating], correct: NDArray[np.bool_]) -> float:
+        gaps = np.bincount(np.searchsorted(edges, confidence), correct - confidence.astype(float), bins)
+        return float(np.abs(gaps).sum() / len(confidence))
 
-    given = confidence.compute(), correct.compute()
-    found = xr.apply_ufunc(
-        error, *given, input_core_dims=[["image"]] * 2, join="exact", vectorize=True, output_dtypes=[float]
+    errors = xr.apply_ufunc(
+        error,
+        confidence.compute(),
+        correct.compute(),
+        input_core_dims=[["image"], ["image"]],
+        join="exact",
+        vectorize=True,
+        output_dtypes=[float],
     )
-    return found.rename("calibration_error").assign_attrs(
+    return errors.rename("calibration_error").assign_attrs(
         long_name="expected calibration error", units="1", definition=f"{bins} bins of equal width"
     )
 
 
-def _check_right(*given: xr.DataArray) -> None:
-    for each in given:
-        if not isinstance(each, xr.DataArray) or each.dtype != bool:
-            got = each.dtype if isinstance(each, xr.DataArray) else type(each).__name__
-            raise TypeError(f"expected whether each image is right, bool, as ds.correct; got {got}")
-        if "image" not in each.dims:
-            raise ValueError(f"expected whether each image is right, with the dimension 'image'; got {each.dims}")
+def _check_right(answers: xr.DataArray) -> None:
+    if not isinstance(answers, xr.DataArray) or answers.dtype != bool:
+        got = answers.dtype if isinstance(answers, xr.DataArray) else type(answers).__name__
+        raise TypeError(f"expected whether each image is right, bool, as ds.correct; got {got}")
+    if "image" not in answers.dims:
+        raise ValueError(f"expected whether each image is right, with the dimension 'image'; got {answers.dims}")

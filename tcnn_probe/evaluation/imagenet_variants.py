@@ -1,4 +1,4 @@
-"""Published test sets for models trained on ImageNet, read from where they lie on disk, with their class masks."""
+"""Published test sets for models trained on ImageNet, read from disk, with their class masks."""
 
 import json
 import warnings
@@ -26,10 +26,10 @@ class Variant:
     """A test set for :func:`tcnn_probe.evaluation.robustness`; make one of your own from a name and batches.
 
     Attributes:
-        name: its label in the results.
-        loader: batches of images in pixel space, (B, C, H, W) in [0, 1], and labels: (B,), or, where several classes
+        name: Label of the test set in the results.
+        loader: Batches of images in pixel space, (B, C, H, W) in [0, 1], and labels: (B,), or, where several classes
             are right, (B, K), bool.
-        classes: those of the model's among which the prediction is chosen; None for all.
+        classes: Classes of the model among which it predicts; None for all.
     """
 
     name: str
@@ -67,28 +67,29 @@ def imagenet_variant(
     et al. 2020); -V2, Do ImageNet Classifiers Generalize to ImageNet? (Recht et al. 2019).
 
     Args:
-        name, root: as above.
-        model: one of timm's, whose configuration says how images are resized and cropped; None for timm's default.
-        size: of images, height and width; None for that of the model, or 224.
-        batch_size: images at a time.
-        workers: processes that read images.
-        corruption, severity: of ImageNet-C only: names of the folders.
+        name: Name of the test set, as above.
+        root: Folder with its images, as above.
+        model: A model of timm, whose configuration says how images are resized and cropped; None for timm's default.
+        size: Height and width of the images; None for that of the model, or 224.
+        batch_size: Number of images in a batch.
+        workers: Number of processes that read images.
+        corruption, severity: Names of the folders of ImageNet-C; None for the other test sets.
 
     Returns:
-        :class:`Variant`, for ``robustness(variants=)``.
+        A :class:`Variant`, for ``robustness(variants=)``.
 
     Raises:
-        FileNotFoundError: no such folder.
-        ValueError: an unknown name, an option that the variant does not have, or folders that are not those above.
+        FileNotFoundError: The folder does not exist.
+        ValueError: The name is unknown, the variant lacks an option, or the folders are not those above.
 
     Warns:
-        UserWarning: folders of some classes are missing.
+        UserWarning: Folders of some classes are missing.
     """
     if name not in _NAMES:
         raise ValueError(f"expected one of {', '.join(_NAMES)}; got {name!r}")
-    folder, full = Path(root), name
+    folder, label = Path(root), name
     if name == "imagenet-c":
-        folder, full = folder / str(corruption) / str(severity), f"{name}/{corruption}/{severity}"
+        folder, label = folder / str(corruption) / str(severity), f"{name}/{corruption}/{severity}"
         model, size = None, 224
     elif corruption is not None or severity is not None:
         raise ValueError(f"only imagenet-c has a corruption and a severity, not {name}")
@@ -96,17 +97,17 @@ def imagenet_variant(
         raise FileNotFoundError(f"there is no folder {folder}")
     transform = _transform(model, size, whole=name == "imagenet-c")
     classes = _classes(name)
-    samples = _really_labelled(folder) if name == "imagenet-real" else _by_class(folder, classes, name)
-    generator = torch.Generator()  # of its own: torch's global state is not advanced
-    images, batch_size = _Images(samples, transform), whole_number(batch_size, "batch_size", 1)
-    loader = DataLoader(images, batch_size, num_workers=workers, generator=generator)
-    return Variant(full, loader, tuple(sorted(classes.values())) if len(classes) < _CLASSES else None)
+    samples = _samples_of_real(folder) if name == "imagenet-real" else _samples_by_class(folder, classes, name)
+    batch_size = whole_number(batch_size, "batch_size", 1)
+    # A generator of its own: without one, each iteration of a DataLoader advances torch's global state.
+    loader = DataLoader(_Images(samples, transform), batch_size, num_workers=workers, generator=torch.Generator())
+    return Variant(label, loader, tuple(sorted(classes.values())) if len(classes) < _CLASSES else None)
 
 
 class _Images(Dataset[tuple[Tensor, Any]]):
-    """Images by path, each with its class, or with all classes that are right, (K,), bool.
+    """Images by path, with their class or a mask of all right classes, bool (K,).
 
-    An image that cannot be read is an error; timm's own dataset would put the next one in its place.
+    An image that cannot be read is an error. timm's ImageDataset would return the next image in its place.
     """
 
     def __init__(self, samples: list[tuple[str, Any]], transform: Any) -> None:
@@ -122,22 +123,23 @@ class _Images(Dataset[tuple[Tensor, Any]]):
         return pixels, label if isinstance(label, int) else torch.isin(torch.arange(_CLASSES), torch.tensor(label))
 
 
-def _of_timm(file: str) -> str:
+def _read_timm_info(file: str) -> str:
     return (files("timm.data") / "_info" / file).read_text()
 
 
 def _classes(name: str) -> dict[str, int]:
-    """Class index by folder."""
+    """Return the class index of each folder."""
     if name == "imagenet-v2":
         return {str(index): index for index in range(_CLASSES)}
-    index = {wnid: number for number, wnid in enumerate(_of_timm("imagenet_synsets.txt").split())}
+    indices = {wnid: index for index, wnid in enumerate(_read_timm_info("imagenet_synsets.txt").split())}
     if name in ("imagenet-a", "imagenet-r"):
-        return {wnid: index[wnid] for wnid in _of_timm(f"{name.replace('-', '_')}_synsets.txt").split()}
-    return index
+        subset = _read_timm_info(f"{name.replace('-', '_')}_synsets.txt").split()
+        return {wnid: indices[wnid] for wnid in subset}
+    return indices
 
 
-def _read(folder: Path, classes: dict[str, int] | None) -> list[tuple[str, int]]:
-    """The list, by timm, of all images in the folders, with their classes."""
+def _list_images(folder: Path, classes: dict[str, int] | None) -> list[tuple[str, int]]:
+    """List all images in the folders, with their classes."""
     from timm.data.readers import create_reader
 
     try:
@@ -146,47 +148,53 @@ def _read(folder: Path, classes: dict[str, int] | None) -> list[tuple[str, int]]
         raise ValueError(f"expected images in the folders of {folder}: {error}") from error
 
 
-def _by_class(folder: Path, classes: dict[str, int], name: str) -> list[tuple[str, int]]:
-    """Images of folders named by class; folders of other names are refused, and missing ones warned of."""
-    found = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
-    unknown = [each for each in found if each not in classes]
-    if unknown or not found:
+def _samples_by_class(folder: Path, classes: dict[str, int], name: str) -> list[tuple[str, int]]:
+    """List images of folders named by class; refuse other folders, and warn of missing ones."""
+    present = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    unknown = [wnid for wnid in present if wnid not in classes]
+    if unknown or not present:
         raise ValueError(
             f"expected folders such as {next(iter(classes))}, of the {len(classes)} classes of {name}, in {folder}; "
             f"got {', '.join(unknown[:5]) or 'none'}"
         )
-    if len(found) < len(classes):
+    if len(present) < len(classes):
         warnings.warn(
-            f"{folder} has folders of {len(found)} of the {len(classes)} classes of {name}: what is measured on it is "
-            "not what is published",
+            f"{folder} has folders of {len(present)} of the {len(classes)} classes of {name}: accuracies on it are not "
+            "comparable with published ones",
             stacklevel=3,
         )
-    return _read(folder, classes)
+    return _list_images(folder, classes)
 
 
-def _really_labelled(folder: Path) -> list[tuple[str, list[int]]]:
-    """Images of the validation set with all classes that are right; those without any are left out."""
-    listed = json.loads(_of_timm("imagenet_real_labels.json"))
-    right = {f"ILSVRC2012_val_{number:08d}": labels for number, labels in enumerate(listed, 1)}
-    paths = [path for path, _ in _read(folder, None)]
-    if unknown := [path for path in paths if Path(path).stem not in right]:
-        raise ValueError(
-            f"expected images named ILSVRC2012_val_00000001.JPEG to ILSVRC2012_val_{len(right):08d}.JPEG, which have "
-            f"labels, in {folder}; got {unknown[0]}"
-        )
-    return [(path, right[Path(path).stem]) for path in paths if right[Path(path).stem]]
+def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
+    """List images of the validation set with all right classes (ImageNet-ReaL), without those that have none."""
+    labels_by_number = json.loads(_read_timm_info("imagenet_real_labels.json"))
+    labels = {f"ILSVRC2012_val_{number:08d}": classes for number, classes in enumerate(labels_by_number, 1)}
+    samples = []
+    for path, _ in _list_images(folder, None):
+        name = Path(path).stem
+        if name not in labels:
+            raise ValueError(
+                f"expected images named ILSVRC2012_val_00000001.JPEG to ILSVRC2012_val_{len(labels):08d}.JPEG, which "
+                f"have labels, in {folder}; got {path}"
+            )
+        if labels[name]:
+            samples.append((path, labels[name]))
+    return samples
 
 
 def _transform(model: nn.Module | None, size: int | tuple[int, int] | None, whole: bool) -> Any:
-    """From an image of PIL's to a tensor (3, H, W) in [0, 1], by timm; the whole or as configured."""
+    """Build timm's transform from a PIL image to a tensor (3, H, W) in [0, 1]: uncropped or as configured."""
     from timm.data import create_transform, resolve_data_config
 
-    configured = None if model is None else getattr(unwrap(model), "pretrained_cfg", None)
-    if model is not None and not configured:
+    pretrained_cfg = None if model is None else getattr(unwrap(model), "pretrained_cfg", None)
+    if model is not None and not pretrained_cfg:
         raise ValueError("the model has no pretrained_cfg of timm's: give size instead of model")
-    size = 224 if size is None and model is None else size
+    if size is None and model is None:
+        size = 224
     args: dict[str, Any] = {"crop_pct": 1.0 if whole else None}
     if size is not None:
         args["input_size"] = (3, size, size) if isinstance(size, int) else (3, *size)
-    config = resolve_data_config(args, pretrained_cfg=configured, use_test_size=True)
+    config = resolve_data_config(args, pretrained_cfg=pretrained_cfg, use_test_size=True)
+    # No normalisation: corruptions and attacks work in pixel space, and the model's is applied after them.
     return create_transform(**config | {"mean": (0.0,) * 3, "std": (1.0,) * 3})

@@ -3,6 +3,7 @@
 import statistics
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,51 +50,55 @@ def cost(
     does Table 2 of the T-CNN paper for these two, but its 4.6e9 for ResNet50-RS at 160 is twice the multiply-adds.
 
     Args:
-        models: that take images; or several, by name. Each is afterwards as it was.
-        size: of the images in pixels, (height, width) or a number for both; or (channels, height, width); None: what
-            timm's configuration says.
-        batch_size: of the forwards whose time and memory are measured.
-        rounds: how many of them are timed, after one that is not; models take turns.
-        training: whether to time training too: forward and backward, without the optimizer's part.
-        progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
+        models: A model that takes images, or several, by name. Each is restored afterwards.
+        size: Size of the images in pixels, (height, width) or a number for both; or (channels, height, width); None
+            for that of timm's configuration.
+        batch_size: Batch size of the forwards whose time and memory are measured.
+        rounds: Number of timed forwards, after one that is not timed; models take turns.
+        training: Time training too: forward and backward, without the optimizer's step.
+        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal.
 
     Returns:
-        a dataset over ``model``: ``parameters``, ``multiply_adds``, ``peak_memory`` in MiB (on the CPU without what
-        operators take for themselves) and ``images_per_second``; with ``training`` also ``training_images_per_second``.
+        A dataset over ``model``: ``parameters``, ``multiply_adds``, ``peak_memory`` in MiB (on the CPU without the
+        workspace of operators) and ``images_per_second``; with ``training`` also ``training_images_per_second``.
 
     Raises:
-        TypeError: something that is no model, or no size.
-        ValueError: a size out of range, or none, where timm does not know it.
+        TypeError: A model is no module, or a size no integer.
+        ValueError: A size is out of range, or missing where timm does not know it.
     """
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:
         raise ValueError("expected one model at least, got none")
     batch_size, rounds = whole_number(batch_size, "batch_size", 1), whole_number(rounds, "rounds", 1)
     images = {name: _images(model, size, batch_size) for name, model in members.items()}
-    found: dict[str, list[float]] = {name: [] for name in ("parameters", "multiply_adds", "peak_memory")}
-    timed = {"images_per_second": _forward} | ({"training_images_per_second": _training_step} if training else {})
-    with progress_bar(len(members) * (2 + len(timed) * (rounds + 1)), "cost", progress, "forward") as bar:
+    costs: defaultdict[str, list[float]] = defaultdict(list)
+    speeds = {"images_per_second": _forward}
+    if training:
+        speeds["training_images_per_second"] = _training_step
+    with progress_bar(len(members) * (2 + len(speeds) * (rounds + 1)), "cost", progress, "forward") as bar:
         for name, model in members.items():
             with untouched(model), FlopCounterMode(display=False) as counter:
                 model(images[name][:1])
-            found["parameters"].append(sum(parameter.numel() for parameter in model.parameters()))
-            found["multiply_adds"].append(counter.get_total_flops() / 2)
-            found["peak_memory"].append(_peak(model, images[name]) / 2**20)
+            costs["parameters"].append(sum(parameter.numel() for parameter in model.parameters()))
+            costs["multiply_adds"].append(counter.get_total_flops() / 2)
+            costs["peak_memory"].append(_peak(model, images[name]) / 2**20)
             bar.update(2)
-        for speed, run in timed.items():
+        for speed, run in speeds.items():
+            # Models take turns, so that a slow moment of the machine meets all of them. The first round warms up:
+            # caches are filled, and cuDNN chooses its kernels.
             seconds: dict[str, list[float]] = {name: [] for name in members}
             for _ in range(rounds + 1):
                 for name, model in members.items():
                     seconds[name].append(run(model, images[name]))
                     bar.update()
-            found[speed] = [batch_size / statistics.median(later) for _, *later in seconds.values()]
-    ds = xr.Dataset({name: ("model", values) for name, values in found.items()}, {"model": list(members)})
-    for name in found:
+            costs[speed] = [batch_size / statistics.median(times[1:]) for times in seconds.values()]
+    ds = xr.Dataset({name: ("model", values) for name, values in costs.items()}, {"model": list(members)})
+    for name in costs:
         units, description = _ABOUT[name]
         ds[name].attrs.update(units=units, long_name=name.replace("_", " "), description=description)
-    like = next(iter(images.values()))
-    device = torch.cuda.get_device_name(like.device) if like.is_cuda else f"CPU, {torch.get_num_threads()} threads"
-    return ds.assign_attrs(versions() | {"device": device, "dtype": str(like.dtype), "batch_size": batch_size})
+    batch = next(iter(images.values()))
+    device = torch.cuda.get_device_name(batch.device) if batch.is_cuda else f"CPU, {torch.get_num_threads()} threads"
+    return ds.assign_attrs(versions() | {"device": device, "dtype": str(batch.dtype), "batch_size": batch_size})
 
 
 def _images(model: nn.Module, size: int | tuple[int, ...] | None, batch_size: int) -> Tensor:
@@ -109,19 +114,20 @@ def _images(model: nn.Module, size: int | tuple[int, ...] | None, batch_size: in
         channels, *sides = sides
     for side in (channels, *sides):
         whole_number(side, "size", 1)
-    like = floating_tensor(model)
-    kind: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}
-    return torch.randn(batch_size, channels, *sides, **kind)
+    weight = floating_tensor(model)
+    options: dict[str, Any] = {} if weight is None else {"device": weight.device, "dtype": weight.dtype}
+    return torch.randn(batch_size, channels, *sides, **options)
 
 
 def _forward(model: nn.Module, images: Tensor) -> float:
-    """Seconds of a forward in eval mode."""
+    """Time a forward in eval mode, in seconds."""
     with untouched(model), torch.no_grad():
         return _seconds(lambda: model(images), images.device)
 
 
 def _training_step(model: nn.Module, images: Tensor) -> float:
-    """Seconds of a forward in training mode and its backward; random numbers and buffers are then as they were."""
+    """Time a forward in training mode and its backward, in seconds; restore random numbers and buffers."""
+    # Batch norms update their statistics in place: in copies, through functional_call.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def step() -> None:
@@ -144,24 +150,24 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _peak(model: nn.Module, images: Tensor) -> int:
-    """Bytes that a forward adds at its peak."""
+    """Measure the bytes that a forward adds at its peak."""
     if images.is_cuda:
-        _forward(model, images)  # so that what is made once is there
+        _forward(model, images)  # allocates workspaces and caches, which stay and are no cost of a further forward
         before = torch.cuda.memory_allocated(images.device)
         torch.cuda.reset_peak_memory_stats(images.device)
         _forward(model, images)
         return torch.cuda.max_memory_allocated(images.device) - before
-    with _Alive([images, *model.parameters(), *model.buffers()]) as alive:
+    with _PeakMemory([images, *model.parameters(), *model.buffers()]) as memory:
         _forward(model, images)
-    return alive.peak
+    return memory.peak
 
 
-class _Alive(TorchDispatchMode):
-    """While entered, adds up the bytes of all storages that operators make, for as long as these live."""
+class _PeakMemory(TorchDispatchMode):
+    """Peak of the bytes of all living storages that operators make (torch counts none on a CPU)."""
 
-    def __init__(self, others: list[Tensor]) -> None:
+    def __init__(self, uncounted: list[Tensor]) -> None:
         super().__init__()
-        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in others)
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in uncounted)
         self._now = self.peak = 0
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
-"""``robustness()``: what models decide of images, corrupted, attacked or from other test sets, as a dataset."""
+"""``robustness()``: the decisions of models on corrupted, attacked and other images, as a dataset."""
 
 import json
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from itertools import product
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tcnn_probe.evaluation.adversarial import Ascent, as_attacks
 from tcnn_probe.evaluation.checks import as_labels, as_pixels, check_distinct, check_labels, whole_numbers
-from tcnn_probe.evaluation.classifier import Classifier, Model, Normalization, as_classifier, quiet
+from tcnn_probe.evaluation.classifier import Classifier, Model, Normalization, as_classifier, restored
 from tcnn_probe.evaluation.corrupt_images import corrupt
 from tcnn_probe.evaluation.corruptions.frost_pictures import read_photographs
 from tcnn_probe.evaluation.corruptions.table import CORRUPTIONS, named_corruptions
@@ -27,6 +27,7 @@ from tcnn_probe.provenance import versions
 
 __all__ = ["robustness"]
 
+Classifiers = Mapping[str, Classifier]
 Decisions = tuple[NDArray[Any], NDArray[Any]]
 """Predictions and confidences, images last."""
 
@@ -47,7 +48,7 @@ def robustness(
     device: torch.device | str | None = None,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Measure which images models get right: as they are, corrupted, attacked, and from other test sets.
+    """Classify images as they are, corrupted, attacked, and from other test sets; record each decision.
 
     ::
 
@@ -60,25 +61,26 @@ def robustness(
     it had wrong before.
 
     Args:
-        models: a module, which runs in eval mode and is afterwards as it was, or a function, which is called as it is
-            (one that ablates heads, for example); or several, by name. From normalised images to scores (B, K).
-        images: in pixel space, in [0, 1], before normalisation: a tensor or an array, shape (N, C, H, W), with
+        models: A module, which runs in eval mode and is restored afterwards, or a function, which is called as it is
+            (to ablate heads, for example); or several, by name. They map normalised images to scores (B, K).
+        images: Images in pixel space, in [0, 1], before normalisation: a tensor or an array, shape (N, C, H, W), with
             ``labels``; or batches (images, labels), such as a DataLoader, which is read once: each batch is corrupted
             once for each setting and shown to all models.
-        labels: classes, shape (N,).
-        corruptions: names in ``tcnn_probe.evaluation.CORRUPTIONS``, or groups of them; None for all, () for none.
-        severities: 1 to 5.
-        attacks: of "fgsm" and "pgd"; () for none. With options: ``{"pgd": {"epsilon": 2 / 255, "steps": 10}}``.
-        seeds: of what is random in corruptions and attacks; image i is that of (seed, i), whatever the batches are.
-        variants: other test sets (:func:`tcnn_probe.evaluation.imagenet_variant`).
-        normalization: as of :func:`tcnn_probe.evaluation.pgd`; or by the models' names.
-        frost: as of :func:`tcnn_probe.evaluation.corrupt`.
-        batch_size: of a tensor or an array.
-        device: where images are put; None: where each module is, and for functions, where they are.
-        progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
+        labels: Classes of the images, shape (N,).
+        corruptions: Names in ``tcnn_probe.evaluation.CORRUPTIONS``, or groups of them; None for all, () for none.
+        severities: Severities of the corruptions, 1 to 5.
+        attacks: "fgsm" and "pgd", or one of them; () for none. With options:
+            ``{"pgd": {"epsilon": 2 / 255, "steps": 10}}``.
+        seeds: Seeds of corruptions and attacks. Image i depends on (seed, i) alone, not on the batches.
+        variants: Other test sets (:func:`tcnn_probe.evaluation.imagenet_variant`).
+        normalization: See :func:`tcnn_probe.evaluation.pgd`; or a mapping by the models' names.
+        frost: See :func:`tcnn_probe.evaluation.corrupt`.
+        batch_size: Size of the batches of a tensor or an array.
+        device: Device to put images on; None for that of each module, and for functions, that of the images.
+        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal.
 
     Returns:
-        a dataset of what was asked for. Per image: ``prediction`` (int32), ``confidence`` (float32) and ``correct``
+        A dataset. Per image: ``prediction`` (int32), ``confidence`` (float32) and ``correct``
         (bool), each (model, corruption, severity, seed, image); ``clean_prediction``, ... (model, image) and
         ``adversarial_prediction``, ... (model, attack, seed, image). Means of correct over images: ``accuracy``,
         ``clean_accuracy``, ``adversarial_accuracy``; and ``variant_accuracy`` (model, variant) over ``variant_images``
@@ -86,13 +88,13 @@ def robustness(
         Coordinates: ``group`` of each corruption, ``label`` of each image.
 
     Raises:
-        ValueError, TypeError: models, images, labels or options of another kind or out of range.
+        ValueError, TypeError: Models, images, labels or options are of another kind or out of range.
     """
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:
         raise ValueError("expected one model at least, got none")
-    sets = _as_variants(variants)
-    measuring = _Measurement(
+    test_sets = _as_variants(variants)
+    measurement = _Measurement(
         members,
         _by_model(normalization, members),
         named_corruptions(corruptions),
@@ -103,28 +105,29 @@ def robustness(
         device,
     )
     batches, count = _as_batches(images, labels, batch_size)
-    known = sum(len(one.loader) for one in sets if isinstance(one.loader, Sized))
-    total = None if count is None else (count * measuring.passes() + known) * len(members)
-    found: dict[str, list[NDArray[Any]]] = {}
+    variant_batches = sum(len(variant.loader) for variant in test_sets if isinstance(variant.loader, Sized))
+    total = None if count is None else (count * measurement.passes() + variant_batches) * len(members)
+    parts: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
     first = 0
-    with quiet(*members.values()), progress_bar(total, "robustness", progress, "batch") as bar:
-        measuring.done = bar.update
+    with restored(*members.values()), progress_bar(total, "robustness", progress, "batch") as bar:
+        measurement.update_progress = bar.update
         for pixels, targets in batches:
-            for name, part in measuring.batch(pixels, targets, first).items():
-                found.setdefault(name, []).append(part)
+            for name, part in measurement.batch(pixels, targets, first).items():
+                parts[name].append(part)
             first += len(pixels)
         if not first:
             raise ValueError("expected batches (images, labels), got none")
-        by_variant = {one.name: measuring.variant(one) for one in sets}
-    if measuring.nan:
-        warnings.warn(f"scores with NaN, counted as wrong: {dict(measuring.nan)}", RuntimeWarning, stacklevel=2)
-    decisions = {name: np.concatenate(rows, -1) for name, rows in found.items()}
-    return as_dataset(decisions, by_variant, measuring.coordinates(), measuring.attrs())
+        by_variant = {variant.name: measurement.variant(variant) for variant in test_sets}
+    nan = dict(measurement.nan_scores)
+    if nan:
+        warnings.warn(f"scores with NaN, counted as wrong: {nan}", RuntimeWarning, stacklevel=2)
+    decisions = {name: np.concatenate(rows, -1) for name, rows in parts.items()}
+    return as_dataset(decisions, by_variant, measurement.coordinates(), measurement.attrs())
 
 
 @dataclass
 class _Measurement:
-    """The models at work on what was asked for."""
+    """The models, and the conditions under which they classify each batch."""
 
     models: Mapping[str, Model]
     normalizations: Mapping[str, Normalization | None]
@@ -134,151 +137,166 @@ class _Measurement:
     seeds: tuple[int, ...]
     frost: list[NDArray[Any]] | None
     device: torch.device | str | None
-    done: Callable[[int], Any] = lambda count: None
-    nan: Counter[str] = field(default_factory=Counter)
+    update_progress: Callable[[int], Any] = lambda count: None
+    nan_scores: Counter[str] = field(default_factory=Counter)
     normalized: dict[str, Any] = field(default_factory=dict)
 
     def passes(self) -> int:
-        """How often a model sees each image; what is not random is seen once for all seeds."""
-        draws = [bool(CORRUPTIONS[name].random) for name in self.corruptions for _ in self.severities]
-        draws += [ascent.random_start for ascent in self.attacks.values()]
-        return 1 + sum(len(self.seeds) if random else 1 for random in draws)
+        """Count the passes of an image through a model; what is not random is measured once for all seeds."""
+        random = [bool(CORRUPTIONS[name].random) for name in self.corruptions] * len(self.severities)
+        random += [ascent.random_start for ascent in self.attacks.values()]
+        return 1 + len(random) + sum(random) * (len(self.seeds) - 1)
 
     def batch(self, images: Tensor, labels: Tensor, first: int) -> dict[str, NDArray[Any]]:
-        """Predictions and confidences, as they are and perturbed, (model, ..., B), and the images' labels, (B,)."""
+        """Return predictions and confidences, clean and perturbed, (model, ..., B), and the labels, (B,)."""
         if labels.ndim != 1:
             raise ValueError("expected one label for each image, (B,); only variants have several")
-        judges = self._judges(images, None)
-        found = {"label": labels.numpy()} | _named("clean_", self._decide(judges, images, labels))
+        classifiers = self._classifiers(images, None)
+        arrays = {"label": labels.numpy()} | _named("clean_", self._decide(classifiers, images, labels))
         if self.corruptions:
-            found |= _named("", self._corrupted(judges, images, labels, first))
+            arrays |= _named("", self._corrupted(classifiers, images, labels, first))
         if self.attacks:
-            found |= _named("adversarial_", self._attacked(judges, images, labels, first))
-        return found
+            arrays |= _named("adversarial_", self._attacked(classifiers, images, labels, first))
+        return arrays
 
     def variant(self, variant: Variant) -> NDArray[Any]:
-        """Which images are right, (model, image)."""
+        """Return the right answers to a test set, bool (model, image)."""
         rows = []
         for images, labels in _as_batches(variant.loader, None, 1)[0]:
-            predictions = self._decide(self._judges(images, variant.classes), images, labels)[0]
+            predictions, _ = self._decide(self._classifiers(images, variant.classes), images, labels)
             rows.append(_right(predictions, labels.numpy()))
         if not rows:
             raise ValueError(f"expected images of the variant {variant.name!r}, got none")
         return np.concatenate(rows, -1)
 
     def coordinates(self) -> dict[str, Any]:
-        """The dimensions of the arrays by image."""
+        """Return the coordinates of the conditions."""
         groups = [CORRUPTIONS[name].group for name in self.corruptions]
-        names = {"model": self.models, "corruption": self.corruptions, "attack": self.attacks}
-        found: dict[str, Any] = {dim: np.array(list(labels), dtype=object) for dim, labels in names.items()}
-        found["group"] = "corruption", np.array(groups, dtype=object)
-        return found | {"severity": list(self.severities), "seed": list(self.seeds)}
+        return {
+            "model": np.array(list(self.models), dtype=object),
+            "corruption": np.array(self.corruptions, dtype=object),
+            "group": ("corruption", np.array(groups, dtype=object)),
+            "severity": list(self.severities),
+            "attack": np.array(list(self.attacks), dtype=object),
+            "seed": list(self.seeds),
+        }
 
     def attrs(self) -> dict[str, str]:
-        """Options, found numbers and versions."""
+        """Return the options, the number of scores with NaN, and versions."""
         options = {
             "models": {name: getattr(model, "__name__", type(model).__name__) for name, model in self.models.items()},
             "normalization": self.normalized,
-            "nan_scores": self.nan,
+            "nan_scores": self.nan_scores,
             "attacks": {name: vars(ascent) for name, ascent in self.attacks.items()},
         }
         about = versions() | {"frost": "made" if self.frost is None else "given"}
         return about | {name: json.dumps(option) for name, option in options.items()}
 
-    def _judges(self, images: Tensor, classes: tuple[int, ...] | None) -> dict[str, Classifier]:
-        channels, given = images.shape[1], self.normalizations
-        judges = {n: as_classifier(m, given[n], channels, classes, self.device) for n, m in self.models.items()}
-        self.normalized = {name: [judge.mean, judge.std] for name, judge in judges.items()}
-        return judges
+    def _classifiers(self, images: Tensor, classes: tuple[int, ...] | None) -> dict[str, Classifier]:
+        classifiers = {}
+        for name, model in self.models.items():
+            normalization = self.normalizations[name]
+            classifier = as_classifier(model, normalization, images.shape[1], classes, self.device)
+            self.normalized[name] = [classifier.mean, classifier.std]
+            classifiers[name] = classifier
+        return classifiers
 
-    def _corrupted(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> Decisions:
+    def _corrupted(self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int) -> Decisions:
         rows: list[Decisions] = []
         for name, severity, seed in product(self.corruptions, self.severities, self.seeds):
             if seed != self.seeds[0] and not CORRUPTIONS[name].random:
                 rows.append(rows[-1])
                 continue
-            worse = corrupt(images, name, severity, seed=seed, first=first, frost=self.frost)
-            rows.append(self._decide(judges, worse, labels))
+            corrupted = corrupt(images, name, severity, seed=seed, first=first, frost=self.frost)
+            rows.append(self._decide(classifiers, corrupted, labels))
         return _stacked(rows, (len(self.corruptions), len(self.severities), len(self.seeds)))
 
-    def _attacked(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor, first: int) -> Decisions:
+    def _attacked(self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int) -> Decisions:
         rows: list[Decisions] = []
         for ascent, seed in product(self.attacks.values(), self.seeds):
             if seed != self.seeds[0] and not ascent.random_start:
                 rows.append(rows[-1])
                 continue
-            attacked = ((name, judge, ascent(judge, images, labels, seed, first)) for name, judge in judges.items())
-            each = [self._decide({name: judge}, x, labels) for name, judge, x in attacked]
-            rows.append((np.concatenate([one[0] for one in each]), np.concatenate([one[1] for one in each])))
+            predictions, confidences = [], []
+            for name, classifier in classifiers.items():  # each model is shown the images that fool this model
+                adversarial = ascent(classifier, images, labels, seed, first)
+                prediction, confidence = self._decide({name: classifier}, adversarial, labels)
+                predictions.append(prediction)
+                confidences.append(confidence)
+            rows.append((np.concatenate(predictions), np.concatenate(confidences)))
         return _stacked(rows, (len(self.attacks), len(self.seeds)))
 
     @torch.no_grad()
-    def _decide(self, judges: Mapping[str, Classifier], images: Tensor, labels: Tensor) -> Decisions:
-        """Each model's best class, (model, B), -1 where a score is NaN; and the softmax of the scores there."""
-        rows = []
-        for name, judge in judges.items():
-            scores = judge(judge.place(images))
+    def _decide(self, classifiers: Classifiers, images: Tensor, labels: Tensor) -> Decisions:
+        """Return each model's best class, (model, B), -1 where a score is NaN; and the softmax of its score."""
+        predictions, confidences = [], []
+        for name, classifier in classifiers.items():
+            scores = classifier(classifier.place(images))
             check_labels(labels, scores.shape[1], f"the model {name!r}")
-            best, sure = scores.argmax(1), scores.float().softmax(1).amax(1)
+            prediction = scores.argmax(1).int()
+            confidence = scores.float().softmax(1).amax(1)
             nan = scores.isnan().any(1)
             if nan.any():
-                self.nan[name] += int(nan.sum())
-                best, sure = best.masked_fill(nan, -1), sure.masked_fill(nan, torch.nan)
-            rows.append((best.int().cpu().numpy(), sure.cpu().numpy()))
-            self.done(1)
-        predictions, confidences = (np.stack(each) for each in zip(*rows, strict=True))
-        return predictions, confidences
+                self.nan_scores[name] += int(nan.sum())
+                prediction.masked_fill_(nan, -1)
+                confidence.masked_fill_(nan, torch.nan)
+            predictions.append(prediction.cpu().numpy())
+            confidences.append(confidence.cpu().numpy())
+            self.update_progress(1)
+        return np.stack(predictions), np.stack(confidences)
 
 
-def _named(kind: str, decisions: Decisions) -> dict[str, NDArray[Any]]:
-    return {f"{kind}prediction": decisions[0], f"{kind}confidence": decisions[1]}
+def _named(prefix: str, decisions: Decisions) -> dict[str, NDArray[Any]]:
+    return {f"{prefix}prediction": decisions[0], f"{prefix}confidence": decisions[1]}
 
 
 def _stacked(rows: list[Decisions], shape: tuple[int, ...]) -> Decisions:
-    """Rows of (model, B) as (model, *shape, B)."""
-    first, second = (np.stack([row[of] for row in rows], 1) for of in (0, 1))
-    models, _, images = first.shape
-    return first.reshape(models, *shape, images), second.reshape(models, *shape, images)
+    """Stack decisions (model, B) under several conditions as (model, *shape, B)."""
+    predictions = np.stack([row[0] for row in rows], 1)
+    confidences = np.stack([row[1] for row in rows], 1)
+    models, _, images = predictions.shape
+    return predictions.reshape(models, *shape, images), confidences.reshape(models, *shape, images)
 
 
 def _right(predictions: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
-    """Whether predictions (model, B) are the labels (B,) or one of the labels, bool (B, K)."""
+    """Compare predictions (model, B) with labels (B,), or with the set of labels of each image, bool (B, K)."""
     if labels.ndim == 1:
         return predictions == labels
     return np.take_along_axis(labels.T, predictions, 0) & (predictions >= 0)
 
 
-def _by_model(given: Any, models: Mapping[str, Model]) -> dict[str, Normalization | None]:
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(models, given)
-    if unknown := [name for name in given if name not in models]:
-        raise ValueError(f"expected normalization by the models' names, {', '.join(models)}; got {unknown[0]!r}")
-    return {name: given.get(name) for name in models}
+def _by_model(normalization: Any, models: Mapping[str, Model]) -> dict[str, Normalization | None]:
+    if not isinstance(normalization, Mapping):
+        return dict.fromkeys(models, normalization)
+    for name in normalization:
+        if name not in models:
+            raise ValueError(f"expected normalization by the models' names, {', '.join(models)}; got {name!r}")
+    return {name: normalization.get(name) for name in models}
 
 
-def _as_variants(given: Any) -> tuple[Variant, ...]:
-    variants = (given,) if isinstance(given, Variant) else tuple(given)
-    for one in variants:
-        if not isinstance(one, Variant):
-            raise TypeError(f"expected variants, as imagenet_variant gives them, got {type(one).__name__}")
-    check_distinct([one.name for one in variants], "variants")
+def _as_variants(variants: Any) -> tuple[Variant, ...]:
+    variants = (variants,) if isinstance(variants, Variant) else tuple(variants)
+    for variant in variants:
+        if not isinstance(variant, Variant):
+            raise TypeError(f"expected variants, as imagenet_variant gives them, got {type(variant).__name__}")
+    check_distinct([variant.name for variant in variants], "variants")
     return variants
 
 
 def _as_batches(images: Any, labels: Any, batch_size: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int | None]:
-    """Batches of images and labels, each checked when it is due; and how many there are, if that is known."""
+    """Iterate over batches of images and labels, checked one by one; return their number too, None if unknown."""
     if isinstance(images, Tensor | np.ndarray):
         step = whole_number(batch_size, "batch_size", 1)
         pixels = as_pixels(images)
         targets = as_labels(labels, len(pixels))
-        starts = range(0, len(pixels), step)
-        return ((pixels[i : i + step], targets[i : i + step]) for i in starts), len(starts)
+        pairs = list(zip(pixels.split(step), targets.split(step), strict=True))
+        return iter(pairs), len(pairs)
     if not isinstance(images, Iterable) or labels is not None:
         raise TypeError(
             "expected images, a tensor or an array (N, C, H, W), and labels, or only an iterable of (images, labels) "
             f"batches; got {type(images).__name__}"
         )
-    return (_as_batch(each) for each in images), len(images) if isinstance(images, Sized) else None
+    return map(_as_batch, images), len(images) if isinstance(images, Sized) else None
 
 
 def _as_batch(batch: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""``head_types()``: types of the heads of a recording, labelled."""
+"""``head_types()``: the types of a recording's heads."""
 
 import json
 import operator
@@ -30,7 +30,7 @@ _DEFINITIONS: Mapping[By, Mapping[str, str]] = {
         "content": "gate <= {gate[0]:.4g}",
     },
 }
-_OTHERS = {"mixed": "all others", "": "no such head, or something that is needed is NaN (see unlabelled)"}
+_OTHER_LABELS = {"mixed": "all others", "": "no such head, or something that is needed is NaN (see unlabelled)"}
 _TYPES: Mapping[By, tuple[Sequence[str], Callable[..., np.ndarray]]] = {
     "content": (TYPES, content_types),
     "gate": (GATED, gate_types),
@@ -49,7 +49,7 @@ def head_types(
     gate: Sequence[float] = Thresholds.gate,
     seed: int = 0,
 ) -> xr.DataArray:
-    """Give each head of a recording a type, at each mark.
+    """Classify the heads of a recording at each mark.
 
     ::
 
@@ -57,34 +57,34 @@ def head_types(
         print((types == "content").sum("head").to_pandas())  # by epoch and layer
         ds = recorder.dataset.assign(head_type=types)
 
-    Heads of any attention are "convolutional" (where they look is the same for all images, near, and depends on the
-    offset), "averaging" (the same for all images, and nearly even), "content" (the image decides) or "mixed". With
-    ``by="gate"`` those of GPSA and ConViT are "convolutional", "content" or "mixed" by their gate, as in the papers;
-    others have no type. :class:`~tcnn_probe.heads.Thresholds` and the attribute ``definitions`` say from where to
-    where. Distances and entropies count as shares of those of uniform attention on the same grid (for the entropies of
-    GPSA and ConViT: over the real pixels), and information as a share of log min(images, keys).
+    Heads of any attention are "convolutional" (their attention is the same for all images, near, and depends on the
+    offset), "averaging" (the same for all images, and nearly even), "content" (it depends on the image) or "mixed".
+    With ``by="gate"`` heads of GPSA and ConViT are "convolutional", "content" or "mixed" by their gate, as in the
+    papers; other heads have no type. :class:`~tcnn_probe.heads.Thresholds` and the attribute ``definitions`` give the
+    limits. Distances and entropies are divided by those of uniform attention on the same grid (for the entropies of
+    GPSA and ConViT: over the real pixels), and information by log min(images, keys).
 
-    "thresholds" looks at each head and mark by itself: later marks change no label. "mixture" fits one to three
+    "thresholds" classifies each head and mark by itself: later marks change no label. "mixture" fits one to three
     Gaussians to the same numbers of all heads and marks at once. Each component has the type that its mean has by the
     thresholds, and each head the type that is most probable. So a type means the same at all marks, but more marks can
-    move the fit, and with it labels. Two components can have one type.
+    move the fit, and with it labels. Several components can have the same type.
 
     Args:
-        ds: a recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection of one.
-        method: "thresholds" or "mixture" (scikit-learn's).
-        by: "content", what attention does; or "gate".
-        information, entropy, distance, equivariance, gate: the thresholds.
-        seed: of the mixture.
+        ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection of one.
+        method: "thresholds", or "mixture" for scikit-learn's Gaussian mixture.
+        by: "content" for types by measured attention, "gate" for types by the gate.
+        information, entropy, distance, equivariance, gate: Thresholds; see :class:`~tcnn_probe.heads.Thresholds`.
+        seed: Seed of the mixture.
 
     Returns:
-        strings with the dims of ``ds.attention_distance``, dtype object, named "head_type". "" where there is no head,
-        or where a number that is needed is not finite: ``attrs["unlabelled"]`` names the layers and the reasons, in
-        JSON. A mixture adds the coordinates ``posterior_convolutional``, ...: they sum to one over the types, and
-        are NaN where there is no label; ``attrs["mixture"]`` has the components, in JSON.
+        Types as strings, with the dims of ``ds.attention_distance``, dtype object, named "head_type". "" where there is
+        no head, or where a number that is needed is not finite: ``attrs["unlabelled"]`` names the layers and the
+        reasons, in JSON. A mixture adds the coordinates ``posterior_convolutional``, ...: they sum to one over the
+        types, and are NaN where there is no label; ``attrs["mixture"]`` has the components, in JSON.
 
     Raises:
-        ValueError: a variable that is needed is missing, an unknown method, or thresholds that do not ascend.
-        TypeError: no dataset, or an argument of another type.
+        ValueError: A variable that is needed is missing, the method is unknown, or thresholds do not ascend.
+        TypeError: ``ds`` is no dataset, or an argument has another type.
     """
     if method not in ("thresholds", "mixture"):
         raise ValueError(f"expected method='thresholds' or 'mixture', got {method!r}")
@@ -94,23 +94,23 @@ def head_types(
     seed = operator.index(seed)
     features = features_of(ds, by)
     posterior: dict[str, np.ndarray] = {}
-    further: dict[str, Any] = {}
+    attrs = _attrs(method, by, thresholds)
     if method == "thresholds":
         labels = _types(by, features.points, thresholds)
     else:
         labels, posterior, mixture = _by_mixture(by, features, thresholds, seed)
-        further = {"seed": seed, "mixture": json.dumps(mixture)}
-    types = features.there.copy(data=labels).rename("head_type")
-    types.attrs = _attrs(method, by, thresholds) | further
-    types.attrs["unlabelled"] = json.dumps(features.reasons(labels == ""))
-    types = types.assign_coords({f"posterior_{one}": (types.dims, p, _about(one)) for one, p in posterior.items()})
-    alone = {dim: 0 for dim in ("layer", "head") if dim not in ds.attention_distance.dims}
-    return types.isel(alone).transpose(*ds.attention_distance.dims)
+        attrs |= {"seed": seed, "mixture": json.dumps(mixture)}
+    types = features.exists.copy(data=labels).rename("head_type")
+    types.attrs = attrs | {"unlabelled": json.dumps(features.reasons(labels == ""))}
+    for name, probability in posterior.items():
+        types.coords[f"posterior_{name}"] = types.dims, probability, _about(name)
+    dims = ds.attention_distance.dims
+    return types.isel({dim: 0 for dim in ("layer", "head") if dim not in dims}).transpose(*dims)
 
 
 def _attrs(method: str, by: By, thresholds: Thresholds) -> dict[str, Any]:
-    known = asdict(thresholds) | {"concentrated": CONCENTRATED}
-    definitions = {name: text.format(**known) for name, text in _DEFINITIONS[by].items()} | _OTHERS
+    values = asdict(thresholds) | {"concentrated": CONCENTRATED}
+    definitions = {name: text.format(**values) for name, text in _DEFINITIONS[by].items()} | _OTHER_LABELS
     return {
         "long_name": "type of head",
         "description": "What kind of attention a head has: see definitions.",
@@ -129,28 +129,29 @@ def _about(name: str) -> dict[str, str]:
 
 
 def _types(by: By, points: np.ndarray, thresholds: Thresholds) -> np.ndarray:
-    """Types by the thresholds: (..., F) -> (...)."""
+    """Classify points by the thresholds: (..., F) -> (...)."""
     return _TYPES[by][1](*np.moveaxis(points, -1, 0), thresholds)
 
 
 def _by_mixture(
     by: By, features: Features, thresholds: Thresholds, seed: int
 ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, Any]]:
-    """Labels; the posterior of each type; and the mixture in plain JSON."""
-    where = np.isfinite(features.points).all(-1)
-    labels = np.full(where.shape, "", dtype=object)
-    if not where.any():
+    """Return labels, the posterior of each type, and the mixture in plain JSON."""
+    finite = np.isfinite(features.points).all(-1)
+    labels = np.full(finite.shape, "", dtype=object)
+    if not finite.any():
         return labels, {}, {}
-    points, names = features.points[where], _TYPES[by][0]
+    points, names = features.points[finite], _TYPES[by][0]
     mixture, criteria = fit_mixture(points, seed=seed)
     components = _types(by, mixture.means_, thresholds)
-    found = mixture.predict_proba(points)
-    by_type = {name: found[:, components == name].sum(1) for name in names}
-    order = ("mixed", *(name for name in names if name != "mixed"))  # of types that are equally probable, the first
-    labels[where] = np.array(order, dtype=object)[np.argmax([by_type[name] for name in order], axis=0)]
-    posterior = {name: np.full(where.shape, np.nan) for name in names}
-    for name, value in by_type.items():
-        posterior[name][where] = value
+    probabilities = mixture.predict_proba(points)
+    by_type = {name: probabilities[:, components == name].sum(1) for name in names}
+    order = ("mixed", *(name for name in names if name != "mixed"))  # argmax takes the first of equal probabilities
+    labels[finite] = np.array(order, dtype=object)[np.argmax([by_type[name] for name in order], axis=0)]
+    posterior = {}
+    for name in names:
+        posterior[name] = np.full(finite.shape, np.nan)
+        posterior[name][finite] = by_type[name]
     about = {
         "features": list(features.names),
         "components": components.tolist(),

@@ -1,8 +1,7 @@
-"""Which of the layers between the patches of ResMLP and MLP-Mixer convolve: their weights, as static attention.
+"""Weights of the layers between the patches of ResMLP and MLP-Mixer, as static attention.
 
 The weight from key patch j to query patch i does not depend on the image. So each such layer is a head whose content
-information is 0, and types of heads apply (thesis of Touvron, Section 4.3.3, asks how much these layers look like
-convolutions).
+information is 0, and types of heads apply (Touvron's thesis, Section 4.3.3, compares these layers with convolutions).
 """
 
 import math
@@ -18,7 +17,7 @@ from tcnn_probe.models import layer_names, unwrap
 __all__ = ["NEAR_ZERO", "cross_patch"]
 
 NEAR_ZERO = 0.05
-"""Smaller weights are near zero, as shares of the largest (thesis, Fig. 4.3)."""
+"""Weights below this share of the largest are near zero (thesis, Fig. 4.3)."""
 _ABOUT = {
     "weight": ("1", "weight of the key patch for the query patch; of MLP-Mixer the product of its two layers"),
     "near_zero": ("1", f"share of weights below {NEAR_ZERO:.0%} of the largest, in absolute value (thesis, Fig. 4.3)"),
@@ -45,19 +44,21 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
     what the block would do without it.
 
     Args:
-        model: with blocks of timm's ResMLP or MLP-Mixer.
-        grid: rows and columns of patches; None: what the model's patch embedding says.
+        model: Model with blocks of timm's ResMLP or MLP-Mixer.
+        grid: Rows and columns of patches; None for those of the model's patch embedding.
 
     Returns:
         ``weight`` (layer, query_y, query_x, y, x); ``near_zero``, ``uniform_...`` and ``images`` (layer,);
-        ``attention_distance``, ``entropy``, ``translation_equivariance`` and ``content_information`` (layer, head), of
-        one head.
+        ``attention_distance``, ``entropy``, ``translation_equivariance`` and ``content_information`` (layer, head), for
+        a single head.
 
     Raises:
-        ValueError: no such block, or a grid that is not known or does not fit.
+        ValueError: There is no such block, or the grid is not known or does not fit.
     """
-    blocks = {name: module for module, name in layer_names(model).items() if isinstance(module, ResBlock | MixerBlock)}
-    matrices = {name: _matrix(block) for name, block in blocks.items()}
+    matrices = {}
+    for module, name in layer_names(model).items():
+        if isinstance(module, ResBlock | MixerBlock):
+            matrices[name] = _matrix(module)
     if not matrices:
         raise ValueError(f"expected blocks of timm's ResMLP or MLP-Mixer, got {type(unwrap(model)).__name__}")
     if grid is None:
@@ -65,15 +66,15 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
     patches = len(next(iter(matrices.values())))
     if grid is None or math.prod(grid) != patches:
         raise ValueError(f"expected grid=(rows, columns) of {patches} patches, got {grid}")
-    rows = [_measured(matrix, grid) for matrix in matrices.values()]
-    found = xr.concat(rows, xr.Variable("layer", list(matrices)))
+    layers = [_measure(matrix, grid) for matrix in matrices.values()]
+    ds = xr.concat(layers, xr.Variable("layer", list(matrices)))
     for name, (units, description) in _ABOUT.items():
-        found[name].attrs = {"units": units, "long_name": name.replace("_", " "), "description": description}
-    return found
+        ds[name].attrs = {"units": units, "long_name": name.replace("_", " "), "description": description}
+    return ds
 
 
 def _matrix(block: ResBlock | MixerBlock) -> np.ndarray:
-    """Shape (queries, keys), in float64."""
+    """Return the weights between patches, shape (queries, keys), in float64."""
 
     def weights(layer: nn.Module) -> np.ndarray:
         assert isinstance(layer.weight, Tensor)
@@ -84,25 +85,25 @@ def _matrix(block: ResBlock | MixerBlock) -> np.ndarray:
     return weights(block.mlp_tokens.fc2) @ weights(block.mlp_tokens.fc1)
 
 
-def _measured(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
+def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
     from scipy.special import entr
 
     places = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(-1, 2)
     distances = np.linalg.norm(places[:, None] - places, axis=-1)
-    sizes = np.abs(matrix)
-    total = sizes.sum(1, keepdims=True)
-    shares = sizes / np.where(total > 0, total, np.nan)
+    magnitudes = np.abs(matrix)
+    total = magnitudes.sum(1, keepdims=True)
+    shares = magnitudes / np.where(total > 0, total, np.nan)
     by_head = {
         "attention_distance": (shares * distances).sum(1).mean(),
         "entropy": entr(shares).sum(1).mean(),
         "translation_equivariance": translation_equivariance(matrix[None], places, places)[0],
         "content_information": 0.0,
     }
-    whole = {
-        "near_zero": (sizes < NEAR_ZERO * sizes.max()).mean(),
+    by_layer = {
+        "near_zero": (magnitudes < NEAR_ZERO * magnitudes.max()).mean(),
         "uniform_distance": distances.mean(),
         "uniform_entropy": math.log(len(matrix)),
         "images": math.inf,
     }
-    found = {"weight": (("query_y", "query_x", "y", "x"), matrix.reshape(*grid, *grid))}
-    return xr.Dataset(found | {name: ("head", [value]) for name, value in by_head.items()} | whole, {"head": [0]})
+    weight = {"weight": (("query_y", "query_x", "y", "x"), matrix.reshape(*grid, *grid))}
+    return xr.Dataset(weight | {name: ("head", [value]) for name, value in by_head.items()} | by_layer, {"head": [0]})

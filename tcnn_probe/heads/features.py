@@ -1,4 +1,4 @@
-"""Numbers that types of heads depend on: information, entropies and distances, as shares of what they can be."""
+"""Features of heads that types depend on: information, entropies and distances, as shares of their bounds."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,74 +23,77 @@ FEATURES: Mapping[By, Sequence[str]] = {
     ),
     "gate": ("gate", "positional_entropy / uniform_entropy", "attention_distance / uniform_distance"),
 }
-"""What types depend on, in the order of the points."""
+"""Features that types depend on, in the order of the points."""
 _SCALES = ("uniform_entropy", "uniform_distance")
 _RECORD = "tcnn_probe.record(model) records it of GPSA, ConViT and softmax attention"
 
 
 @dataclass(frozen=True)
 class Features:
-    """What is known of every head."""
+    """Features of every head of a recording."""
 
-    points: np.ndarray  # (..., F), of F features; NaN where there is no head
-    there: xr.DataArray  # which heads there are, with the dims (marks, "layer", "head")
-    recorded: Mapping[str, Mapping[str, str]]  # why the recording lacks a variable, by variable and layer
-    names: Sequence[str]  # of the features
+    points: np.ndarray  # (..., F) for F features; NaN where there is no head
+    exists: xr.DataArray  # bool, dims (marks, "layer", "head"): layers may have different numbers of heads
+    missing: Mapping[str, Mapping[str, str]]  # reasons why the recording lacks a variable, by variable and layer
+    names: Sequence[str]  # names of the features
 
     def reasons(self, unlabelled: np.ndarray) -> dict[str, str]:
-        """By layer, why it, or some of its heads, have no label."""
-        why = {}
-        for at, layer in enumerate(map(str, self.there.layer.values)):
-            there = self.there.values[..., at, :]
-            told = [] if there.any() else ["nothing finite is recorded of it"]
-            lacks = ~np.isfinite(self.points[..., at, :, :]) & (there & unlabelled[..., at, :])[..., None]
+        """Explain by layer why heads have no label."""
+        by_layer = {}
+        for number, layer in enumerate(map(str, self.exists.layer.values)):
+            exists = self.exists.values[..., number, :]
+            reasons = [] if exists.any() else ["nothing finite is recorded of it"]
+            undefined = ~np.isfinite(self.points[..., number, :, :]) & (exists & unlabelled[..., number, :])[..., None]
             for feature, name in enumerate(self.names):
-                if lacks[..., feature].any():
-                    known = self.recorded.get(name.split(" ")[0], {}).get(layer)
-                    told.append(f"{name} is not finite" + (f" ({known})" if known else ""))
-            if told:
-                why[layer] = "; ".join(told)
-        return why
+                if undefined[..., feature].any():
+                    cause = self.missing.get(name.split(" ")[0], {}).get(layer)
+                    reasons.append(f"{name} is not finite" + (f" ({cause})" if cause else ""))
+            if reasons:
+                by_layer[layer] = "; ".join(reasons)
+        return by_layer
 
 
 def features_of(ds: xr.Dataset, by: By) -> Features:
-    """Take the features out of a recording; ValueError if a variable or coordinate that is needed is missing."""
+    """Take the features out of a recording; raise ValueError if a variable or coordinate is missing."""
     names = FEATURES[by]
-    of_heads = [name.split(" ")[0] for name in names]
-    found = _loaded(ds, [*of_heads, *_SCALES, *(["images"] if by == "content" else [])], by)
-    like = found.attention_distance
-    scales = {"positional_entropy": found.uniform_entropy, "attention_distance": found.uniform_distance}
+    variables = [name.split(" ")[0] for name in names]
+    ds = _load(ds, [*variables, *_SCALES, *(["images"] if by == "content" else [])], by)
+    distance = ds.attention_distance
+    scales = {"positional_entropy": ds.uniform_entropy, "attention_distance": ds.uniform_distance}
     if by == "content":
-        real = found.get("uniform_content_entropy", found.uniform_entropy)  # over real pixels, without the padding
-        scales["entropy"] = keys = real.fillna(found.uniform_entropy)
-        scales["content_information"] = np.minimum(np.log(found.images.where(found.images >= 1)), keys)
+        # GPSA's content part is over real pixels, without the padding; log of their number.
+        keys = ds.get("uniform_content_entropy", ds.uniform_entropy).fillna(ds.uniform_entropy)
+        scales["entropy"] = keys
+        scales["content_information"] = np.minimum(np.log(ds.images.where(ds.images >= 1)), keys)
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = [found[name] / scales[name] if name in scales else found[name] for name in of_heads]
-    there = reduce(or_, (np.isfinite(found[name]) for name in of_heads)).any(like.dims[:-2])
-    arrays = [one.broadcast_like(like).transpose(*like.dims) for one in (*shares, there)]
-    recorded = json.loads(ds.attrs.get("missing", "{}"))
+        shares = [ds[name] / scales[name] if name in scales else ds[name] for name in variables]
+    # A head exists if any of its numbers is finite at any mark.
+    exists = reduce(or_, (np.isfinite(ds[name]) for name in variables)).any(distance.dims[:-2])
+    *features, exists = (array.broadcast_like(distance).transpose(*distance.dims) for array in (*shares, exists))
+    missing = json.loads(ds.attrs.get("missing", "{}"))
     if by == "content":
-        single = found.layer.values[(found.images == 1).any([dim for dim in found.images.dims if dim != "layer"])]
-        why = "of one image nothing is known: give at least two to each mark"
-        recorded["content_information"] = dict.fromkeys(map(str, single), why) | recorded.get("content_information", {})
-    return Features(np.stack([one.values for one in arrays[:-1]], -1), arrays[-1], recorded, names)
+        single = (ds.images == 1).any([dim for dim in ds.images.dims if dim != "layer"])
+        reason = "of one image nothing is known: give at least two to each mark"
+        reasons = dict.fromkeys(map(str, ds.layer.values[single]), reason)
+        missing["content_information"] = reasons | missing.get("content_information", {})
+    return Features(np.stack([feature.values for feature in features], -1), exists, missing, names)
 
 
-def _loaded(ds: xr.Dataset, needed: Sequence[str], by: By) -> xr.Dataset:
-    """The variables that count, in memory, with the dims (marks, "layer", "head")."""
+def _load(ds: xr.Dataset, required: Sequence[str], by: By) -> xr.Dataset:
+    """Load the variables that count, with the dims (marks, "layer", "head")."""
     if not isinstance(ds, xr.Dataset):
-        what = "; of a tree, tree['heads'].dataset" if isinstance(ds, xr.DataTree) else ""
-        raise TypeError(f"expected an xarray.Dataset that tcnn_probe.record has made{what}, got {type(ds).__name__}")
-    for name in needed:
+        hint = "; of a tree, tree['heads'].dataset" if isinstance(ds, xr.DataTree) else ""
+        raise TypeError(f"expected an xarray.Dataset that tcnn_probe.record has made{hint}, got {type(ds).__name__}")
+    for name in required:
         if name not in ds:
-            other = "; by='gate' does without" if by == "content" and "gate" in ds else ""
+            hint = "; by='gate' does without" if by == "content" and "gate" in ds else ""
             got = [str(name) for name in ds.data_vars]
-            raise ValueError(f"by={by!r} expects {name!r} in the dataset, got the variables {got}: {_RECORD}{other}")
+            raise ValueError(f"by={by!r} expects {name!r} in the dataset, got the variables {got}: {_RECORD}{hint}")
     for dim in ("layer", "head"):
         if dim not in ds.coords:
             raise ValueError(f"expected the coordinate {dim!r}, as recorded, got {list(ds.coords)}")
-    found = ds[[*dict.fromkeys(needed), *({"uniform_content_entropy"} & set(ds.data_vars))]].compute()
+    ds = ds[[*dict.fromkeys(required), *({"uniform_content_entropy"} & set(ds.data_vars))]].compute()
     for dim in ("head", "layer"):
-        if dim not in found.dims:
-            found = found.expand_dims(dim)
-    return found.transpose(..., "layer", "head")
+        if dim not in ds.dims:  # a single one was selected
+            ds = ds.expand_dims(dim)
+    return ds.transpose(..., "layer", "head")

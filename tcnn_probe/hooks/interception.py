@@ -30,6 +30,7 @@ __all__ = [
     "SeenJoin",
     "SeenOperand",
     "SeenProduct",
+    "SeenUnmeasured",
     "ValueProductTracker",
     "describe",
     "multihead_arguments",
@@ -125,7 +126,14 @@ class SeenCopy:
     output: weakref.ref[Tensor]
 
 
-Seen = SeenAttention | SeenProduct | SeenCopy | SeenJoin
+@dataclass(frozen=True)
+class SeenUnmeasured:
+    """Attention that is not measured, and the reason."""
+
+    reason: str
+
+
+Seen = SeenAttention | SeenProduct | SeenCopy | SeenJoin | SeenUnmeasured
 
 
 class Interception(TorchFunctionMode):
@@ -144,7 +152,10 @@ class Interception(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        return self._hand_on(func, output, args, kwargs) if func in _DESCRIBE else output
+        # flex_attention compiles itself, through this mode; what it has compiled passes here once more when it runs.
+        if func not in _DESCRIBE or torch.compiler.is_compiling():
+            return output
+        return self._hand_on(func, output, args, kwargs)
 
     @torch.compiler.disable
     def _hand_on(self, func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -291,7 +302,12 @@ def _join(output: Tensor, tensors: Sequence[Tensor], dim: int = 0, *args: Any, *
     return SeenJoin(tuple(x.shape[dim] for x in tensors if x.ndim == 3))
 
 
+def _flex(output: Any, *args: Any, **kwargs: Any) -> SeenUnmeasured:
+    return SeenUnmeasured("flex_attention, whose modified logits are not rebuilt")
+
+
 _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
+    torch.ops.higher_order.flex_attention: _flex,
     F.scaled_dot_product_attention: _fused,
     F.multi_head_attention_forward: _multihead,
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax),

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx import Proxy
@@ -17,7 +18,9 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "EDITORS",
     "Uncompiled",
+    "edited",
     "hidden_depth",
     "hidden_from_recorders",
     "is_transformed",
@@ -60,6 +63,18 @@ def hidden_depth() -> int:
 
 class Uncompiled(TorchDispatchMode):
     """Changes nothing; but while any such mode is on, torch.compile leaves Python code as it is, for us to see."""
+
+    # Else flex_attention, cond, while_loop and scan raise NotImplementedError inside of any dispatch mode.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let ``flex_attention`` compile: it asks for a whole graph even in eager mode (torch 2.9 to 2.15)."""
+        flex = sys.modules.get("torch.nn.attention.flex_attention")
+        frame = None if flex is None else sys._getframe()
+        while frame is not None and frame.f_code is not flex.flex_attention.__code__:  # type: ignore[union-attr]
+            frame = frame.f_back
+        return frame is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -151,3 +166,22 @@ def named_in_errors(layer: str) -> Iterator[None]:
     except BaseException as error:
         error.add_note(f"while tcnn_probe measured the layer {layer!r}")
         raise
+
+
+EDITORS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""Editors of modules, whose method ``reading()`` enters what they edit. A copy of a module has none."""
+
+
+@contextmanager
+def edited(module: nn.Module) -> Iterator[None]:
+    """Inside, whatever is computed of a layer's parameters is what its forwards compute, ablations included.
+
+    Function modes that the edit enters are in effect, also where torch functions are hidden from all modes; nobody
+    else's are.
+    """
+    editor = EDITORS.get(module)
+    if editor is None:
+        yield
+        return
+    with only_modes_from_here(), editor.reading():
+        yield

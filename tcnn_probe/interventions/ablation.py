@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.head_editor import HeadEditor
-from tcnn_probe.attention.reconstruction import head_count
 from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.modes import put_on
 from tcnn_probe.interventions.edits import Ablated, Mode

@@ -10,9 +10,8 @@ from torch import nn
 
 from tcnn_model import GPSA
 from tcnn_model.conversion.selection import select_layers
-from tcnn_probe.attention import known_layers as known
+from tcnn_probe.architectures.lookup import head_count, known, looks_like_attention
 from tcnn_probe.attention.gated import GATED_LAYERS
-from tcnn_probe.attention.reconstruction import head_count
 from tcnn_probe.interventions.edits import Ablated, Heads, Mode, kind_of
 from tcnn_probe.models import layer_names, whole_number
 
@@ -105,7 +104,7 @@ def _ablated_layers(
     name, number = _split(pattern, modules)
     if name in modules and (name in attention or not any(_within(layer, name) for layer in attention)):
         layer, module = f"{name}#{number}" if number else name, modules[name]
-        reason = known.lookup(known.NO_ATTENTION_MATRIX, module) or kind.reason_against(module, mode)
+        reason = known(module).no_attention_matrix or kind.reason_against(module, mode)
         if reason:
             raise ValueError(f"{layer!r} ({type(module).__name__}) cannot be ablated so: {reason}")
         if number and isinstance(module, GATED_LAYERS):
@@ -128,7 +127,7 @@ def _ablated_layers(
 
 
 def _known_count(module: nn.Module) -> int | None:
-    return None if known.lookup(known.HEADS, module) == "one" else head_count(module)
+    return None if known(module).heads_axis == "one" else head_count(module)
 
 
 def _split(wanted: str | None, modules: Mapping[str, nn.Module]) -> tuple[str, int]:
@@ -147,7 +146,7 @@ def _attention_layers(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     They are called so, or have heads and neither contain nor belong to one that is called so. Of several, one inside of
     the other, the innermost.
     """
-    called = [name for name, m in modules.items() if isinstance(m, GPSA) or known.looks_like_attention(m)]
+    called = [name for name, m in modules.items() if isinstance(m, GPSA) or looks_like_attention(m)]
     others = [name for name, m in modules.items() if head_count(m) is not None and name not in called]
     others = [name for name in others if not any(_within(a, name) or _within(name, a) for a in called)]
     alike = [*called, *others]
@@ -155,7 +154,7 @@ def _attention_layers(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         name: module
         for name, module in modules.items()
         if name in alike
-        and known.lookup(known.NO_ATTENTION_MATRIX, module) is None
+        and known(module).no_attention_matrix is None
         and not any(_within(other, name) for other in alike)
     }
 

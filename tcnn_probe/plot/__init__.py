@@ -1,6 +1,6 @@
-"""Plots of what was recorded and measured, on matplotlib's axes, from labelled arrays.
+"""Plots of recordings and measurements, on matplotlib's axes, from labelled arrays.
 
-Colours are ones that the colour-blind can tell apart, ``OKABE_ITO``; matplotlib's settings are left alone.
+Colours are those of ``OKABE_ITO``, which the colour-blind can tell apart; matplotlib's settings are left alone.
 """
 
 from tcnn_probe.plot.attention_grid import attention_grid

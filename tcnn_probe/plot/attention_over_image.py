@@ -1,4 +1,4 @@
-"""Attention of one forward over the image that it belongs to."""
+"""Attention maps of one forward, over the image."""
 
 import fnmatch
 import json
@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.plot.style import as_pixel, draw_box, draw_image, draw_map, empty_figure, wrapped
+from tcnn_probe.plot.style import check_pixel, draw_box, draw_image, draw_map, empty_figure, wrap_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ def attention_maps(
     heads: int | Collection[int] | None = None,
     figure: "Figure | SubFigure | None" = None,
 ) -> "Figure | SubFigure":
-    """Draw where heads look, over the image: a row a layer, a column a head, the query in a red box.
+    """Draw attention over the image: a row for each layer, a column for each head, the query in a red box.
 
     ::
 
@@ -37,24 +37,24 @@ def attention_maps(
         tcnn_probe.plot.attention_maps(maps)
         tcnn_probe.plot.attention_maps(maps, query="class")  # of the class token
 
-    The more a place is looked at, the more of its colour covers the image. Each map has a scale of its own, from 0 to
-    its largest value.
+    The more attention a place receives, the more opaque its colour. Each map has a scale of its own, from 0 to its
+    largest value.
 
     Args:
-        maps: what :func:`tcnn_probe.attention_maps` gives.
-        image: which of the images.
-        query: (y, x) in pixels of the image, one of those that the maps are of; or "class", for the class token. None:
-            the first of these, the middle of the image if the maps are from everywhere, or else the class token.
-        layers: names or globs of the layers to draw; None for all that have such maps.
-        heads: of each layer; None for all.
-        figure: where to draw; None: pyplot's current figure if it is empty, else a new one of fitting size.
+        maps: Result of :func:`tcnn_probe.attention_maps`.
+        image: Number of the image.
+        query: Pixel (y, x) of the image, one of the queries of the maps; or "class", for the class token. None for the
+            first of these queries, the middle of the image if all pixels are queries, or else the class token.
+        layers: Names or globs of the layers to draw; None for all that have such maps.
+        heads: Numbers of the heads to draw; None for all.
+        figure: Figure to draw on; None for pyplot's current figure if it is empty, else a new one of fitting size.
 
     Returns:
-        the figure.
+        The figure.
 
     Raises:
         TypeError: ``maps`` are no such tree.
-        ValueError: the maps have no such image, query, layer or head.
+        ValueError: The maps have no such image, query, layer or head.
     """
     if not isinstance(maps, xr.DataTree) or "input" not in maps:
         raise TypeError(f"expected what tcnn_probe.attention_maps gives, an xarray.DataTree, got {type(maps).__name__}")
@@ -62,111 +62,120 @@ def attention_maps(
         raise ValueError(f"expected one of {maps.sizes['image']} images, from 0, got {image!r}")
     picture = maps.dataset["input"].values[image]
     size = picture.shape[1], picture.shape[2]
-    query = _checked_query(maps, query, size)
+    query = _check_query(maps, query, size)
     rows = _rows(maps.isel(image=image), query, layers, heads)
-    beside = min(3, len(rows))  # the image's width, in panels
+    image_panels = min(3, len(rows))  # width of the image
     columns = max(row.sizes["head"] for row in rows)
     if figure is None:
-        inches = _PANEL * (columns + beside) + 1.2, (_PANEL * size[0] / size[1] + 0.05) * len(rows) + 0.8
-        figure = empty_figure(*inches)
-    places = figure.add_gridspec(len(rows), beside + columns)
-    panel = figure.add_subplot(places[:beside, :beside])
+        width = _PANEL * (columns + image_panels) + 1.2
+        figure = empty_figure(width, (_PANEL * size[0] / size[1] + 0.05) * len(rows) + 0.8)
+    gridspec = figure.add_gridspec(len(rows), image_panels + columns)
+    panel = figure.add_subplot(gridspec[:image_panels, :image_panels])
     draw_image(panel, picture)
-    _box(panel, rows[0])
+    _draw_query(panel, rows[0])
     panel.set_xlabel("image", fontsize=8)
-    named: set[int] = set()  # columns
+    titled = 0  # columns whose first panel has been drawn
     for number, row in enumerate(rows):
         for column, head in enumerate(row["head"].values):
-            panel = figure.add_subplot(places[number, beside + column])
-            _draw(panel, picture, row[column])
-            _box(panel, row)
-            if column not in named:
+            panel = figure.add_subplot(gridspec[number, image_panels + column])
+            _draw_map(panel, picture, row[column])
+            _draw_query(panel, row)
+            if column >= titled:
                 panel.set_title(f"head {head}", fontsize=7, pad=2)
             if column == 0:
-                panel.set_ylabel(wrapped(row.layer.item()), fontsize=7, rotation=0, ha="right", va="center")
-        named |= {*range(row.sizes["head"])}
-    whose = "of the class token" if isinstance(query, str) else f"from pixel (y, x) = {query}"
-    figure.suptitle(f"attention {whose}", fontsize=10)
+                panel.set_ylabel(wrap_name(row.layer.item()), fontsize=7, rotation=0, ha="right", va="center")
+        titled = max(titled, row.sizes["head"])
+    subject = "of the class token" if isinstance(query, str) else f"from pixel (y, x) = {query}"
+    figure.suptitle(f"attention {subject}", fontsize=10)
     return figure
 
 
-def _checked_query(maps: xr.DataTree, query: Any, size: tuple[int, int]) -> str | tuple[int, int]:
-    """A pixel, or "class"."""
-    of_queries = [node for node in maps.children.values() if "attention" in node.dataset]
-    pixels = _pixels(of_queries[0].dataset["attention"]) if of_queries else []
+def _check_query(maps: xr.DataTree, query: Any, size: tuple[int, int]) -> str | tuple[int, int]:
+    """Return the query as a pixel or "class"; raise ValueError if there are no maps from it."""
+    arrays = [node.dataset["attention"] for node in maps.children.values() if "attention" in node.dataset]
+    pixels = _query_pixels(arrays[0]) if arrays else []
     if query is None:
-        query = pixels[0] if pixels else (size[0] // 2, size[1] // 2) if of_queries else "class"
+        default = (size[0] // 2, size[1] // 2) if arrays else "class"
+        query = pixels[0] if pixels else default
     if isinstance(query, str):
         if query != "class":
             raise ValueError(f"expected query=(y, x) or 'class', got {query!r}")
         return query
-    if not of_queries:
+    if not arrays:
         raise ValueError("these maps are of class tokens alone: query='class'")
-    pixel = as_pixel(query, *size)
+    pixel = check_pixel(query, *size)
     if pixels and pixel not in pixels:
         raise ValueError(f"the maps are from the pixels {pixels}, not from {pixel}")
     return pixel
 
 
 def _rows(maps: xr.DataTree, query: str | tuple[int, int], layers: Any, heads: Any) -> list[xr.DataArray]:
-    """Maps (head, y, x) of each layer, in the model's order."""
-    found: dict[str, xr.DataArray] = {}
+    """Return maps (head, y, x) of the layers, in the model's order."""
+    by_layer: dict[str, xr.DataArray] = {}
     for node in maps.children.values():
         name = "class_attention" if isinstance(query, str) else "attention"
-        if name in node.dataset:
-            values = node.dataset[name] if isinstance(query, str) else _from(node.dataset[name], query)
-            found |= {layer: values.sel(layer=layer) for layer in values.layer.values.tolist()}
-    found = {layer: values for layer, values in found.items() if values.notnull().any()}
-    wanted = [layers] if isinstance(layers, str) else list(layers or [])
-    if lacking := [glob for glob in wanted if not fnmatch.filter(found, glob)]:
-        raise ValueError(f"there are no such maps of the layer {lacking[0]!r}; there are of {sorted(found)}")
-    if not found:
+        if name not in node.dataset:
+            continue
+        values = node.dataset[name] if isinstance(query, str) else _select_query(node.dataset[name], query)
+        for layer in values.layer.values.tolist():
+            if values.sel(layer=layer).notnull().any():
+                by_layer[layer] = values.sel(layer=layer)
+    globs = [layers] if isinstance(layers, str) else list(layers or [])
+    names = [layer for layer in json.loads(maps.attrs["layers"]) if layer in by_layer]
+    for glob in globs:
+        if not fnmatch.filter(names, glob):
+            raise ValueError(f"there are no such maps of the layer {glob!r}; there are of {sorted(by_layer)}")
+    if not by_layer:
         raise ValueError("there is no class token in these maps")
-    chosen = found if not wanted else {layer for glob in wanted for layer in fnmatch.filter(found, glob)}
-    order = [layer for layer in json.loads(maps.attrs["layers"]) if layer in chosen]
-    kept = [heads] if isinstance(heads, int) else heads
-    rows = [found[layer] if kept is None else found[layer].sel(head=found[layer]["head"].isin(kept)) for layer in order]
+    if globs:
+        names = [name for name in names if any(fnmatch.fnmatch(name, glob) for glob in globs)]
+    rows = [by_layer[name] for name in names]
+    if heads is not None:
+        numbers = [heads] if isinstance(heads, int) else heads
+        rows = [row.sel(head=row["head"].isin(numbers)) for row in rows]
     if not all(row.sizes["head"] for row in rows):
         raise ValueError(f"expected heads of the layers, got {heads!r}")
     return rows
 
 
-def _pixels(attention: xr.DataArray) -> list[tuple[int, int]]:
-    """From which the maps are, if they are not from everywhere."""
+def _query_pixels(attention: xr.DataArray) -> list[tuple[int, int]]:
+    """Return the pixels of the queries; none if the maps have a grid of queries."""
     if "query" not in attention.dims:
         return []
     return list(zip(attention.from_y.values.tolist(), attention.from_x.values.tolist(), strict=True))
 
 
-def _from(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArray:
-    """Attention from one pixel, (layer, head, y, x), with the cell of the keys that has it as coordinates."""
+def _select_query(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArray:
+    """Select the attention of a pixel, (layer, head, y, x), with the pixel's cell among the keys as coordinates."""
     if "query" in attention.dims:
-        return attention.isel(query=_pixels(attention).index(query))
-    centres = [attention[f"pixel_{dim}"].values for dim in "yx"]
-    keys = [int(np.abs(along - at).argmin()) for along, at in zip(centres, query, strict=True)]
-    cell = [key * attention.sizes[f"query_{dim}"] // attention.sizes[dim] for dim, key in zip("yx", keys, strict=True)]
-    values = attention.isel(query_y=cell[0], query_x=cell[1], drop=True)
-    return values.assign_coords(query_y=keys[0], query_x=keys[1])
+        return attention.isel(query=_query_pixels(attention).index(query))
+    keys, cells = {}, {}
+    for dim, pixel in zip("yx", query, strict=True):
+        key = int(np.abs(attention[f"pixel_{dim}"].values - pixel).argmin())
+        keys[f"query_{dim}"] = key
+        # Keys of pooling attention have a coarser or finer grid than queries, over the same image.
+        cells[f"query_{dim}"] = key * attention.sizes[f"query_{dim}"] // attention.sizes[dim]
+    return attention.isel(cells, drop=True).assign_coords(keys)
 
 
-def _draw(axes: "Axes", picture: NDArray[Any], maps: xr.DataArray) -> None:
-    """Draw a map (y, x) over the image, the more attention the more opaque, cells at the centres of their fields."""
+def _draw_map(axes: "Axes", picture: NDArray[Any], maps: xr.DataArray) -> None:
+    """Draw a map (y, x) over the image, more opaque with more attention, cells at the centres of their fields."""
     draw_image(axes, picture.mean(0, keepdims=True))
     share = maps.values / max(float(np.nanmax(maps.values)), 1e-30)
-    (top, high), (left, wide) = _edges(maps, "y"), _edges(maps, "x")
-    extent = left, left + wide * share.shape[1], top + high * share.shape[0], top
+    (top, height), (left, width) = _first_cell(maps, "y"), _first_cell(maps, "x")
+    extent = left, left + width * share.shape[1], top + height * share.shape[0], top
     draw_map(axes, share, *picture.shape[1:], extent=extent, vmin=0, vmax=1, alpha=0.35 + 0.6 * share)
 
 
-def _box(axes: "Axes", maps: xr.DataArray) -> None:
-    """Draw the cell of the query, if there is one."""
+def _draw_query(axes: "Axes", maps: xr.DataArray) -> None:
+    """Draw a box around the cell of the query, if there is one."""
     if "query_y" in maps.coords:
-        (top, high), (left, wide) = _edges(maps, "y"), _edges(maps, "x")
-        draw_box(axes, top + maps.query_y.item() * high, left + maps.query_x.item() * wide, high, wide)
+        (top, height), (left, width) = _first_cell(maps, "y"), _first_cell(maps, "x")
+        draw_box(axes, top + maps.query_y.item() * height, left + maps.query_x.item() * width, height, width)
 
 
-def _edges(maps: xr.DataArray, dim: str) -> tuple[float, float]:
-    """Where the first cell begins along a side of the image, and how long a cell is; pixel n is from n to n + 1."""
+def _first_cell(maps: xr.DataArray, dim: str) -> tuple[float, float]:
+    """Return the edge of the first cell along a side of the image, and its length; pixel n is from n to n + 1."""
     centres = maps[f"pixel_{dim}"].values
     spacing = float(centres[1] - centres[0]) if len(centres) > 1 else 2 * float(centres[0]) + 1
     return float(centres[0]) + 0.5 - spacing / 2, spacing

@@ -16,40 +16,40 @@ __all__ = ["generalization"]
 
 
 def generalization(ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | None = None) -> "Axes":
-    """Draw a point for each model: its accuracy on the clean images, and that on another test set.
+    """Draw the accuracy of each model on another test set against that on the clean images.
 
     ::
 
         ds = tcnn_probe.evaluation.robustness(models, clean.loader, corruptions=(), attacks=(), variants=[imagenet_v2])
         tcnn_probe.plot.generalization(ds)
 
-    A model below the line fits the first test set, on which choices are often made, better than the others do. The
-    dashed line is the least-squares line through all points; there is none through points of one clean accuracy. Lines
+    A model below the line fits the first test set, on which choices are often made, better than the other models do.
+    The dashed line is the least-squares fit to all points; there is none if all clean accuracies are equal. Lines
     through a point are Wilson intervals (95 %), as if images were drawn at random; another training may differ by more.
     Join several trainings by ``xr.concat(runs, "training")``: each is then a point, in the colour of its model.
 
     Args:
         ds: Results of :func:`tcnn_probe.evaluation.robustness`: ``clean_accuracy`` and ``variant_accuracy``.
-        ax: where to draw; None: on the current axes.
-        variant: name of the other test set; None if there is one only.
+        ax: Axes to draw on; None for the current axes.
+        variant: Name of the other test set; None if there is a single one.
 
     Returns:
-        the axes.
+        The axes.
 
     Raises:
-        TypeError: no Dataset.
-        ValueError: accuracies that are missing, no such variant, or several without a choice.
+        TypeError: ``ds`` is no Dataset.
+        ValueError: Accuracies are missing, or the variant is; or there are several variants and none is named.
     """
     check_results(ds, "clean_accuracy", "clean_correct", "variant_accuracy", "variant_images")
     names = [str(name) for name in np.atleast_1d(ds["variant"].values)]
     if variant not in names if variant is not None else len(names) > 1:
         raise ValueError(f"expected variant to be one of {names}, got {variant!r}")
-    chosen = ds.sel(variant=variant or names[0]) if "variant" in ds.dims else ds
+    selected = ds.sel(variant=variant or names[0]) if "variant" in ds.dims else ds
     axes, points = axes_or_current(ax), []
     for number, model in enumerate(np.atleast_1d(ds["model"].values)):
-        of = chosen.sel(model=model) if "model" in ds.dims else chosen
-        found = xr.broadcast(of.clean_accuracy, of.variant_accuracy, of.variant_images)
-        first, second, images = (values.values.ravel() for values in found)
+        results = selected.sel(model=model) if "model" in ds.dims else selected
+        arrays = xr.broadcast(results.clean_accuracy, results.variant_accuracy, results.variant_images)
+        first, second, images = (array.values.ravel() for array in arrays)
         errors = [_wilson(first, np.full(len(first), ds.sizes["image"])), _wilson(second, images)]
         axes.errorbar(
             first, second, errors[1], errors[0], fmt="o", ms=4, elinewidth=0.8, label=str(model),
@@ -66,7 +66,7 @@ def generalization(ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | N
 
 
 def _wilson(accuracy: NDArray[np.floating], images: NDArray[np.integer]) -> NDArray[np.floating]:
-    """How far the interval reaches below and above each accuracy: (2, points)."""
+    """Return the lengths of the 95 % Wilson interval below and above each accuracy: (2, points)."""
     from scipy.stats import binomtest
 
     right = np.rint(accuracy * images).astype(int)

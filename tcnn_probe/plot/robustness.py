@@ -21,34 +21,34 @@ def robustness(
     baseline: str | None = None,
     by: Literal["group", "corruption", "severity", "attack"] = "group",
 ) -> "Axes":
-    """Draw bars of accuracy by model (T-CNN paper, Fig. 1) or, beside a baseline, of its relative improvement (Fig. 3).
+    """Draw bars of accuracy by model, or of its relative improvement over a baseline (T-CNN paper, Figs. 1 and 3).
 
     ::
 
         ds = xr.open_zarr("robustness.zarr")
         tcnn_probe.plot.robustness(ds, baseline="CNN", by="severity")
 
-    Accuracies are means over images and over all that is not named by ``by`` (corruptions of the group, severities,
-    seeds), with the standard error over images. The relative improvement of a model is (its accuracy - the
-    baseline's) / the baseline's, with a 95 % interval over images that both models see
-    (:func:`tcnn_probe.evaluation.improvement`); a bar for which there is none, since the baseline is never right in
-    some resample, is hatched. Clean images, where there are such, come first.
+    Accuracies are means over images and over all dimensions but ``by`` (corruptions of the group, severities, seeds),
+    with the standard error over images. The relative improvement of a model is (its accuracy - the baseline's) / the
+    baseline's, with a 95 % interval over images that both models see
+    (:func:`tcnn_probe.evaluation.improvement`). A bar is hatched if it has no interval, because the baseline is never
+    right in a resample. Clean images, if there are any, come first.
 
     Args:
         ds: Results of :func:`tcnn_probe.evaluation.robustness`, with the answer to each image: ``correct`` (model,
-            corruption, severity, seed, image), the coordinate ``group`` along corruption, and, where there are such,
+            corruption, severity, seed, image), the coordinate ``group`` along corruption, and, if measured,
             ``clean_correct`` (model, image) and ``adversarial_correct`` (model, attack, seed, image).
-        ax: where to draw; None: on the current axes.
-        baseline: one of the models; None for accuracies.
-        by: what the bars stand beside.
+        ax: Axes to draw on; None for the current axes.
+        baseline: Name of the model to compare the others with; None for accuracies.
+        by: Dimension along the x axis.
 
     Returns:
-        the axes, with a title and a legend above them, for which constrained layout makes room.
+        The axes, with a title and a legend above them, for which constrained layout makes room.
 
     Raises:
-        TypeError: no Dataset.
-        ValueError: variables, dimensions or coordinates that are missing, an unknown ``by``, or a baseline that is
-            none of the models, or the only one.
+        TypeError: ``ds`` is no Dataset.
+        ValueError: Variables, dimensions or coordinates are missing, ``by`` is unknown, or the baseline is no model or
+            the only one.
     """
     perturbed = share_right(ds, by)
     if by is None or not perturbed.size:
@@ -59,22 +59,25 @@ def robustness(
         heights, errors = right.mean("image"), right.std("image", ddof=1) / np.sqrt(right.sizes["image"])
         low, high, label = heights - errors, heights + errors, "accuracy\n(lines: standard error over images)"
     else:
-        found = [improvement(ds, baseline, kind) for kind in kinds]
-        heights = 100 * _categories([each.improvement for each in found], by)
-        bounds = 100 * _categories([each.interval for each in found], by)
+        gains = [improvement(ds, baseline, kind) for kind in kinds]
+        heights = 100 * _categories([gain.improvement for gain in gains], by)
+        bounds = 100 * _categories([gain.interval for gain in gains], by)
         low, high = bounds.sel(bound="low"), bounds.sel(bound="high")
-        named = f"improvement over {baseline} (%)" if len(baseline) < 12 else f"improvement (%) over\n{baseline}"
-        label = f"{named}\n(lines: 95 % interval over images)"
+        # A long name on a line of its own: the label would be longer than the axis.
+        quantity = f"improvement over {baseline} (%)" if len(baseline) < 12 else f"improvement (%) over\n{baseline}"
+        label = f"{quantity}\n(lines: 95 % interval over images)"
         if bool((heights.notnull() & low.isnull()).any()):
             label = label.replace("images)", "images;\nhatched: no interval)")
     axes = axes_or_current(ax)
-    _bars(axes, heights, heights - low, high - heights, {str(name): n for n, name in enumerate(ds["model"].values)})
+    places = {str(name): number for number, name in enumerate(ds["model"].values)}
+    _bars(axes, heights, heights - low, high - heights, places)
     axes.set_xticks(range(heights.sizes["category"]), heights["category"].values, fontsize="small")
     if by == "corruption":
         for name in axes.get_xticklabels():
             name.set(rotation=60, ha="right", rotation_mode="anchor")
     axes.set_xlabel("" if by == "group" else by)
     axes.set_ylabel(label, fontsize="small")
+    # About 50 letters fit above axes of usual width, 5 of them for each patch of colour.
     columns = max(1, 50 // (5 + max(len(str(name)) for name in heights["model"].values)))
     legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize="small", frameon=False)
     legend.set_title(f"{'accuracy' if baseline is None else 'improvement'} by {by}")
@@ -83,23 +86,23 @@ def robustness(
 
 
 def _categories(parts: list[xr.DataArray], by: str) -> xr.DataArray:
-    """Values along "category": of clean images, if there are such, and of what the bars stand side by side for."""
-    *clean, others = parts
-    named = [part.expand_dims(category=["clean"]) for part in clean]
-    others = others.rename({by: "category"}).reset_coords(drop=True)
-    others = others.assign_coords(category=[str(label) for label in others["category"].values])
-    return xr.concat([*named, others], "category", coords="minimal", compat="override", join="exact")
+    """Join values of clean images, if there are any, and along ``by``, in a dimension "category"."""
+    *clean, perturbed = parts
+    perturbed = perturbed.rename({by: "category"}).reset_coords(drop=True)
+    perturbed = perturbed.assign_coords(category=[str(label) for label in perturbed["category"].values])
+    parts = [*(part.expand_dims(category=["clean"]) for part in clean), perturbed]
+    return xr.concat(parts, "category", coords="minimal", compat="override", join="exact")
 
 
 def _bars(axes: "Axes", heights: xr.DataArray, low: xr.DataArray, high: xr.DataArray, places: dict[str, int]) -> None:
-    """Draw a group of bars a category, in it one a model, whose colour is that of its place among all models."""
+    """Draw a group of bars for each category, a bar for each model, coloured by its place among all models."""
     colors, models = list(OKABE_ITO.values()), [str(name) for name in heights["model"].values]
     width = 0.8 / len(models)
-    for nth, model in enumerate(models):
-        mean, below, above = (part.isel(model=nth).values for part in (heights, low, high))
-        at = np.arange(len(mean)) + (nth - (len(models) - 1) / 2) * width
-        bars = axes.bar(at, mean, width, color=colors[places[model] % len(colors)], label=model)
-        axes.errorbar(at, mean, np.clip([below, above], 0, None), fmt="none", ecolor="k", elinewidth=0.8, capsize=2)
+    for number, model in enumerate(models):
+        mean, below, above = (part.isel(model=number).values for part in (heights, low, high))
+        x = np.arange(len(mean)) + (number - (len(models) - 1) / 2) * width
+        bars = axes.bar(x, mean, width, color=colors[places[model] % len(colors)], label=model)
+        axes.errorbar(x, mean, np.clip([below, above], 0, None), fmt="none", ecolor="k", elinewidth=0.8, capsize=2)
         for bar in np.array(bars, dtype=object)[np.isfinite(mean) & np.isnan(below)]:
             bar.set(hatch="///", edgecolor="w")
     axes.axhline(0, color="k", lw=0.8)

@@ -1,4 +1,4 @@
-"""What plots share: colours (for the colour-blind as well), checks of what they are given, images and maps on axes."""
+"""Shared parts of plots: colours (for the colour-blind as well), checks of arguments, images and maps on axes."""
 
 import operator
 import re
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "OKABE_ITO", "RED", "as_array", "as_images", "as_pixel", "axes_or_current", "axis_label", "draw_box",
-    "draw_image", "draw_map", "empty_figure", "in_order", "legend_beside", "select_others", "wrapped",
+    "OKABE_ITO", "RED", "axes_or_current", "axis_label", "check_array", "check_pixel", "draw_box", "draw_image",
+    "draw_map", "empty_figure", "image_array", "legend_beside", "select_dims", "sequential_colors", "wrap_name",
 ]  # fmt: skip
 
 OKABE_ITO = {
@@ -28,21 +28,21 @@ OKABE_ITO = {
     "yellow": "#F0E442",
     "black": "#000000",
 }
-"""Of Okabe and Ito (2008), for things that have no order: models, methods, kinds of heads."""
+"""Colours of Okabe and Ito (2008), for things that have no order: models, methods, types of heads."""
 
 RED = OKABE_ITO["vermillion"]
 
 
-def in_order(count: int) -> list[tuple[float, float, float, float]]:
-    """So many colours for things in order, such as layers: viridis without its lightest."""
+def sequential_colors(count: int) -> list[tuple[float, float, float, float]]:
+    """Return colours for things in order, such as layers: viridis without its lightest, too pale for lines."""
     import matplotlib as mpl
 
     colors = mpl.colormaps["viridis"].resampled(count + 1)
-    return [colors(place) for place in range(count)]
+    return [colors(number) for number in range(count)]
 
 
 def axes_or_current(ax: "Axes | None") -> "Axes":
-    """``ax``, or pyplot's current axes; new ones in a figure with constrained layout if there is no figure."""
+    """Return ``ax``, or pyplot's current axes, in a new figure with constrained layout if there is no figure."""
     import matplotlib.pyplot as plt
 
     if ax is None and not plt.get_fignums():
@@ -51,14 +51,15 @@ def axes_or_current(ax: "Axes | None") -> "Axes":
 
 
 def empty_figure(width: float, height: float) -> "Figure":
-    """Pyplot's current figure if nothing is drawn on it, else a new one of this size, in inches."""
+    """Return pyplot's current figure if nothing is drawn on it, else a new one of this size, in inches."""
     import matplotlib.pyplot as plt
 
-    if plt.get_fignums() and not (figure := plt.gcf()).axes and not figure.subfigs:
-        if figure.get_layout_engine() is None:
-            figure.set_layout_engine("constrained")
-        return figure
-    return plt.figure(figsize=(width, height), layout="constrained")
+    if not plt.get_fignums() or plt.gcf().axes or plt.gcf().subfigs:
+        return plt.figure(figsize=(width, height), layout="constrained")
+    figure = plt.gcf()
+    if figure.get_layout_engine() is None:
+        figure.set_layout_engine("constrained")
+    return figure
 
 
 def legend_beside(axes: "Axes") -> None:
@@ -66,46 +67,51 @@ def legend_beside(axes: "Axes") -> None:
     figure = axes.get_figure(root=True)
     if figure is not None and figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")
-    columns = 1 + (len(axes.get_legend_handles_labels()[0]) - 1) // 14
+    columns = 1 + (len(axes.get_legend_handles_labels()[0]) - 1) // 14  # 14 lines fit beside axes of usual height
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small", ncols=columns)
 
 
-def as_array(values: Any, what: str) -> xr.DataArray:
-    """Raise TypeError unless it is a DataArray."""
+def check_array(values: Any, name: str) -> xr.DataArray:
+    """Raise TypeError unless the values are a DataArray."""
     if not isinstance(values, xr.DataArray):
         hints: dict[type, str] = {
             xr.Dataset: ", for example dataset['gate']",
             xr.DataTree: ", for example tree['heads/gate']",
         }
         hint = hints.get(type(values), "")
-        raise TypeError(f"expected {what} as an xarray.DataArray{hint}; got {type(values).__name__}")
+        raise TypeError(f"expected {name} as an xarray.DataArray{hint}; got {type(values).__name__}")
     return values
 
 
-def select_others(values: xr.DataArray, what: str, needed: Collection[str], optional: Collection[str] = ()) -> Any:
-    """``values`` with just these dimensions, others of length 1 dropped; ValueError if one lacks or is too many."""
-    if missing := [dim for dim in needed if dim not in values.dims]:
-        raise ValueError(f"expected {what} with the dimensions {tuple(needed)}, got {values.dims}: no {missing[0]!r}")
-    others = [dim for dim in values.dims if dim not in (*needed, *optional)]
-    if several := [dim for dim in others if values.sizes[dim] != 1]:
-        chosen = ", ".join(f"{dim}=..." for dim in several)
-        raise ValueError(f"{what} have further dimensions {tuple(several)}: choose one of each, with .sel({chosen})")
-    return values.squeeze(others, drop=True)
+def select_dims(values: xr.DataArray, name: str, required: Collection[str], optional: Collection[str] = ()) -> Any:
+    """Drop further dimensions of length 1; raise ValueError if one is longer, or a required one missing."""
+    for dim in required:
+        if dim not in values.dims:
+            got = f"got {values.dims}: no {dim!r}"
+            raise ValueError(f"expected {name} with the dimensions {tuple(required)}, {got}")
+    further = [dim for dim in values.dims if dim not in (*required, *optional)]
+    long = tuple(dim for dim in further if values.sizes[dim] != 1)
+    if long:
+        selection = ", ".join(f"{dim}=..." for dim in long)
+        raise ValueError(f"{name} have further dimensions {long}: choose one of each, with .sel({selection})")
+    return values.squeeze(further, drop=True)
 
 
-def as_images(images: Any) -> NDArray[Any]:
-    """Images (B, C, H, W) of 1 or 3 channels, a tensor or an array, as floats; ValueError for another shape."""
-    found = np.asarray(images.detach().cpu().float() if hasattr(images, "detach") else images, dtype=float)
-    if found.ndim != 4 or found.shape[1] not in (1, 3) or 0 in found.shape:
+def image_array(images: Any) -> NDArray[Any]:
+    """Return images (B, C, H, W) of 1 or 3 channels, a tensor or an array, as floats; ValueError for other shapes."""
+    if hasattr(images, "detach"):
+        images = images.detach().cpu().float()  # NumPy has no bfloat16
+    array = np.asarray(images, dtype=float)
+    if array.ndim != 4 or array.shape[1] not in (1, 3) or 0 in array.shape:
         hint = "; of pictures, give what the model was given: tcnn_probe.images.as_images(pictures, model)"
-        raise ValueError(f"expected images of shape (B, 1 or 3, H, W), got {found.shape}{hint}")
-    return found
+        raise ValueError(f"expected images of shape (B, 1 or 3, H, W), got {array.shape}{hint}")
+    return array
 
 
-def as_pixel(query: Any, height: int, width: int) -> tuple[int, int]:
-    """A query (y, x) as integers; ValueError unless it is inside so many pixels."""
+def check_pixel(query: Any, height: int, width: int) -> tuple[int, int]:
+    """Return a query (y, x) as integers; raise ValueError unless it lies inside height x width pixels."""
     try:
-        y, x = (operator.index(at) for at in query)
+        y, x = map(operator.index, query)
     except (TypeError, ValueError):
         raise ValueError(f"expected a query (y, x), two integers, got {query!r}") from None
     if not (0 <= y < height and 0 <= x < width):
@@ -114,14 +120,14 @@ def as_pixel(query: Any, height: int, width: int) -> tuple[int, int]:
 
 
 def axis_label(values: xr.DataArray) -> str:
-    """The array's long name, or name, with its unit, unless that is 1."""
+    """Return the array's long name, or name, with its unit, unless that is 1."""
     name = str(values.attrs.get("long_name", values.name or "")).replace("_", " ")
     units = re.sub(r"(?<=[a-z])(-?\d+)", r"$^{\1}$", str(values.attrs.get("units", "1")))
     return name if units in ("1", "") else f"{name} ({units})"
 
 
-def wrapped(name: Any) -> str:
-    """A module's name in lines of about 15 letters, broken at its dots."""
+def wrap_name(name: Any) -> str:
+    """Break a module's name at its dots into lines of about 15 letters."""
     lines = [""]
     for part in re.split(r"(?<=\.)", str(name)):
         if lines[-1] and len(lines[-1]) + len(part) > 15:
@@ -131,23 +137,24 @@ def wrapped(name: Any) -> str:
 
 
 def draw_image(axes: "Axes", image: NDArray[Any]) -> None:
-    """Draw an image (C, H, W) of 1 or 3 channels, from its least value (black) to its largest, without ticks."""
+    """Draw an image (C, H, W) of 1 or 3 channels, from its smallest value (black) to its largest, without ticks."""
     low, high = np.nanmin(image), np.nanmax(image)
-    pixels = (image - low) / max(high - low, 1e-12)
+    pixels = (image - low) / max(high - low, 1e-12)  # an image of a single value is black
     height, width = image.shape[1:]
-    shown = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
-    axes.imshow(shown, cmap="gray", vmin=0, vmax=1, extent=(0, width, height, 0))
+    pixels = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
+    axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, extent=(0, width, height, 0))
     axes.set(xticks=[], yticks=[])
 
 
 def draw_map(axes: "Axes", values: NDArray[Any], height: float, width: float, **options: Any) -> None:
-    """Draw a map (h, w), of any resolution, over height x width pixels or an ``extent``; its lightness grows evenly."""
+    """Draw a map (h, w), of any resolution, over height x width pixels or an ``extent``."""
+    # cividis: its lightness grows evenly, and the colour-blind see the same differences.
     axes.imshow(values, **{"extent": (0, width, height, 0), "interpolation": "nearest", "cmap": "cividis"} | options)
     axes.set(xticks=[], yticks=[], xlim=(0, width), ylim=(height, 0))
 
 
 def draw_box(axes: "Axes", y: float, x: float, height: float, width: float) -> None:
-    """Draw a red box with a white edge, y and x its upper left corner."""
+    """Draw a red box, with a white edge against red images; y and x are its upper left corner."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 

@@ -1,9 +1,9 @@
-"""What can be recorded: one file a kind, each ending in a :class:`Probe`."""
+"""Measurements that can be recorded: one file a kind, each ending in a :class:`Probe`."""
 
+from tcnn_probe.probes.built_in import DEFAULT
 from tcnn_probe.probes.layer_features import features
 from tcnn_probe.probes.mean_attention import mean_attention
-from tcnn_probe.probes.probe import ForwardCall, NotMeasuredError, Probe
-from tcnn_probe.probes.registry import DEFAULT, PROBES, find_probes, register
+from tcnn_probe.probes.probe import PROBES, ForwardCall, NotMeasuredError, Probe, find_probes, register
 
 __all__ = [
     "DEFAULT",

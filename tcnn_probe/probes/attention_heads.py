@@ -14,8 +14,8 @@ from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor
 
 from tcnn_model import GPSA as GPSALayer
+from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.reconstruction import head_count
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.variables import CONTENT, DISTANCE, ENTROPY, HEAD, MAPS, MEAN, UNIFORM, content_information
 from tcnn_probe.schema import Variable
@@ -28,7 +28,9 @@ def _statistics(attention: Attention) -> Mapping[str, Any]:
 
 
 def _statistics_of_softmax(attention: Attention) -> Mapping[str, Any]:
-    return {} if attention.gate is not None else attention.statistics()  # gated layers have probes of their own
+    if attention.gate is not None:  # gated layers have probes of their own
+        return {}
+    return attention.statistics()
 
 
 def _maps(attention: Attention, images: Sequence[int]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""How class tokens spread over the patches: one for all classes, a distillation token, or one for each class."""
+"""Attention of class tokens to the patches: a token for all classes, a distillation token, or a token a class."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,41 +14,47 @@ from tcnn_probe.schema import Variable
 __all__ = ["ATTENTION_BY_CLASS", "CLASS_ATTENTION", "DISTILLATION_ATTENTION"]
 
 
-def _of_token(
+def _probe_of_token(
     kind: str, token: str, prefix: str, entropy: Variable, query_of: Callable[[Attention], int | None]
 ) -> Probe:
-    """A probe of a class token of all classes, the latent of an attention pool, or a distillation token.
+    """Return a probe of a class token of all classes, the latent of an attention pool, or a distillation token.
 
-    Names begin with ``prefix``, but for the class token; ``query_of`` gives the token's place among the queries.
+    Args:
+        kind: Name of the probe.
+        token: The token in words.
+        prefix: Beginning of the variables' names; "" for the class token.
+        entropy: Description of its entropy.
+        query_of: Function that finds the token among the queries.
     """
     name = prefix or "class_"
-    itself, others = f"{prefix}self_attention", f"{prefix}token_attention"
+    to_itself, to_others = f"{prefix}self_attention", f"{prefix}token_attention"
 
-    def numbers(call: Attention) -> Mapping[str, Tensor | Pattern]:
-        """Entropy of the token's row, what it keeps to the tokens before the grid, (B, heads) each; and its sum."""
-        if (query := query_of(call)) is None:
+    def numbers(attention: Attention) -> Mapping[str, Tensor | Pattern]:
+        """Return the entropy of the token's row and what it keeps to the tokens before the grid, (B, heads)."""
+        query = query_of(attention)
+        if query is None:
             return {}
-        weights = call.weights(slice(query, query + 1))[:, :, :, 0]  # (B, windows, heads, N_key)
+        weights = attention.weights(slice(query, query + 1))[:, :, :, 0]  # (B, windows, heads, N_key)
         smallest = torch.finfo(weights.dtype).tiny
         row_entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1)
-        found: dict[str, Tensor | Pattern] = {f"{name}entropy": row_entropy.mean(1)}
-        found[f"{name}content_information"] = pattern_of_query(call, weights, row_entropy)
-        if before := call.layout.prefix:
-            found[f"{name}prefix_attention"] = weights[..., :before].sum(-1).mean(1)
-        return found
+        measured: dict[str, Tensor | Pattern] = {f"{name}entropy": row_entropy.mean(1)}
+        measured[f"{name}content_information"] = pattern_of_query(attention, weights, row_entropy)
+        if before := attention.layout.prefix:
+            measured[f"{name}prefix_attention"] = weights[..., :before].sum(-1).mean(1)
+        return measured
 
-    def maps(call: Attention, which: Sequence[int]) -> Mapping[str, Tensor]:
-        """The token's row cut in three: the grid (images, windows, heads, height, width), itself, other tokens."""
-        query, keys = query_of(call), call.layout.keys
+    def maps(attention: Attention, images: Sequence[int]) -> Mapping[str, Tensor]:
+        """Cut the token's row in three: the grid (images, windows, heads, height, width), itself, other tokens."""
+        query, keys = query_of(attention), attention.layout.keys
         if query is None or keys is None:
             return {}
-        own = call.own_key(query)
-        row = call.row(query, which)
-        rest = [key for key in range(keys.prefix) if key != own]
-        found = {f"{name}attention": call.on_grid(row), others: row[..., rest].sum(-1)}
-        return found if own is None else found | {itself: row[..., own]}
+        own_key = attention.own_key(query)
+        row = attention.row(query, images)
+        other_keys = [key for key in range(keys.prefix) if key != own_key]
+        cut = {f"{name}attention": attention.on_grid(row), to_others: row[..., other_keys].sum(-1)}
+        return cut if own_key is None else cut | {to_itself: row[..., own_key]}
 
-    of_image = tuple(dim for dim in MAP_DIMS if dim not in ("y", "x"))
+    map_dims = tuple(dim for dim in MAP_DIMS if dim not in ("y", "x"))
     variables = {
         f"{name}entropy": entropy,
         f"{name}content_information": content_information(f"of the {token}'s attention"),
@@ -63,18 +69,18 @@ def _of_token(
             "1",
             f"{token.removesuffix(' token')} attention",
             f"A_0j of the {token} over the keys on the grid. With what it keeps to itself and what it spends on "
-            f"other tokens before the grid ({itself}, {others}) it sums to one.",
+            f"other tokens before the grid ({to_itself}, {to_others}) it sums to one.",
             dtype="float32",
         ),
-        itself: Variable(
-            of_image,
+        to_itself: Variable(
+            map_dims,
             "1",
             f"{token}'s attention to itself",
             "A_00. NaN where it is not among the keys.",
             dtype="float32",
         ),
-        others: Variable(
-            of_image,
+        to_others: Variable(
+            map_dims,
             "1",
             f"{token}'s attention to other tokens",
             "A_0j, summed over the class, distillation and register tokens among the keys, without itself.",
@@ -84,8 +90,10 @@ def _of_token(
     return Probe(kind, variables, group="", attention=numbers, maps=maps)
 
 
-CLASS_ATTENTION = _of_token("class-attention", "class token", "", CLASS_ENTROPY, lambda call: call.class_query)
-DISTILLATION_ATTENTION = _of_token(
+CLASS_ATTENTION = _probe_of_token(
+    "class-attention", "class token", "", CLASS_ENTROPY, lambda attention: attention.class_query
+)
+DISTILLATION_ATTENTION = _probe_of_token(
     "distillation-attention",
     "distillation token",
     "distillation_",
@@ -95,46 +103,46 @@ DISTILLATION_ATTENTION = _of_token(
         "entropy of the distillation token's attention",
         f"-sum_j A_1j log A_1j of the distillation token, over all keys. {IMAGE_MEAN}",
     ),
-    lambda call: call.distillation_query,
+    lambda attention: attention.distillation_query,
 )
 
 
-def _numbers_of_classes(call: Attention) -> Mapping[str, Tensor | Pattern]:
-    if call.layout.asking != "classes":
+def _numbers_of_classes(attention: Attention) -> Mapping[str, Tensor | Pattern]:
+    if attention.layout.asking != "classes":
         return {}
-    statistics = call.statistics()
+    statistics = attention.statistics()
     return {
         "class_entropy": statistics["entropy"],
         "class_content_information": statistics["content_information"],
     }
 
 
-def _maps_of_classes(call: Attention, which: Sequence[int]) -> Mapping[str, Tensor]:
-    """Maps of all classes, (images, K, height, width): the recorder keeps those that are wanted."""
-    if call.layout.keys is None or call.windows > 1:
+def _maps_of_classes(attention: Attention, images: Sequence[int]) -> Mapping[str, Tensor]:
+    """Return maps of all classes, (images, K, height, width); the recorder keeps those of a few."""
+    if attention.layout.keys is None or attention.windows > 1:
         return {}
-    rows = [call.weights(slice(None), image)[0, 0].mean(0) for image in which]  # (K, N_key): one head has the map
-    return {"attention_by_class": call.on_grid(torch.stack(rows))}
+    rows = [attention.weights(slice(None), image)[0, 0].mean(0) for image in images]  # (K, N_key): one head has the map
+    return {"attention_by_class": attention.on_grid(torch.stack(rows))}
 
 
-_OF_CLASS = ("layer", "image", "class")
+_CLASS_DIMS = ("layer", "image", "class")
 ATTENTION_BY_CLASS = Probe(
     "attention-by-class",
     {
         "class_entropy": CLASS_ENTROPY,
         "class_content_information": content_information("of the class tokens' attention"),
         "attention_by_class": Variable(
-            (*_OF_CLASS, "y", "x"),
+            (*_CLASS_DIMS, "y", "x"),
             "1",
             "attention of the class's token",
             "A_cj of the token of class c over the patches (PatchConvNet paper, Fig. 2). Sums to one.",
             dtype="float32",
         ),
         "class_index": Variable(
-            _OF_CLASS, "1", "class", "Index c of the class; -1 where there is none.", dtype="int64"
+            _CLASS_DIMS, "1", "class", "Index c of the class; -1 where there is none.", dtype="int64"
         ),
         "class_score": Variable(
-            _OF_CLASS, "1", "class score", "What the model's output gives for the class.", dtype="float32"
+            _CLASS_DIMS, "1", "class score", "What the model's output gives for the class.", dtype="float32"
         ),
     },
     group="",

@@ -1,4 +1,4 @@
-"""How sparse the layers are in which the patches of ResMLP and MLP-Mixer talk (Touvron's thesis, Fig. 4.3)."""
+"""Sparsity of the layers between patches, of ResMLP and MLP-Mixer (Touvron's thesis, Fig. 4.3)."""
 
 import torch
 from timm.models.mlp_mixer import MixerBlock, ResBlock
@@ -13,29 +13,29 @@ __all__ = ["CROSS_PATCH"]
 
 
 def _state(block: ResBlock | MixerBlock) -> dict[str, Tensor]:
-    parts = {
+    modules = {
         "cross_patch_sparsity": block.linear_tokens if isinstance(block, ResBlock) else block.mlp_tokens,
         "fc1_sparsity": block.mlp_channels.fc1,
         "fc2_sparsity": block.mlp_channels.fc2,
     }
-    shares = {name: _share_of_small(part) for name, part in parts.items()}
+    shares = {name: _share_of_small(module) for name, module in modules.items()}
     return {name: share for name, share in shares.items() if share is not None}
 
 
 def _share_of_small(module: nn.Module) -> Tensor | None:
-    """Share of weights in linear layers below 5 % of the largest one of their layer; None without such layers."""
-    weights = [part.weight for part in module.modules() if isinstance(part, nn.Linear)]
+    """Return the share of weights in linear layers below 5 % of their layer's largest; None without such layers."""
+    weights = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
     sizes = [weight.to(at_least_float32(weight.dtype)).abs() for weight in weights]
     small = [(size < NEAR_ZERO * size.amax()).flatten() for size in sizes]
     return torch.cat(small).double().mean() if small else None
 
 
-def _about(which: str) -> Variable:
+def _variable(layers: str) -> Variable:
     return Variable(
         ("layer",),
         "1",
-        f"share of small weights, {which}",
-        f"Share of the weights of {which} that are smaller than {NEAR_ZERO:.0%} of the largest, in absolute value "
+        f"share of small weights, {layers}",
+        f"Share of the weights of {layers} that are smaller than {NEAR_ZERO:.0%} of the largest, in absolute value "
         "(Touvron's thesis, Fig. 4.3), as marked.",
     )
 
@@ -43,9 +43,9 @@ def _about(which: str) -> Variable:
 CROSS_PATCH = Probe(
     "cross-patch",
     {
-        "cross_patch_sparsity": _about("the layer between patches (MLP-Mixer: of both, each by its own largest)"),
-        "fc1_sparsity": _about("the first layer of the MLP on channels"),
-        "fc2_sparsity": _about("the second layer of the MLP on channels"),
+        "cross_patch_sparsity": _variable("the layer between patches (MLP-Mixer: of both, each by its own largest)"),
+        "fc1_sparsity": _variable("the first layer of the MLP on channels"),
+        "fc2_sparsity": _variable("the second layer of the MLP on channels"),
     },
     (ResBlock, MixerBlock),
     state=_state,

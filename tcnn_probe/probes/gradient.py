@@ -1,142 +1,100 @@
-"""How strongly each attention head is being trained: the norm of the gradient of the parameters that are its own.
+"""Gradient norm of each attention head: how strongly the parameters that are its own are being trained.
 
 How queries, keys and values of the heads lie in one matrix differs between layers that look alike (LeViT interleaves
 them head by head; Nest interleaves the heads in each channel). So a layer is read by its class, whose source was read;
 one that is not known here is left out, and named in ``recorder.missing``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tcnn_model import GPSA
 from tcnn_model.gpsa.precision import at_least_float32
-from tcnn_probe.attention import known_layers as known
-from tcnn_probe.attention.reconstruction import head_count
-from tcnn_probe.probes.probe import NotMeasuredError, Probe
+from tcnn_probe.architectures.lookup import head_count, known, looks_like_attention
+from tcnn_probe.architectures.record import HeadParameters
+from tcnn_probe.probes.probe import GradientNorms, NotMeasuredError, Probe
 from tcnn_probe.probes.variables import HEAD
 from tcnn_probe.schema import Variable
 
 __all__ = ["GRADIENT"]
 
-Own = Iterator[tuple[Tensor | None, int]]
-"""Parameters, and how many blocks of (heads, ...) each consists of."""
+Parameters = Iterator[tuple[Tensor | None, int]]
+"""Parameters, each with the number of blocks of (heads, ...) that it consists of."""
 
 
 def _by_head(gradient: Tensor, blocks: int, heads: int) -> Tensor:
-    """Sum of squares for each head: shape (blocks * heads * d, ...) or (blocks, heads * d) -> (heads,)."""
-    each = gradient.reshape(blocks, heads, -1)
-    return torch.linalg.vector_norm(each, dim=(0, 2), dtype=at_least_float32(gradient.dtype)).square()
+    """Return the sum of squares of each head: shape (blocks * heads * d, ...) or (blocks, heads * d) -> (heads,)."""
+    by_head = gradient.reshape(blocks, heads, -1)
+    return torch.linalg.vector_norm(by_head, dim=(0, 2), dtype=at_least_float32(gradient.dtype)).square()
 
 
-_LAYERS = ("q", "k", "v", "q_proj", "k_proj", "v_proj")
-_KINDS: Mapping[str, int] = {**dict.fromkeys(_LAYERS, 1), "qk": 2, "kv": 2, "qkv": 3}
-_LINEAR = frozenset(
-    f"timm.{name}"
-    for name in (
-        "layers.attention.Attention",
-        "layers.attention.AttentionRope",
-        "layers.attention_pool.AttentionPoolLatent",
-        "models.beit.Attention",
-        "models.cait.ClassAttn",
-        "models.cait.TalkingHeadAttn",
-        "models.convit.GPSA",
-        "models.convit.MHSA",
-        "models.davit.WindowAttention",
-        "models.eva.EvaAttention",
-        "models.fastvit.Attention",
-        "models.metaformer.Attention",
-        "models.mvitv2.MultiScaleAttention",
-        "models.pvt_v2.Attention",
-        "models.swin_transformer.WindowAttention",
-        "models.swin_transformer_v2.WindowAttention",
-        "models.tnt.Attention",
-        "models.twins.GlobalSubSampleAttn",
-        "models.twins.LocallyGroupedAttn",
-        "models.vision_transformer.Attention",
-        "models.vision_transformer_relpos.RelPosAttention",
-        "models.vision_transformer_sam.Attention",
-        "models.volo.Attention",
-        "models.volo.ClassAttention",
-    )
-)
-"""Rows of qkv are (3, heads, d), of kv (2, heads, d), and so on; columns of proj are (heads, d)."""
-
-
-def _of_linear(layer: Any) -> Own:
-    heads = layer.num_heads
-    out = layer.proj
-    if not isinstance(out, (nn.Linear, nn.Identity)):
-        raise NotMeasuredError(f"its output projection is {type(out).__name__}, no nn.Linear")
-    for name, kinds in _KINDS.items():
+def _parameters(layer: nn.Module, record: HeadParameters, heads: int) -> Parameters:
+    """Yield the parameters of single heads as the layer's record names them."""
+    output = getattr(layer, record.output, None) if record.output else None
+    if output is not None and not isinstance(output, (nn.Linear, nn.Identity)):
+        raise NotMeasuredError(f"its output projection is {type(output).__name__}, no nn.Linear")
+    for name, blocks in record.rows.items():
         part = getattr(layer, name, None)
-        if part is None or isinstance(part, nn.Identity):
+        # Buffers, such as the biases of keys of BEiT, are not trained.
+        if part is None or isinstance(part, nn.Identity) or name in layer._buffers:
             continue
-        if not isinstance(part, nn.Linear):
-            raise NotMeasuredError(f"{name} is {type(part).__name__}, no nn.Linear")
-        rows = part.out_features
-        # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
-        if rows % (kinds * heads) or (kinds == 3 and isinstance(out, nn.Linear) and rows != 3 * out.in_features):
-            raise NotMeasuredError(f"{rows} rows of {name} are not {kinds} x {heads} heads of one size")
-        yield from ((part.weight, kinds), (part.bias, kinds))
-    for name in ("q_bias", "k_bias", "v_bias"):
-        if isinstance(bias := getattr(layer, name, None), nn.Parameter):
-            yield bias, 1
-    if isinstance(out, nn.Linear):
-        yield from _columns(out, heads)
-    if known.lookup({"timm.models.convit.GPSA": True}, layer):
-        yield from ((own, 1) for own in (layer.pos_proj.weight, layer.pos_proj.bias, layer.gating_param))
+        if isinstance(part, Tensor):
+            yield part, blocks
+        else:
+            yield from _rows(part, name, blocks, heads, output)
+    if isinstance(output, nn.Linear):
+        yield from _columns(output, heads)
+    if record.taps:
+        weight = getattr(layer, record.taps)
+        yield weight, weight.shape[:2].numel()  # (C_out, C_in, k_h, k_w): a tap is a head
 
 
-def _of_multihead(layer: nn.MultiheadAttention) -> Own:
-    yield from ((together, 3) for together in (layer.in_proj_weight, layer.in_proj_bias))
-    yield from ((own, 1) for own in (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight))
-    yield from ((own, 1) for own in (layer.bias_k, layer.bias_v))
-    yield from _columns(layer.out_proj, layer.num_heads)
+def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Parameters:
+    if not isinstance(part, nn.Linear):
+        raise NotMeasuredError(f"{name} is {type(part).__name__}, no nn.Linear")
+    rows = part.out_features
+    # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
+    if rows % (blocks * heads) or (blocks == 3 and isinstance(output, nn.Linear) and rows != 3 * output.in_features):
+        raise NotMeasuredError(f"{rows} rows of {name} are not {blocks} x {heads} heads of one size")
+    yield part.weight, blocks
+    yield part.bias, blocks
 
 
-def _of_gpsa(layer: GPSA) -> Own:
-    yield from ((own, 1) for own in (layer.query, layer.key, layer.raw_locality, layer.center, layer.gating))
-    yield layer.weight, layer.weight.shape[:2].numel()  # (C_out, C_in, k_h, k_w): a tap is a head
-
-
-def _columns(layer: nn.Linear, heads: int) -> Own:
+def _columns(layer: nn.Linear, heads: int) -> Parameters:
     if layer.in_features % heads:
         raise NotMeasuredError(f"{layer.in_features} columns of the output projection do not divide into {heads} heads")
     yield layer.weight, layer.out_features
 
 
-_READERS: Mapping[str, Callable[[Any], Own]] = {
-    **dict.fromkeys(_LINEAR, _of_linear),
-    "torch.nn.modules.activation.MultiheadAttention": _of_multihead,
-    "tcnn_model.gpsa.layer.GPSA": _of_gpsa,
-}
-
-
 def _is_expected(layer: nn.Module) -> bool:
-    """Whether it is known, or has heads and looks like attention."""
-    says = head_count(layer) is not None
-    return known.lookup_unchanged(_READERS, layer) is not None or (says and known.looks_like_attention(layer))
+    """Return whether the layer is known, or has heads and looks like attention."""
+    if known(layer).head_parameters is not None:
+        return True
+    return head_count(layer) is not None and looks_like_attention(layer)
 
 
-def _gradients(layer: nn.Module) -> dict[str, list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]:
-    reader = known.lookup_unchanged(_READERS, layer)
-    if reader is None:
-        raise NotMeasuredError(f"how the heads of {type(layer).__name__} share its parameters is not known")
-    heads: Any = head_count(layer)  # whoever is known here says it
-    own: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
-    for parameter, blocks in reader(layer):
-        if isinstance(parameter, nn.Parameter):
-            own.append((parameter, partial(_by_head, blocks=blocks, heads=heads)))
-        elif parameter is not None:
-            raise NotMeasuredError("a weight is computed from other parameters")
-    return {"gradient_norm": own}
+class GradientProbe(Probe):
+    """Gradient norms of the heads of layers whose parameters are known head by head."""
+
+    def gradients(self, module: nn.Module) -> GradientNorms:
+        """Return the parameters that belong to single heads, with functions that sum squares by head."""
+        record = known(module).head_parameters
+        if record is None:
+            raise NotMeasuredError(f"how the heads of {type(module).__name__} share its parameters is not known")
+        heads: Any = head_count(module)  # every layer with such a record says it
+        by_parameter: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
+        for parameter, blocks in _parameters(module, record, heads):
+            if isinstance(parameter, nn.Parameter):
+                by_parameter.append((parameter, partial(_by_head, blocks=blocks, heads=heads)))
+            elif parameter is not None:
+                raise NotMeasuredError("a weight is computed from other parameters")
+        return {"gradient_norm": by_parameter}
 
 
-GRADIENT = Probe(
+GRADIENT = GradientProbe(
     "gradient",
     {
         "gradient_norm": Variable(
@@ -152,5 +110,4 @@ GRADIENT = Probe(
     },
     _is_expected,
     facts=lambda layer: {"heads": head_count(layer)},
-    gradients=_gradients,
 )

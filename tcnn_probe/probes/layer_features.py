@@ -1,9 +1,9 @@
-"""Features of chosen images, layer by layer: what :mod:`tcnn_probe.representation` looks at."""
+"""Features of chosen images, layer by layer, for :mod:`tcnn_probe.representation`."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from operator import index
 from typing import Any
 
@@ -18,7 +18,34 @@ from tcnn_probe.schema import Variable
 
 __all__ = ["FEATURES", "features"]
 
-_STAGE = re.compile(r"(.+[._])?(layers?|stages|blocks|features)[._]?\d+|(.+\.)?s\d+")  # "s1": RegNet's
+# Names that torchvision, timm and transformers give to stages and blocks; "s1" is a stage of timm's RegNet.
+_STAGE = re.compile(r"(.+[._])?(layers?|stages|blocks|features)[._]?\d+|(.+\.)?s\d+")
+
+
+@dataclass(frozen=True)
+class FeatureProbe(Probe):
+    """Features of layers that are chosen by name, of images of its own.
+
+    Args:
+        images: Images to keep features of.
+        patterns: Names and globs of the layers; None for stages and blocks.
+    """
+
+    images: tuple[int, ...] | None = None
+    patterns: Sequence[str] | None = None
+
+    def choose_layers(self, names: Iterable[str]) -> Collection[str]:
+        """Return the names that the patterns match; ValueError for a pattern that matches none."""
+        names = list(names)
+        if self.patterns is None:
+            return {name for name in names if _STAGE.fullmatch(name)}
+        layers: set[str] = set()
+        for pattern in self.patterns:
+            matching = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
+            if not matching:
+                raise ValueError(f"no layers match {pattern!r}: the model has {names[:4]} and {len(names) - 4} others")
+            layers |= matching
+        return layers
 
 
 def features(
@@ -30,7 +57,7 @@ def features(
     channel_axis: int | None = None,
     max_bytes: int = 2**24,
 ) -> Probe:
-    """Record what layers make of chosen images: the mean over the places of their output, and single tokens.
+    """Record the features of chosen images: the mean over the places of a layer's output, and single tokens.
 
     ::
 
@@ -47,21 +74,22 @@ def features(
     as that of most channels.
 
     Args:
-        layers: names or globs of modules that return feature maps or tokens; None: stages and blocks, by their names
+        layers: Names or globs of modules that return feature maps or tokens; None for stages and blocks, by their names
             (layer4, stages.3, blocks.11, encoder_layer_11).
-        images: how many, or the numbers of some, counted from 0 in each epoch.
-        tokens: which single ones to keep beside the mean: 0 is the class token of a ViT; of a feature map the place.
-        prefix_tokens: class and register tokens at the front, which the mean and the cosine leave out; from 0.
-        channel_axis: of the output; None: 1 of (B, C, H, W), the last one of (B, N, C). Swin's (B, H, W, C) needs -1,
-            and is refused without it where H = W.
-        max_bytes: for each layer and epoch; more is refused in the first forward.
+        images: Images to keep features of: the first n of each epoch, or a list of indices, counted from 0.
+        tokens: Indices of single tokens to keep beside the mean: 0 is the class token of a ViT; in a feature map, an
+            index is a place.
+        prefix_tokens: Number of class and register tokens at the front, which the mean and the cosine leave out.
+        channel_axis: Axis of the channels; None for 1 in (B, C, H, W) and the last one in (B, N, C). Swin's
+            (B, H, W, C) needs -1, and is refused without it where H = W.
+        max_bytes: Largest size for each layer and epoch; the first forward refuses more.
 
     Returns:
-        a probe, for ``record(probes=)``.
+        A probe, for ``record(probes=)``.
 
     Raises:
-        TypeError: numbers of images that are no integers.
-        ValueError: no images or no layers; in ``record``, names that the model lacks; in a forward, an output of
+        TypeError: Numbers of images that are no integers.
+        ValueError: No images or no layers; in ``record``, names that the model lacks; in a forward, an output of
             another shape, with fewer tokens, or more than ``max_bytes``.
     """
     if not (numbers := image_numbers(images)):
@@ -71,7 +99,7 @@ def features(
     facts = {"tokens": tokens, "prefix_tokens": prefix_tokens, "channel_axis": channel_axis}
     patterns = None if layers is None else [layers] if isinstance(layers, str) else list(layers)
 
-    def of(call: ForwardCall) -> Tensor:
+    def places(call: ForwardCall) -> Tensor:
         x = _places(call, channel_axis)
         needed = len(numbers) * (1 + len(tokens)) * x.shape[-1] * 2
         if needed > max_bytes:
@@ -87,15 +115,17 @@ def features(
         return x.to(at_least_float32(x.dtype))
 
     def measure(call: ForwardCall) -> dict[str, Tensor]:
-        x = of(call)[:, prefix_tokens:]
+        x = places(call)[:, prefix_tokens:]
         return {"token_cosine": token_cosine(x) if x.shape[1] > 1 else x.new_ones(len(x))}
 
     def maps(call: ForwardCall, rows: Sequence[int]) -> dict[str, Tensor]:
-        x = of(call)
-        x = x[rows] if len(rows) < len(x) else x
-        return {"feature": torch.cat([x[:, prefix_tokens:].mean(1, keepdim=True), x[:, tokens]], 1)}
+        x = places(call)
+        if len(rows) < len(x):
+            x = x[rows]
+        mean = x[:, prefix_tokens:].mean(1, keepdim=True)
+        return {"feature": torch.cat([mean, x[:, tokens]], 1)}
 
-    return Probe(
+    return FeatureProbe(
         "features",
         _VARIABLES,
         nn.Module,
@@ -104,34 +134,24 @@ def features(
         maps=maps,
         coords={"token": ["mean", *map(str, tokens)]},
         images=numbers,
-        layers=partial(_chosen, patterns),
+        patterns=patterns,
     )
 
 
 def _places(call: ForwardCall, channel_axis: int | None) -> Tensor:
-    """All places of the output, (B, N, C)."""
+    """Return all places of the output, shape (B, N, C)."""
     x = call.output
     if not isinstance(x, Tensor) or x.ndim < 3:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"expected layers that return (B, C, H, W) or (B, N, C), got {got} from {call.name!r}")
     if channel_axis is None:
-        last = x.ndim == 4 and x.shape[1] == x.shape[2] != x.shape[3]  # or a narrow convnet on oblong images
-        if last and not any(isinstance(part, nn.Conv2d) for part in call.module.modules()):
+        # Channels last where H = W; but a narrow convnet on oblong images may have as many channels as rows.
+        looks_last = x.ndim == 4 and x.shape[1] == x.shape[2] != x.shape[3]
+        if looks_last and not any(isinstance(module, nn.Conv2d) for module in call.module.modules()):
             why = f"{call.name!r} returns {tuple(x.shape)}, which looks like (B, H, W, C)"
             raise ValueError(f"{why}: give channel_axis=-1, or 1 if it is (B, C, H, W)")
         channel_axis = 1 if x.ndim > 3 else -1
     return x.movedim(channel_axis, -1).flatten(1, -2)
-
-
-def _chosen(patterns: Sequence[str] | None, names: Iterable[str]) -> Collection[str]:
-    """The names of the layers among those of all modules."""
-    every = list(names)
-    if patterns is None:
-        return {name for name in every if _STAGE.fullmatch(name)}
-    found = {one: [name for name in every if name == one or fnmatchcase(name, one)] for one in patterns}
-    if lacking := [pattern for pattern, some in found.items() if not some]:
-        raise ValueError(f"no layers match {lacking[0]!r}: the model has {every[:4]} and {len(every) - 4} others")
-    return {name for some in found.values() for name in some}
 
 
 _VARIABLES: dict[str, Any] = {

@@ -1,108 +1,53 @@
-"""LayerScale: its weights, and how much each residual branch adds to what passes it by (Touvron's thesis, Fig. 3.6).
+"""LayerScale weights, and residual branches compared with what they are added to (Touvron's thesis, Fig. 3.6).
 
 A block computes ``x' = x + lambda * g(x)`` for each of its branches g, with a weight lambda for each channel
 (thesis, Section 3.5.1). Blocks are known by their class; one whose forward was replaced is left alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import at_least_float32
-from tcnn_probe.attention.known_layers import lookup_unchanged
+from tcnn_probe.architectures.lookup import known
+from tcnn_probe.architectures.record import ResidualBranch
 from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.schema import Variable
 
 __all__ = ["LAYER_SCALE"]
 
 
-@dataclass(frozen=True)
-class _Branch:
-    """Where one residual branch of a block is to be found.
-
-    Args:
-        scale: LayerScale module or parameter; the module, or an identity in its place, returns the whole branch. "" if
-            the class has none.
-        output: the submodule that the parameter multiplies the output of, "" for a LayerScale module.
-        main: the submodule that is given the main branch; ":" in front: that returns it; a number: that of the input.
-        axis, main_axis: the channels' in ``output`` and in the main branch.
-    """
-
-    scale: str
-    output: str
-    main: str | int
-    axis: int = -1
-    main_axis: int = -1
+def _branches(block: nn.Module) -> Sequence[ResidualBranch]:
+    return known(block).branches or ()
 
 
-def _modules(main: tuple[str, str] = ("norm1", "norm2")) -> Sequence[_Branch]:
-    return _Branch("ls1", "", main[0]), _Branch("ls2", "", main[1])
-
-
-def _parameters(mixer: str, mlp: str, *names: str, main: str | int = "norm1", axis: int = -1) -> Sequence[_Branch]:
-    return _Branch(names[0], mixer, main, axis), _Branch(names[1], mlp, "norm2")
-
-
-_GAMMAS = ("gamma_1", "gamma_2")
-_BLOCKS: Mapping[str, Sequence[_Branch]] = {
-    "timm.models.vision_transformer.Block": _modules(),
-    "timm.models.vision_transformer_relpos.RelPosBlock": _modules(),
-    "timm.models.focalnet.FocalNetBlock": _modules(),
-    "timm.models.gcvit.GlobalContextVitBlock": _modules(),
-    "timm.models.maxxvit.PartitionAttentionCl": _modules(),
-    "timm.models.maxxvit.PartitionAttention2d": _modules(),
-    "timm.models.efficientformer.MetaBlock1d": _modules(),
-    "timm.models.efficientformer.MetaBlock2d": _modules(("token_mixer", "mlp")),
-    "timm.models.cait.LayerScaleBlock": _parameters("attn", "mlp", *_GAMMAS),
-    "timm.models.cait.LayerScaleBlockClassAttn": _parameters("attn", "mlp", *_GAMMAS, main=1),
-    "timm.models.beit.Block": _parameters("attn", "mlp", *_GAMMAS),
-    "timm.models.eva.EvaBlock": _parameters("attn", "mlp", *_GAMMAS),
-    "timm.models.mlp_mixer.ResBlock": _parameters("linear_tokens", "mlp_channels", "ls1", "ls2", axis=1),
-    "timm.models.mlp_mixer.MixerBlock": _parameters("mlp_tokens", "mlp_channels", "", "", axis=1),
-    "timm.models.xcit.XCABlock": (
-        _Branch("gamma1", "attn", "norm1"),
-        _Branch("gamma2", "mlp", "norm2"),
-        _Branch("gamma3", "local_mp", "norm3"),
-    ),
-    "timm.models.convnext.ConvNeXtBlock": (_Branch("gamma", "mlp", ":shortcut", main_axis=1),),
-}
-_PARTS = {
-    str(part).removeprefix(":") for many in _BLOCKS.values() for b in many for part in (b.scale, b.output, b.main)
-}
-
-
-def _branches(block: nn.Module) -> Sequence[_Branch] | None:
-    return lookup_unchanged(_BLOCKS, block)
-
-
-def _weights(block: nn.Module, branch: _Branch) -> Tensor | None:
+def _weights(block: nn.Module, branch: ResidualBranch) -> Tensor | None:
     scale = getattr(block, branch.scale) if branch.scale else None
     return getattr(scale, "gamma", None) if isinstance(scale, nn.Module) else scale
 
 
 def _state(block: nn.Module) -> dict[str, Tensor]:
-    weights = [_weights(block, branch) for branch in _branches(block) or ()]
-    some = next((w for w in weights if w is not None), None)
-    if some is None:
+    weights = [_weights(block, branch) for branch in _branches(block)]
+    scales = [weight for weight in weights if weight is not None]
+    if not scales:
         return {}
-    return {"scale": torch.stack([torch.ones_like(some) if w is None else w for w in weights])}
+    return {"scale": torch.stack([torch.ones_like(scales[0]) if weight is None else weight for weight in weights])}
 
 
-def _main(call: ForwardCall, branch: _Branch) -> Tensor:
+def _main(call: ForwardCall, branch: ResidualBranch) -> Tensor:
     if isinstance(branch.main, int):
         return call.inputs[branch.main]
     part = call.parts[branch.main.removeprefix(":")]
     return part.output if branch.main.startswith(":") else part.inputs[0]
 
 
-def _added(call: ForwardCall, branch: _Branch) -> Tensor:
-    """What the branch adds, before stochastic depth, in the layout of the main branch."""
+def _added(call: ForwardCall, branch: ResidualBranch) -> Tensor:
+    """Return the branch's part of the sum, before stochastic depth, in the layout of the main branch."""
     if not branch.output:
         return call.parts[branch.scale].output
     added, weights = call.parts[branch.output].output, _weights(call.module, branch)
-    axis = 1 if getattr(call.module, "use_conv_mlp", False) else branch.axis  # ConvNeXt's
+    axis = branch.axis if isinstance(branch.axis, int) else branch.axis(call.module)
     if weights is not None:
         shape = [1] * added.ndim
         shape[axis] = -1
@@ -111,30 +56,41 @@ def _added(call: ForwardCall, branch: _Branch) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Norm of each image over tokens and channels, shape (B,)."""
+    """Return the norm of each image over tokens and channels, shape (B,)."""
     return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=at_least_float32(x.dtype))
 
 
 def _measure(call: ForwardCall) -> dict[str, Tensor]:
-    ratios = [_norm(_added(call, branch)) / _norm(_main(call, branch)) for branch in _branches(call.module) or ()]
+    call.verify(lambda: _rebuild(call))
+    ratios = [_norm(_added(call, branch)) / _norm(_main(call, branch)) for branch in _branches(call.module)]
     return {"residual_ratio": torch.stack(ratios, 1)}
 
 
 def _rebuild(call: ForwardCall) -> Tensor | None:
-    """The sum of the main branch and all residual ones: all must be what they are taken for."""
-    block, branches = call.module, _branches(call.module) or ()
-    if block.training and any(getattr(part, "drop_prob", 0) for part in block.children()):
+    """Return the sum of the main branch and all residual ones, which shows that the table above is right."""
+    block, branches = call.module, _branches(call.module)
+    if block.training and any(getattr(child, "drop_prob", 0) for child in block.children()):
         return None
     return sum((_added(call, branch)[:1] for branch in branches), _main(call, branches[0])[:1])
 
 
-_LABELS = ["mixer", "mlp", "local"]
+class LayerScaleProbe(Probe):
+    """Residual branches of blocks, read off the calls of their submodules."""
+
+    def parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the submodules that make up the branches."""
+        branches = _branches(module)
+        names = {str(part).removeprefix(":") for b in branches for part in (b.scale, b.output, b.main)}
+        submodules = {name: getattr(module, name, None) for name in sorted(names)}
+        return {name: part for name, part in submodules.items() if isinstance(part, nn.Module)}
+
+
 _ORDER = (
     "Branches in the order: mixer (attention, ResMLP's cross-patch layer, or the only branch, as in ConvNeXt), mlp, "
     "local (XCiT)."
 )
 
-LAYER_SCALE = Probe(
+LAYER_SCALE = LayerScaleProbe(
     "layer-scale",
     {
         "scale": Variable(
@@ -153,10 +109,8 @@ LAYER_SCALE = Probe(
             f"previous mark. {_ORDER}",
         ),
     },
-    lambda module: _branches(module) is not None,
+    lambda module: bool(_branches(module)),
     state=_state,
     measure=_measure,
-    rebuild=_rebuild,
-    parts=sorted(_PARTS),
-    coords={"branch": _LABELS},
+    coords={"branch": ["mixer", "mlp", "local"]},
 )

@@ -14,7 +14,7 @@ __all__ = ["MEAN_ATTENTION", "mean_attention"]
 
 
 def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Probe:
-    """Record, by layer and head, the mean over images of the attention of some queries: a head's static pattern.
+    """Record the mean over images of the attention of chosen queries: the static pattern of each head.
 
     ::
 
@@ -24,18 +24,18 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         recorder.tree["mean-attention"].mean_attention.sel(query="0.1, 0.9")
 
     In the group "mean-attention": ``mean_attention`` (epoch, layer, head, query, y, x) over the keys on the grid, and
-    ``images``, of how many it is the mean. Rows sum to one, less what goes to class and register tokens, or to padding.
-    NaN beyond the grids of layers that are smaller than others. Layers whose attention is in windows are left out.
-    Images have to be of one size.
+    ``images``, the number of images in the mean. Rows sum to one, less what goes to class and register tokens, or to
+    padding. NaN beyond the grids of layers that are smaller than others. Layers whose attention is in windows are left
+    out. Images have to be of one size.
 
     Args:
-        queries: row and column of each, as shares of the height and the width: (0.5, 0.5) is the middle, in all layers.
+        queries: Rows and columns, as shares of the height and the width: (0.5, 0.5) is the middle, in all layers.
 
     Returns:
-        a probe, for ``record(probes=)``.
+        A probe, for ``record(probes=)``.
 
     Raises:
-        ValueError: no query, one that is no pair, or one outside of the grid.
+        ValueError: No query, a query that is no pair, or a query outside of the grid.
     """
     places = np.asarray(queries, dtype=float)
     if not places.size or places.shape[1:] != (2,) or not ((places >= 0) & (places < 1)).all():
@@ -52,10 +52,9 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
     meaning = (
         "Mean over the images seen since the previous mark of A_ij, of chosen queries i over the keys on the grid."
     )
-    about = Variable(("layer", "head", "query", "y", "x"), "1", "mean attention", meaning, dtype="float32")
+    variable = Variable(("layer", "head", "query", "y", "x"), "1", "mean attention", meaning, dtype="float32")
     labels = [f"{row:g}, {column:g}" for row, column in places.tolist()]
-    variables = {"mean_attention": about}
-    return Probe("mean-attention", variables, attention=measure, coords={"query": labels})
+    return Probe("mean-attention", {"mean_attention": variable}, attention=measure, coords={"query": labels})
 
 
 MEAN_ATTENTION = mean_attention()

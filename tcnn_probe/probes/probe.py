@@ -1,5 +1,6 @@
-"""The contract between the recorder and what it can measure."""
+"""The contract between the recorder and what it can measure, and the probes that are known by name."""
 
+import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,29 +11,36 @@ from torch import Tensor, nn
 
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import Pattern
+from tcnn_probe.attention.reconstruction import Verification, relative_difference, tolerance
 from tcnn_probe.schema import COORDINATES, COUNTS, Variable
 
-__all__ = ["ForwardCall", "NotMeasuredError", "Probe"]
+__all__ = ["PROBES", "ForwardCall", "NotMeasuredError", "Probe", "find_probes", "register"]
 
+PROBES: dict[str, "Probe"] = {}
+"""The probes that :func:`tcnn_probe.record` finds by their names."""
 
 _NAME = re.compile(r"\w[\w-]*")
 
+GradientNorms = Mapping[str, Iterable[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]
+
 
 class NotMeasuredError(Exception):
-    """A probe cannot measure a module that one would expect it to be for; the message says why."""
+    """A probe cannot measure a module that it should be able to measure; the message says why."""
 
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """One call of a module in a forward.
+    """A call of a module in a forward.
 
     Args:
-        module, name: which.
-        inputs: what it was called with, by position and then by keyword.
-        output: what it returned.
-        parts: the last call in it of each submodule named in :attr:`Probe.parts`, if it ran. Its tensors are the
-            model's own, as they are when the module returns: what works in place on them has changed them.
-        limit: how many of its images, the first ones, count for sums over images; None for all.
+        module: Module that was called.
+        name: Name of its layer.
+        inputs: Its inputs, by position and then by keyword.
+        output: Its output.
+        parts: Last calls, inside this call, of the submodules that :meth:`Probe.parts` names. Their tensors are the
+            model's own, as they are when the module returns: operations in place have changed them.
+        limit: Number of images, the first ones, that count in sums over images; None for all.
+        verification: Comparisons of the layers so far, see :meth:`verify`.
     """
 
     module: Any
@@ -41,6 +49,23 @@ class ForwardCall:
     output: Any
     parts: Mapping[str, "ForwardCall"] = field(default_factory=dict)
     limit: int | None = None
+    verification: Verification | None = None
+
+    def verify(self, rebuild: Callable[[], Tensor | None]) -> None:
+        """Compare an output rebuilt from what is measured with the true one, once for each layer.
+
+        The forward raises :class:`tcnn_probe.ReconstructionError` if they differ by more than rounding.
+
+        Args:
+            rebuild: Function that rebuilds the output of the first image; it returns None if that cannot be compared,
+                as under dropout.
+        """
+        if self.verification is None or not self.verification.needed(self.name):
+            return
+        rebuilt = rebuild()
+        if rebuilt is not None:
+            difference = relative_difference(rebuilt, self.output[:1])
+            self.verification.add(self.name, (difference, tolerance(self.output.dtype)))
 
 
 @dataclass(frozen=True)
@@ -53,35 +78,30 @@ class Probe:
     ``tcnn_probe.attention.patterns.Pattern`` of the first :attr:`ForwardCall.limit` images: the variable is then
     the content information of each head, of all images of the epoch.
 
+    A probe that needs more is a subclass that overrides :meth:`choose_layers`, :attr:`images`, :meth:`parts` or
+    :meth:`gradients`.
+
     Args:
-        kind: short name, kept in the dataset's layer table.
-        variables: name -> :class:`Variable`, whose ``dims`` are "layer" and then those of the tensors.
-        module_type: Modules that it is for: a class, several, or a predicate on a module; for ``attention`` as well.
-        group: where its variables go: "" is the root, with the numbers of attention heads; None a group of its own,
-            named after the kind.
-        facts: module -> what else the layer table says of it, in plain JSON; known before any forward.
-        state: module -> ``{variable: (*dims)}``, read off the parameters when an epoch is marked.
-        measure: :class:`ForwardCall` -> ``{variable: (B, *dims)}``, after each forward of the layer, under the autocast
-            that the layer ran in.
-        attention: :class:`Attention` -> ``{variable: (B, *dims)}``, for each softmax attention in the model, in
-            whatever module it is.
-        maps: the same call, and which of its images were chosen -> {variable: (images, [windows,] heads, height,
-            width)}; the variables have the dims ("layer", "image", ["window",] "head", "y", "x"). Beside these maps
-            there may be numbers of each head, without "y" and "x".
-        gradients: module -> {variable: pairs of a parameter and a function of its gradient, to ``(*dims)``}; the
-            recorded value is the square root of the mean, over backward passes, of the sum of these. May raise
-            :class:`NotMeasuredError` with the reason why the module is left out.
-        rebuild: :class:`ForwardCall` -> the output, of the first image, rebuilt from what is measured; compared once
-            with the true one. None if they cannot be compared, as under dropout.
-        parts: names of submodules whose inputs or outputs ``measure`` needs.
-        coords: labels along dimensions of its own, such as {"branch": ["attention", "mlp"]}; those of the first so
-            many that the layers have.
-        images: numbers of the images of which it keeps maps, in a group with its numbers; None: those that
-            ``record(images=)`` names, in the groups of all maps.
-        layers: names of all modules -> those that it is for, if ``module_type`` alone does not say.
+        kind: Short name, kept in the dataset's layer table.
+        variables: Descriptions by name, whose ``dims`` are "layer" and then those of the tensors.
+        module_type: Modules to measure: a class, several, or a predicate on a module; for ``attention`` as well.
+        group: Path of the group that holds the variables: "" for the root, with the numbers of attention heads; None
+            for a group named after the kind.
+        facts: Function of a module that returns further entries of the layer table, in plain JSON; it is called before
+            any forward.
+        state: Function of a module that returns ``{variable: (*dims)}``, read off the parameters at each mark.
+        measure: Function of a :class:`ForwardCall` that returns ``{variable: (B, *dims)}``; it is called after each
+            forward of the layer, under the autocast that the layer ran in.
+        attention: Function of an :class:`Attention` that returns ``{variable: (B, *dims)}``; it is called for each
+            attention in the model, in whatever module it is.
+        maps: Function of the same call and of indices of images; it returns ``{variable: (images, [windows,] heads,
+            height, width)}``, for variables with the dims ("layer", "image", ["window",] "head", "y", "x"). Beside
+            these maps there may be numbers of each head, without "y" and "x".
+        coords: Labels along dimensions of its own, such as {"branch": ["attention", "mlp"]}; the layers use as many of
+            them, from the first, as they have values.
 
     Raises:
-        ValueError, TypeError: what could not be recorded, or not be told apart from what else is.
+        ValueError, TypeError: The probe cannot be recorded, or cannot be told apart from what else is recorded.
     """
 
     kind: str
@@ -93,60 +113,139 @@ class Probe:
     measure: Callable[[ForwardCall], Mapping[str, Tensor | Pattern]] | None = None
     attention: Callable[[Attention], Mapping[str, Tensor | Pattern]] | None = None
     maps: Callable[[Any, Sequence[int]], Mapping[str, Tensor]] | None = None
-    gradients: Callable[[Any], Mapping[str, Iterable[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]] | None = None
-    rebuild: Callable[[ForwardCall], Tensor | None] | None = None
-    parts: Sequence[str] = ()
     coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    images: tuple[int, ...] | None = None
-    layers: Callable[[Iterable[str]], Collection[str]] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would fail, or be lost, when the first epoch is marked."""
-        which = f"the probe {self.kind!r}"
-        if not any((self.state, self.measure, self.attention, self.gradients)):
-            raise ValueError(f"{which} measures nothing: give it state, measure, attention or gradients")
+        probe = f"the probe {self.kind!r}"
+        measures_gradients = type(self).gradients is not Probe.gradients
+        if not any((self.state, self.measure, self.attention, measures_gradients)):
+            raise ValueError(f"{probe} measures nothing: give it state, measure or attention")
         if not (self.module_type is None or isinstance(self.module_type, tuple) or callable(self.module_type)):
             raise TypeError(
-                f"expected {which} to have a class or a predicate for module_type, got {self.module_type!r}"
+                f"expected {probe} to have a class or a predicate for module_type, got {self.module_type!r}"
             )
         if self.place.split("/")[0] in ("heads", "maps"):
-            raise ValueError(f"{which} would be recorded under {self.place!r}, as others are: give it another name")
-        dims = (dim for about in self.variables.values() if isinstance(about.dims, tuple) for dim in about.dims)
-        for name in (self.kind, *self.place.split("/"), *self.variables, *dims):
+            raise ValueError(f"{probe} would be recorded under {self.place!r}, as others are: give it another name")
+        names = [self.kind, *self.place.split("/"), *self.variables]
+        for variable in self.variables.values():
+            if isinstance(variable.dims, tuple):
+                names += variable.dims
+        for name in names:
             if name != self.group and not _NAME.fullmatch(name):
-                raise ValueError(f"expected names of letters, digits, '_' and '-' in {which}, got {name!r}")
-        for name, about in self.variables.items():
+                raise ValueError(f"expected names of letters, digits, '_' and '-' in {probe}, got {name!r}")
+        for name, variable in self.variables.items():
             if name in COORDINATES or name in COUNTS:
-                raise ValueError(f"{name!r} of {which} is recorded for every layer: give the variable another name")
-            if not isinstance(about.dims, tuple) or about.dims[:1] != ("layer",):
+                raise ValueError(f"{name!r} of {probe} is recorded for every layer: give the variable another name")
+            if not isinstance(variable.dims, tuple) or variable.dims[:1] != ("layer",):
                 raise ValueError(
-                    f"expected {name!r} of {which} to have the dimensions ('layer', ...), got {about.dims!r}"
+                    f"expected {name!r} of {probe} to have the dimensions ('layer', ...), got {variable.dims!r}"
                 )
 
     @property
+    def images(self) -> tuple[int, ...] | None:
+        """Images to keep maps of, in a group with the probe's numbers; None for those of ``record(images=)``."""
+        return None
+
+    def choose_layers(self, names: Iterable[str]) -> Collection[str]:
+        """Choose layers by name, among the names of all modules; ``module_type`` has its say as well."""
+        return frozenset(names)
+
+    def parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """Return submodules, by name, whose calls ``measure`` needs in :attr:`ForwardCall.parts`."""
+        return {}
+
+    def gradients(self, module: nn.Module) -> GradientNorms:
+        """Return parameters whose gradients to measure, by variable, each with a function of its gradient.
+
+        The functions return tensors of shape ``(*dims)``. The recorded value is the square root of the mean, over
+        backward passes, of their sum.
+
+        Raises:
+            NotMeasuredError: The module is left out, for the reason in the message.
+        """
+        return {}
+
+    @cached_property
     def place(self) -> str:
         """Path of its group."""
         return self.kind if self.group is None else self.group
 
-    @property
+    @cached_property
     def runs(self) -> bool:
-        """Whether it measures forwards."""
+        """True if it measures forwards."""
         return self.measure is not None or self.attention is not None
 
     @cached_property
-    def of_images(self) -> frozenset[str]:
+    def image_variables(self) -> frozenset[str]:
         """Names of its maps."""
-        return frozenset(name for name, about in self.variables.items() if "image" in about.dims)
+        return frozenset(name for name, variable in self.variables.items() if "image" in variable.dims)
 
     @cached_property
-    def of_classes(self) -> frozenset[str]:
-        """Names of those of its maps of which some classes are kept."""
-        return frozenset(name for name in self.of_images if "class" in self.variables[name].dims)
+    def class_variables(self) -> frozenset[str]:
+        """Names of those maps that are kept for a few classes."""
+        return frozenset(name for name in self.image_variables if "class" in self.variables[name].dims)
 
     def applies_to(self, module: nn.Module) -> bool:
-        """Whether it is for this module."""
+        """Return whether the module is of its type."""
         if self.module_type is None:
             return False
         if isinstance(self.module_type, (type, tuple)):
             return isinstance(module, self.module_type)
         return self.module_type(module)
+
+
+def register(probe: Probe) -> Probe:
+    """Make a probe known by its kind, so that ``record(model, probes=[..., kind])`` finds it.
+
+    Args:
+        probe: A new probe, of a kind of its own.
+
+    Returns:
+        The probe.
+
+    Raises:
+        ValueError: Another probe has this kind.
+    """
+    if PROBES.get(probe.kind, probe) is not probe:
+        raise ValueError(f"there is a probe of the kind {probe.kind!r} already: give yours another name")
+    PROBES[probe.kind] = probe
+    return probe
+
+
+def find_probes(names_or_probes: Iterable[str | Probe] | str | Probe) -> list[Probe]:
+    """Return probes, by kind or as they are.
+
+    Raises:
+        ValueError: A kind is unknown, or two probes cannot be recorded together.
+        TypeError: Something is neither a name nor a probe.
+    """
+    if isinstance(names_or_probes, (str, Probe)):
+        names_or_probes = [names_or_probes]
+    probes: list[Probe] = []
+    for name_or_probe in names_or_probes:
+        probe = _find_probe(name_or_probe)
+        if probe not in probes:
+            probes.append(probe)
+    kinds = [probe.kind for probe in probes]
+    if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
+        raise ValueError(f"two probes of one kind: {', '.join(sorted(twice))}")
+    dims: dict[tuple[str, str], tuple[str, ...]] = {}
+    for probe in probes:
+        for name, variable in probe.variables.items():
+            if dims.setdefault((probe.place, name), variable.dims) != variable.dims:
+                raise ValueError(
+                    f"two probes have {name!r} in one group, along other dimensions: give one another group"
+                )
+    return probes
+
+
+def _find_probe(name_or_probe: str | Probe) -> Probe:
+    if isinstance(name_or_probe, Probe):
+        return name_or_probe
+    if not isinstance(name_or_probe, str):
+        raise TypeError(f"expected a tcnn_probe.Probe or the name of one, got {name_or_probe!r}")
+    if name_or_probe not in PROBES:
+        close = difflib.get_close_matches(name_or_probe, PROBES, n=1) or list(PROBES)
+        raise ValueError(f"no probe {name_or_probe!r}; did you mean {' or '.join(map(repr, close))}?")
+    return PROBES[name_or_probe]

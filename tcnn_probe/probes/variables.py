@@ -41,16 +41,20 @@ DISTANCE = Variable(
 )
 
 
-def content_information(what: str) -> Variable:
-    """How much of where a head looks the image decides, ``what`` being the attention that is meant."""
+def content_information(attention: str) -> Variable:
+    """Describe how strongly a head's attention depends on the image.
+
+    Args:
+        attention: The attention that is meant, as a phrase that begins with "of".
+    """
     return Variable(
         HEAD,
         "nat",
-        f"content information {what}",
-        f"Mean over queries of H(mean over images of A_i) - mean over images of H(A_i), {what}: the mutual information "
-        "of image and key. 0 if the image has no say, at most log of the number of images or keys; of few images it is "
-        f"too low. Of at most {QUERIES} queries of each layer, evenly chosen, always the same ones. NaN if images of "
-        "several sizes were seen since the previous mark.",
+        f"content information {attention}",
+        f"Mean over queries of H(mean over images of A_i) - mean over images of H(A_i), {attention}: the mutual "
+        "information of image and key. 0 if the image has no say, at most log of the number of images or keys; of "
+        f"few images it is too low. Of at most {QUERIES} queries of each layer, evenly chosen, always the same ones. "
+        "NaN if images of several sizes were seen since the previous mark.",
     )
 
 

@@ -1,6 +1,6 @@
 """Recording what probes measure, forward by forward, until an epoch is marked.
 
-The way of a model: ``recorder`` checks what it is told (``options``, ``checks``) and has a ``collector`` follow the
-attention stream (``attention/stream``, which rebuilds what ``hooks/forwards`` and ``hooks/interception`` see). Probes
-measure each attention, an ``accumulator`` adds up, and at a mark ``dataset`` makes arrays of it, for ``storage``.
+``recorder`` parses its arguments (``options``) and has a ``collector`` listen to the attention stream of the model
+(:mod:`tcnn_probe.attention.stream`). Probes measure each attention, an ``accumulator`` adds up. At a mark the collector
+closes the epoch: its report is checked (``epoch``) and laid out as arrays (``groups``), which the storage keeps.
 """

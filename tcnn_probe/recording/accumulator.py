@@ -1,93 +1,164 @@
-"""What one probe finds of one layer between two marks: sums on the layer's device, and maps of chosen images."""
+"""Sums of a layer between two marks, on the layer's device, and maps of chosen images."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import widest, widest_dtype
-from tcnn_probe.attention.head_editor import edited
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.heads.static_pattern import information, translation_equivariance
-from tcnn_probe.hooks.modes import named_in_errors
+from tcnn_probe.hooks.modes import edited, named_in_errors
 from tcnn_probe.probes import Probe
+from tcnn_probe.probes.probe import GradientNorms
+from tcnn_probe.recording.options import Classes
 
-__all__ = ["Accumulator", "EpochSums", "checked"]
+__all__ = ["Accumulator", "EpochSums", "GradientSums", "check_measured", "select_classes"]
 
-_Found = TypeVar("_Found", bound=Tensor | Pattern)
+_Value = TypeVar("_Value", bound=Tensor | Pattern)
+_Sums = dict[str, tuple[np.ndarray, int]]
+_MAPS_BY_CLASS = "attention_by_class"
 
 
 @dataclass
 class EpochSums:
-    """What is known of a layer when an epoch is marked: plain arrays by variable, which ranks can send each other."""
+    """Sums of a layer when an epoch is marked: plain arrays by variable, which ranks can send each other.
 
-    images: int = 0  # that the layer saw
-    nonfinite: int = 0  # of these, that gave a NaN or an infinity
-    sums: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)  # over images, and over how many
-    squares: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)  # over backward passes, and how many
-    patterns: dict[str, Pattern | None] = field(default_factory=dict)  # None where images have several sizes
-    state: dict[str, np.ndarray] = field(default_factory=dict)  # of the layer's parameters
+    Attributes:
+        images: Number of images that the layer saw.
+        nonfinite: Number of those that gave a NaN or an infinity.
+        sums: Sums over images, each with the number of images.
+        squares: Sums over backward passes, each with the number of passes.
+        patterns: Sums of attention; None where images have several sizes.
+        state: Values read off the layer's parameters.
+    """
+
+    images: int = 0
+    nonfinite: int = 0
+    sums: _Sums = field(default_factory=dict)
+    squares: _Sums = field(default_factory=dict)
+    patterns: dict[str, Pattern | None] = field(default_factory=dict)
+    state: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def together(cls, several: Iterable["EpochSums"]) -> "EpochSums":
-        """The sums of several ranks added up."""
+    def together(cls, ranks: Iterable["EpochSums"]) -> "EpochSums":
+        """Add up the sums of several ranks."""
         total = cls()
-        for one in several:
-            total.images += one.images
-            total.nonfinite += one.nonfinite
-            total.state = total.state or one.state
-            _add_patterns(total.patterns, one.patterns)
-            # Of passes too: hooks see a rank's own gradients, before they are averaged.
-            for mine, other in ((total.sums, one.sums), (total.squares, one.squares)):
-                for name, (value, number) in other.items():
-                    before, earlier = mine.get(name, (0, 0))
-                    mine[name] = before + value, earlier + number
+        for rank in ranks:
+            total.images += rank.images
+            total.nonfinite += rank.nonfinite
+            total.state = total.state or rank.state
+            _add_patterns(total.patterns, rank.patterns)
+            _add_sums(total.sums, rank.sums)
+            # Passes count on each rank: hooks see a rank's own gradients, before they are averaged.
+            _add_sums(total.squares, rank.squares)
         return total
 
     def means(self) -> dict[str, np.ndarray]:
-        """Mean of each variable over the images that gave it, root mean square over backward passes, and patterns'."""
+        """Return means over images, root mean squares over backward passes, and what patterns show."""
         means = {name: total / number for name, (total, number) in self.sums.items()}
-        means |= {name: np.sqrt(total / (number or np.nan)) for name, (total, number) in self.squares.items()}
-        for name, one in self.patterns.items():
-            if one is not None:
-                mean = one.attention / one.images
-                means[name] = information(mean, one.entropy / one.images)
-                if one.queries is not None and one.keys is not None:
-                    equivariance = translation_equivariance(mean, one.queries, one.keys)
-                    if not np.isnan(equivariance).all():  # as on a grid of one cell
-                        means["translation_equivariance"] = equivariance
+        for name, (total, number) in self.squares.items():
+            means[name] = np.sqrt(total / (number or np.nan))
+        for name, pattern in self.patterns.items():
+            if pattern is None:
+                continue
+            mean = pattern.attention / pattern.images
+            means[name] = information(mean, pattern.entropy / pattern.images)
+            if pattern.queries is not None and pattern.keys is not None:
+                equivariance = translation_equivariance(mean, pattern.queries, pattern.keys)
+                if not np.isnan(equivariance).all():  # as on a grid of a single cell
+                    means["translation_equivariance"] = equivariance
         return means
+
+
+class GradientSums:
+    """Sums over backward passes of what a probe makes of gradients.
+
+    Args:
+        layer: Name of the layer, for errors.
+        gradients: Parameters and functions of their gradients, see :meth:`tcnn_probe.Probe.gradients`.
+        ignores: Function that says whether gradients that arrive now are left out.
+    """
+
+    def __init__(self, layer: str, gradients: GradientNorms, ignores: Callable[[], bool]) -> None:
+        self._layer, self._ignores = layer, ignores
+        self._sums: dict[str, Tensor] = {}
+        self._passes: dict[tuple[str, int], Tensor] = {}
+        self._hooked: list[tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = []
+        self._unhooked = [
+            (parameter, variable, squares) for variable, pairs in gradients.items() for parameter, squares in pairs
+        ]
+
+    def follow(self) -> None:
+        """Hook the parameters; frozen parameters once they are no longer frozen."""
+        frozen = []
+        for parameter, variable, squares in self._unhooked:
+            if parameter.requires_grad:
+                hook = partial(self._add, variable, squares, id(parameter))
+                self._hooked.append((parameter, parameter.register_hook(hook)))
+            else:
+                frozen.append((parameter, variable, squares))
+        self._unhooked = frozen
+
+    def remove(self) -> None:
+        """Remove the hooks from the parameters."""
+        for parameter, handle in self._hooked:
+            handle.remove()
+            if not parameter._backward_hooks:
+                parameter._backward_hooks = None  # as torch leaves it where no hook ever was
+        self._hooked, self._unhooked = [], []
+
+    def reset(self) -> None:
+        """Start the next epoch."""
+        self._passes.clear()
+        for total in self._sums.values():
+            total.zero_()
+
+    def read(self) -> _Sums:
+        """Return the sums and the numbers of passes."""
+        # A pass may reach some parameters of a variable and not others: it counts once.
+        passes: dict[str, int] = {}
+        for (variable, _), number in self._passes.items():
+            passes[variable] = max(int(number), passes.get(variable, 0))
+        return {variable: (_as_array(self._sums[variable]), number) for variable, number in passes.items()}
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _add(self, variable: str, squares: Callable[[Tensor], Tensor], parameter: int, gradient: Tensor) -> None:
+        """Add a parameter's gradient of one backward pass, unless it overflowed, as under a gradient scaler."""
+        if self._ignores():
+            return
+        with named_in_errors(self._layer):
+            total = squares(gradient)
+            finite = total.isfinite().all()  # a tensor: to read it would wait for the device
+            _add_tensor(self._sums, variable, widest(torch.where(finite, total, 0)))
+            self._passes[variable, parameter] = self._passes.get((variable, parameter), 0) + finite.long()
 
 
 class Accumulator:
     """Sums over images, in float64 (float32 where the device has no float64), and maps of chosen images.
 
     Args:
-        name, module, probe: what is measured.
-        ignores: whether a gradient that arrives now is not to be measured.
+        name: Name of the layer.
+        module: Module that is measured.
+        probe: Probe that measures it.
+        ignores: Function that says whether gradients that arrive now are left out.
 
     Raises:
-        NotMeasuredError: the probe cannot measure this layer.
+        NotMeasuredError: The probe cannot measure this layer.
     """
 
     def __init__(self, name: str, module: nn.Module, probe: Probe, ignores: Callable[[], bool] = lambda: False) -> None:
-        self.name, self.module, self.probe, self._ignores = name, module, probe, ignores
+        self.name, self.module, self.probe = name, module, probe
+        self.gradients = GradientSums(name, probe.gradients(module), ignores)
         self._sums: dict[str, Tensor] = {}
-        self._squares: dict[str, Tensor] = {}
         self._patterns: dict[str, Pattern | None] = {}
-        self._hooked: list[tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = []
-        self._unhooked = [
-            (parameter, variable, squares)
-            for variable, pairs in (probe.gradients(module) if probe.gradients else {}).items()
-            for parameter, squares in pairs
-        ]
         self._counts: Counter[str] = Counter()
-        self._passes: dict[tuple[str, int], Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -96,131 +167,163 @@ class Accumulator:
         self.maps: dict[int, dict[str, Tensor]] = {}
         self._nonfinite: Tensor | None = None
         self._counts.clear()
-        self._passes.clear()
         self._patterns.clear()
-        for total in (*self._sums.values(), *self._squares.values()):
+        self.gradients.reset()
+        for total in self._sums.values():  # which stay, so that all epochs have values of one shape
             total.zero_()
 
     def add(self, measured: Mapping[str, Tensor]) -> None:
         """Add the images of a forward, (B, *dims) of each variable."""
-        values = list(measured.values())
-        if not values or not len(values[0]):
+        tensors = list(measured.values())
+        if not tensors or not len(tensors[0]):
             return
-        rows = torch.cat([widest(one.reshape(len(one), -1)) for one in values], 1)
-        sums = rows.sum(0).split([one[0].numel() for one in values])
-        for name, one, total in zip(measured, values, sums, strict=True):
-            _add(self._sums, name, total.view(one.shape[1:]))
+        # All variables side by side: one sum and one test for NaN in a forward, not two for each variable.
+        rows = torch.cat([widest(tensor.reshape(len(tensor), -1)) for tensor in tensors], 1)
+        sums = rows.sum(0).split([tensor[0].numel() for tensor in tensors])
+        for (name, tensor), total in zip(measured.items(), sums, strict=True):
+            _add_tensor(self._sums, name, total.view(tensor.shape[1:]))
             self._counts[name] += len(rows)
-        broken = rows.isfinite().logical_not_().any(1).sum()
-        self._nonfinite = broken if self._nonfinite is None else self._nonfinite + broken
+        nonfinite = rows.isfinite().logical_not_().any(1).sum()
+        self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite + nonfinite
         self.images += len(rows)
 
     def add_patterns(self, patterns: Mapping[str, Pattern]) -> None:
         """Add sums over images of a forward."""
         _add_patterns(self._patterns, patterns)
 
-    def add_maps(self, which: Sequence[int], maps: Mapping[str, Tensor]) -> None:
-        """Keep copies of maps of images, as narrow as they are stored, by the images' number in the epoch."""
+    def add_maps(self, images: Sequence[int], maps: Mapping[str, Tensor]) -> None:
+        """Keep copies of maps, as narrow as they are stored.
+
+        Args:
+            images: Numbers of the images in the epoch.
+            maps: Maps by variable, (images, *dims).
+        """
         for name, values in maps.items():
             dtype = getattr(torch, self.probe.variables[name].dtype)
             dtype = widest_dtype(values.device) if dtype == torch.float64 else dtype
-            for place, image in enumerate(which):
-                self.maps.setdefault(image, {})[name] = values[place].to(dtype, copy=True)
+            for image, value in zip(images, values, strict=True):
+                self.maps.setdefault(image, {})[name] = value.to(dtype, copy=True)
 
-    def follow_gradients(self) -> None:
-        """Hook the parameters whose gradients the probe wants; those that are frozen once they no longer are."""
-        waiting = []
-        for parameter, variable, squares in self._unhooked:
-            if parameter.requires_grad:
-                hook = partial(self._add_gradient, variable, squares, id(parameter))
-                self._hooked.append((parameter, parameter.register_hook(hook)))
-            else:
-                waiting.append((parameter, variable, squares))
-        self._unhooked = waiting
-
-    @torch.compiler.disable
-    @torch.no_grad()
-    def _add_gradient(self, variable: str, squares: Callable[[Tensor], Tensor], source: int, gradient: Tensor) -> None:
-        """Add one parameter's gradient of one backward pass, unless it overflowed, as under a gradient scaler."""
-        if self._ignores():
-            return
-        with named_in_errors(self.name):
-            total = squares(gradient)
-            finite = total.isfinite().all()
-            _add(self._squares, variable, widest(torch.where(finite, total, 0)))
-            self._passes[variable, source] = self._passes.get((variable, source), 0) + finite.long()
-
-    def remove(self) -> None:
-        """Take the hooks off the parameters."""
-        for parameter, handle in self._hooked:
-            handle.remove()
-            if not parameter._backward_hooks:
-                parameter._backward_hooks = None  # as it was before anybody's hook
-        self._hooked, self._unhooked = [], []
-
-    def found(self) -> EpochSums:
-        """All of it but the maps. Where parameters are spread over ranks, all ranks call this together."""
-        passes: dict[str, int] = {}
-        for (variable, _), number in self._passes.items():
-            passes[variable] = max(int(number), passes.get(variable, 0))
-        patterns = {
-            name: one and replace(one, attention=_array(one.attention), entropy=_array(one.entropy))
-            for name, one in self._patterns.items()
-        }
+    def read(self) -> EpochSums:
+        """Return everything but the maps. Where parameters are spread over ranks, all ranks call this together."""
+        patterns: dict[str, Pattern | None] = {}
+        for name, pattern in self._patterns.items():
+            if pattern is not None:
+                attention, entropy = _as_array(pattern.attention), _as_array(pattern.entropy)
+                pattern = replace(pattern, attention=attention, entropy=entropy)
+            patterns[name] = pattern
         return EpochSums(
             images=self.images,
             nonfinite=0 if self._nonfinite is None else int(self._nonfinite),
-            sums={name: (_array(self._sums[name]), number) for name, number in self._counts.items()},
-            squares={name: (_array(self._squares[name]), number) for name, number in passes.items()},
+            sums={name: (_as_array(self._sums[name]), number) for name, number in self._counts.items()},
+            squares=self.gradients.read(),
             patterns=patterns,
-            state=self._state(),
+            state=self._read_state(),
         )
 
     @torch.no_grad()
-    def _state(self) -> dict[str, np.ndarray]:
-        """What the layer's parameters are now, as its forwards see them."""
+    def _read_state(self) -> dict[str, np.ndarray]:
+        """Read the layer's parameters, as its forwards see them."""
         if self.probe.state is None:
             return {}
+        arrays = {}
         with named_in_errors(self.name), edited(self.module):
-            state = checked(self.probe, self.probe.state(self.module), images=False)
-            # All of a tensor that may be spread over ranks.
-            whole = {n: value.full_tensor() if hasattr(value, "full_tensor") else value for n, value in state.items()}
-            return {name: _array(value) for name, value in whole.items()}
+            state = check_measured(self.probe, self.probe.state(self.module), by_image=False)
+            for name, value in state.items():
+                if hasattr(value, "full_tensor"):  # a DTensor, which is spread over ranks
+                    value = value.full_tensor()
+                arrays[name] = _as_array(value)
+        return arrays
 
 
-def checked(probe: Probe, measured: Mapping[str, _Found], *, images: bool) -> Mapping[str, _Found]:
-    """What a probe has measured, if it is what its variables say, and has a row for each image where there are some."""
+def check_measured(probe: Probe, measured: Mapping[str, _Value], *, by_image: bool) -> Mapping[str, _Value]:
+    """Return what a probe has measured, if it is what the probe's variables say.
+
+    Args:
+        probe: Probe that measured.
+        measured: Tensors by variable.
+        by_image: Whether their first axis is that of images.
+
+    Raises:
+        TypeError: These are no tensors by variable.
+        ValueError: A variable is unknown, has other dimensions, or another number of images.
+    """
     if not isinstance(measured, Mapping):
         raise TypeError(f"expected the probe {probe.kind!r} to give {{variable: tensor}}, got {measured!r}")
-    rows = -1
+    images = None
     for name, value in measured.items():
         if name not in probe.variables:
             raise ValueError(f"the probe {probe.kind!r} measures {name!r}, which its variables do not describe")
-        if images and isinstance(value, Pattern):
+        if by_image and isinstance(value, Pattern):
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"expected the probe {probe.kind!r} to give a tensor for {name!r}, got {value!r}")
-        dims = (*["image"] * images, *probe.variables[name].dims[1:])
+        dims = (*["image"] * by_image, *probe.variables[name].dims[1:])
         if value.ndim != len(dims):
             raise ValueError(
                 f"expected the probe {probe.kind!r} to give {name!r} with the dimensions {dims}, got the shape "
                 f"{tuple(value.shape)}"
             )
-        if images and rows not in (-1, len(value)):
-            raise ValueError(f"the probe {probe.kind!r} measures {rows} images, and {len(value)} for {name!r}")
-        rows = len(value) if images else rows
+        if by_image:
+            if images not in (None, len(value)):
+                raise ValueError(f"the probe {probe.kind!r} measures {images} images, and {len(value)} for {name!r}")
+            images = len(value)
     return measured
 
 
-def _add_patterns(totals: dict[str, Pattern | None], others: Mapping[str, Pattern | None]) -> None:
-    for name, other in others.items():
+def select_classes(
+    maps: Mapping[str, Tensor], classes: Classes, output: Any, rows: Sequence[int], images: int
+) -> tuple[Mapping[str, Tensor], str]:
+    """Leave out the maps of classes that are not kept, and add the index and the score of each class that stays.
+
+    Args:
+        maps: Maps by variable; ``attention_by_class`` has those of all K classes, shape (n, K, height, width).
+        classes: Classes to keep.
+        output: Output of the model; None if it was not called as a whole.
+        rows: Indices of these n images in the forward.
+        images: Number of images in the forward.
+
+    Returns:
+        The maps of k classes, with ``class_index`` and ``class_score``, shape (n, k); and the reason why there are no
+        maps of classes, "" if there are.
+    """
+    maps = dict(maps)
+    all_maps = maps.pop(_MAPS_BY_CLASS)
+    if not (classes.top or classes.indices):
+        return maps, ""
+    scores, expected = None, (images, all_maps.shape[1])
+    if isinstance(output, Tensor) and tuple(output.shape) == expected:
+        scores = output.detach()[list(rows)].to(all_maps)
+    if classes.indices:
+        index = torch.tensor(classes.indices, device=all_maps.device).expand(len(all_maps), -1)
+    elif scores is not None:
+        index = scores.topk(min(classes.top, scores.shape[1])).indices
+    else:
+        reason = f"its output is none of shape {expected}"
+        if output is None:
+            reason = "the model was not called as a whole"
+        return maps, f"{reason}, so its best classes are unknown: classes=[...] keeps maps of those you name"
+    score = torch.full(index.shape, torch.nan).to(all_maps) if scores is None else scores.gather(1, index)
+    rows_of_maps = torch.arange(len(all_maps), device=all_maps.device)[:, None]
+    selected = all_maps[rows_of_maps, index]
+    return {**maps, _MAPS_BY_CLASS: selected, "class_index": index, "class_score": score}, ""
+
+
+def _add_sums(totals: _Sums, sums: _Sums) -> None:
+    for name, (value, number) in sums.items():
+        total, count = totals.get(name, (0, 0))
+        totals[name] = total + value, count + number
+
+
+def _add_patterns(totals: dict[str, Pattern | None], patterns: Mapping[str, Pattern | None]) -> None:
+    for name, pattern in patterns.items():
         if name in totals:
-            before = totals[name]
-            other = None if before is None or other is None else before.plus(other)
-        totals[name] = other
+            total = totals[name]
+            pattern = None if total is None or pattern is None else total.plus(pattern)
+        totals[name] = pattern
 
 
-def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
+def _add_tensor(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
     if name not in totals:
         totals[name] = value.clone()
     elif totals[name].shape != value.shape:
@@ -232,5 +335,5 @@ def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
         totals[name] += value.to(totals[name])
 
 
-def _array(value: Tensor) -> np.ndarray:
+def _as_array(value: Tensor) -> np.ndarray:
     return value.detach().double().cpu().numpy()

@@ -1,98 +1,130 @@
-"""Shows the probes what happens in the forwards of a model, and adds up what they find."""
+"""Shows the probes what happens in the forwards of a model, and adds up what they measure."""
 
+import hashlib
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from tcnn_model import AttentionPool2d
+from tcnn_probe.architectures.lookup import looks_like_attention
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.head_editor import edited
 from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.patterns import Pattern
-from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
-from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
+from tcnn_probe.hooks.modes import edited, hidden_depth, named_in_errors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
-from tcnn_probe.recording.accumulator import Accumulator, EpochSums, checked
-from tcnn_probe.recording.image_identity import ImageIdentity
+from tcnn_probe.recording.accumulator import Accumulator, EpochSums, check_measured, select_classes
+from tcnn_probe.recording.epoch import MIXED_SIZES, EpochReport, LayerReport
 from tcnn_probe.recording.options import Sampling
 
-__all__ = ["Collector"]
+__all__ = ["Collector", "RankSums"]
+
+Key = tuple[str, str]  # layer and kind of probe
+
+
+@dataclass(frozen=True)
+class RankSums:
+    """Measurements of one process since the previous mark.
+
+    Args:
+        sums: Sums by layer and kind of probe.
+        missed_attention: Whether attention is to be measured and no forward that could show any has begun.
+    """
+
+    sums: Mapping[Key, EpochSums]
+    missed_attention: bool
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """What one probe found in a forward that has not ended yet."""
+    """Measurements of a layer by a probe in a forward that has not ended yet.
+
+    Args:
+        layer: Name of the layer.
+        module: Module that was measured.
+        probe: Probe that measured it.
+        values: Values by variable, of the images that count.
+        patterns: Sums over these images.
+        images: Number of images in the forward.
+        before: Number of images of the layer that came earlier in the epoch.
+        rows: Indices of the images of this forward that maps are kept of.
+        maps: Maps of these.
+    """
 
     layer: str
     module: nn.Module
     probe: Probe
     values: Mapping[str, Tensor]
-    images: int
-    before: int  # images of the layer that came earlier in the epoch
-    rows: Sequence[int]  # images of this forward of which there are maps
-    maps: Mapping[str, Tensor]
     patterns: Mapping[str, Pattern]
+    images: int
+    before: int
+    rows: Sequence[int]
+    maps: Mapping[str, Tensor]
 
 
 class Collector(AttentionListener):
-    """What is found between two marks.
+    """Measurements of a model between two marks.
 
     Attributes:
-        probes, sampling: as given.
-        sums: by layer and kind of probe.
-        missing: {variable: {layer: why}} of layers that are recorded without it.
-        advice: {layer: what the user can say} where no grid was found.
-        names: of all modules.
-        order: place of each module in the model, by name; of further attentions of one as well.
-        model_class: name of the model's class.
-        training_forwards: how many began in training mode.
-        paused: how many pauses this is in: then nothing is measured.
-        images: which images came.
-        lock: held while a forward is added up; to be held from reading the sums to :meth:`reset`.
+        accumulators: Sums by layer and kind of probe.
+        missing: Layers that are recorded without a variable, and why: {variable: {layer: reason}}.
+        advice: What the user can say where no grid was found, by layer.
+        order: Places of the layers in the model, by name.
+        model_class: Name of the model's class.
+        training_forwards: Number of forwards that began in training mode.
+        pauses: Number of pauses that are under way; nothing is measured in them.
+        lock: Held while a forward is added up; to be held from :meth:`read_sums` to :meth:`reset`.
+
+    Args:
+        model: Any module, not compiled.
+        probes: Probes that measure it.
+        layers: Names of the layers to measure; None for all.
+        sampling: Forwards, images and classes to measure.
+        tokens: Tokens of the model, as far as the user describes them.
     """
 
     def __init__(
         self,
         model: nn.Module,
         probes: Sequence[Probe],
-        wanted: Collection[str] | None,
+        layers: Collection[str] | None,
         sampling: Sampling,
         tokens: GivenTokens,
     ) -> None:
-        self._model, self._wanted, self.probes, self.sampling = model, wanted, probes, sampling
+        self._model, self._layers, self._probes, self._sampling = model, layers, probes, sampling
         self._attention_probes = [probe for probe in probes if probe.attention is not None]
-        self.names = layer_names(model)
+        self._names = layer_names(model)
         self.model_class = type(unwrap(model)).__name__
-        self.order = {name: place for place, name in enumerate(self.names.values())}
-        self.sums: dict[tuple[str, str], Accumulator] = {}
+        self.order = {name: place for place, name in enumerate(self._names.values())}
+        self.accumulators: dict[Key, Accumulator] = {}
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
-        self.training_forwards = self.paused = 0
-        self._aside = hidden_depth()
-        self._chosen = {one.kind: frozenset(sampling.images if one.images is None else one.images) for one in probes}
-        self.images = ImageIdentity(sorted({*sampling.images}.union(*(one.images or () for one in probes))))
+        self.training_forwards = self.pauses = 0
+        self._depth = hidden_depth()  # gradients of code that is hidden from this recorder come from deeper inside
+        self._map_images: dict[str, frozenset[int]] = {}
+        for probe in probes:
+            self._map_images[probe.kind] = frozenset(sampling.images if probe.images is None else probe.images)
+        self._image_hashes = _ImageHashes(frozenset(sampling.images).union(*self._map_images.values()))
         self.lock = threading.RLock()
         self._entered: Counter[nn.Module] = Counter()
-        self._of_module: dict[nn.Module, list[Accumulator]] = {}
-        named = [(one, one.layers(self.names.values()) if one.layers else self.order) for one in probes]
-        for module, name in self.names.items():
-            if wanted is None or name in wanted:
-                self._attach(name, module, [one for one, names in named if name in names])
-        self._parts = {part for many in self._of_module.values() for one in many for _, part in _parts_of(one)}
+        self._measuring: dict[nn.Module, list[Accumulator]] = {}
+        self._parts: dict[nn.Module, Mapping[str, nn.Module]] = {}
+        self._attach_probes()
+        self._watched_parts = {part for parts in self._parts.values() for part in parts.values()}
         self._epoch = self._begun_in = 0
-        self._size: object = None  # of the images of this forward
+        self._image_size: object = None
+        self._whole_model = False
         self._clear()
         self.stream = AttentionStream(
             model,
             self,
-            layers=wanted if self._attention_probes else (),
-            watched=self._of_module.keys() | self._parts,
+            layers=layers if self._attention_probes else (),
+            watched=self._measuring.keys() | self._watched_parts,
             tokens=tokens,
         )
         try:
@@ -102,82 +134,84 @@ class Collector(AttentionListener):
             raise
 
     @property
-    def sees_forwards(self) -> bool:
-        """Whether any probe measures them."""
-        return bool(self._attention_probes) or any(one.probe.runs for one in self._all())
-
-    @property
-    def missed_attention(self) -> bool:
-        """Whether attention is to be measured, and no forward that could show any has begun since the last mark."""
-        return bool(self._attention_probes) and not self._entered
-
-    @property
-    def unmarked(self) -> int:
-        """How many images were measured since the last mark."""
-        return max((one.images for one in self._all()), default=0)
-
-    @property
-    def class_counts(self) -> dict[str, int]:
-        """Number of classes of each pool with a token for each, if it or what is in it is wanted."""
-        wanted = self.names.values() if self._wanted is None else self._wanted
-        return {
-            name: pool.num_classes
-            for pool, name in self.names.items()
-            if isinstance(pool, AttentionPool2d) and pool.num_classes is not None
-            if any(f"{each}.".startswith(f"{name}.") for each in wanted)
-        }
+    def unmarked_images(self) -> int:
+        """Number of images that were measured since the previous mark."""
+        return max((accumulator.images for accumulator in self._all()), default=0)
 
     def remove(self) -> None:
         """Detach; may be called more than once."""
         self.stream.close()
-        for one in self._all():
-            one.remove()
+        for accumulator in self._all():
+            accumulator.gradients.remove()
 
     def reset(self) -> None:
-        """Start the next epoch. A forward that is running now belongs to none."""
+        """Start the next epoch. A forward that is running now belongs to no epoch."""
         self._epoch += 1
         self.training_forwards = 0
         self._entered.clear()
-        self.images.reset()
-        for one in self._all():
-            one.reset()
+        self._image_hashes.reset()
+        for accumulator in self._all():
+            accumulator.reset()
 
-    def expect(self, layer: str, kind: str) -> None:
-        """Have room for what another rank has found."""
-        if (layer, kind) not in self.sums:
-            probe = next(probe for probe in self._attention_probes if probe.kind == kind)
-            module = next(module for module, name in self.names.items() if name == layer.split("#")[0])
-            self._sums_of(layer, module, probe)
+    def read_sums(self) -> RankSums:
+        """Read the sums of this process. Where parameters are spread over ranks, all ranks call this together."""
+        sums = {key: self.accumulators[key].read() for key in sorted(self.accumulators)}
+        return RankSums(sums, bool(self._attention_probes) and not self._entered)
 
-    def mixes_sizes(self, found: Mapping[tuple[str, str], EpochSums]) -> list[str]:
-        """Note the layers without content information, as they saw images of several sizes; and say so, in words."""
-        mixed = {layer: [v for v, p in one.patterns.items() if p is None] for (layer, _), one in found.items()}
-        mixed = {layer: variables for layer, variables in mixed.items() if variables}
-        why = "images of several sizes came between two marks: mark() after those of each size"
-        for layer, variables in mixed.items():
-            self._lacks(layer, {*variables, "translation_equivariance"}, why)
-        return [f"no content_information of {list(mixed)[:3]} (of {len(mixed)} layers): {why}"] if mixed else []
+    def close_epoch(self, ranks: Sequence[RankSums] = ()) -> EpochReport:
+        """Return the report of the epoch.
 
-    # What the stream tells: see AttentionListener.
+        Args:
+            ranks: Sums of all ranks; none for what is known before the first forward.
+        """
+        for rank in ranks:
+            for layer, kind in rank.sums:
+                self._expect(layer, kind)
+        layers = []
+        for key, accumulator in self.accumulators.items():
+            sums = EpochSums.together(rank.sums[key] for rank in ranks if key in rank.sums)
+            mixed = [variable for variable, pattern in sums.patterns.items() if pattern is None]
+            if mixed:
+                self._note_missing(accumulator.name, {*mixed, "translation_equivariance"}, MIXED_SIZES)
+            probe = accumulator.probe
+            facts = dict(probe.facts(accumulator.module)) if probe.facts else {}
+            images, maps = accumulator.images, accumulator.maps
+            layers.append(LayerReport(accumulator.name, probe, facts, sums, images, maps))
+        return EpochReport(
+            layers=layers,
+            probes=self._probes,
+            sampling=self._sampling,
+            model_class=self.model_class,
+            order=self.order,
+            missing=self.missing,
+            unsupported=self.stream.unsupported,
+            class_counts=self._class_counts(),
+            image_hashes=self._image_hashes.read(),
+            training_forwards=self.training_forwards,
+            missed_attention=all(rank.missed_attention for rank in ranks),
+            attention_like=[] if layers or not ranks else self._attention_like(),
+        )
+
+    # The listener of AttentionStream: see tcnn_probe.attention.stream.AttentionListener.
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
         """Return whether this forward is to be measured, and prepare for it."""
-        if self.paused:
+        if self.pauses:
             return False
         training = self._model.training
         self.training_forwards += training
         self._follow_gradients()
-        if not self.sees_forwards or not self.sampling.takes(training=training):
+        if not self._measures_forwards() or training not in self._sampling.training:
             return False
         number = self._entered[entry]
         self._entered[entry] += 1
-        if number % self.sampling.every or self._is_full():
+        if number % self._sampling.every or self._is_full():
             return False
         self._clear()
-        self.images.begins(inputs)
-        self._size = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
+        self._image_hashes.begins(inputs)
+        self._image_size = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
         self._begun_in = self._epoch
-        self._whole = unwrap(entry) is unwrap(self._model)
+        self._whole_model = self._names[entry] == ""  # the model, or a wrapper around all of it
         return True
 
     def attends(self, attention: Attention) -> None:
@@ -187,7 +221,7 @@ class Collector(AttentionListener):
                 continue
             assert probe.attention is not None
             limited = replace(attention, limit=self._room(attention.name, probe))
-            values = checked(probe, probe.attention(limited), images=True)
+            values = check_measured(probe, probe.attention(limited), by_image=True)
             if values:
                 self._pending.append(self._measured(probe, values, limited))
         layout = attention.layout
@@ -195,130 +229,224 @@ class Collector(AttentionListener):
             self.advice[attention.name] = layout.advice
         if layout.reason:
             known = {name for probe in self._attention_probes for name in probe.variables}
-            self._lacks(attention.name, known & {"attention_distance", "uniform_distance"}, layout.reason)
+            self._note_missing(attention.name, known & {"attention_distance", "uniform_distance"}, layout.reason)
 
     def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
-        """Measure a module that has run, or note a part of it that a probe needs."""
-        if module in self._parts:
-            self._calls[module] = ForwardCall(module, self.names[module], inputs, output)
-        measuring = [one for one in self._of_module.get(module, ()) if one.probe.measure is not None]
-        for one in measuring:
-            parts = {name: self._calls[part] for name, part in _parts_of(one) if part in self._calls}
-            with named_in_errors(one.name), edited(module):
-                limit = self._room(one.name, one.probe)
-                self._measure(one, ForwardCall(module, one.name, inputs, output, parts, limit))
-        for one in measuring:
-            for _, part in _parts_of(one):
-                self._calls.pop(part, None)
+        """Measure a module that has run, or keep a part's call for the probes that need it."""
+        if module in self._watched_parts:
+            self._calls[module] = ForwardCall(module, self._names[module], inputs, output)
+        accumulators = self._measuring.get(module, ())
+        if not accumulators:
+            return
+        submodules = self._parts.get(module, {})
+        parts = {name: self._calls[part] for name, part in submodules.items() if part in self._calls}
+        for accumulator in accumulators:
+            probe, layer = accumulator.probe, accumulator.name
+            # An ablated layer is measured with the parameters that it ran with.
+            with named_in_errors(layer), edited(module):
+                limit = self._room(layer, probe)
+                call = ForwardCall(module, layer, inputs, output, parts, limit, self.stream.verification)
+                assert probe.measure is not None
+                values = check_measured(probe, probe.measure(call), by_image=True)
+                if values:
+                    self._pending.append(self._measured(probe, values, call))
+        # Their tensors may be large, and another call of the module has calls of its own.
+        for part in submodules.values():
+            self._calls.pop(part, None)
 
     def ends(self, layers: Collection[str], output: Any) -> None:
         """Add up what was measured, unless the epoch was marked meanwhile."""
-        measured = [one for one in self._pending if one.probe.attention is None or one.layer in layers]
+        pending = self._pending
         self._clear()
         with self.lock:
-            if self._begun_in == self._epoch:
-                self.images.ends()
-                for one in measured:
-                    self._add(one, output if self._whole else None)
+            if self._begun_in != self._epoch:  # another thread has marked it
+                return
+            self._image_hashes.ends()
+            for measured in pending:
+                if measured.probe.attention is None or measured.layer in layers:
+                    self._add(measured, output if self._whole_model else None)
 
     def fails(self) -> None:
         """Forget what was measured."""
         self._clear()
 
-    def _attach(self, name: str, module: nn.Module, probes: Sequence[Probe]) -> None:
-        mine = [probe for probe in probes if probe.applies_to(module)]
-        rivals = [probe for probe in mine if _has_heads(probe)][1:]
-        for probe in mine:
-            if probe not in rivals:
-                try:
-                    one = self._sums_of(name, module, probe)
-                    if probe.measure is not None:
-                        self._of_module.setdefault(module, []).append(one)
-                except NotMeasuredError as reason:
-                    self._lacks(name, probe.variables, str(reason))
+    def _attach_probes(self) -> None:
+        names = {probe.kind: probe.choose_layers(self._names.values()) for probe in self._probes}
+        for module, name in self._names.items():
+            if self._layers is not None and name not in self._layers:
+                continue
+            has_heads = False
+            for probe in self._probes:
+                if name not in names[probe.kind] or not probe.applies_to(module):
+                    continue
+                # Two probes of the heads of a kind of layer would count its heads twice: the first one measures.
+                measures_heads = probe.place == "" and probe.runs
+                if measures_heads and has_heads:
+                    continue
+                has_heads |= measures_heads
+                self._attach(name, module, probe)
 
-    def _sums_of(self, layer: str, module: nn.Module, probe: Probe) -> Accumulator:
+    def _attach(self, name: str, module: nn.Module, probe: Probe) -> None:
+        try:
+            accumulator = self._accumulator(name, module, probe)
+        except NotMeasuredError as reason:
+            self._note_missing(name, probe.variables, str(reason))
+            return
+        if probe.measure is not None:
+            self._measuring.setdefault(module, []).append(accumulator)
+            self._parts[module] = {**self._parts.get(module, {}), **probe.parts(module)}
+
+    def _accumulator(self, layer: str, module: nn.Module, probe: Probe) -> Accumulator:
         key = layer, probe.kind
-        if key not in self.sums:
-            self.sums[key] = Accumulator(layer, module, probe, lambda: self.paused > 0 or hidden_depth() > self._aside)
-            self.order.setdefault(layer, self.order[self.names[module]])
-        return self.sums[key]
+        if key not in self.accumulators:
+            self.accumulators[key] = Accumulator(layer, module, probe, self._ignores_gradients)
+            self.order.setdefault(layer, self.order[self._names[module]])
+        return self.accumulators[key]
+
+    def _expect(self, layer: str, kind: str) -> None:
+        """Make an accumulator for a layer that only another rank has measured."""
+        if (layer, kind) not in self.accumulators:
+            probe = next(probe for probe in self._attention_probes if probe.kind == kind)
+            module = next(module for module, name in self._names.items() if name == layer.split("#")[0])
+            self._accumulator(layer, module, probe)
 
     def _all(self) -> list[Accumulator]:
-        return list(self.sums.values())  # as they are now, though another thread may add one
+        # A copy, as a forward in another thread may add accumulators meanwhile.
+        return list(self.accumulators.values())
 
-    def _lacks(self, layer: str, variables: Collection[str], why: str) -> None:
+    def _note_missing(self, layer: str, variables: Collection[str], why: str) -> None:
         for variable in variables:
             self.missing.setdefault(variable, {})[layer] = why
 
+    def _ignores_gradients(self) -> bool:
+        return self.pauses > 0 or hidden_depth() > self._depth
+
     def _follow_gradients(self) -> None:
-        for one in self._all():
-            one.follow_gradients()
+        for accumulator in self._all():
+            accumulator.gradients.follow()
+
+    def _measures_forwards(self) -> bool:
+        return bool(self._attention_probes) or any(accumulator.probe.runs for accumulator in self._all())
 
     def _clear(self) -> None:
         self._pending: list[_Measured] = []
         self._calls: dict[nn.Module, ForwardCall] = {}
-        self._images: Counter[tuple[str, str]] = Counter()  # of this forward
+        self._pending_images: Counter[Key] = Counter()
 
     def _is_full(self) -> bool:
-        most = self.sampling.max_images
-        counts = [one.images for one in self._all() if one.probe.runs]
-        return most is not None and bool(counts) and min(counts) >= most
+        counts = [accumulator.images for accumulator in self._all() if accumulator.probe.runs]
+        limit = self._sampling.max_images
+        return limit is not None and bool(counts) and min(counts) >= limit
 
-    def _measure(self, one: Accumulator, call: ForwardCall) -> None:
-        probe, verification = one.probe, self.stream.verification
-        if probe.rebuild is not None and verification.needed(one.name) and (rebuilt := probe.rebuild(call)) is not None:
-            off = relative_difference(rebuilt, call.output[:1])
-            verification.add(one.name, (off, tolerance(call.output.dtype)))
-        assert probe.measure is not None
-        if values := checked(probe, probe.measure(call), images=True):
-            self._pending.append(self._measured(probe, values, call))
-
-    def _before(self, layer: str, probe: Probe) -> int:
-        """Images that came earlier in the epoch."""
+    def _images_before(self, layer: str, probe: Probe) -> int:
+        """Return the number of images that came earlier in the epoch."""
         key = layer, probe.kind
-        return self._images[key] + (self.sums[key].images if key in self.sums else 0)
+        accumulator = self.accumulators.get(key)
+        return self._pending_images[key] + (accumulator.images if accumulator else 0)
 
     def _room(self, layer: str, probe: Probe) -> int | None:
-        """How many more images count; None for all."""
-        most = self.sampling.max_images
-        return None if most is None else max(0, most - self._before(layer, probe))
+        """Return the number of further images that count; None for all."""
+        limit = self._sampling.max_images
+        return None if limit is None else max(0, limit - self._images_before(layer, probe))
 
-    def _measured(self, probe: Probe, found: Mapping[str, Tensor | Pattern], call: Any) -> _Measured:
-        """With the maps of those images that are chosen."""
-        layer = call.name
-        patterns = {name: replace(one, size=self._size) for name, one in found.items() if isinstance(one, Pattern)}
-        each = {name: one for name, one in found.items() if isinstance(one, Tensor)}
-        values = {name: one[: call.limit] for name, one in each.items()}
-        images, before = len(next(iter(each.values()))), self._before(layer, probe)
-        self._images[layer, probe.kind] += images
-        counted = range(images)[: call.limit]
-        chosen = self._chosen[probe.kind] if probe.maps else ()
-        rows = [row for row in counted if before + row in chosen]
-        maps = probe.maps(call, rows) if rows and probe.maps else {}
-        for name in probe.of_classes & maps.keys():
-            self.sampling.classes.check(layer, maps[name].shape[1])
+    def _measured(
+        self, probe: Probe, measured: Mapping[str, Tensor | Pattern], call: Attention | ForwardCall
+    ) -> _Measured:
+        """Complete the measurements of a call with maps of the images that are chosen."""
+        layer, patterns, values, images = call.name, {}, {}, 0
+        for name, value in measured.items():
+            if isinstance(value, Pattern):
+                patterns[name] = replace(value, size=self._image_size)
+            else:
+                values[name], images = value[: call.limit], len(value)
+        before = self._images_before(layer, probe)
+        self._pending_images[layer, probe.kind] += images
+        rows: list[int] = []
+        maps: Mapping[str, Tensor] = {}
+        if probe.maps is not None:
+            map_images = self._map_images[probe.kind]
+            rows = [row for row in range(images)[: call.limit] if before + row in map_images]
+            if rows:
+                maps = probe.maps(call, rows)
+        for name in probe.class_variables & maps.keys():
+            self._sampling.classes.check(layer, maps[name].shape[1])
         if rows and isinstance(call, Attention) and call.layout.reason:
-            lacking = probe.of_images - maps.keys()
-            self._lacks(layer, lacking - probe.of_classes if maps else lacking, call.layout.reason)
-        return _Measured(layer, call.module, probe, values, images, before, rows, maps, patterns)
+            lacking = probe.image_variables - maps.keys()
+            self._note_missing(layer, lacking - probe.class_variables if maps else lacking, call.layout.reason)
+        return _Measured(layer, call.module, probe, values, patterns, images, before, rows, maps)
 
-    def _add(self, one: _Measured, output: Any) -> None:
-        sums = self._sums_of(one.layer, one.module, one.probe)
-        sums.add(one.values)
-        sums.add_patterns(one.patterns)
-        maps, why = self.sampling.classes.of(one.maps, output, one.rows, one.images)
-        sums.add_maps([one.before + row for row in one.rows], maps)
-        if why:
-            self._lacks(one.layer, one.probe.of_classes, why)
+    def _add(self, measured: _Measured, output: Any) -> None:
+        probe, maps = measured.probe, measured.maps
+        accumulator = self._accumulator(measured.layer, measured.module, probe)
+        accumulator.add(measured.values)
+        accumulator.add_patterns(measured.patterns)
+        if not maps:
+            return
+        if probe.class_variables & maps.keys():
+            maps, why = select_classes(maps, self._sampling.classes, output, measured.rows, measured.images)
+            if why:
+                self._note_missing(measured.layer, probe.class_variables, why)
+        accumulator.add_maps([measured.before + row for row in measured.rows], maps)
+
+    def _class_counts(self) -> dict[str, int]:
+        """Return the number of classes of each pool with a token for each class, if it or a part of it is measured."""
+        layers = self.order if self._layers is None else self._layers
+        counts = {}
+        for module, name in self._names.items():
+            if not isinstance(module, AttentionPool2d) or module.num_classes is None:
+                continue
+            if any(f"{layer}.".startswith(f"{name}.") for layer in layers):
+                counts[name] = module.num_classes
+        return counts
+
+    def _attention_like(self) -> list[str]:
+        return [name for module, name in self._names.items() if name and looks_like_attention(module)]
 
 
-def _has_heads(probe: Probe) -> bool:
-    """Return whether the probe measures the heads of a kind of layer."""
-    return probe.place == "" and probe.module_type is not None and probe.runs
+class _ImageHashes:
+    """Hashes of chosen images, by number in the epoch: of some of their values, which are copied as they pass.
 
+    Args:
+        numbers: Numbers of the images.
+    """
 
-def _parts_of(one: Accumulator) -> Iterator[tuple[str, nn.Module]]:
-    for name in one.probe.parts:
-        if isinstance(part := getattr(one.module, name, None), nn.Module):
-            yield name, part
+    SAMPLES = 512
+    """Number of values of each image: few enough to copy in each forward, and enough to tell images apart."""
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self._numbers = sorted(numbers)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start the next epoch."""
+        self._passed = 0
+        self._samples: dict[int, Tensor] = {}
+        self._pending: tuple[int, dict[int, Tensor]] = (0, {})
+
+    def begins(self, inputs: Sequence[Any]) -> None:
+        """Copy values of the chosen images among the inputs of a forward that is measured."""
+        batch = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 2), None)
+        if batch is None:
+            self._pending = (0, {})
+            return
+        samples = {}
+        step = max(1, batch[0].numel() // self.SAMPLES)
+        for number in self._numbers:
+            row = number - self._passed
+            if 0 <= row < len(batch):
+                samples[number] = batch[row].detach().flatten()[::step].clone()
+        self._pending = len(batch), samples
+
+    def ends(self) -> None:
+        """Count the images of the forward that began last."""
+        count, samples = self._pending
+        self._passed += count
+        self._samples |= samples
+
+    def read(self) -> dict[str, str]:
+        """Return the hashes of the images that came, by number."""
+        hashes = {}
+        for number, sample in self._samples.items():
+            values = sample.cpu().float().numpy()
+            hashes[str(number)] = hashlib.sha256(values.tobytes()).hexdigest()[:16]
+        return hashes

@@ -1,47 +1,55 @@
-"""What users give to ``record()`` and ``mark()``, as checked values: forwards, images, classes, marks and scalars."""
+"""Parses what users give to ``record()`` and ``mark()``: forwards, images, classes, marks, scalars, attributes."""
 
 import json
 import operator
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, SupportsIndex, get_args
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tcnn_probe.models import image_numbers, whole_number
 from tcnn_probe.schema import COORDINATES
+from tcnn_probe.storage import Mode
+
+if TYPE_CHECKING:
+    from tcnn_probe.recording.epoch import EpochReport
 
 __all__ = [
     "Classes",
+    "IfMarked",
+    "Mark",
     "Sampling",
     "When",
-    "as_attributes",
-    "as_mark",
-    "as_scalars",
     "check_along",
+    "check_mode",
+    "check_probes",
+    "parse_attributes",
+    "parse_mark",
 ]
 
 When = Literal["eval", "train", "always"]
-_MODES = {"eval": "eval mode", "train": "training mode", "always": "any mode"}
+IfMarked = Literal["error", "skip"]
+_WORDS = {"eval": "eval mode", "train": "training mode", "always": "any mode"}
+_TRAINING = {"eval": (False,), "train": (True,), "always": (False, True)}
 
 
 @dataclass(frozen=True)
 class Classes:
-    """Classes of which maps are kept, where there is a token for each: those that the model's output ranks first.
+    """Classes to keep maps of, where there is a token for each class.
 
     Args:
-        top: how many; 0 for none.
-        chosen: their indices, in place of the first so many.
+        top: Number of classes that the model's output ranks first; 0 for none.
+        indices: Indices of classes, in place of those that are ranked first.
     """
 
     top: int = 3
-    chosen: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
 
     @classmethod
-    def asked(cls, classes: int | Collection[int] | None) -> "Classes":
-        """As users ask: a number of classes, the indices of some, or None for no maps of classes."""
+    def parse(cls, classes: int | Collection[int] | None) -> "Classes":
+        """Parse a number of classes, a list of indices, or None for no maps of classes."""
         if classes is None:
             return cls(0)
         if not isinstance(classes, Collection):
@@ -49,89 +57,86 @@ class Classes:
         indices = [whole_number(index, "each of classes") for index in classes]
         if not indices:
             raise ValueError(f"expected the indices of classes, or None for no maps of classes; got {classes!r}")
-        indices = sorted(indices) if isinstance(classes, Set) else indices  # which have no order of their own
+        if isinstance(classes, Set):  # which has no order of its own
+            indices.sort()
         return cls(0, tuple(dict.fromkeys(indices)))
 
     @property
     def plain(self) -> int | list[int] | None:
-        """As users ask, and as it is kept in a recording."""
-        return list(self.chosen) or self.top or None
+        """The classes as users give them, and as a recording keeps them."""
+        return list(self.indices) or self.top or None
 
-    def check(self, name: str, count: int) -> None:
-        """Refuse classes that are not among the ``count`` of a pool or layer."""
-        if self.chosen and max(self.chosen) >= count:
-            raise ValueError(f"expected indices of classes below {count}, for {name!r}, got {max(self.chosen)}")
-
-    def of(
-        self, maps: Mapping[str, Tensor], output: Any, rows: Sequence[int], images: int
-    ) -> tuple[Mapping[str, Tensor], str]:
-        """Leave out the maps of other classes, and add the index and the score of each class that stays.
-
-        Args:
-            maps: ``attention_by_class`` among them has the maps of all K classes, shape (n, K, height, width).
-            output: of the model; None if it was not called as a whole.
-            rows: which of the images of the forward these n are.
-            images: of the forward.
-
-        Returns:
-            the maps: of k classes, with ``class_index`` and ``class_score``, shape (n, k); and why there are none of
-            classes, if so.
-        """
-        name = "attention_by_class"
-        others = {each: value for each, value in maps.items() if each != name}
-        if name not in maps or not (self.top or self.chosen):
-            return others, ""
-        every, scores = maps[name], None
-        wanted = (images, every.shape[1])
-        if isinstance(output, Tensor) and tuple(output.shape) == wanted:
-            scores = output.detach()[list(rows)].to(every)
-        if self.chosen:
-            index = torch.tensor(self.chosen, device=every.device).expand(len(every), -1)
-        elif scores is None:
-            known = "the model was not called as a whole" if output is None else f"its output is none of shape {wanted}"
-            return others, f"{known}, so its best classes are unknown: classes=[...] keeps maps of those you name"
-        else:
-            index = scores.topk(min(self.top, scores.shape[1])).indices
-        score = torch.full(index.shape, torch.nan).to(every) if scores is None else scores.gather(1, index)
-        chosen = every[torch.arange(len(every), device=every.device)[:, None], index]
-        return {**others, name: chosen, "class_index": index, "class_score": score}, ""
+    def check(self, layer: str, count: int) -> None:
+        """Refuse indices that are not below the number of classes of a layer."""
+        if self.indices and max(self.indices) >= count:
+            raise ValueError(f"expected indices of classes below {count}, for {layer!r}, got {max(self.indices)}")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is measured.
+    """Forwards and images to measure.
 
     Args:
-        when: which forwards, by ``model.training``.
-        every: one of these in so many.
-        max_images: images in each epoch, None for all.
-        images: numbers of those of which maps are kept, ascending.
-        classes: of which maps are kept.
+        training: Values of ``model.training`` in which forwards are measured.
+        mode: The same in words.
+        every: Measure every n-th of these forwards.
+        max_images: Largest number of images in an epoch; None for all.
+        images: Numbers of the images to keep maps of, ascending.
+        classes: Classes to keep maps of.
     """
 
-    when: When
+    training: tuple[bool, ...]
+    mode: str
     every: int
     max_images: int | None
     images: tuple[int, ...]
     classes: Classes
 
     @classmethod
-    def asked(cls, when: When, every: int, max_images: int | None, images: Any, classes: Any) -> "Sampling":
-        """As users ask; ``images`` is a number of images, the numbers of some, or None."""
-        if when not in _MODES:
+    def parse(cls, when: When, every: int, max_images: int | None, images: Any, classes: Any) -> "Sampling":
+        """Parse the arguments of ``record()``; ``images`` is a number of images, a list of indices, or None."""
+        if when not in _WORDS:
             raise ValueError(f"expected when='eval', 'train' or 'always', got {when!r}")
-        every = whole_number(every, "every", 1)
-        most = None if max_images is None else whole_number(max_images, "max_images", 1)
-        return cls(when, every, most, image_numbers(images), Classes.asked(classes))
+        step = whole_number(every, "every", 1)
+        if max_images is not None:
+            max_images = whole_number(max_images, "max_images", 1)
+        return cls(_TRAINING[when], _WORDS[when], step, max_images, image_numbers(images), Classes.parse(classes))
 
-    def takes(self, *, training: bool) -> bool:
-        """Whether forwards in this mode are measured."""
-        return self.when == "always" or training == (self.when == "train")
 
-    @property
-    def mode(self) -> str:
-        """Which forwards are measured, in words."""
-        return _MODES[self.when]
+@dataclass(frozen=True)
+class Mark:
+    """An epoch that is to be marked.
+
+    Args:
+        number: Epoch, or value of the coordinate of marks.
+        scalars: Further numbers to keep with it.
+        skips: Whether nothing is done if the epoch is marked already.
+    """
+
+    number: int | float
+    scalars: Mapping[str, float]
+    skips: bool
+
+
+def parse_mark(values: Mapping[str, SupportsFloat], along: str, if_marked: IfMarked) -> Mark:
+    """Parse the arguments of ``mark()``."""
+    if if_marked not in get_args(IfMarked):
+        raise ValueError(f"expected if_marked='error' or 'skip', got {if_marked!r}")
+    scalars = dict(values)
+    if along not in scalars:
+        hint = ""
+        for name in ("epoch", "step"):
+            if name in scalars:
+                hint += f"; to mark {name}s, record(model, along={name!r})"
+        raise TypeError(f"mark() needs the {along}: mark({along}=..., top1=...){hint}")
+    number = _parse_number(along, scalars.pop(along))
+    for name in scalars:
+        if not name.isidentifier():
+            raise ValueError(f"expected letters, digits and underscores in a scalar's name, got {name!r}")
+        if name in COORDINATES or name == along:
+            raise ValueError(f"{name!r} is the name of a coordinate: give the scalar another one")
+    floats = {name: _parse_float(name, value) for name, value in scalars.items()}
+    return Mark(number, floats, if_marked == "skip")
 
 
 def check_along(along: str) -> None:
@@ -140,45 +145,62 @@ def check_along(along: str) -> None:
         raise ValueError(f"expected the name of a coordinate, such as 'epoch' or 'step', for along; got {along!r}")
 
 
-def as_mark(along: str, value: SupportsFloat | SupportsIndex) -> int | float:
-    """An epoch, or a value of the coordinate that ``along`` names: integers stay integers."""
+def check_mode(mode: str) -> None:
+    """Refuse what is no way to open a store."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"expected mode='a' (continue), 'w' (replace) or 'x' (only if nothing is there), got {mode!r}")
+
+
+def check_probes(report: "EpochReport", *, chose_layers: bool) -> None:
+    """Refuse probes without a layer, as far as this is known before a forward, and maps that no probe has."""
+    probes, sampling, classes = report.probes, report.sampling, report.sampling.classes
+    kinds = [probe.kind for probe in probes]
+    if sampling.images and not any(probe.maps and probe.images is None for probe in probes):
+        raise ValueError(f"images= keeps maps, and none of the probes {kinds} has any")
+    if classes.indices:
+        if not (report.class_counts and any(probe.class_variables for probe in probes)):
+            raise ValueError(f"classes={classes.plain} chooses maps, and no layer or probe has one for each class")
+        if not sampling.images:
+            raise ValueError(f"classes={classes.plain} chooses maps, and there are none without images=")
+        for pool, count in report.class_counts.items():
+            classes.check(pool, count)
+    # Attention is found in the first forward.
+    if probes and not report.layers and not any(probe.attention for probe in probes):
+        where = " among those asked for" if chose_layers else ""
+        why = f": {report.missing}" if report.missing else ""
+        raise ValueError(f"{report.model_class} has no layer{where} for the probes {kinds}{why}")
+
+
+def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return further attributes of a recording, if they are plain JSON."""
+    plain = dict(attrs or {})
+    try:
+        json.dumps(plain, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"expected attrs of plain JSON, got {plain!r}: {error}") from error
+    return plain
+
+
+def _parse_number(along: str, value: SupportsFloat | SupportsIndex) -> int | float:
+    """Parse an epoch or a value of another coordinate: integers stay integers."""
+    # A tensor of floats has __index__ too, which fails.
     if along == "epoch" or (isinstance(value, SupportsIndex) and not isinstance(value, Tensor)):
         try:
             number = operator.index(value)  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(f"expected an integer for {along}, got {value!r}") from error
-        if not -(2**63) <= number < 2**63:
+        if not -(2**63) <= number < 2**63:  # stored as int64
             raise ValueError(f"expected an integer of 64 bits for {along}, got {number}")
         return number
-    converted = _as_number(along, value)
+    converted = _parse_float(along, value)
     if not np.isfinite(converted):
         raise ValueError(f"expected a finite number for {along}, got {converted}")
     return converted
 
 
-def as_scalars(scalars: Mapping[str, SupportsFloat], along: str) -> dict[str, float]:
-    """What else is given to a mark."""
-    for name in scalars:
-        if not name.isidentifier():
-            raise ValueError(f"expected letters, digits and underscores in a scalar's name, got {name!r}")
-        if name in COORDINATES or name == along:
-            raise ValueError(f"{name!r} is the name of a coordinate: give the scalar another one")
-    return {name: _as_number(name, value) for name, value in scalars.items()}
-
-
-def as_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recording is to say of itself."""
-    given = dict(attrs)
+def _parse_float(name: str, value: SupportsFloat) -> float:
     try:
-        json.dumps(given, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"expected attrs of plain JSON, got {given!r}: {error}") from error
-    return given
-
-
-def _as_number(name: str, value: SupportsFloat) -> float:
-    try:
-        if isinstance(value, str | bytes | bytearray):
+        if isinstance(value, str | bytes | bytearray):  # which float() would take
             raise TypeError("text")
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

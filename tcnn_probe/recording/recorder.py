@@ -2,35 +2,53 @@
 
 import json
 import os
+import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeVar
 
+import torch.distributed as dist
 import xarray as xr
 from torch import nn
 
 from tcnn_model.conversion.selection import LayerFilter
 from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.models import check_model, wanted_layers
-from tcnn_probe.probes import Probe, find_probes
+from tcnn_probe.probes import DEFAULT, Probe, find_probes
 from tcnn_probe.provenance import provenance
-from tcnn_probe.recording.accumulator import EpochSums
-from tcnn_probe.recording.checks import (
+from tcnn_probe.recording.collector import Collector
+from tcnn_probe.recording.epoch import (
+    EpochReport,
     check_epoch,
     check_order,
-    check_probes,
     check_resumed,
     check_same_recording,
     check_scalars,
-    idle_probes,
+    warn_of_changed_images,
+    warn_of_idle_probes,
+    warn_of_mixed_sizes,
 )
-from tcnn_probe.recording.collector import Collector
-from tcnn_probe.recording.dataset import assemble, groups_of, layer_values, map_values, nonfinite, without_strangers
-from tcnn_probe.recording.distributed import Ranks, whole_parameters
-from tcnn_probe.recording.options import Sampling, When, as_attributes, as_mark, as_scalars, check_along
-from tcnn_probe.recording.summary import described, forgotten
+from tcnn_probe.recording.groups import (
+    assemble,
+    drop_unknown_layers,
+    groups_of,
+    map_values,
+    number_values,
+    warn_of_nonfinite,
+)
+from tcnn_probe.recording.options import (
+    IfMarked,
+    Mark,
+    Sampling,
+    When,
+    check_along,
+    check_mode,
+    check_probes,
+    parse_attributes,
+    parse_mark,
+)
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, Mode
 
@@ -38,6 +56,8 @@ if TYPE_CHECKING:
     from zarr.abc.store import Store
 
 __all__ = ["Recorder", "record"]
+
+T = TypeVar("T")
 
 
 class Recorder:
@@ -57,35 +77,35 @@ class Recorder:
     attached is removed at the end of the ``with``, also through an exception, or by :meth:`remove`.
 
     Args:
-        model: any module, not compiled (compile it after this call if you like), in a wrapper such as
+        model: Any module, not compiled (compile it after this call if you like), in a wrapper such as
             DistributedDataParallel or not.
-        store: where the recording is kept: a path, a URL or a zarr store object; every marked epoch is safe once
-            ``mark`` has returned. None: in memory.
-        mode: what to do with a recording that is there: "a" continues one of the same layers; "w" replaces any, when
-            the first epoch is marked; "x" refuses it.
-        layers: names, globs or a predicate ``(name, module) -> bool``; None for all that can be recorded.
-        probes: what to measure: names of ``tcnn_probe.PROBES`` or probes of your own; None for attention heads
+        store: Place of the recording: a path, a URL or a zarr store object; every marked epoch is safe once ``mark``
+            has returned. None keeps it in memory.
+        mode: Treatment of a recording that is there: "a" continues a recording of the same layers; "w" replaces any,
+            when the first epoch is marked; "x" refuses it.
+        layers: Names, globs or a predicate ``(name, module) -> bool``; None for all that can be recorded.
+        probes: Measurements: names of ``tcnn_probe.PROBES`` or probes of your own; None for attention heads
             (``tcnn_probe.DEFAULT``). With ``[]`` only scalars are kept, for a CNN that gets its heads later. A
             recorder that continues the recording adds these heads, with NaN for the marks before.
-        when: which forwards are measured, by ``model.training``: "eval", "train" or "always".
-        every: measure one forward in so many.
-        images: of which images maps are kept: the first so many of each epoch, or their numbers in the order in which
-            they are measured. None for no maps.
-        classes: of which classes maps are kept, by pools with a token for each (:class:`tcnn_model.AttentionPool2d`):
-            the first so many by the model's own output, of each image, or those whose indices you give. None for none.
-        max_images: measure no more than so many images in each epoch.
-        along: name of what is marked: "epoch", "step", or any coordinate that only grows.
-        prefix_tokens: number of class and register tokens before the patches, for a model that does not show it.
-        class_token: for such a model: whether the class token is the "first" or the "last" token, or there is "none".
-        grid: for such a model, if all of its tokens see each other: rows and columns of the patches.
-        attrs: further attributes of a new recording, in plain JSON, such as the seed. If several recordings are opened
+        when: Forwards to measure, by ``model.training``: "eval", "train" or "always".
+        every: Measure every n-th forward.
+        images: Images to keep maps for: the first n of each epoch, or a list of indices in the order in which the
+            images are measured. None for no maps.
+        classes: Classes to keep maps of, for pools with a token for each class (:class:`tcnn_model.AttentionPool2d`):
+            the first n by the model's own output, of each image, or a list of indices. None for no maps of classes.
+        max_images: Largest number of images to measure in each epoch.
+        along: Name of the coordinate of marks: "epoch", "step", or any coordinate that only grows.
+        prefix_tokens: Number of class and register tokens before the patches, for a model that does not show it.
+        class_token: Place of the class token in such a model: the "first" or the "last" token, or "none".
+        grid: Rows and columns of the patches of such a model, if all of its tokens see each other.
+        attrs: Further attributes of a new recording, in plain JSON, such as the seed. If several recordings are opened
             together, attributes that differ become coordinates.
-        distributed: whether ``mark`` is called by all ranks together, which adds up what they measured; rank 0 writes.
-            None: if torch.distributed is initialised. Give False if one rank records alone.
+        distributed: Whether all ranks call ``mark`` together, which adds up what they measured; rank 0 writes. None
+            if torch.distributed is initialised. Give False if a single rank records alone.
 
     Raises:
-        ValueError: a layer, a probe or an option that is unknown; a store that holds something else (StoreError).
-        TypeError: ``model`` is no module, or is compiled: what it does could not be seen; a number that is none.
+        ValueError: A layer, a probe or an option is unknown; a store holds something else (StoreError).
+        TypeError: ``model`` is no module, or is compiled, so that hooks cannot see it; or a number is none.
     """
 
     def __init__(
@@ -110,36 +130,37 @@ class Recorder:
     ) -> None:
         check_model(model)
         check_along(along)
-        if mode not in get_args(Mode):
-            raise ValueError(
-                f"expected mode='a' (continue), 'w' (replace) or 'x' (only if nothing is there), got {mode!r}"
-            )
+        check_mode(mode)
         tokens = GivenTokens(prefix_tokens, class_token, grid)
-        self._model, self._along, self._asked, self._about = model, along, layers, as_attributes(attrs or {})
-        sampling = Sampling.asked(when, every, max_images, images, classes)
-        wanted, chosen = wanted_layers(model, layers), find_probes(probes)
-        self._marked = False
-        self._named = [] if probes is None else [probe.kind for probe in chosen]
-        self._ranks = Ranks(distributed)
+        sampling = Sampling.parse(when, every, max_images, images, classes)
+        layer_names = wanted_layers(model, layers)
+        found_probes = find_probes(DEFAULT if probes is None else probes)
+        self._model, self._along, self._layer_filter, self._attrs = model, along, layers, parse_attributes(attrs)
+        self._named_kinds = [] if probes is None else [probe.kind for probe in found_probes]
+        self._has_marked = self._is_removed = False
         self._groups: Mapping[str, Group] | None = None
-        self._advised: set[str] = set()
+        self._warned: set[str] = set()
+        self._ranks = _Ranks(distributed)
         with ExitStack() as undo:
             with self._ranks.agreed():
                 self._store = EpochStore(store if self._ranks.writes else None, along=along, mode=mode)
                 undo.callback(self._store.close)
             self._marks = self._ranks.gather(self._store.marks)[0]
-            self._collector = Collector(model, chosen, wanted, sampling, tokens)
+            self._collector = Collector(model, found_probes, layer_names, sampling, tokens)
             undo.callback(self._collector.remove)
-            check_probes(self._collector, chose_layers=layers is not None)
+            report = self._collector.close_epoch()
+            check_probes(report, chose_layers=layers is not None)
             with self._ranks.agreed():
-                check_same_recording(self._store, provenance(model), self._collector)
+                if self._store.groups is not None:
+                    # Before anything is locked or written: a refusal leaves the store as it was.
+                    check_same_recording(self._store, provenance(model), report)
                 self._store.hold()
             undo.pop_all()
 
     @property
     def layers(self) -> tuple[str, ...]:
         """Names of the layers recorded, in the model's order; attention is found in the first forward."""
-        names = dict.fromkeys(name for name, _ in self._collector.sums)
+        names = {name for name, _ in self._collector.accumulators}
         return tuple(sorted(names, key=lambda name: (self._collector.order[name], name)))
 
     @property
@@ -171,11 +192,11 @@ class Recorder:
 
     @property
     def tree(self) -> xr.DataTree:
-        """All of it: scalars at the root, ``tree["heads"]``, ``tree["maps"]``, and each other probe under its kind."""
+        """The whole recording: scalars at the root, ``tree["heads"]``, ``tree["maps"]``, and probes by their kinds."""
         self._check_marked()
         return self._store.tree()
 
-    def mark(self, *, if_marked: Literal["error", "skip"] = "error", **values: SupportsFloat) -> None:
+    def mark(self, *, if_marked: IfMarked = "error", **values: SupportsFloat) -> None:
         """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``, and starts the next.
 
         Means are over all images and queries seen since the previous mark; gate, locality strength and centre are read
@@ -183,47 +204,50 @@ class Recorder:
         of belongs to no epoch.
 
         Args:
-            if_marked: what to do if the store holds this epoch already, as it may after resuming: "error", or "skip"
+            if_marked: Treatment of an epoch that the store holds already, as it may after resuming: "error", or "skip"
                 to drop what was seen for it. To know it before: ``if epoch in recorder.epochs``.
-            **values: the epoch (or what ``along`` names), a number greater than every one marked before, and
-                further numbers to be kept with it. A new name is NaN for earlier epochs.
+            **values: The epoch (or the coordinate that ``along`` names), a number greater than every mark before, and
+                further numbers to keep with it. A new name is NaN for earlier epochs.
 
         Raises:
-            ValueError: the epoch is marked already, or earlier than the last; a scalar has a recorded variable's name.
-            TypeError: the epoch is missing, or something is no number.
-            RuntimeError: nothing was measured since the previous mark, or not what was asked for; or the recorder
+            ValueError: The epoch is marked already, or earlier than the last; a scalar has a recorded variable's name.
+            TypeError: The epoch is missing, or something is no number.
+            RuntimeError: Nothing was measured since the previous mark, or not what was asked for; or the recorder
                 was removed.
         """
         with self._ranks.agreed():
-            number, scalars = self._told(values, if_marked)
-        numbers = self._ranks.gather(number)
-        if len(set(numbers)) > 1:
-            told = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(numbers))
-            raise ValueError(f"expected the same {self._along} on all ranks, got {self._along} {told}")
+            if self._is_removed:
+                raise RuntimeError("the recorder was removed: mark() works inside the with block only")
+            mark = parse_mark(values, self._along, if_marked)
+        self._check_same_on_all_ranks(mark)
         warned: list[str] = []
         with self._collector.lock:
-            found, missed = self._gather()
+            with _whole_parameters(self._model), self._ranks.agreed():
+                sums = self._collector.read_sums()
+            sums_of_ranks = self._ranks.gather(sums)
             with self._ranks.agreed():
-                if self._ranks.writes and not (if_marked == "skip" and number in self.epochs):
-                    warned = self._write(number, scalars, found, missed=missed)
-            self._marks = self._ranks.gather(self.epochs)[0]
+                report = self._collector.close_epoch(sums_of_ranks)
+                if self._ranks.writes and not (mark.skips and mark.number in self.epochs):
+                    warned = self._write(mark, report)
+            self._marks = self._ranks.gather(self.epochs)[0]  # the store is open on the first rank only
             self._collector.reset()
-        warned += idle_probes(self._named, found, self._collector)
-        self._marked, self._named = True, []
-        for text in self._ungridded() + warned:
+        warned += warn_of_idle_probes(self._named_kinds, report)
+        self._has_marked, self._named_kinds = True, []  # idle probes are named once
+        for text in self._warn_of_missing_grids() + warned:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Measure nothing inside of a ``with``, in any thread: for a second evaluation in the same epoch."""
-        self._collector.paused += 1
+        self._collector.pauses += 1
         try:
             yield
         finally:
-            self._collector.paused -= 1
+            self._collector.pauses -= 1
 
     def remove(self) -> None:
         """Detach from the model, and finish writing. What was marked stays available; may be called more than once."""
+        self._is_removed = True
         self._collector.remove()
         self._store.close()
 
@@ -239,79 +263,74 @@ class Recorder:
             if error is None:
                 raise
             error.add_note(f"besides, the recording could not be finished: {problem!r}")
-        one = self._collector
-        text = forgotten(self._along, marked=self._marked, images=one.unmarked, training=one.training_forwards)
+        text = self._warn_of_unmarked()
         if text and error is None:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        one, end = self._collector, "" if self._collector.stream.attached else ", removed"
-        found = self.layers, self._along, self.epochs, one.unmarked, self.missing, self.unsupported
-        return f"Recorder of {one.model_class}{end}\n{described(*found, self._store.name)}"
+        layers, marks, along = self.layers, self.epochs, self._along
+        missing = []
+        for variable, reasons in self.missing.items():
+            missing.append(f"{variable} of {_count(len(reasons), 'layer')}: {next(iter(reasons.values()))}")
+        unsupported = [f"{layer}: {reason}" for layer, reason in self.unsupported.items()]
+        none_yet = "none yet: attention is found in the first forward"
+        lines = {
+            "layers": f"{len(layers)} ({_shorten(layers)})" if layers else none_yet,
+            f"{along}s": f"{len(marks)} ({_shorten(marks)})" if marks else "none yet",
+            f"since the last {along}": _count(self._collector.unmarked_images, "image"),
+            "missing": "; ".join(missing) or "nothing",
+            "unsupported": "; ".join(unsupported) or "nothing",
+            "kept in": self._store.name,
+        }
+        title = f"Recorder of {self._collector.model_class}{', removed' if self._is_removed else ''}"
+        return "\n".join([title, *(f"  {name}: {text}" for name, text in lines.items())])
 
-    def _told(self, values: dict[str, SupportsFloat], if_marked: str) -> tuple[int | float, dict[str, float]]:
-        """The mark and the scalars, as numbers."""
-        if not self._collector.stream.attached:
-            raise RuntimeError("the recorder was removed: mark() works inside the with block only")
-        if if_marked not in ("error", "skip"):
-            raise ValueError(f"expected if_marked='error' or 'skip', got {if_marked!r}")
-        if self._along not in values:
-            others = [
-                f"; to mark {name}s, record(model, along={name!r})" for name in ("epoch", "step") if name in values
-            ]
-            raise TypeError(f"mark() needs the {self._along}: mark({self._along}=..., top1=...){''.join(others)}")
-        number = as_mark(self._along, values.pop(self._along))
-        return number, as_scalars(values, self._along)
+    def _check_same_on_all_ranks(self, mark: Mark) -> None:
+        numbers = self._ranks.gather(mark.number)
+        if len(set(numbers)) > 1:
+            numbers_of_ranks = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
+            raise ValueError(f"expected the same {self._along} on all ranks, got {self._along} {numbers_of_ranks}")
 
-    def _gather(self) -> tuple[dict[tuple[str, str], EpochSums], bool]:
-        """What all ranks found, and whether none has seen a forward in which attention could be."""
-        collector, sums = self._collector, self._collector.sums
-        with whole_parameters(self._model), self._ranks.agreed():
-            mine = {key: sums[key].found() for key in sorted(sums)}
-        everyone, missed = zip(*self._ranks.gather((mine, collector.missed_attention)), strict=True)
-        keys = dict.fromkeys(key for one in (sums, *everyone) for key in one)
-        for layer, kind in keys:
-            collector.expect(layer, kind)  # on a rank that has seen no image
-        found = {key: EpochSums.together(one[key] for one in everyone if key in one) for key in keys}
-        return found, all(missed)
-
-    def _write(
-        self,
-        number: int | float,
-        scalars: Mapping[str, float],
-        found: Mapping[tuple[str, str], EpochSums],
-        *,
-        missed: bool,
-    ) -> list[str]:
-        """Store an epoch; nothing is changed where it is refused. Returns what to warn of."""
-        collector = self._collector
-        check_order(self._along, number, self.epochs)
-        check_epoch(found, collector, self._asked, self._groups, missed=missed)
-        sums = [collector.sums[key] for key in found]
-        entries = layer_values(sums, found) + map_values(sums, collector.sampling)
-        groups, stored = self._groups or groups_of(entries, collector.order), self._store.groups
+    def _write(self, mark: Mark, report: EpochReport) -> list[str]:
+        """Store an epoch, and return warnings; nothing is changed where it is refused."""
+        check_order(self._along, mark.number, self.epochs)
+        check_epoch(report, self._layer_filter, self._groups)
+        entries = number_values(report.layers) + map_values(report)
+        groups, stored = self._groups or groups_of(entries, report.order), self._store.groups
         if self._groups is None and stored is not None and self._store.has_layers:
             check_resumed(stored, groups)
             groups = stored
-        check_scalars(scalars, groups)
-        warned = without_strangers(entries, groups) + nonfinite(entries) + collector.mixes_sizes(found)
-        warned += collector.images.changed(json.loads((self._store.attrs or {}).get("image_hashes", "{}")))
-        if stored is None or not self._store.has_layers:
-            images = {"images": json.dumps(collector.sampling.images)}  # of which maps are kept
-            self._store.create(groups, self._about | provenance(self._model) | images | self._attributes())
-        self._store.append(number, assemble(entries, groups), scalars, attrs=self._attributes())
+        check_scalars(mark.scalars, groups)
+        entries, warned = drop_unknown_layers(entries, groups)
+        warned += warn_of_nonfinite(entries) + warn_of_mixed_sizes(report)
+        # Hashes of the first epoch that had each image, perhaps of an earlier run.
+        stored_hashes = json.loads((self._store.attrs or {}).get("image_hashes", "{}"))
+        if "images" not in self._warned:
+            changed = warn_of_changed_images(report.image_hashes, stored_hashes)
+            self._warned |= {"images"} if changed else set()
+            warned += changed
+        attrs = self._attributes(report)
+        if not self._store.has_layers:
+            images = {"images": json.dumps(report.sampling.images)}  # that maps are kept of
+            self._store.create(groups, self._attrs | provenance(self._model) | images | attrs)
+        self._store.append(mark.number, assemble(entries, groups), mark.scalars, attrs=attrs)
         self._groups = groups
         return warned
 
-    def _attributes(self) -> dict[str, str]:
-        """Why layers or variables are not recorded, and which images came: also what earlier runs have found."""
-        names, stored = ("unsupported", "missing", "image_hashes"), self._store.attrs or {}
-        unsupported, missing, hashes = (json.loads(stored.get(name, "{}")) for name in names)
-        unsupported = {layer: why for layer, why in unsupported.items() if layer not in self.layers}
-        for variable, layers in self._collector.missing.items():
+    def _attributes(self, report: EpochReport) -> dict[str, str]:
+        """Return why layers or variables are not recorded, and which images came, in this run or in earlier ones."""
+        attrs = self._store.attrs or {}
+        unsupported, missing, hashes = (
+            json.loads(attrs.get(name, "{}")) for name in ("unsupported", "missing", "image_hashes")
+        )
+        unsupported = {layer: reason for layer, reason in unsupported.items() if layer not in self.layers}
+        for variable, layers in report.missing.items():
             missing[variable] = missing.get(variable, {}) | layers
-        found = unsupported | self.unsupported, missing, self._collector.images.hashes() | hashes
-        return {name: json.dumps(value) for name, value in zip(names, found, strict=True)}
+        return {
+            "unsupported": json.dumps({**unsupported, **report.unsupported}),
+            "missing": json.dumps(missing),
+            "image_hashes": json.dumps({**report.image_hashes, **hashes}),
+        }
 
     def _check_marked(self) -> None:
         if not self._ranks.writes:
@@ -319,14 +338,101 @@ class Recorder:
         if self._store.groups is None:
             raise RuntimeError(f"nothing is recorded yet: run a forward, then mark({self._along}=...)")
 
-    def _ungridded(self) -> list[str]:
-        """Say once of which layers distances and maps are missing, and what would help."""
+    def _warn_of_missing_grids(self) -> list[str]:
+        """Say once which layers lack distances and maps, and what would help."""
         layers: dict[str, list[str]] = {}
         for layer, advice in self._collector.advice.items():
-            if layer in self.layers and layer not in self._advised:
+            if layer in self.layers and layer not in self._warned:
                 layers.setdefault(advice, []).append(layer)
-                self._advised.add(layer)
-        return [f"no attention_distance and no maps of {', '.join(some)}: {why}" for why, some in layers.items()]
+                self._warned.add(layer)
+        return [f"no attention_distance and no maps of {', '.join(names)}: {why}" for why, names in layers.items()]
+
+    def _warn_of_unmarked(self) -> str:
+        """Return what to warn of when the recording ends; "" if nothing is lost."""
+        images = self._collector.unmarked_images
+        advice = f"call mark({self._along}=...) after each validation"
+        if images:
+            since = "since the last mark" if self._has_marked else "and nothing was marked"
+            return (
+                f"{_count(images, 'image')} measured {since}: they are not in the recording. To keep them, {advice}; "
+                f"for forwards that do not belong to it there is recorder.pause()"
+            )
+        if self._collector.training_forwards and not self._has_marked:
+            return f"nothing was recorded, as nothing was marked: {advice}"
+        return ""
 
 
 record = Recorder
+
+
+class _Ranks:
+    """The processes that record together, or this one alone.
+
+    Args:
+        together: Whether to record with the others; None if torch.distributed is initialised.
+    """
+
+    def __init__(self, together: bool | None) -> None:
+        running = dist.is_available() and dist.is_initialized()
+        if together and not running:
+            raise RuntimeError("distributed=True needs torch.distributed.init_process_group() before record()")
+        self.together = (running if together is None else together) and dist.get_world_size() > 1
+
+    @property
+    def writes(self) -> bool:
+        """True if this process keeps the recording."""
+        return not self.together or dist.get_rank() == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in their order."""
+        if not self.together:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Do something on all ranks together, so that none waits for a rank that failed.
+
+        Raises:
+            RuntimeError: On all ranks, if one fails, which raises its own error.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if not self.together:
+                raise
+            problem = error
+        messages = self.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
+        if problem is not None:
+            raise problem
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise RuntimeError(f"rank {rank} failed with {message}")
+
+
+@contextmanager
+def _whole_parameters(model: nn.Module) -> Iterator[None]:
+    """Give the layers of a model that is sharded over ranks their parameters; all ranks enter it together."""
+    running = dist.is_available() and dist.is_initialized()
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp") if running else None
+    modules = [] if fsdp is None else list(model.modules())
+    with ExitStack() as stack:
+        if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
+            stack.enter_context(fsdp.FullyShardedDataParallel.summon_full_params(model, writeback=False))
+        for module in modules:
+            if isinstance(module, fsdp.FSDPModule):  # made by fully_shard
+                module.unshard()
+                stack.callback(module.reshard)
+        yield
+
+
+def _shorten(items: Sequence[object]) -> str:
+    shown = items if len(items) < 4 else (items[0], items[1], "...", items[-1])
+    return ", ".join(map(str, shown))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

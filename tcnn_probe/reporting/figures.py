@@ -1,5 +1,6 @@
-"""Bokeh's part of the page: grids of heads, and curves."""
+"""Figures of the page, in Bokeh: grids of heads, and curves."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,76 +23,73 @@ from tcnn_probe.reporting.recordings import Axes
 
 __all__ = [
     "ABSENT", "BORDER", "DIFFERENCES", "MISSING", "NUMBERS", "OTHER_TYPE", "RUNS", "SAME_TYPE", "TYPES",
-    "curve", "grid", "width_of",
+    "curve", "grid", "grid_width",
 ]  # fmt: skip
 
 NUMBERS = list(Viridis256)
 DIFFERENCES = list(interp_palette(PuOr11[::-1], 255))
 TYPES = [OKABE_ITO[name] for name in ("blue", "yellow", "vermillion", "sky blue")]
-"""Convolutional, averaging, content, mixed."""
+"""Colours of convolutional, averaging, content and mixed heads."""
 
 SAME_TYPE, OTHER_TYPE = "#cfe3d4", OKABE_ITO["purple"]
-"""Colours of a head with the same type in both runs, and with two types."""
+"""Colours of a head with the same type in both runs, and with different types."""
 
 MISSING, ABSENT = "#a0a0a0", "#ececec"
-"""A head without a value, and no head."""
+"""Colours of a head without a value, and of no head."""
 
 RUNS = [OKABE_ITO["black"], OKABE_ITO["blue"]]
 
 BORDER = 8
-"""Between the end of an axis and that of its figure, pixels."""
+"""Pixels between the end of an axis and that of its figure."""
 
 _CELL = 24  # pixels
 _FONT = "12px"
-_DOTS = 40  # marks; of more, a line shows no single ones
+_DOTS = 40  # marks; with more of them, dots would merge into a thick line
 
 
 def grid(
     axes: Axes, name: str, counts: Mapping[str, int]
 ) -> tuple[figure, ColumnDataSource, LinearColorMapper, ColumnDataSource]:
-    """Layers x heads, the first layer at the top; of each layer so many heads as ``counts`` says.
+    """Draw a grid of layers x heads, the first layer at the top, with ``counts`` heads in each layer.
 
-    Besides the figure: the source of its cells, in which "value" and "text" are to be filled in; their colours; and the
-    source of the box around the chosen cell.
+    Return the figure; the source of its cells, in which the page fills in "value" and "text"; their colours; and the
+    source of the box around the selected cell.
     """
     rows, columns = len(axes.layers), len(axes.heads)
     cells, box = _cells(axes, counts), ColumnDataSource({"row": [], "column": []})
     mapper = LinearColorMapper(palette=NUMBERS, nan_color=MISSING)
     plot = _figure(name, (-0.5, columns - 0.5), (rows - 0.5, -0.5), _CELL * rows + 48)
     plot.background_fill_color = ABSENT
-    drawn = plot.rect("column", "row", 1, 1, source=cells, fill_color=transform("value", mapper), line_color="white")
+    rects = plot.rect("column", "row", 1, 1, source=cells, fill_color=transform("value", mapper), line_color="white")
     plot.add_glyph(box, Rect(x="column", y="row", width=1, height=1, fill_alpha=0, line_color="black", line_width=3))
     tips = [("layer", "@layer"), ("head", "@head"), ("", "@text")]
-    plot.add_tools(TapTool(), HoverTool(renderers=[drawn], tooltips=tips))
+    plot.add_tools(TapTool(), HoverTool(renderers=[rects], tooltips=tips))
     plot.ygrid.visible = False
     plot.xaxis.axis_label = "head"
-    plot.xaxis.ticker = FixedTicker(ticks=list(range(0, columns, -(-columns // 16))))
-    plot.xaxis.major_label_overrides = {place: str(head) for place, head in enumerate(axes.heads)}
+    plot.xaxis.ticker = FixedTicker(ticks=list(range(0, columns, math.ceil(columns / 16))))
+    plot.xaxis.major_label_overrides = {column: str(head) for column, head in enumerate(axes.heads)}
     plot.yaxis.ticker = FixedTicker(ticks=list(range(rows)))
-    plot.yaxis.major_label_overrides = dict(enumerate(_short(list(axes.layers))))
+    plot.yaxis.major_label_overrides = dict(enumerate(_short_names(list(axes.layers))))
     return plot, cells, mapper, box
 
 
 def _cells(axes: Axes, counts: Mapping[str, int]) -> ColumnDataSource:
-    there = [
-        (row, column, layer, head)
-        for row, layer in enumerate(axes.layers)
-        for column, head in enumerate(axes.heads)
-        if head < counts.get(layer, 0)
-    ]
-    data: dict[str, list[Any]] = {
-        name: [each[part] for each in there] for part, name in enumerate(("row", "column", "layer", "head"))
-    }
-    return ColumnDataSource(data | {"value": [float("nan")] * len(there), "text": [""] * len(there)})
+    data: dict[str, list[Any]] = {name: [] for name in ("row", "column", "layer", "head", "value", "text")}
+    for row, layer in enumerate(axes.layers):
+        for column, head in enumerate(axes.heads):
+            if head < counts.get(layer, 0):
+                for name, value in zip(data, (row, column, layer, head, float("nan"), ""), strict=True):
+                    data[name].append(value)
+    return ColumnDataSource(data)
 
 
-def width_of(axes: Axes) -> int:
-    """A good width of a grid, pixels."""
-    return max(280, 30 * len(axes.heads) + 9 * max(map(len, _short(list(axes.layers)))) + 30)
+def grid_width(axes: Axes) -> int:
+    """Return a width for a grid, in pixels: 30 for each head, 9 for each letter of the layers' names."""
+    return max(280, 30 * len(axes.heads) + 9 * max(map(len, _short_names(list(axes.layers)))) + 30)
 
 
 def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSource]) -> figure:
-    """A variable over the marks, a colour a run; a dashed line for the mean over the heads of the layer."""
+    """Draw a variable over the marks, a colour for each run, with a dashed line for the mean over the layer's heads."""
     first, last = axes.marks[0], axes.marks[-1]
     edge = 0.02 * (last - first) or 0.5
     low, high = variable["limits"]
@@ -109,15 +107,18 @@ def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSour
             plot.scatter(along, name, source=source, color=color, size=5)
     tips = [(along, f"@{{{along}}}"), (variable["label"], f"@{{{name}}}{{0.0000}}")]
     plot.add_tools(HoverTool(renderers=lines, mode="vline", tooltips=tips))
-    whole = all(isinstance(each, int) for each in axes.marks)
-    few = FixedTicker(ticks=axes.marks) if len(axes.marks) < 9 else BasicTicker(min_interval=1 if whole else 0)
-    plot.xaxis.ticker, plot.yaxis.ticker = few, BasicTicker(desired_num_ticks=4)
+    if len(axes.marks) < 9:
+        plot.xaxis.ticker = FixedTicker(ticks=axes.marks)
+    else:
+        integers = all(isinstance(mark, int) for mark in axes.marks)
+        plot.xaxis.ticker = BasicTicker(min_interval=1 if integers else 0)
+    plot.yaxis.ticker = BasicTicker(desired_num_ticks=4)
     plot.xaxis.axis_label = along
     return plot
 
 
 def _figure(name: str, x: tuple[float, float], y: tuple[float, float], height: int) -> figure:
-    """An empty one, as wide as its place on the page."""
+    """Make an empty figure, as wide as its place on the page."""
     plot = figure(
         name=name,
         x_range=Range1d(*x),
@@ -137,8 +138,8 @@ def _figure(name: str, x: tuple[float, float], y: tuple[float, float], height: i
     return plot
 
 
-def _short(layers: Sequence[str]) -> list[str]:
-    """Names without the parts that all of them begin or end with, if they are long."""
+def _short_names(layers: Sequence[str]) -> list[str]:
+    """Drop the parts that all names begin or end with, if names are long."""
     parts = [layer.split(".") for layer in layers]
     if max(map(len, layers)) <= 26 or len(layers) == 1:
         return list(layers)

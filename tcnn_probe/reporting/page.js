@@ -196,8 +196,10 @@ titles.forEach((title, i) => {
   cell.onclick = () => { state.down = state.sort === i && !state.down; state.sort = i; table() }
   $("heads").tHead.rows[0].append(cell)
 })
+// A spreadsheet takes text that begins with these for a formula.
+const plain = cell => typeof cell === "string" ? cell.replace(/[\t\r\n]/g, " ").replace(/^(?=[=+@-])/, "'") : cell
 $("copy").onclick = () => {
-  const area = element("textarea", [titles, ...rows()].map(row => row.join("\t")).join("\n"))
+  const area = element("textarea", [titles, ...rows()].map(row => row.map(plain).join("\t")).join("\n"))
   document.body.append(area)
   area.select()
   document.execCommand("copy")  // the newer way is forbidden in the frames of notebooks

@@ -1,7 +1,7 @@
-"""What features of images know and how they are arranged: plain arrays in, numbers out.
+"""Measures of features of images, on plain arrays: classes that can be read off them, and their geometry.
 
-Features are of n images, shape (n, ...); all dimensions after the first are taken together. Numbers come by image where
-there are some, so that :func:`tcnn_probe.evaluation.mean_interval` can say how sure their mean is.
+Features have the shape (n, ...) for n images; all dimensions after the first are flattened. Measures that exist for
+single images are returned so, for :func:`tcnn_probe.evaluation.mean_interval`.
 """
 
 from tcnn_probe.representation.by_layer import layer_cka, layer_scores

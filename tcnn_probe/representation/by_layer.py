@@ -1,4 +1,4 @@
-"""The same for recorded features: labelled by epoch and layer."""
+"""Measures of recorded features, labelled by epoch and layer."""
 
 import numpy as np
 import xarray as xr
@@ -17,7 +17,7 @@ _ABOUT = {
 
 
 def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 20) -> xr.Dataset:
-    """Score the features of each layer, at each epoch: what they know of the classes, how many directions they fill.
+    """Score each layer's features at each epoch: kNN accuracy and effective number of dimensions.
 
     ::
 
@@ -26,52 +26,57 @@ def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 
         scores.knn_correct.mean("image").plot.line(x="epoch")
 
     Args:
-        features: with the dims "image" and "channel" and any others; NaN beyond a layer's own channels. Loaded as
-            a whole.
-        labels: of the images, shape (image,).
-        neighbors: as of :func:`knn_correct`.
+        features: Features with the dims "image" and "channel" and any others, NaN beyond a layer's own channels. They
+            are loaded into memory.
+        labels: Classes of the images, shape (image,).
+        neighbors: Number of neighbours; see :func:`knn_correct`.
 
     Returns:
-        ``knn_correct`` with the dim "image" and the others, ``participation_ratio`` with the others; NaN where the
-        features of an image are missing, or infinite as float16 has them of large numbers.
+        ``knn_correct`` with the dim "image" and the others, ``participation_ratio`` with the others. NaN where the
+        features of an image are missing, or infinite: large numbers overflow in float16.
     """
-    features = _loaded(features)
+    features = _load(features)
     images = features.sizes["image"]
 
-    def scores(x: np.ndarray) -> tuple[np.ndarray, float]:
-        x = x[:, ~np.isnan(x).all(0)]
-        if not x.size or not np.isfinite(x).all():
+    def scores(values: np.ndarray) -> tuple[np.ndarray, float]:
+        matrix = _own_channels(values)
+        if matrix is None:
             return np.full(images, np.nan), np.nan
-        return knn_correct(x, labels, neighbors=neighbors).astype(float), participation_ratio(x)
+        return knn_correct(matrix, labels, neighbors=neighbors).astype(float), participation_ratio(matrix)
 
-    dims = [["image"], []]
-    values = xr.apply_ufunc(
-        scores, features, input_core_dims=[["image", "channel"]], output_core_dims=dims, vectorize=True
+    arrays = xr.apply_ufunc(
+        scores,
+        features,
+        input_core_dims=[["image", "channel"]],
+        output_core_dims=[["image"], []],
+        vectorize=True,
     )
-    found = xr.Dataset(dict(zip(_ABOUT, values, strict=True)))
+    ds = xr.Dataset(dict(zip(_ABOUT, arrays, strict=True)))
     for name, (long_name, description) in _ABOUT.items():
-        found[name].attrs = {"units": "1", "long_name": long_name, "description": description}
-    return found
+        ds[name].attrs = {"units": "1", "long_name": long_name, "description": description}
+    return ds
 
 
 def layer_cka(features: xr.DataArray, others: xr.DataArray | None = None) -> xr.DataArray:
-    """Compare each layer's features with each other one's: debiased linear CKA (:func:`linear_cka`).
+    """Compare the features of all pairs of layers by debiased linear CKA (:func:`linear_cka`).
 
     Args:
-        features: with the dims "layer", "image" and "channel", and any others, such as "epoch".
-        others: of the same images, such as those of another model; None: the same features. Dims that both have, such
-            as "epoch", go together; one without "epoch" is compared with all.
+        features: Features with the dims "layer", "image" and "channel", and any others, such as "epoch".
+        others: Features of the same images, for example from another model; None for the same features. Dims that both
+            have, such as "epoch", are paired; features without "epoch" are compared with all epochs.
 
     Returns:
-        dims "layer", "other_layer" and the others; NaN where the features of an image are missing or infinite.
+        CKA with the dims "layer", "other_layer" and the others; NaN where the features of an image are missing or
+        infinite.
     """
-    features, others = (_loaded(features if one is None else one) for one in (features, others))
+    features = _load(features)
+    others = features if others is None else _load(others)
 
-    def cka(x: np.ndarray, y: np.ndarray) -> float:
-        x, y = (one[:, ~np.isnan(one).all(0)] for one in (x, y))
-        return linear_cka(x, y) if x.size and y.size and np.isfinite(x).all() and np.isfinite(y).all() else np.nan
+    def cka(values: np.ndarray, other_values: np.ndarray) -> float:
+        x, y = _own_channels(values), _own_channels(other_values)
+        return np.nan if x is None or y is None else linear_cka(x, y)
 
-    found = xr.apply_ufunc(
+    values = xr.apply_ufunc(
         cka,
         features,
         others.rename(layer="other_layer", channel="other_channel"),
@@ -83,11 +88,17 @@ def layer_cka(features: xr.DataArray, others: xr.DataArray | None = None) -> xr.
         "long_name": "linear CKA",
         "description": "Debiased linear CKA of the features of two layers.",
     }
-    return found.rename("cka").assign_attrs(about)
+    return values.rename("cka").assign_attrs(about)
 
 
-def _loaded(features: xr.DataArray) -> xr.DataArray:
+def _own_channels(values: np.ndarray) -> np.ndarray | None:
+    """Drop the channels beyond a layer's own, (image, channel); None if a number is missing or infinite."""
+    matrix = values[:, ~np.isnan(values).all(0)]
+    return matrix if matrix.size and np.isfinite(matrix).all() else None
+
+
+def _load(features: xr.DataArray) -> xr.DataArray:
     if not isinstance(features, xr.DataArray) or not {"image", "channel"} <= {*features.dims}:
         got = features.dims if isinstance(features, xr.DataArray) else type(features).__name__
         raise ValueError(f"expected features, a DataArray with the dims 'image' and 'channel', got {got}")
-    return features.compute()  # dask's too
+    return features.compute()

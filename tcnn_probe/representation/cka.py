@@ -1,4 +1,4 @@
-"""Linear CKA: how alike two layers, epochs or models represent the same images."""
+"""Linear CKA: the similarity of two representations of the same images, by layers, epochs or models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,39 +8,41 @@ import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike
 
-from tcnn_probe.representation.arrays import as_features
+from tcnn_probe.representation.arrays import feature_matrix
 
 __all__ = ["LinearCKA", "linear_cka"]
 
+_Layer = tuple[int, str]  # the side, 0 or 1, and the layer's name: two models may have layers of one name
+
 
 def linear_cka(features: ArrayLike, others: ArrayLike) -> float:
-    """Debiased linear CKA of two representations of the same images.
+    """Compute the debiased linear CKA of two representations of the same images.
 
-    1 if one is the other rotated, scaled and shifted; 0 on average if they have nothing to do with each other, and so
-    sometimes below. The usual estimate, without the correction, is near 1 for any two representations of few images
-    with many channels.
+    It is 1 if they are equal up to a rotation, a scale and a shift; and 0 on average, so sometimes below, if they are
+    unrelated. The usual estimate, without the correction, is near 1 for any two representations of few images with many
+    channels.
 
     Args:
-        features, others: shapes (n, ...) and (n, ...), n >= 4, of the same images.
+        features, others: Features of the same images, shapes (n, ...) and (n, ...), n >= 4.
 
     Returns:
-        a number; NaN if one has no structure that n images could show.
+        The CKA; NaN if either has no structure that n images could show.
     """
     cka = LinearCKA()
-    cka.add({"": _in_few_channels(features)}, {"": _in_few_channels(others)})
+    cka.add({"": _reduce_channels(features)}, {"": _reduce_channels(others)})
     return float(cka.result().item())
 
 
-def _in_few_channels(features: ArrayLike) -> np.ndarray:
-    """The same up to a shift and a rotation, in as many channels as there are images if it has more."""
-    x = as_features(features)
+def _reduce_channels(features: ArrayLike) -> np.ndarray:
+    """Shift and rotate features into at most as many channels as images, which changes no CKA."""
+    x = feature_matrix(features)
     x = x - x[0]
     return np.asarray(np.linalg.qr(x.T, mode="r")).T if x.shape[1] > len(x) else x
 
 
 @dataclass
 class _Sums:
-    """Sums over images, for HSIC of features x and y: of x y^T, x, y, x |y|^2, y |x|^2 and |x|^2 |y|^2."""
+    """Sums over images for HSIC of features x and y: of x y^T, x, y, x |y|^2, y |x|^2, |x|^2, |y|^2, |x|^2 |y|^2."""
 
     xy: Any = 0.0
     x: Any = 0.0
@@ -59,7 +61,7 @@ class _Sums:
         self.xx, self.yy, self.xx_yy = self.xx + xx.sum(), self.yy + yy.sum(), self.xx_yy + xx @ yy
 
     def hsic(self, n: int) -> float:
-        """The unbiased estimate, from the kernels K = x x^T and L = y y^T without their diagonals (Song et al. 2012).
+        """Estimate HSIC without bias from K = x x^T and L = y y^T without their diagonals (Song et al. 2012).
 
         [tr(KL) + 1K1 1L1 / ((n - 1)(n - 2)) - 2 1KL1 / (n - 2)] / (n(n - 3))
         """
@@ -81,59 +83,62 @@ class LinearCKA:
 
     CKA(x, y) = HSIC(x, y) / sqrt(HSIC(x, x) HSIC(y, y)) (Kornblith et al. 2019), with the unbiased estimate of HSIC
     (Song et al. 2012) that Nguyen et al. 2021 use for batches. They average HSIC over batches; here it is that of all
-    images together, and how they are cut into batches does not matter. It keeps sums: C * C' * 8 bytes for each pair of
-    layers of C and C' channels, whatever the number of images. So pool feature maps first.
+    images together, and the batch size does not matter. It keeps sums: C * C' * 8 bytes for each pair of layers of C
+    and C' channels, whatever the number of images. So pool feature maps first.
     """
 
     def __init__(self) -> None:
         self._images = 0
-        self._shift: dict[tuple[int, str], np.ndarray] = {}
-        self._sums: dict[tuple[tuple[int, str], tuple[int, str]], _Sums] = {}
+        self._shift: dict[_Layer, np.ndarray] = {}
+        self._sums: dict[tuple[_Layer, _Layer], _Sums] = {}
         self._names: list[list[str]] = []
 
     def add(self, features: Mapping[str, ArrayLike], others: Mapping[str, ArrayLike] | None = None) -> None:
         """Add a batch of images.
 
         Args:
-            features: shape (B, ...) of each layer.
-            others: of the same images, by other layers, such as those of another model; None: the same layers.
+            features: Features by layer, shape (B, ...).
+            others: Features of the same images by the layers to compare with, for example of another model; None for
+                the same layers.
 
         Raises:
-            ValueError: not as many images everywhere, or other layers or channels than in the batch before.
+            ValueError: Layers have different numbers of images, or layers or channels differ from the batch before.
         """
         sides = [features] if others is None else [features, others]
-        if self._names and self._names != [list(side) for side in sides]:
-            raise ValueError(f"expected the layers {self._names}, as before, got {[list(side) for side in sides]}")
-        x = {
-            (at, name): as_features(value, f"features of {name!r}")
-            for at, side in enumerate(sides)
-            for name, value in side.items()
-        }
-        counts = {f"{name!r}": len(value) for (_, name), value in x.items()}
-        if len({*counts.values()}) != 1:
+        names = [list(side) for side in sides]
+        if self._names and self._names != names:
+            raise ValueError(f"expected the layers {self._names}, as before, got {names}")
+        batch: dict[_Layer, np.ndarray] = {}
+        for number, side in enumerate(sides):
+            for name, values in side.items():
+                batch[number, name] = feature_matrix(values, f"features of {name!r}")
+        counts = {f"{name!r}": len(values) for (_, name), values in batch.items()}
+        if len(set(counts.values())) != 1:
             raise ValueError(f"expected features of as many images from all layers, got {counts or 'no layer'}")
-        for key, value in x.items():
-            if (channels := len(self._shift.get(key, value[0]))) != value.shape[1]:
-                raise ValueError(f"expected {channels} numbers an image of {key[1]!r}, as before, got {value.shape[1]}")
-        self._names = [list(side) for side in sides]
+        for layer, values in batch.items():
+            channels = len(self._shift.get(layer, values[0]))
+            if channels != values.shape[1]:
+                got = f"as before, got {values.shape[1]}"
+                raise ValueError(f"expected {channels} numbers an image of {layer[1]!r}, {got}")
+        self._names = names
         self._images += next(iter(counts.values()))
-        for key, value in x.items():
-            # CKA does not depend on a shift. Without the first image's, a large mean costs no digits, and equal
+        for layer, values in batch.items():
+            # CKA does not depend on a shift. With the first image subtracted, a large mean costs no digits, and equal
             # features are exactly 0.
-            x[key] = value - self._shift.setdefault(key, value[0].copy())
-        for row, column in {*self._pairs(), *((key, key) for key in x)}:
-            self._sums.setdefault((row, column), _Sums()).add(x[row], x[column])
+            batch[layer] = values - self._shift.setdefault(layer, values[0].copy())
+        for row, column in {*self._pairs(), *((layer, layer) for layer in batch)}:
+            self._sums.setdefault((row, column), _Sums()).add(batch[row], batch[column])
 
     def result(self) -> xr.DataArray:
-        """CKA of each layer with each other one, dims ("layer", "other_layer"), from -1 to about 1.
+        """Compute the CKA of all pairs of layers, dims ("layer", "other_layer"), from -1 to about 1.
 
         Raises:
-            ValueError: fewer than 4 images.
+            ValueError: There were fewer than 4 images.
         """
         if self._images < 4:
             raise ValueError(f"expected 4 images or more, got {self._images}")
         hsic = {pair: sums.hsic(self._images) for pair, sums in self._sums.items()}
-        found = np.array([_ratio(hsic[a, b], hsic[a, a] * hsic[b, b], hsic[a, a]) for a, b in self._pairs()])
+        values = [_normalize(hsic[a, b], hsic[a, a], hsic[b, b]) for a, b in self._pairs()]
         rows, columns = self._names[0], self._names[-1]
         about = {
             "units": "1",
@@ -142,12 +147,14 @@ class LinearCKA:
             "images": self._images,
         }
         coords = {"layer": rows, "other_layer": columns}
-        return xr.DataArray(found.reshape(len(rows), -1), coords, ("layer", "other_layer"), "cka", about)
+        return xr.DataArray(np.reshape(values, (len(rows), -1)), coords, ("layer", "other_layer"), "cka", about)
 
-    def _pairs(self) -> list[tuple[tuple[int, str], tuple[int, str]]]:
+    def _pairs(self) -> list[tuple[_Layer, _Layer]]:
         last = len(self._names) - 1
         return [((0, row), (last, column)) for row in self._names[0] for column in self._names[-1]]
 
 
-def _ratio(both: float, product: float, one: float) -> float:
-    return both / product**0.5 if one > 0 and product > 0 else float("nan")
+def _normalize(hsic: float, hsic_x: float, hsic_y: float) -> float:
+    product = hsic_x * hsic_y
+    # An unbiased estimate can be negative, even of a matrix with itself: then the images show no structure.
+    return hsic / product**0.5 if hsic_x > 0 and product > 0 else float("nan")

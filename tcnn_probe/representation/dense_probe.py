@@ -1,4 +1,4 @@
-"""How well a linear classifier reads what each pixel shows off feature maps that are not trained any more."""
+"""Linear probes of frozen feature maps: segmentation by a linear classifier of pixels."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike
 
-from tcnn_probe.representation.arrays import as_features
+from tcnn_probe.representation.arrays import feature_matrix
 
 __all__ = ["dense_probe", "layer_dense_probe"]
 
@@ -20,10 +20,10 @@ def dense_probe(
     regularization: float = 1.0,
     by_image: bool = False,
 ) -> np.ndarray:
-    """Intersection over union of each class, as a linear classifier of pixels finds it; the mean is the mIoU.
+    """Measure the intersection over union of each class, segmented by a linear classifier; the mean is the mIoU.
 
-    scikit-learn's logistic regression on features of zero mean and unit variance. A pixel has the features of its cell,
-    so each cell counts once for each class in it, with the number of pixels of this class as its weight.
+    The classifier is scikit-learn's logistic regression on features of zero mean and unit variance. A pixel has the
+    features of its cell, so each cell counts once for each class in it, weighted by its number of pixels of the class.
 
     ::
 
@@ -32,18 +32,18 @@ def dense_probe(
         dense_probe(maps[100:], masks[100:], maps[:100], masks[:100]).mean()
 
     Args:
-        features: feature maps to classify, shape (n, C, h, w).
-        masks: the class of each pixel, integers or booleans, shape (n, H, W); H and W are multiples of h and w.
-        train_features, train_masks: to fit, shapes (m, C, h, w) and (m, H, W).
-        regularization: weight of the L2 penalty, 1 / C of scikit-learn, on a loss that is summed over pixels.
+        features: Feature maps to classify, shape (n, C, h, w).
+        masks: Class of each pixel, integers or booleans, shape (n, H, W); H and W are multiples of h and w.
+        train_features, train_masks: Feature maps and masks to fit, shapes (m, C, h, w) and (m, H, W).
+        regularization: Weight of the L2 penalty, 1 / C of scikit-learn, on a loss that is summed over pixels.
         by_image: Score each image, for :func:`tcnn_probe.evaluation.mean_interval`, not all pixels together.
 
     Returns:
-        shape (K,), or (n, K) by image, for the classes of both masks in ascending order: pixels that are of the class
-        and are classified so, divided by those that are one of both. From 0 to 1; by image NaN where there are none.
+        Intersection over union from 0 to 1, shape (K,), or (n, K) by image, for the classes of both masks in ascending
+        order. By image NaN where neither the mask nor the classifier has the class.
 
     Raises:
-        ValueError: shapes that do not fit, numbers that are not finite, a single class.
+        ValueError: Shapes do not fit, features are not finite, or there is a single class.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import jaccard_score
@@ -52,22 +52,25 @@ def dense_probe(
 
     cells, pixels = _cells(features, masks, "")
     train_cells, train_pixels = _cells(train_features, train_masks, "train_")
-    classes, found = np.unique(train_pixels), np.unique(pixels)
-    counts = np.stack([(train_pixels == one).sum(1) for one in classes], 1)  # (cells, K)
-    cell, of_class = counts.nonzero()
-    weight = counts[cell, of_class]
+    classes = np.unique(train_pixels)
+    counts = np.stack([(train_pixels == label).sum(1) for label in classes], 1)  # (cells, K)
+    cell, label_index = counts.nonzero()
+    weight = counts[cell, label_index]
+    # 5000: lbfgs stops when it has converged; with its default of 100 iterations, many channels do not.
     scaler, classifier = StandardScaler(), LogisticRegression(C=1 / regularization, max_iter=5000)
     weights = {"standardscaler__sample_weight": weight, "logisticregression__sample_weight": weight}
-    model = make_pipeline(scaler, classifier).fit(train_cells[cell], classes[of_class], **weights)
-    named, labels = np.repeat(model.predict(cells), pixels.shape[1]), np.union1d(classes, found)
-    count = len(np.asarray(masks)) if by_image else 1
-    shown, taken = (  # a column for each image and class: one call for all
-        (each.reshape(count, -1).T[:, :, None] == labels).reshape(-1, count * len(labels)) for each in (pixels, named)
+    model = make_pipeline(scaler, classifier).fit(train_cells[cell], classes[label_index], **weights)
+    predictions = np.repeat(model.predict(cells), pixels.shape[1])
+    groups = len(np.asarray(masks)) if by_image else 1
+    labels = np.union1d(classes, pixels)
+    truth, predicted = (  # a column for each image and class: one call of jaccard_score instead of one for each image
+        (values.reshape(groups, -1).T[:, :, None] == labels).reshape(-1, groups * len(labels))
+        for values in (pixels, predictions)
     )
-    iou = jaccard_score(shown, taken, average=None, zero_division=0).reshape(count, -1)
+    iou = jaccard_score(truth, predicted, average=None, zero_division=0).reshape(groups, -1)
     if not by_image:
         return np.asarray(iou[0])
-    return np.where((shown | taken).any(0).reshape(iou.shape), iou, np.nan)
+    return np.where((truth | predicted).any(0).reshape(iou.shape), iou, np.nan)
 
 
 def layer_dense_probe(
@@ -78,21 +81,21 @@ def layer_dense_probe(
     *,
     regularization: float = 1.0,
 ) -> xr.DataArray:
-    """:func:`dense_probe` of each layer; all layers are judged by the same pixels, whatever their grids.
+    """Apply :func:`dense_probe` to each layer; all layers are judged by the same pixels, whatever their grids.
 
     Args:
-        features, train_features: feature maps by the layer's name.
-        masks, train_masks, regularization: as of :func:`dense_probe`.
+        features, train_features: Feature maps by the layer's name.
+        masks, train_masks, regularization: Arguments of :func:`dense_probe`.
 
     Returns:
-        dims "layer" and "class".
+        Intersection over union, with the dims "layer" and "class".
 
     Raises:
-        ValueError: other layers to fit than to judge, or as of :func:`dense_probe`.
+        ValueError: The layers to fit and to judge differ; or see :func:`dense_probe`.
     """
     if not features or features.keys() != train_features.keys():
         raise ValueError(f"expected the same layers to fit and to judge, got {[*train_features]} and {[*features]}")
-    found = [
+    rows = [
         dense_probe(maps, masks, train_features[name], train_masks, regularization=regularization)
         for name, maps in features.items()
     ]
@@ -103,20 +106,20 @@ def layer_dense_probe(
         "description": "Pixels of the class that a linear classifier of the layer's features finds, divided by those "
         "that are of the class or are taken for it.",
     }
-    return xr.DataArray(np.stack(found), coords, ("layer", "class"), "iou", about)
+    return xr.DataArray(np.stack(rows), coords, ("layer", "class"), "iou", about)
 
 
-def _cells(features: ArrayLike, masks: ArrayLike, which: str) -> tuple[np.ndarray, np.ndarray]:
-    """Features of each cell, (cells, C), and the classes of its pixels, (cells, pixels of a cell)."""
+def _cells(features: ArrayLike, masks: ArrayLike, prefix: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return features of the cells, (cells, C), and the classes of their pixels, (cells, pixels of a cell)."""
     maps, classes = np.asarray(features, dtype=np.float64), np.asarray(masks)
     if maps.ndim != 4 or classes.shape[:1] != maps.shape[:1] or classes.ndim != 3:
-        expected = f"expected {which}features (n, C, h, w) and {which}masks (n, H, W)"
+        expected = f"expected {prefix}features (n, C, h, w) and {prefix}masks (n, H, W)"
         raise ValueError(f"{expected}, got the shapes {maps.shape} and {classes.shape}")
     (n, channels, h, w), (height, width) = maps.shape, classes.shape[1:]
     if height % h or width % w:
         raise ValueError(
-            f"expected {which}masks whose sides are multiples of {h} and {w}, got {height} and {width}: resize them"
+            f"expected {prefix}masks whose sides are multiples of {h} and {w}, got {height} and {width}: resize them"
         )
     pixels = classes.reshape(n, h, height // h, w, width // w).transpose(0, 1, 3, 2, 4)
     cells = maps.transpose(0, 2, 3, 1).reshape(-1, channels)
-    return as_features(cells, f"{which}features"), pixels.reshape(len(cells), -1)
+    return feature_matrix(cells, f"{prefix}features"), pixels.reshape(len(cells), -1)

@@ -1,9 +1,9 @@
-"""How well a linear classifier reads classes off features that are not trained any more."""
+"""Linear probes of frozen features: classes by logistic regression."""
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tcnn_probe.representation.arrays import as_features, as_labels
+from tcnn_probe.representation.arrays import feature_matrix, label_vector
 
 __all__ = ["linear_probe_correct"]
 
@@ -16,26 +16,27 @@ def linear_probe_correct(
     *,
     regularization: float = 1.0,
 ) -> np.ndarray:
-    """Test a linear classifier, fitted to other images' features, on these; the mean is its accuracy.
+    """Classify images by a linear classifier that is fitted to others; the mean of the result is its accuracy.
 
-    scikit-learn's logistic regression on features of zero mean and unit variance.
+    The classifier is scikit-learn's logistic regression on features of zero mean and unit variance.
 
     Args:
-        features, labels: to be classified, shapes (n, ...) and (n,).
-        train_features, train_labels: to fit, shapes (m, ...) and (m,).
-        regularization: weight of the L2 penalty, 1 / C of scikit-learn.
+        features, labels: Images to classify, shapes (n, ...) and (n,).
+        train_features, train_labels: Images to fit, shapes (m, ...) and (m,).
+        regularization: Weight of the L2 penalty, 1 / C of scikit-learn.
 
     Returns:
-        bool, shape (n,).
+        Right answers, bool, shape (n,).
 
     Raises:
-        ValueError: shapes that do not fit, numbers that are not finite, a single class.
+        ValueError: Shapes do not fit, features are not finite, or there is a single class.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    train, test = as_features(train_features, "train_features"), as_features(features)
+    train, test = feature_matrix(train_features, "train_features"), feature_matrix(features)
+    # 5000: lbfgs stops when it has converged; with its default of 100 iterations, many channels do not.
     model = make_pipeline(StandardScaler(), LogisticRegression(C=1 / regularization, max_iter=5000))
-    model.fit(train, as_labels(train_labels, train, "train_labels"))
-    return np.asarray(model.predict(test) == as_labels(labels, test))
+    model.fit(train, label_vector(train_labels, train, "train_labels"))
+    return np.asarray(model.predict(test) == label_vector(labels, test))

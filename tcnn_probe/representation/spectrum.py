@@ -1,47 +1,47 @@
-"""How many directions features fill."""
+"""Spectra of features: the number of directions that they fill."""
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tcnn_probe.representation.arrays import as_features
+from tcnn_probe.representation.arrays import feature_matrix
 
 __all__ = ["participation_ratio", "pca_energy"]
 
 
 def pca_energy(features: ArrayLike) -> np.ndarray:
-    """Cumulative share of the variance in the first 1, 2, ... principal components (Touvron's thesis, Fig. 2.1).
+    """Compute the share of the variance in the first 1, 2, ... principal components (Touvron's thesis, Fig. 2.1).
 
     The lower the curve, the more directions the features fill.
 
     Args:
-        features: shape (n, ...), C numbers an image, n >= 2.
+        features: Features of the images, shape (n, ...), C numbers an image, n >= 2.
 
     Returns:
-        shape (min(n, C),), ascending to 1; NaN if all images have the same features.
+        Shares, shape (min(n, C),), ascending to 1; NaN if all images have the same features.
     """
     from sklearn.decomposition import PCA
 
-    x = as_features(features, least=2)
+    x = feature_matrix(features, images=2)
     if not np.ptp(x, axis=0).any():
         return np.full(min(x.shape), np.nan)
     return np.cumsum(PCA(svd_solver="full").fit(x).explained_variance_ratio_)
 
 
 def participation_ratio(features: ArrayLike) -> float:
-    """Effective number of principal components: (sum of variances)^2 / sum of squared variances, along them.
+    """Compute the effective number of principal components, (sum of variances)^2 / sum of squared variances.
 
-    1 if one direction has all the variance, C if all C have the same; at most n - 1. With few images it is too low. Gao
-    et al. 2017, "A theory of multineuronal dimensionality, dynamics and measurement".
+    It is 1 if a single direction has all the variance, C if all C have the same; at most n - 1. With few images it is
+    too low. Gao et al. 2017, "A theory of multineuronal dimensionality, dynamics and measurement".
 
     Args:
-        features: shape (n, ...), n >= 2.
+        features: Features of the images, shape (n, ...), n >= 2.
 
     Returns:
-        a number; NaN if all images have the same features.
+        The participation ratio; NaN if all images have the same features.
     """
-    x = as_features(features, least=2)
+    x = feature_matrix(features, images=2)
     if not np.ptp(x, axis=0).any():
         return float("nan")
     x = x - x.mean(0)
-    products = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T  # which have the same eigenvalues, but for zeros
+    products = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T  # the smaller: they share all eigenvalues but zeros
     return float(np.trace(products) ** 2 / (products**2).sum())

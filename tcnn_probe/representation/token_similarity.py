@@ -1,4 +1,4 @@
-"""How alike the tokens of an image are."""
+"""Similarity of the tokens of an image."""
 
 from typing import Any
 
@@ -8,22 +8,23 @@ __all__ = ["token_cosine"]
 
 
 def token_cosine(tokens: Any) -> Any:
-    """Mean cosine between different tokens of an image.
+    """Average the cosine over pairs of different tokens of an image.
 
     For a class and a distillation token, Touvron's thesis follows it through the layers of DeiT (Section 3.3: 0.06 in
-    the first, 0.93 in the last). For all tokens it says whether they become alike with depth.
+    the first, 0.93 in the last). For all tokens it shows whether they become similar with depth.
 
     Args:
-        tokens: shape (..., N, C), N >= 2 tokens of C channels: an array, which is taken in float64, or a tensor of
-            torch, in float32 at least.
+        tokens: N >= 2 tokens of C channels, shape (..., N, C): an array, which is converted to float64, or a tensor,
+            which is converted to float32 at least.
 
     Returns:
-        shape (...,), from -1/(N - 1) to 1. A token of zeros, as after a ReLU, has the cosine 0 with all others.
+        Mean cosines, shape (...,), from -1/(N - 1) to 1. A token of zeros, as after a ReLU, has the cosine 0 with all
+        others.
 
     Raises:
-        ValueError: fewer than two tokens.
+        ValueError: There are fewer than two tokens.
     """
-    if hasattr(tokens, "element_size"):  # torch's: squares of half precision overflow
+    if hasattr(tokens, "element_size"):  # a tensor, without an import of torch; squares of half precision overflow
         tokens = tokens.float() if tokens.element_size() < 4 else tokens
     else:
         tokens = np.asarray(tokens, dtype=np.float64)

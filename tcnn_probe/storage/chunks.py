@@ -1,7 +1,7 @@
-"""How arrays are cut into chunks, and the metadata documents (``zarr.json``) that say so.
+"""How arrays are cut into chunks, the metadata documents (``zarr.json``) that say so, and chunks that are checked.
 
-- Numbers: chunks of 64 marks and all layers and heads; of 16 at the least where that is more than 256 kB. The chunk
-  that grows is written anew with each mark.
+- Numbers: chunks of 64 marks and all layers and heads; of 16 where that is more than 256 kB. The chunk that grows is
+  written anew with each mark.
 - Maps: one shard a mark, in it one inner chunk for each layer and head, compressed. A shard is written once.
 - Labels, such as names of layers: text of fixed width, which xarray gives back as NumPy's own text. (zarr's variable
   width comes back as a type that matplotlib refuses.)
@@ -12,19 +12,25 @@ Every chunk ends with its crc32c, so that a damaged one is an error when it is r
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
 
 import numpy as np
 import zarr
-from zarr.abc.buffer import Buffer
+from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.codec import BytesBytesCodec
-from zarr.abc.store import Store
+from zarr.abc.store import ByteRequest, RangeByteRequest, Store
 from zarr.codecs import Crc32cCodec, ZstdCodec
-from zarr.storage import MemoryStore, StorePath
+from zarr.storage import MemoryStore, StorePath, WrapperStore
 
-from tcnn_probe.schema import COORDINATES, Variable
+from tcnn_probe.schema import COORDINATES, StoreError, Variable
+from tcnn_probe.storage.directory import Folder
+from tcnn_probe.storage.place import ROOT, get
 
 __all__ = [
+    "CheckedStore",
+    "ChunkSize",
     "Document",
     "array_document",
     "is_map",
@@ -36,21 +42,31 @@ __all__ = [
 
 Document = dict[str, Any]
 
-_CHUNK_BYTES = 256 * 1024
-_MARKS_PER_CHUNK = (16, 64)
+CHUNK_BYTES = 256 * 1024
+MARKS_PER_CHUNK = (16, 64)
+
+# zarr decodes chunks whole, ten at a time. One row of numbers, or a map of one head, is never larger in practice.
+LARGEST_CHUNK = 256 * 2**20
+
+# A shard's index, 16 bytes a chunk, is read before anything else of it.
+MOST_INNER_CHUNKS = 2**18
+
 _CHECKED = (Crc32cCodec(),)
 _COMPRESSED = (ZstdCodec(level=1), Crc32cCodec())
+_NUMBERS = ["bytes", "crc32c"]
+_MAPS = ["bytes", "zstd", "crc32c"]
 
 
 def array_document(variable: Variable, shape: Sequence[int], along: str, *, maps: bool = False) -> Document:
     """Describe an array over the marks, of no length yet, with rows of this shape."""
-    row = [max(n, 1) for n in shape]
+    row = [max(size, 1) for size in shape]
     if maps:
-        cut = {"shards": (1, *row), "chunks": (1, *_one_of("layer", "head", dims=variable.dims, shape=row))}
+        cut = {"shards": (1, *row), "chunks": (1, *_ones_along("layer", "head", dims=variable.dims, shape=row))}
     else:
-        low, high = _MARKS_PER_CHUNK
-        marks = _CHUNK_BYTES // (int(np.prod(row)) * np.dtype(variable.dtype).itemsize)
-        cut = {"chunks": (min(max(marks, low), high), *row)}
+        row_bytes = prod(row) * np.dtype(variable.dtype).itemsize
+        low, high = MARKS_PER_CHUNK
+        marks = min(max(CHUNK_BYTES // row_bytes, low), high, max(1, LARGEST_CHUNK // row_bytes))
+        cut = {"chunks": (marks, *row)}
     return _document(
         shape=(0, *shape),
         dtype=variable.dtype,
@@ -64,7 +80,7 @@ def array_document(variable: Variable, shape: Sequence[int], along: str, *, maps
 
 def repacked(document: Document) -> Document:
     """Describe the same maps cut for reading one head over all marks: 100 marks a shard, in it 25 of one head."""
-    dims, row = document["dimension_names"][1:], [max(n, 1) for n in document["shape"][1:]]
+    dims, row = document["dimension_names"][1:], [max(size, 1) for size in document["shape"][1:]]
     return _document(
         shape=tuple(document["shape"]),
         dtype=document["data_type"],
@@ -72,8 +88,8 @@ def repacked(document: Document) -> Document:
         dimension_names=document["dimension_names"],
         attributes=document["attributes"],
         compressors=_COMPRESSED,
-        shards=(100, *_one_of("layer", dims=dims, shape=row)),
-        chunks=(25, *_one_of("layer", "head", dims=dims, shape=row)),
+        shards=(100, *_ones_along("layer", dims=dims, shape=row)),
+        chunks=(25, *_ones_along("layer", "head", dims=dims, shape=row)),
     )
 
 
@@ -94,7 +110,7 @@ def label_document(name: str, labels: Sequence[Any]) -> tuple[Document, np.ndarr
 
 
 def is_map(document: Mapping[str, Any]) -> bool:
-    """Whether an array is stored in shards."""
+    """Return True for an array that is stored in shards."""
     return document["codecs"][0]["name"] == "sharding_indexed"
 
 
@@ -104,12 +120,145 @@ def with_length(document: Document, length: int) -> Document:
 
 
 def open_array(store: Store, path: str, document: Document) -> "zarr.AsyncArray[Any]":
-    """Give the array that a document describes; none of its chunks is left out, or deleted, for being empty."""
+    """Open the array that a document describes; none of its chunks is left out, or deleted, for being empty."""
     return zarr.AsyncArray({**document}, StorePath(store, path), {"write_empty_chunks": True})  # type: ignore[call-overload]
 
 
-def _one_of(*cut: str, dims: Sequence[str], shape: Sequence[int]) -> list[int]:
-    return [1 if dim in cut else n for dim, n in zip(dims, shape, strict=True)]
+@dataclass(frozen=True)
+class ChunkSize:
+    """Sizes that the chunks of an array have by its document. ValueError for a document that no recording has."""
+
+    chunk: int  # bytes of a chunk of numbers, or of an inner chunk of maps, when it is decoded
+    count: int  # inner chunks of a shard; 0 for numbers
+    array: int  # bytes of the decoded array
+    chunks: int  # chunks or shards of the array
+
+    @classmethod
+    def of(cls, document: Document) -> Self:
+        """Read the sizes off a document."""
+        codecs, outer = document["codecs"], document["chunk_grid"]["configuration"]["chunk_shape"]
+        inner, names = outer, [codec["name"] for codec in codecs]
+        if maps := names == ["sharding_indexed"]:
+            cut = codecs[0]["configuration"]
+            inner, names = cut["chunk_shape"], [codec["name"] for codec in cut["codecs"]]
+            if [codec["name"] for codec in cut["index_codecs"]] != _NUMBERS or cut["index_location"] != "end":
+                raise ValueError("its shards have another index")
+        if names != (_MAPS if maps else _NUMBERS) or document.get("storage_transformers"):
+            raise ValueError(f"its chunks are encoded by {names}")
+        attributes = document["attributes"]
+        known = attributes.keys() <= {"units", "long_name", "description"}
+        if not known or not all(isinstance(text, str) for text in attributes.values()):
+            raise ValueError(f"it has the attributes {sorted(attributes)}")
+        dtype = document["data_type"]
+        size = np.dtype(dtype).itemsize if isinstance(dtype, str) else dtype["configuration"]["length_bytes"]
+        count = prod(large // small for large, small in zip(outer, inner, strict=True)) if maps else 0
+        shape = document["shape"]
+        chunks = prod(-(-length // step) for length, step in zip(shape, outer, strict=True))
+        sizes = cls(prod(inner) * size, count, prod(shape) * size, chunks)
+        if sizes.chunk > LARGEST_CHUNK or count > MOST_INNER_CHUNKS:
+            raise ValueError(f"it has chunks of {sizes.chunk} bytes, {count} in each shard")
+        return sizes
+
+    @property
+    def stored(self) -> int:
+        """Bytes that a chunk takes at most as stored, or a shard."""
+        # zstd makes what it cannot compress a little larger; 5 for the checksum and an excess that shows.
+        return (2 * self.chunk + 1024) * self.count + 16 * self.count if self.count else self.chunk + 5
+
+
+class CheckedStore(WrapperStore[Store]):
+    """A recording's store, read by its metadata: chunks that are lacking, empty or too large raise StoreError.
+
+    zarr takes a chunk that is not there for one of fill values, and as much memory as a compressed one says that it
+    needs. In a directory it also raises StoreError once the recording was replaced by another.
+
+    Args:
+        store: Store of the recording.
+        sizes: Sizes of chunks, by the path of each array.
+        identity: Text that the root of this recording has, and of no other.
+    """
+
+    def __init__(self, store: Store, sizes: Mapping[str, ChunkSize], identity: str) -> None:
+        super().__init__(store)
+        self._sizes, self._identity = sizes, identity
+        self._compared: tuple[int, ...] | None = None
+
+    def _with_store(self, store: Store) -> Self:
+        return type(self)(store, self._sizes, self._identity)
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        """Read an object, or a part of it."""
+        path, _, cell = key.rpartition("/c/")
+        size = None if cell.endswith(ROOT) else self._sizes.get(path)
+        if size is None:
+            return await self._store.get(key, prototype, byte_range)
+        if isinstance(byte_range, RangeByteRequest) and byte_range.end - byte_range.start > 2 * size.chunk + 1024:
+            raise self._damaged(key, "its shard says that it is too large")
+        # Cut short: a file may be larger than it should be. Not at a server, which may not like the range.
+        cut = RangeByteRequest(0, size.stored) if isinstance(self._store, Folder) else None
+        buffer = await self._store.get(key, prototype, byte_range or cut)
+        await self._check_identity()
+        data = b"" if buffer is None else buffer.to_bytes()
+        if not data:
+            raise self._damaged(key, "it is empty or not there")
+        if size.count:
+            self._check_frames(key, size, data, byte_range)
+        elif len(data) != size.stored - 1:
+            raise self._damaged(key, f"it has {len(data)} bytes, expected {size.stored - 1}")
+        return buffer
+
+    def _check_frames(self, key: str, size: ChunkSize, data: bytes, byte_range: ByteRequest | None) -> None:
+        """Refuse compressed chunks that say that they are larger than they should be."""
+        if isinstance(byte_range, RangeByteRequest):
+            starts = [0]
+        elif byte_range is None:
+            if len(data) < 16 * size.count + 4:
+                raise self._damaged(key, f"it has {len(data)} bytes")
+            index = np.frombuffer(data[-16 * size.count - 4 : -4], "<u8")
+            starts = index[::2].tolist()
+        else:  # the index itself
+            return
+        for start in starts:
+            if frame_size(data[start : start + 18]) != size.chunk:
+                raise self._damaged(key, f"a chunk in it is compressed from other than {size.chunk} bytes")
+
+    async def _check_identity(self) -> None:
+        if not self._identity or not isinstance(self._store, Folder):
+            return
+        try:
+            status = (self._store.root / ROOT).lstat()
+            state = status.st_ino, status.st_mtime_ns, status.st_size
+        except OSError:
+            state = None
+        if state is None or state != self._compared:
+            text = await get(self._store, ROOT)
+            if text is None or self._identity.encode() not in text:
+                raise StoreError(f"{self} was deleted, or replaced by another recording: open it again")
+            self._compared = state
+
+    def _damaged(self, key: str, why: str) -> StoreError:
+        return StoreError(f"the chunk {key!r} in {self} is damaged: {why}")
+
+
+def frame_size(header: bytes) -> int | None:
+    """Return how many bytes a zstd frame says that it decodes to (RFC 8878, section 3.1.1); None if it does not."""
+    if len(header) < 6 or header[:4] != b"\x28\xb5\x2f\xfd":
+        return None
+    descriptor = header[4]
+    single_segment = descriptor >> 5 & 1
+    width = (single_segment, 2, 4, 8)[descriptor >> 6]
+    window, dictionary = 1 - single_segment, (0, 1, 2, 4)[descriptor & 3]
+    field = header[5 + window + dictionary :][:width]
+    if not width or len(field) < width:
+        return None
+    return int.from_bytes(field, "little") + (256 if width == 2 else 0)
+
+
+def _ones_along(*cut: str, dims: Sequence[str], shape: Sequence[int]) -> list[int]:
+    return [1 if dim in cut else size for dim, size in zip(dims, shape, strict=True)]
 
 
 def _document(*, compressors: Sequence[BytesBytesCodec] = _CHECKED, **about: Any) -> Document:

@@ -1,7 +1,9 @@
-"""The root ``zarr.json``, which says what a recording is and how many marks it has; to replace it is to commit one."""
+"""The root ``zarr.json``, which says what a recording is and how many marks it has; replacing it commits a mark."""
 
 import asyncio
 import json
+import re
+import uuid
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,27 +12,51 @@ from typing import Any
 import numpy as np
 from zarr.abc.store import Store
 
-from tcnn_probe.schema import COORDINATES, SCHEMA_VERSION, Group, Variable
-from tcnn_probe.storage.chunks import Document, array_document, is_map, label_document, open_array, with_length
-from tcnn_probe.storage.conditional import put_if
-from tcnn_probe.storage.errors import StoreError
-from tcnn_probe.storage.names import is_name
-from tcnn_probe.storage.place import ROOT, Place, put
+from tcnn_probe.schema import COORDINATES, SCHEMA_VERSION, Group, StoreError, Variable
+from tcnn_probe.storage.chunks import (
+    CheckedStore,
+    ChunkSize,
+    Document,
+    array_document,
+    is_map,
+    label_document,
+    open_array,
+    with_length,
+)
+from tcnn_probe.storage.directory import LOCK, entries
+from tcnn_probe.storage.place import ROOT, ROOT_BYTES, UNFINISHED, Place, get, listed, put, put_if, run
 
 __all__ = [
-    "GIVEN",
-    "REPACKED",
+    "HEADS",
     "UNREADABLE",
     "Root",
     "all_of",
+    "check_names",
+    "check_replaceable",
     "commit",
     "documents_beside",
+    "is_name",
 ]
 
 VERSION, ALONG, LAYERS, COORDS, REPACKED = "tcnn_probe_schema", "along", "layers", "coords", "repacked"
+IDENTITY = "recording_id"
 GIVEN = "As given to mark()."
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What metadata raise that are not as they should be."""
+HEADS = "heads"
+"""Where a tree has the numbers of the root."""
+
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+"""Errors of metadata that are not as they should be."""
+
+# What opening costs grows with these, so a crafted root must not choose them. Recordings have a few hundred arrays.
+MOST_ARRAYS = 4000
+COORDINATE_BYTES = 256 * 2**20
+COORDINATE_CHUNKS = 2**18
+
+# Attributes of the recorder, in JSON, that are read when a recording is opened, continued or shown.
+_JSON = {"images": list, "image_hashes": dict, "missing": dict, "unsupported": dict}
+
+_METADATA = re.compile(rf"(?:(.+)/)?(?:{re.escape(ROOT)}|\.{re.escape(ROOT)}\.partial)")
+_CHUNK = re.compile(r"(.+?)/c(?:/\d+)*(?:/\.\d+\.partial)?")
 
 
 @dataclass(frozen=True)
@@ -44,10 +70,16 @@ class Root:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], documents: Mapping[str, Document], **labels: Any) -> "Root":
-        """Make the root to be written."""
+        """Make the root to be written; ValueError if it could not be read again."""
         consolidated = {"kind": "inline", "must_understand": False, "metadata": documents}
         document = _group_document(attributes) | {"consolidated_metadata": consolidated}
-        return cls(attributes, documents, json.dumps(document, allow_nan=False).encode(), **labels)
+        text = json.dumps(document, allow_nan=False).encode()
+        if len(text) > ROOT_BYTES or len(documents) > MOST_ARRAYS:
+            raise ValueError(
+                f"expected at most {MOST_ARRAYS} arrays and {ROOT_BYTES} bytes of metadata and attributes, "
+                f"got {len(documents)} and {len(text)}"
+            )
+        return cls(attributes, documents, text, **labels)
 
     @classmethod
     def new(cls, groups: Mapping[str, Group], attrs: Mapping[str, Any], along: str, dtype: str) -> "Root":
@@ -63,20 +95,19 @@ class Root:
             documents[_join(path, along)] = array_document(mark, (), along)
             for name, variable in group.variables.items():
                 documents[_join(path, name)] = array_document(variable, group.shape(name), along, maps=group.maps)
+            layers = {"layer": [*group.layers]} if group.layers else {}
             ranges = {name: range(size) for name, size in group.sizes.items()}
-            for name, values in {
-                **({"layer": [*group.layers]} if group.layers else {}),
-                **ranges,
-                **group.coords,
-            }.items():
+            for name, values in {**layers, **ranges, **group.coords}.items():
                 inner = _join(path, name)
                 documents[inner], labels[inner] = label_document(name, values)
-        attributes = {**attrs, VERSION: SCHEMA_VERSION, ALONG: along, **_tables(groups[""])}
-        return cls.of(attributes, documents, labels=labels)
+        fixed = {IDENTITY: uuid.uuid4().hex, VERSION: SCHEMA_VERSION, ALONG: along}
+        root = cls.of({**attrs, **fixed, **_tables(groups[""])}, documents, labels=labels)
+        root._check_sizes()
+        return root
 
     @staticmethod
     def is_at(place: Place) -> bool:
-        """Whether a recording is at a place, of any schema version, damaged or not; StoreError if something else is."""
+        """Return True for a recording, of any schema version, damaged or not; StoreError for something else."""
         text = place.root()
         if text is not None and VERSION not in text.decode(errors="replace"):
             raise place.something_else(f"a {ROOT} of something else")
@@ -113,13 +144,18 @@ class Root:
 
     @property
     def length(self) -> int:
-        """How many marks are committed."""
+        """Number of committed marks."""
         return self.documents[self.along]["shape"][0]
 
     @cached_property
     def arrays(self) -> dict[str, Document]:
         """The documents of all arrays."""
         return {path: about for path, about in self.documents.items() if about["node_type"] == "array"}
+
+    @cached_property
+    def sizes(self) -> dict[str, ChunkSize]:
+        """Sizes of the chunks of all arrays; one of ``UNREADABLE`` if they are not cut as a recording's are."""
+        return {path: ChunkSize.of(about) for path, about in self.arrays.items()}
 
     @cached_property
     def growing(self) -> dict[str, Document]:
@@ -129,8 +165,8 @@ class Root:
     @cached_property
     def scalars(self) -> set[str]:
         """Names of the numbers that came with marks."""
-        given = {path for path, about in self.growing.items() if about["attributes"].get("description") == GIVEN}
-        return {path for path in given if "/" not in path and len(self.documents[path]["shape"]) == 1} - {self.along}
+        marked = {path for path, about in self.growing.items() if about["attributes"].get("description") == GIVEN}
+        return {path for path in marked if "/" not in path and len(self.documents[path]["shape"]) == 1} - {self.along}
 
     @cached_property
     def groups(self) -> dict[str, Group]:
@@ -139,10 +175,19 @@ class Root:
         for path, about in self.documents.items():
             if about["node_type"] == "group" and LAYERS in about["attributes"]:
                 attributes[path] = about["attributes"]
-        return {path: self._group(path, about) for path, about in attributes.items()}
+        members: dict[str, dict[str, Document]] = {path: {} for path in attributes}
+        for path, about in self.arrays.items():
+            parent, _, name = path.rpartition("/")
+            if parent in members and path not in self.scalars and name not in (self.along, "layer"):
+                members[parent][name] = about
+        return {path: self._group(path, members[path], about) for path, about in attributes.items()}
+
+    def checked(self, store: Store) -> CheckedStore:
+        """Wrap a store with this root, so that what is read of it is what the root says."""
+        return CheckedStore(store, self.sizes, self.attributes.get(IDENTITY, ""))
 
     def with_mark(self, scalars: Iterable[str], attrs: Mapping[str, Any]) -> "Root":
-        """Give the root that commits one mark more, which came with these numbers and attributes."""
+        """Return the root that commits a further mark, which came with these numbers and attributes."""
         documents = dict(self.documents)
         for name in [name for name in scalars if name not in documents]:
             documents[name] = array_document(Variable((), "", name, GIVEN), (), self.along)
@@ -151,32 +196,30 @@ class Root:
         return Root.of({**self.attributes, **attrs}, documents, labels=self.labels)
 
     def with_groups(self, groups: Mapping[str, Group]) -> "Root":
-        """Give the root of the same marks with groups, of which there were none: fill values so far.
+        """Return the root of the same marks with groups, of which there were none: fill values so far.
 
         ValueError if a name is that of a scalar.
         """
         new = Root.new(groups, self.attributes, self.along, self.documents[self.along]["data_type"])
-        if taken := sorted(new.documents.keys() & self.documents.keys() - {self.along}):
-            raise ValueError(f"{taken[0]!r} was given to mark() before, and is now recorded")
+        if clashes := sorted(new.documents.keys() & self.documents.keys() - {self.along}):
+            raise ValueError(f"{clashes[0]!r} was given to mark() before, and is now recorded")
         growing = {path: with_length(about, self.length) for path, about in new.growing.items()}
-        return Root.of(new.attributes, {**new.documents, **growing, **self.documents}, labels=new.labels)
+        attributes = {**new.attributes, IDENTITY: self.attributes.get(IDENTITY, "")}
+        return Root.of(attributes, {**new.documents, **growing, **self.documents}, labels=new.labels)
 
-    def _group(self, path: str, attributes: Mapping[str, Any]) -> Group:
-        variables, sizes, maps, scalars = {}, {}, False, self.scalars
-        for name, about in self.arrays.items():
-            parent, _, short = name.rpartition("/")
+    def _group(self, path: str, members: Mapping[str, Document], attributes: Mapping[str, Any]) -> Group:
+        variables, sizes, maps = {}, {}, False
+        for name, about in members.items():
             dims = tuple(about["dimension_names"])
-            if parent != path or short in (self.along, "layer") or name in scalars:
-                continue
             if dims[0] == self.along:
                 text = {key: about["attributes"].get(key, "") for key in ("units", "long_name", "description")}
-                variables[short] = Variable(dims[1:], **text, dtype=str(np.dtype(about["data_type"])))
+                variables[name] = Variable(dims[1:], **text, dtype=str(np.dtype(about["data_type"])))
                 maps |= is_map(about)
-            elif dims == (short,):
-                sizes[short] = about["shape"][0]
+            elif dims == (name,):
+                sizes[name] = about["shape"][0]
         layers, coords = (json.loads(attributes.get(name, "{}")) for name in (LAYERS, COORDS))
         if not all(isinstance(table, dict) for table in (layers, *layers.values(), coords)):
-            raise TypeError(f"the layer table of {path!r} is none")
+            raise TypeError(f"{path!r} has no layer table")
         group = Group(variables, layers, sizes, maps, coords)
         for name in variables:
             if self.documents[_join(path, name)]["shape"] != [self.length, *group.shape(name)]:
@@ -184,7 +227,10 @@ class Root:
         return group
 
     def _check(self, store: Store) -> None:
-        """Whether it is what a recording writes. Raises one of ``UNREADABLE`` if not."""
+        """Raise one of ``UNREADABLE`` for what no recording writes."""
+        if len(self.documents) > MOST_ARRAYS:
+            raise ValueError(f"it has {len(self.documents)} arrays and groups, expected {MOST_ARRAYS} at most")
+        self._check_sizes()
         for path, about in self.documents.items():
             if not all(is_name(part) for part in path.split("/")):
                 raise ValueError(f"{path!r} is no path in a recording")
@@ -197,6 +243,62 @@ class Root:
         lengths = {path: about["shape"][0] for path, about in self.growing.items()}
         if len(set(lengths.values())) != 1 or not all(_join(path, self.along) in lengths for path in self.groups):
             raise ValueError(f"its arrays have unequal lengths along {self.along!r}: {lengths}")
+        for name, kind in _JSON.items():
+            if not isinstance(json.loads(self.attributes.get(name, json.dumps(kind()))), kind):
+                raise TypeError(f"its attribute {name!r} is no {kind.__name__}")
+
+    def _check_sizes(self) -> None:
+        """Refuse arrays that take much memory or time before any of their values is looked at."""
+        # xarray reads the labels of dimensions when a recording is opened.
+        labels = [path for path, about in self.arrays.items() if about["dimension_names"] == [path.split("/")[-1]]]
+        coordinates = [self.sizes[path] for path in labels]
+        total, chunks = sum(size.array for size in coordinates), sum(size.chunks for size in coordinates)
+        if total > COORDINATE_BYTES or chunks > COORDINATE_CHUNKS:
+            raise ValueError(f"its coordinates take {total} bytes in {chunks} chunks")
+
+
+def is_name(text: str) -> bool:
+    """Return True for a text that may be a part of a path, never for one that leads out of the store."""
+    return bool(text) and not text.startswith(".") and not {*text} & {*"/\\\0"} and text != ROOT
+
+
+def check_names(groups: Mapping[str, Group], along: str) -> None:
+    """Require every path and name to stand for one thing, and no group inside another but the root; else ValueError."""
+    nodes = [HEADS, *(path for path in groups if path)]
+    for path, group in groups.items():
+        names = [along, *(["layer"] if group.layers else []), *group.sizes, *group.variables]
+        nodes += [_join(path, name) for name in names]
+    twice = [path for path in nodes if nodes.count(path) > 1]
+    inside = [path for path in groups if any(path.startswith(f"{node}/") for node in nodes)]
+    if twice or inside:
+        raise ValueError(f"expected every name to stand for one thing, got twice or in each other: {twice + inside}")
+
+
+def check_replaceable(place: Place) -> None:
+    """Refuse to delete what a recording has not written: StoreError for anything that its root does not speak of."""
+    try:
+        documents = json.loads(place.root() or b"")["consolidated_metadata"]["metadata"]
+        arrays = {path for path, about in documents.items() if about["node_type"] == "array"}
+    except UNREADABLE:  # damaged: only what every recording has can be told from the user's
+        documents, arrays = {}, set[str]()
+    if place.directory is None:
+        paths = dict.fromkeys(run(listed(place.store.list)), True)
+    else:
+        paths = dict(entries(place.directory))
+    metadata = {match.group(1) or "" for path in paths if (match := _METADATA.fullmatch(path))}
+    # A mark that was killed may have left scalars behind, and folders in which their metadata were being written.
+    arrays |= {path for path in metadata - documents.keys() if _is_scalar(place, path)}
+    folders = {*documents, *arrays}
+    for path, regular in paths.items():
+        match, chunk = _METADATA.fullmatch(path), _CHUNK.fullmatch(path)
+        known = path in folders | {LOCK, UNFINISHED} or (match is not None and (match.group(1) or "") in folders | {""})
+        if not regular or not (known or (chunk is not None and chunk.group(1) in arrays)):
+            raise StoreError(f"{place.name} holds more than a recording, and is not replaced: {path!r}")
+
+
+def _is_scalar(place: Place, path: str) -> bool:
+    text = run(get(place.store, f"{path}/{ROOT}" if path else ROOT))
+    return bool(path) and "/" not in path and (text is None or GIVEN.encode() in text)
 
 
 async def commit(
@@ -211,30 +313,42 @@ async def commit(
     Values are by path, of the mark, or of all marks for a new array; an array that has none gets its fill value.
     StoreError if the chunk to which the mark is added is damaged, or the condition does not hold.
     """
-    there = {} if old is None else old.documents
-    writes = documents_beside(store, {path: about for path, about in new.documents.items() if path not in there})
-    for path in new.labels.keys() - there.keys():
-        writes.append(open_array(store, path, new.documents[path]).setitem(..., new.labels[path]))
+    known = {} if old is None else old.documents
+    # Before the chunks, so that what a killed mark leaves can be told from what is the user's.
+    await all_of(documents_beside(store, {path: about for path, about in new.documents.items() if path not in known}))
+    labels = {path: values for path, values in new.labels.items() if path not in known}
+    writes = [open_array(store, path, new.documents[path]).setitem(..., labels[path]) for path in labels]
+    checked = store if old is None else old.checked(store)
     for path, about in new.growing.items():
-        writes.append(_append(store, path, about, values.get(path), new=path not in there))
+        row = values.get(path)
+        writes.append(_append(store, checked, path, about, row) if path in known else _begin(store, path, about, row))
     await all_of(writes)
     await put_if(store, ROOT, new.text, only)
 
 
-async def _append(store: Store, path: str, document: Document, row: np.ndarray | None, *, new: bool) -> None:
-    """Write the last row of an array, or all of its rows; of a new array, the rows before it get the fill value.
-
-    Chunks are as good as not there beyond the rows that are committed: what a killed run has left is written over.
-    """
+async def _begin(store: Store, path: str, document: Document, row: np.ndarray | None) -> None:
+    """Write all rows of a new array, or its last row and fill values before it."""
     before, fill = document["shape"][0] - 1, float(document["fill_value"])
     array = open_array(store, path, document)
     if row is not None and row.ndim == len(document["shape"]):
         await array.setitem(..., row)
         return
-    if new and before:
+    if before:
         await open_array(store, path, with_length(document, before)).setitem(..., fill)
+    await array.setitem((slice(before, before + 1), ...), fill if row is None else row[None])
+
+
+async def _append(store: Store, checked: Store, path: str, document: Document, row: np.ndarray | None) -> None:
+    """Write the last row of an array.
+
+    Chunks are as good as not there beyond the rows that are committed: what a killed run has left is written over.
+    """
+    before = document["shape"][0] - 1
+    begins_chunk = before % document["chunk_grid"]["configuration"]["chunk_shape"][0] == 0
+    array = open_array(store if begins_chunk else checked, path, document)
+    value = float(document["fill_value"]) if row is None else row[None]
     try:
-        await array.setitem((slice(before, before + 1), ...), fill if row is None else row[None])
+        await array.setitem((slice(before, before + 1), ...), value)
     except ValueError as error:
         raise StoreError(f"the last chunk of {path!r} in {store} is damaged: {error}") from error
 

@@ -9,21 +9,22 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from tcnn_probe.schema import Group
+from tcnn_probe.schema import Group, StoreError
 from tcnn_probe.storage.commit import (
     GIVEN,
+    HEADS,
     REPACKED,
     UNREADABLE,
     Root,
     all_of,
+    check_names,
+    check_replaceable,
     commit,
     documents_beside,
+    is_name,
 )
-from tcnn_probe.storage.conditional import condition
-from tcnn_probe.storage.directory import DurableStore, Lock, delete_directory, new_directory
-from tcnn_probe.storage.errors import StoreError
-from tcnn_probe.storage.names import HEADS, check_names, is_name
-from tcnn_probe.storage.place import ROOT, UNFINISHED, Target, find, get, put, run
+from tcnn_probe.storage.directory import Folder, Lock, delete_unfinished, new_directory, restore
+from tcnn_probe.storage.place import ROOT, UNFINISHED, Target, condition, find, get, listed, put, run
 from tcnn_probe.storage.reading import open_dataset, open_tree
 
 __all__ = ["EpochStore", "Mode"]
@@ -36,29 +37,31 @@ class EpochStore:
     """The marks of one recording; one writer at a time.
 
     Looks at what is there and changes nothing before :meth:`hold` or :meth:`append`. The mode "a" continues a recording
-    that is there, "w" deletes it just before the first mark, and "x" refuses it. StoreError if something else is there,
-    or a recording that cannot be continued: of another schema version, along another coordinate, repacked, or damaged;
-    or if the path cannot be written.
+    that is there, "w" replaces it with the first mark, and "x" refuses it. StoreError if something else is there, or a
+    recording that cannot be continued: of another schema version, along another coordinate, repacked, or damaged; or if
+    the path cannot be written.
     """
 
     def __init__(self, target: Target, *, along: str = "epoch", mode: Mode = "a") -> None:
         self._place, self._along = find(target), along
-        there = Root.is_at(self._place) if mode in ("w", "x") else False
-        if there and mode == "x":
+        directory = self._place.directory
+        if directory is not None:
+            restore(directory)
+        occupied = mode in ("w", "x") and Root.is_at(self._place)
+        if occupied and mode == "x":
             raise StoreError(f"{self._place.name} is there already: mode='a' continues it, mode='w' replaces it")
-        if there:
-            self._place.check_replaceable()
-        self._replaces = there
-        self._root = None if there else Root.read(self._place)
-        self._place.check_writable(exists=there or self._root is not None)
+        if occupied:
+            check_replaceable(self._place)
+        self._replaces = occupied
+        self._root = None if occupied else Root.read(self._place)
+        self._place.check_writable(exists=occupied or self._root is not None)
         self._marks = () if self._root is None else self._resumed(self._root)
-        self._begun: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
+        self._created: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
         self._lock: Lock | None = None
         self._attempted: bytes | None = None
-        directory = self._place.directory
-        self._store = self._place.store if directory is None else DurableStore(directory)
+        self._store = self._place.store if directory is None else Folder(directory, read_only=False)
         # Two that add the same mark to a remote store must not write the same root: it shows whose it is.
-        self._writer_is = {} if target is None or self._place.directory else {"writer": uuid.uuid4().hex}
+        self._writer = {} if target is None or directory else {"writer": uuid.uuid4().hex}
         self._wrote = self._closed = False
 
     @property
@@ -97,26 +100,28 @@ class EpochStore:
             raise StoreError(f"{self._place.name} holds a recording already")
         check_names(groups, self._along)
         Root.new(groups, attrs, self._along, "int64")
-        self._begun = (dict(groups), dict(attrs))
+        self._created = (dict(groups), dict(attrs))
 
     def hold(self) -> None:
         """Become the one that writes to the recording, if there is one yet; :meth:`append` does it otherwise.
 
-        One that is to be replaced is not held: it is only checked that nobody else writes to it. StoreError if somebody
-        does, or if it is not as this one left it.
+        A recording that is to be replaced is not held: this only checks that nobody writes to it. StoreError if
+        somebody does, or if it is not as this one left it.
         """
+        directory = self._place.directory
         if self._root is None:
-            if self._replaces and self._place.directory is not None:
-                Lock(self._place.directory, self._place.name).release()
+            if self._replaces and directory is not None:
+                Lock(directory, self._place.name).release()
             return
         self._check_unchanged()  # before anything is made there
-        if self._place.directory is not None and not self._holds:
-            self._lock = Lock(self._place.directory, self._place.name)
+        if directory is not None and not self._holds:
+            self._lock = Lock(directory, self._place.name)
             try:
                 self._check_unchanged()
             except BaseException:
                 self._lock.release()
                 raise
+            delete_unfinished(directory)
 
     def append(
         self,
@@ -142,31 +147,33 @@ class EpochStore:
         if self._closed:
             raise StoreError(f"{self._place.name} was closed: open it again to continue it")
         mark = self._as_stored(mark)
-        if self._replaces:
-            self._place.check_replaceable()  # once more: an epoch may have passed
-            directory = self._place.directory
-            run(self._place.store.clear()) if directory is None else delete_directory(directory)
-            self._replaces = False
-        only = None if self._place.directory is not None else run(condition(self._place.store, ROOT))
+        directory = self._place.directory
+        only = None if directory is not None else run(condition(self._place.store, ROOT))
         self.hold()
         root = self._root
         if root is None:
-            if self._begun is None:
+            if self._created is None:
                 raise StoreError(f"{self._place.name} holds nothing yet: create() comes first")
-            root = Root.new(*self._begun, self._along, "int64" if isinstance(mark, int) else "float64")
-        elif self._begun is not None and not self.has_layers:
-            root = root.with_groups(self._begun[0])
+            root = Root.new(*self._created, self._along, "int64" if isinstance(mark, int) else "float64")
+        elif self._created is not None and not self.has_layers:
+            root = root.with_groups(self._created[0])
         rows = self._rows(root, values, scalars)
-        there = {} if self._root is None else self._root.documents
-        alongs = [path for path in root.growing if path.rpartition("/")[2] == self._along]
-        rows |= {path: np.array(mark if path in there else [*self._marks, mark]) for path in alongs}
-        new = root.with_mark(scalars, {**(attrs or {}), **self._writer_is})
-        if self._root is None and self._place.directory is not None:
-            with new_directory(self._place.directory) as (store, lock):
+        stored = {} if self._root is None else self._root.documents
+        for path in root.growing:
+            if path.rpartition("/")[2] == self._along:
+                rows[path] = np.array(mark if path in stored else [*self._marks, mark])
+        new = root.with_mark(scalars, {**(attrs or {}), **self._writer})
+        if self._replaces:
+            check_replaceable(self._place)  # once more: an epoch may have passed
+        if self._root is None and directory is not None:
+            with new_directory(directory, replace=self._replaces) as (store, lock):
                 run(commit(store, None, new, rows))
             self._lock = lock
             self._committed(mark, new)
+            delete_unfinished(directory)
             return
+        if self._replaces:
+            only = run(self._deleted())
         if self._root is None:
             if self._place.root() not in (None, self._attempted):
                 raise StoreError(f"another recorder writes to {self._place.name}: it was made meanwhile")
@@ -179,23 +186,22 @@ class EpochStore:
 
     def close(self) -> None:
         """Let others write. What is there can still be read; may be called again."""
+        root = self._root if self._wrote and not self._closed and self._holds else None
         with suppress(OSError, StoreError):  # a full disk: these are for those who read without the root's metadata
-            if self._root is not None and self._wrote and not self._closed and self._holds:
+            if root is not None:
                 self._check_unchanged()
-                run(all_of(documents_beside(self._store, self._root.growing)))
+                run(all_of(documents_beside(self._store, root.growing)))
         self._closed = True
         if self._lock is not None:
             self._lock.release()
 
     def dataset(self) -> xr.Dataset:
-        """The root group: the committed marks, read when looked at."""
-        self._existing()
-        return open_dataset(self._place.store)
+        """Open the root group: the committed marks, read when looked at."""
+        return open_dataset(self._existing().checked(self._place.store))
 
     def tree(self) -> xr.DataTree:
-        """All groups: the committed marks, read when looked at. See :func:`open_recording` for what is where."""
-        self._existing()
-        return open_tree(self._place.store)
+        """Open all groups, as :func:`open_recording` does: the committed marks, read when looked at."""
+        return open_tree(self._existing().checked(self._place.store))
 
     @property
     def _holds(self) -> bool:
@@ -207,13 +213,13 @@ class EpochStore:
         return self._root
 
     def _resumed(self, root: Root) -> tuple[Mark, ...]:
-        """The marks of a recording that is to be continued."""
+        """Return the marks of a recording that is to be continued."""
         if root.along != self._along:
             raise StoreError(f"{self._place.name} has its marks along {root.along!r}, expected {self._along!r}")
         if REPACKED in root.attributes:
             raise StoreError(f"{self._place.name} was repacked for reading: continue the recording that it was made of")
         try:
-            group = zarr.open_group(self._place.store, mode="r", use_consolidated=True)
+            group = zarr.open_group(root.checked(self._place.store), mode="r", use_consolidated=True)
             return tuple(np.asarray(group[self._along][:]).tolist())  # type: ignore[index]
         except UNREADABLE as error:
             raise StoreError(f"{self._place.name} has a damaged {self._along!r}: {error}") from error
@@ -223,36 +229,47 @@ class EpochStore:
         self._committed(mark, new)  # here, as an interrupt from the keyboard may come before run() returns
 
     def _committed(self, mark: Mark, new: Root) -> None:
-        self._root, self._marks, self._wrote = new, (*self._marks, mark), True
+        self._root, self._marks, self._wrote, self._replaces = new, (*self._marks, mark), True, False
+
+    async def _deleted(self) -> dict[str, Any] | None:
+        """Delete a recording where nothing can be renamed: the root first, so that no reader takes the rest for it."""
+        store = self._place.store
+        await put(store, UNFINISHED, b"")
+        await store.delete(ROOT)
+        for key in await listed(store.list):
+            if key != UNFINISHED:
+                await store.delete(key)
+        self._replaces = False
+        return await condition(store, ROOT)
 
     def _check_unchanged(self) -> None:
-        """Whether the root is as this store left it.
+        """Refuse a root that is not as this store left it: StoreError.
 
         A root that was written and reported as failed is taken as not written: its mark is written again.
         """
-        there, root = self._place.root(), self._existing()
-        if there is None:
+        text, root = self._place.root(), self._existing()
+        if text is None:
             raise StoreError(f"{self._place.name} was deleted or moved while it was recorded")
-        if there not in (root.text, self._attempted):
-            found = Root.read(self._place)
-            count = 0 if found is None else found.length
+        if text not in (root.text, self._attempted):
+            other = Root.read(self._place)
+            count = 0 if other is None else other.length
             raise StoreError(
                 f"another recorder writes to {self._place.name}: {root.length} marks were left in it, {count} are there"
             )
 
     def _as_stored(self, mark: Mark) -> Mark:
-        """An integer if all marks before are, else a float."""
-        there = self._marks
-        if there and isinstance(there[0], int) and isinstance(mark, float):
+        """Return an integer if all marks before are, else a float; StoreError for a mark that is not later."""
+        last = self._marks[-1] if self._marks else None
+        if isinstance(last, int) and isinstance(mark, float):
             raise StoreError(f"expected an integer for {self._along!r} as for the marks before, got {mark!r}")
-        if there and not mark > there[-1]:
-            raise StoreError(f"expected {self._along!r} later than the last mark, {there[-1]}, got {mark!r}")
-        return float(mark) if there and isinstance(there[0], float) else mark
+        if last is not None and not mark > last:
+            raise StoreError(f"expected {self._along!r} later than the last mark, {last}, got {mark!r}")
+        return float(mark) if isinstance(last, float) else mark
 
     def _rows(
         self, root: Root, values: Mapping[str, Mapping[str, np.ndarray]], scalars: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
-        """The values, by path and as stored."""
+        """Return the values by path and as stored."""
         rows: dict[str, np.ndarray] = {}
         for path, group in root.groups.items():
             for name, variable in group.variables.items():
@@ -261,13 +278,13 @@ class EpochStore:
                 if rows[inner].shape != group.shape(name):
                     raise ValueError(f"{inner}: expected shape {group.shape(name)}, got {rows[inner].shape}")
         for name, scalar in scalars.items():
-            taken = name not in root.scalars if name in root.documents else self._keeps(name)
-            if name == HEADS or not is_name(name) or taken:
+            occupied = name not in root.scalars if name in root.documents else self._is_foreign(name)
+            if name == HEADS or not is_name(name) or occupied:
                 raise ValueError(f"{name!r} is the name of something else there: give the scalar another one")
             rows[name] = np.array(float(scalar))
         return rows
 
-    def _keeps(self, name: str) -> bool:
-        """Whether somebody else has an array or a group of this name in the store."""
+    def _is_foreign(self, name: str) -> bool:
+        """Return True if somebody else has an array or a group of this name in the store."""
         text = run(get(self._place.store, f"{name}/{ROOT}")) if self._root is not None and is_name(name) else None
         return text is not None and GIVEN not in text.decode(errors="replace")  # else of a run that was killed

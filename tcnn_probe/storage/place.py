@@ -1,7 +1,7 @@
-"""Where a recording is kept: memory, a directory, a URL or a zarr store, and whether it can be there."""
+"""Where a recording is kept: memory, a directory, a URL or a zarr store; and single objects read and written there."""
 
+import errno
 import os
-import re
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -9,25 +9,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
+from zipfile import BadZipFile
 
-from zarr.abc.store import Store
+from zarr.abc.store import RangeByteRequest, Store
 from zarr.buffer import default_buffer_prototype
 
 # zarr's own event loop: the connections of a remote store belong to the loop that zarr reads them in.
 from zarr.core.sync import sync
-from zarr.storage import FsspecStore, LocalStore, MemoryStore
+from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
 
-from tcnn_probe.storage.errors import StoreError
+from tcnn_probe.schema import StoreError
+from tcnn_probe.storage.directory import Folder
 
-__all__ = ["ROOT", "UNFINISHED", "Place", "Target", "find", "get", "put", "run"]
+__all__ = ["ROOT", "UNFINISHED", "Place", "Target", "condition", "find", "get", "listed", "put", "put_if", "run"]
 
 Target = None | str | os.PathLike[str] | Store
 T = TypeVar("T")
 
 ROOT = "zarr.json"
 UNFINISHED = ".tcnn_probe.init"
-_OWN = re.compile(rf"(.+/)?({re.escape(ROOT)}|c(/\d+)*|\.({re.escape(ROOT)}|c|\d+)\.partial)|\.tcnn_probe\.lock")
-"""Keys of a recording: metadata, chunks, what a killed writer left of these, and the lock."""
+
+# A root describes a few hundred arrays in about a kilobyte each. The bound keeps a crafted one from filling the memory.
+ROOT_BYTES = 16 * 2**20
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -48,14 +51,60 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def get(store: Store, key: str) -> bytes | None:
-    """An object of a store, None if there is none."""
-    buffer = await store.get(key, default_buffer_prototype())
+    """Read an object, at most one byte more of it than a root may have; None if it is not there."""
+    # Servers differ in what they make of a range beyond the end of an object, so only files are cut short.
+    cut = RangeByteRequest(0, ROOT_BYTES + 1) if isinstance(store, Folder) else None
+    buffer = await store.get(key, default_buffer_prototype(), cut)
     return None if buffer is None else buffer.to_bytes()
 
 
 async def put(store: Store, key: str, data: bytes) -> None:
     """Write an object of a store."""
     await store.set(key, default_buffer_prototype().buffer.from_bytes(data))
+
+
+async def condition(store: Store, key: str) -> dict[str, Any] | None:
+    """Return the arguments of a write that fails once the object has changed; None where a store has no such writes.
+
+    S3 through s3fs has them (``If-Match``), and every store of obstore with conditional writes.
+    """
+    try:
+        if isinstance(store, FsspecStore) and "s3" in store.fs.protocol:
+            return {"IfMatch": (await store.fs._info(f"{store.path}/{key}", refresh=True))["ETag"]}
+        if isinstance(store, ObjectStore):
+            import obstore
+
+            return {"mode": {"e_tag": (await obstore.head_async(store.store, key))["e_tag"]}}
+    except FileNotFoundError:
+        return {"mode": "create"}
+    return None
+
+
+async def put_if(store: Store, key: str, data: bytes, only: dict[str, Any] | None) -> None:
+    """Write an object on a :func:`condition`, or just write it; StoreError if the condition does not hold."""
+    try:
+        if isinstance(store, FsspecStore) and only is not None:
+            await store.fs._pipe_file(f"{store.path}/{key}", data, **only)
+        elif isinstance(store, ObjectStore) and only is not None:
+            import obstore
+
+            await obstore.put_async(store.store, key, data, **only)
+        else:
+            await put(store, key, data)
+    except Exception as error:
+        if only is None:
+            raise
+        if await condition(store, key) == only:  # the condition holds, so it is no reason
+            if getattr(error, "errno", None) != errno.ENOSYS and not isinstance(error, NotImplementedError):
+                raise
+            await put(store, key, data)
+        elif await get(store, key) != data:  # else an earlier try has written it, and its answer was lost
+            raise StoreError(f"another recorder writes to {store}: it was written to meanwhile") from error
+
+
+async def listed(keys: Callable[..., AsyncIterator[str]], *prefix: str) -> list[str]:
+    """List keys of a store. Some stores look for a running event loop when they are asked, so it is done in one."""
+    return [key async for key in keys(*prefix)]
 
 
 @dataclass(frozen=True)
@@ -67,49 +116,57 @@ class Place:
     name: str
     writable: bool = True
 
-    def check_replaceable(self) -> None:
-        """Refuse to delete what a recording has not written: StoreError if other files lie in it."""
-        if others := [key for key in run(_listed(self.store.list)) if not _OWN.fullmatch(key)]:
-            raise StoreError(f"{self.name} holds more than a recording, and is not replaced: {sorted(others)[0]!r}")
-
     def root(self) -> bytes | None:
-        """The root ``zarr.json``, None if nothing is there; StoreError if something is, and no group of zarr 3."""
+        """Read the root ``zarr.json``; None if nothing is there, StoreError if something is, and no group of zarr 3."""
         if self.directory is not None and not self.directory.is_dir():
             if self.directory.exists():
                 raise self.something_else("a file")
             return None
         text = run(get(self.store, ROOT))
-        there = [] if text is not None else run(_listed(self.store.list_dir, ""))
-        if text is None and there and UNFINISHED not in there:
-            raise self.something_else(str(sorted(there)[:3]))
+        if text is None:
+            names = run(listed(self.store.list_dir, ""))
+            if names and UNFINISHED not in names:
+                raise self.something_else(str(sorted(names)[:3]))
+        elif len(text) > ROOT_BYTES:
+            raise self.something_else(f"a {ROOT} of more than {ROOT_BYTES} bytes")
         return text
 
-    def something_else(self, what: str) -> StoreError:
-        """The error for a place that is taken."""
+    def something_else(self, content: str) -> StoreError:
+        """Return the error for a place that holds no recording."""
         advice = "choose another path" if self.writable else "tcnn_probe.open reads what tcnn_probe.record wrote"
-        return StoreError(f"{self.name} holds something else than a recording ({what}): {advice}")
+        return StoreError(f"{self.name} holds something else than a recording ({content}): {advice}")
 
     def check_writable(self, *, exists: bool) -> None:
         """Refuse a directory that cannot be written, or made, as far as this shows without a try: StoreError."""
-        if self.directory is not None:
-            folders = (self.directory,) if exists else self.directory.parents
-            there = next(folder for folder in folders if folder.exists())
-            if not there.is_dir():
-                raise StoreError(f"{self.directory} cannot be made: the file {there} stands in its way")
-            if not os.access(there, os.W_OK | os.X_OK):
-                raise StoreError(f"{self.directory} cannot be written: no permission to write in {there}")
+        if self.directory is None:
+            return
+        folders = (self.directory,) if exists else (self.directory, *self.directory.parents)
+        folder = next(folder for folder in folders if folder.exists())
+        if not folder.is_dir():
+            raise StoreError(f"{self.directory} cannot be made: the file {folder} stands in its way")
+        # An empty folder is replaced by the one that the first mark has filled under another name.
+        replaced = not exists and folder == self.directory
+        if replaced and os.path.ismount(folder):
+            raise StoreError(f"{self.directory} is where a disk is mounted: choose a path inside it")
+        folder = folder.parent if replaced else folder
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise StoreError(f"{self.directory} cannot be written: no permission to write in {folder}")
 
 
 def find(target: Target, *, writable: bool = True) -> Place:
-    """The place that a target means: None is memory, a string with "://" a URL, other strings are paths.
+    """Return the place of a target: None is memory, a string with "://" a URL, other strings are paths.
 
-    StoreError for an empty path, a URL that cannot be opened, a store that cannot be written.
+    StoreError for an empty path, a URL or store that cannot be opened, a store that cannot be written.
     """
     if target is None:
         return Place(MemoryStore(), None, "memory")
     if type(target) is LocalStore and not (writable and target.read_only):
         target = target.root
     if isinstance(target, Store):
+        try:
+            run(target._ensure_open())
+        except (OSError, ValueError, BadZipFile) as error:
+            raise StoreError(f"{target} cannot be opened: {error}") from error
         if writable and (target.read_only or not (target.supports_writes and target.supports_listing)):
             raise StoreError(f"expected a store that can be written and listed, got {target}")
         return Place(target, None, str(target), writable)
@@ -121,12 +178,7 @@ def find(target: Target, *, writable: bool = True) -> Place:
     if not text:
         raise StoreError("expected the path of a directory, got an empty one; None keeps the recording in memory")
     directory = Path(text).expanduser().resolve()  # the working directory may change while recording
-    return Place(LocalStore(directory, read_only=True), directory, str(directory), writable)
-
-
-async def _listed(keys: Callable[..., AsyncIterator[str]], *given: str) -> list[str]:
-    """All that a store lists. Some stores look for a running event loop when they are asked, so it is done in one."""
-    return [key async for key in keys(*given)]
+    return Place(Folder(directory), directory, str(directory), writable)
 
 
 def _at_url(url: str) -> Store:

@@ -1,4 +1,4 @@
-"""Each benchmark compares things that compute the same, and prints what it says it prints. Models are tiny here."""
+"""Benchmarks with tiny models: every contestant runs, and tables and figures have the expected form."""
 
 import importlib
 import sys
@@ -35,8 +35,8 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def test_every_benchmark_is_here() -> None:
-    others = {"contest", "recorded_forward", "recording_epoch", "training_budget"}
-    assert {p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")} == {*SMALL, *others}
+    tested_below = {"contest", "recorded_forward", "recording_epoch", "training_budget"}
+    assert {p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")} == {*SMALL, *tested_below}
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -72,8 +72,11 @@ def test_table_of_ratios_and_memory(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     printed = capsys.readouterr().out
     assert "7 x 7: largest difference of outputs" in printed
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "tokens" in line]
-    others = "tcnn_model.accelerate", "plain attention, fused"
-    assert [(row[1], *row[4:]) for row in rows] == [("timm", "4", "1.0"), *((name, "1", "4.0") for name in others)]
+    assert [(row[1], *row[4:]) for row in rows] == [
+        ("timm", "4", "1.0"),
+        ("tcnn_model.accelerate", "1", "4.0"),
+        ("plain attention, fused", "1", "4.0"),
+    ]
     assert rows[0][2] == "1"
     assert float(rows[1][2]) > 0
     _main(monkeypatch, "--child", "7 x 7 tokens", "timm")
@@ -83,7 +86,7 @@ def test_table_of_ratios_and_memory(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_memory_against_resolution(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Tables and figure of a report, with memory that grows like the area but for one that grows like its square."""
+    """Tables and figure of a report on memory that grows like the area, in one model like its square."""
     benchmark = importlib.import_module("resolution_memory")
     arguments = benchmark.parser().parse_args(["--sizes", "10", "20", "30", "--figure", str(tmp_path / "figure.png")])
 
@@ -112,7 +115,7 @@ def test_recorded_epoch_beside_a_plain_one(tmp_path: Path) -> None:
 
 
 def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorded forward of 1.2 times the time, of models of which one takes 1.5 times that of the other."""
+    """The ratio is that of recording, 1.2, although the second model takes 1.5 times as long as the first."""
     benchmark = importlib.import_module("recorded_forward")
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, **TINY["vit"]).eval()
     images = torch.randn(2, 3, 32, 32)
@@ -121,15 +124,15 @@ def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
     record = benchmark.tcnn_probe.record
 
     @contextmanager
-    def attach(one: nn.Module) -> Iterator[Any]:
-        with record(one) as recorder:
-            attached.append(one)
+    def attach(model: nn.Module) -> Iterator[Any]:
+        with record(model) as recorder:
+            attached.append(id(model))
             yield recorder
-            attached.remove(one)
+            attached.remove(id(model))
 
-    def seconds(one: nn.Module, images: torch.Tensor) -> float:
-        one(images)
-        return (1.0 if one is model else 1.5) * (1.2 if any(one is other for other in attached) else 1.0)
+    def seconds(network: nn.Module, images: torch.Tensor) -> float:
+        network(images)
+        return (1.0 if network is model else 1.5) * (1.2 if id(network) in attached else 1.0)
 
     monkeypatch.setattr(benchmark.tcnn_probe, "record", attach)
     monkeypatch.setattr(benchmark, "forward", seconds)
@@ -137,7 +140,7 @@ def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_budget_of_a_training_by_hand() -> None:
-    """A network of two matrices: autograd keeps the image and what comes between them."""
+    """Autograd keeps, in a network of two matrices, the image and the features between them."""
     benchmark = importlib.import_module("training_budget")
     layers = nn.Flatten(), nn.Linear(3 * 4 * 4, 7), nn.Sigmoid(), nn.Linear(7, 5)
     assert benchmark.kept_bytes(nn.Sequential(*layers).to("meta"), 4) == 2 * (3 * 4 * 4 + 7)
@@ -156,11 +159,11 @@ def test_marking_is_timed_in_memory_and_on_disk(capsys: pytest.CaptureFixture[st
 
 
 def test_memory_is_the_peak_of_a_step() -> None:
-    """A step that makes 128 MiB and drops them, then keeps 64 MiB."""
-    kept: list[torch.Tensor] = []
+    """The step allocates 128 MiB and frees them, then allocates and keeps 64 MiB."""
+    tensors: list[torch.Tensor] = []
 
     def step() -> None:
         torch.ones(2**25)
-        kept.append(torch.ones(2**24))
+        tensors.append(torch.ones(2**24))
 
     assert 120 * 2**20 < contest._peak_memory(step, "cpu") < 140 * 2**20

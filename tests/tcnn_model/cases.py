@@ -1,4 +1,4 @@
-"""Convolution geometries that GPSA has to stand for, with the feature maps (H, W) they are tried on."""
+"""Geometries of convolutions that GPSA has to stand for, with the sizes (H, W) of feature maps to try them on."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from tcnn_model import GPSA
 
 
 class Case(NamedTuple):
-    """Arguments common to ``nn.Conv2d`` and ``GPSA``, and one of GPSA's own."""
+    """Arguments common to ``nn.Conv2d`` and ``GPSA``, the size of a feature map, and GPSA's ``qk_dim``."""
 
     arguments: dict[str, Any]
     grid: tuple[int, int]

@@ -1,4 +1,4 @@
-"""The slow way, from the paper's equations, in float64: every N x N tensor formed, one pixel offset at a time."""
+"""Gated attention from the paper's equations in float64: slow, with every N x N tensor formed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of one gated attention, and its gates and v_pos unless they are random."""
+    """Sizes of a gated attention, and its gates and v_pos unless they are random."""
 
     y: Axis
     x: Axis
@@ -32,9 +32,11 @@ class Case:
     sharpness: float = 1.0  # of the queries
 
     def inputs(self, dtype: torch.dtype = torch.float64) -> Tensors:
-        """The five arguments by name, leaves that want a gradient; position in float64."""
-        n_q, n_k = self.y.queries * self.x.queries, self.y.length * self.x.length
-        alpha, center = 0.1 + random(self.heads, 1, seed=4).abs(), 2 * random(self.heads, 2, seed=5)
+        """Make the five arguments by name, leaves that require gradients; position in float64."""
+        n_q = self.y.queries * self.x.queries
+        n_k = self.y.length * self.x.length
+        alpha = 0.1 + random(self.heads, 1, seed=4).abs()
+        center = 2 * random(self.heads, 2, seed=5)
         position = torch.cat((-alpha, 2 * alpha * center), dim=1)
         gate = torch.sigmoid(random(self.heads, seed=6))
         if self.v_pos is not None:
@@ -51,7 +53,7 @@ class Case:
         return {name: tensor.to(DEVICE).requires_grad_() for name, tensor in tensors.items()}
 
 
-# Content attention to one key, logits of a few hundred; positions far outside of the map, on an edge, and uniform.
+# Content attention to a single key, logits of a few hundred; positions far outside the map, on an edge, and uniform.
 _FAR = ((-40.3, 80.6 * 301.7, -80.6 * 299.3), (-20.7, 41.4 * 1.5, 0.0), (0.0, 0.0, 0.0))
 _GATES = {"content": (0.0, 0.0, 0.0), "positional": (1.0, 1.0, 1.0), "both": (0.999999, 1e-7, 0.5)}
 EXTREMES = {
@@ -63,16 +65,16 @@ EXTREMES = {
 class Attention(NamedTuple):
     """A, C and P of Eq. (7) over the extended grid, N_key = y.keys * x.keys; C is zero on the padding."""
 
-    whole: Tensor  # (B, heads, N_query, N_key)
+    mixed: Tensor  # (B, heads, N_query, N_key)
     content: Tensor  # (B, heads, N_query, N_key)
     positional: Tensor  # (heads, N_query, N_key)
     logits: Tensor  # of content, (B, heads, N_query, H * W)
     offset: Tensor  # from query to key as (dy, dx), (N_query, N_key, 2)
-    real: Tensor  # which keys are pixels of the image, (N_key,)
+    real: Tensor  # mask of the keys that are pixels of the image, (N_key,)
 
 
 def attention(tensors: Tensors, y: Axis, x: Axis) -> Attention:
-    """The attention by its definition, in float64."""
+    """Compute the attention by its definition, in float64."""
     query, key, _, position, gate = (tensors[name].double() for name in NAMES)
     keys = [(j, i) for j in range(-y.before, y.length + y.after) for i in range(-x.before, x.length + x.after)]
     rows, columns = ([a.first_query + n * a.stride for n in range(a.queries)] for a in (y, x))
@@ -87,47 +89,53 @@ def attention(tensors: Tensors, y: Axis, x: Axis) -> Attention:
 
 
 def _r(offset: Tensor) -> Tensor:
-    """The papers' r = (||delta||^2, delta_1, delta_2), (N_query, N_key, 3)."""
+    """Return the papers' r = (||delta||^2, delta_1, delta_2), (N_query, N_key, 3)."""
     return torch.cat((offset.square().sum(-1, keepdim=True), offset), dim=-1)
 
 
 def apply(tensors: Tensors, y: Axis, x: Axis) -> Tensor:
-    """The output, (B, heads, N_query, C)."""
-    seen = attention(tensors, y, x)
-    return seen.whole[..., seen.real] @ tensors["values"].double()
+    """Compute the output, (B, heads, N_query, C)."""
+    parts = attention(tensors, y, x)
+    return parts.mixed[..., parts.real] @ tensors["values"].double()
 
 
 def measure(tensors: Tensors, y: Axis, x: Axis) -> Tensors:
-    """Every statistic, by its definition."""
-    seen = attention(tensors, y, x)
+    """Compute every statistic by its definition."""
+    parts = attention(tensors, y, x)
     return {
-        "log_sum_exp": seen.logits.logsumexp(-1),
-        "entropy": torch.special.entr(seen.whole).sum(-1),
-        "content_entropy": torch.special.entr(seen.content).sum(-1),
-        "positional_entropy": torch.special.entr(seen.positional).sum(-1),
-        "attention_distance": (seen.whole * seen.offset.norm(dim=-1)).sum(-1),
-        "received": seen.whole[..., seen.real].sum(-2),
+        "log_sum_exp": parts.logits.logsumexp(-1),
+        "entropy": torch.special.entr(parts.mixed).sum(-1),
+        "content_entropy": torch.special.entr(parts.content).sum(-1),
+        "positional_entropy": torch.special.entr(parts.positional).sum(-1),
+        "attention_distance": (parts.mixed * parts.offset.norm(dim=-1)).sum(-1),
+        "received": parts.mixed[..., parts.real].sum(-2),
     }
 
 
 @torch.no_grad()
 def terms(tensors: Tensors, y: Axis, x: Axis, upstream: Tensor, sizes: tuple[Tensor, Tensor] | None = None) -> Tensors:
-    """For the output, each gradient and each statistic: the sum of the absolute values of its terms, in float64.
+    """Return the sum of the absolute values of the terms of the output, of each gradient and of each statistic.
 
-    A logit is rounded by eps times the terms that it is the sum of, and what the softmax makes of it by that much of
-    itself: so each weight counts 1 + those terms times. ``1 - gate`` is a sum of two terms as well. ``sizes`` are those
-    of the terms of queries and keys, where these are computed themselves.
+    A logit is rounded by eps times its terms, and its softmax by that share of itself: so each weight counts 1 + those
+    terms times. ``1 - gate`` is a sum of two terms as well. All in float64.
+
+    Args:
+        tensors: The five arguments by name.
+        y: Vertical axis.
+        x: Horizontal axis.
+        upstream: Gradient of the output.
+        sizes: Sums of the absolute values of the terms of queries and keys, if these are computed themselves.
     """
     query, key, values, position, gate = (tensors[name].detach().double() for name in NAMES)
-    seen, scale, upstream = attention(tensors, y, x), query.shape[-1] ** -0.5, upstream.double().abs()
-    real, share, r = seen.real, gate[:, None, None], _r(seen.offset)
+    parts, scale, upstream = attention(tensors, y, x), query.shape[-1] ** -0.5, upstream.double().abs()
+    real, share, r = parts.real, gate[:, None, None], _r(parts.offset)
     of_query, of_key = (query.abs(), key.abs()) if sizes is None else sizes
     size = scale * of_query @ of_key.mT
-    content = seen.content[..., real]
-    rounded = torch.zeros_like(seen.content)
+    content = parts.content[..., real]
+    rounded = torch.zeros_like(parts.content)
     rounded[..., real] = content * (1 + size + (content * size).sum(-1, keepdim=True))
-    positional = seen.positional * (1 + _positional_size(position, seen))
-    whole = (1 + share) * rounded + share * positional
+    positional = parts.positional * (1 + _positional_size(position, parts))
+    mixed = (1 + share) * rounded + share * positional
 
     grad = upstream @ values.abs().mT  # of A, on real keys
     inner = rounded[..., real]
@@ -135,45 +143,47 @@ def terms(tensors: Tensors, y: Axis, x: Axis, upstream: Tensor, sizes: tuple[Ten
     mean_r = torch.einsum("hqk,qkr->hqr", positional, r.abs())
     reach = r[:, real].abs() + mean_r[:, :, None]  # (heads, N_query, H * W, 3)
     weighted = (positional[..., real] * grad).sum(0)
-    log_c, log_p, log_a = (part.clamp(min=1e-300).log().abs() for part in (seen.content, seen.positional, seen.whole))
+    log_c, log_p, log_a = (
+        part.clamp(min=1e-300).log().abs() for part in (parts.content, parts.positional, parts.mixed)
+    )
     return {
-        "output": whole[..., real] @ values.abs(),
+        "output": mixed[..., real] @ values.abs(),
         "query": scale * grad_logits @ key.abs(),
         "key": scale * grad_logits.mT @ query.abs(),
-        "values": (whole[..., real].mT @ upstream).sum_to_size(values.shape),
+        "values": (mixed[..., real].mT @ upstream).sum_to_size(values.shape),
         "position": gate[:, None] * torch.einsum("hqk,hqkr->hr", weighted, reach),
         "gate": ((inner + positional[..., real]) * grad).sum((0, 2, 3)),
-        "log_sum_exp": size.amax(-1) + seen.logits.logsumexp(-1).abs(),
-        "entropy": (whole * (1 + log_a)).sum(-1),
+        "log_sum_exp": size.amax(-1) + parts.logits.logsumexp(-1).abs(),
+        "entropy": (mixed * (1 + log_a)).sum(-1),
         "content_entropy": (rounded * (1 + log_c)).sum(-1),
         "positional_entropy": (positional * (1 + log_p)).sum(-1),
-        "attention_distance": (whole * seen.offset.norm(dim=-1)).sum(-1),
-        "received": whole[..., real].sum(-2),
+        "attention_distance": (mixed * parts.offset.norm(dim=-1)).sum(-1),
+        "received": mixed[..., real].sum(-2),
     }
 
 
-def _positional_size(position: Tensor, seen: Attention) -> Tensor:
-    """Terms of the positional logits, counted from each query's best key, and of their normaliser."""
-    logits = torch.einsum("hr,qkr->hqk", position, _r(seen.offset))
+def _positional_size(position: Tensor, parts: Attention) -> Tensor:
+    """Sum the terms of the positional logits, counted from each query's best key, and of their normaliser."""
+    logits = torch.einsum("hr,qkr->hqk", position, _r(parts.offset))
     best = logits.argmax(-1)  # (heads, N_query)
-    there = torch.stack([seen.offset[torch.arange(len(seen.offset)), one] for one in best])[:, :, None]
-    away = seen.offset - there  # (heads, N_query, N_key, 2)
+    best_offset = parts.offset[torch.arange(len(parts.offset)), best][:, :, None]
+    away = parts.offset - best_offset  # (heads, N_query, N_key, 2)
     curvature, linear = position[:, None, None, :1], position[:, None, None, 1:]
-    slope = 2 * curvature * there + linear
-    return (curvature.abs() * away.square() + (slope * away).abs()).sum(-1) - seen.positional.amax(-1, True).log()
+    slope = 2 * curvature * best_offset + linear
+    return (curvature.abs() * away.square() + (slope * away).abs()).sum(-1) - parts.positional.amax(-1, True).log()
 
 
 def gradients(output: Tensor, tensors: Tensors, upstream: Tensor) -> Tensors:
-    """The gradients of all tensors, by name."""
+    """Return the gradients of all tensors, by name."""
     return dict(zip(tensors, torch.autograd.grad(output, tuple(tensors.values()), upstream.to(output)), strict=True))
 
 
 def assert_as_the_equations(
     function: Callable[..., tuple[Tensor, AttentionStatistics | None]], tensors: Tensors, y: Axis, x: Axis, c: float = 8
 ) -> None:
-    """At most c eps sum|terms| from the equations in float64: output, statistics, gradients where they are recorded.
+    """Assert that output, statistics and gradients are at most c eps sum|terms| from the equations in float64.
 
-    Rounding was seen to reach 2, in float64, where it is partly that of the equations themselves. Statistics are in
+    Rounding was seen to reach c = 2, in float64, where it is partly that of the equations themselves. Statistics are in
     float32 at least, gradients have the rounding of the queries.
     """
     dtype = tensors["query"].dtype
@@ -192,8 +202,8 @@ def assert_as_the_equations(
             assert gradient.dtype == tensors[name].dtype
             assert_rounding(gradient, expected[name], bounds[name], c, dtype, f"gradient of {name}")
     wide: Any = torch.promote_types(dtype, torch.float32)
-    for name, wanted in measure(exact_tensors, y, x).items():
+    for name, exact_statistic in measure(exact_tensors, y, x).items():
         actual = getattr(statistics, name)
         assert actual.dtype == wide
         assert not actual.requires_grad
-        assert_rounding(actual, wanted, bounds[name], c, wide, name)
+        assert_rounding(actual, exact_statistic, bounds[name], c, wide, name)

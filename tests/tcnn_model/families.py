@@ -1,4 +1,4 @@
-"""timm convnets of different make, in their true structure but narrow and with short early stages."""
+"""timm convnets of different families, in their true structure but narrow and with short early stages."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ NARROW: dict[str, dict[str, Any]] = {
         "blocks": tuple(replace(stage, d=1, c=stage.c // 16) for stage in byobnet.model_cfgs["repvgg_b0"].blocks),
     },
 }
-# These have no arguments for a narrower relative, and are small or the smallest of their kind.
+# These have no arguments that make them narrower, and are the smallest of their kind.
 _FULL_SIZE = (
     "efficientnet_b0",
     "mobilenetv3_small_050",
@@ -54,7 +54,7 @@ _FULL_SIZE = (
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """A small relative of a timm model, in eval mode, with 3 classes and random norms."""
+    """Build a small relative of a timm model, in eval mode, with 3 classes and random norms."""
     torch.manual_seed(0)
     narrow = {} if name in _FULL_SIZE else NARROW.get(name, _BOTTLENECK)
     return randomise_norms(timm.create_model(name, **{"num_classes": 3, **narrow, **options})).eval()

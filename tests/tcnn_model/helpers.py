@@ -1,22 +1,26 @@
-"""What several test files share: distances between tensors, disturbed layers, and models that hide nothing."""
+"""Helpers of the tests: distances between tensors, gradients, disturbed parameters, and models that hide nothing."""
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import timm
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tcnn_model import GPSA, gpsa_layers
+from tcnn_model import gpsa_layers
 
 SHARP = {"locality_strength": 40.0, "gating": 40.0}  # the convolution itself, to float64 rounding
 CONVOLUTIONAL = {"locality_strength": 20.0, "gating": 20.0}  # the same to float32 rounding
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference over the largest absolute value expected."""
+    """Return the largest absolute difference over the largest absolute value expected."""
     assert actual.shape == expected.shape
     actual, expected = actual.detach().double(), expected.detach().double()
     assert bool(expected.isfinite().all())
@@ -27,7 +31,7 @@ _SAME = {torch.float64: 1e-8, torch.float32: 1e-4}  # of the largest value: plai
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    """Both are one function computed in two ways in one dtype.
+    """Assert that two tensors are the same function, computed in two ways in the same dtype.
 
     Rounding stays a hundred times below the bound, also in whole networks; a mistake in any term is far above it.
     """
@@ -36,12 +40,12 @@ def assert_same(actual: Tensor, expected: Tensor, what: str = "") -> None:
 
 
 def assert_rounding(actual: Tensor, exact: Tensor, terms: Tensor, c: float, dtype: torch.dtype, what: str) -> None:
-    """Every element is finite and at most ``c * eps * terms`` from the exact one.
+    """Assert that every element is finite and at most ``c * eps * terms`` from the exact one.
 
     Args:
-        exact: computed independently in float64.
-        terms: the sum of the absolute values of the terms that ``exact`` is the sum of, in float64.
-        dtype: whose eps counts: the one that was computed in.
+        exact: Result of an independent computation in float64.
+        terms: Sum of the absolute values of the terms that ``exact`` is the sum of, in float64.
+        dtype: Dtype of the computation, whose eps counts.
     """
     assert actual.shape == exact.shape == terms.shape, what
     assert bool(actual.isfinite().all()), what
@@ -51,8 +55,39 @@ def assert_rounding(actual: Tensor, exact: Tensor, terms: Tensor, c: float, dtyp
     assert worst <= c, f"{what}: off by {worst:.3g} eps sum|terms|, expected at most {c}"
 
 
+def assert_same_gradients(output: Tensor, expected: Tensor, leaves: dict[str, Tensor]) -> None:
+    """Assert that two outputs have the same gradients, none of them zero, for the same random upstream gradient."""
+    upstream = random(*output.shape, seed=1)
+    tensors = list(leaves.values())
+    actual_gradients = torch.autograd.grad(output, tensors, upstream)
+    expected_gradients = torch.autograd.grad(expected, tensors, upstream)
+    for name, actual, exact in zip(leaves, actual_gradients, expected_gradients, strict=True):
+        assert float(exact.abs().max()) > 0, f"{name} gets no gradient in the reference"
+        assert_same(actual, exact, name)
+
+
+def assert_refused(change: Callable[..., nn.Module], model: nn.Module, message: str, **options: Any) -> None:
+    """Assert that a change raises a ValueError and leaves the model as it was.
+
+    The change is made in place, which could leave more half-done; a copy of the model goes through the same steps.
+    """
+    before, kind = snapshot(model), type(model)
+    with pytest.raises(ValueError, match=message):
+        change(model, **{"inplace": True, **options})
+    assert snapshot(model) == before
+    assert type(model) is kind
+
+
+def saved_and_loaded(model: M) -> M:
+    """Return the model after a round trip through ``torch.save``."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 def on_meta(name: str, **options: Any) -> nn.Module:
-    """A timm model without storage; before timm 1.0.21 models can only be moved there."""
+    """Create a timm model without storage; before timm 1.0.21 models can only be moved there."""
     try:
         return timm.create_model(name, device="meta", **options)
     except TypeError:
@@ -61,7 +96,7 @@ def on_meta(name: str, **options: Any) -> nn.Module:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Before timm 1.0.21 the positions of ConViT have it, whatever the model's dtype."""
+    """Set torch's default dtype, which the positions of ConViT have before timm 1.0.21, whatever the model's dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -79,17 +114,26 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 @torch.no_grad()
-def disturb(layer: GPSA, seed: int = 0) -> GPSA:
-    """Move every parameter well away from its initial value, so that none is zero, one or the identity."""
+def disturb(model: M, seed: int = 0, *, scale: float = 0.3, part: str = "") -> M:
+    """Move every parameter well away from its initial value, so that none is zero, one or the identity.
+
+    Args:
+        model: Model or layer, changed in place.
+        seed: Seed of the random numbers.
+        scale: Standard deviation of the change.
+        part: Text in the names of the parameters to move; all by default.
+    """
     generator = seeded(seed)
-    for parameter in layer.parameters():
-        parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
-    return layer
+    for name, parameter in model.named_parameters():
+        if part in name:
+            change = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += scale * change.to(parameter.dtype)
+    return model
 
 
 @torch.no_grad()
 def randomise_norms(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random norm weights, biases and running statistics, and random scales where a model has others.
+    """Randomise the weights, biases and running statistics of norms, and other scales of a model.
 
     timm initialises the last norm of each residual branch with zeros, so a fresh model hides its converted layers; so
     do layer scales near zero and zero gains of normalisation-free networks.
@@ -120,7 +164,7 @@ def randomise_norms(model: nn.Module, seed: int = 0) -> nn.Module:
 
 @torch.no_grad()
 def assert_every_layer_counts(model: nn.Module, x: Tensor) -> None:
-    """Each GPSA layer is seen in the output: an equivalence test that a dead layer passes would prove nothing."""
+    """Assert that each GPSA layer affects the output: an equivalence test that a dead layer passes proves nothing."""
     layers = gpsa_layers(model)
     assert layers
     before = model(x)
@@ -132,7 +176,7 @@ def assert_every_layer_counts(model: nn.Module, x: Tensor) -> None:
 
 
 def snapshot(model: nn.Module) -> dict[str, object]:
-    """Everything that a careless conversion could change: modules, attributes, hooks, modes, parameters, values."""
+    """Return everything that a conversion could change: modules, attributes, hooks, modes, parameters, values."""
     state: dict[str, object] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         hooks = [list(v) for k, v in vars(module).items() if k.endswith("hooks")]
@@ -146,7 +190,7 @@ def snapshot(model: nn.Module) -> dict[str, object]:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes."""
+    """Mode that counts the elements of the largest tensor that any operation makes."""
 
     elements = 0
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tcnn_model import add_attention_pool, reparameterize
-from tests.tcnn_model.helpers import random, randomise_norms, seeded
+from tests.tcnn_model.helpers import disturb, random, randomise_norms, seeded
 
 CLASSES = 3
-POOL_SIZE = (1, 64, 96)  # of images to find the pool of these with
+POOL_SIZE = (1, 64, 96)  # input_size with which the pool of these models is found
 
 
 class Plain(nn.Module):
@@ -46,19 +46,14 @@ def tiny_tcnn() -> nn.Module:
     return model
 
 
-@torch.no_grad()
 def pooled_cnn(model: nn.Module | None = None, **options: Any) -> Any:
-    """A tiny ResNet that pools by attention, whose pool counts."""
+    """Make a tiny ResNet that pools by attention, with a pool that is not at its initial values."""
     pooled: Any = add_attention_pool(model or tiny_cnn().eval(), input_size=POOL_SIZE, **options)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in pooled.named_parameters():
-        if "attention" in name:
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return pooled
+    return disturb(pooled, 1, part="attention")
 
 
 def batches(images: int = 11, batch_size: int = 4, *, shuffle: bool = True, seed: int = 0) -> DataLoader:
-    """Noise of 32 x 24 pixels with random labels; with 11 images the last of 3 batches is smaller."""
+    """Make noise of 32 x 24 pixels with random labels; with 11 images the last of 3 batches is smaller."""
     labels = torch.randint(CLASSES, (images,), generator=seeded(seed))
     x = random(images, 1, 32, 24, seed=seed, dtype=torch.float32) + labels[:, None, None, None]
     return DataLoader(TensorDataset(x, labels), batch_size, shuffle=shuffle)

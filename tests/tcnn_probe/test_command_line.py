@@ -1,5 +1,6 @@
 """The shell commands: what they print is what the recording holds, and what they refuse they refuse in a sentence."""
 
+import shutil
 from pathlib import Path
 
 import matplotlib.image
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import zarr
 
 import tcnn_model
 import tcnn_probe
@@ -28,6 +30,20 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
                 model(images)
                 recorder.mark(epoch=epoch, top1=0.5 + epoch / 10)
     return [str(folder / f"{name}.zarr") for name in "ab"]
+
+
+def test_names_are_printed_and_no_commands_for_the_terminal(
+    stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(stores[0], tmp_path / "a\x1b[2J.zarr")
+    (copy / "layer" / "c" / "0").unlink()
+    zarr.open_group(copy, mode="r+")["layer"][:] = ["\x1b]0;title\x07", "слой"]
+    for arguments in (["show", str(copy)], ["compare", str(copy), stores[1]], ["show", str(tmp_path / "\x1b[2J")]):
+        main(arguments)
+        printed = "".join(capsys.readouterr())
+        assert r"\x1b[2J" in printed
+        assert "\x1b" not in printed
+        assert arguments[0] == "compare" or str(copy) not in arguments or r"\x1b]0;title\x07" in printed
 
 
 def test_scalars(stores: list[str]) -> None:

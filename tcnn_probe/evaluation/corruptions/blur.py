@@ -20,7 +20,7 @@ __all__ = ["along_a_line", "defocus_blur", "glass_blur", "motion_blur", "zoom_bl
 def defocus_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, radius: int, smoothing: float
 ) -> NDArray[Any]:
-    """Convolves with a disc, its edge softened by a Gaussian of deviation ``smoothing``; borders are mirrored."""
+    """Convolve with a disc, its edge softened by a Gaussian of deviation ``smoothing``; borders are mirrored."""
     from scipy.signal import fftconvolve
 
     kernel = _disc(radius, smoothing, scale)
@@ -31,10 +31,10 @@ def defocus_blur(
 
 @lru_cache(maxsize=32)
 def _disc(radius: int, smoothing: float, scale: float) -> NDArray[Any]:
-    """Shape (k, k), k odd; sums to 1 but for what smoothing adds at its border."""
+    """Make the kernel, shape (k, k), k odd; it sums to 1, except for the smoothing at its border."""
     from scipy.ndimage import correlate1d
 
-    half, reach = max(8, radius), 1 if radius <= 8 else 2
+    half, reach = max(8, radius), 1 if radius <= 8 else 2  # sizes of the published kernels: OpenCV takes 3 or 5 taps
     squares = np.arange(-half, half + 1) ** 2
     disc = (squares[:, None] + squares <= radius**2).astype(float)
     taps = np.exp(-(np.arange(-reach, reach + 1) ** 2) / (2 * smoothing**2))
@@ -51,25 +51,25 @@ def _disc(radius: int, smoothing: float, scale: float) -> NDArray[Any]:
 def glass_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, deviation: float, reach: int, rounds: int
 ) -> NDArray[Any]:
-    """Blurs, replaces each pixel by one nearby, and blurs again.
+    """Blur, replace each pixel by one nearby, and blur again.
 
-    Pixels are replaced one after the other, from the last to the first, so that some travel far. (The published code
-    means to swap two pixels; on an image with channels its second assignment does nothing.)
+    Pixels are replaced in sequence, from the last to the first, so that some travel far. (The published code means to
+    swap two pixels; on an image with channels its second assignment does nothing.)
 
     Displacements are from -reach to reach - 1 along each axis, times the scale, rounded up or down at random.
-    ``deviation`` is the Gaussian's, and ``rounds`` how often all pixels are replaced.
+    ``deviation`` is the Gaussian's, and ``rounds`` the number of times that all pixels are replaced.
     """
     from scipy.ndimage import gaussian_filter
 
     sigma = (deviation * scale, deviation * scale, 0)
     values = gaussian_filter(image, sigma, mode="nearest", truncate=4.0).reshape(-1, image.shape[2])
     for _ in range(rounds):
-        values = values[_displaced(image.shape[0], image.shape[1], random, scale, reach)]
+        values = values[_sources(image.shape[0], image.shape[1], random, scale, reach)]
     return gaussian_filter(values.reshape(image.shape), sigma, mode="nearest", truncate=4.0)
 
 
-def _displaced(height: int, width: int, random: RandomState, scale: float, reach: int) -> NDArray[Any]:
-    """Which pixel's value each one has after a round, shape (H·W,), both counted by rows."""
+def _sources(height: int, width: int, random: RandomState, scale: float, reach: int) -> NDArray[Any]:
+    """Return, for each pixel, the pixel whose value it has after a round, shape (H·W,), both counted by rows."""
     margin = math.ceil(reach * scale)
     y, x = np.arange(height - margin, margin, -1), np.arange(width - margin, margin, -1)
     moves = random.randint(-reach, reach, size=(len(y), len(x), 2)).astype(float)
@@ -77,31 +77,31 @@ def _displaced(height: int, width: int, random: RandomState, scale: float, reach
         moves = np.floor(moves * scale + random.random_sample(moves.shape))
     from_y = np.clip(y[:, None] + moves[..., 1], 0, height - 1)
     from_x = np.clip(x + moves[..., 0], 0, width - 1)
-    visited = (y[:, None] * width + x).ravel()
-    chosen = (from_y * width + from_x).astype(int).ravel()
+    target = (y[:, None] * width + x).ravel()
+    origin = (from_y * width + from_x).astype(int).ravel()
 
-    # A pixel takes what the chosen one has at that time: if this comes later in the image, its turn was before, and it
-    # has the value of the one that it chose in turn. Such chains are followed to their ends, twice as far each time.
+    # A pixel takes the value that its origin has at that time. An origin further on in the image was replaced before,
+    # and has the value of its own origin by then. Such chains are followed to their ends, twice as far each time.
     source = np.arange(height * width)
-    source[visited] = chosen
+    source[target] = origin
     replaced = np.zeros(height * width, dtype=bool)
-    replaced[visited] = True
-    follow = np.arange(height * width)
-    follow[visited] = np.where((chosen > visited) & replaced[chosen], chosen, visited)
-    while not np.array_equal(further := follow[follow], follow):
-        follow = further
-    return source[follow]
+    replaced[target] = True
+    end = np.arange(height * width)
+    end[target] = np.where((origin > target) & replaced[origin], origin, target)
+    while not np.array_equal(end[end], end):
+        end = end[end]
+    return source[end]
 
 
 def motion_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, radius: int, deviation: float
 ) -> NDArray[Any]:
-    """Blurs along a line, of random direction within 45 degrees of the x axis."""
+    """Blur along a line, of random direction within 45 degrees of the x axis."""
     return along_a_line(image, radius, deviation, random.uniform(-45, 45), scale)
 
 
 def along_a_line(image: NDArray[Any], radius: int, deviation: float, angle: float, scale: float = 1.0) -> NDArray[Any]:
-    """Blurs (H, W) or (H, W, C) along a line from each pixel on, by a half Gaussian; the border's values go on outside.
+    """Blur (H, W) or (H, W, C) along a line from each pixel on, by a half Gaussian; border values go on outside.
 
     The line has 2 radius + 1 points, one published pixel apart, at an angle in degrees.
     """
@@ -121,8 +121,8 @@ def along_a_line(image: NDArray[Any], radius: int, deviation: float, angle: floa
 
 
 def zoom_blur(image: NDArray[Any], random: RandomState, scale: float, *, until: float, step: float) -> NDArray[Any]:
-    """Averages the image and its middle enlarged by 1, 1 + step, ... below ``until``."""
-    single = image.astype(np.float32)
+    """Average the image and its middle enlarged by 1, 1 + step, ... below ``until``."""
+    single = image.astype(np.float32)  # as the published code does: its sums round to float32
     total, factors = single.copy(), np.arange(1, until, step)
     for factor in factors:
         total += zoom(single, float(factor))[: image.shape[0], : image.shape[1]]

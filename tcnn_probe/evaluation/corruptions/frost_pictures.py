@@ -1,7 +1,7 @@
-"""Pictures of frost: photographs that are given, or a texture made here in their place.
+"""Pictures of frost: the user's photographs, or a texture in their place.
 
-The published photographs are not ours to hand on. The texture has their mean colour and contrast, and is not one of
-them: what is measured with it is not ImageNet-C's frost.
+The published photographs are not ours to distribute. The texture has their mean colour and contrast, but accuracies
+under it are not those of ImageNet-C's frost.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,21 @@ from PIL import Image
 
 __all__ = ["crop", "read_photographs", "texture"]
 
-_HEIGHT, _WIDTH, _DIRECTIONS = 448, 512, 6
-_COLOUR, _CONTRAST = (0.57, 0.65, 0.69), 0.1  # mean and standard deviation
+_HEIGHT, _WIDTH = 448, 512  # twice the published size: a crop of 224 x 224 differs from image to image
+_DIRECTIONS = 6
+_COLOUR, _CONTRAST = (0.57, 0.65, 0.69), 0.1  # mean and standard deviation of the published photographs
 
 
-def read_photographs(given: Any) -> list[NDArray[Any]]:
-    """Pictures of frost from a folder, or from arrays; each (H, W, 3), float64 in [0, 1]."""
-    if isinstance(given, str | Path):
-        files = sorted(p for p in Path(given).glob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg"))
-        given = [_read(file) for file in files]
-    if not isinstance(given, Sequence | np.ndarray) or not all(isinstance(each, np.ndarray) for each in given):
-        raise TypeError(f"expected for frost a folder, or several arrays (H, W, 3); got {type(given).__name__}")
-    if not len(given):
+def read_photographs(pictures: Any) -> list[NDArray[Any]]:
+    """Read pictures of frost from a folder, or from arrays; each (H, W, 3), float64 in [0, 1]."""
+    if isinstance(pictures, str | Path):
+        files = sorted(file for file in Path(pictures).glob("*") if file.suffix.lower() in (".png", ".jpg", ".jpeg"))
+        pictures = [_read(file) for file in files]
+    if not isinstance(pictures, Sequence | np.ndarray) or not all(isinstance(x, np.ndarray) for x in pictures):
+        raise TypeError(f"expected for frost a folder, or several arrays (H, W, 3); got {type(pictures).__name__}")
+    if not len(pictures):
         raise ValueError("expected at least one picture of frost, .png or .jpg, got none")
-    return [_as_picture(each) for each in given]
+    return [_as_picture(array) for array in pictures]
 
 
 def _read(file: Path) -> NDArray[Any]:
@@ -41,7 +42,7 @@ def _as_picture(array: NDArray[Any]) -> NDArray[Any]:
     picture = array / 255 if array.dtype == np.uint8 else np.asarray(array, dtype=float)
     if picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
         raise ValueError(f"expected a picture of frost of shape (H, W, 3), got {array.shape}")
-    if not (picture.min() >= 0 and picture.max() <= 1):  # also NaN
+    if not (picture.min() >= 0 and picture.max() <= 1):  # not `min < 0 or max > 1`, which lets NaN pass
         raise ValueError(
             f"expected pictures of frost in [0, 1], or uint8; got {picture.min():.3g} to {picture.max():.3g}"
         )
@@ -49,22 +50,23 @@ def _as_picture(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def crop(picture: NDArray[Any], shape: tuple[int, int], random: RandomState) -> NDArray[Any]:
-    """A random part of a picture (H, W, 3), enlarged first if it is too small; (h, w, 3)."""
+    """Cut a random part (h, w, 3) out of a picture (H, W, 3), enlarged first if it is too small."""
     factor = max(1.0, shape[0] / picture.shape[0], shape[1] / picture.shape[1])
     if factor > 1:
         size = max(shape[1], round(picture.shape[1] * factor)), max(shape[0], round(picture.shape[0] * factor))
         pixels = Image.fromarray(np.rint(picture * 255).astype(np.uint8))
         picture = np.asarray(pixels.resize(size, Image.Resampling.BICUBIC)) / 255
-    y, x = (random.randint(0, max(1, whole - part)) for whole, part in zip(picture.shape, shape, strict=False))
+    y = random.randint(0, max(1, picture.shape[0] - shape[0]))
+    x = random.randint(0, max(1, picture.shape[1] - shape[1]))
     return picture[y : y + shape[0], x : x + shape[1]]
 
 
 @lru_cache(maxsize=1)
 def texture() -> NDArray[Any]:
-    """Our picture of frost, always the same: needles of ice in patches of several directions; (448, 512, 3).
+    """Make our picture of frost, always the same: needles of ice in patches of several directions; (448, 512, 3).
 
-    In each direction, the needles are where filtered white noise changes its sign, and another noise says where the
-    direction prevails.
+    In each direction, the needles are where filtered white noise changes its sign; a second, smoother noise decides
+    where the direction prevails.
     """
     random = RandomState(0)
     down, right = np.fft.fftfreq(_HEIGHT)[:, None], np.fft.rfftfreq(_WIDTH)[None]

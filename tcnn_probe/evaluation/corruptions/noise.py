@@ -1,10 +1,9 @@
 """Noise of single pixels: Gaussian, shot and impulse noise.
 
-Here and in the neighbouring files a corruption is a function of an image, float64 of shape (H, W, C) in [0, 1], which
-is left as it was; of a source of random numbers, from which the published code's draws are taken in its order; of the
-scale (:func:`~tcnn_probe.evaluation.corruptions.resampling.scale_of`); and of the parameters of one severity, by
-keyword, lengths in published pixels. It returns an array of the image's shape, which may still have to be clipped to
-[0, 1]. C is 1 or 3.
+Here and in the neighbouring files a corruption takes an image, float64 of shape (H, W, C) in [0, 1], which it does not
+modify; a source of random numbers, from which it draws in the order of the published code; the scale
+(:func:`~tcnn_probe.evaluation.corruptions.resampling.scale_of`); and the parameters of one severity, by keyword,
+lengths in published pixels. It returns an array of the image's shape, which the caller clips to [0, 1]. C is 1 or 3.
 
 Source of all: Hendrycks & Dietterich 2019, Benchmarking Neural Network Robustness to Common Corruptions and
 Perturbations, §3 and Appendix A; the parameters are those of its code for 224 x 224.
@@ -20,17 +19,17 @@ __all__ = ["gaussian_noise", "impulse_noise", "shot_noise"]
 
 
 def gaussian_noise(image: NDArray[Any], random: RandomState, scale: float, *, deviation: float) -> NDArray[Any]:
-    """Adds to every value a normal one of this standard deviation."""
+    """Add to every value a normal number of this standard deviation."""
     return image + random.normal(scale=deviation, size=image.shape)
 
 
 def shot_noise(image: NDArray[Any], random: RandomState, scale: float, *, photons: float) -> NDArray[Any]:
-    """Counts in place of values: Poisson, ``photons`` on average where the image is 1."""
+    """Replace values by Poisson counts, with a mean of ``photons`` where the image is 1."""
     return random.poisson(image * photons) / photons
 
 
 def impulse_noise(image: NDArray[Any], random: RandomState, scale: float, *, amount: float) -> NDArray[Any]:
-    """Sets this share of the values to 0 or 1."""
+    """Set this share of the values to 0 or 1."""
     hit = random.random_sample(image.shape) <= amount
     salt = random.random_sample(image.shape) <= 0.5
     return np.where(hit, salt.astype(image.dtype), image)

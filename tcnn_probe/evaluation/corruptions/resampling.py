@@ -1,8 +1,8 @@
-"""How the corruptions' lengths follow from the size of an image, and how arrays are brought from one grid to another.
+"""Lengths of the corruptions for images of any size, and resampling of arrays from one grid to another.
 
 The published parameters are for images of 224 x 224. A smaller image is treated as one of that size seen at a lower
-resolution: kernels are averaged over its larger pixels, layers (snow, frost) are made at the published size and then
-averaged. A larger one is treated as published, in its own pixels.
+resolution: kernels are averaged over its larger pixels, and layers (snow, frost) are made at the published size and
+then averaged. A larger one is treated as published, in its own pixels.
 """
 
 import math
@@ -13,21 +13,21 @@ from numpy.typing import NDArray
 
 __all__ = ["area_weights", "reference_shape", "scale_of", "shrink", "zoom"]
 
-_REFERENCE = 224
+_REFERENCE = 224  # pixels: ImageNet-C was made from images of 224 x 224
 
 
 def scale_of(shape: tuple[int, ...]) -> float:
-    """How long a published pixel is in an image of shape (H, W, ...): its shorter side over 224, at most 1."""
+    """Return the length of a published pixel in an image (H, W, ...): its shorter side over 224, at most 1."""
     return min(1.0, min(shape[:2]) / _REFERENCE)
 
 
 def reference_shape(shape: tuple[int, ...], scale: float) -> tuple[int, int]:
-    """What (H, W, ...) is in published pixels, ``scale`` being the length of one."""
+    """Return (H, W) in published pixels, ``scale`` being the length of one."""
     return round(shape[0] / scale), round(shape[1] / scale)
 
 
 def area_weights(centres: NDArray[Any], width: float, count: int) -> NDArray[Any]:
-    """How much of ``count`` pixels, 1 wide and centred at 0, 1, ..., lies in each cell; shape (cells, count).
+    """Compute the overlap of cells with ``count`` pixels, 1 wide and centred at 0, 1, ...; shape (cells, count).
 
     ``centres`` and ``width`` are the cells'. A row sums to ``width`` where its cell lies among the pixels.
     """
@@ -37,7 +37,7 @@ def area_weights(centres: NDArray[Any], width: float, count: int) -> NDArray[Any
 
 
 def shrink(layer: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Means of (H, W) or (H, W, C) over the pixels of a coarser grid (h, w, ...); (h, w) or (h, w, C)."""
+    """Average (H, W) or (H, W, C) over the pixels of a coarser grid (h, w, ...)."""
     if layer.shape[:2] == shape[:2]:
         return layer
     weights = []
@@ -48,15 +48,15 @@ def shrink(layer: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def zoom(image: NDArray[Any], factor: float) -> NDArray[Any]:
-    """The middle of an image, (H, W) or (H, W, C), enlarged linearly to its size or up to ``factor`` pixels more."""
-    parts, weights = [], []
+    """Enlarge the middle of an image, (H, W) or (H, W, C), linearly to its size or up to ``factor`` pixels more."""
+    crop, weights = [], []
     for size in image.shape[:2]:
-        kept = math.ceil(size / factor)
-        start = (size - kept) // 2
-        parts.append(slice(start, start + kept))
-        places = np.linspace(0, kept - 1, max(size, round(kept * factor)))
-        weights.append(np.clip(1 - np.abs(places[:, None] - np.arange(kept)), 0, None).astype(image.dtype))
-    return _along_axes(weights[0], image[parts[0], parts[1]], weights[1])
+        width = math.ceil(size / factor)
+        start = (size - width) // 2
+        crop.append(slice(start, start + width))
+        places = np.linspace(0, width - 1, max(size, round(width * factor)))
+        weights.append(np.clip(1 - np.abs(places[:, None] - np.arange(width)), 0, None).astype(image.dtype))
+    return _along_axes(weights[0], image[tuple(crop)], weights[1])
 
 
 def _along_axes(rows: NDArray[Any], image: NDArray[Any], columns: NDArray[Any]) -> NDArray[Any]:

@@ -15,12 +15,12 @@ __all__ = ["CORRUPTIONS", "Corruption", "named_corruption", "named_corruptions"]
 
 @dataclass(frozen=True)
 class Corruption:
-    """One corruption of ImageNet-C.
+    """A corruption of ImageNet-C.
 
     Attributes:
-        function: what computes it, on an array (H, W, C).
-        random: what is drawn anew for every image; "" if nothing is.
-        parameters: by name, their values at severities 1 to 5; lengths are in pixels of a 224 x 224 image.
+        function: Function that computes it, on an array (H, W, C).
+        random: Description of what is drawn anew for every image; "" if nothing is.
+        parameters: Values at severities 1 to 5 by name; lengths are in pixels of a 224 x 224 image.
     """
 
     function: Callable[..., NDArray[Any]]
@@ -29,21 +29,21 @@ class Corruption:
 
     @property
     def name(self) -> str:
-        """As published."""
+        """Published name."""
         return self.function.__name__
 
     @property
     def group(self) -> str:
-        """One of "noise", "blur", "weather" and "digital"."""
+        """Group: "noise", "blur", "weather" or "digital"."""
         return self.function.__module__.rpartition(".")[2]
 
     @property
     def description(self) -> str:
-        """What it does."""
+        """First sentence of the function's docstring."""
         return (inspect.getdoc(self.function) or "").split("\n")[0].rstrip(".")
 
     def at(self, severity: int) -> dict[str, float]:
-        """The parameters at a severity from 1 to 5."""
+        """Return the parameters at a severity from 1 to 5."""
         return {name: values[severity - 1] for name, values in self.parameters.items()}
 
 
@@ -84,23 +84,25 @@ _ALL = (
     _corruption(digital.jpeg_compression, quality=(25, 18, 15, 10, 7)),
 )  # fmt: skip
 
-CORRUPTIONS: Mapping[str, Corruption] = {each.name: each for each in _ALL}
+CORRUPTIONS: Mapping[str, Corruption] = {corruption.name: corruption for corruption in _ALL}
 
 
 def named_corruption(name: str) -> Corruption:
-    """The corruption of this name; TypeError, or ValueError that suggests the nearest name."""
+    """Look a corruption up; raise TypeError, or ValueError that suggests the nearest name."""
     if not isinstance(name, str):
         raise TypeError(f"expected the name of a corruption, got {name!r}")
     if name not in CORRUPTIONS:
-        near = difflib.get_close_matches(name, CORRUPTIONS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        similar = difflib.get_close_matches(name, CORRUPTIONS, n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
         raise ValueError(f"expected one of {', '.join(CORRUPTIONS)}; got {name!r}{hint}")
     return CORRUPTIONS[name]
 
 
-def named_corruptions(asked: str | Collection[str] | None) -> tuple[str, ...]:
-    """Names in the published order, from names and groups; None for all."""
-    wanted = [asked] if isinstance(asked, str) else list(CORRUPTIONS if asked is None else asked)
-    groups = {each.group for each in CORRUPTIONS.values()}.intersection(wanted)
-    names = {named_corruption(name).name for name in wanted if name not in groups}
-    return tuple(name for name, each in CORRUPTIONS.items() if name in names or each.group in groups)
+def named_corruptions(names: str | Collection[str] | None) -> tuple[str, ...]:
+    """Return names in the published order, from names and groups; None for all."""
+    if names is None:
+        return tuple(CORRUPTIONS)
+    selected = {names} if isinstance(names, str) else set(names)
+    for name in selected.difference(corruption.group for corruption in CORRUPTIONS.values()):
+        named_corruption(name)
+    return tuple(name for name, corruption in CORRUPTIONS.items() if selected & {name, corruption.group})

@@ -18,7 +18,7 @@ __all__ = ["brightness", "fog", "frost", "grey", "snow"]
 
 
 def grey(image: NDArray[Any]) -> NDArray[Any]:
-    """Luminance, (H, W, 1), of an image (H, W, C), by the weights of ITU-R BT.601."""
+    """Return the luminance, (H, W, 1), of an image (H, W, C), with the weights of ITU-R BT.601."""
     return image if image.shape[2] == 1 else image @ np.array([[0.299], [0.587], [0.114]])
 
 
@@ -35,11 +35,11 @@ def snow(
     streak: float,
     kept: float,
 ) -> NDArray[Any]:
-    """Whitens the image and adds flakes, blurred along their fall of 45 to 135 degrees, from two sides.
+    """Whiten the image and add flakes, blurred along their fall of 45 to 135 degrees, from two sides.
 
-    Flakes are made at the published size and averaged: normal values, one a pixel, of this mean and deviation, enlarged
-    by ``size``; what is below the threshold is no flake. ``streak`` is the deviation of the motion blur of this radius,
-    and ``kept`` the share of the image that is not whitened.
+    Flakes are made at the published size and averaged: a normal value for each pixel, of this mean and deviation,
+    enlarged by ``size``; values below the threshold are no flake. ``streak`` is the deviation of the motion blur of
+    this radius, and ``kept`` the share of the image that is not whitened.
     """
     height, width = reference_shape(image.shape, scale)
     flakes = zoom(random.normal(mean, deviation, size=(height, width)), size)
@@ -59,19 +59,19 @@ def frost(
     added: float,
     photographs: Sequence[NDArray[Any]] = (),
 ) -> NDArray[Any]:
-    """Multiplies the image by ``kept`` and adds a part of a picture of frost times ``added``.
+    """Multiply the image by ``kept`` and add a part of a picture of frost times ``added``.
 
     The picture is one of the photographs, each of shape (H', W', 3) in [0, 1], or without these our own texture. Its
     pixels are published pixels.
     """
-    found = photographs or [texture()]
-    layer = crop(found[random.randint(len(found))], reference_shape(image.shape, scale), random)
+    pictures = photographs or [texture()]
+    layer = crop(pictures[random.randint(len(pictures))], reference_shape(image.shape, scale), random)
     layer = shrink(layer, image.shape)
     return kept * image + added * (grey(layer) if image.shape[2] == 1 else layer)
 
 
 def fog(image: NDArray[Any], random: RandomState, scale: float, *, added: float, decay: float) -> NDArray[Any]:
-    """Adds a fractal height map times ``added``, and scales the sum to the image's maximum.
+    """Add a fractal height map times ``added``, and scale the sum to the image's maximum.
 
     The map's detail weakens by ``decay`` at each halving of its length.
     """
@@ -82,7 +82,7 @@ def fog(image: NDArray[Any], random: RandomState, scale: float, *, added: float,
 
 
 def _plasma(size: int, decay: float, random: RandomState) -> NDArray[Any]:
-    """A height map by the diamond-square algorithm, periodic, from 0 to 1; shape (size, size), a power of two."""
+    """Make a height map by the diamond-square algorithm: periodic, from 0 to 1, (size, size), a power of two."""
     heights = np.zeros((size, size))
     step, strength = size, 100.0
     while step >= 2:
@@ -105,7 +105,7 @@ def _roughened(sums: NDArray[Any], strength: float, random: RandomState) -> NDAr
 
 
 def brightness(image: NDArray[Any], random: RandomState, scale: float, *, added: float) -> NDArray[Any]:
-    """Adds to V of HSV, the largest of the channels; hue and saturation stay."""
+    """Add to V of HSV, the largest of the channels; hue and saturation stay."""
     value = image.max(axis=2, keepdims=True)
     brighter = np.clip(value + added, 0, 1)
     return np.where(value > 0, image * (brighter / np.where(value > 0, value, 1)), brighter)

@@ -1,4 +1,4 @@
-"""Subclasses of ``nn.Conv2d``: the convolution that each one computes, or the reason why it computes none."""
+"""Subclasses of ``nn.Conv2d``: the convolution that each computes, or the reason why it computes none."""
 
 import copy
 import re
@@ -53,23 +53,25 @@ def test_layer_is_the_convolution_which_is_only_read(name: str) -> None:
     kind, *arguments = CONVOLUTIONS[name]
     conv = _convolution(kind, *arguments)
     before, state, generator = repr(vars(conv)), copy.deepcopy(conv.state_dict()), torch.get_rng_state()
-    own = describe(conv)
+    description = describe(conv)
     assert torch.equal(torch.get_rng_state(), generator)
     assert repr(vars(conv)) == before
     assert all(torch.equal(value, state[key]) for key, value in conv.state_dict().items())
 
-    with torch.device("meta"):  # as where a model is built without values: what is not on it stays off it
+    with torch.device("meta"):  # as around the construction of a model without values
         meta = describe(copy.deepcopy(conv).to("meta"))
         assert describe(conv).weight.device.type == "cpu"
     for field in ("stride", "padding", "dilation", "groups", "kernel_size"):
-        assert getattr(own, field) == getattr(meta, field)
-    assert meta.weight.shape == own.weight.shape
+        assert getattr(description, field) == getattr(meta, field)
+    assert meta.weight.shape == description.weight.shape
 
-    narrow, layer = GPSA.from_conv(conv, **CONVOLUTIONAL), GPSA.from_conv(copy.deepcopy(conv).double(), **SHARP)
+    exact = copy.deepcopy(conv).double()
+    narrow = GPSA.from_conv(conv, **CONVOLUTIONAL)
+    layer = GPSA.from_conv(exact, **SHARP)
     for grid in GRIDS:
         x = random(2, conv.in_channels, *grid)
         assert_same(narrow(x.float()), conv(x.float()))
-        assert_same(layer(x), copy.deepcopy(conv).double()(x))
+        assert_same(layer(x), exact(x))
 
 
 def _in_place(conv: nn.Conv2d) -> Any:
@@ -78,9 +80,9 @@ def _in_place(conv: nn.Conv2d) -> Any:
 
 def test_applied_parameters_stay_and_computed_ones_are_new() -> None:
     conv = _convolution(Conv2dSame, 3, 5, 3, 2)
-    kept = _in_place(conv)
-    assert isinstance(kept, GPSA)
-    assert (kept.weight is conv.weight, kept.bias is conv.bias) == (True, True)
+    layer = _in_place(conv)
+    assert isinstance(layer, GPSA)
+    assert (layer.weight is conv.weight, layer.bias is conv.bias) == (True, True)
     conv = _convolution(ScaledStdConv2d, 3, 5, 3)
     conv.gain.requires_grad_(False)  # type: ignore[union-attr]
     folded = _in_place(conv)
@@ -146,7 +148,7 @@ def test_other_computations_are_refused(kind: type[nn.Conv2d], message: str) -> 
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_refusal_by_value_leaves_the_model(inplace: bool) -> None:
-    """The rehearsal has no values, so a layer that only values give away is found on the model itself."""
+    """The rehearsal has no values, so a layer that only its values betray is refused on the model itself."""
     model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), _convolution(_Rectified, 3, 5, 3, padding=1))
     modules = list(model)
     with pytest.raises(ValueError, match="cannot reparameterize '1': _Rectified computes something else"):
@@ -155,8 +157,8 @@ def test_refusal_by_value_leaves_the_model(inplace: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["forward", "_conv_forward"])
-def test_forward_given_to_one_convolution(name: str) -> None:
-    """As those who make a generator's images tile do."""
+def test_forward_of_an_instance_is_refused(name: str) -> None:
+    """Such a forward makes the images of a generator tile, for example."""
     conv = _convolution(nn.Conv2d, 3, 5, 3)
     setattr(conv, name, lambda x, *_: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), conv.weight))
     with pytest.raises(ValueError, match=f"its {name} was replaced by another, which would be lost"):
@@ -193,7 +195,7 @@ class _Shifted(nn.Conv2d):
         return F.conv2d(x, self.weight, 2 * self.bias)  # type: ignore[operator]
 
 
-def test_computed_bias_trains_if_what_it_is_computed_from_does() -> None:
+def test_computed_bias_trains_if_its_parameter_does() -> None:
     conv = _convolution(_Shifted, 3, 5, 3)
     conv.weight.requires_grad_(False)
     layer = GPSA.from_conv(conv)

@@ -1,4 +1,4 @@
-"""Families of timm convnets: the CNN's own function at its stride, and at stride 1 that of a CNN un-strided by hand."""
+"""Families of timm convnets: the CNN's function at its own stride, and at stride 1 that of a CNN un-strided by hand."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from tests.tcnn_model.helpers import (
 
 
 def _windows(x: Tensor) -> Tensor:
-    """The four pixels of every 2 x 2 window, with the last row and column repeated: (4, B, C, H, W)."""
+    """Stack the four pixels of every 2 x 2 window, with the last row and column repeated: (4, B, C, H, W)."""
     below = torch.cat([x[:, :, 1:], x[:, :, -1:]], dim=2)
     return torch.stack([y for rows in (x, below) for y in (rows, torch.cat([rows[..., 1:], rows[..., -1:]], dim=3))])
 
@@ -47,8 +47,13 @@ class _Blur(nn.Module):
 
 
 class Unstrided(NamedTuple):
-    """What carries the stride of a last stage: what keeps its grid once the stride is 1, pools with what replaces them,
-    and 2 x 2 convolutions, which then need a pixel of zeros to the right and below."""
+    """Operations that carry the stride of a last stage.
+
+    Args:
+        convolutions: Convolutions and pools that keep their grid once the stride is 1.
+        pools: Pools, with the modules that replace them.
+        windows: 2 x 2 convolutions, which then need a pixel of zeros to the right and below.
+    """
 
     convolutions: Sequence[str]
     pools: Mapping[str, Callable[[], nn.Module]] = MappingProxyType({})
@@ -77,31 +82,31 @@ BY_HAND = {
     "tf_efficientnetv2_s": Unstrided(("blocks.5.0.conv_dw",)),
     "convnext_tiny": Unstrided((), windows=("stages.3.downsample.1",)),
     "repvgg_b0": Unstrided(("stages.3.0.conv_kxk.conv", "stages.3.0.conv_1x1.conv")),
-    "vgg11_bn": Unstrided(()),  # their strides stand in a pool of its own, before the last stage
+    "vgg11_bn": Unstrided(()),  # the stride stands in a separate pool, before the last stage
     "densenet121": Unstrided(()),
 }
 _NO_ODD_STAGES = ("dla34", "resnetaa50")  # refused by the CNNs themselves
 
 
-def _unstride_by_hand(cnn: nn.Module, what: Unstrided) -> nn.Module:
+def _unstride_by_hand(cnn: nn.Module, strides: Unstrided) -> nn.Module:
     model: Any = copy.deepcopy(cnn)
-    for conv in what.convolutions:
+    for conv in strides.convolutions:
         model.get_submodule(conv).stride = (1, 1)
-    for pool, replacement in what.pools.items():
+    for pool, replacement in strides.pools.items():
         model.set_submodule(pool, replacement(), strict=True)
-    for window in what.windows:
+    for window in strides.windows:
         conv = model.get_submodule(window)
         model.set_submodule(window, nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), conv), strict=True)
         conv.stride = (1, 1)
     return model
 
 
-def _assert_unstrided(cnn: Any, what: Unstrided, x: Tensor, **layers: str) -> None:
-    by_hand: Any = _unstride_by_hand(cnn, what)
+def _assert_unstrided(cnn: Any, strides: Unstrided, x: Tensor, **layers: str) -> None:
+    by_hand: Any = _unstride_by_hand(cnn, strides)
     tcnn: Any = reparameterize(cnn, **layers, **SHARP)
     features = tcnn.forward_features(x)
     assert_same(features, by_hand.forward_features(x))
-    assert features.shape[-1] == (2 if any(what) else 1) * cnn.forward_features(x).shape[-1]
+    assert features.shape[-1] == (2 if any(strides) else 1) * cnn.forward_features(x).shape[-1]
     assert_same(tcnn(x), by_hand(x))
     assert_every_layer_counts(tcnn, x)
 
@@ -136,9 +141,9 @@ EARLIER = {
 @pytest.mark.parametrize("name", EARLIER)
 @torch.no_grad()
 def test_earlier_stage(name: str) -> None:
-    """The later stages then work on a grid twice as large."""
-    layers, what = EARLIER[name]
-    _assert_unstrided(build(name).double(), what, random(1, 3, 64, 96), layers=layers)
+    """An earlier stage at stride 1 leaves the later ones on a grid twice as large."""
+    layers, strides = EARLIER[name]
+    _assert_unstrided(build(name).double(), strides, random(1, 3, 64, 96), layers=layers)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +157,7 @@ def test_earlier_stage(name: str) -> None:
 )
 @torch.no_grad()
 def test_unit_passes_through_the_strided_grid(name: str, block: str, grid: tuple[int, int]) -> None:
-    """After the first block of the last stage, every second pixel is what the strided block gave.
+    """After the first block of the last stage, every second pixel is the output of the strided block.
 
     A "same" convolution of an even image starts at its second pixel.
     """

@@ -1,4 +1,4 @@
-"""timm's ``feature_info`` after a conversion: true where it is timm's, and left alone where it is something else."""
+"""timm's ``feature_info`` after a conversion: updated if it is timm's, and left alone if it is something else."""
 
 import copy
 from collections import OrderedDict
@@ -20,7 +20,7 @@ def _network(info: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("info", [[64], [{"module": "2"}], {"a": 1}, "none", [{"module": 2, "reduction": 4}]], ids=str)
-def test_what_is_not_timms_is_left_alone(info: Any) -> None:
+def test_other_attributes_of_that_name_are_left_alone(info: Any) -> None:
     model = _network(info)
     result = reparameterize(model)
     assert isinstance(result.get_submodule("2"), GPSA)

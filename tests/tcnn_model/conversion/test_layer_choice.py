@@ -1,4 +1,4 @@
-"""Which convolutions are chosen, and what un-striding them does to the grids of the stages."""
+"""The choice of convolutions, and the grids of the stages after un-striding."""
 
 import re
 from collections.abc import Callable, Collection
@@ -12,7 +12,7 @@ from tests.tcnn_model.families import NARROW, build
 from tests.tcnn_model.helpers import SHARP, assert_same, on_meta, random
 
 BOTTLENECKS = [f"layer4.{i}.conv2" for i in range(2)]
-# One of each structure, narrow and shallow where timm can build it so.
+# A model of each structure, narrow and shallow if timm can build it so.
 LAST_STAGE = {
     "resnet18": ["layer4.0.conv1", "layer4.0.conv2", "layer4.1.conv1", "layer4.1.conv2"],
     "resnetrs50": BOTTLENECKS,
@@ -33,7 +33,7 @@ LAST_STAGE = {
 }
 
 
-# The others are asked in test_families.py, where they are converted anyway.
+# The rest is checked in test_families.py, where it is converted anyway.
 @pytest.mark.parametrize("name", ["resnetrs50", "efficientnet_b0", "xception41", "pvt_v2_b0", "darknet53"])
 def test_last_stage_of_timm_models(name: str) -> None:
     options = NARROW.get(name, {})

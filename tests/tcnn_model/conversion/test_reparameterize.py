@@ -1,7 +1,6 @@
-"""What a conversion does to the model besides its function: copies, modes, types, ties, files."""
+"""Effects of a conversion besides the function of the model: copies, modes, types, ties, files."""
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from tcnn_model import GPSA, gpsa_layers, reparameterize
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import SHARP, assert_same, random, relative_error, snapshot
+from tests.tcnn_model.helpers import SHARP, assert_same, random, relative_error, saved_and_loaded, snapshot
 
 CONVERTED = ["layer4.0.conv2", "layer4.1.conv2"]
 
@@ -79,30 +78,23 @@ def test_checkpoint_of_the_cnn_fills_the_tcnn(cnn: nn.Module) -> None:
     nn.init.normal_(cnn.get_submodule("layer4.1.conv2").weight)
     result = tcnn.load_state_dict(cnn.state_dict(), strict=False)
     assert result.unexpected_keys == []
-    own = ("query", "key", "value", "raw_locality", "center", "gating")
-    assert result.missing_keys == [f"{name}.{parameter}" for name in CONVERTED for parameter in own]
+    added = ("query", "key", "value", "raw_locality", "center", "gating")
+    assert result.missing_keys == [f"{name}.{parameter}" for name in CONVERTED for parameter in added]
     for name in CONVERTED:
         assert torch.equal(tcnn.get_submodule(name).weight, cnn.get_submodule(name).weight)
 
 
-def _through_a_file(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("travel", [copy.deepcopy, _through_a_file])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
 @torch.no_grad()
-def test_result_travels(cnn: nn.Module, travel: Callable[[nn.Module], nn.Module]) -> None:
+def test_result_can_be_copied_and_saved(cnn: nn.Module, duplicate: Callable[[nn.Module], nn.Module]) -> None:
     tcnn = reparameterize(cnn)
     x = random(1, 3, 64, 96, dtype=torch.float32)
-    assert_same(travel(tcnn)(x), tcnn(x))
+    assert_same(duplicate(tcnn)(x), tcnn(x))
 
 
 @torch.no_grad()
 def test_result_in_half_precision(cnn: nn.Module) -> None:
-    """To 30 eps of float16 after fifteen layers."""
+    """Rounding stays within 30 eps of float16 after fifteen layers."""
     x = random(1, 3, 64, 96, dtype=torch.float32)
     tcnn = reparameterize(cnn, **SHARP)
     expected = tcnn(x)
@@ -121,7 +113,7 @@ def test_converting_twice_converts_further(cnn: nn.Module) -> None:
 
 
 class _Shared(nn.Module):
-    """One convolution under two names, and two convolutions with one weight."""
+    """A convolution under two names, and two convolutions with a common weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""Models and arguments that cannot be converted: a message that says why, and a model that is as it was."""
+"""Models and arguments that cannot be converted: a message with the reason, and a model that is as it was."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,15 +12,9 @@ from torch.nn.utils import prune
 
 from tcnn_model import gpsa_layers, reparameterize
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import on_meta, snapshot
+from tests.tcnn_model.helpers import assert_refused, on_meta
 
-
-def _refused(model: nn.Module, message: str, **arguments: Any) -> None:
-    """In place, where more could be left half-done; the copy of a model is converted by the same steps."""
-    before = snapshot(model)
-    with pytest.raises(ValueError, match=message):
-        reparameterize(model, **{"inplace": True, **arguments})
-    assert snapshot(model) == before
+_refused = partial(assert_refused, reparameterize)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +31,7 @@ def test_models_that_cannot_be_converted(name: str, message: str) -> None:
     _refused(on_meta(name, num_classes=3), message)
 
 
-def test_what_cannot_be_unstrided_can_be_kept() -> None:
+def test_model_that_cannot_be_unstrided_can_keep_its_stride() -> None:
     hrnet = on_meta("hrnet_w18_small", num_classes=3)
     _refused(hrnet, "use stride='keep'")
     assert len(gpsa_layers(reparameterize(hrnet, stride="keep", inplace=True))) == 10
@@ -63,7 +58,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_size_of_an_image() -> None:
     cnn = build("resnet18")
-    cnn.note = torch.zeros(3)  # a tensor that stays behind, and that nothing fails for
+    cnn.note = torch.zeros(3)  # a tensor that does not move with the model, and that no operation uses
     _refused(cnn, "could not run ResNet on an image of 5 x 64 x 64: pass input_size", input_size=(5, 64, 64))
     _refused(cnn, "too small to tell stages apart: .* works on 1 x 1", input_size=(3, 32, 32))
 

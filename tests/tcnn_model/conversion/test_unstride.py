@@ -1,4 +1,4 @@
-"""Operations at stride 1: on their input's grid, with the strided output in them, and refused where that cannot be."""
+"""Operations at stride 1: on their input's grid, with the strided output in them, or else refused."""
 
 import copy
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tcnn_model import gpsa_layers, reparameterize, unstride
 from tcnn_model.conversion.tracing import Call, find_input_size, meta_copy, trace
 from tcnn_model.conversion.unstride import at_unit_stride, check_phases
-from tests.tcnn_model.helpers import SHARP, assert_same, random
+from tests.tcnn_model.helpers import SHARP, assert_same, disturb, random
 from tests.tcnn_model.tiny_models import tiny_cnn
 
 
@@ -72,7 +72,7 @@ def test_partners_that_start_at_the_same_pixel() -> None:
 
 @pytest.mark.parametrize("grid", [(12, 18), (15, 9)])
 def test_partners_that_start_at_different_pixels(grid: tuple[int, int]) -> None:
-    """Also where the trial image does not show it: in an odd one both would start at the first pixel."""
+    """The trial images have both parities: in an odd image both operations start at the first pixel."""
     calls = [_call(OPERATIONS[name][0].double(), grid, name) for name in ("3 x 3 same", "1 x 1 same")]
     message = "3 x 3 same and 1 x 1 same reduce .* from different first pixels, .*; use stride='keep'"
     with pytest.raises(ValueError, match=message):
@@ -100,20 +100,26 @@ def test_grid_that_would_grow(module: nn.Module) -> None:
 
 
 class _Block(nn.Module):
-    """A "same" convolution and a shortcut, which start at different pixels of an even image."""
+    """A convolution and a shortcut."""
 
-    def __init__(self) -> None:
+    def __init__(self, conv: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
-        self.conv, self.shortcut = Conv2dSame(5, 7, 3, 2), Conv2dSame(5, 7, 1, 2)
+        self.conv = conv
+        self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x) + self.shortcut(x)
 
 
+def _network(block: nn.Module) -> nn.Sequential:
+    """Put a block behind a stem, with random weights, in float64."""
+    return disturb(nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double())
+
+
 @torch.no_grad()
 def test_model_whose_branches_would_not_fit() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), _Block()).double()
+    """ "Same" convolutions of 3 x 3 and 1 x 1 start at different pixels of an even image."""
+    model = _network(_Block(Conv2dSame(5, 7, 3, 2), Conv2dSame(5, 7, 1, 2)))
     with pytest.raises(ValueError, match=r"1\.conv and 1\.shortcut reduce .* from different first pixels"):
         reparameterize(model)
     same = reparameterize(model, stride="keep", **SHARP)
@@ -127,7 +133,8 @@ class _Attention(nn.Module):
 
     def __init__(self, softmax: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.reduce, self.softmax = nn.Conv2d(5, 5, 2, stride=2), softmax
+        self.reduce = nn.Conv2d(5, 5, 2, stride=2)
+        self.softmax = softmax
 
     def forward(self, x: Tensor) -> Tensor:
         keys = self.reduce(x).flatten(2)
@@ -142,7 +149,8 @@ def test_convolutions_of_attention_layers_are_left_alone(softmax: Callable[[Tens
         _Attention(softmax),
         nn.Sequential(nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.Conv2d(7, 7, 3, padding=1)),
     )
-    calls = trace(meta := meta_copy(model), find_input_size(meta))
+    meta = meta_copy(model)
+    calls = trace(meta, find_input_size(meta))
     assert [call.name for call in calls if call.in_attention] == ["1.reduce"]
     unit = reparameterize(model)
     assert list(gpsa_layers(unit)) == ["2.0", "2.1"]
@@ -151,7 +159,7 @@ def test_convolutions_of_attention_layers_are_left_alone(softmax: Callable[[Tens
 
 
 class _Half(nn.Module):
-    """Takes more than an image of one channel, which nobody can guess."""
+    """Operation that takes more than an image of one channel, a number that cannot be inferred."""
 
     stride = 2
 
@@ -169,11 +177,8 @@ def test_operation_that_cannot_be_tried() -> None:
 @torch.no_grad()
 def test_stride_of_a_converted_layer_is_taken_out_with_its_partners() -> None:
     """A branch converted before, at its stride, goes with a branch that is converted now."""
-    torch.manual_seed(0)
-    block = _Block()
-    block.shortcut = nn.Conv2d(5, 7, 3, 2, 1)
-    block.conv = nn.Conv2d(5, 7, 5, 2, 2)
-    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double()
+    block = _Block(nn.Conv2d(5, 7, 5, 2, 2), nn.Conv2d(5, 7, 3, 2, 1))
+    model = _network(block)
     once = reparameterize(model, layers="1.conv", stride="keep", **SHARP)
     twice = reparameterize(once, layers="1.shortcut", **SHARP)
     block.conv.stride = block.shortcut.stride = (1, 1)
@@ -186,7 +191,8 @@ class _Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.short = nn.Sequential(nn.AvgPool2d(2)), nn.Sequential(nn.Sequential(nn.AvgPool2d(2)))
+        self.down = nn.Sequential(nn.AvgPool2d(2))
+        self.short = nn.Sequential(nn.Sequential(nn.AvgPool2d(2)))
         self.conv = nn.Conv2d(5, 5, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,8 +201,7 @@ class _Nested(nn.Module):
 
 @torch.no_grad()
 def test_nested_pools_of_a_block() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), _Nested()).double()
+    model = _network(_Nested())
     x = random(1, 3, 26, 34)
     unit = reparameterize(model, **SHARP)
     assert list(gpsa_layers(unit)) == ["1.conv"]
@@ -218,7 +223,7 @@ def test_nested_pools_of_a_block() -> None:
 )
 @torch.no_grad()
 def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
-    """So that a checkpoint of the CNN still fits."""
+    """A checkpoint of the CNN therefore still fits."""
     conv = copy.deepcopy(conv).double()
     before = dict(vars(conv))
     call = _call(conv, (12, 18))
@@ -233,10 +238,7 @@ def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
 
 @torch.no_grad()
 def test_extended_shortcut_can_be_converted_later() -> None:
-    torch.manual_seed(0)
-    block = _Block()
-    block.shortcut, block.conv = nn.Conv2d(5, 7, 2, 2), nn.Conv2d(5, 7, 5, 2, 2)
-    model = nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double()
+    model = _network(_Block(nn.Conv2d(5, 7, 5, 2, 2), nn.Conv2d(5, 7, 2, 2)))
     once = reparameterize(model, layers="1.conv", **SHARP)
     result = once.load_state_dict(model.state_dict(), strict=False)
     assert result.unexpected_keys == []
@@ -248,7 +250,7 @@ def test_extended_shortcut_can_be_converted_later() -> None:
 
 @torch.no_grad()
 def test_unstrided_cnn_is_the_tcnn_at_its_convolutional_limit() -> None:
-    """The control has the T-CNN's grid and the CNN's filters: as sharp attention gives them, and as by hand."""
+    """The control equals the T-CNN with sharp attention, and a CNN un-strided by hand."""
     cnn = tiny_cnn().double().eval()
     before = cnn.state_dict()
     x = random(2, 1, 96, 64)

@@ -1,4 +1,4 @@
-"""GPSA as the convolution it stands for: equal in the limit of large locality and gating, and made from one."""
+"""GPSA as the convolution it stands for: equal in the limit of large locality and gating, and made from it."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -35,18 +35,18 @@ def test_same_layer_at_several_resolutions() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # torch, of the convolution itself
 @pytest.mark.parametrize(
-    ("kernel", "padding", "ours"),
+    ("kernel", "padding", "expected"),
     [
         ((3, 5), "same", (2, 2)),
         ((3, 5), "valid", (0, 0)),
-        ((2, 2), "same", "same"),  # one pixel more behind than before
+        ((2, 2), "same", "same"),  # a pixel more at the end than at the beginning
         ((6, 2), "same", "same"),
     ],
 )
-def test_padding_by_name(kernel: tuple[int, int], padding: Literal["same", "valid"], ours: object) -> None:
+def test_padding_by_name(kernel: tuple[int, int], padding: Literal["same", "valid"], expected: object) -> None:
     conv = nn.Conv2d(3, 5, kernel, padding=padding, dilation=(2, 1), dtype=torch.float64)
     layer = GPSA.from_conv(conv, **SHARP)
-    assert layer.padding == ours
+    assert layer.padding == expected
     x = random(2, 3, 11, 7)
     assert_same(layer(x), conv(x))
 
@@ -62,9 +62,9 @@ def test_other_stride_keeps_the_rest() -> None:
 def test_weights_are_copied() -> None:
     conv = nn.Conv2d(3, 5, 3)
     layer = GPSA.from_conv(conv)
-    for ours, theirs in ((layer.weight, conv.weight), (layer.bias, conv.bias)):
-        assert torch.equal(ours, theirs)
-        assert ours.data_ptr() != theirs.data_ptr()
+    for copied, original in ((layer.weight, conv.weight), (layer.bias, conv.bias)):
+        assert torch.equal(copied, original)
+        assert copied.data_ptr() != original.data_ptr()
     nn.init.zeros_(layer.weight)
     assert float(conv.weight.detach().abs().max()) > 0
     assert GPSA.from_conv(nn.Conv2d(3, 5, 3, bias=False)).bias is None
@@ -89,7 +89,7 @@ def test_device_dtype_mode_and_trainability_carry_over() -> None:
         (lambda: nn.utils.spectral_norm(nn.Conv2d(3, 5, 3)), ValueError, "its weight is computed at each forward"),
     ],
 )
-def test_what_is_no_plain_convolution_is_refused(
+def test_modules_other_than_plain_convolutions_are_refused(
     module: Callable[[], nn.Module], error: type[Exception], message: str
 ) -> None:
     """Copying a weight that is computed from others would silently drop the computation."""

@@ -1,4 +1,4 @@
-"""timm's ConViT, accelerated: the same model to everyone but the clock, and the old one again afterwards."""
+"""timm's ConViT, accelerated: the same function, state and hooks, and timm's own layers again afterwards."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tcnn_model import accelerate
 from tcnn_model.gpsa import convit as accelerated
-from tests.tcnn_model.helpers import assert_same, default_dtype, random, relative_error, seeded, snapshot
+from tests.tcnn_model.helpers import assert_same, default_dtype, disturb, random, relative_error, snapshot
 
 pytestmark = pytest.mark.numerical
 
@@ -25,14 +25,12 @@ def _double() -> Iterator[None]:
 
 
 def _model(**options: Any) -> nn.Module:
-    """Three blocks, two of them gated, 4 x 4 tokens, whose attention is neither uniform nor Gaussian."""
+    """Make three blocks, two of them gated, on 4 x 4 tokens, whose attention is neither uniform nor Gaussian."""
     torch.manual_seed(0)
     small = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 3, "local_up_to_layer": 2}
     model = timm.create_model("convit_tiny", num_classes=5, **small | options).double().eval()
+    disturb(model, 1, scale=0.5, part="attn")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "attn" in name:
-                parameter += 0.5 * torch.randn(parameter.shape, generator=seeded(1), dtype=torch.float64)
         for module in model.modules():
             if isinstance(module, convit.GPSA):
                 module.pos_proj.weight[0, 2] = 0.1  # attention that grows with the distance: no Gaussian
@@ -50,21 +48,22 @@ def test_same_output_and_gradients(options: dict[str, Any]) -> None:
     else:
         model = _model(**options)
     x = _images().requires_grad_()
-    names = [name for name, _ in model.named_parameters()]
-    outputs = [model(x)]
-    gradients = [torch.autograd.grad(outputs[0].square().sum(), [x, *model.parameters()], materialize_grads=True)]
+    leaves = {"x": x, **dict(model.named_parameters())}
+
+    def run() -> tuple[Tensor, tuple[Tensor, ...]]:
+        output = model(x)
+        return output, torch.autograd.grad(output.square().sum(), list(leaves.values()), materialize_grads=True)
+
+    expected, expected_gradients = run()
     with accelerate(model):
-        outputs.append(model(x))
-        gradients.append(
-            torch.autograd.grad(outputs[1].square().sum(), [x, *model.parameters()], materialize_grads=True)
-        )
-    assert_same(outputs[1], outputs[0])
-    for name, theirs, ours in zip(["x", *names], *gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9, msg=name)  # some are zero, those here near 1
+        output, gradients = run()
+    assert_same(output, expected)
+    for name, gradient, exact in zip(leaves, gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=1e-8, atol=1e-9, msg=name)  # zero, or near 1
 
 
 def test_gate_and_position_get_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is our attention that runs."""
+    """The accelerated attention runs, in both gated layers, and differentiates their gates and positions."""
     calls: list[int] = []
     original = accelerated.attend
     monkeypatch.setattr(accelerated, "attend", lambda *a: calls.append(1) or original(*a))
@@ -78,7 +77,7 @@ def test_gate_and_position_get_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(layer.pos_proj.bias.grad, torch.zeros(3, dtype=torch.float64))
 
 
-def test_nothing_of_it_remains() -> None:
+def test_removal_restores_the_model() -> None:
     model = _model()
     output = model(_images())
     before = snapshot(model)
@@ -95,20 +94,21 @@ def test_nothing_of_it_remains() -> None:
 
 
 def test_hooks_still_see_the_layers_and_weights_still_load() -> None:
-    model, other = _model(), _model()
-    seen: list[str] = []
+    model, twin = _model(), _model()
+    runs: list[str] = []
     for name in ("blocks.0.attn", "blocks.0.attn.qk", "blocks.0.attn.v", "blocks.0.attn.proj", "blocks.2.attn.qkv"):
-        for each in (model, other):
-            each.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+        for network in (model, twin):
+            network.get_submodule(name).register_forward_hook(lambda *_, name=name: runs.append(name))
     expected = model(_images())
-    plain, seen[:] = sorted(seen), []
+    plain_runs = sorted(runs)
+    runs.clear()
     with torch.no_grad():
-        other.get_parameter("blocks.0.attn.v.weight").zero_()
-    with accelerate(other):
-        other.load_state_dict(model.state_dict())
-        assert_same(other(_images()), expected)
-        model.load_state_dict(other.state_dict())
-    assert sorted(seen) == plain
+        twin.get_parameter("blocks.0.attn.v.weight").zero_()
+    with accelerate(twin):
+        twin.load_state_dict(model.state_dict())
+        assert_same(twin(_images()), expected)
+        model.load_state_dict(twin.state_dict())
+    assert sorted(runs) == plain_runs
 
 
 def test_copies_stay_accelerated_and_work() -> None:
@@ -119,15 +119,16 @@ def test_copies_stay_accelerated_and_work() -> None:
             assert torch.equal(duplicate(_images()), expected)
 
 
-def test_attention_maps_are_still_to_be_had() -> None:
+def test_attention_maps_are_those_of_timm() -> None:
     plain, model = _model(), _model()
     plain(_images())
     with accelerate(model):
         model(_images())
         tokens = random(2, 16, 36)
         for name in ("blocks.0.attn", "blocks.2.attn"):
-            ours, theirs = (m.get_submodule(name).get_attention_map(tokens, return_map=True) for m in (model, plain))
-            for actual, expected in zip(ours, theirs, strict=True):
+            maps = model.get_submodule(name).get_attention_map(tokens, return_map=True)
+            plain_maps = plain.get_submodule(name).get_attention_map(tokens, return_map=True)
+            for actual, expected in zip(maps, plain_maps, strict=True):
                 assert_same(actual, expected)
 
 
@@ -158,7 +159,7 @@ class _Subclass(convit.GPSA):
     pass
 
 
-def test_what_cannot_be_accelerated_is_refused() -> None:
+def test_models_that_cannot_be_accelerated_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no ConViT attention in ResNet: accelerate\(\) is for timm's convit_"):
         accelerate(timm.create_model("resnet18"))
     model = _model()
@@ -171,7 +172,7 @@ def test_what_cannot_be_accelerated_is_refused() -> None:
     assert [type(m) for m in model.modules()] == before
 
 
-def test_tokens_that_are_no_square_are_refused() -> None:
+def test_tokens_without_a_square_grid_are_refused() -> None:
     layer = convit.GPSA(12, 3)
     with accelerate(layer), pytest.raises(ValueError, match="square grid of tokens, got 15 tokens"):
         layer(torch.zeros(1, 15, 12))

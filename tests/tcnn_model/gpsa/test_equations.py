@@ -12,7 +12,7 @@ from tcnn_model.gpsa import layer as gpsa_layer
 from tcnn_model.gpsa.functional import Backend
 from tcnn_model.gpsa.reference import gpsa_attention_reference, gpsa_reference
 from tests.tcnn_model.cases import Case, every_case
-from tests.tcnn_model.helpers import LargestTensor, assert_same, disturb, random
+from tests.tcnn_model.helpers import LargestTensor, assert_same, assert_same_gradients, disturb, random
 
 pytestmark = pytest.mark.numerical
 
@@ -31,8 +31,8 @@ def _reference_arguments(layer: GPSA) -> dict[str, Any]:
 
 
 def _reference_output(layer: GPSA, x: Tensor) -> Tensor:
-    rest = {"weight": layer.weight, "bias": layer.bias, "value": layer.value, "groups": layer.groups}
-    return gpsa_reference(x, **rest, **_reference_arguments(layer))
+    projection = {"weight": layer.weight, "bias": layer.bias, "value": layer.value, "groups": layer.groups}
+    return gpsa_reference(x, **projection, **_reference_arguments(layer))
 
 
 @every_case
@@ -44,18 +44,13 @@ def test_output_attention_and_gradients_are_those_of_the_paper(case: Case, backe
     assert_same(output, expected)
     attention = gpsa_attention_reference(x, kernel_size=layer.kernel_size, **_reference_arguments(layer))
     assert_same(layer.attention(x), attention)
-    leaves = {"x": x, **dict(layer.named_parameters())}
-    upstream = random(*output.shape, seed=1)
-    ours, theirs = (torch.autograd.grad(each, list(leaves.values()), upstream) for each in (output, expected))
-    for name, actual, wanted in zip(leaves, ours, theirs, strict=True):
-        assert float(wanted.abs().max()) > 0, f"{name} gets no gradient in the reference"
-        assert_same(actual, wanted, name)
+    assert_same_gradients(output, expected, {"x": x, **dict(layer.named_parameters())})
 
 
 @pytest.mark.parametrize("elements", [1, 300, 2**18])
 @pytest.mark.parametrize("multiplier", [1, 2])
 def test_depthwise_layers_weight_first(multiplier: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output and gradients are the same, in one head or block of queries at a time too; unless heads are looked at."""
+    """Output and gradients are the same, in blocks of any size, and with a hook on the outputs of heads."""
     monkeypatch.setattr(gpsa_layer, "_WEIGHTED_FROM", 0)
     monkeypatch.setattr(blocks, "_WEIGHTED_ELEMENTS", elements)
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
@@ -64,14 +59,10 @@ def test_depthwise_layers_weight_first(multiplier: int, elements: int, monkeypat
     x = random(2, 5, 6, 7).requires_grad_()
     with LargestTensor() as largest:
         output = layer(x).flatten(2)
-    assert largest.elements < layer.heads * output[0, 0].numel() * 5 * 2  # what heads gather
+    assert largest.elements < layer.heads * output[0, 0].numel() * 5 * 2  # the outputs of single heads
     expected = _reference_output(layer, x)
     assert_same(output, expected)
-    leaves = {"x": x, **dict(layer.named_parameters())}
-    upstream = random(*output.shape, seed=1)
-    ours, theirs = (torch.autograd.grad(each, list(leaves.values()), upstream) for each in (output, expected))
-    for name, actual, wanted in zip(leaves, ours, theirs, strict=True):
-        assert_same(actual, wanted, name)
+    assert_same_gradients(output, expected, {"x": x, **dict(layer.named_parameters())})
     with layer.head_outputs.register_forward_hook(lambda *_: None):
         assert_same(layer(x).flatten(2), expected)
 

@@ -1,4 +1,4 @@
-"""gpsa(): every backend against Eq. (7) in float64, in value, gradients and statistics, and what it refuses."""
+"""gpsa(): every backend against Eq. (7) in float64, in value, gradients and statistics, and its errors."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ GRIDS = {
     "same padding": (Axis(6, 2, "same", 3), Axis(7, 2, "same", 5)),
 }
 VALUES = {"shared": (True, 11), "per head, wide": (False, 11), "per head": (False, 5)}
-# The fused attention is for values of each head, as wide as the queries.
+# Fused attention needs values for each head, as wide as the queries.
 BACKENDS: list[tuple[Backend, str]] = [(b, v) for b in ("dense", "blocks") for v in VALUES] + [("fused", "per head")]
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -42,7 +42,7 @@ def test_equations(grid: str, backend: Backend, values: str) -> None:
 @pytest.mark.parametrize(
     ("grid", "values", "elements"),
     [
-        ("padding", "shared", 1),  # one query at a time
+        ("padding", "shared", 1),  # a query at a time
         ("padding", "per head", 50),  # a few queries
         ("stride, no padding", "shared", 50),
         ("stride, no padding", "per head", 200),  # two heads
@@ -51,11 +51,11 @@ def test_equations(grid: str, backend: Backend, values: str) -> None:
     ],
 )
 def test_equations_in_blocks(grid: str, values: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also without gradients: output and statistics then come from one pass."""
+    """The blocks change nothing, also without gradients, where output and statistics come from a single pass."""
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
     case = _case(grid, values)
-    for recorded in (True, False):
-        with torch.set_grad_enabled(recorded):
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
             assert_as_the_equations(partial(gpsa, backend="blocks"), case.inputs(), case.y, case.x)
 
 
@@ -88,17 +88,19 @@ def _arguments(values: str, dtype: torch.dtype = torch.float64, grid: str = "pad
 
 @pytest.mark.parametrize("backend", ["dense", "blocks", "fused"])
 def test_autocast(backend: Backend) -> None:
-    """It lowers queries, keys and values, also where some are lowered already, and leaves float64 alone."""
+    """Autocast lowers queries, keys and values, also if part of them is lowered already, and leaves float64 alone."""
     arguments, double = _arguments("per head", torch.float32), _arguments("per head")
     narrow = {name: arguments[name].bfloat16() for name in ("query", "key", "values")}
     lowered = arguments | {name: narrow[name] for name in ("query", "key")}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs = [gpsa(**each, backend=backend) for each in (arguments, lowered, double)]
+        from_float32, from_mixed, from_float64 = (
+            gpsa(**inputs, backend=backend) for inputs in (arguments, lowered, double)
+        )
     expected = gpsa(**arguments | narrow, backend=backend)
     assert expected.dtype == torch.bfloat16
-    assert torch.equal(outputs[0], expected)
-    assert torch.equal(outputs[1], expected)
-    assert torch.equal(outputs[2], gpsa(**double, backend=backend))
+    assert torch.equal(from_float32, expected)
+    assert torch.equal(from_mixed, expected)
+    assert torch.equal(from_float64, gpsa(**double, backend=backend))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of opcheck itself
@@ -170,6 +172,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError if "floating" in message or "Axis" in message else ValueError, match=message):
         gpsa(**_arguments("shared") | changes)

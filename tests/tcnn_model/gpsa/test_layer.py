@@ -1,4 +1,4 @@
-"""The layer itself: initial values, views, shapes and errors."""
+"""The layer itself: initial values, properties, shapes and errors."""
 
 import copy
 import math
@@ -66,7 +66,7 @@ def test_values_per_head() -> None:
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0, 3.99, 4.01, 20.0, 40.0])
 def test_locality_round_trip(alpha: float) -> None:
-    """To rounding, by eps / alpha near 0; and torch's softplus is linear where that errs by less than e^-20 / 5."""
+    """The error is rounding, eps / alpha near 0, and that of torch's softplus, linear where it errs by < e^-20 / 5."""
     for dtype in (torch.float64, torch.float32):
         layer = GPSA(2, 3, 1, locality_strength=alpha, dtype=dtype)
         tolerance = 4 * torch.finfo(dtype).eps * (1 + 1 / alpha) + 1e-9
@@ -96,49 +96,53 @@ def test_state_is_parameters_alone() -> None:
 def test_heads_can_be_edited_before_the_projection(copied: Callable[[GPSA], GPSA], groups: int) -> None:
     """Without a head's output the layer computes what it does without that head's tap."""
     layer = copied(disturb(GPSA(3, 6, (2, 3), padding=1, groups=groups, dtype=torch.float64)))
-    x, seen = random(2, 3, 5, 7), []
+    x = random(2, 3, 5, 7)
+    shapes = []
     without = copy.deepcopy(layer)
     with torch.no_grad():
         without.weight[:, :, 1, 0] = 0
 
     def edit(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        seen.append(output.shape)
+        shapes.append(output.shape)
         return output * (torch.arange(6) != 3)[:, None, None]
 
     with layer.head_outputs.register_forward_hook(edit):
         edited = layer(x)
-    assert seen == [(2, 6, 6 * 7, 3)]
+    assert shapes == [(2, 6, 6 * 7, 3)]
     assert torch.equal(edited, without(x))
     assert not torch.equal(edited, layer(x))
 
 
 def test_hooks_can_read_queries_and_keys() -> None:
-    layer, x, seen = disturb(GPSA(3, 6, (2, 3), stride=2, padding=1)), random(2, 3, 5, 7).float(), list[Tensor]()
-    for place in (layer.head_queries, layer.head_keys):
-        place.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    layer = disturb(GPSA(3, 6, (2, 3), stride=2, padding=1))
+    x = random(2, 3, 5, 7).float()
+    outputs: list[Tensor] = []
+    for seam in (layer.head_queries, layer.head_keys):
+        seam.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     layer(x)
-    for one, weight, pixels in zip(seen, (layer.query, layer.key), (x[:, :, ::2, ::2], x), strict=True):
+    queries, keys = outputs
+    for actual, weight, pixels in ((queries, layer.query, x[:, :, ::2, ::2]), (keys, layer.key, x)):
         expected = torch.einsum("hdc,bcn->bhnd", weight.unflatten(0, (6, layer.qk_dim)), pixels.flatten(2))
-        torch.testing.assert_close(one, expected)
-    assert torch.equal(layer.attention_between(*seen, (5, 7)).dense(), layer.attention(x))
+        torch.testing.assert_close(actual, expected)
+    assert torch.equal(layer.attention_between(queries, keys, (5, 7)).dense(), layer.attention(x))
 
 
 def test_a_function_mode_sees_the_gates() -> None:
     layer, x = GPSA(3, 5, 3, gating=-30.0), torch.zeros(1, 3, 5, 7)
 
-    class Opened(TorchFunctionMode):
-        seen = 0
+    class OpenGates(TorchFunctionMode):
+        calls = 0
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.sigmoid and args[0] is layer.gating:
-                self.seen += 1
+                self.calls += 1
                 return torch.ones(9)
             return func(*args, **(kwargs or {}))
 
-    with Opened() as mode:
+    with OpenGates() as mode:
         assert torch.equal(layer.gated_attention(x).gate, torch.ones(9))
         layer(x)
-    assert mode.seen == 2
+    assert mode.calls == 2
 
 
 def test_layers_of_a_model_by_name() -> None:

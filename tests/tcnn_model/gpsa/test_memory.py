@@ -1,4 +1,4 @@
-"""No tensor of N x N attention weights where N is large, in whole models neither."""
+"""Memory of large maps: no tensor of N x N attention weights, in whole models neither."""
 
 import pytest
 import torch

@@ -1,14 +1,13 @@
 """The layer through the machinery of PyTorch: compile, copy, save, load, memory formats."""
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
 
 from tcnn_model import GPSA, Axis, gpsa
-from tests.tcnn_model.helpers import assert_same, disturb, random
+from tests.tcnn_model.helpers import assert_same, assert_same_gradients, disturb, random, saved_and_loaded
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def test_compiles_without_graph_breaks(layer: GPSA) -> None:
 
 @pytest.mark.parametrize("values_of", [1, 2], ids=["dense", "fused"])
 def test_functions_compile_without_a_break(values_of: int) -> None:
-    """The backends that the layer does not choose; the fused one needs values of each head."""
+    """These are the backends that the layer does not choose; "fused" needs values for each head."""
     axis = Axis(5, 1, 1, 3)
     shapes = [(2, 2, 25, 3), (2, 2, 25, 3), (2, values_of, 25, 3), (2, 3), (2,)]
     leaves = [random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
@@ -37,19 +36,15 @@ def test_functions_compile_without_a_break(values_of: int) -> None:
     def forward(*tensors: torch.Tensor) -> torch.Tensor:
         return gpsa(*tensors, y=axis, x=axis, backend="dense" if values_of == 1 else "fused")
 
-    outputs = [each(*leaves) for each in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True))]
-    plain, compiled = ((output, *torch.autograd.grad(output.square().sum(), leaves)) for output in outputs)
-    for ours, expected in zip(compiled, plain, strict=True):
-        assert_same(ours, expected)
+    expected = forward(*leaves)
+    output = torch.compile(forward, backend="aot_eager", fullgraph=True)(*leaves)
+    assert_same(output, expected)
+    assert_same_gradients(output, expected, {str(tuple(leaf.shape)): leaf for leaf in leaves})
 
 
 def test_copies(layer: GPSA) -> None:
     x = random(2, 5, 7, 11, dtype=torch.float32)
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), saved_and_loaded(layer)):
         assert torch.equal(twin(x), layer(x))
         assert twin.weight is not layer.weight
         assert repr(twin) == repr(layer)

@@ -49,8 +49,8 @@ def test_factors_are_the_dense_gaussian() -> None:
 def test_separable_application_is_the_dense_one(value_heads: int) -> None:
     rows, cols, values = random(7, 3, 5, seed=1), random(7, 2, 11, seed=2), random(2, value_heads, 5, 11, 13, seed=3)
     dense = torch.stack([torch.kron(rows[h], cols[h]) for h in range(7)])  # (heads, N_query, H * W)
-    of_head = values.flatten(2, 3).expand(2, 7, 55, 13)
-    expected = torch.stack([(dense[h] @ of_head[:, h]).reshape(2, 3, 2, 13) for h in range(7)], dim=1)
+    head_values = values.flatten(2, 3).expand(2, 7, 55, 13)
+    expected = torch.stack([(dense[h] @ head_values[:, h]).reshape(2, 3, 2, 13) for h in range(7)], dim=1)
     assert_same(apply_separable(rows, cols, values), expected)
 
 
@@ -77,6 +77,6 @@ def test_same_padding_is_tensorflows() -> None:
 @pytest.mark.parametrize(
     "arguments", [(-1,), (5, 0), (5, 1, -1), (5, 1, 1, 0), (5, 1, "valid"), (5, 1.5), (5, 1, 0.5)], ids=str
 )
-def test_what_is_no_axis_is_refused(arguments: tuple[Any, ...]) -> None:
+def test_numbers_that_make_no_axis_are_refused(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=rf"all integers; got Axis\(length={arguments[0]}"):
         Axis(*arguments)

@@ -1,4 +1,4 @@
-"""Rounding: GPSA in a narrower type against the literal equations in float64, at what it was really given."""
+"""Rounding: GPSA in a narrower dtype against the literal equations in float64, at the narrow inputs."""
 
 import copy
 from typing import Any
@@ -30,7 +30,7 @@ def _reference(layer: GPSA, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _terms(layer: GPSA, x: Tensor) -> Tensor:
-    """The sum of the absolute values of all terms of a layer's output, of every matrix product on the way to it.
+    """Return the sum of the absolute values of all terms of a layer's output, over every matrix product on the way.
 
     It is a hundred times the output, and rounding was seen to reach a tenth of its eps in float32 and a fortieth in
     half precision, so c is a quarter.
@@ -38,12 +38,18 @@ def _terms(layer: GPSA, x: Tensor) -> Tensor:
     absolute = copy.deepcopy(layer)
     for name in ("query", "key", "value", "weight", "bias"):
         getattr(absolute, name).abs_()
-    seen, sizes = layer.gated_attention(x), absolute.gated_attention(x.abs())
-    tensors = {"query": seen.query, "key": seen.key, "values": absolute.values(x.abs())}
-    tensors |= {"position": seen.position, "gate": seen.gate}
-    nowhere = x.new_zeros(*seen.query.shape[:3], x.shape[1])  # no gradient is asked for
-    mixed = terms(tensors, seen.y, seen.x, nowhere, sizes=(sizes.query, sizes.key))
-    return absolute.combine(mixed["output"], seen)
+    attention = layer.gated_attention(x)
+    sizes = absolute.gated_attention(x.abs())
+    tensors = {
+        "query": attention.query,
+        "key": attention.key,
+        "values": absolute.values(x.abs()),
+        "position": attention.position,
+        "gate": attention.gate,
+    }
+    upstream = x.new_zeros(*attention.query.shape[:3], x.shape[1])  # only the terms of the output are used
+    mixed = terms(tensors, attention.y, attention.x, upstream, sizes=(sizes.query, sizes.key))
+    return absolute.combine(mixed["output"], attention)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
@@ -57,7 +63,7 @@ def test_output(dtype: torch.dtype, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_gradients_in_half(dtype: torch.dtype) -> None:
-    """Those of the core are bounded in test_functional.py; here 32 eps of the largest, where a wrong sign gives 2."""
+    """Gradients of the core are bounded in test_functional.py; here to 32 eps of the largest: a wrong sign gives 2."""
     narrow, x = _layer().to(dtype), random(2, 3, 7, 11, dtype=dtype)
     rounded = copy.deepcopy(narrow).double()
     narrow(x).float().square().mean().backward()

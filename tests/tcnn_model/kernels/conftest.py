@@ -1,4 +1,4 @@
-"""Without a GPU the kernels run through Triton's interpreter, which tests/conftest.py chooses before it is imported."""
+"""Fixtures of the kernels, which without a GPU run through Triton's interpreter (see tests/conftest.py)."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _interpreter() -> None:
-    """Fails rather than skips: tests that silently did not run would prove nothing."""
+    """Fail, rather than skip, if the kernels could not run: tests that silently did not run would prove nothing."""
     if not torch.cuda.is_available():
         triton = pytest.importorskip("triton", reason="no Triton on this platform")
         if not triton.knobs.runtime.interpret or type(triton.language.sum).__name__ == "JITFunction":
@@ -19,7 +19,7 @@ def _interpreter() -> None:
 
 @pytest.fixture
 def small_blocks() -> Iterator[None]:
-    """Tiles so small that every loop over blocks runs more than once."""
+    """Use tiles so small that every loop over blocks runs more than once."""
     from tcnn_model.kernels import launch
 
     with launch.using_blocks(launch.Blocks(16, 16, 32)):
@@ -28,7 +28,7 @@ def small_blocks() -> Iterator[None]:
 
 @pytest.fixture
 def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results start as NaN, so that an element that no kernel wrote is seen."""
+    """Fill results with NaN, so that elements that no kernel wrote are found."""
     from tcnn_model.kernels import launch
 
     empty = launch.empty

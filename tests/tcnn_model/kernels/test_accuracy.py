@@ -33,7 +33,7 @@ def test_blocks_of_the_gpu(dtype: torch.dtype) -> None:
     assert_as_the_equations(on_kernels, case.inputs(dtype), case.y, case.x)
 
 
-@pytest.mark.numerical  # the interpreter's arithmetic is NumPy's, so that the most sensitive cases do
+@pytest.mark.numerical  # alone: the interpreter computes with NumPy, and these are the most sensitive cases
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extremes(name: str) -> None:
@@ -43,7 +43,7 @@ def test_extremes(name: str) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_gradients_are_the_numerical_ones() -> None:
-    """In a random direction of each argument; the equations have every element of the cases above."""
+    """The check takes a random direction of each argument; test_equations covers every element."""
     case = Case(Axis(1, 1, 1, 3), Axis(3, 2, 1, 3), 1, 1, 1)
     tensors = case.inputs()
 

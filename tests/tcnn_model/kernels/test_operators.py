@@ -1,4 +1,4 @@
-"""The operators through the machinery of PyTorch: strides, compile, partial gradients, and where they cannot run."""
+"""The operators through the machinery of PyTorch: strides, compile, partial gradients, and devices without kernels."""
 
 import sys
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from tcnn_model import GPSA, AttentionStatistics, Axis, gpsa, kernels
 from tcnn_model.kernels.grid import Line
 from tests.tcnn_model.cases import CASES
-from tests.tcnn_model.dense import DEVICE, NAMES, Case, Tensors, gradients
+from tests.tcnn_model.dense import DEVICE, Case, Tensors, gradients
 from tests.tcnn_model.helpers import assert_same, disturb, random
 
 CASE = Case(Axis(2, 1, 1, 3), Axis(3, 2, 1, 3), heads=1, dim=3, channels=5)
@@ -35,36 +35,45 @@ def test_any_strides() -> None:
     expected = gradients(output, tensors, _upstream(output))
 
     def restrided(tensor: Tensor) -> Tensor:
-        """Channel-major memory, at an odd address, with gaps."""
+        """Return the tensor in channel-major memory, at an odd address, with gaps."""
         memory = tensor.new_empty(*tensor.mT.shape[:-1], 2 * tensor.shape[-2] + 1)
         return memory[..., 1::2].mT.copy_(tensor.detach()).requires_grad_()
 
-    other = {**tensors, **{name: restrided(tensors[name]) for name in ("query", "key", "values")}}
-    assert not other["query"].is_contiguous()
-    for name, gradient in gradients(run(other, case), other, _upstream(output)).items():
+    strided = {**tensors, **{name: restrided(tensors[name]) for name in ("query", "key", "values")}}
+    assert not strided["query"].is_contiguous()
+    for name, gradient in gradients(run(strided, case), strided, _upstream(output)).items():
         assert torch.equal(gradient, expected[name]), name
-    ones = torch.ones_like(output)
-    flat, dense = (
-        gradients(run(tensors, case), tensors, each)["query"] for each in (ones[:1, :1, :1, :1].expand_as(ones), ones)
-    )
-    assert torch.equal(flat, dense)  # also where all strides of the upstream gradient are zero
 
 
-@pytest.mark.parametrize("wanted", ["key", "values", "gate"])
-def test_only_the_gradients_that_are_wanted(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upstream_gradient_with_strides_of_zero() -> None:
+    tensors = CASE.inputs()
+    upstream = torch.ones_like(run(tensors))
+    expected = gradients(run(tensors), tensors, upstream)["query"]
+    expanded = upstream[:1, :1, :1, :1].expand_as(upstream)
+    assert torch.equal(gradients(run(tensors), tensors, expanded)["query"], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "unneeded"),
+    [
+        ("key", ["backward_values"]),
+        ("values", ["backward_queries", "backward_keys"]),
+        ("gate", ["backward_values", "backward_keys"]),
+    ],
+)
+def test_only_the_required_gradients_are_computed(
+    name: str, unneeded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tcnn_model.kernels import backward
 
     tensors = CASE.inputs()
     output = run(tensors)
-    expected = gradients(output, tensors, _upstream(output))[wanted]
-    unneeded = {"backward_values"} if wanted != "values" else {"backward_queries", "backward_keys"}
-    if wanted not in ("key", "values"):
-        unneeded.add("backward_keys")
-    for name in unneeded:
-        monkeypatch.setattr(backward, name, None)
-    alone = {name: tensor.detach() for name, tensor in tensors.items()}
-    alone[wanted].requires_grad_()
-    assert torch.equal(torch.autograd.grad(run(alone), alone[wanted], _upstream(output))[0], expected)
+    expected = gradients(output, tensors, _upstream(output))[name]
+    for kernel in unneeded:
+        monkeypatch.setattr(backward, kernel, None)
+    inputs = {key: tensor.detach() for key, tensor in tensors.items()}
+    leaf = inputs[name].requires_grad_()
+    assert torch.equal(torch.autograd.grad(run(inputs), leaf, _upstream(output))[0], expected)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of opcheck's own
@@ -81,14 +90,14 @@ def test_compiles_without_graph_breaks() -> None:
 
     torch.compiler.reset()
     tensors = CASE.inputs(torch.float32)
-    (compiled, measured), (eager, expected) = (
-        each(**tensors) for each in (torch.compile(function, backend="aot_eager", fullgraph=True), function)
-    )
-    assert torch.equal(compiled, eager)
-    assert torch.equal(eager, run(tensors))  # which measures nothing
-    assert torch.equal(measured.entropy, expected.entropy)
-    ours, theirs = (gradients(output, tensors, _upstream(eager)) for output in (compiled, eager))
-    assert all(torch.equal(ours[name], theirs[name]) for name in NAMES)
+    output, statistics = function(**tensors)
+    compiled, compiled_statistics = torch.compile(function, backend="aot_eager", fullgraph=True)(**tensors)
+    assert torch.equal(compiled, output)
+    assert torch.equal(output, run(tensors))  # without statistics
+    assert torch.equal(compiled_statistics.entropy, statistics.entropy)
+    expected = gradients(output, tensors, _upstream(output))
+    for name, gradient in gradients(compiled, tensors, _upstream(output)).items():
+        assert torch.equal(gradient, expected[name]), name
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -101,12 +110,13 @@ def test_second_derivatives_are_refused() -> None:
 def test_layer_on_the_kernels() -> None:
     layer = disturb(CASES["queries on padding"].gpsa()).to(DEVICE)
     x = random(2, layer.in_channels, 5, 7).to(DEVICE)
-    expected, layer.backend = layer(x), "triton"
+    expected = layer(x)
+    layer.backend = "triton"
     assert_same(layer(x), expected)
     assert layer(x[:0]).shape == (0, *expected.shape[1:])
 
 
-def test_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.available(DEVICE)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert not kernels.available(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The reference beside the kernels: as right as they are, and the same function by function."""
+"""The reference beside the kernels: against the equations, and function by function against the kernels."""
 
 import pytest
 import torch
@@ -32,19 +32,19 @@ def test_against_the_papers_equations(case: Case) -> None:
     assert statistics is not None
     assert content_entropy is not None
     entropy, distance, received = statistics
-    ours = {"output": out, "entropy": entropy, "attention_distance": distance, "received": received}
+    results = {"output": out, "entropy": entropy, "attention_distance": distance, "received": received}
     dq, dposition, dgate, mean = reference.backward_queries(q, k, v, normaliser, gate, table, grid, upstream)
-    ours |= {"content_entropy": content_entropy, "query": dq, "position": dposition, "gate": dgate}
-    ours["key"] = reference.backward_keys(q, k, v, normaliser, gate, upstream, mean)
-    ours["values"] = reference.backward_values(q, k, v, normaliser, gate, table, grid, upstream)
+    results |= {"content_entropy": content_entropy, "query": dq, "position": dposition, "gate": dgate}
+    results["key"] = reference.backward_keys(q, k, v, normaliser, gate, upstream, mean)
+    results["values"] = reference.backward_values(q, k, v, normaliser, gate, table, grid, upstream)
     bounds = terms(tensors, case.y, case.x, upstream)
-    for name, actual in ours.items():
+    for name, actual in results.items():
         assert_rounding(actual, expected[name], bounds[name], 8, torch.float64, name)
 
 
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
 def test_against_the_kernels(case: Case) -> None:
-    """To 1e-10 of the largest value: float64 rounds a hundred times finer, and any mistake in a term is far above."""
+    """Results agree to 1e-10 of the largest value: float64 rounds a hundred times finer, a mistake is far above."""
     from tcnn_model.kernels import backward, forward, tables
 
     grid = Grid(Line.of(case.y), Line.of(case.x))
@@ -63,9 +63,11 @@ def test_against_the_kernels(case: Case) -> None:
         (backward, "backward_values", (q, k, v, normaliser, gate, table, grid, out)),
     ]
     for module, name, arguments in calls:
-        ours, theirs = getattr(module, name)(*arguments), getattr(reference, name)(*arguments)
-        pairs = [(ours, theirs)] if isinstance(ours, torch.Tensor) else zip(ours, theirs, strict=True)
-        for actual, expected in pairs:
+        results = getattr(module, name)(*arguments)
+        expected_results = getattr(reference, name)(*arguments)
+        if isinstance(results, torch.Tensor):
+            results, expected_results = [results], [expected_results]
+        for actual, expected in zip(results, expected_results, strict=True):
             if expected is not None:
                 largest = float(expected.abs().max())
                 torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10 * largest, msg=name)

@@ -12,23 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tcnn_model import AttentionPool2d, parameter_groups
 from tcnn_model.pooling.attention_pool import ClassScores
-from tests.tcnn_model.helpers import assert_same, seeded
+from tests.tcnn_model.helpers import assert_same, disturb
 
 D, DEPTH, K = 16, 3, 5
 SMALL = {"embed_dim": D, "depth": DEPTH, "num_classes": K}
 KINDS = ["patchconvnet_s60", "patchconvnet_s60_multi"]
 
 
-@torch.no_grad()
-def _disturbed(model: nn.Module, seed: int = 0) -> Any:
-    generator = seeded(seed)
-    for parameter in model.parameters():
-        parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
-    return model
-
-
 def _small(name: str = KINDS[0], **options: Any) -> Any:
-    return _disturbed(timm.create_model(name, **SMALL | options)).eval()
+    return disturb(timm.create_model(name, **SMALL | options), scale=0.2).eval()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +37,7 @@ def test_sizes_as_published(name: str, millions: float, billions: float) -> None
     assert counter.get_total_flops() / 2e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_what_the_registry_has() -> None:
+def test_names_in_the_registry() -> None:
     sizes = ("s20", "s36", "s60", "s120", "b36", "b60", "b120", "l60", "l120")
     assert set(timm.list_models("patchconvnet_*")) == {f"patchconvnet_{s}{k}" for s in sizes for k in ("", "_multi")}
     with torch.device("meta"):
@@ -121,9 +113,9 @@ def test_intermediates_are_those_of_a_loop() -> None:
     for block in model.blocks:
         y = block(y)
         expected.append(y)
-    features, every = model.forward_intermediates(x)
+    features, intermediates = model.forward_intermediates(x)
     assert torch.equal(features, y)
-    assert all(torch.equal(a, b) for a, b in zip(every, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(intermediates, expected, strict=True))
     assert len(model.forward_intermediates(x, indices=2, intermediates_only=True)) == 2
     model.blocks[2].register_forward_pre_hook(lambda *_: pytest.fail("the last block ran"))
     (second,) = model.forward_intermediates(x, indices=[1], stop_early=True, intermediates_only=True)
@@ -138,10 +130,10 @@ def test_features_only(kind: str) -> None:
     x = torch.randn(2, 3, 48, 80)
     last = timm.create_model(kind, features_only=True, embed_dim=D, depth=DEPTH)
     assert [tuple(y.shape) for y in last(x)] == [(2, D, 3, 5)]
-    some = timm.create_model(kind, features_only=True, out_indices=(0, 1), embed_dim=D, depth=DEPTH)
-    assert (some.feature_info.channels(), some.feature_info.reduction()) == ([D, D], [16, 16])
-    assert [tuple(y.shape) for y in some(x)] == [(2, D, 3, 5)] * 2
-    names = dict(some.named_modules())
+    extractor = timm.create_model(kind, features_only=True, out_indices=(0, 1), embed_dim=D, depth=DEPTH)
+    assert (extractor.feature_info.channels(), extractor.feature_info.reduction()) == ([D, D], [16, 16])
+    assert [tuple(y.shape) for y in extractor(x)] == [(2, D, 3, 5)] * 2
+    names = dict(extractor.named_modules())
     assert "model.blocks.1" in names
     assert "model.blocks.2" not in names
     assert not any(isinstance(module, AttentionPool2d) for module in names.values())
@@ -161,12 +153,12 @@ def test_checkpointed_gradients_are_the_same(kind: str) -> None:
         gradients.append([p.grad.clone() for p in model.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
         torch.testing.assert_close(checkpointed, plain, rtol=1e-4, atol=1e-4)  # near 1
-    ran: list[int] = []
-    model.blocks[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    runs: list[int] = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
     model(x).sum().backward()
-    assert len(ran) == 2  # once more in the backward
+    assert len(runs) == 2  # once more in the backward
     model.forward_intermediates(x)[0].sum().backward()
-    assert len(ran) == 4
+    assert len(runs) == 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -229,5 +221,5 @@ def test_groups_for_training() -> None:
 def test_exports_with_any_batch() -> None:
     model, x = _small(KINDS[1]), torch.randn(2, 3, 32, 48)
     program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2, max=64)}})
-    other = torch.randn(3, 3, 32, 48)
-    assert_same(program.module()(other), model(other))
+    larger = torch.randn(3, 3, 32, 48)
+    assert_same(program.module()(larger), model(larger))

@@ -1,4 +1,4 @@
-"""PatchConvNet's weights under the names of the original implementation, and what they then compute."""
+"""PatchConvNet's weights under the names of the original implementation, and the function they give."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +13,11 @@ from torch import Tensor
 from tcnn_model import specialize
 from tcnn_model.models.patchconvnet import PatchConvNet
 from tests.tcnn_model.helpers import assert_same, random
-
-D, DEPTH, K = 16, 3, 5
-SMALL = {"embed_dim": D, "depth": DEPTH, "num_classes": K}
-KINDS = ["patchconvnet_s60", "patchconvnet_s60_multi"]
+from tests.tcnn_model.models.test_patchconvnet import DEPTH, KINDS, SMALL, D, K
 
 
 def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the original implementation (facebookresearch/deit), small; ``classes`` tokens, or one."""
+    """Yield names and shapes of the original implementation (facebookresearch/deit), small; with a token per class."""
     widths = (3, D // 8, D // 4, D // 2, D)
     yield "cls_token", (1, classes or 1, D)
     for i in range(4):
@@ -57,7 +54,7 @@ def _published(classes: int | None) -> dict[str, Tensor]:
 
 
 def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
-    """What the original computes with its weights: token by token, images (B, 3, H, W) to scores (B, K)."""
+    """Compute the function of the original with its weights: images (B, 3, H, W) to scores (B, K)."""
 
     def linear(name: str, y: Tensor) -> Tensor:
         return F.linear(y, w[f"{name}.weight"].flatten(1), w[f"{name}.bias"])
@@ -126,10 +123,10 @@ def test_published_weights_for_other_classes(classes: int | None, tmp_path: Path
 @torch.no_grad()
 def test_published_weights_without_a_classifier(tmp_path: Path) -> None:
     weights, x = _published(None), torch.randn(2, 3, 48, 80)
-    whole = _load(KINDS[0], weights, tmp_path)
-    features = whole.forward_features(x)
+    model = _load(KINDS[0], weights, tmp_path)
+    features = model.forward_features(x)
     headless = _load(KINDS[0], weights, tmp_path, num_classes=0)
-    assert torch.equal(headless(x), whole.forward_head(features, pre_logits=True))
+    assert torch.equal(headless(x), model.forward_head(features, pre_logits=True))
     assert torch.equal(_load(KINDS[0], weights, tmp_path, num_classes=0, global_pool="")(x), features)
     assert torch.equal(_load(KINDS[0], weights, tmp_path, features_only=True)(x)[0], features)
 

@@ -24,7 +24,7 @@ def test_all_are_listed() -> None:
 
 
 @pytest.mark.parametrize("name", ["t_resnetrs50", "t_resnet101d"])
-def test_each_is_its_cnn_converted(name: str) -> None:
+def test_model_is_its_cnn_converted(name: str) -> None:
     short = {"layers": (1, 1, 1, 2)}
     tcnn = on_meta(name, **short)
     expected = reparameterize(on_meta(name.removeprefix("t_"), **short), inplace=True)
@@ -65,9 +65,9 @@ def test_pretrained_weights_are_those_of_the_cnn(tmp_path: Path) -> None:
     assert list(gpsa_layers(tcnn)) == ["layer4.0.conv2", "layer4.1.conv2"]
     for name, value in cnn.state_dict().items():
         assert torch.equal(tcnn.state_dict()[name], value), name
-    other = timm.create_model("t_resnet50", num_classes=3, **pretrained)
-    assert other.get_classifier().out_features == 3
-    assert torch.equal(other.get_parameter("layer4.1.conv2.weight"), cnn.get_parameter("layer4.1.conv2.weight"))
+    smaller = timm.create_model("t_resnet50", num_classes=3, **pretrained)
+    assert smaller.get_classifier().out_features == 3
+    assert torch.equal(smaller.get_parameter("layer4.1.conv2.weight"), cnn.get_parameter("layer4.1.conv2.weight"))
 
 
 def test_tags_point_at_the_weights_of_the_cnn() -> None:
@@ -76,9 +76,9 @@ def test_tags_point_at_the_weights_of_the_cnn() -> None:
         tags = timm.list_models(f"{base}.*", pretrained=True)
         assert {f"t_{tag}" for tag in tags} == set(timm.list_models(f"{name}.*", pretrained=True))
         for tag in tags:
-            ours, theirs = get_pretrained_cfg(f"t_{tag}"), get_pretrained_cfg(tag)
+            config, expected = get_pretrained_cfg(f"t_{tag}"), get_pretrained_cfg(tag)
             for key in ("hf_hub_id", "url", "input_size", "mean", "std", "crop_pct"):
-                assert getattr(ours, key) == getattr(theirs, key), (tag, key)
+                assert getattr(config, key) == getattr(expected, key), (tag, key)
         assert get_pretrained_cfg(name).tag == get_pretrained_cfg(base).tag
     assert get_pretrained_cfg("t_resnet50.a1_in1k").hf_hub_id == "timm/resnet50.a1_in1k"
 

@@ -1,9 +1,8 @@
-"""add_attention_pool and specialize: what stays of a model, and timm's interface."""
+"""add_attention_pool and specialize: the unchanged part of a model, and timm's interface."""
 
 import copy
 import itertools
 import pickle
-from io import BytesIO
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tcnn_model import AttentionPool2d, add_attention_pool, parameter_groups, reparameterize, specialize
 from tcnn_model.pooling.attention_pool import ClassScores, PatchAttention
-from tests.tcnn_model.helpers import assert_same, on_meta, random, snapshot
+from tests.tcnn_model.helpers import assert_same, on_meta, random, saved_and_loaded, snapshot
 from tests.tcnn_model.tiny_models import CLASSES, POOL_SIZE, Plain, pooled_cnn, tiny_cnn, tiny_tcnn
 
 
@@ -23,7 +22,7 @@ def _images(batch: int = 2) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_old_weights_and_what_is_computed() -> None:
+def test_old_weights_and_the_new_function() -> None:
     cnn, x = tiny_cnn().eval(), _images()
     before = snapshot(cnn)
     pooled = pooled_cnn(cnn)
@@ -54,11 +53,8 @@ def test_modes_dtype_and_class() -> None:
         cnn.get_submodule("global_pool").train(training_pool)
         pooled = add_attention_pool(cnn, input_size=POOL_SIZE, per_class=per_class)
         assert {module.training for module in pooled.get_submodule("global_pool").modules()} == {training_pool}
-        modes, before = (
-            {name: module.training for name, module in model.named_modules() if "global_pool" not in name}
-            for model in (pooled, cnn)
-        )
-        assert modes == before
+        modes = {name: module.training for name, module in cnn.named_modules() if "global_pool" not in name}
+        assert {name: pooled.get_submodule(name).training for name in modes} == modes
         assert {p.dtype for p in pooled.parameters()} == {torch.bfloat16}
         assert isinstance(pooled, type(cnn))
 
@@ -91,13 +87,9 @@ def test_gflops_of_the_papers_resnet() -> None:
 
 @pytest.mark.parametrize("per_class", [False, True])
 @torch.no_grad()
-def test_copies_go_on_as_it_does(per_class: bool) -> None:
+def test_copies_keep_the_interface(per_class: bool) -> None:
     pooled, x = pooled_cnn(per_class=per_class), _images()
-    file = BytesIO()
-    torch.save(pooled, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for duplicate in (copy.deepcopy(pooled), pickle.loads(pickle.dumps(pooled)), loaded):
+    for duplicate in (copy.deepcopy(pooled), pickle.loads(pickle.dumps(pooled)), saved_and_loaded(pooled)):
         assert type(duplicate) is type(pooled)
         assert torch.equal(duplicate(x), pooled(x))
         duplicate.reset_classifier(4)
@@ -108,7 +100,7 @@ def test_copies_go_on_as_it_does(per_class: bool) -> None:
 
 @torch.no_grad()
 def test_whole_graphs() -> None:
-    """Without a break in torch.compile, and as torch.fx follows it."""
+    """The model compiles without a graph break, and torch.fx traces it."""
     pooled, x = pooled_cnn(per_class=True), _images()
     compiled = torch.compile(pooled, backend="eager", fullgraph=True)
     assert_same(compiled(x), pooled(x))
@@ -207,20 +199,21 @@ def test_of_a_vgg() -> None:
         pooled.reset_classifier(4, "avg")
         assert torch.equal(pooled(x), pooled.head.fc(features.mean((2, 3))))
     assert vgg.head_hidden_size == 4096
-    without: Any = add_attention_pool(timm.create_model("vgg11", num_classes=0, mlp_ratio=0.01))
-    assert without(x).shape == (2, 512)
+    headless: Any = add_attention_pool(timm.create_model("vgg11", num_classes=0, mlp_ratio=0.01))
+    assert headless(x).shape == (2, 512)
 
 
 @torch.no_grad()
-def test_of_a_model_of_ones_own() -> None:
-    mine, x = Plain(), torch.randn(2, 3, 48, 80)
-    pooled: Any = add_attention_pool(mine)
+def test_of_a_model_outside_timm() -> None:
+    model = Plain()
+    x = torch.randn(2, 3, 48, 80)
+    pooled: Any = add_attention_pool(model)
     assert type(pooled) is Plain
-    assert torch.equal(pooled(x), mine.classifier(pooled.pool.attention(mine.trunk(x))))
-    nothing_else = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    assert add_attention_pool(nothing_else)(x).shape == (2, 3)
+    assert torch.equal(pooled(x), model.classifier(pooled.pool.attention(model.trunk(x))))
+    only_a_pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert add_attention_pool(only_a_pool)(x).shape == (2, 3)
     with pytest.raises(ValueError, match=r"Plain does not say which layer is its classifier: no get_classifier\(\)"):
-        add_attention_pool(mine, per_class=True)
+        add_attention_pool(model, per_class=True)
 
 
 # Specialized
@@ -232,9 +225,9 @@ def test_specialized_as_made_per_class() -> None:
     before = snapshot(pooled)
     special: Any = specialize(pooled)
     assert snapshot(pooled) == before
-    made = pooled_cnn(per_class=True)
-    made.load_state_dict(special.state_dict())
-    assert torch.equal(made(x), special(x))
+    expected = pooled_cnn(per_class=True)
+    expected.load_state_dict(special.state_dict())
+    assert torch.equal(expected(x), special(x))
     assert isinstance(special.global_pool.attention.block.attn, PatchAttention)
     tokens = special.forward_head(special.forward_features(x), pre_logits=True)
     assert_same(tokens, tokens[:, :1].expand_as(tokens))

@@ -11,20 +11,16 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tcnn_model import AttentionPool2d
 from tcnn_model.pooling.attention_pool import ClassScores, PatchAttention
-from tests.tcnn_model.helpers import assert_same, random, relative_error
+from tests.tcnn_model.helpers import assert_same, disturb, random, relative_error
 
 pytestmark = pytest.mark.numerical
 
 D, H, W, B, K = 11, 3, 5, 2, 7
 
 
-@torch.no_grad()
-def disturbed(pool: nn.Module, seed: int = 0) -> Any:
-    """In float64, with no parameter zero, one or tiny: fresh LayerScales would hide the block."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in pool.double().parameters():
-        parameter += 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return pool
+def disturbed(pool: nn.Module) -> Any:
+    """Return the pool in float64, with no parameter zero, one or tiny: fresh LayerScales would hide the block."""
+    return disturb(pool.double(), scale=0.5)
 
 
 def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
@@ -33,16 +29,19 @@ def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     return (x - x.mean()) / ((deviation**2 + 1e-6) ** 0.5) * norm.weight + norm.bias
 
 
-def slow(pool: Any, features: Tensor, own: Tensor | None) -> Tensor:
-    """One token's features, shape (d,), from a map (d, H, W): the paper's Fig. 3, a pixel at a time.
+def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
+    """Pool a map (d, H, W) into the features (d,) of a token: the paper's Fig. 3, a pixel at a time.
 
     Args:
-        own: the token, where it is among the keys; pool.cls_token's first otherwise.
+        pool: Pool with the weights.
+        features: Feature map.
+        token: Token of a class, which is not among the keys; None for the single token, which is.
     """
     block, attention = pool.block, pool.block.attn
-    token = pool.cls_token[0, 0] if own is None else own
+    single = token is None
+    token = pool.cls_token[0, 0] if token is None else token
     pixels = [features[:, y, x] for y in range(features.shape[1]) for x in range(features.shape[2])]
-    keys = pixels if own is not None else [token, *pixels]
+    keys = [token, *pixels] if single else pixels
     normed = [_norm(key, block.norm1) for key in keys]
     query = attention.q.weight @ _norm(token, block.norm1) + attention.q.bias
     scores = [query @ (attention.k.weight @ key + attention.k.bias) / len(token) ** 0.5 for key in normed]
@@ -59,24 +58,25 @@ def slow(pool: Any, features: Tensor, own: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def test_pooling_is_the_papers() -> None:
-    single, several, x = disturbed(AttentionPool2d(D)), disturbed(AttentionPool2d(D, K)), random(B, D, H, W)
+    x = random(B, D, H, W)
+    single = disturbed(AttentionPool2d(D))
     assert_same(single(x), torch.stack([slow(single, image, None) for image in x]))
-    expected = [torch.stack([slow(several, image, token) for token in several.cls_token[0]]) for image in x]
-    assert_same(several(x), torch.stack(expected))
+    per_class = disturbed(AttentionPool2d(D, K))
+    expected = [torch.stack([slow(per_class, image, token) for token in per_class.cls_token[0]]) for image in x]
+    assert_same(per_class(x), torch.stack(expected))
 
 
 @torch.no_grad()
-def test_the_block_is_timms() -> None:
+def test_block_is_that_of_timm() -> None:
     pool, x = AttentionPool2d(D), random(B, D, H, W, dtype=torch.float32)
     norm = partial(nn.LayerNorm, eps=1e-6)
-    theirs = LayerScaleBlockClassAttn(D, 1, mlp_ratio=3, qkv_bias=True, norm_layer=norm)
-    for parameter in pool.parameters():
-        parameter += 0.3 * torch.randn_like(parameter)
+    block = LayerScaleBlockClassAttn(D, 1, mlp_ratio=3, qkv_bias=True, norm_layer=norm)
+    disturb(pool)
     assert set(pool.state_dict()) == {"cls_token", "norm.weight", "norm.bias"} | {
-        f"block.{name}" for name in theirs.state_dict()
+        f"block.{name}" for name in block.state_dict()
     }
-    theirs.load_state_dict(pool.block.state_dict())
-    tokens = theirs(x.flatten(2).transpose(1, 2), pool.cls_token.expand(B, -1, -1))[:, 0]
+    block.load_state_dict(pool.block.state_dict())
+    tokens = block(x.flatten(2).transpose(1, 2), pool.cls_token.expand(B, -1, -1))[:, 0]
     assert_same(pool(x), pool.norm(tokens))
 
 
@@ -103,7 +103,7 @@ def test_dropout_is_of_training_only(fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @torch.no_grad()
-def test_several_heads(fused: bool) -> None:
+def test_multiple_heads(fused: bool) -> None:
     attention, x = PatchAttention(12, 3, tokens=2).double(), random(B, 2 + 5, 12)
     attention.fused_attn = fused
     parts = []
@@ -152,23 +152,24 @@ def test_scores_of_other_classifiers() -> None:
     [nn.Conv2d(3, 5, 3), nn.Conv2d(4, 4, 1, groups=2), nn.Identity(), weight_norm(nn.Linear(3, 5))],
     ids=["3 x 3", "grouped", "none", "computed"],
 )
-def test_no_scores_of_what_is_no_classifier(layer: nn.Module) -> None:
+def test_no_scores_of_other_layers(layer: nn.Module) -> None:
     with pytest.raises(ValueError, match="expected a classifier that is a Linear or a 1 x 1 convolution, got"):
         ClassScores.of(layer)
 
 
 @torch.no_grad()
-def test_specialized_by_exactly_so_much() -> None:
-    """The token leaves its own keys: what it gathers moves away from its own value, by w0 / (1 - w0)."""
+def test_change_of_the_output_when_specialized() -> None:
+    """The token is no longer among its keys: the output of attention moves away from its value, by w0 / (1 - w0)."""
     pool, x = disturbed(AttentionPool2d(D)), random(B, D, H, W)
     block, attention = pool.block, pool.block.attn
     token = pool.cls_token.expand(B, -1, -1)
     u = block.norm1(torch.cat([token, x.flatten(2).transpose(1, 2)], 1))
     weights = (attention.q(u[:, :1]) @ attention.k(u).transpose(1, 2) / D**0.5).softmax(-1)
-    own, values = weights[..., :1], attention.v(u)
-    assert own.min() > 1e-3, "the token should matter"
+    share = weights[..., :1]
+    values = attention.v(u)
+    assert share.min() > 1e-3, "the token should matter"
     gathered = weights @ values
-    moved = gathered + (gathered - values[:, :1]) * own / (1 - own)
+    moved = gathered + (gathered - values[:, :1]) * share / (1 - share)
     expected = token + block.gamma_1 * attention.proj(moved)
     expected = pool.norm(expected + block.gamma_2 * block.mlp(block.norm2(expected)))
     single = pool(x)
@@ -177,7 +178,7 @@ def test_specialized_by_exactly_so_much() -> None:
     assert relative_error(pool(x)[:, 0], single) > 1e-3
 
 
-def test_specialized_with_the_very_weights() -> None:
+def test_specialized_pool_shares_the_weights() -> None:
     pool = AttentionPool2d(D, attn_drop=0.3).eval()
     before = dict(pool.named_parameters())
     pool.block.attn.fused_attn = False
@@ -196,12 +197,13 @@ def test_errors() -> None:
     for arguments in ((0,), (5, 0), (-1, 3)):
         with pytest.raises(ValueError, match="expected at least one channel and one class, got"):
             AttentionPool2d(*arguments)
-    single, several = AttentionPool2d(D), AttentionPool2d(D, K)
+    single = AttentionPool2d(D)
+    per_class = AttentionPool2d(D, K)
     with pytest.raises(ValueError, match="a single token serves any number of classes"):
         single.reset_tokens(3)
     with pytest.raises(ValueError, match=f"a token for each of {K} classes already"):
-        several.specialize(3)
-    for call in (single.specialize, several.reset_tokens):
+        per_class.specialize(3)
+    for call in (single.specialize, per_class.reset_tokens):
         with pytest.raises(ValueError, match="expected at least one class, got 0"):
             call(0)
-    assert several(torch.zeros(1, D, H, W)).shape == (1, K, D)
+    assert per_class(torch.zeros(1, D, H, W)).shape == (1, K, D)

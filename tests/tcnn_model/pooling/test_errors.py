@@ -1,6 +1,6 @@
-"""What add_attention_pool and specialize refuse: a message that says why, and a model that is as it was."""
+"""Errors of add_attention_pool and specialize: a message with the reason, and a model that is as it was."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,19 +9,10 @@ from torch import nn
 from torch.nn.utils import prune
 
 from tcnn_model import add_attention_pool, specialize
-from tests.tcnn_model.helpers import on_meta, randomise_norms, snapshot
+from tests.tcnn_model.helpers import assert_refused, on_meta, randomise_norms
 from tests.tcnn_model.tiny_models import CLASSES, POOL_SIZE, Plain, pooled_cnn, tiny_cnn
 
-
-def _refused(
-    model: nn.Module, message: str, call: Callable[..., nn.Module] = add_attention_pool, **options: Any
-) -> None:
-    """In place, where more could be left half-done."""
-    before, kind = snapshot(model), type(model)
-    with pytest.raises(ValueError, match=message):
-        call(model, **{"inplace": True, **options})
-    assert snapshot(model) == before
-    assert type(model) is kind
+_refused = partial(assert_refused, add_attention_pool)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +36,9 @@ def test_other_refusals() -> None:
     cnn = tiny_cnn()
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got str 'resnet18'"):
         add_attention_pool("resnet18")  # type: ignore[arg-type]
-    without: Any = tiny_cnn()
-    without.reset_classifier(0)
-    _refused(without, "tokens for each class need classes, and num_classes is 0", per_class=True)
+    headless: Any = tiny_cnn()
+    headless.reset_classifier(0)
+    _refused(headless, "tokens for each class need classes, and num_classes is 0", per_class=True)
     _refused(pooled_cnn(), "ResNet pools by attention already: global_pool.attention")
     _refused(cnn, "could not run ResNet on an image of 3 x 64 x 64", input_size=(3, 64, 64))
 
@@ -88,12 +79,13 @@ def test_not_the_pool_of_an_earlier_layer() -> None:
     _refused(Squeezed(), "no module of Squeezed pools its last feature map")
 
 
-def test_what_cannot_be_specialized() -> None:
-    _refused(tiny_cnn(), "expected a model with one AttentionPool2d, got ResNet with 0", specialize)
-    _refused(pooled_cnn(per_class=True), f"global_pool.attention has a token for each of {CLASSES} classes", specialize)
+def test_models_that_cannot_be_specialized() -> None:
+    refused = partial(assert_refused, specialize)
+    refused(tiny_cnn(), "expected a model with one AttentionPool2d, got ResNet with 0")
+    refused(pooled_cnn(per_class=True), f"global_pool.attention has a token for each of {CLASSES} classes")
     hooked = pooled_cnn()
     hooked.fc.register_forward_hook(lambda *_: None)
-    _refused(hooked, "fc carries hooks, which would be lost", specialize)
-    without = pooled_cnn()
-    without.reset_classifier(0)
-    _refused(without, "expected a classifier that is a Linear or a 1 x 1 convolution, got Identity", specialize)
+    refused(hooked, "fc carries hooks, which would be lost")
+    headless = pooled_cnn()
+    headless.reset_classifier(0)
+    refused(headless, "expected a classifier that is a Linear or a 1 x 1 convolution, got Identity")

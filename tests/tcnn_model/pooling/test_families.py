@@ -1,4 +1,4 @@
-"""Attention pooling on timm convnets of different make: a step, save and load, export, and timm's methods."""
+"""Attention pooling on timm convnets of different families: a training step, export, and timm's methods."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch import nn
 
 from tcnn_model import AttentionPool2d, add_attention_pool
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import assert_same, random
+from tests.tcnn_model.helpers import assert_same, disturb, random
 
 K = 3
-HEADS = {  # what has to take a pooled vector, or one for each class
+HEADS = {  # layers after the pool, which have to take a pooled vector, or a vector for each class
     "a Linear": "resnet18",
     "a 1 x 1 convolution": "dla34",
     "norm, Linear": "convnext_tiny",
@@ -21,7 +21,7 @@ HEADS = {  # what has to take a pooled vector, or one for each class
 
 
 def small(name: str) -> Any:
-    """A narrow relative with 3 classes, in eval mode."""
+    """Build a narrow relative with 3 classes, in eval mode."""
     return build(name, **({"head_hidden_size": 24} if name == "convnext_atto" else {}))
 
 
@@ -29,18 +29,14 @@ def _images(name: str) -> torch.Tensor:
     return random(2, 3, *((64, 96) if name == "dla34" else (80, 112)), dtype=torch.float32)
 
 
-@torch.no_grad()
-def _disturbed(model: Any) -> Any:
-    for name, parameter in model.named_parameters():
-        if "attention" in name:
-            parameter += 0.3 * torch.randn_like(parameter)
-    return model
+def _pooled(name: str, *, per_class: bool) -> Any:
+    return disturb(add_attention_pool(small(name), per_class=per_class), part="attention").eval()
 
 
 def _trains(model: Any, x: torch.Tensor) -> None:
-    """A small step lowers the loss of the same batch by about as much as the gradients, none of them missing, say.
+    """Assert that a small step lowers the loss of the same batch by about as much as the gradients predict.
 
-    The labels are the least likely classes: of the others the loss may be 0 to float32 already.
+    The labels are the least likely classes: the loss of other classes may be 0 to float32 already.
     """
     model.train()
     scores = model(x)
@@ -65,7 +61,7 @@ def _trains(model: Any, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("name", "per_class"), [*((name, True) for name in HEADS.values()), ("convnext_tiny", False)])
 def test_family(name: str, per_class: bool) -> None:
-    model = _disturbed(add_attention_pool(small(name), per_class=per_class)).eval()
+    model = _pooled(name, per_class=per_class)
     x = _images(name)
     _trains(model, x)
     with torch.no_grad():
@@ -84,17 +80,16 @@ def test_family(name: str, per_class: bool) -> None:
 
 
 def test_export() -> None:
-    model, x = _disturbed(add_attention_pool(small("resnet18"), per_class=True)).eval(), _images("resnet18")
+    model, x = _pooled("resnet18", per_class=True), _images("resnet18")
     assert_same(torch.export.export(model, (x,)).module()(x), model(x))
 
 
 @pytest.mark.parametrize("name", HEADS.values(), ids=HEADS)
 @torch.no_grad()
 def test_any_head_takes_each_token_by_itself(name: str) -> None:
-    """Per class: what the same head, with a single token in its place, gives for that class."""
-    cnn = small(name)
-    model, x = _disturbed(add_attention_pool(cnn, per_class=True)).double(), _images(name).double()
-    cnn.double()
+    """Scores of a class are those of the same head with that class's token in place of the pool."""
+    cnn = small(name).double()
+    model, x = _pooled(name, per_class=True).double(), _images(name).double()
     pool = next(module for module in model.modules() if hasattr(module, "replaced"))
     tokens = pool.attention(model.forward_features(x))
     assert tokens.shape[:2] == (2, K)

@@ -13,11 +13,12 @@ import torch.distributed.fsdp
 import torch.distributed.tensor  # by this process, for those that it forks
 import xarray as xr
 
-from tcnn_model.training import loop
+from tcnn_model.training import command, loop
 from tcnn_model.training.config import Config
 from tcnn_model.training.data import Images
 from tcnn_model.training.distributed import Ranks
-from tests.tcnn_model.training.runs import config, finish, fork, last_checkpoint
+from tcnn_model.training.evaluation import evaluate
+from tests.tcnn_model.training.runs import assert_same_weights, config, finish, fork, last_checkpoint
 
 # Layer norms only: batch norms would see other batches. 27 images to validate on: 14 and 13.
 PLAIN: dict[str, Any] = {"model": "deit_tiny_patch16_224", "limit": 27, "epochs": 2, "lr": 1e-3, "random_erasing": 0.5}
@@ -73,6 +74,33 @@ def test_two_processes_are_one(distribute: str, one: tuple[dict[str, Any], Path]
     assert recorded.images.values.tolist() == [[27]] * 3
     for name in alone.data_vars:
         np.testing.assert_allclose(recorded[name], alone[name], rtol=1e-5, atol=1e-5, err_msg=str(name))
+
+
+# A T-CNN has batch norms, whose running statistics differ between processes, and heads to record.
+NORMED: dict[str, Any] = {"img_size": 64, "reparameterize_at": 0, "limit": 27, "batch_size": 4, "lr": 1e-2, "ema": 0.5}
+NORMED |= {"watcher": Config.watcher}
+
+
+@pytest.mark.parametrize("distribute", ["ddp", "fsdp"])
+def test_reported_saved_and_resumed_statistics_are_the_same(distribute: str, tmp_path: Path) -> None:
+    """Reported losses are those of the saved weights alone, and a killed run goes on bit for bit."""
+    settings = config(tmp_path / "whole", **NORMED, distribute=distribute)
+    _in_two(settings)
+    whole = last_checkpoint(settings)
+    alone, images = command._prepare(settings, Ranks(0, 1, torch.device("cpu")))
+    for part, loss, accuracy in (("model", "val_loss", "top1"), ("ema", "ema_val_loss", "ema_top1")):
+        alone.model.load_state_dict(whole[part])
+        validated = evaluate(alone.model, images.validation(), progress=False)
+        reported = whole["history"][-1]
+        assert (reported[loss], reported[accuracy]) == pytest.approx(validated, rel=8 * torch.finfo(torch.float32).eps)
+
+    killed = config(tmp_path / "killed", **NORMED, distribute=distribute, checkpoint_steps=1)
+    _in_two(killed, stop=4)
+    _in_two(killed, resume=True)
+    assert_same_weights(last_checkpoint(killed), whole)
+    expected, resumed = (xr.open_zarr(Path(run.out) / "recording.zarr") for run in (settings, killed))
+    for name in expected.data_vars:
+        np.testing.assert_array_equal(resumed[name], expected[name], err_msg=str(name))
 
 
 class _Numbers:

@@ -56,7 +56,7 @@ def test_neighbour_scores_by_hand() -> None:
     embeddings, memory, labels = random(5, 7), random(11, 7, seed=1), torch.arange(11) % 3
     own = torch.arange(11) == torch.tensor([4, 0, 10, 7, 1])[:, None]
     for mask in (None, own):
-        scores = neighbour_scores(embeddings, memory, labels, 4, temperature=0.3, own=mask)
+        scores = neighbour_scores(embeddings, memory, labels, 4, temperature=0.3, itself=mask)
         for image in range(5):
             left = [n for n in range(11) if mask is None or not mask[image, n]]
             others = [(memory[n].tolist(), int(labels[n])) for n in left]

@@ -159,6 +159,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     settings = config(tmp_path, epochs=4, keep=2)
     expected = finish(settings)
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == [
+        ".lock",
         "best.pt",
         "config.toml",
         "epoch-0003.pt",

@@ -1,13 +1,17 @@
 """What is wrong with data is said, with what was found; an unreadable image is named."""
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from tcnn_model.training.command import main
+from tcnn_model.training.data import Images
+from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.sources import open_sources
 from tests.tcnn_model.training.runs import config, finish
 
@@ -55,7 +59,7 @@ def _file(root: Path) -> Path:
     ("make", "message"),
     [
         (_none, "there is no folder .*nowhere"),
-        (_above, r"expected train/ and validation/ in .*, found photos/; did you mean .*photos\?"),
+        (_above, r"expected train/ and val/ in .*, found photos/; did you mean .*photos\?"),
         (_one_class, "expected a folder for each class, two or more, in .*train, found cat/"),
         (_deeper, "expected images in .*cat, found only folders, images/: there is one level too many"),
         (_others, r"different classes, 2 and 2: only in training \['dog'\], only in validation \['horse'\]"),
@@ -116,6 +120,71 @@ def test_unreadable_images_are_named_and_skipped(tmp_path: Path, capsys: pytest.
     assert done["history"][0]["top1"] in [n / 15 for n in range(16)]  # of 15 images, not 16
 
 
+class _Broken:
+    """Images of which some cannot be read, as decoders fail: with errors of many kinds."""
+
+    classes = ("a", "b")
+    errors = (Image.DecompressionBombError("too large"), RuntimeError("avif"), AttributeError("None"), OSError("cut"))
+
+    def __init__(self, broken: set[int]) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 24
+
+    def read(self, index: int) -> tuple[int, int]:
+        if index in self.broken:
+            raise self.errors[index % 4]
+        return index, index % 2
+
+    def name(self, index: int) -> str:
+        return f"image {index}"
+
+
+def _batches(broken: set[int], rank: int, tmp_path: Path) -> tuple[Images, list[list[int]]]:
+    settings = config(tmp_path, batch_size=4, limit=None, max_unreadable=0.5)
+    sources = (_Broken(broken), _Broken(broken))
+    images = Images(*sources, (torch.tensor, torch.tensor), settings, Ranks(rank, 2, torch.device("cpu")))  # type: ignore[arg-type]
+    images.begin(1)
+    return images, [numbers.tolist() for numbers, _ in images.training(0)]
+
+
+@pytest.mark.filterwarnings("ignore:skipped image")
+def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> None:
+    """Every image of one process's second batch: the next images take their places, also after a resume."""
+    batch = set(_batches(set(), 1, tmp_path)[1][1])
+    broken = batch | {(number + 1) % 24 for number in batch}
+    images, numbers = _batches(broken, 1, tmp_path)
+    _, others = _batches(broken, 0, tmp_path)
+    assert [len(part) for part in numbers] == [len(part) for part in others] == [4, 4, 4]
+    assert not broken & {number for part in numbers + others for number in part}
+    assert [part.tolist() for part, _ in images.training(1)] == numbers[1:]
+    reasons = {name: reason.partition(":")[0] for name, reason in images.unreadable.items()}
+    assert {f"image {number}" for number in batch} <= reasons.keys() <= {f"image {number}" for number in broken}
+    for name, reason in reasons.items():
+        assert reason == type(_Broken.errors[int(name.split()[1]) % 4]).__name__
+    validated = [number for part, _ in images.validation() for number in part.tolist()]
+    assert validated == [number for number in range(1, 24, 2) if number not in broken]
+
+
+def test_unreadable_images_in_a_row_end_the_run(tmp_path: Path) -> None:
+    with (
+        pytest.warns(RuntimeWarning, match="skipped"),
+        pytest.raises(OSError, match=r"2[01] images (in a row )?cannot be read, the last one image"),
+    ):
+        _batches(set(range(24)), 0, tmp_path)
+
+
+def test_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
+    data = _folder(tmp_path)
+    (data / "train" / "cat" / "3.png").unlink()
+    os.mkfifo(data / "train" / "cat" / "3.png")
+    train, _ = open_sources(str(data), "", ("train", "validation"))
+    index = next(number for number in range(len(train)) if train.name(number).endswith("cat/3.png"))
+    with pytest.raises(OSError, match="not a regular file"):
+        train.read(index)
+
+
 def test_the_command_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resnet18", "--data", str(_above(tmp_path)), "--out", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err.startswith("tcnn-finetune: expected train/ and validation/ in")
+    assert capsys.readouterr().err.startswith("tcnn-finetune: expected train/ and val/ in")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_probe.attention import statistics
-from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.attention import Attention, SoftmaxAttention
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import QUERIES
-from tcnn_probe.attention.softmax import GivenLogits, Logits, ProductLogits, SoftmaxAttention
+from tcnn_probe.attention.reconstruction import GivenLogits, Logits, ProductLogits
 from tests.tcnn_model.helpers import LargestTensor
 
 pytestmark = pytest.mark.numerical

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tcnn_probe.evaluation import CORRUPTIONS, corrupt
-from tcnn_probe.evaluation.corrupt_images import _draws
+from tcnn_probe.evaluation.corrupt_images import _random_state
 
 KINDS = {
     "tensor": lambda x: torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255,
@@ -88,9 +88,9 @@ def test_draws_of_every_version() -> None:
 
 
 def test_corruptions_images_and_seeds_have_draws_of_their_own_and_severities_share_them() -> None:
-    some = ((0, 0), (0, 1), (1, 0), (2**32, 0), (0, 2**32))
-    drawn = {_draws(each, seed, number).random_sample() for each in CORRUPTIONS.values() for seed, number in some}
-    assert len(drawn) == 15 * len(some)
+    keys = ((0, 0), (0, 1), (1, 0), (2**32, 0), (0, 2**32))
+    draws = {_random_state(corruption, *key).random_sample() for corruption in CORRUPTIONS.values() for key in keys}
+    assert len(draws) == 15 * len(keys)
     noise = [(corrupt(GREY, "gaussian_noise", severity) - GREY) for severity in (1, 2)]
     np.testing.assert_allclose(noise[0] / 0.08, noise[1] / 0.12, atol=1e-12)
 

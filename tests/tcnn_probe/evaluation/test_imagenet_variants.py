@@ -14,7 +14,7 @@ from torch import Tensor
 from tcnn_probe import evaluation
 from tcnn_probe.evaluation import imagenet_variant
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*what is measured on it is not what is published:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*accuracies on it are not comparable with published ones:UserWarning")
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()
 GOLDFISH, SHARK, HAMMERHEAD, STINGRAY = "n01443537", "n01484850", "n01494475", "n01498041"
@@ -99,7 +99,7 @@ def test_pixels(tmp_path: Path) -> None:
     model = timm.create_model("resnet10t", num_classes=3)
     sizes = {"input_size": (3, 31, 31), "test_input_size": (3, 37, 37), "crop_pct": 0.95, "mean": (0.1, 0.2, 0.3)}
     model.pretrained_cfg = {**model.pretrained_cfg, **sizes}
-    with pytest.warns(UserWarning, match="has folders of 1 of the 1000 classes of imagenet: what is measured"):
+    with pytest.warns(UserWarning, match="has folders of 1 of the 1000 classes of imagenet: accuracies"):
         own = read(imagenet_variant("imagenet", tmp_path, model=model))[0]
     transform = timm.data.create_transform(
         (3, 37, 37), interpolation=model.pretrained_cfg["interpolation"], crop_pct=0.95, mean=(0, 0, 0), std=(1, 1, 1)

@@ -79,8 +79,13 @@ def test_two_probes_may_want_the_same_submodules() -> None:
 
     model = network()
     model[3].inplace = False  # which would overwrite what the convolution gave
+
+    class OfPart(tcnn_probe.Probe):
+        def parts(self, module: Any) -> dict[str, nn.Module]:
+            return {"2": module[2]}
+
     about = {"mean": variable()}
-    probes = [tcnn_probe.Probe(kind, about, nn.Sequential, measure=mean, parts=["2"]) for kind in ("one", "two")]
+    probes = [OfPart(kind, about, nn.Sequential, measure=mean) for kind in ("one", "two")]
     with tcnn_probe.record(model, probes=probes) as recorder, torch.no_grad():
         model(X)
         recorder.mark(epoch=0)
@@ -105,7 +110,7 @@ def test_variables_that_some_layers_or_epochs_or_forwards_have() -> None:
     with tcnn_probe.record(model, probes=probe) as recorder, torch.no_grad():
         model(X[:3]), model(X[3:])
         recorder.mark(epoch=0)
-        recorder._collector.sums["0", "own"].probe.variables["late"] = variable()
+        recorder._collector.accumulators["0", "own"].probe.variables["late"] = variable()
         late.append(True)
         model(X[3:])
         with pytest.warns(RuntimeWarning, match=r"the recording began without them: \['late'\]") as told:
@@ -141,6 +146,11 @@ def oops(*args: Any) -> Any:
     raise ZeroDivisionError("oops")
 
 
+class BadGradients(tcnn_probe.Probe):
+    def gradients(self, module: Any) -> Any:
+        return {"share": [(module.weight, oops)]}
+
+
 def bad(**functions: Callable[..., Any]) -> tcnn_probe.Probe:
     of_module = {} if "attention" in functions else {"module_type": nn.Conv2d}
     return tcnn_probe.Probe("bad", {"share": variable()}, **of_module, **functions)
@@ -150,7 +160,7 @@ BAD: dict[str, tuple[tcnn_probe.Probe, type[Exception], str]] = {
     "measure": (bad(measure=oops), ZeroDivisionError, "oops"),
     "state": (bad(state=oops), ZeroDivisionError, "oops"),
     "attention": (bad(attention=oops), ZeroDivisionError, "oops"),
-    "gradient": (bad(gradients=lambda m: {"share": [(m.weight, oops)]}), ZeroDivisionError, "oops"),
+    "gradient": (BadGradients("bad", {"share": variable()}, nn.Conv2d), ZeroDivisionError, "oops"),
     "name": (bad(attention=lambda call: {"shar": torch.zeros(2)}), ValueError, "'bad' measures 'shar', which"),
     "shape": (bad(measure=lambda call: {"share": call.output.mean((2, 3))}), ValueError, r"'image',\), got the shape"),
     "shape of state": (bad(state=lambda m: {"share": torch.zeros(1)}), ValueError, r"got the shape \(1,\)"),

@@ -60,9 +60,7 @@ def test_replacing_deletes_nothing_of_the_users(tmp_path: Path) -> None:
     assert script(path, 0) == [0]
     (path / "ckpt").mkdir()
     (path / "ckpt" / "model.pt.partial").write_text("mine")
-    with pytest.raises(
-        tcnn_probe.StoreError, match=r"more than a recording, and is not replaced: 'ckpt/model\.pt\.partial'"
-    ):
+    with pytest.raises(tcnn_probe.StoreError, match=r"more than a recording, and is not replaced: 'ckpt"):
         script(path, 0, mode="w")
     assert (path / "ckpt" / "model.pt.partial").read_text() == "mine"
     assert xr.open_zarr(path).epoch.values.tolist() == [0]

@@ -15,8 +15,8 @@ import xarray as xr
 
 import tcnn_probe
 from tcnn_probe.command_line import main
-from tcnn_probe.reporting.maps import Choice, choose
-from tcnn_probe.reporting.recordings import read
+from tcnn_probe.reporting.maps import Choice, choose_maps
+from tcnn_probe.reporting.recordings import read_run
 from tests.tcnn_probe.reporting.made import NAUGHTY, held, recording
 
 
@@ -109,6 +109,13 @@ def test_what_is_missing_is_said(page: str) -> None:
         assert said in words
 
 
+def test_variables_without_a_value_are_named() -> None:
+    run = recording({"a": 3}, [1, 2])
+    run["heads"]["gate"][:] = np.nan
+    run["top1"][:] = np.nan
+    assert "no value at any epoch: gate, top1" in tcnn_probe.report(run).html
+
+
 def test_maps_are_thinned_and_said_to_be() -> None:
     run = recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37))
     whole = tcnn_probe.report(run)
@@ -126,13 +133,13 @@ def test_maps_are_thinned_and_said_to_be() -> None:
 
 
 def test_images_are_left_out_last() -> None:
-    run = read(recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37)))
+    run = read_run(recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37)))
     one = 4 / 3 * 2 * 5 * (31 * 37 + 4)  # bytes of the maps of one image at one epoch
-    assert choose(run, 40 * 2 * one) == Choice(list(range(40)), 2, 2)
-    assert choose(run, 2 * one) == Choice([39], 2, 2)
-    assert choose(run, 2 * one - 1) == Choice([39], 1, 2)
-    assert choose(run, one - 1) == Choice([], 0, 2)
-    assert choose(read(recording({"a": 3}, [1], grid=None)), 0) == Choice([], 0, 0)
+    assert choose_maps(run, 40 * 2 * one) == Choice(list(range(40)), 2, 2)
+    assert choose_maps(run, 2 * one) == Choice([39], 2, 2)
+    assert choose_maps(run, 2 * one - 1) == Choice([39], 1, 2)
+    assert choose_maps(run, one - 1) == Choice([], 0, 2)
+    assert choose_maps(read_run(recording({"a": 3}, [1], grid=None)), 0) == Choice([], 0, 0)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tcnn_probe.recording.checks import check_resumed
+from tcnn_probe.recording.epoch import check_resumed
 from tcnn_probe.storage import EpochStore, StoreError, open_recording, repack
 from tests.tcnn_probe.storage.tables import GROUPS, add, assert_holds, contents, create, values
 

@@ -55,7 +55,7 @@ def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str) -> None:
                 add(store, 1, 9, top1=9.0, fresh=9.0)
                 break
             except Crash:
-                landed = done[-1].startswith("fsync")  # after the root: there, but not announced
+                landed = f"replace {target}/zarr.json" in done[:-1]  # there, but not announced
         assert store.marks == (0,)
         killed = create(place(kind, tmp_path / f"{number} killed", target))
         assert killed.marks == ((0, 1) if landed else (0,))
@@ -187,7 +187,7 @@ def test_full_disk(tmp_path: Path, on: str) -> None:
 
 def test_leftovers_of_a_crashed_mark_are_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scalar that comes again in a later chunk; a map that is all NaN; half a file of a killed process."""
-    monkeypatch.setattr("tcnn_probe.storage.chunks._MARKS_PER_CHUNK", (1, 3))
+    monkeypatch.setattr("tcnn_probe.storage.chunks.MARKS_PER_CHUNK", (1, 3))
     path = tmp_path / "run.zarr"
     store = create(path)
     add(store, 0)
@@ -230,16 +230,16 @@ def test_interrupt_from_the_keyboard(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs in the background
     store = create(tmp_path / "run.zarr")
     add(store, 0)
-    original: Callable[..., None] = module.DurableStore._put
+    original: Callable[..., None] = module.Folder._write
 
-    def slowly(self: module.DurableStore, key: str, data: bytes) -> None:
-        if key == slow:
+    def slowly(self: module.Folder, path: Path, data: bytes) -> None:
+        if path == tmp_path / "run.zarr" / slow:
             threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
             time.sleep(0.4)
-        original(self, key, data)
+        original(self, path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.DurableStore, "_put", slowly)
+        patch.setattr(module.Folder, "_write", slowly)
         with pytest.raises(KeyboardInterrupt):
             add(store, 1, 9)
     signal.signal(signal.SIGINT, before)

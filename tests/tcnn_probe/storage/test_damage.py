@@ -46,6 +46,39 @@ def test_every_flipped_byte_of_every_chunk_is_noticed(path: Path, tmp_path: Path
     assert_holds(path, [0, 1, 2])
 
 
+def mark(path: Path) -> None:
+    store = create(path)
+    try:
+        add(store, 2)
+    finally:
+        store.close()
+
+
+def load(path: Path) -> None:
+    for node in open_recording(path).subtree:
+        node.to_dataset().load()
+
+
+def test_every_chunk_that_is_empty_or_not_there_is_noticed(path: Path, tmp_path: Path) -> None:
+    """It would be read as NaN, and added to, and copied."""
+    files = [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"]
+    assert len(files) > 18
+    for file in files:
+        name, data = str(file.relative_to(path)).split("/c/")[0], file.read_bytes()
+        uses = [load, lambda path: repack(path, tmp_path / "packed.zarr")]
+        if name in ("gate", "top1", "layer_scale/scale", "epoch"):
+            uses.append(mark)
+        for damage in (file.unlink, lambda file=file: file.write_bytes(b"")):
+            damage()
+            for use in uses:
+                with pytest.raises(StoreError, match="empty or not there"):
+                    use(path)
+            assert not (tmp_path / "packed.zarr").exists()
+            file.write_bytes(data)
+    add(create(path), 2)
+    assert_holds(path, [0, 1, 2])
+
+
 def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
         yield (*at, key)

@@ -22,7 +22,7 @@ def test_chunks_are_of_a_bounded_size() -> None:
 
 @pytest.mark.parametrize("target", ["memory", "directory"])
 def test_marks_in_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
-    monkeypatch.setattr("tcnn_probe.storage.chunks._MARKS_PER_CHUNK", (1, 4))
+    monkeypatch.setattr("tcnn_probe.storage.chunks.MARKS_PER_CHUNK", (1, 4))
     path = Remote() if target == "memory" else tmp_path / "run.zarr"
     store = create(path)
     for mark in range(9):

@@ -154,3 +154,31 @@ def test_store_that_vanished(tmp_path: Path, instead: str, resumed: bool) -> Non
     with pytest.raises(StoreError, match=r"deleted or moved|another recorder writes to|something else"):
         add(store, 1)
     assert contents(tmp_path) == before
+
+
+def test_stale_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that a group may write, its file can be read and deleted; while its process lives it is refused."""
+    recording(path := tmp_path / "run.zarr")
+    (path / LOCK).write_text("process 1 since 2026")
+    inode, open_as_owner = (path / LOCK).stat().st_ino, os.open
+
+    def open_as_other(file: object, flags: int, *mode: int) -> int:
+        if (
+            file == path / LOCK
+            and flags & os.O_RDWR
+            and (path / LOCK).exists()
+            and (path / LOCK).stat().st_ino == inode
+        ):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_as_owner(file, flags, *mode)
+
+    monkeypatch.setattr(os, "open", open_as_other)
+    with (path / LOCK).open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(StoreError, match=r"run\.zarr is being written by process 1 since 2026"):
+            create(path).hold()
+    store = create(path)
+    add(store, 1)
+    assert (path / LOCK).read_text().startswith(f"process {os.getpid()} ")
+    store.close()
+    assert_holds(path, [0, 1])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zarr
 from zarr.buffer import default_buffer_prototype
-from zarr.storage import LocalStore, MemoryStore
+from zarr.storage import LocalStore, MemoryStore, ZipStore
 
 from tcnn_probe.schema import Group, Variable, difference
 from tcnn_probe.storage import EpochStore, StoreError, open_recording, repack
@@ -197,6 +197,29 @@ def test_targets_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(StoreError, match=message):
             EpochStore(target)
     assert EpochStore(tmp_path / "c" / "run.zarr").marks == ()
+
+
+def test_mount_points_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that the first mark has filled cannot take the place of one where a disk is mounted."""
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path)
+    with pytest.raises(StoreError, match="is where a disk is mounted: choose a path inside it"):
+        EpochStore(tmp_path)
+    add(create(tmp_path / "run.zarr"), 0)
+    assert_holds(tmp_path / "run.zarr", [0])
+
+
+def test_zip_files(tmp_path: Path) -> None:
+    """Opened or not; a file that is none."""
+    recording(tmp_path / "run.zarr")
+    with ZipStore(tmp_path / "run.zip", mode="w") as packed:
+        repack(tmp_path / "run.zarr", packed)
+    for store in (ZipStore(tmp_path / "run.zip"), ZipStore(tmp_path / "run.zip")):
+        for _ in range(2):
+            assert open_recording(store)["heads"].gate.sizes["epoch"] == 1
+    (tmp_path / "notes.zip").write_text("precious")
+    for name in ("notes.zip", "nothing.zip"):
+        with pytest.raises(StoreError, match=f"{name} cannot be opened"):
+            open_recording(ZipStore(tmp_path / name))
 
 
 def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:

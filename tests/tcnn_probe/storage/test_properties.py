@@ -25,7 +25,7 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("tcnn_probe.storage.chunks._MARKS_PER_CHUNK", (1, 3))
+        self.patch.setattr("tcnn_probe.storage.chunks.MARKS_PER_CHUNK", (1, 3))
         self.seeds: dict[Any, int] = {}
         self.scalars: dict[str, dict[Any, float]] = {}
         self.count = 0

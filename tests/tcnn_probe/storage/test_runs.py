@@ -115,6 +115,18 @@ def test_what_differs_is_a_coordinate_and_what_is_absent_is_said(three: list[Pat
     assert layers == {"a": {"kind": "gpsa", "heads": 3}, "b": {"kind": "gpsa"}, "c": {"kind": "gpsa", "heads": 2}}
 
 
+def test_attributes_with_the_name_of_a_group(tmp_path: Path) -> None:
+    """A coordinate and a group cannot have the same name."""
+    about = [{"heads": run, "maps": run, "run": run, "epoch": run, "gate": run} for run in range(2)]
+    paths = [_record(tmp_path / f"{run}.zarr", ["a"], 3, range(2), about[run]) for run in range(2)]
+    tree = open(paths)
+    assert {*tree.groups} == {"/", "/heads", "/maps", f"/{MAPS}"}
+    for group in (tree, tree["heads"], tree[MAPS]):
+        for name in ("run_heads", "run_maps", "run_run", "run_epoch"):
+            assert group[name].values.tolist() == [0, 1]
+    assert tree["heads"].run_gate.values.tolist() == tree.gate.values.tolist() == [0, 1]
+
+
 def test_names_of_runs(three: list[Path]) -> None:
     assert open({"one": three[0], "two": three[0]}).run.values.tolist() == ["one", "two"]
     assert open([three[0]]).run.values.tolist() == ["recording"]

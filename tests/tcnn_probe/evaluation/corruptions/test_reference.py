@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tcnn_probe.evaluation import CORRUPTIONS, corrupt
-from tcnn_probe.evaluation.corrupt_images import _draws
+from tcnn_probe.evaluation.corrupt_images import _random_state
 
 # Largest difference in levels of 256. Where it is 1 the reference rounds to whole levels on the way, and ours does not.
 DIFFERENCE = dict.fromkeys(CORRUPTIONS, 1e-3) | {"glass_blur": 1.0, "snow": 1.0, "pixelate": 1.001}
@@ -47,7 +47,7 @@ def test_same_as_the_reference(
 def test_whole_images_at_the_published_size(name: str, reference: Any, image: NDArray[Any]) -> None:
     """What corrupt() adds: random numbers, the scale, rounding to uint8."""
     large = np.asarray(Image.fromarray(image).resize((227, 224), Image.Resampling.BICUBIC))
-    draws = _draws(CORRUPTIONS[name], 3, 7)
+    draws = _random_state(CORRUPTIONS[name], 3, 7)
     ours = corrupt(large, name, 2, seed=3, first=7)
     theirs = damaged(reference, name, large, 2, draws)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.502 + DIFFERENCE[name])

@@ -1,0 +1,115 @@
+"""Models of timm with the weights of a file: for another size of images, for other classes, of a T-CNN, of Grafit."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.layers import resample_abs_pos_embed
+from timm.models import get_pretrained_cfg, load_state_dict
+from timm.models.cait import Cait
+from torch import Tensor
+
+from tcnn_model.conversion.reparameterize import reparameterize
+from tcnn_model.gpsa.layer import gpsa_layers
+from tcnn_model.pooling.add import add_attention_pool
+
+__all__ = ["create_from_weights", "create_of_size"]
+
+State = dict[str, Tensor]
+
+
+def create_of_size(name: str, img_size: int | None, **options: Any) -> Any:
+    """Create a model of timm for a size of images: transformers have such an option, and convnets take any size."""
+    if img_size is not None:
+        try:
+            return timm.create_model(name, img_size=img_size, **options)
+        except TypeError:
+            pass
+    return timm.create_model(name, **options)
+
+
+def create_from_weights(
+    name: str,
+    path: str,
+    num_classes: int,
+    *,
+    img_size: int | None = None,
+    **options: Any,
+) -> Any:
+    """Create a model of timm with all weights of a file. A classifier for other classes is replaced by a new one.
+
+    The model is made with the classes of the file, so that no weight can be left out in silence, and gets its own
+    classifier afterwards. It becomes a T-CNN, or pools by attention, if the weights are of such a model. Position
+    embeddings are resized. Of a Grafit network the trunk is taken.
+
+    Args:
+        name: timm's name of the model.
+        path: Checkpoint of torch, with or without a moving average of the weights, or of safetensors.
+        num_classes: Outputs of the model.
+        img_size: Height and width of images.
+        options: Further options of ``timm.create_model``.
+
+    Raises:
+        ValueError: There is no such file, it holds more than weights, or these are not all for this model.
+    """
+    state = _read_weights(path)
+    classes = _count_classes(name, state)
+    try:
+        model = create_of_size(name, img_size, num_classes=classes, **options)
+        size = (3, img_size, img_size) if img_size else None
+        tokens = next((value for key, value in state.items() if key.endswith("attention.cls_token")), None)
+        if tokens is not None:
+            model = add_attention_pool(model, per_class=tokens.shape[1] > 1, input_size=size, inplace=True)
+        gated = any(key.endswith(".raw_locality") for key in state)
+        if gated and not gpsa_layers(model):
+            model = reparameterize(model, input_size=size, inplace=True)
+        if isinstance(model, Cait):  # timm resizes the position embeddings of its other transformers
+            state = {**state, "pos_embed": _resized(state["pos_embed"], model)}
+        if gated or tokens is not None or _shapes(state) == _shapes(model.state_dict()):
+            model.load_state_dict(state)
+        else:
+            overlay = {"state_dict": state, "num_classes": classes, "label_offset": 0}
+            model = create_of_size(
+                name, img_size, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=classes, **options
+            )
+            # Otherwise timm keeps all weights in there, and copies them with the model.
+            model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "state_dict": None}
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise ValueError(f"weights: those in {path} are not for {name}: {error}") from error
+    if classes != num_classes:
+        model.reset_classifier(num_classes)
+    return model
+
+
+def _read_weights(path: str) -> State:
+    if not Path(path).is_file():
+        raise ValueError(f"weights: there is no file {path}")
+    try:
+        # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
+        state: State = load_state_dict(path, weights_only=True)
+    except Exception as error:  # torch and safetensors raise many kinds for damaged files
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"weights: {path} is damaged, or holds more than weights: {reason}") from error
+    if {"memory", "predictor.0.weight"} <= state.keys():
+        return {name.removeprefix("trunk."): value for name, value in state.items() if name.startswith("trunk.")}
+    return state
+
+
+def _count_classes(name: str, state: Mapping[str, Tensor]) -> int:
+    """Count the outputs of the classifier in the weights; 0 if there is none."""
+    classifier = getattr(get_pretrained_cfg(name), "classifier", None) or "head"
+    layer = classifier if isinstance(classifier, str) else classifier[0]
+    if f"{layer}.weight" in state:
+        return len(state[f"{layer}.weight"])
+    # The published PatchConvNets with a token for each class have a classifier for each.
+    return sum(re.fullmatch(rf"{re.escape(layer)}\.\d+\.weight", key) is not None for key in state)
+
+
+def _resized(positions: Tensor, model: Cait) -> Tensor:
+    return resample_abs_pos_embed(positions, list(model.patch_embed.grid_size), num_prefix_tokens=0)
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items()}

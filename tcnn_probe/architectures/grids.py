@@ -1,0 +1,60 @@
+"""Grids of tokens that a layer knows by itself, and windows that it cuts from the grid of an image."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["TokenGrid", "Windows"]
+
+
+class TokenGrid(NamedTuple):
+    """Rows and columns of tokens, with their positions in cells of the finer grid of queries and keys.
+
+    Args:
+        height, width: Number of rows and columns.
+        spacing: Distance from one row to the next, and from one column to the next.
+        origin: Position of the first row and of the first column.
+    """
+
+    height: int
+    width: int
+    spacing: tuple[float, float] = (1.0, 1.0)
+    origin: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of an image's grid, in the order in which a layer cuts them.
+
+    Args:
+        grid: Rows and columns of the image's grid.
+        window: Rows and columns of each window.
+        shift: Rows and columns by which the grid is rolled up and to the left before it is cut.
+        padded_first: Whether the grid is filled up to whole windows before it is rolled, not afterwards.
+        spread: Whether each window holds every n-th row and column of the grid, rather than neighbours.
+    """
+
+    grid: tuple[int, int]
+    window: tuple[int, int]
+    shift: tuple[int, int] = (0, 0)
+    padded_first: bool = False
+    spread: bool = False
+
+    def cells(self) -> Tensor:
+        """Return the row-major cell of each token of each window, shape (windows, tokens); -1 for padding."""
+        (rows, columns), (high, wide) = self.grid, self.window
+        cells = torch.arange(rows * columns).view(rows, columns)
+        padding = (0, -columns % wide, 0, -rows % high)
+        if self.padded_first:
+            cells = F.pad(cells, padding, value=-1)
+        cells = cells.roll((-self.shift[0], -self.shift[1]), (0, 1))
+        if not self.padded_first:
+            cells = F.pad(cells, padding, value=-1)
+        if self.spread:
+            cut = cells.unflatten(0, (high, -1)).unflatten(2, (wide, -1)).permute(1, 3, 0, 2)
+        else:
+            cut = cells.unflatten(0, (-1, high)).unflatten(2, (-1, wide)).permute(0, 2, 1, 3)
+        return cut.flatten(2).flatten(0, 1)

@@ -1,0 +1,257 @@
+"""Records of layers of timm."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isqrt
+from typing import Any
+
+from timm.layers import to_2tuple
+
+from tcnn_probe.architectures.grids import TokenGrid, Windows
+from tcnn_probe.architectures.record import HeadParameters, LayerRecord, ResidualBranch
+
+__all__ = ["TIMM_LAYERS"]
+
+# Grids that a layer knows by itself.
+
+
+def _square(side: Callable[[Any, int], int]) -> Callable[[Any, int], tuple[TokenGrid, TokenGrid]]:
+    """Give queries and keys the same square grid, whose side is a function of the layer and the number of keys."""
+
+    def grids(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
+        rows = side(layer, keys)
+        return TokenGrid(rows, rows), TokenGrid(rows, rows)
+
+    return grids
+
+
+def _halo(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
+    """Put a block of queries, which can be strided, in the middle of its window of keys."""
+    side, stride, halo = layer.block_size_ds, float(layer.block_stride), float(layer.halo_size)
+    return TokenGrid(side, side, (stride, stride), (halo, halo)), TokenGrid(layer.win_size, layer.win_size)
+
+
+def _every_second(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
+    """Put the queries on every ``stride``-th row and column of the keys."""
+    (height, width), stride = layer.resolution, layer.stride
+    spacing = float(stride), float(stride)
+    return TokenGrid(-(-height // stride), -(-width // stride), spacing), TokenGrid(height, width)
+
+
+def _padded_evenly(layer: Any) -> bool:
+    """Tell whether convolutions padded by 1 on each side make the keys, and the queries are not pooled."""
+    # With padding "same", strided windows begin at another pixel for even sizes than for odd ones.
+    pooling = getattr(layer.key, "down_conv", None)
+    return pooling is not None and tuple(pooling.padding) == (1, 1) and not layer.has_query_strides
+
+
+def _always(layer: Any) -> bool:
+    return True
+
+
+# Windows that a layer cuts.
+
+
+def _channels_last(inputs: Sequence[Any]) -> tuple[int, int]:
+    return inputs[0].shape[1], inputs[0].shape[2]
+
+
+def _channels_first(inputs: Sequence[Any]) -> tuple[int, int]:
+    return inputs[0].shape[2], inputs[0].shape[3]
+
+
+def _swin(block: Any, inputs: Sequence[Any]) -> Windows:
+    return Windows(_channels_last(inputs), to_2tuple(block.window_size), to_2tuple(block.shift_size))
+
+
+def _maxvit(grid: Callable[[Sequence[Any]], tuple[int, int]]) -> Callable[[Any, Sequence[Any]], Windows]:
+    """Cut blocks, or grids of every n-th row and column."""
+
+    def windows(block: Any, inputs: Sequence[Any]) -> Windows:
+        return Windows(grid(inputs), to_2tuple(block.partition_size), spread=not block.partition_block)
+
+    return windows
+
+
+def _davit(block: Any, inputs: Sequence[Any]) -> Windows:
+    return Windows(_channels_first(inputs), to_2tuple(block.window_size))
+
+
+def _twins(layer: Any, inputs: Sequence[Any]) -> Windows:
+    return Windows(to_2tuple(inputs[1]), to_2tuple(layer.ws))
+
+
+# Residual branches of a block.
+
+
+def _layer_scales(mixer: str = "norm1", mlp: str = "norm2") -> Sequence[ResidualBranch]:
+    """Describe a block whose LayerScale modules return whole branches."""
+    return ResidualBranch("ls1", "", mixer), ResidualBranch("ls2", "", mlp)
+
+
+def _scale_parameters(
+    mixer: str, mlp: str, *scales: str, main: str | int = "norm1", axis: int = -1
+) -> Sequence[ResidualBranch]:
+    """Describe a block that multiplies its branches by parameters."""
+    return ResidualBranch(scales[0], mixer, main, axis), ResidualBranch(scales[1], mlp, "norm2")
+
+
+def _of_cait(main: str | int = "norm1") -> Sequence[ResidualBranch]:
+    return _scale_parameters("attn", "mlp", "gamma_1", "gamma_2", main=main)
+
+
+_CONVNEXT = ResidualBranch(
+    "gamma",
+    "mlp",
+    ":shortcut",  # which also downsamples, where there is no stem for it
+    axis=lambda block: 1 if block.use_conv_mlp else -1,
+    main_axis=1,
+)
+
+# Parameters of single heads.
+
+_QKV = HeadParameters(
+    {
+        **dict.fromkeys(("q", "k", "v", "q_proj", "k_proj", "v_proj"), 1),
+        "qk": 2,
+        "kv": 2,
+        "qkv": 3,
+        **dict.fromkeys(("q_bias", "k_bias", "v_bias"), 1),
+    },
+    output="proj",
+)
+"""Rows of qkv are (3, heads, d), of kv (2, heads, d), and so on; columns of proj are (heads, d).
+
+Layers that look alike differ in this: LeViT interleaves queries, keys and values head by head, Nest the heads in each
+channel. So a class is listed here once its source was read.
+"""
+_QKV_OF_CONVIT = HeadParameters({**_QKV.rows, "pos_proj": 1, "gating_param": 1}, output="proj")
+
+_CHANNELS = "attention between channels, not between tokens"
+_CROSS_COVARIANCE = "attention between channels (cross-covariance), not between tokens"
+_BRANCHES = "attention between branches, not between tokens"
+_POOLING = "average pooling in place of attention"
+_LATENTS = "the queries are latents, which lie on no grid"
+
+_ATTENTION: Mapping[str, LayerRecord] = {
+    "timm.layers.attention.Attention": LayerRecord(head_parameters=_QKV),
+    "timm.layers.attention.AttentionRope": LayerRecord(head_parameters=_QKV),
+    # The query is a parameter of the layer, so no patch asks.
+    "timm.layers.attention_pool.AttentionPoolLatent": LayerRecord(latent_queries=_LATENTS, head_parameters=_QKV),
+    "timm.layers.attention_pool.AttentionPoolPrr": LayerRecord(latent_queries=_LATENTS),
+    "timm.layers.attention2d.MultiQueryAttention2d": LayerRecord(strided=_padded_evenly),
+    # Heads are folded into the batch before the blocks are unfolded: (batch * heads, blocks, N_query, N_key).
+    "timm.layers.halo_attn.HaloAttn": LayerRecord(heads_axis="merged", own_grids=_halo),
+    "timm.models.beit.Attention": LayerRecord(head_parameters=_QKV),
+    "timm.models.cait.ClassAttn": LayerRecord(head_parameters=_QKV),
+    "timm.models.cait.TalkingHeadAttn": LayerRecord(head_parameters=_QKV),
+    "timm.models.convit.GPSA": LayerRecord(head_parameters=_QKV_OF_CONVIT),
+    "timm.models.convit.MHSA": LayerRecord(head_parameters=_QKV),
+    "timm.models.davit.WindowAttention": LayerRecord(head_parameters=_QKV),
+    # Queries come from a strided convolution plus the pixel that it is centred at.
+    "timm.models.efficientformer_v2.Attention2dDownsample": LayerRecord(strided=_always),
+    # A loop over heads, in each of which the softmax has no axis of heads; it has num_heads all the same.
+    "timm.models.efficientvit_msra.CascadedGroupAttention": LayerRecord(heads_axis="one"),
+    "timm.models.eva.EvaAttention": LayerRecord(head_parameters=_QKV),
+    "timm.models.fastvit.Attention": LayerRecord(head_parameters=_QKV),
+    # (B, heads, windows, N, N), where the number of windows can be that of the heads.
+    "timm.models.hiera.MaskUnitAttention": LayerRecord(
+        heads_axis=1,
+        not_in_raster_order="Hiera's tokens are ordered by mask unit, not by rows",
+    ),
+    # The downsampling takes every second row and column of the queries by slicing.
+    "timm.models.levit.AttentionDownsample": LayerRecord(own_grids=_every_second),
+    "timm.models.metaformer.Attention": LayerRecord(head_parameters=_QKV),
+    "timm.models.mvitv2.MultiScaleAttention": LayerRecord(strided=_always, head_parameters=_QKV),
+    "timm.models.mvitv2.MultiScaleAttentionPoolFirst": LayerRecord(strided=_always),
+    # (B, heads, blocks, N, N); the blocks of an image are square.
+    "timm.models.nest.Attention": LayerRecord(heads_axis=1, own_grids=_square(lambda layer, keys: isqrt(keys))),
+    "timm.models.pvt_v2.Attention": LayerRecord(head_parameters=_QKV),
+    "timm.models.swin_transformer.WindowAttention": LayerRecord(head_parameters=_QKV),
+    "timm.models.swin_transformer_v2.WindowAttention": LayerRecord(head_parameters=_QKV),
+    "timm.models.tnt.Attention": LayerRecord(head_parameters=_QKV),
+    "timm.models.twins.GlobalSubSampleAttn": LayerRecord(head_parameters=_QKV),
+    "timm.models.twins.LocallyGroupedAttn": LayerRecord(
+        own_grids=_square(lambda layer, keys: layer.ws),
+        windows=_twins,
+        head_parameters=_QKV,
+    ),
+    # Older versions of timm define here what is now timm.layers.attention.Attention.
+    "timm.models.vision_transformer.Attention": LayerRecord(head_parameters=_QKV),
+    "timm.models.vision_transformer_relpos.RelPosAttention": LayerRecord(head_parameters=_QKV),
+    "timm.models.vision_transformer_sam.Attention": LayerRecord(head_parameters=_QKV),
+    "timm.models.volo.Attention": LayerRecord(head_parameters=_QKV),
+    "timm.models.volo.ClassAttention": LayerRecord(head_parameters=_QKV),
+    # (B, heads, places, k * k, k * k): each place weighs the values in its own neighbourhood.
+    "timm.models.volo.OutlookAttention": LayerRecord(
+        heads_axis=1,
+        own_grids=_square(lambda layer, keys: layer.kernel_size),
+    ),
+}
+
+_WITHOUT_ATTENTION_MATRIX: Mapping[str, str] = {
+    "timm.layers.cbam.ChannelAttn": "a gate on channels, not attention between tokens",
+    "timm.layers.cbam.SpatialAttn": "a gate on pixels, not attention between tokens",
+    "timm.layers.global_context.GlobalContext": "one global context vector, no N x N matrix",
+    "timm.layers.lambda_layer.LambdaLayer": "lambda layer: keys are summarised before queries meet them",
+    "timm.layers.selective_kernel.SelectiveKernelAttn": _BRANCHES,
+    "timm.layers.split_attn.SplitAttn": _BRANCHES,
+    "timm.models.coat.FactorAttnConvRelPosEnc": "factorised attention: a softmax of the keys alone, no N x N matrix",
+    "timm.models.csatv2.SpatialAttention": "a softmax between the images of a batch, not between tokens",
+    "timm.models.davit.ChannelAttention": _CHANNELS,
+    "timm.models.davit.ChannelAttentionV2": _CHANNELS,
+    "timm.models.edgenext.CrossCovarianceAttn": _CROSS_COVARIANCE,
+    "timm.models.efficientformer.Pooling": _POOLING,
+    "timm.models.efficientvim.HSMSSD": "a state-space layer: the softmax spreads pixels over its states",
+    "timm.models.efficientvit_mit.LiteMLA": "linear attention with a ReLU kernel, no softmax",
+    "timm.models.metaformer.Pooling": _POOLING,
+    "timm.models.mobilevit.LinearSelfAttention": "separable attention: one context vector, no N x N matrix",
+    "timm.models.swiftformer.EfficientAdditiveAttention": "additive attention: one global query, no N x N matrix",
+    "timm.models.xcit.XCA": _CROSS_COVARIANCE,
+}
+
+_BLOCKS: Mapping[str, LayerRecord] = {
+    "timm.models.beit.Block": LayerRecord(branches=_of_cait()),
+    "timm.models.cait.LayerScaleBlock": LayerRecord(branches=_of_cait()),
+    # Its first norm takes class token and patches together, and the token alone, the second input, is added to.
+    "timm.models.cait.LayerScaleBlockClassAttn": LayerRecord(branches=_of_cait(main=1)),
+    "timm.models.convnext.ConvNeXtBlock": LayerRecord(branches=(_CONVNEXT,)),
+    # The block cuts the windows, and its attention sees single windows only; so do those of Swin and MaxViT.
+    "timm.models.davit.SpatialBlock": LayerRecord(windows=_davit),
+    "timm.models.efficientformer.MetaBlock1d": LayerRecord(branches=_layer_scales()),
+    # It has no norms: the mixer and the MLP take the main branch themselves.
+    "timm.models.efficientformer.MetaBlock2d": LayerRecord(branches=_layer_scales("token_mixer", "mlp")),
+    "timm.models.eva.EvaBlock": LayerRecord(branches=_of_cait()),
+    "timm.models.focalnet.FocalNetBlock": LayerRecord(branches=_layer_scales()),
+    "timm.models.gcvit.GlobalContextVitBlock": LayerRecord(branches=_layer_scales()),
+    "timm.models.maxxvit.PartitionAttentionCl": LayerRecord(windows=_maxvit(_channels_last), branches=_layer_scales()),
+    "timm.models.maxxvit.PartitionAttention2d": LayerRecord(windows=_maxvit(_channels_first), branches=_layer_scales()),
+    # The layers between tokens work on (B, C, N), so channels are on axis 1 there.
+    "timm.models.mlp_mixer.MixerBlock": LayerRecord(
+        branches=_scale_parameters("mlp_tokens", "mlp_channels", "", "", axis=1)
+    ),
+    "timm.models.mlp_mixer.ResBlock": LayerRecord(
+        branches=_scale_parameters("linear_tokens", "mlp_channels", "ls1", "ls2", axis=1)
+    ),
+    # Windows hold every n-th pixel of the map, which is cut inside of the block.
+    "timm.models.mobilevit.MobileVitBlock": LayerRecord(spread_evenly=True),
+    "timm.models.swin_transformer.SwinTransformerBlock": LayerRecord(windows=_swin),
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block": LayerRecord(windows=_swin),
+    "timm.models.swin_transformer_v2_cr.SwinTransformerV2CrBlock": LayerRecord(windows=_swin),
+    # Patches come from unfolded pixels: no feature map has their grid. The pixels inside a patch have none either.
+    "timm.models.tnt.Block": LayerRecord(spread_evenly=False),
+    "timm.models.vision_transformer.Block": LayerRecord(branches=_layer_scales()),
+    "timm.models.vision_transformer_relpos.RelPosBlock": LayerRecord(branches=_layer_scales()),
+    "timm.models.xcit.XCABlock": LayerRecord(
+        branches=(
+            ResidualBranch("gamma1", "attn", "norm1"),
+            ResidualBranch("gamma2", "mlp", "norm2"),
+            ResidualBranch("gamma3", "local_mp", "norm3"),
+        )
+    ),
+}
+
+TIMM_LAYERS: Mapping[str, LayerRecord] = {
+    **_ATTENTION,
+    **{name: LayerRecord(no_attention_matrix=reason) for name, reason in _WITHOUT_ATTENTION_MATRIX.items()},
+    **_BLOCKS,
+}

@@ -1,0 +1,24 @@
+"""Records of layers of transformers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from timm.layers import to_2tuple
+
+from tcnn_probe.architectures.grids import Windows
+from tcnn_probe.architectures.record import LayerRecord
+
+__all__ = ["TRANSFORMERS_LAYERS"]
+
+
+def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
+    """Return the windows of tokens (B, N, C), padded before they are rolled; their grid is one of the inputs."""
+    size = next(pair for pair in inputs if isinstance(pair, (tuple, list)) and len(pair) == 2)
+    return Windows(to_2tuple(size), to_2tuple(layer.window_size), to_2tuple(layer.shift_size), padded_first=True)
+
+
+TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
+    # The block cuts the windows, and its attention sees single windows only.
+    "transformers.models.swin.modeling_swin.SwinLayer": LayerRecord(windows=_swin),
+    "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": LayerRecord(windows=_swin),
+}

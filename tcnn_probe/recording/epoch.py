@@ -1,0 +1,304 @@
+"""The report of an epoch, with all that was measured since the previous mark, and the checks before it is marked."""
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tcnn_model.conversion.selection import LayerFilter, matching
+from tcnn_probe.probes import DEFAULT, Probe
+from tcnn_probe.recording.accumulator import EpochSums
+from tcnn_probe.recording.options import Sampling
+from tcnn_probe.schema import Group, difference
+from tcnn_probe.storage import EpochStore, StoreError
+
+__all__ = [
+    "MAPS_OF_CLASSES",
+    "MIXED_SIZES",
+    "EpochReport",
+    "LayerReport",
+    "OtherLayersError",
+    "check_epoch",
+    "check_order",
+    "check_resumed",
+    "check_same_recording",
+    "check_scalars",
+    "warn_of_changed_images",
+    "warn_of_idle_probes",
+    "warn_of_mixed_sizes",
+]
+
+MAPS_OF_CLASSES = "maps/classes/"
+"""Beginning of the paths of groups with maps of classes."""
+
+MIXED_SIZES = "images of several sizes came between two marks: mark() after those of each size"
+"""Reason why a layer is recorded without content information."""
+
+Groups = Mapping[str, Group]
+
+
+class OtherLayersError(StoreError):
+    """A store is a recording of other layers than the model has."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Measurements of a layer by a probe.
+
+    Args:
+        name: Name of the layer.
+        probe: Probe that measured it.
+        facts: Further entries of the layer table.
+        sums: Sums, those of all ranks added up.
+        images: Number of images that this process saw.
+        maps: Maps by variable, of each image of this process that maps are kept of.
+    """
+
+    name: str
+    probe: Probe
+    facts: Mapping[str, Any]
+    sums: EpochSums = field(default_factory=EpochSums)
+    images: int = 0
+    maps: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """Measurements since the previous mark, and facts about the model.
+
+    Args:
+        layers: Measurements of each layer by each probe.
+        probes: Probes of the recording.
+        sampling: Forwards, images and classes to measure.
+        model_class: Name of the model's class.
+        order: Places of the layers in the model, by name.
+        missing: Layers that are recorded without a variable, and why: {variable: {layer: reason}}.
+        unsupported: Layers that look like attention and cannot be recorded, and why.
+        class_counts: Number of classes of each pool that has a token for each class.
+        image_hashes: Hashes of the images that maps are kept of, by number.
+        training_forwards: Number of forwards in training mode.
+        missed_attention: Whether attention is to be measured and no forward that could show any has begun.
+        attention_like: Names of layers that look like attention; looked up only if nothing was measured.
+    """
+
+    layers: Sequence[LayerReport]
+    probes: Sequence[Probe]
+    sampling: Sampling
+    model_class: str
+    order: Mapping[str, int]
+    missing: Mapping[str, Mapping[str, str]]
+    unsupported: Mapping[str, str]
+    class_counts: Mapping[str, int]
+    image_hashes: Mapping[str, str]
+    training_forwards: int
+    missed_attention: bool
+    attention_like: Sequence[str]
+
+
+def check_same_recording(store: EpochStore, provenance: Mapping[str, str], report: EpochReport) -> None:
+    """Refuse a store of another model, other layers, images or classes, as far as these are known before a forward."""
+    groups, attrs, sampling = store.groups, store.attrs, report.sampling
+    if groups is None or attrs is None:
+        return
+    for name, word in (("model_class", "class"), ("model_architecture", "architecture")):
+        stored, current = attrs.get(name), provenance.get(name)
+        if current is not None and stored is not None and stored != current:
+            raise StoreError(f"the store is a recording of another model (of {word} {stored!r}, not {current!r})")
+    images = json.loads(attrs["images"])
+    if images != list(sampling.images):
+        raise StoreError(f"the store keeps maps of the images {images}, and images= asks for {list(sampling.images)}")
+    if not store.has_layers:
+        return
+    for path, group in groups.items():
+        if not path.startswith(MAPS_OF_CLASSES):
+            continue
+        for layer, table in group.layers.items():
+            if table["classes"] != sampling.classes.plain:
+                raise StoreError(
+                    f"the store has maps of {layer!r} with classes={table['classes']}, got "
+                    f"classes={sampling.classes.plain}"
+                )
+    for group in groups.values():
+        for layer in group.layers:
+            if layer.split("#")[0] not in report.order:
+                reason = f"{layer!r} there, absent in this model"
+                raise OtherLayersError(f"the store is a recording of other layers ({reason})")
+    for entry in report.layers:
+        _check_same_layer(entry, groups)
+
+
+def _check_same_layer(entry: LayerReport, groups: Groups) -> None:
+    probe, layer = entry.probe, entry.name
+    group = groups.get(probe.place, Group({}, {}))
+    images = group.coords.get("image")
+    if probe.images is not None and images is not None and list(images) != list(probe.images):
+        raise StoreError(f"the store has {probe.kind} of {len(images)} other images than are asked for")
+    current = {"kind": probe.kind, **entry.facts}
+    stored: Any = "absent"
+    if layer in group.layers:
+        stored = {fact: group.layers[layer].get(fact) for fact in current}
+    if stored != current:
+        reason = f"{layer!r}: {stored} there, {current} here"
+        raise OtherLayersError(f"the store is a recording of other layers ({reason})")
+
+
+def check_resumed(stored: Groups, current: Groups) -> None:
+    """Refuse to add layers or numbers to a store that has others. Maps of a further size are no difference."""
+    numbers = [{path: group for path, group in groups.items() if not group.maps} for groups in (stored, current)]
+    reason = difference(*numbers)
+    if reason is not None:
+        raise StoreError(f"the store is a recording of something else ({reason}): choose another path")
+
+
+def check_scalars(scalars: Iterable[str], groups: Groups) -> None:
+    """Refuse names of scalars that stand for something else in the recording."""
+    variables = {name for group in groups.values() for name in group.variables}
+    paths_and_dims = {"heads"}
+    for path, group in groups.items():
+        paths_and_dims |= {path.split("/")[0], *group.sizes}
+    for name in scalars:
+        if name in variables:
+            raise ValueError(f"{name!r} is the name of a recorded variable: give the scalar another one")
+        if name in paths_and_dims:
+            raise ValueError(f"{name!r} is the name of something else in the recording: give the scalar another one")
+
+
+def check_order(along: str, number: int | float, marks: Sequence[int | float]) -> None:
+    """Refuse an epoch that is marked already, or that comes before the last mark."""
+    if number in marks:
+        raise ValueError(
+            f"{along} {number} is already marked: record(..., mode='w') replaces the recording that is there; to "
+            f"continue it, leave out what is in recorder.epochs, or mark(..., if_marked='skip')"
+        )
+    if marks and number < marks[-1]:
+        raise ValueError(f"expected {along} to be later than the last one marked, {marks[-1]}, got {number}")
+
+
+def check_epoch(report: EpochReport, layer_filter: LayerFilter | None, groups: Groups | None) -> None:
+    """Refuse to mark an epoch that lacks something, with the reason, and what to do.
+
+    Args:
+        report: Report of the epoch.
+        layer_filter: Layers that the user has chosen; None for all.
+        groups: Groups of the recording; None before its first mark.
+
+    Raises:
+        RuntimeError: Something was not measured.
+    """
+    if not report.probes:
+        return
+    _check_forwards(report, groups)
+    if not report.layers:
+        _raise_no_attention(report, layer_filter)
+    _check_layer_filter([entry.name for entry in report.layers], layer_filter, report.unsupported)
+    counts = [entry.images for entry in report.layers if entry.probe.maps is not None]
+    images = report.sampling.images
+    # How large maps are, and so which groups they need, is not known before the first of them.
+    if groups is None and images and counts and max(counts) <= images[0]:
+        raise RuntimeError(
+            f"nothing to mark: of the images asked for, {list(images)}, none was among the {max(counts)} seen"
+        )
+
+
+def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
+    """Refuse an epoch in which no forward, or no backward pass, reached what is to be measured."""
+    mode, training = report.sampling.mode, f"{report.training_forwards} forwards in training mode"
+    advice = "run some before mark()"
+    if mode == "eval mode":
+        advice = "run the validation, with model.eval(), before mark()"
+    layers = report.layers
+    idle = dict.fromkeys(entry.name for entry in layers if entry.probe.runs and not entry.sums.images)
+    if groups is not None:
+        recorded = {layer for group in groups.values() for layer in group.layers}
+        idle = {layer: None for layer in idle if layer in recorded}
+    if idle:
+        raise RuntimeError(
+            f"nothing to mark: no image in {mode} reached {_shorten(idle)} since the previous mark ({training}); "
+            f"{advice}"
+        )
+    if layers and not any(entry.probe.runs or entry.probe.state or entry.sums.squares for entry in layers):
+        raise RuntimeError(
+            f"nothing to mark: no gradient reached {_shorten([entry.name for entry in layers])} since the previous "
+            f"mark; run some backward passes before mark(), and see that the parameters are not frozen"
+        )
+    if report.missed_attention:
+        alternative = ", or leave the probes of attention out" if layers else ""
+        raise RuntimeError(
+            f"nothing to mark: attention is to be measured, and no forward in {mode} began since the previous mark "
+            f"({training}); {advice}{alternative}"
+        )
+
+
+def _raise_no_attention(report: EpochReport, layer_filter: LayerFilter | None) -> None:
+    unsupported = f"; layers that look like attention: {report.unsupported}" if report.unsupported else ""
+    if layer_filter is not None:
+        layers = report.attention_like
+        advice = f": such layers of this model are {_shorten(layers)}" if layers else ""
+        raise RuntimeError(
+            f"nothing to mark: no attention was seen in the layers asked for, {layer_filter!r}{unsupported}{advice}"
+        )
+    raise RuntimeError(
+        f"nothing to mark: no attention was seen in {report.model_class} (with {report.training_forwards} forwards in "
+        f"training mode, which are not measured){unsupported}. If it did see images in {report.sampling.mode}, it has "
+        f"no layer that can be recorded: tcnn_model.reparameterize(model) turns the last convolutions of a CNN into "
+        f"GPSA layers, and probes= measures other layers"
+    )
+
+
+def _check_layer_filter(
+    layers: Iterable[str], layer_filter: LayerFilter | None, unsupported: Mapping[str, str]
+) -> None:
+    """Refuse names and globs that chose nothing that was recorded."""
+    if layer_filter is None or callable(layer_filter):
+        return
+    recorded = {name for layer in layers for name in (layer, layer.split("#")[0])}
+    for pattern in (layer_filter,) if isinstance(layer_filter, str) else layer_filter:
+        if matching(recorded, pattern):
+            continue
+        inside = [layer for layer in unsupported if layer == pattern or layer.startswith(f"{pattern}.")]
+        reasons = {layer: unsupported[layer] for layer in inside}
+        why = f": {reasons}" if reasons else ": no attention was seen there"
+        raise RuntimeError(f"layers asked for {pattern!r}, of which nothing was recorded{why}")
+
+
+def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str]:
+    """Name the probes without a layer, or without parameters to read, among those that the user has named.
+
+    If one of the default probes has a layer, the others need none.
+    """
+    busy = {entry.probe.kind for entry in report.layers}
+    idle = [kind for kind in kinds if kind not in busy and not (kind in DEFAULT and busy & {*DEFAULT})]
+    warned = [f"no layer was found for the probes {idle}"] if idle else []
+    for probe in report.probes:
+        entries = [entry for entry in report.layers if entry.probe.kind == probe.kind]
+        measured = {name for entry in entries for name in entry.sums.sums}
+        unread = sorted(probe.variables.keys() - probe.image_variables - measured)
+        has_state = any(entry.sums.state for entry in entries)
+        if probe.kind in kinds and probe.state and entries and unread and not has_state:
+            warned.append(f"{report.model_class} has no {unread} for the probe {probe.kind!r} to read")
+    return warned
+
+
+def warn_of_mixed_sizes(report: EpochReport) -> list[str]:
+    """Name the layers without content information, as they saw images of several sizes."""
+    layers = list(dict.fromkeys(entry.name for entry in report.layers if None in entry.sums.patterns.values()))
+    return [f"no content_information of {layers[:3]} (of {len(layers)} layers): {MIXED_SIZES}"] if layers else []
+
+
+def warn_of_changed_images(hashes: Mapping[str, str], stored: Mapping[str, str]) -> list[str]:
+    """Name the images that are not those whose hashes were stored."""
+    numbers = [int(number) for number, image_hash in hashes.items() if stored.get(number, image_hash) != image_hash]
+    if not numbers:
+        return []
+    shown = numbers if len(numbers) < 5 else [*numbers[:3], "..."]
+    return [
+        f"the images {shown} of this epoch are not those of the epochs before, so their maps cannot be compared: "
+        f"give a validation loader with shuffle=False and without random augmentation"
+    ]
+
+
+def _shorten(names: Iterable[str]) -> list[str]:
+    names = list(names)
+    return names if len(names) < 4 else [*names[:3], "..."]

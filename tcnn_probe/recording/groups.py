@@ -1,0 +1,218 @@
+"""The groups of a recording and their values, from the report of an epoch."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tcnn_probe.probes import Probe
+from tcnn_probe.recording.epoch import MAPS_OF_CLASSES, EpochReport, LayerReport
+from tcnn_probe.schema import COUNTS, Group, Variable
+
+__all__ = [
+    "LayerValues",
+    "assemble",
+    "drop_unknown_layers",
+    "groups_of",
+    "map_values",
+    "number_values",
+    "warn_of_nonfinite",
+]
+
+Image = tuple[Variable, np.ndarray]
+
+
+@dataclass
+class LayerValues:
+    """Values of a layer that one group is to hold.
+
+    Args:
+        place: Path of the group.
+        layer: Name of the layer.
+        maps: Whether the values are maps.
+        table: Entries of the layer table.
+        variables: Variables that the layer's probes have in this group.
+        values: Values of those that were measured, (*dims) without "layer".
+        coords: Labels along dimensions.
+    """
+
+    place: str
+    layer: str
+    maps: bool
+    table: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+    coords: dict[str, Sequence[Any]] = field(default_factory=dict)
+
+    def add(self, probe: Probe, variables: Mapping[str, Variable], values: Mapping[str, np.ndarray]) -> None:
+        """Add measurements of a probe."""
+        self.table.setdefault("kind", probe.kind)
+        self.variables |= variables
+        self.values |= values
+        sizes = self.sizes()
+        self.coords |= {dim: labels for dim, labels in probe.coords.items() if dim in sizes}
+        if "head" in sizes:
+            self.table["heads"] = sizes["head"]
+
+    def sizes(self) -> dict[str, int]:
+        """Return the lengths of the dimensions that the values show."""
+        sizes: dict[str, int] = {}
+        for name, value in self.values.items():
+            dims = self.variables[name].dims[1:]
+            if len(dims) != value.ndim:
+                raise ValueError(
+                    f"expected {name!r} of {self.layer!r} to have the dimensions {dims}, got the shape {value.shape}"
+                )
+            for dim, size in zip(dims, value.shape, strict=True):
+                if sizes.setdefault(dim, size) != size:
+                    raise ValueError(f"{self.layer!r} has values of {sizes[dim]} and of {size} along {dim!r}")
+        if "heads" in self.table and any("head" in variable.dims for variable in self.variables.values()):
+            sizes.setdefault("head", self.table["heads"])  # of a layer that has no value yet
+        return sizes
+
+
+def number_values(layers: Iterable[LayerReport]) -> list[LayerValues]:
+    """Return the numbers of each layer, without maps."""
+    entries: dict[tuple[str, str], LayerValues] = {}
+    for layer in layers:
+        probe, sums = layer.probe, layer.sums
+        key = probe.place, layer.name
+        entry = entries.setdefault(key, LayerValues(*key, maps=False))
+        values = sums.state | sums.means()
+        variables = {name: probe.variables[name] for name in probe.variables if name not in probe.image_variables}
+        if probe.runs:
+            variables |= COUNTS
+            values |= {"images": np.array(float(sums.images)), "nonfinite_images": np.array(float(sums.nonfinite))}
+        entry.add(probe, variables, values)
+        entry.table |= layer.facts
+    return list(entries.values())
+
+
+def map_values(report: EpochReport) -> list[LayerValues]:
+    """Return the maps of chosen images, and numbers beside them; layers whose maps have one shape share a group."""
+    entries: dict[tuple[str, str], LayerValues] = {}
+    for layer in report.layers:
+        probe = layer.probe
+        for number, maps in layer.maps.items():
+            images = {name: _as_image(probe.variables[name], value) for name, value in maps.items()}
+            for names in (maps.keys() - probe.class_variables, maps.keys() & probe.class_variables):
+                place = probe.place if probe.images else _place_of_maps([images[name] for name in names])
+                entry = entries.setdefault((place, layer.name), LayerValues(place, layer.name, maps=True))
+                for name in sorted(names):
+                    _add_image(entry, layer, name, number, images[name], report)
+    return [entry for entry in entries.values() if entry.values]
+
+
+def _add_image(
+    entry: LayerValues, layer: LayerReport, name: str, number: int, image: Image, report: EpochReport
+) -> None:
+    variable, array = image
+    numbers = report.sampling.images if layer.probe.images is None else layer.probe.images
+    if name not in entry.values:
+        entry.add(layer.probe, {name: variable}, {name: _empty((len(numbers), *array.shape), variable)})
+        entry.coords["image"] = list(numbers)
+    if "class" in variable.dims:
+        classes = report.sampling.classes
+        entry.table["classes"] = classes.plain
+        if classes.indices:
+            entry.coords["class"] = classes.indices
+    entry.values[name][numbers.index(number)] = array
+
+
+def _as_image(variable: Variable, value: Tensor) -> Image:
+    """Return a map of one image, without the axis of a single window."""
+    dims, array = variable.dims, value.cpu().numpy()
+    if "window" in dims[2:3] and len(array) == 1:
+        return replace(variable, dims=(*dims[:2], *dims[3:])), array[0]
+    if "window" not in dims and array.ndim == len(dims) - 1 and len(array) == 1:
+        return variable, array[0]
+    return variable, array
+
+
+def _place_of_maps(images: Iterable[Image]) -> str:
+    """Return the path of the group for maps of this shape."""
+    sizes: dict[str, int] = {}
+    for variable, array in images:
+        sizes |= zip(variable.dims[2:], array.shape, strict=False)
+    shape = "x".join(str(sizes[dim]) for dim in ("head", "window", "y", "x") if dim in sizes)
+    return MAPS_OF_CLASSES + shape if "class" in sizes else f"maps/{shape}"
+
+
+def _empty(shape: tuple[int, ...], variable: Variable) -> np.ndarray:
+    fill = np.nan if np.dtype(variable.dtype).kind == "f" else -1
+    return np.full(shape, fill, dtype=variable.dtype)
+
+
+def groups_of(entries: Iterable[LayerValues], order: Mapping[str, int]) -> dict[str, Group]:
+    """Return the groups that hold these layers, in the model's order."""
+    groups = {"": Group({}, {})}
+    places: dict[str, list[LayerValues]] = {}
+    for entry in sorted(entries, key=lambda entry: (order[entry.layer], entry.layer)):
+        places.setdefault(entry.place, []).append(entry)
+    for place, members in places.items():
+        sizes: dict[str, int] = {}
+        coords: dict[str, Sequence[Any]] = {}
+        variables: dict[str, Variable] = {}
+        table: dict[str, dict[str, Any]] = {}
+        for entry in members:
+            table[entry.layer] = table.get(entry.layer, {}) | entry.table  # of its numbers, and of its maps
+            variables |= entry.variables
+            coords |= entry.coords
+            for dim, size in entry.sizes().items():
+                sizes[dim] = max(size, sizes.get(dim, 0))
+        # A variable that no layer has a value of lacks the sizes of its dimensions.
+        variables = {name: variable for name, variable in variables.items() if {*variable.dims} <= {"layer", *sizes}}
+        coords = {dim: labels[: sizes[dim]] for dim, labels in coords.items()}
+        groups[place] = Group(variables, table, sizes, any(entry.maps for entry in members), coords)
+    return groups
+
+
+def drop_unknown_layers(
+    entries: Iterable[LayerValues], groups: Mapping[str, Group]
+) -> tuple[list[LayerValues], list[str]]:
+    """Return the layers and variables that the recording began with, and warnings of the others."""
+    known, unknown, warned = [], [], []
+    for entry in entries:
+        if entry.place not in groups or entry.layer not in groups[entry.place].layers:
+            unknown.append(f"{entry.layer} in {entry.place}" if entry.place else entry.layer)
+            continue
+        values = {name: value for name, value in entry.values.items() if name in groups[entry.place].variables}
+        names = sorted(entry.values.keys() - values.keys())
+        if names:
+            warned.append(f"not recorded, because the recording began without them: {names} of {entry.layer!r}")
+        known.append(replace(entry, values=values))
+    if unknown:
+        layers = f"{unknown[:3]} (of {len(unknown)})"
+        warned.insert(0, f"not recorded, because the recording began without them: {layers}")
+    return known, warned
+
+
+def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:
+    """Name the layers with numbers that are not finite."""
+    counts = {}
+    for entry in entries:
+        if not entry.maps and not all(np.isfinite(value).all() for value in entry.values.values()):
+            counts[entry.layer] = int(entry.values.get("nonfinite_images", 0))
+    if not counts:
+        return []
+    return [
+        f"NaN or infinite values were recorded for these layers; the number of images that gave them (0: they are in "
+        f"the layer's parameters or gradients): {counts}"
+    ]
+
+
+def assemble(entries: Collection[LayerValues], groups: Mapping[str, Group]) -> dict[str, dict[str, np.ndarray]]:
+    """Return values of every variable of every group; NaN, or -1 of integers, where a layer has none."""
+    arrays: dict[str, dict[str, np.ndarray]] = {}
+    rows: dict[str, dict[str, int]] = {}
+    for place, group in groups.items():
+        arrays[place] = {name: _empty(group.shape(name), variable) for name, variable in group.variables.items()}
+        rows[place] = {layer: row for row, layer in enumerate(group.layers)}
+    for entry in entries:
+        row = rows[entry.place][entry.layer]
+        for name, value in entry.values.items():
+            region: tuple[int | slice, ...] = row, *(slice(0, size) for size in value.shape)
+            arrays[entry.place][name][region] = value
+    return arrays

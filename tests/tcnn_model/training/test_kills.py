@@ -1,0 +1,267 @@
+"""A run that is killed, stopped or out of disk: its files agree afterwards, and nothing is left over."""
+
+import csv
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tcnn_model.training import checkpoint, loop
+from tcnn_model.training.command import main, train
+from tcnn_model.training.config import Config
+from tests.tcnn_model.training.runs import assert_same_weights, config, finish, fork, last_checkpoint
+
+# Two epochs of one step, with a checkpoint after the step.
+SHORT: dict[str, Any] = {"limit": 8, "checkpoint_steps": 1, "lr": 1e-2}
+ACCURACIES = [0.25, 0.5, 0.5]
+"""By epoch: the best weights change, and change again where two epochs are equal."""
+
+
+@pytest.fixture(autouse=True)
+def _scripted_accuracies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def validate(self: loop.Training, *_: object) -> tuple[float, float]:
+        epoch = len(self.history) if self.step or not self.history else self.history[-1].epoch
+        return 1.0, ACCURACIES[min(epoch, 2)]
+
+    monkeypatch.setattr(loop.Training, "validate", validate)
+
+
+def _kill_at_change(number: int, settings: Config) -> None:
+    """Train, and end this process at a replacement or removal of a file: at even numbers before it, at odd after."""
+    changes = iter(range(10**6))
+
+    def killing(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*names: Any, **options: Any) -> None:
+            if next(changes) == number:
+                os._exit(9)
+            change(*names, **options)
+            if next(changes) == number:
+                os._exit(9)
+
+        return changed
+
+    for name in ("replace", "unlink", "remove"):
+        setattr(os, name, killing(getattr(os, name)))
+    finish(settings)
+
+
+def _files(run: Path) -> list[str]:
+    return sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
+
+
+def test_files_agree_after_a_kill_at_any_change(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each replacement and removal of a file, before and after it; the run is resumed, and then complete."""
+    one_epoch = {**SHORT, "epochs": 1, "warmup_epochs": 0, "keep": 1}
+    whole = finish(config(tmp_path / "whole", **one_epoch))
+    expected_files = _files(tmp_path / "whole")
+    kills = 0
+    while True:
+        settings = config(tmp_path / f"killed-{kills}", **one_epoch)
+        process = fork(partial(_kill_at_change, kills, settings))
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if status == 0:
+            break
+        assert status == 9
+        kills += 1
+        run = Path(settings.out)
+        resume = (run / "config.toml").exists()
+        capfd.readouterr()
+        assert_same_weights(finish(settings, resume=resume), whole)
+        assert _files(run) == expected_files, kills
+        rows = list(csv.DictReader((run / "epochs.csv").read_text().splitlines()))
+        assert [(int(row["epoch"]), float(row["top1"])) for row in rows] == [(0, 0.25), (1, 0.5)]
+        best = torch.load(run / "best.pt", weights_only=True)
+        assert best["epoch"] == 1
+        assert all(torch.equal(best["state_dict"][name], value) for name, value in whole["model"].items())
+        assert "best in epoch 1: 0.5000" in capfd.readouterr().err
+    assert kills >= 2 * 9
+
+
+def test_best_of_two_equal_epochs_is_the_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights are kept, and it is named."""
+    finish(config(tmp_path, **SHORT))
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["epoch"] == 2
+    assert "best in epoch 2: 0.5000" in capsys.readouterr().err
+
+
+def test_checkpoints_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """Five digits after four, and a file that only looks like a checkpoint."""
+    settings = config(tmp_path, **{**SHORT, "epochs": 10_001, "keep": 2})
+    run = train(settings, progress=False)
+    next(run)
+    run.close()
+    folder = tmp_path / "checkpoints"
+    first = folder / "epoch-0000.pt"
+    state = torch.load(first, weights_only=True)
+    history = [{**state["history"][0], "epoch": epoch} for epoch in range(10_000)]
+    torch.save({**state, "epoch": 10_000, "history": history}, folder / "epoch-9999.pt")
+    first.rename(folder / "epoch-x.pt")
+    finish(settings, resume=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["epoch-10000.pt", "epoch-10001.pt", "epoch-x.pt"]
+    assert len((tmp_path / "epochs.csv").read_text().splitlines()) == 1 + 10_002
+
+
+def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Each bit of a weight that is flipped."""
+    settings = config(tmp_path, **SHORT)
+    finish(settings)
+    path = tmp_path / "checkpoints" / "epoch-0002.pt"
+    whole = path.read_bytes()
+    weights = last_checkpoint(settings)["model"]["fc.weight"].numpy().tobytes()
+    place = whole.index(weights)
+    for bit in range(0, 8 * len(weights), 997):
+        damaged = bytearray(whole)
+        damaged[place + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"epoch-0002\.pt is damaged, or no checkpoint .*the checksum of"):
+            finish(settings, resume=True)
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_failed_checkpoint_leaves_nothing_behind(
+    failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk is full, or Ctrl-C comes, in the middle of the third file."""
+    settings = config(tmp_path, **SHORT)
+    save, calls = torch.save, []
+
+    class Failing:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def write(self, data: bytes) -> int:
+            if len(calls) == 3 and self.file.tell() > 1000:
+                raise failure
+            return self.file.write(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    def failing(state: Any, file: Any) -> None:
+        calls.append(None)
+        save(state, Failing(file))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.torch, "save", failing)
+        patch.setattr("tcnn_model.training.command.parse", lambda _: (settings, False))
+        status = main([])
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    if isinstance(failure, OSError):
+        assert (status, said.endswith("No space left on device")) == (2, True)
+        assert said.startswith(f"tcnn-finetune: cannot write {tmp_path}")
+    else:
+        assert (status, said) == (
+            130,
+            f"tcnn-finetune: interrupted; go on from the last checkpoint with: tcnn-finetune --resume --out {tmp_path}",
+        )
+    assert not [*tmp_path.rglob("*.partial")]
+    assert [result["epoch"] for result in finish(settings, resume=True)["history"]] == [0, 1, 2]
+
+
+def _send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 0), (signal.SIGTERM, 0)])
+def test_signals_end_the_run_with_a_checkpoint(
+    number: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config(tmp_path, **{**SHORT, "checkpoint_steps": None})
+    make_step = loop.Training.make_step
+
+    def signalled(self: Any, *arguments: Any) -> None:
+        make_step(self, *arguments)
+        _send(number)
+
+    before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "make_step", signalled)
+        patch.setattr("tcnn_model.training.command.parse", lambda _: (settings, False))
+        assert main([]) == status
+    assert {name: signal.getsignal(name) for name in before} == before
+    assert f"stopped in epoch 1, after step 1; go on with: tcnn-finetune --resume --out {tmp_path}" in (
+        capsys.readouterr().err.splitlines()
+    )
+    assert torch.load(tmp_path / "checkpoints" / "within.pt", weights_only=True)["step"] == 1
+
+
+def test_second_interrupt_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config(tmp_path, **SHORT)
+
+    def interrupted(*_: Any) -> None:
+        _send(signal.SIGINT)
+        _send(signal.SIGINT)
+        raise AssertionError("the second one is an exception")
+
+    monkeypatch.setattr(loop.Training, "make_step", interrupted)
+    monkeypatch.setattr("tcnn_model.training.command.parse", lambda _: (settings, False))
+    assert main([]) == 130
+
+
+def test_two_processes_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second is refused while the first trains, whether it resumes the run or begins it anew."""
+    settings = config(tmp_path, **SHORT)
+    reading, writing = os.pipe()
+    made, may_end = os.pipe()
+
+    def train_slowly() -> None:
+        make_step = loop.Training.make_step
+
+        def slow(self: Any, *arguments: Any) -> None:
+            os.write(writing, b"1")
+            os.read(made, 1)
+            make_step(self, *arguments)
+
+        loop.Training.make_step = slow  # type: ignore[method-assign]  # of a process that ends after this
+        finish(settings)
+
+    first = fork(train_slowly)
+    try:
+        os.read(reading, 1)
+        assert main(["--resume", "--out", settings.out]) == 2
+        assert f"another process trains in {tmp_path}: wait until it ends" in capsys.readouterr().err
+    finally:
+        os.write(may_end, b"11")
+        assert os.waitpid(first, 0)[1] == 0
+    finish(settings, resume=True)
+
+
+class _Clock:
+    """Batches that ask for a stop after the first one of a validation."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches):
+            yield batch
+            if number == 0:
+                _send(signal.SIGTERM)
+            assert number < 1, "a batch was validated after SIGTERM"
+
+
+def test_sigterm_during_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # validate as ever
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    settings = config(tmp_path / "run", **{**SHORT, "limit": 24})
+    expected = finish(config(tmp_path / "whole", **{**SHORT, "limit": 24}))
+    validate, calls = loop.Training.validate, []
+
+    def interrupted(self: Any, model: Any, batches: Any, *arguments: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            stopping = type("", (), {"validation": lambda _: _Clock(batches.validation())})
+            return validate(self, model, stopping(), *arguments)
+        return validate(self, model, batches, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "validate", interrupted)
+        with pytest.raises(loop.StopRequested, match="in epoch 1, after step 3"):
+            finish(settings)
+    assert_same_weights(finish(settings, resume=True), expected)

@@ -1,0 +1,78 @@
+"""What is known about a layer is the nearest class's, fact by fact, and names classes that are there."""
+
+import importlib
+import types
+from collections.abc import Iterator
+
+import pytest
+from timm.models.hiera import MaskUnitAttention
+from timm.models.mvitv2 import MultiScaleAttention
+from timm.models.vision_transformer import Attention, Block
+from torch import Tensor, nn
+
+from tcnn_probe.architectures import lookup
+from tcnn_probe.architectures.lookup import RECORDS, head_count, known, looks_like_attention
+from tcnn_probe.architectures.record import LayerRecord
+
+
+class Derived(MaskUnitAttention):
+    pass
+
+
+class Overriding(MultiScaleAttention):
+    def forward(self, x: Tensor, feat_size: list[int]) -> tuple[Tensor, list[int]]:
+        return super().forward(x, feat_size)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A record of a class in the tests, which has a fact that its base has too, and lacks the others."""
+    name = f"{Derived.__module__}.{Derived.__qualname__}"
+    monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=2))
+    lookup._record.cache_clear()
+    yield
+    lookup._record.cache_clear()
+
+
+@pytest.mark.usefixtures("recorded")
+def test_the_nearest_class_is_asked_for_each_fact() -> None:
+    layer = Derived(12, 12, 3)
+    assert known(layer).heads_axis == 2
+    assert known(layer).not_in_raster_order == known(MaskUnitAttention(12, 12, 3)).not_in_raster_order is not None
+
+
+def test_facts_of_the_forward_hold_for_that_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Block(12, 3)
+    assert known(block).branches is not None
+    block.forward = types.MethodType(lambda self, x: x, block)
+    assert known(block).branches is None
+
+    layer, overriding = (cls(12, 12, (5, 5), 3) for cls in (MultiScaleAttention, Overriding))
+    assert known(layer).head_parameters is not None
+    assert known(overriding).head_parameters is None
+    assert known(overriding).strided is known(layer).strided is not None
+
+    monkeypatch.setattr(Overriding, "forward", MultiScaleAttention.forward)
+    assert known(overriding).head_parameters is not None, "by the class's present forward"
+
+
+def test_nothing_is_known_of_other_modules() -> None:
+    assert known(nn.Linear(2, 3)) == LayerRecord()
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_recorded_classes_exist(name: str) -> None:
+    module, _, cls = name.rpartition(".")
+    pytest.importorskip(module.split(".")[0])
+    found = getattr(importlib.import_module(module), cls)
+    assert issubclass(found, nn.Module)
+    present = f"{found.__module__}.{found.__qualname__}"
+    assert RECORDS[present] == RECORDS[name], "a class that was moved is known by both names"
+
+
+def test_heads_and_names() -> None:
+    layer = Attention(12, 3)
+    assert head_count(layer) == 3
+    assert head_count(nn.Linear(2, 3)) is None
+    assert looks_like_attention(layer)
+    assert not looks_like_attention(nn.Linear(2, 3))

@@ -1,0 +1,98 @@
+"""Models with higher-order operators run as they do alone, also those that compile themselves; flex is named."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, cond, nn
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import Trace, clean, images, vit
+
+
+class FlexAttention(nn.Module):
+    """ALiBi-like attention of 3 heads, as a user writes it."""
+
+    num_heads = 3
+
+    def __init__(self, width: int, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.attend = nn.Linear(width, 3 * width), nn.Linear(width, width), attend
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
+        heads = self.attend(query, key, value, score_mod=lambda score, b, h, i, j: score + 0.01 * (i - j))
+        return self.proj(heads.transpose(1, 2).flatten(2))
+
+
+class Around(nn.Module):
+    """An operator around an attention layer."""
+
+    def __init__(self, operator: Callable[..., Tensor], inner: nn.Module) -> None:
+        super().__init__()
+        self.operator, self.inner = operator, inner
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return self.operator(self.inner, x)
+
+
+def of_cond(inner: nn.Module, x: Tensor) -> Tensor:
+    return inner(cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+
+def of_while_loop(inner: nn.Module, x: Tensor) -> Tensor:
+    _, x = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, 0.9 * x), (torch.tensor(0), x))
+    return inner(x)
+
+
+def of_scan(inner: nn.Module, x: Tensor) -> Tensor:
+    _, sums = scan(lambda carry, x: (carry + x, (carry + x).clone()), torch.zeros_like(x[0]), x)
+    return inner(sums)
+
+
+def of_checkpoint(inner: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(inner, x, use_reentrant=False)
+
+
+OPERATORS = {"cond": of_cond, "while_loop": of_while_loop, "scan": of_scan, "checkpoint": of_checkpoint}
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["flex", "compiled flex", *OPERATORS])
+def test_runs_as_it_does_alone(kind: str) -> None:
+    model, x = vit(), images()
+    block = model.blocks[1]
+    is_flex, gradients = "flex" in kind, kind == "checkpoint"
+    if is_flex:
+        attend = torch.compile(flex_attention, backend="eager") if kind == "compiled flex" else flex_attention
+        block.attn = FlexAttention(block.attn.qkv.in_features, attend)
+    else:
+        block.attn = Around(OPERATORS[kind], block.attn)
+    with torch.set_grad_enabled(gradients):
+        expected, before = model(x), Trace(model)
+        for layers in (None, ["blocks.0.attn"]):
+            with tcnn_probe.record(model, layers=layers) as recorder:
+                output = model(x)
+                recorder.mark(epoch=0)
+            torch.testing.assert_close(output, expected, rtol=0, atol=0)
+            flex_is_asked_for = is_flex and layers is None
+            assert ("flex_attention" in recorder.unsupported.get("blocks.1.attn", "")) == flex_is_asked_for
+        with tcnn_probe.attention_stream(model, lambda attention: None) as stream:
+            torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+        assert ("flex_attention" in stream.unsupported.get("blocks.1.attn", "")) == is_flex
+        maps = tcnn_probe.attention_maps(model, x, layers=["blocks.0.attn"])
+        assert maps.children
+        with tcnn_probe.ablate(model, {"blocks.0.attn": [0]}):
+            ablated = model(x)
+        assert not torch.allclose(ablated, expected)
+        if gradients:
+            with tcnn_probe.ablate(model, {"blocks.0.attn": [0]}):
+                model(x).sum().backward()
+            model.zero_grad()
+        assert gradients or before == Trace(model)
+    assert clean()

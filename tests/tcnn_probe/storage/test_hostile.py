@@ -1,0 +1,205 @@
+"""Stores that were made to do harm: refused with StoreError, in little time and memory; nothing outside is touched."""
+
+import copy
+import json
+import os
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from numcodecs.checksum32 import CRC32C
+
+from tcnn_probe.storage import EpochStore, StoreError, open_recording, repack
+from tcnn_probe.storage.chunks import frame_size
+from tcnn_probe.storage.directory import LOCK
+from tests.tcnn_probe.storage.tables import MAPS, add, assert_holds, contents, create, recording, values
+
+MAP_SHARD = f"{MAPS}/saliency/c/0/0/0/0/0/0"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    recording(tmp_path / "run.zarr", 2)
+    return tmp_path / "run.zarr"
+
+
+def refused(path: Path, message: str, *uses: Callable[[Path], object]) -> None:
+    """Each use raises StoreError, within seconds and 300 MiB."""
+    for use in uses or (open_recording, EpochStore):
+        start = time.monotonic()
+        tracemalloc.start()
+        try:
+            with pytest.raises(StoreError, match=message):
+                use(path)
+            assert tracemalloc.get_traced_memory()[1] < 300 * 2**20
+            assert time.monotonic() - start < 20
+        finally:
+            tracemalloc.stop()
+
+
+def change(path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
+    root = json.loads((path / "zarr.json").read_text())
+    edit(root["attributes"], root["consolidated_metadata"]["metadata"])
+    (path / "zarr.json").write_text(json.dumps(root))
+
+
+def cut(name: str, shape: list[int], chunk: list[int]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def edit(_: dict[str, Any], documents: dict[str, Any]) -> None:
+        documents[name]["shape"] = shape
+        documents[name]["chunk_grid"]["configuration"]["chunk_shape"] = chunk
+
+    return edit
+
+
+def encoded(name: str, codec: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda _, documents: documents[name]["codecs"].insert(1, {"name": codec, "configuration": {"level": 1}})
+
+
+def crowded(_: dict[str, Any], documents: dict[str, Any]) -> None:
+    documents |= {f"name{number}": copy.deepcopy(documents["top1"]) for number in range(20_000)}
+
+
+def attributed(name: str, value: Any, array: str = "") -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def edit(attributes: dict[str, Any], documents: dict[str, Any]) -> None:
+        (documents[array]["attributes"] if array else attributes)[name] = value
+
+    return edit
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        cut("head", [10**9], [10**9]),
+        cut("head", [10**8], [10**8]),
+        cut("head", [3 * 10**7], [1]),
+        cut("gate", [2, 3, 5], [10**6, 3, 500]),
+        encoded("gate", "gzip"),
+        encoded("head", "zstd"),
+        crowded,
+        attributed("layers", DEEP),
+        attributed("missing", DEEP),
+        attributed("missing", "[1]"),
+        attributed("unsupported", 3),
+        attributed("image_hashes", "{"),
+        attributed("images", "null"),
+        attributed("coords", "[]"),
+        attributed("coordinates", 3, "gate"),
+        attributed("units", 3, "gate"),
+        attributed("scale_factor", "x", "epoch"),
+        attributed("_FillValue", "x", "entropy"),
+    ],
+)
+def test_metadata(path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    change(path, edit)
+    refused(path, "has damaged metadata")
+
+
+def test_roots_that_are_deep_or_large(path: Path) -> None:
+    (path / "zarr.json").write_text(DEEP)
+    refused(path, "or a damaged one")
+    with (path / "zarr.json").open("r+b") as file:
+        file.truncate(2**40)
+    refused(path, "of more than 16777216 bytes")
+
+
+@pytest.mark.parametrize("length", [10, 200, 70_000, 10**6])
+def test_frame_size_is_what_zstd_decodes_to(length: int) -> None:
+    for data in (bytes(length), np.random.default_rng(0).bytes(length)):
+        assert frame_size(bytes(numcodecs.zstd.compress(data, 1))[:18]) == length
+    assert frame_size(b"\x28\xb5\x2f\xfd\x00\x58") is None  # RFC 8878: a frame that does not say it
+    assert frame_size(b"no frame") is None
+
+
+@pytest.mark.parametrize(("layer", "length"), [(0, 2**24), (slice(None), 2**29)], ids=["a part of a shard", "a shard"])
+def test_chunk_that_says_that_it_is_large(path: Path, layer: int | slice, length: int) -> None:
+    """16 kB that decode to 512 MB, with right checksums, in the place of every chunk of a shard."""
+    bomb = numcodecs.zstd.compress(np.zeros(length, np.uint8), 1)
+    checksum = CRC32C(location="end")
+    chunk = bytes(checksum.encode(bomb))
+    index = np.array([[0, len(chunk)]] * 10, "<u8")
+    (path / MAP_SHARD).write_bytes(chunk + bytes(checksum.encode(index.tobytes())))
+    maps = open_recording(path)[MAPS].saliency
+    refused(path, "compressed from other than 132 bytes", lambda _: maps.isel(epoch=0, layer=layer).load())
+
+
+def test_shard_with_ranges_beyond_it(path: Path) -> None:
+    index = np.array([[0, 2**40]] * 10, "<u8")
+    (path / MAP_SHARD).write_bytes(b"x" * 99 + bytes(CRC32C(location="end").encode(index.tobytes())))
+    maps = open_recording(path)[MAPS].saliency
+    refused(path, "too large", lambda _: maps.isel(epoch=0, layer=0, head=0).load())
+
+
+def test_files_that_are_larger_than_they_may_be(path: Path) -> None:
+    heads, maps = open_recording(path)["heads"].gate, open_recording(path)[MAPS].saliency
+    for name in ("gate/c/0/0/0", MAP_SHARD):
+        with (path / name).open("r+b") as file:
+            file.truncate(2**40)
+    refused(path, "bytes, expected", lambda _: heads.load())
+    with pytest.raises(ValueError, match="checksum"):
+        maps.isel(epoch=0).load()
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "gate/c/0/0/0", "epoch/c/0"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "link to a device", "link to a folder"])
+def test_files_that_are_no_files(path: Path, tmp_path: Path, name: str, kind: str) -> None:
+    (path / name).rename(tmp_path / "outside")
+    if kind == "pipe":
+        os.mkfifo(path / name)
+    elif kind == "link":
+        (path / name).symlink_to(tmp_path / "outside")
+    elif kind == "link to a device":
+        (path / name).symlink_to("/dev/zero")
+    else:
+        (tmp_path / "outside").rename(path / name)
+        (path / name).parent.rename(tmp_path / "folder")
+        (path / name).parent.symlink_to(tmp_path / "folder")
+    if (path / name).parent == path and kind == "link to a folder":
+        assert open_recording(path).sizes["epoch"] == 2  # the whole recording is elsewhere, as users do
+        return
+    uses = [lambda path: open_recording(path)["heads"].gate.load(), lambda path: add(create(path), 2)]
+    refused(path, "expected a regular file|expected folders", *uses)
+    refused(path, "expected a regular file|expected folders", lambda path: repack(path, tmp_path / "packed.zarr"))
+
+
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [
+        *(
+            (name, link)
+            for name in (LOCK, ".zarr.json.partial", "gate/c/0/0/.0.partial")
+            for link in (os.symlink, os.link)
+        ),
+        (f"{MAPS}/saliency/c/2", os.symlink),
+    ],
+)
+def test_nothing_outside_is_written(path: Path, tmp_path: Path, name: str, link: Callable[..., None]) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").write_text("precious")
+    link(tmp_path / "outside" / ("" if name.endswith("/c/2") else "file"), path / name)
+    before = contents(tmp_path / "outside")
+    if "partial" in name:  # deleted, as what a killed run has left
+        add(create(path), 2)
+        assert_holds(path, [0, 1, 2])
+    else:
+        refused(path, "a link|second name of another file", lambda path: add(create(path), 2))
+        assert_holds(path, [0, 1])
+    assert contents(tmp_path / "outside") == before
+
+
+def test_limits_hold_for_what_is_written(path: Path) -> None:
+    """What could not be read again is refused when it is to be written."""
+    store = create(path)
+    for scalars, attributes in (({f"name{n}": 0.5 for n in range(4000)}, {}), ({}, {"text": "x" * 2**24})):
+        with pytest.raises(ValueError, match="expected at most 4000 arrays and 16777216 bytes of metadata"):
+            store.append(2, values(2), scalars, attrs=attributes)
+    assert_holds(path, [0, 1])
+    assert zarr.open_group(path, mode="r")["gate"].shape[0] == 2

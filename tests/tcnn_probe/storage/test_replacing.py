@@ -1,0 +1,193 @@
+"""``mode="w"``: the old recording is there, whole, until the new one is; nothing of the user's is deleted."""
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from tcnn_probe.storage import EpochStore, StoreError, open_recording
+from tcnn_probe.storage import directory as module
+from tests.tcnn_probe.storage.tables import (
+    MAPS,
+    Crash,
+    Remote,
+    add,
+    assert_holds,
+    contents,
+    create,
+    dies,
+    recording,
+    steps,
+    values,
+)
+
+EVERY = int(os.environ.get("TCNN_PROBE_KILL_EVERY", "29"))  # 1 kills at all, in two minutes
+
+
+def replace(path: Path) -> EpochStore:
+    """Replace a recording by one of a single mark, with values that the old one does not have."""
+    store = create(path, mode="w")
+    add(store, 0, 9)
+    return store
+
+
+def changes_until(number: int | None, work: Callable[[], object]) -> list[str]:
+    """Do work in a process that ends, as if it were killed, before the change of this number; return all changes."""
+    reader, writer = os.pipe()
+    if pid := os.fork():
+        os.close(writer)
+        with os.fdopen(reader) as changes:
+            names = changes.read().split()
+        assert os.waitpid(pid, 0)[1] == 0
+        return names
+    count = 0
+
+    def counted(name: str, change: Callable[..., object]) -> Callable[..., object]:
+        def changed(*args: object, **options: object) -> object:
+            nonlocal count
+            if count == number:
+                os._exit(0)
+            count += 1
+            os.write(writer, f"{name}\n".encode())
+            return change(*args, **options)
+
+        return changed
+
+    for name in ("mkdir", "rename", "replace", "rmdir", "unlink"):
+        setattr(os, name, counted(name, getattr(os, name)))
+    module._exchange = counted("exchange", module._exchange)
+    work()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["in one step", "where directories cannot be exchanged"])
+def test_killed_at_any_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+    if not exchange:
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    recording(tmp_path / "whole" / "run.zarr", 2)
+    changes = changes_until(None, lambda: replace(tmp_path / "whole" / "run.zarr"))
+    swap = changes.index("exchange")
+    assert len(changes) > swap + 30 > 60
+    for number in {*range(0, len(changes), EVERY), *range(swap - 1, swap + 6)}:
+        folder = tmp_path / str(number)
+        recording(path := folder / "run.zarr", 2)
+        changes_until(number, lambda path=path: replace(path))
+        EpochStore(path)
+        if open_recording(path).sizes["epoch"] == 2:
+            assert_holds(path, [0, 1])
+            replace(path).close()
+        assert_holds(path, {0: 9})
+        create(path).hold()
+        assert [entry.name for entry in folder.iterdir()] == ["run.zarr"]
+
+
+@pytest.mark.parametrize("on", ["fsync .*init/gate/c/", "fsync .*/test_an_error_leaves_the_old.*0$"])
+def test_an_error_leaves_the_old(tmp_path: Path, on: str) -> None:
+    """On the way, and after the exchange; the same mark can then be tried again."""
+    recording(path := tmp_path / "run.zarr", 2)
+    store = create(path, mode="w")
+    with steps(0, on, lambda: OSError(errno.ENOSPC, "No space left")), pytest.raises(OSError, match="No space left"):
+        add(store, 0, 9)
+    assert_holds(path, [0, 1])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.zarr"]
+    create(path).hold()  # nobody holds its lock
+    add(store, 0, 9)
+    assert_holds(path, {0: 9})
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["directory", "remote"])
+def test_a_refused_mark_leaves_the_old(tmp_path: Path, remote: bool) -> None:
+    recording(target := Remote() if remote else tmp_path / "run.zarr", 2)
+    store = create(target, mode="w")
+    with pytest.raises(ValueError, match="could not convert"):
+        store.append(0, values(0), {"top1": "high"})  # type: ignore[dict-item]
+    assert_holds(target, [0, 1])
+
+
+def test_killed_where_nothing_can_be_renamed() -> None:
+    """The old recording goes first; what a killed recorder leaves is no recording, and can be recorded to."""
+    recording(target := Remote(), 2)
+    delete, deleted = target.delete, []
+
+    async def once(key: str) -> None:
+        if len(deleted) == 5:
+            raise Crash
+        deleted.append(key)
+        await delete(key)
+
+    target.delete = once  # type: ignore[method-assign]
+    with pytest.raises(Crash):
+        replace(target)
+    assert deleted[0] == "zarr.json"
+    with pytest.raises(StoreError, match="nothing is there"):
+        open_recording(target)
+    target.delete = delete  # type: ignore[method-assign]
+    add(create(target), 0, 9)
+    assert_holds(target, {0: 9})
+
+
+def test_a_reader_from_before_reads_no_values_of_the_new(tmp_path: Path) -> None:
+    recording(path := tmp_path / "run.zarr", 2)
+    before = open_recording(path)
+    np.testing.assert_array_equal(before["heads"].gate[1], values(1)[""]["gate"])
+    store = replace(path)
+    for name, group in (("gate", "heads"), ("saliency", MAPS)):
+        with pytest.raises(StoreError, match="was deleted, or replaced by another recording: open it again"):
+            before[group][name].load()
+    add(store, 1)
+    np.testing.assert_array_equal(store.dataset().gate[0], values(9)[""]["gate"])
+
+
+def test_a_folder_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on network disks, where a deleted file that is open keeps a name; the next recorder deletes it."""
+
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    recording(path := tmp_path / "run.zarr", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        replace(path).close()
+    assert_holds(path, {0: 9})
+    create(path).hold()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.zarr"]
+
+
+@pytest.mark.parametrize("kind", ["array", "folder", "link", "pipe", "file", "chunk"])
+def test_what_is_the_users_is_refused_at_the_call(tmp_path: Path, kind: str) -> None:
+    recording(path := tmp_path / "run.zarr")
+    if kind == "array":
+        zarr.open_group(path, mode="r+", use_consolidated=False).create_array("mine", shape=(2,), dtype="float64")
+    elif kind == "folder":
+        (path / "mine").mkdir()
+    elif kind == "link":
+        (path / "gate" / "zarr.json").unlink()
+        (path / "gate" / "zarr.json").symlink_to(tmp_path / "mine")
+    elif kind == "pipe":
+        os.mkfifo(path / "mine")
+    else:
+        (path / "c").mkdir()
+        (path / "c" / ("mine.txt" if kind == "file" else "0")).write_text("precious")
+    before = contents(path)
+    with pytest.raises(
+        StoreError, match=r"run\.zarr holds more than a recording, and is not replaced: '(mine|gate/|c)"
+    ):
+        create(path, mode="w")
+    assert contents(path) == before
+
+
+def test_leftovers_of_a_killed_mark_are_the_recordings(tmp_path: Path) -> None:
+    recording(path := tmp_path / "run.zarr")
+    for number, on in enumerate(("fresh/zarr.json$", "gate/c/0/0/0$")):
+        store = create(path)
+        with steps(0, on), pytest.raises(Crash):
+            add(store, 1, **{"fresh": 1.0, f"name{number}": 2.0})
+        dies(store)
+    (path / "fresh" / ".zarr.json.partial").write_text("half a docu")
+    replace(path)
+    assert_holds(path, {0: 9}, {})
