@@ -77,6 +77,7 @@ def describe(module: nn.Module) -> Convolution:
             hook, its forward was replaced or does anything else than one convolution with filters that do not depend
             on the image, or trainable parameters of its own (as LoRA's) are applied to a frozen weight.
     """
+    # First, as torch gives a parametrized module a class of its own.
     if nn.utils.parametrize.is_parametrized(module):
         raise ValueError("its weight is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first")
     if not isinstance(module, nn.Conv2d):

@@ -72,6 +72,7 @@ def copy_in_its_modes(model: nn.Module) -> nn.Module:
 def meta_copy(model: nn.Module) -> nn.Module:
     """Return a copy without storage or hooks, in eval mode: running it costs no memory and calls no user code."""
     duplicate = copy_in_its_modes(model).to("meta").eval()
+    # Hooks of the user may record or print what they see, which a rehearsal must not add to.
     for module in duplicate.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
