@@ -113,8 +113,8 @@ def _compare(first: str, second: str) -> str:
             lines.append(f"  {name} {after:.6g} - {before:.6g} = {after - before:.6g}")
     if "layer" in a.dims and "layer" in b.dims:
         layers = a.layer.values.tolist(), b.layer.values.tolist()
-        for store, own, compared in ((first, *layers), (second, *reversed(layers))):
-            unique = [layer for layer in own if layer not in compared]
+        for store, present, compared in ((first, *layers), (second, *reversed(layers))):
+            unique = [layer for layer in present if layer not in compared]
             if unique:
                 lines.append(f"  only in {store}: {', '.join(unique)}")
         difference = (_table(b) - _table(a)).dropna(how="all", axis=0).dropna(how="all", axis=1)

@@ -97,13 +97,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-def whole_number(number: Any, what: str, least: int = 0, most: int | None = None) -> int:
+def whole_number(number: Any, what: str, low: int = 0, high: int | None = None) -> int:
     """Return the number as an int; raise TypeError if it is none, ValueError if it is out of range."""
-    expected = f"expected an integer from {least}{'' if most is None else f' to {most}'} for {what}, got {number!r}"
+    expected = f"expected an integer from {low}{'' if high is None else f' to {high}'} for {what}, got {number!r}"
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(expected)
     value = int(number)
-    if value < least or (most is not None and value > most):
+    if value < low or (high is not None and value > high):
         raise ValueError(expected)
     return value
 

@@ -27,12 +27,12 @@ class Variable:
     """A recorded variable.
 
     Args:
-        dims: names of its dimensions after that of the marks (which is called "epoch" unless the user names another):
+        dims: Names of its dimensions after that of the marks (which is called "epoch" unless the user names another):
             ("layer", "head") for a number of each head, () for one of the whole model.
         units: "1", "nat", "pixel", "cell" (of the layer's token grid) or powers of these.
-        long_name: short label, for plots.
-        description: what it is, with its source.
-        dtype: as stored, "float64" or, for maps, "float16" or "float32"; integers are -1 where there is no value.
+        long_name: Short label, for plots.
+        description: Meaning, with its source.
+        dtype: Type as stored: "float64" or, for maps, "float16" or "float32"; integers are -1 where there is no value.
     """
 
     dims: tuple[str, ...]
@@ -66,9 +66,9 @@ class Group:
         return tuple(lengths[dim] for dim in self.variables[variable].dims)
 
 
-def difference(there: Mapping[str, Group], here: Mapping[str, Group]) -> str | None:
+def difference(stored: Mapping[str, Group], measured: Mapping[str, Group]) -> str | None:
     """Name the first difference between the groups of a store and those to be recorded; None if they agree."""
-    for old, new in zip(_facts(there), _facts(here), strict=True):
+    for old, new in zip(_facts(stored), _facts(measured), strict=True):
         for fact in {**old, **new}:
             if fact not in old or fact not in new or old[fact] != new[fact]:
                 return f"{fact}: {old.get(fact, 'absent')} there, {new.get(fact, 'absent')} here"
@@ -76,7 +76,7 @@ def difference(there: Mapping[str, Group], here: Mapping[str, Group]) -> str | N
 
 
 def _facts(groups: Mapping[str, Group]) -> list[dict[str, Any]]:
-    """What makes two recordings the same, from the coarse to the fine."""
+    """Return the facts that two recordings must share, from the coarse to the fine."""
     kinds: list[dict[str, Any]] = [{f"group {path!r}": "present" for path in groups}, {}, {}, {}, {}, {}]
     for path, group in groups.items():
         where = f"in group {path!r}, " if path else ""

@@ -22,8 +22,21 @@ CLEAN = [
     "tcnn_model/kernels",
     "tcnn_model/models",
     "tcnn_model/pooling",
+    "tcnn_model/training",
+    "tcnn_finetune.py",
     "tcnn_probe/architectures",
+    "tcnn_probe/callbacks",
+    "tcnn_probe/command_line.py",
+    "tcnn_probe/evaluation",
+    "tcnn_probe/heads",
+    "tcnn_probe/images.py",
+    "tcnn_probe/loggers.py",
+    "tcnn_probe/models.py",
     "tcnn_probe/plot",
+    "tcnn_probe/reporting",
+    "tcnn_probe/representation",
+    "tcnn_probe/schema.py",
+    "tcnn_probe/storage",
     "benchmarks",
     "tests/benchmarks",
     "tests/tcnn_model/cases.py",
@@ -36,8 +49,21 @@ CLEAN = [
     "tests/tcnn_model/kernels",
     "tests/tcnn_model/models",
     "tests/tcnn_model/pooling",
+    "tests/tcnn_probe/callbacks",
+    "tests/tcnn_probe/evaluation",
+    "tests/tcnn_probe/heads",
+    "tests/tcnn_probe/plot",
+    "tests/tcnn_probe/reporting",
+    "tests/tcnn_probe/representation",
+    "tests/tcnn_probe/test_command_line.py",
+    "tests/tcnn_probe/test_images.py",
+    "tests/tcnn_probe/test_without_torch.py",
+    "tests/tcnn_probe/storage",
+    "tests/tcnn_model/training",
     "tests/test_prose.py",
 ]
+# Public parameters, which users write: layer_cka(features, others), and the corruptions' shares that are kept.
+PUBLIC = {"tcnn_probe/representation": "others", "tcnn_probe/evaluation/corruptions": "kept"}
 
 PRONOUN = re.compile(
     "ones?|some|each|found|given|told|there|here|this|these|those|others?|own|both|mine|theirs|made|wanted|chosen|whole|"
@@ -76,7 +102,8 @@ def _complaints(source: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_are_nouns_and_docstrings_sentences(path: Path) -> None:
-    assert list(_complaints(path.read_text())) == []
+    public = PUBLIC.get(str(path.parent.relative_to(ROOT)))
+    assert [complaint for complaint in _complaints(path.read_text()) if f": {public!r} is" not in complaint] == []
 
 
 @pytest.mark.parametrize(

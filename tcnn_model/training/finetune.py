@@ -32,11 +32,11 @@ Loader = DataLoader[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class FinetuningResult(EpochResult):
-    """What an epoch comes to, and the sums of learning rates until its end.
+    """The result of an epoch, with the sums of learning rates until its end.
 
     Adam and its kin move a weight by no more than about the sum of its learning rates. ``lr_sum`` is that of filters
     and matrices and ``qk_lr_sum`` that of GPSA's queries and keys, in units of the standard deviation that they had
-    before the training; ``gating_lr_sum`` that of the gates, in units of lambda. NaN of what the model has not.
+    before the training; ``gating_lr_sum`` that of the gates, in units of lambda. NaN if the model has no such weights.
     """
 
     lr_sum: float
@@ -82,37 +82,37 @@ def finetune(
     which runs the same loop.
 
     Args:
-        model: any classifier; gates are looked for in its GPSA layers. Trained in place.
-        train_loader, val_loader: batches of images (B, C, H, W) and class indices (B,); shares of classes (B, K), as
-            mixup gives them, will do for training.
-        epochs: number of training epochs.
+        model: Any classifier, trained in place; its gates are those of its GPSA layers.
+        train_loader, val_loader: Batches of images (B, C, H, W) and class indices (B,); for training, shares of
+            classes (B, K), as mixup gives them, are accepted too.
+        epochs: Number of training epochs.
         opt: timm's name of an optimizer. The paper has "momentum", SGD with momentum 0.9, for CNNs (Sec. 5).
-        lr, gating_lr: peak learning rates of the weights and of the gates, reached at the end of the warm-up, where
+        lr, gating_lr: Peak learning rates of the weights and of the gates, reached at the end of the warm-up, where
             the cosine begins.
         qk_lr: Peak rate of GPSA's queries and keys; None for ``lr``, as in the paper; "papers" for that with which
             their rates sum to the paper's 3.1, however short the training (``papers_qk_lr`` of
             ``tcnn_model.training.optimization``).
-        weight_decay: of matrices and filters, see :func:`~tcnn_model.parameter_groups`.
-        warmup_epochs: epochs of linear warm-up from 0; must be fewer than ``epochs``.
-        gating_warmup_epochs, gating_min_lr: warm-up of the gates, and the rate that they end at; None: as the weights.
-        label_smoothing: in [0, 1).
-        drop_path_rate: stochastic depth, as a ramp (``tcnn_model.training.optimization.set_drop_path``); None:
-            its own.
-        device: to train on; the model's own unless given.
-        amp: bfloat16 autocast.
-        seed: each epoch seeds Python's, NumPy's and torch's global generators, and those that the loaders have of
-            their own, so a resumed run repeats what an uninterrupted one would have done. None leaves them alone.
-        checkpoint: file written to the disk after each epoch, whole or not at all. If it exists the run resumes from
+        weight_decay: Weight decay of matrices and filters, see :func:`~tcnn_model.parameter_groups`.
+        warmup_epochs: Epochs of linear warm-up from 0; must be fewer than ``epochs``.
+        gating_warmup_epochs, gating_min_lr: Warm-up and last rate of the gates; None for those of the weights.
+        label_smoothing: Share of the targets that is spread over all classes, in [0, 1).
+        drop_path_rate: Stochastic depth, as a ramp (``tcnn_model.training.optimization.set_drop_path``); None to
+            leave the model's as it is.
+        device: Device to train on; None for the model's.
+        amp: Whether to use bfloat16 autocast.
+        seed: Seed of Python's, NumPy's and torch's global generators and of those of the loaders, set anew in each
+            epoch, so that a resumed run repeats an uninterrupted one. None leaves them alone.
+        checkpoint: File written to the disk after each epoch, whole or not at all. If it exists the run resumes from
             it: its epochs are yielded again without being trained, the last one after a fresh validation.
-        progress: show progress bars.
-        name: of the progress bar.
+        progress: Whether to show progress bars.
+        name: Name of the progress bar.
 
     Yields:
         :class:`FinetuningResult`, epochs 0 to ``epochs``.
 
     Raises:
-        ValueError: settings out of range; a checkpoint that is damaged or of a run with other settings; a loader
-            without batches; with a seed, a training loader whose workers persist.
+        ValueError: A setting is out of range; the checkpoint is damaged or of a run with other settings; a loader
+            has no batches; with a seed, the workers of the training loader persist.
     """
     if epochs < 1 or not 0 <= warmup_epochs < epochs:
         raise ValueError(

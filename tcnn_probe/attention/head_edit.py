@@ -86,11 +86,11 @@ class AttendingCall:
         self.keys = key.shape[-1] if self.is_softmax else key.shape[-2]
 
     @cached_property
-    def seen(self) -> SeenAttention:
+    def request(self) -> SeenAttention:
         """The attention as torch was asked for it, described once it is needed."""
-        seen = self._describe()
-        assert isinstance(seen, SeenAttention)
-        return seen
+        request = self._describe()
+        assert isinstance(request, SeenAttention)
+        return request
 
     def finish(self, edited: Tensor) -> Any:
         """Return what the function gives for edited heads."""
@@ -130,7 +130,7 @@ def edit_call(call: AttendingCall, module: nn.Module, edits: Sequence[HeadEdit])
         if call.is_softmax:
             images = len(rows) // edit.attention.shape[1]
             return edit.attention.expand(images, *edit.attention.shape[1:]).flatten(0, 1)
-        return weigh(edit.attention, values_of(call.seen, module)[:, list(edit.heads)])
+        return weigh(edit.attention, values_of(call.request, module)[:, list(edit.heads)])
 
     edited = _edit_rows(rows, edits, exchange)
     heads = call.heads if edited is rows else from_rows(edited, call.heads.shape[:-2], module, call.known_axis)

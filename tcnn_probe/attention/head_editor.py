@@ -119,7 +119,7 @@ class HeadEditor(Calls[LayerCall]):
         with _LOCK:
             editor = EDITORS.get(module)
             if editor is not None and listener in editor._listeners:
-                editor._listeners = tuple(other for other in editor._listeners if other is not listener)
+                editor._listeners = tuple(entry for entry in editor._listeners if entry is not listener)
                 if not editor._listeners:
                     del EDITORS[module]
                     editor.detach()
@@ -156,11 +156,11 @@ class HeadEditor(Calls[LayerCall]):
         with_terms = [edit for edits in call.edits.values() for edit in edits if edit.terms is not None]
         if not with_terms:
             return None
-        whole = images_first(call.module, first_tensor(output, call.listeners[0].layer))
+        edited_output = images_first(call.module, first_tensor(output, call.listeners[0].layer))
         for edit in with_terms:
             assert edit.terms is not None
-            whole = edit.terms(call, whole, edit.heads)
-        return with_first_tensor(output, images_first(call.module, whole))
+            edited_output = edit.terms(call, edited_output, edit.heads)
+        return with_first_tensor(output, images_first(call.module, edited_output))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -207,14 +207,14 @@ class _EditingMode(TorchFunctionMode):
             return self._edit(AttendingCall(func, args, kwargs)) if self._is_asking() else func(*args, **kwargs)
         output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            seen = describe(func, output, args, kwargs)
-        if isinstance(seen, SeenProduct):
-            for number, objection in call.tracker.weighed_by(seen, call.waiting).items():
+            request = describe(func, output, args, kwargs)
+        if isinstance(request, SeenProduct):
+            for number, objection in call.tracker.weighed_by(request, call.waiting).items():
                 del call.waiting[number]
                 call.objection = call.objection or objection
-        elif isinstance(seen, SeenCopy):
-            call.tracker.copied(seen)
-        elif isinstance(seen, SeenAttention) and self._is_asking():
+        elif isinstance(request, SeenCopy):
+            call.tracker.copied(request)
+        elif isinstance(request, SeenAttention) and self._is_asking():
             return self._edit(AttendingCall(func, args, kwargs, output))
         return output
 
@@ -231,8 +231,8 @@ class _EditingMode(TorchFunctionMode):
             images=len(rows),
             layout=_UNKNOWN,
             number=call.attentions,
-            logits=DeferredLogits(shape, rows, lambda: logits_of(attending.seen, module)),
-            compare=lambda: discrepancy(attending.seen, module),
+            logits=DeferredLogits(shape, rows, lambda: logits_of(attending.request, module)),
+            compare=lambda: discrepancy(attending.request, module),
         )
         call.attentions += 1
         edits = call.ask(attention)

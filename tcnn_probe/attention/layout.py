@@ -1,4 +1,4 @@
-"""Where the tokens of an attention lie: class and register tokens first, then a grid in raster order.
+"""Layout of the tokens of an attention: class and register tokens first, then a grid in raster order.
 
 Tokens that a model has after its grid are put before it when its attention is rebuilt.
 """
@@ -22,10 +22,10 @@ class Tokens:
     Positions are in cells of the finer of the two grids, that of the queries and that of the keys.
 
     Args:
-        prefix: number of class and register tokens before the grid.
-        height, width: number of rows and columns of the grid.
-        spacing: from one row to the next, and from one column to the next.
-        origin: position of the first row and of the first column.
+        prefix: Number of class and register tokens before the grid.
+        height, width: Numbers of rows and columns of the grid.
+        spacing: Distance from one row to the next, and from one column to the next.
+        origin: Position of the first row and of the first column.
     """
 
     prefix: int
@@ -45,7 +45,7 @@ class Tokens:
         return self.height, self.width
 
     def positions(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row and column of each token, shape (count,) each; those before the grid are put on its first cell."""
+        """Return row and column of each token, shape (count,); those before the grid are put on its first cell."""
         place = torch.arange(-self.prefix, self.height * self.width, device=device).clamp_(min=0)
         y, x = place // self.width, place % self.width
         return (y * self.spacing[0] + self.origin[0]).to(dtype), (x * self.spacing[1] + self.origin[1]).to(dtype)
@@ -53,13 +53,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the queries and the keys of an attention lie.
+    """Grids of the queries and the keys of an attention.
 
     Args:
-        queries, keys: their grids; None where no grid is known.
-        reason: why one of them is None, in words; empty if both are known.
-        advice: what the user can say about a grid that was not found; empty if there is nothing to say.
-        asking: what the queries are: tokens of the image (or its class token alone), learnt latents, or class tokens,
+        queries, keys: Their grids; None where no grid is known.
+        reason: Reason why one of them is None; empty if both are known.
+        advice: Options by which the user can give a grid that was not found; empty if there are none.
+        asking: Kind of the queries: tokens of the image (or its class token alone), learnt latents, or class tokens,
             one for each class.
     """
 
@@ -75,28 +75,28 @@ class Layout:
         return self.keys.prefix if self.keys else 0
 
     def distances(self, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Distances ``||delta_ij||`` from some queries to all keys, shape (queries, keys).
+        """Return distances ``||delta_ij||`` from some queries to all keys, shape (queries, keys).
 
         Rows and columns of class and register tokens hold meaningless numbers.
         """
         assert self.queries is not None
         assert self.keys is not None
-        from_y, from_x = (at[queries, None] for at in self.queries.positions(dtype, device))
-        to_y, to_x = self.keys.positions(dtype, device)
-        return torch.hypot(to_y - from_y, to_x - from_x)
+        query_y, query_x = self.queries.positions(dtype, device)
+        key_y, key_x = self.keys.positions(dtype, device)
+        return torch.hypot(key_y - query_y[queries, None], key_x - query_x[queries, None])
 
 
 @dataclass(frozen=True)
 class GivenTokens:
-    """What the user says of a model's tokens, where the model does not.
+    """Facts about a model's tokens that the user gives, where the model does not show them.
 
     Args:
-        prefix: class and register tokens before the grid.
-        class_token: whether the class token is the "first" or the "last" of all tokens, or there is "none".
-        grid: rows and columns of patches.
+        prefix: Number of class and register tokens before the grid.
+        class_token: Place of the class token, the "first" or the "last" of all tokens, or "none".
+        grid: Rows and columns of patches.
 
     Raises:
-        TypeError, ValueError: what cannot be.
+        TypeError, ValueError: Facts that cannot be.
     """
 
     prefix: int | None = None
@@ -116,7 +116,7 @@ class GivenTokens:
 
     @property
     def around(self) -> tuple[int, int] | None:
-        """How many tokens are before the grid, and after it; None if nothing is said."""
+        """Numbers of tokens before the grid, and after it; None if nothing is said."""
         if self.class_token == "last":
             return self.prefix or 0, 1
         if self.prefix is None:
@@ -129,10 +129,10 @@ class SpecialTokens:
     """Tokens of a model that are no patches.
 
     Args:
-        around: how many are before the grid, and after it; None if nobody says.
-        class_token: whether the first of them is a class token.
-        distillation_token: whether the second of them is a distillation token, as in DeiT.
-        given: what the user says.
+        around: Numbers of them before the grid, and after it; None if nobody says.
+        class_token: Whether the first of them is a class token.
+        distillation_token: Whether the second of them is a distillation token, as in DeiT.
+        given: Facts that the user gives.
     """
 
     around: tuple[int, int] | None = None
@@ -141,15 +141,15 @@ class SpecialTokens:
     given: GivenTokens = GivenTokens()
 
 
-def special_tokens(modules: Iterable[nn.Module], given: GivenTokens) -> SpecialTokens:
-    """Read off a model which tokens are no patches; what the user says goes first."""
+def special_tokens(modules: Iterable[nn.Module], user: GivenTokens) -> SpecialTokens:
+    """Read off a model which tokens are no patches; facts that the user gives come first."""
     modules = list(modules)
     model = next((m for m in modules if hasattr(m, "num_prefix_tokens")), None)
     count = getattr(model, "num_prefix_tokens", None)
-    around = given.around or ((count, 0) if isinstance(count, int) else None)
+    around = user.around or ((count, 0) if isinstance(count, int) else None)
     class_token = bool(getattr(model, "has_class_token", getattr(model, "cls_token", True) is not None))
-    if given.class_token is not None:
-        class_token = given.class_token != "none"
+    if user.class_token is not None:
+        class_token = user.class_token != "none"
     names = ("dist_token", "distillation_token")
     distilled = any(isinstance(getattr(m, name, None), Tensor) for m in modules for name in names)
-    return SpecialTokens(around, class_token, distilled, given)
+    return SpecialTokens(around, class_token, distilled, user)

@@ -1,4 +1,4 @@
-"""The attention of one forward, now: of any model, on the grids of its layers, as labelled arrays."""
+"""``attention_maps()``: the attention of one forward of any model, on the grids of its layers, as labelled arrays."""
 
 import json
 import operator
@@ -85,20 +85,20 @@ def attention_maps(
     as it was.
 
     Args:
-        model: any module, not compiled.
-        images: as the model takes them, shape (B, C, H, W); or pictures (PIL images, file names, bytes), which pass
-            through timm's evaluation transform for the model.
-        layers: names, globs or a predicate ``(name, module) -> bool``; None for all.
-        heads: indices of the heads to keep; None for all.
-        queries: where to look from, (y, x) in pixels of the images as the model takes them, or "class" for class
-            tokens alone. None: from everywhere: 22 MB an image for 12 layers of 12 heads and 196 patches.
-        prefix_tokens, class_token, grid: see :func:`tcnn_probe.record`.
-        batch_size: images at a time.
-        max_bytes: a larger result raises an error.
-        progress: whether to show a bar; None: after three seconds, on a terminal.
+        model: Any module, not compiled.
+        images: Images as the model takes them, shape (B, C, H, W); or pictures (PIL images, file names, bytes), which
+            pass through timm's evaluation transform for the model.
+        layers: Names, globs or a predicate ``(name, module) -> bool``; None for all layers.
+        heads: Indices of the heads to keep; None for all heads.
+        queries: Places to look from, (y, x) in pixels of the images as the model takes them, or "class" for class
+            tokens alone. None for all places: 22 MB an image for 12 layers of 12 heads and 196 patches.
+        prefix_tokens, class_token, grid: See :func:`tcnn_probe.record`.
+        batch_size: Number of images at a time.
+        max_bytes: Largest size of the result; a larger result raises an error.
+        progress: Whether to show a bar; None to show it after three seconds, on a terminal.
 
     Returns:
-        a tree; its root holds the images as the model saw them, ``input``, and each further node the layers of one
+        A tree. Its root holds the images as the model saw them, ``input``, and each further node the layers of one
         grid, named "heads x rows x columns": ``attention``, dims (image, layer, head, query, y, x), or (image, layer,
         head, query_y, query_x, y, x) from everywhere; ``class_attention``, dims (image, layer, head, y, x), where there
         is a class token; ``attention_by_class``, dims (image, layer, head, class, y, x), of pools with a token for
@@ -109,7 +109,8 @@ def attention_maps(
         reason.
 
     Raises:
-        ValueError: no layer has attention whose grid is known; queries outside of the images; more than ``max_bytes``.
+        ValueError: No layer has attention whose grid is known; queries lie outside of the images; the result takes more
+            than ``max_bytes``.
         TypeError: ``model`` is no module, ``images`` are no images, or a head is no integer.
     """
     check_model(model)
@@ -121,35 +122,35 @@ def attention_maps(
     selection = MapSelection(_checked_queries(queries, size), heads, ReceptiveFields(size))
     tokens = GivenTokens(prefix_tokens, class_token, grid)
     names = layer_names(model)
-    chosen = wanted_layers(model, layers)
-    by_batch: list[list[LayerMaps]] = []
+    selected_layers = wanted_layers(model, layers)
+    maps_by_batch: list[list[LayerMaps]] = []
     bar = progress_bar(len(images), "attention maps", progress)
     with untouched(model), torch.no_grad(), bar:
         for which, batch in batches(model, images, batch_size):
             listener = MapKeeper(selection, copies=-(-len(images) // len(batch)), max_bytes=max_bytes)
-            stream = AttentionStream(model, listener, layers=chosen, tokens=tokens)
+            stream = AttentionStream(model, listener, layers=selected_layers, tokens=tokens)
             with closing(stream), selection.fields:
                 model(batch)
             listener.check()
-            by_batch.append(listener.maps)
+            maps_by_batch.append(listener.maps)
             bar.update(which.stop - which.start)
     missing = listener.missing | stream.unsupported
-    if not any(by_batch[0]):
-        reasons = "".join(f"\n  {layer}: {why}" for layer, why in missing.items())
+    if not any(maps_by_batch[0]):
+        reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in missing.items())
         raise ValueError(
             f"no layer of this {type(model).__name__} has attention maps{reasons or ': no softmax attention was seen'}"
         )
     if listener.missing:
-        each = "; ".join(f"{layer}: {why}" for layer, why in listener.missing.items())
-        warnings.warn(f"no attention maps of {len(listener.missing)} layers: {each}", RuntimeWarning, stacklevel=2)
+        reasons = "; ".join(f"{layer}: {reason}" for layer, reason in listener.missing.items())
+        warnings.warn(f"no attention maps of {len(listener.missing)} layers: {reasons}", RuntimeWarning, stacklevel=2)
     order = {name: place for place, name in enumerate(names.values())}
-    joined = [_joined(parts) for parts in zip(*by_batch, strict=True)]
-    joined.sort(key=lambda one: (order[one.layer.split("#")[0]], one.layer))
-    found = _tree(joined, selection)
-    seen = (images.float() if images.dtype == torch.bfloat16 else images).cpu().numpy()  # numpy has no bfloat16
-    root = xr.Dataset({"input": (("image", "channel", "input_y", "input_x"), seen, _ATTRS["input"])})
-    about = {"layers": json.dumps([one.layer for one in joined]), "missing": json.dumps(missing)}
-    return xr.DataTree.from_dict({"/": root.assign_attrs(provenance(model) | about), **found})
+    maps_by_layer = [_joined(parts) for parts in zip(*maps_by_batch, strict=True)]
+    maps_by_layer.sort(key=lambda maps: (order[maps.layer.split("#")[0]], maps.layer))
+    datasets = _by_grid(maps_by_layer, selection)
+    pixels = (images.float() if images.dtype == torch.bfloat16 else images).cpu().numpy()  # numpy has no bfloat16
+    root = xr.Dataset({"input": (("image", "channel", "input_y", "input_x"), pixels, _ATTRS["input"])})
+    table = {"layers": json.dumps([maps.layer for maps in maps_by_layer]), "missing": json.dumps(missing)}
+    return xr.DataTree.from_dict({"/": root.assign_attrs(provenance(model) | table), **datasets})
 
 
 def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
@@ -167,17 +168,18 @@ def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
 
 
 def _joined(parts: Sequence[LayerMaps]) -> LayerMaps:
-    """The maps of all batches."""
+    """Return the maps of all batches."""
     arrays = {name: torch.cat([part.arrays[name] for part in parts]) for name in parts[0].arrays}
     return replace(parts[0], arrays=arrays)
 
 
-def _tree(found: Sequence[LayerMaps], selection: MapSelection) -> dict[str, xr.Dataset]:
-    """A dataset for each grid; layers that have nothing but class tokens' rows on it are apart."""
+def _by_grid(maps_by_layer: Sequence[LayerMaps], selection: MapSelection) -> dict[str, xr.Dataset]:
+    """Return a dataset for each grid; layers with nothing but class tokens' rows on it are apart."""
     nodes: dict[tuple[Any, ...], list[LayerMaps]] = {}
-    for one in found:
-        whole = "attention" in one.arrays
-        nodes.setdefault((not whole, one.heads, one.keys, one.queries if whole else None), []).append(one)
+    for maps in maps_by_layer:
+        has_queries = "attention" in maps.arrays
+        key = (not has_queries, maps.heads, maps.keys, maps.queries if has_queries else None)
+        nodes.setdefault(key, []).append(maps)
     tree: dict[str, xr.Dataset] = {}
     for (_, heads, keys, queries), layers in sorted(nodes.items(), key=lambda node: node[0][0]):
         name = f"{heads}x{keys[0]}x{keys[1]}"
@@ -188,27 +190,29 @@ def _tree(found: Sequence[LayerMaps], selection: MapSelection) -> dict[str, xr.D
 
 
 def _dataset(layers: Sequence[LayerMaps], selection: MapSelection) -> xr.Dataset:
-    """Layers of one grid; NaN where one lacks what another has."""
+    """Return the layers of one grid as a dataset; NaN where a layer lacks what another has."""
     first = layers[0]
     heads = selection.heads_of(first.heads)
-    coords: dict[str, Any] = {"layer": [one.layer for one in layers], "head": heads}
-    further: dict[str, tuple[str, ...]] = {"class_attention": (), "attention_by_class": ("class",)}
-    further["attention"] = ("query_y", "query_x") if selection.queries is None else ("query",)
+    coords: dict[str, Any] = {"layer": [maps.layer for maps in layers], "head": heads}
+    query_dims: dict[str, tuple[str, ...]] = {"class_attention": (), "attention_by_class": ("class",)}
+    query_dims["attention"] = ("query_y", "query_x") if selection.queries is None else ("query",)
     variables: dict[str, Any] = {}
-    for name, dims in further.items():
-        if (some := next((one.arrays[name] for one in layers if name in one.arrays), None)) is not None:
-            lacking = torch.full_like(some, torch.nan)
-            maps = torch.stack([one.arrays.get(name, lacking) for one in layers], 1)
-            variables[name] = (("image", "layer", "head", *dims, "y", "x"), maps.numpy(), _ATTRS[name])
-    gates = [one.gate for one in layers]
+    for name, dims in query_dims.items():
+        arrays = [maps.arrays[name] for maps in layers if name in maps.arrays]
+        if arrays:
+            absent = torch.full_like(arrays[0], torch.nan)
+            stacked = torch.stack([maps.arrays.get(name, absent) for maps in layers], 1)
+            variables[name] = (("image", "layer", "head", *dims, "y", "x"), stacked.numpy(), _ATTRS[name])
+    gates = [maps.gate for maps in layers]
     if any(gate is not None for gate in gates):
-        lacking = torch.full((len(heads),), torch.nan, dtype=torch.float64)
-        values = torch.stack([lacking if gate is None else gate for gate in gates])
+        absent = torch.full((len(heads),), torch.nan, dtype=torch.float64)
+        values = torch.stack([absent if gate is None else gate for gate in gates])
         variables["gate"] = (("layer", "head"), values.numpy(), _ATTRS["gate"])
     for dim, (start, spacing), cells in zip("yx", selection.fields.places(first.keys), first.keys, strict=True):
         coords[f"pixel_{dim}"] = (dim, start + spacing * np.arange(cells), _ATTRS["pixel"])
     if selection.queries and first.queries is not None:
         nearest = np.array(selection.cells(first.keys))
-        at = zip(("query_y", "query_x", "from_y", "from_x"), (*nearest.T, *np.array(selection.queries).T), strict=True)
-        coords |= {name: ("query", values) for name, values in at}
+        places = [*nearest.T, *np.array(selection.queries).T]
+        for name, values in zip(("query_y", "query_x", "from_y", "from_x"), places, strict=True):
+            coords[name] = ("query", values)
     return xr.Dataset(variables, coords)

@@ -45,12 +45,12 @@ class Pattern:
     keys: np.ndarray | None = None
     size: object = None
 
-    def plus(self, other: "Pattern") -> "Pattern | None":
+    def plus(self, pattern: "Pattern") -> "Pattern | None":
         """Return the sums over the images of both; None if these have different sizes."""
-        if self.size != other.size or self.attention.shape != other.attention.shape:
+        if self.size != pattern.size or self.attention.shape != pattern.attention.shape:
             return None
-        attention, entropy = self.attention + other.attention, self.entropy + other.entropy
-        return replace(self, attention=attention, entropy=entropy, images=self.images + other.images)
+        attention, entropy = self.attention + pattern.attention, self.entropy + pattern.entropy
+        return replace(self, attention=attention, entropy=entropy, images=self.images + pattern.images)
 
 
 @lru_cache(maxsize=64)
@@ -204,8 +204,8 @@ def gated_patterns(attention: GatedAttention, limit: int | None, block: int) -> 
         content_sum.add(weights, scratch)
         weights.lerp_(positional, attention.gate.to(weights)[:, None, None])
         whole_sum.add(weights, scratch)
-    whole = replace(whole_sum.pattern(images), queries=query_places, keys=key_places)
-    return whole, content_sum.pattern(images)
+    pattern = replace(whole_sum.pattern(images), queries=query_places, keys=key_places)
+    return pattern, content_sum.pattern(images)
 
 
 class _AttentionSum:

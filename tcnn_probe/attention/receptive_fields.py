@@ -1,4 +1,4 @@
-"""Where the cells of feature maps look in the image, by their receptive fields."""
+"""Receptive fields of the cells of feature maps: the pixels of the image that they look at."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ aten = torch.ops.aten
 
 
 class Places(NamedTuple):
-    """Where cells lie along one side of the image: cell n at pixel ``first + n * spacing``, the first pixel being 0."""
+    """Places of cells along one side of the image: cell n is at pixel ``first + n * spacing``, counted from 0."""
 
     first: float
     spacing: float
 
 
 class _Fields(NamedTuple):
-    """What cells see along one side: cell n the pixels from ``low + n * spacing`` to ``high + n * spacing``."""
+    """Pixels that cells see along one side: cell n those from ``low + n * spacing`` to ``high + n * spacing``."""
 
     low: float
     high: float
@@ -30,7 +30,7 @@ class _Fields(NamedTuple):
 
 
 class ReceptiveFields(Uncompiled):
-    """The receptive fields of feature maps, by their sizes, from what convolutions and pools a forward computes.
+    """Receptive fields of feature maps, by their sizes, from the convolutions and pools that a forward computes.
 
     ::
 
@@ -42,7 +42,7 @@ class ReceptiveFields(Uncompiled):
     convolutions beside it). Padding counts as pixels of the image.
 
     Args:
-        size: height and width of the images.
+        size: Height and width of the images.
     """
 
     def __init__(self, size: Grid) -> None:
@@ -51,22 +51,23 @@ class ReceptiveFields(Uncompiled):
         self._fields: dict[Grid, list[_Fields]] = {size: [_Fields(0, 0, 1)] * 2}
 
     def places(self, grid: Grid) -> tuple[Places, Places]:
-        """The centres of the fields of a map's rows and columns; of an unknown map, which divides the image evenly."""
-        if (fields := self._fields.get(grid)) is None:
-            steps = [whole / cells for whole, cells in zip(self._size, grid, strict=True)]
+        """Return the centres of the fields of a map's rows and columns; an unknown map divides the image evenly."""
+        fields = self._fields.get(grid)
+        if fields is None:
+            steps = [pixels / cells for pixels, cells in zip(self._size, grid, strict=True)]
             return Places((steps[0] - 1) / 2, steps[0]), Places((steps[1] - 1) / 2, steps[1])
-        rows, columns = (Places((one.low + one.high) / 2, one.spacing) for one in fields)
+        rows, columns = (Places((field.low + field.high) / 2, field.spacing) for field in fields)
         return rows, columns
 
     def cell(self, grid: Grid, pixel: tuple[int, int]) -> Grid:
-        """The cell of a map whose centre is nearest to a pixel (y, x) of the image."""
+        """Return the cell of a map whose centre is nearest to a pixel (y, x) of the image."""
         cells = []
         for at, (first, spacing), count in zip(pixel, self.places(grid), grid, strict=True):
             cells.append(min(max(math.floor((at - first) / spacing + 0.5), 0), count - 1))
         return cells[0], cells[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let torch compute, and follow what changes where cells look."""
+        """Let torch compute, and follow operations that change where cells look."""
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator, such as flex_attention
             return func(*args, **(kwargs or {}))
         with self:  # in inference mode a convolution comes as a whole, and not as its parts
@@ -87,19 +88,19 @@ class ReceptiveFields(Uncompiled):
         return output
 
     def _slides(self, x: Any, output: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1) -> None:
-        """A kernel slides over a map."""
+        """Note the fields of a map over which a kernel has slid."""
         before = self._fields.get((x.shape[2], x.shape[3]))
         if before is None:
             return
         grid, after = (output.shape[2], output.shape[3]), []
-        each = zip(before, *map(_pair, (kernel, stride or kernel, padding, dilation)), strict=True)
-        for (low, high, spacing), size, step, pad, apart in each:
-            reach = apart * (size - 1) - pad
+        by_side = zip(before, *map(_pair, (kernel, stride or kernel, padding, dilation)), strict=True)
+        for (low, high, spacing), size, step, pad, spread in by_side:
+            reach = spread * (size - 1) - pad
             after.append(_Fields(low - pad * spacing, high + reach * spacing, spacing * step))
-        there = self._fields.get(grid, after)
-        if [one.spacing for one in there] == [one.spacing for one in after]:
-            both = zip(there, after, strict=True)
-            after = [_Fields(min(a.low, b.low), max(a.high, b.high), a.spacing) for a, b in both]
+        earlier = self._fields.get(grid, after)
+        if [field.spacing for field in earlier] == [field.spacing for field in after]:
+            pairs = zip(earlier, after, strict=True)
+            after = [_Fields(min(a.low, b.low), max(a.high, b.high), a.spacing) for a, b in pairs]
         self._fields[grid] = after
 
 
@@ -107,5 +108,5 @@ _PADS = {aten.constant_pad_nd, aten.reflection_pad2d, aten.replication_pad2d}
 
 
 def _pair(values: int | Sequence[int]) -> Sequence[int]:
-    """For rows and columns, as torch takes one number for both."""
+    """Return values for rows and columns, of a number that torch takes for both."""
     return (values, values) if isinstance(values, int) else tuple(values) * (2 // len(values))

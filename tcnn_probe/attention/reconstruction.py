@@ -163,12 +163,12 @@ class DeferredLogits(Logits):
 
 
 def softmax_attention_of(
-    seen: SeenAttention, name: str, number: int, running: Running, maps: FeatureMaps
+    request: SeenAttention, name: str, number: int, running: Running, maps: FeatureMaps
 ) -> SoftmaxAttention:
     """Describe what the last of the running modules asked torch for as an attention between tokens on their grids.
 
     Args:
-        seen: Attention as torch was asked for it.
+        request: Attention as torch was asked for it.
         name: Name of the layer.
         number: Place of this attention among those of the module's call.
         running: Modules that are running, and their inputs.
@@ -180,7 +180,7 @@ def softmax_attention_of(
     module, inputs = running[-1]
     if reason := known(module).no_attention_matrix:
         raise NoTokenAttentionError(reason)
-    logits = logits_of(seen, module)
+    logits = logits_of(request, module)
     rows, heads, queries, keys = logits.shape
     layout = pool_layout(queries, keys, running, maps)
     if layout is None and queries == keys and is_between_channels(keys, heads, inputs):
@@ -188,17 +188,17 @@ def softmax_attention_of(
     images = maps.images if maps.images and rows % maps.images == 0 else rows
     windows = rows // images
     cut = _find_windows(running)
-    if windows == 1 and cut is not None and cut.grid == cut.window:
-        cut = None
-    if layout is None and seen.not_on_grid:
-        layout = Layout(None, None, seen.not_on_grid)
+    if layout is None and request.not_on_grid:
+        layout = Layout(None, None, request.not_on_grid)
     elif layout is None:
         layout = find_layout(queries, keys, windows, running, maps)
         if layout.keys is None and cut is not None and queries == keys == cut.window[0] * cut.window[1]:
             layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
         tokens_behind = any((maps.around(count) or (0, 0))[1] for count in (queries, keys))
         if layout.keys is not None and windows == 1 and tokens_behind:
-            logits = logits_of(_grid_last(seen, maps), module)
+            logits = logits_of(_grid_last(request, maps), module)
+    if windows == 1 and cut is not None and cut.grid == cut.window:
+        cut = None  # the window is the image: no part of it has to be put anywhere
     return SoftmaxAttention(
         module=module,
         name=name,
@@ -208,9 +208,9 @@ def softmax_attention_of(
         layout=layout,
         cut=cut,
         logits=logits,
-        class_token=maps.special.class_token,
+        class_token=maps.has_class_token(keys),
         distillation_token=maps.special.distillation_token,
-        compare=partial(discrepancy, seen, module),
+        compare=partial(discrepancy, request, module),
     )
 
 
@@ -222,7 +222,7 @@ def _find_windows(running: Running) -> Windows | None:
     return None
 
 
-def _grid_last(seen: SeenAttention, maps: FeatureMaps) -> SeenAttention:
+def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
     """Return the attention with the tokens that are behind the grid in front of it."""
 
     def ordered(x: Tensor, dim: int) -> Tensor:
@@ -237,67 +237,69 @@ def _grid_last(seen: SeenAttention, maps: FeatureMaps) -> SeenAttention:
     def ordered_matrix(x: Tensor | None) -> Tensor | None:
         return None if x is None else ordered(ordered(x, -2), -1)
 
-    if seen.logits is not None:
-        return replace(seen, logits=ordered_matrix(seen.logits))
-    assert seen.query is not None
-    assert seen.key is not None
-    query, key = ordered(seen.query, -2), ordered(seen.key, -2)
-    return replace(seen, query=query, key=key, mask=ordered_matrix(seen.mask))
+    if request.logits is not None:
+        return replace(request, logits=ordered_matrix(request.logits))
+    assert request.query is not None
+    assert request.key is not None
+    query, key = ordered(request.query, -2), ordered(request.key, -2)
+    return replace(request, query=query, key=key, mask=ordered_matrix(request.mask))
 
 
 @torch.no_grad()
-def discrepancy(seen: SeenAttention, module: nn.Module) -> tuple[Tensor, float] | None:
+def discrepancy(request: SeenAttention, module: nn.Module) -> tuple[Tensor, float] | None:
     """Compare the first row of the rebuilt attention with what torch gave the model.
 
     Returns:
         The largest difference as a share of torch's largest value, shape () in float32, and the largest share that
         rounding explains; None if dropout leaves nothing to compare with.
     """
-    if seen.output is None:
+    if request.output is None:
         return None
-    logits = logits_of(seen, module)
-    queries = slice(0, logits.shape[2] if seen.finish else _QUERIES_TO_CHECK)
+    logits = logits_of(request, module)
+    queries = slice(0, logits.shape[2] if request.finish else _QUERIES_TO_CHECK)
     first = slice(0, 1)
     rebuilt = torch.softmax(logits(first, queries), -1)
-    if seen.logits is not None:
-        expected = as_rows(seen.output, module, None)[first, :, queries]
+    if request.logits is not None:
+        expected = as_rows(request.output, module, None)[first, :, queries]
     else:
-        values = values_of(seen, module)[first].to(rebuilt.dtype)
+        values = values_of(request, module)[first].to(rebuilt.dtype)
         rebuilt = torch.nan_to_num(rebuilt) @ values
-        if seen.finish is not None:
-            rebuilt = seen.finish(rebuilt)
-            expected = seen.output[:, :1] if seen.output.ndim == 3 else seen.output
+        if request.finish is not None:
+            rebuilt = request.finish(rebuilt)
+            expected = request.output[:, :1] if request.output.ndim == 3 else request.output
         else:
-            output = seen.output if seen.output.ndim > 2 else seen.output[None]
-            expected = as_rows(output, module, seen.heads)[first, :, queries]
-    return relative_difference(rebuilt, expected), tolerance(seen.output.dtype)
+            output = request.output if request.output.ndim > 2 else request.output[None]
+            expected = as_rows(output, module, request.heads)[first, :, queries]
+    return relative_difference(rebuilt, expected), tolerance(request.output.dtype)
 
 
-def values_of(seen: SeenAttention, module: nn.Module) -> Tensor:
+def values_of(request: SeenAttention, module: nn.Module) -> Tensor:
     """Return the values that are weighed, shape (rows, heads, N_key, d_value)."""
-    return as_rows(_broadcast(seen)[2], module, seen.heads)
+    return as_rows(_broadcast(request)[2], module, request.heads)
 
 
-def logits_of(seen: SeenAttention, module: nn.Module) -> Logits:
+def logits_of(request: SeenAttention, module: nn.Module) -> Logits:
     """Return the logits of an attention as torch was asked for it."""
-    if seen.logits is not None:
-        return GivenLogits(as_rows(seen.logits, module, seen.heads))
-    query, key, _ = _broadcast(seen)
-    mask = seen.mask
+    if request.logits is not None:
+        return GivenLogits(as_rows(request.logits, module, request.heads))
+    query, key, _ = _broadcast(request)
+    mask = request.mask
     if mask is not None:
-        mask = as_rows(mask.expand(*query.shape[:-1], key.shape[-2]), module, seen.heads)
-    return ProductLogits(as_rows(query, module, seen.heads), as_rows(key, module, seen.heads), seen.scale, mask)
+        mask = as_rows(mask.expand(*query.shape[:-1], key.shape[-2]), module, request.heads)
+    return ProductLogits(
+        as_rows(query, module, request.heads), as_rows(key, module, request.heads), request.scale, mask
+    )
 
 
-def _broadcast(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
+def _broadcast(request: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values with the same leading dimensions, of which there is at least one."""
-    query, key, value = seen.query, seen.key, seen.value
+    query, key, value = request.query, request.key, request.value
     assert query is not None
     assert key is not None
     assert value is not None
     shapes = [(1,), query.shape[:-2], key.shape[:-2], value.shape[:-2]]
-    if seen.mask is not None:
-        shapes.append(seen.mask.shape[:-2])
+    if request.mask is not None:
+        shapes.append(request.mask.shape[:-2])
     leading = np.broadcast_shapes(*shapes)
     query, key, value = (x.expand(*leading, *x.shape[-2:]) for x in (query, key, value))
     return query, key, value
@@ -316,7 +318,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
-    """Return the largest difference as a share of the largest expected value, shape () in float32, where finite."""
+    """Return the largest difference as a share of the largest finite expected value, shape () in float32."""
     broken = ~expected.isfinite()  # by what the model was given
     difference, size = (x.masked_fill(broken, 0).abs().amax().float() for x in (rebuilt - expected, expected))
     return difference / size.clamp_min(torch.finfo(torch.float32).tiny)

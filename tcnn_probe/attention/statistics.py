@@ -50,8 +50,8 @@ def gated_statistics(attention: GatedAttention, limit: int | None, block: int) -
         limit: Number of images, the first ones, that count in the patterns; None for all.
         block: Number of weights to form at a time.
     """
-    whole, content = gated_patterns(attention, limit, block)
-    patterns = {"content_information": whole, "content_part_information": content}
+    pattern, content = gated_patterns(attention, limit, block)
+    patterns = {"content_information": pattern, "content_part_information": content}
     return {**gated_means(attention), **uniform_gated_attention(attention), **patterns}
 
 

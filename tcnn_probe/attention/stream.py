@@ -189,22 +189,22 @@ class AttentionStream:
         self._maps.enter(inputs, whole_model=entry is self._model)
         return True
 
-    def asked(self, forward: Forward, seen: Seen) -> Answer | None:
+    def asked(self, forward: Forward, request: Seen) -> Answer | None:
         """Rebuild a softmax attention, or see whether a softmax weighs values."""
-        if isinstance(seen, SeenJoin):
-            self._maps.joins(seen.lengths)
-        elif isinstance(seen, SeenCopy):
-            self._tracker.copied(seen)
-        elif isinstance(seen, SeenUnmeasured):
+        if isinstance(request, SeenJoin):
+            self._maps.joins(request.lengths)
+        elif isinstance(request, SeenCopy):
+            self._tracker.copied(request)
+        elif isinstance(request, SeenUnmeasured):
             name = self._names[forward.running[-1][0]]
             if self._wants(name):
-                self.unsupported[name] = seen.reason
-        elif isinstance(seen, SeenProduct):
+                self.unsupported[name] = request.reason
+        elif isinstance(request, SeenProduct):
             waiting = {shown: (shown.operand, shown.has_heads) for shown in self._shown if shown.operand is not None}
-            for shown, objection in self._tracker.weighed_by(seen, waiting).items():
+            for shown, objection in self._tracker.weighed_by(request, waiting).items():
                 shown.operand, shown.objection = None, objection
         else:
-            return self._show_softmax(forward, seen)
+            return self._show_softmax(forward, request)
         return None
 
     def returned(self, forward: Forward, module: nn.Module, inputs: Sequence[Any], output: Any) -> Any:
@@ -258,7 +258,7 @@ class AttentionStream:
     def _wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted
 
-    def _show_softmax(self, forward: Forward, seen: SeenAttention) -> Answer | None:
+    def _show_softmax(self, forward: Forward, request: SeenAttention) -> Answer | None:
         running = forward.running
         if any(module in self._gated for module, _ in running):
             return None  # a part of gated attention, which is shown as a whole
@@ -271,7 +271,7 @@ class AttentionStream:
         layer = f"{name}#{number}" if number else name
         with named_in_errors(layer):
             try:
-                attention = softmax_attention_of(seen, layer, number, running, self._maps)
+                attention = softmax_attention_of(request, layer, number, running, self._maps)
             except NoTokenAttentionError as reason:
                 self.unsupported[layer] = str(reason)
                 return None
@@ -279,7 +279,7 @@ class AttentionStream:
                 if self.verification.needed(layer):
                     self.verification.add(layer, attention.discrepancy())
                 edit = self._listener.attends(attention)
-        operand = None if seen.logits is None or seen.output is None else SeenOperand.of(seen.output)
+        operand = None if request.logits is None or request.output is None else SeenOperand.of(request.output)
         has_heads = attention.heads > 1 or (operand is not None and len(operand.shape) > 3)
         self._shown.append(_ShownSoftmax(layer, module, operand, has_heads))
         if edit is None:

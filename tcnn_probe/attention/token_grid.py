@@ -18,16 +18,17 @@ from tcnn_probe.hooks.forwards import Running
 __all__ = ["FeatureMaps", "find_layout", "pool_layout", "token_counts"]
 
 Grid = tuple[int, int]  # rows and columns
-_MOST_SPECIAL = 16  # tokens that are no patches, to guess
+# A model with more class and register tokens than this is not guessed at: DINOv3 has 5, the largest in timm 13.
+_MOST_SPECIAL = 16
 
 
 class FeatureMaps:
-    """The images of a forward and the sizes of the feature maps made of them so far.
+    """Images of a forward and sizes of the feature maps made of them so far.
 
     Attributes:
-        images: number of images in the batch; None if unknown.
-        size: their height and width; None if unknown.
-        special: class and register tokens, as far as the model or the user says.
+        images: Number of images in the batch; None if unknown.
+        size: Height and width of the images; None if unknown.
+        special: Class and register tokens, as far as the model or the user says.
     """
 
     def __init__(self, special: SpecialTokens) -> None:
@@ -41,21 +42,21 @@ class FeatureMaps:
 
     def enter(self, inputs: Sequence[Any], *, whole_model: bool) -> None:
         """Begin a forward: of the model, or of one part, which may go on with the images of a part called before."""
-        given = next((x for x in inputs if isinstance(x, Tensor)), None)
-        is_map = given is not None and given.ndim == 4
-        if whole_model or (is_map and given is not None and tuple(given.shape[2:]) not in self._maps):
+        x = next((x for x in inputs if isinstance(x, Tensor)), None)
+        is_map = x is not None and x.ndim == 4
+        if whole_model or (is_map and x is not None and tuple(x.shape[2:]) not in self._maps):
             self.size, self._channels = None, 0
             self._maps.clear()
             self._shapes.clear()
             self._joins.clear()
-        if is_map and given is not None:
-            self.images = len(given)
+        if is_map and x is not None:
+            self.images = len(x)
             if self.size is None:
-                self._channels, self.size = given.shape[1], (given.shape[2], given.shape[3])
+                self._channels, self.size = x.shape[1], (x.shape[2], x.shape[3])
                 self._maps[self.size] = None
-        elif given is not None and given.ndim > 4:
-            self.images = len(given)
-        elif whole_model or given is None or self.images != len(given):
+        elif x is not None and x.ndim > 4:
+            self.images = len(x)
+        elif whole_model or x is None or self.images != len(x):
             self.images = None
 
     def passes(self, values: Iterable[Any]) -> None:
@@ -70,24 +71,38 @@ class FeatureMaps:
                 self._maps[grid] = None
 
     def joins(self, lengths: tuple[int, ...]) -> None:
-        """Take note of tokens that are put behind each other: how many there are in each part."""
+        """Take note of the numbers of tokens in each part of tokens that are put behind each other."""
         if len(lengths) > 1:
             self._joins[sum(lengths)] = lengths
 
     def around(self, count: int) -> tuple[int, int] | None:
-        """How many of so many tokens are before the grid, and after it; None if nothing shows it."""
+        """Return how many of ``count`` tokens stand before the grid, and after it; None if nothing shows it."""
         joined = self._joined_around(count)
-        return (sum(joined[0]), sum(joined[1])) if joined and not self.special.given.around else self.special.around
+        if not joined or self.special.given.around:
+            return self.special.around
+        before, after = joined
+        return sum(before), sum(after)
+
+    def has_class_token(self, count: int) -> bool:
+        """Tell whether the first of so many tokens, or the last, is a class token, as far as it shows."""
+        joined = self._joined_around(count)
+        if joined is None or self.special.given.around or self.special.given.class_token is not None:
+            return self.special.class_token
+        # A model can hold its class token and its registers in a single parameter. Of several parts before the grid
+        # the first one is a class token only if it is a single token: EoMT puts its queries before it.
+        before, _ = joined
+        can_be_first = len(before) == 1 or before[:1] == (1,)
+        return self.special.class_token and (can_be_first or self.class_token_is_last(count))
 
     def class_token_is_last(self, count: int) -> bool:
-        """Whether the last of so many tokens is the class token: it alone is put behind the others, and none before."""
+        """Return whether the last of ``count`` tokens is the class token: put behind the grid alone, none before."""
         if self.special.given.around:
             return self.special.given.class_token == "last"
         before, after = self._joined_around(count) or ((), ())
         return 1 not in before and after[-1:] == (1,)
 
     def _joined_around(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Lengths of what was joined before the grid and after it."""
+        """Return the lengths of the parts that were joined before the grid and after it."""
         parts = self._parts(count)
         cells = {rows * columns for rows, columns in self.grids()}
         largest = max((length for length in parts if length in cells), default=0)
@@ -97,25 +112,27 @@ class FeatureMaps:
         return parts[:place], parts[place + 1 :]
 
     def _parts(self, count: int) -> tuple[int, ...]:
-        """Lengths of the parts of which so many tokens were joined, down to those that were not."""
-        parts = self._joins.get(count, ())
-        return tuple(each for part in parts for each in (self._parts(part) or (part,)))
+        """Return the lengths of the parts that ``count`` tokens were joined of, down to parts that were not joined."""
+        lengths: list[int] = []
+        for length in self._joins.get(count, ()):
+            lengths += self._parts(length) or (length,)
+        return tuple(lengths)
 
     def grids(self) -> Iterator[tuple[int, int]]:
-        """Sizes of the maps that have the images' shape, the best match first; what the user says goes before."""
+        """Yield sizes of the maps that have the images' shape, the best match first, after what the user says."""
         if self.special.given.grid is not None:
             yield self.special.given.grid
         if self.size is not None:
             yield from self._sorted(self._maps, self.size)
 
     def divisions(self, count: int) -> Iterator[tuple[int, int]]:
-        """Grids of ``count`` tokens with the images' shape, the best match first."""
+        """Yield grids of ``count`` tokens with the images' shape, the best match first."""
         if self.size is not None and count > 0:
             pairs = [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
             yield from self._sorted(pairs, self.size)
 
     def shows(self, grid: tuple[int, int]) -> bool:
-        """Whether the images can be divided into such a grid of pixels or patches."""
+        """Return whether the images can be divided into such a grid of pixels or patches."""
         return self.size is None or _covers(*grid, *self.size)
 
     def _sorted(self, pairs: Iterable[tuple[int, int]], size: tuple[int, int]) -> list[tuple[int, int]]:
@@ -123,17 +140,20 @@ class FeatureMaps:
         return sorted(fits, key=lambda pair: abs(size[0] / pair[0] - size[1] / pair[1]))
 
     def _cut(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """The grid of patches, if this is the shape of images cut into patches: (B, N, side * side * C)."""
+        """Return the grid of patches, if this is the shape of images cut into patches: (B, N, side * side * C)."""
         if self.size is None or not self._channels:
             return None
         side = max(1, isqrt(shape[2] // self._channels))
-        (rows, left), (columns, right) = (divmod(whole, side) for whole in self.size)
+        rows, columns = self.size[0] // side, self.size[1] // side
         fits = shape[1:] == (rows * columns, side * side * self._channels)
-        return (rows, columns) if fits and not left and not right else None
+        return (rows, columns) if fits and self.size == (rows * side, columns * side) else None
 
 
 def _covers(rows: int, columns: int, height: int, width: int) -> bool:
-    """Whether a patch side s exists with rows = height / s and columns = width / s, both rounded down or both up."""
+    """Return whether a patch side s exists with rows = height / s and columns = width / s, both rounded the same way.
+
+    Convolutions without padding round down, those with padding up.
+    """
     if min(rows, columns) < 1:
         return False
     down = max(height / (rows + 1), width / (columns + 1)) < min(height / rows, width / columns)
@@ -144,10 +164,16 @@ def _covers(rows: int, columns: int, height: int, width: int) -> bool:
 
 
 def find_layout(queries: int, keys: int, windows: int, running: Running, maps: FeatureMaps) -> Layout:
-    """Find the grids of an attention of so many queries and keys in each of so many windows of an image.
+    """Find the grids of an attention.
 
     A grid is reported only where something shows it: attributes or inputs of the layer or, if each token can see the
     whole image, a feature map of this forward. A square number of tokens alone does not show a square grid.
+
+    Args:
+        queries, keys: Numbers of queries and keys of each window.
+        windows: Number of windows of an image.
+        running: Modules that are running, and their inputs.
+        maps: Feature maps of the forward so far.
     """
     module, inputs = running[-1]
     record = known(module)
@@ -160,8 +186,8 @@ def find_layout(queries: int, keys: int, windows: int, running: Running, maps: F
         return layout if fits else Layout(None, None, f"{queries} queries and {keys} keys: not the layer's own grids")
     prefixes = _prefixes(maps, keys) if windows == 1 else (0,)
     grids = list(_shown(module, inputs, windows, maps))
-    spreads = (known(outer).spread_evenly for outer, _ in reversed(running))
-    spread = next((inner for inner in spreads if inner is not None), None)
+    spreads = [known(outer).spread_evenly for outer, _ in reversed(running)]
+    spread = next((value for value in spreads if value is not None), None)
     if spread or (spread is not None and windows == 1):
         grids += [grid for before in prefixes for grid in maps.divisions(keys - before)]
     key_tokens = _find(keys, grids, prefixes)
@@ -186,8 +212,9 @@ def find_layout(queries: int, keys: int, windows: int, running: Running, maps: F
 
 
 def pool_layout(queries: int, keys: int, running: Running, maps: FeatureMaps) -> Layout | None:
-    """The grids of an attention inside of a :class:`tcnn_model.AttentionPool2d`; None if it is not inside of one."""
-    pool, inputs = next(((m, given) for m, given in reversed(running) if isinstance(m, AttentionPool2d)), (None, ()))
+    """Return the grids of an attention inside of a :class:`tcnn_model.AttentionPool2d`; None if it is not inside."""
+    pools = [(module, inputs) for module, inputs in running if isinstance(module, AttentionPool2d)]
+    pool, inputs = pools[-1] if pools else (None, ())
     if pool is None or queries != (pool.num_classes or 1):
         return None
     prefix = 0 if pool.per_class else 1
@@ -203,18 +230,18 @@ def pool_layout(queries: int, keys: int, running: Running, maps: FeatureMaps) ->
 
 
 def token_counts(inputs: Iterable[Any]) -> set[int]:
-    """Numbers of tokens that the inputs of a layer can hold."""
+    """Return the numbers of tokens that the inputs of a layer can hold."""
     counts: set[int] = set()
-    for given in inputs:
-        if isinstance(given, Tensor) and given.ndim == 3:
-            counts.add(given.shape[1])
-        elif isinstance(given, Tensor) and given.ndim == 4:
-            counts |= {given.shape[2] * given.shape[3], given.shape[1] * given.shape[2], given.shape[2]}
+    for x in inputs:
+        if isinstance(x, Tensor) and x.ndim == 3:
+            counts.add(x.shape[1])
+        elif isinstance(x, Tensor) and x.ndim == 4:  # (B, C, H, W), (B, H, W, C), or (B, heads, N, d)
+            counts |= {x.shape[2] * x.shape[3], x.shape[1] * x.shape[2], x.shape[2]}
     return counts
 
 
 def _no_grid(queries: int, keys: int, windows: int, maps: FeatureMaps, *, words: bool) -> Layout:
-    """With advice where all tokens of images look at each other."""
+    """Return a layout without grids; with advice where all tokens of images look at each other."""
     reason = f"{keys} keys: no grid found" + ("" if maps.size else " (the images' size is unknown)")
     if windows > 1:
         reason += f"; {windows} windows of each image, or as many heads, if the layer has no num_heads to say so"
@@ -222,9 +249,9 @@ def _no_grid(queries: int, keys: int, windows: int, maps: FeatureMaps, *, words:
     smaller = [grid for grid in maps.grids() if 0 < keys - grid[0] * grid[1] <= _MOST_SPECIAL]
     if queries == keys and smaller:
         height, width = max(smaller, key=lambda grid: grid[0] * grid[1])
-        others = keys - height * width
-        reason += f"; prefix_tokens={others} would make it {height} x {width}"
-        if others == 1:
+        prefix = keys - height * width
+        reason += f"; prefix_tokens={prefix} would make it {height} x {width}"
+        if prefix == 1:
             reason += " with a class token before the patches, class_token='last' with one behind them"
     else:
         reason += "; grid=(rows, columns) and prefix_tokens= say it"
@@ -232,13 +259,13 @@ def _no_grid(queries: int, keys: int, windows: int, maps: FeatureMaps, *, words:
 
 
 def _is_given_words(running: Running) -> bool:
-    """Whether a module inside of the model works on integers, as those of text do."""
-    given = (x for _, inputs in running[1:] for x in inputs if isinstance(x, Tensor))
-    return any(not x.is_floating_point() and x.ndim > 1 for x in given)
+    """Return whether a module inside of the model works on integers, as those of text do."""
+    tensors = (x for _, inputs in running[1:] for x in inputs if isinstance(x, Tensor))
+    return any(not x.is_floating_point() and x.ndim > 1 for x in tensors)
 
 
 def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, Tokens] | None:
-    """Both in cells of the finer grid; None if the cells of the coarser one do not all have the same size.
+    """Return both in cells of the finer grid; None if the cells of the coarser grid do not all have the same size.
 
     A coarse token stands for the first pixel of its cell if it is strided, and else for the centre of the cell.
     """
@@ -246,10 +273,10 @@ def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, T
     aligned = []
     for tokens in (queries, keys):
         sides = tokens.height, tokens.width
-        steps = [-(-whole // n) for whole, n in zip(finer, sides, strict=True)]
-        if strided and any(-(-whole // step) != n for whole, step, n in zip(finer, steps, sides, strict=True)):
+        steps = [-(-length // n) for length, n in zip(finer, sides, strict=True)]
+        if strided and any(-(-length // step) != n for length, step, n in zip(finer, steps, sides, strict=True)):
             return None
-        if not strided and any(whole % n for whole, n in zip(finer, sides, strict=True)):
+        if not strided and any(length % n for length, n in zip(finer, sides, strict=True)):
             return None
         spacing = float(steps[0]), float(steps[1])
         origin = (0.0, 0.0) if strided else ((spacing[0] - 1) / 2, (spacing[1] - 1) / 2)
@@ -258,7 +285,7 @@ def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, T
 
 
 def _prefixes(maps: FeatureMaps, tokens: int) -> Sequence[int]:
-    """How many of so many tokens can be none of the grid, the likeliest number first."""
+    """Return how many of so many tokens can stand before or after the grid, the likeliest number first."""
     special = sum(maps.around(tokens) or ())
     return (special, 0) if special else (0,)
 
@@ -273,19 +300,21 @@ def _find(count: int, grids: Iterable[Grid], prefixes: Sequence[int]) -> Tokens 
 
 
 def _shown(module: nn.Module, inputs: Sequence[Any], windows: int, maps: FeatureMaps) -> Iterator[Grid]:
-    """Grids that something shows, the surest first."""
+    """Yield grids that something shows, the surest first."""
     for name in ("window_size", "resolution"):
         if (pair := _pair(getattr(module, name, None))) is not None:
             yield pair
-    for given in inputs:
-        if isinstance(given, Tensor) and given.ndim == 4:
-            pairs = [(given.shape[2], given.shape[3]), (given.shape[1], given.shape[2])]  # (B, C, H, W), (B, H, W, C)
+    for x in inputs:
+        if isinstance(x, Tensor) and x.ndim == 4:
+            pairs = [(x.shape[2], x.shape[3]), (x.shape[1], x.shape[2])]  # (B, C, H, W), (B, H, W, C)
             if windows == 1:
                 yield from (pair for pair in pairs if maps.shows(pair))
-            elif maps.images is not None and len(given) == maps.images * windows:
+            elif maps.images is not None and len(x) == maps.images * windows:
                 yield from (pair for pair in pairs if min(pair) > 1)
-        elif not isinstance(given, int) and (pair := _pair(given)) is not None and windows == 1:
-            yield pair
+        elif not isinstance(x, int) and windows == 1:
+            pair = _pair(x)
+            if pair is not None:
+                yield pair
     if windows == 1:
         yield from maps.grids()
 

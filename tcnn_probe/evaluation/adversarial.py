@@ -25,7 +25,7 @@ def fgsm(
     harnessing adversarial examples, §4.)
 
     Args:
-        model, images, labels, epsilon, normalization: See :func:`pgd`.
+        model, images, labels, epsilon, normalization: Arguments of :func:`pgd`.
 
     Returns:
         Adversarial images; see :func:`pgd`.
@@ -97,6 +97,7 @@ def pgd(
 class Ascent:
     """Projected gradient ascent with these options; see :func:`pgd`."""
 
+    # Those of the T-CNN paper's ICLR submission, after Mao et al. 2021, Towards Robust Vision Transformer.
     epsilon: float = 1 / 255
     step: float = 0.5 / 255
     steps: int = 5
@@ -146,6 +147,8 @@ def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
     # Only the sign is used, and gradients in half precision would underflow to 0 without a scale.
     scale = 1024.0 if scores.dtype == torch.float16 else 1.0
     logits = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    # The sum: an image's gradient does not depend on the batch size. Labels are copied, since tensors that were made in
+    # inference mode cannot be saved for backward.
     loss = scale * F.cross_entropy(logits, labels.to(scores.device, copy=True), reduction="sum")
     gradient = torch.autograd.grad(loss, images, allow_unused=True)[0] if loss.requires_grad else None
     if gradient is None:

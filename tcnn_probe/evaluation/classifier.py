@@ -69,7 +69,7 @@ def as_classifier(
                 "normalization=(mean, std), each a number or one for each channel; ((0,), (1,)) for none"
             )
         normalization = config["mean"], config["std"]
-    try:
+    try:  # flattened: normalisations of shape (C, 1, 1) are common
         mean, std = (torch.as_tensor(numbers, dtype=torch.float64).cpu().flatten() for numbers in normalization)
         valid = {len(mean), len(std)} <= {1, channels} and bool((mean.isfinite() & std.isfinite() & (std > 0)).all())
     except (TypeError, ValueError):  # no two values, or none that are numbers
@@ -90,5 +90,5 @@ def restored(*models: Model) -> Iterator[None]:
             if isinstance(model, nn.Module):
                 stack.enter_context(untouched(model))
         stack.enter_context(hidden_from_recorders())
-        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.inference_mode(False))  # attacks need gradients, whatever mode the caller is in
         yield

@@ -45,11 +45,11 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
     predictions = xr.concat([truth, predictions], "model")
     rows = []
     for number in range(len(predictions.model)):  # not all pairs at once, which would be the square of the memory
-        other = predictions.isel(model=number, drop=True)
-        differ = (predictions != other).where(predictions.notnull() & other.notnull())
+        row = predictions.isel(model=number, drop=True)
+        differ = (predictions != row).where(predictions.notnull() & row.notnull())
         rows.append(mean_by(differ.rename(name), by))
-    others = predictions.model.rename(model="other").variable
-    differ = xr.concat(rows, others).transpose("model", "other", ..., "image")
+    names = predictions.model.rename(model="other").variable
+    differ = xr.concat(rows, names).transpose("model", "other", ..., "image")
     phrase = "two models decide differently"
     differ.attrs = {"long_name": phrase, "units": "1", "definition": "share of conditions (severities, seeds, ...)"}
     shares = differ.mean("image")

@@ -95,7 +95,7 @@ def imagenet_variant(
         raise ValueError(f"only imagenet-c has a corruption and a severity, not {name}")
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
-    transform = _transform(model, size, whole=name == "imagenet-c")
+    transform = _transform(model, size, uncropped=name == "imagenet-c")
     classes = _classes(name)
     samples = _samples_of_real(folder) if name == "imagenet-real" else _samples_by_class(folder, classes, name)
     batch_size = whole_number(batch_size, "batch_size", 1)
@@ -183,7 +183,7 @@ def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
     return samples
 
 
-def _transform(model: nn.Module | None, size: int | tuple[int, int] | None, whole: bool) -> Any:
+def _transform(model: nn.Module | None, size: int | tuple[int, int] | None, uncropped: bool) -> Any:
     """Build timm's transform from a PIL image to a tensor (3, H, W) in [0, 1]: uncropped or as configured."""
     from timm.data import create_transform, resolve_data_config
 
@@ -192,7 +192,7 @@ def _transform(model: nn.Module | None, size: int | tuple[int, int] | None, whol
         raise ValueError("the model has no pretrained_cfg of timm's: give size instead of model")
     if size is None and model is None:
         size = 224
-    args: dict[str, Any] = {"crop_pct": 1.0 if whole else None}
+    args: dict[str, Any] = {"crop_pct": 1.0 if uncropped else None}
     if size is not None:
         args["input_size"] = (3, size, size) if isinstance(size, int) else (3, *size)
     config = resolve_data_config(args, pretrained_cfg=pretrained_cfg, use_test_size=True)

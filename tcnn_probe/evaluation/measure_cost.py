@@ -80,7 +80,7 @@ def cost(
             with untouched(model), FlopCounterMode(display=False) as counter:
                 model(images[name][:1])
             costs["parameters"].append(sum(parameter.numel() for parameter in model.parameters()))
-            costs["multiply_adds"].append(counter.get_total_flops() / 2)
+            costs["multiply_adds"].append(counter.get_total_flops() / 2)  # torch counts two for each multiply-add
             costs["peak_memory"].append(_peak(model, images[name]) / 2**20)
             bar.update(2)
         for speed, run in speeds.items():
@@ -167,6 +167,7 @@ class _PeakMemory(TorchDispatchMode):
 
     def __init__(self, uncounted: list[Tensor]) -> None:
         super().__init__()
+        # Storages, not tensors: views and reshaped tensors share the memory of others.
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in uncounted)
         self._now = self.peak = 0
 

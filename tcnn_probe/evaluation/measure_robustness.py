@@ -73,8 +73,8 @@ def robustness(
             ``{"pgd": {"epsilon": 2 / 255, "steps": 10}}``.
         seeds: Seeds of corruptions and attacks. Image i depends on (seed, i) alone, not on the batches.
         variants: Other test sets (:func:`tcnn_probe.evaluation.imagenet_variant`).
-        normalization: See :func:`tcnn_probe.evaluation.pgd`; or a mapping by the models' names.
-        frost: See :func:`tcnn_probe.evaluation.corrupt`.
+        normalization: Argument of :func:`tcnn_probe.evaluation.pgd`; or a mapping by the models' names.
+        frost: Argument of :func:`tcnn_probe.evaluation.corrupt`.
         batch_size: Size of the batches of a tensor or an array.
         device: Device to put images on; None for that of each module, and for functions, that of the images.
         progress: Show a progress bar; None: once it takes more than three seconds, on a terminal.
@@ -171,6 +171,7 @@ class _Measurement:
 
     def coordinates(self) -> dict[str, Any]:
         """Return the coordinates of the conditions."""
+        # Strings of dtype object come back from zarr as they were; fixed-width ones change their dtype.
         groups = [CORRUPTIONS[name].group for name in self.corruptions]
         return {
             "model": np.array(list(self.models), dtype=object),
@@ -204,7 +205,7 @@ class _Measurement:
     def _corrupted(self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int) -> Decisions:
         rows: list[Decisions] = []
         for name, severity, seed in product(self.corruptions, self.severities, self.seeds):
-            if seed != self.seeds[0] and not CORRUPTIONS[name].random:
+            if seed != self.seeds[0] and not CORRUPTIONS[name].random:  # the same for all seeds
                 rows.append(rows[-1])
                 continue
             corrupted = corrupt(images, name, severity, seed=seed, first=first, frost=self.frost)
@@ -214,7 +215,7 @@ class _Measurement:
     def _attacked(self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int) -> Decisions:
         rows: list[Decisions] = []
         for ascent, seed in product(self.attacks.values(), self.seeds):
-            if seed != self.seeds[0] and not ascent.random_start:
+            if seed != self.seeds[0] and not ascent.random_start:  # the same for all seeds
                 rows.append(rows[-1])
                 continue
             predictions, confidences = [], []
@@ -262,7 +263,7 @@ def _right(predictions: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
     """Compare predictions (model, B) with labels (B,), or with the set of labels of each image, bool (B, K)."""
     if labels.ndim == 1:
         return predictions == labels
-    return np.take_along_axis(labels.T, predictions, 0) & (predictions >= 0)
+    return np.take_along_axis(labels.T, predictions, 0) & (predictions >= 0)  # -1 would take the last class
 
 
 def _by_model(normalization: Any, models: Mapping[str, Model]) -> dict[str, Normalization | None]:

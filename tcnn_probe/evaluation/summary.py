@@ -104,7 +104,7 @@ def improvement(results: xr.Dataset, baseline: str, by: str | None = "group", *,
     models = _model_names(right, baseline)
     if len(models) < 2:
         raise ValueError(f"expected another model beside the baseline, got {models}")
-    others = right.sel(model=[name for name in models if name != baseline])
+    compared = right.sel(model=[name for name in models if name != baseline])
     reference = right.sel(model=baseline, drop=True)
 
     def gain(accuracy: NDArray[Any], baseline_accuracy: NDArray[Any]) -> NDArray[Any]:
@@ -115,18 +115,18 @@ def improvement(results: xr.Dataset, baseline: str, by: str | None = "group", *,
             ratio = difference / baseline_accuracy
         return np.where(np.isfinite(ratio), ratio, np.nan)
 
-    gains = xr.apply_ufunc(gain, others.mean("image"), reference.mean("image"))
+    gains = xr.apply_ufunc(gain, compared.mean("image"), reference.mean("image"))
     if relative:
         bounds = xr.apply_ufunc(
             _ratio_interval,
-            others,
+            compared,
             reference,
             input_core_dims=[["image"], ["image"]],
             output_core_dims=[["bound"]],
             vectorize=True,
         ).assign_coords(bound=["low", "high"])
     else:
-        bounds = mean_interval(others - reference)
+        bounds = mean_interval(compared - reference)
     kind = "relative improvement of accuracy" if relative else "improvement of accuracy"
     gains.attrs = {"units": "1", "long_name": kind, "description": f"{kind} over that of {baseline!r}"}
     bounds.attrs = {"units": "1", "long_name": "95 % interval over images"}
@@ -196,6 +196,7 @@ def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
         sums = rates.sum({"severity"} & set(rates.dims), skipna=False)
         baseline_sums = sums.sel(model=baseline, drop=True)
         ratio = (sums / baseline_sums.where(baseline_sums != 0)).transpose("model", "corruption", ...)
+        # skipna=False: a corruption under which the baseline makes no errors must not drop out of the means.
         summary[f"{prefix}corruption_error"] = ratio
         summary[f"{prefix}group_corruption_error"] = ratio.groupby("group").mean("corruption", skipna=False)
         summary[f"{prefix}mean_corruption_error"] = ratio.mean("corruption", skipna=False)

@@ -32,11 +32,11 @@ class Call:
 
     @property
     def inputs(self) -> list[Any]:
-        """By position and then by keyword."""
+        """Arguments, by position and then by keyword."""
         return [*self.args, *self.kwargs.values()]
 
     def goes_on(self) -> bool:
-        """Whether its thread is still in it."""
+        """Return whether its thread is still in it."""
         return not self.over and thread_is_under(self.thread, self.frame)
 
 
@@ -57,17 +57,17 @@ class Calls(Generic[C]):
         self._attached, self._lock = False, threading.RLock()
 
     def begins(self, call: C) -> None:
-        """Called before the module runs."""
+        """Prepare, before the module runs."""
 
     def returns(self, call: C, output: Any) -> Any:
-        """Called after it; anything but None replaces the output."""
+        """React to the output, which anything but None replaces."""
 
     def ends(self, call: C, output: Any) -> None:
-        """Called when it is over, also by an exception."""
+        """Clean up when the call is over, also by an exception."""
 
     @property
     def attached(self) -> bool:
-        """Whether calls are still followed."""
+        """Whether calls are still followed, a flag."""
         return self._attached
 
     def attach(self) -> None:
@@ -91,7 +91,7 @@ class Calls(Generic[C]):
                 self._handles.pop().remove()
 
     def current(self) -> C | None:
-        """The call that is running in this thread."""
+        """Return the call that is running in this thread."""
         call = self._running.get(threading.get_ident())
         return call if call is not None and is_under(sys._getframe(), call.frame) else None
 
@@ -131,7 +131,8 @@ class Calls(Generic[C]):
                 self.detach()
 
     def _is_of(self, call: C, module: nn.Module) -> bool:
-        """Whether a hook is that of the call, not of one within it; torch.compile may end a call in another frame."""
+        """Return whether a hook is that of the call, not of one within it."""
+        # Frames are compared only where they must be: torch.compile may end a call in another frame.
         return call.module is module and (not call.depth or innermost_call(sys._getframe()) is call.frame)
 
     def _leave(self) -> None:
@@ -147,7 +148,7 @@ class CopySafeHook:
     def __init__(self, act: Callable[..., Any] | None, *, after: bool = False) -> None:
         self._act, self._after = act, after
         self.number = -1
-        """Under which torch keeps it."""
+        """Number under which torch keeps the hook."""
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, *call: Any) -> Any:
@@ -171,14 +172,14 @@ class CopySafeHook:
 
 
 class _CompiledAway(CopySafeHook):
-    """One that torch.compile leaves out, so that it breaks no graph."""
+    """Hook that torch.compile leaves out, so that it breaks no graph."""
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
         return None if torch.compiler.is_compiling() else self._do(module, *call)
 
 
 def _without_effect(kind: type[CopySafeHook], number: int) -> CopySafeHook:
-    """A hook from a pickle, under a number that this process is to give to no other hook."""
+    """Return a hook from a pickle, under a number that this process is to give to no other hook."""
     RemovableHandle.next_id = max(RemovableHandle.next_id, number + 1)
     hook = kind(None)
     hook.number = number
@@ -197,12 +198,12 @@ def add_hook(
     """Call ``act(module, args, kwargs)`` before each call of a module, or ``act(module, args, kwargs, output)`` after.
 
     Args:
-        module: to hook.
-        act: what to call; a tensor that it returns after the call replaces the output.
-        after: whether after the call.
-        first: whether before the hooks that are there.
-        always: whether, after the call, also where the module raised an exception.
-        compiled: whether torch.compile may leave the hook out.
+        module: Module to hook.
+        act: Function to call; a tensor that it returns after the call replaces the output.
+        after: Whether to call it after the module, not before.
+        first: Whether to call it before the hooks that are there.
+        always: Whether to call it, after the module, also if the module raised an exception.
+        compiled: Whether torch.compile may leave the hook out.
     """
     hook = (_CompiledAway if compiled else CopySafeHook)(act, after=after)
     if after:
@@ -213,27 +214,29 @@ def add_hook(
     return handle
 
 
+# A stack is read while its thread runs on: a look that breaks off in the middle is repeated, and a few suffice.
 _LOOKS = 100
 
 
 def innermost_call(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame, from ``frame`` outwards, in which torch calls a module; ``self`` in it is the module."""
+    """Return the innermost frame, from ``frame`` outwards, in which torch calls a module, its local ``self``."""
     while frame is not None and not _calls_a_module(frame):
         frame = frame.f_back
     return frame
 
 
 def is_under(frame: FrameType | None, call: FrameType | None) -> bool:
-    """Whether a frame was called, directly or not, from the frame of a call: then that call is running."""
+    """Return whether a frame was called, directly or not, from the frame of a call: then that call is running."""
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is call
 
 
 def thread_is_under(thread: int, call: FrameType) -> bool:
-    """Whether a thread is in a call; it goes on meanwhile, and so may break off its stack while that is read."""
+    """Return whether a thread is in a call; it goes on meanwhile, and may break off its stack while that is read."""
     for _ in range(_LOOKS):
-        if (frame := sys._current_frames().get(thread)) is None:
+        frame = sys._current_frames().get(thread)
+        if frame is None:
             return False
         if is_under(frame, call):
             return True

@@ -33,7 +33,7 @@ class Listener(Protocol):
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
         """Return whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
 
-    def asked(self, forward: "Forward", seen: Seen) -> Answer | None:
+    def asked(self, forward: "Forward", request: Seen) -> Answer | None:
         """Hear that the last of the running modules asked torch for something; perhaps answer with an edit."""
 
     def returned(self, forward: "Forward", module: nn.Module, inputs: Sequence[Any], output: Any) -> Any:
@@ -182,7 +182,7 @@ class Forward(Call):
         with torch._C.DisableTorchFunction():
             return self._listener.returned(self, module, inputs, output)
 
-    def _asked(self, seen: Seen) -> Answer | None:
+    def _asked(self, request: Seen) -> Answer | None:
         if self._is_quiet or hidden_depth() > self._depth:
             return None
         if not is_under(sys._getframe(), self.frame):  # interrupted: something else runs now
@@ -190,7 +190,7 @@ class Forward(Call):
         if self.running[-1][0] not in self._names:
             return None
         with self.unseen():
-            return self._listener.asked(self, seen)
+            return self._listener.asked(self, request)
 
     def _is_followed(self, module: nn.Module) -> bool:
         """Return whether it is a module of the model, or one with weights of its own that runs in the middle of it."""

@@ -46,18 +46,18 @@ _CAUSAL = "causal: the tokens are a sequence"
 
 @dataclass(frozen=True)
 class SeenAttention:
-    """Attention as it was asked for.
+    """Attention as torch was asked for it.
 
     Args:
-        logits: what a softmax was given, shape (..., N_query, N_key); or None, and instead
-        query, key, value: shapes (..., N_query, d), (..., N_key, d) and (..., N_key, d_value), with
-        scale: of the products and
-        mask: to be added, or True where a query may see a key.
-        output: of torch: the attention itself if ``logits`` is given, else what ``finish`` makes of the attention
-            times the values; None if dropout took part in it.
-        finish: from (..., N_query, d_value) to the output.
-        heads: if the call says so: their axis in (..., N_query, N_key).
-        not_on_grid: why queries or keys are surely no image's, if the call says so.
+        logits: Input of a softmax, shape (..., N_query, N_key); None for fused attention, which has instead
+        query, key, value: Tensors of shapes (..., N_query, d), (..., N_key, d) and (..., N_key, d_value),
+        scale: Factor of the products, and
+        mask: Numbers to add, or True where a query may see a key.
+        output: Output of torch: the attention itself if ``logits`` is given, else what ``finish`` makes of the
+            attention times the values; None if dropout took part in it.
+        finish: Function from (..., N_query, d_value) to the output.
+        heads: Axis of the heads in (..., N_query, N_key), if the call says so.
+        not_on_grid: Reason why queries or keys are surely no image's, if the call says so.
     """
 
     logits: Tensor | None = None
@@ -74,7 +74,7 @@ class SeenAttention:
 
 @dataclass(frozen=True)
 class SeenJoin:
-    """Tokens put behind each other: how many there are in each part."""
+    """Tokens put behind each other, by the number of tokens in each part."""
 
     lengths: tuple[int, ...]
 
@@ -137,15 +137,16 @@ Seen = SeenAttention | SeenProduct | SeenCopy | SeenJoin | SeenUnmeasured
 
 
 class Interception(TorchFunctionMode):
-    """While entered, calls ``seen`` after every attention, matrix product, scaling and joining of tokens.
+    """Mode that shows every attention, matrix product, scaling and joining of tokens to a function, while entered.
 
-    It is called without gradients, autocast or any function mode. What it returns, if anything, edits the output, where
-    gradients and autocast are the model's.
+    Args:
+        on_request: Function that is called with each, without gradients, autocast or any function mode. What it
+            returns, if anything, edits the output, where gradients and autocast are the model's.
     """
 
-    def __init__(self, seen: Callable[[Seen], Answer | None]) -> None:
+    def __init__(self, on_request: Callable[[Seen], Answer | None]) -> None:
         super().__init__()
-        self._seen = seen
+        self._on_request = on_request
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -163,15 +164,15 @@ class Interception(TorchFunctionMode):
             if is_transformed(args):
                 return output
         with unseen():
-            seen = describe(func, output, args, kwargs)
-            answer = None if seen is None else self._seen(seen)
+            request = describe(func, output, args, kwargs)
+            answer = None if request is None else self._on_request(request)
         return output if answer is None else answer(func, args, kwargs, output)
 
 
 def describe(func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen | None:
-    """What a call of a torch function was: attention, a product, a scaled tensor, tokens joined, or none of these."""
-    known = _DESCRIBE.get(func)
-    return known(output, *args, **kwargs) if known is not None else None
+    """Describe a call of a torch function as attention, a product, a scaled tensor or tokens joined; else None."""
+    describe_call = _DESCRIBE.get(func)
+    return None if describe_call is None else describe_call(output, *args, **kwargs)
 
 
 def _fused(
@@ -185,8 +186,9 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> SeenAttention:
-    dtype = autocast_dtype(query)
+    dtype = autocast_dtype(query)  # in which the fused kernel has computed
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    # Grouped-query attention: each key and value serves several heads of queries.
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     if is_causal:
@@ -209,43 +211,44 @@ def _softmax(output: Tensor, input: Tensor, dim: int | None = None, *args: Any, 
 
 
 def multihead_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What a call of torch's multi-head attention was given, by name, defaults included."""
-    given = _MULTIHEAD.bind(*args, **kwargs)
-    given.apply_defaults()
-    return given.arguments
+    """Return the arguments of a call of torch's multi-head attention by name, defaults included."""
+    bound = _MULTIHEAD.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _multihead(output: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any) -> SeenAttention:
-    """What torch's multi-head attention makes of its arguments before it attends; tokens come first, (N, B, d)."""
-    given = SimpleNamespace(**multihead_arguments(*args, **kwargs))
-    tokens, attn_mask = [given.query, given.key, given.value], given.attn_mask
-    alone = given.query.ndim == 2
-    if alone:
+    """Repeat what torch's multi-head attention does before it attends; tokens come first, (N, B, d)."""
+    arguments = SimpleNamespace(**multihead_arguments(*args, **kwargs))
+    tokens, attn_mask = [arguments.query, arguments.key, arguments.value], arguments.attn_mask
+    has_no_batch = arguments.query.ndim == 2
+    if has_no_batch:
         tokens = [x.unsqueeze(1) for x in tokens]
-    if given.use_separate_proj_weight or given.in_proj_weight is None:
-        weights = [given.q_proj_weight, given.k_proj_weight, given.v_proj_weight]
+    if arguments.use_separate_proj_weight or arguments.in_proj_weight is None:
+        weights = [arguments.q_proj_weight, arguments.k_proj_weight, arguments.v_proj_weight]
     else:
-        weights = given.in_proj_weight.chunk(3)
-    biases = [None] * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
+        weights = arguments.in_proj_weight.chunk(3)
+    biases = [None] * 3 if arguments.in_proj_bias is None else arguments.in_proj_bias.chunk(3)
     q, k, v = (F.linear(x, w, b) for x, w, b in zip(tokens, weights, biases, strict=True))
-    if given.bias_k is not None and given.bias_v is not None:
-        own = (k, given.bias_k), (v, given.bias_v)
-        k, v = (torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in own)
-    q, k, v = (x.unflatten(-1, (given.num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # (B, heads, N, d)
-    if given.add_zero_attn:
+    if arguments.bias_k is not None and arguments.bias_v is not None:
+        biased = (k, arguments.bias_k), (v, arguments.bias_v)
+        k, v = (torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in biased)
+    q, k, v = (x.unflatten(-1, (arguments.num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # (B, heads, N, d)
+    if arguments.add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     extra = k.shape[2] - len(tokens[1])
 
     def finish(attended: Tensor) -> Tensor:
-        merged = attended.permute(2, 0, 1, 3).flatten(2).to(given.out_proj_weight.dtype)
-        projected = F.linear(merged, given.out_proj_weight, given.out_proj_bias)
-        return projected.squeeze(1) if alone else projected
+        merged = attended.permute(2, 0, 1, 3).flatten(2).to(arguments.out_proj_weight.dtype)
+        projected = F.linear(merged, arguments.out_proj_weight, arguments.out_proj_bias)
+        return projected.squeeze(1) if has_no_batch else projected
 
     masks = []
     if attn_mask is not None:
         attn_mask = _additive(F.pad(attn_mask, (0, extra)), q.dtype)
-        masks.append(attn_mask.unflatten(0, (-1, given.num_heads)) if attn_mask.ndim == 3 else attn_mask)
-    if (padding := given.key_padding_mask) is not None:
+        masks.append(attn_mask.unflatten(0, (-1, arguments.num_heads)) if attn_mask.ndim == 3 else attn_mask)
+    padding = arguments.key_padding_mask
+    if padding is not None:
         padding = F.pad(padding.reshape(-1, padding.shape[-1]), (0, extra))[:, None, None, :]
         masks.append(_additive(padding, q.dtype))
     return SeenAttention(
@@ -254,49 +257,51 @@ def _multihead(output: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any) 
         value=v,
         scale=q.shape[-1] ** -0.5,
         mask=sum(masks[1:], masks[0]) if masks else None,
-        output=output[0] if given.dropout_p == 0 or not given.training else None,
+        output=output[0] if arguments.dropout_p == 0 or not arguments.training else None,
         finish=finish,
         heads=1,
-        not_on_grid=_CAUSAL if given.is_causal else "keys of the layer's own follow the tokens" if extra else "",
+        not_on_grid=_CAUSAL if arguments.is_causal else "keys of the layer's own follow the tokens" if extra else "",
     )
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """To be added, of one in which True hides a key."""
+    """Return a mask to be added, of a mask in which True hides a key."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)
 
 
-def _product(output: Tensor, first: Tensor, *others: Any, **kwargs: Any) -> SeenProduct:
-    second = others[0] if others else kwargs.get("other", kwargs.get("mat2"))
+def _product(output: Tensor, first: Tensor, *rest: Any, **kwargs: Any) -> SeenProduct:
+    second = rest[0] if rest else kwargs.get("other", kwargs.get("mat2"))  # torch.matmul's name, and torch.bmm's
     if not isinstance(second, Tensor) or second.ndim < 2 or first.ndim < 2:
         return SeenProduct([], weakref.ref(output))
-    one, other = SeenOperand.of(first), SeenOperand.of(second)
-    pairs = [(one, other)]  # attention times values
-    pairs.append((SeenOperand(second.mT.shape, other.place), one))  # values times attention, both transposed
+    left, right = SeenOperand.of(first), SeenOperand.of(second)
+    transposed = SeenOperand(second.mT.shape, right.place)
+    pairs = [(left, right), (transposed, left)]  # attention times values; or values times attention, both transposed
     return SeenProduct(pairs, weakref.ref(output))
 
 
 def _einsum(output: Tensor, equation: Any, *operands: Any, **kwargs: Any) -> SeenProduct:
     flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    seen = [SeenOperand.of(x) for x in flat if isinstance(x, Tensor)]
-    pairs = list(permutations(seen, 2))
+    pairs = list(permutations([SeenOperand.of(x) for x in flat if isinstance(x, Tensor)], 2))
     if isinstance(equation, str):
         inputs, _, result = equation.replace(" ", "").partition("->")
         labels = permutations(inputs.split(","), 2)
-        weighs = [one[-1:] in other and one[-1:] not in result for one, other in labels]  # sums over the last axis
-        pairs = [pair for pair, summed in zip(pairs, weighs, strict=True) if summed]
+        # Attention weighs values where the sum is over its last axis.
+        is_summed = [left[-1:] in right and left[-1:] not in result for left, right in labels]
+        pairs = [pair for pair, summed in zip(pairs, is_summed, strict=True) if summed]
     return SeenProduct(pairs, weakref.ref(output))
 
 
 def _copy(output: Tensor, *inputs: Any, **kwargs: Any) -> SeenCopy:
     sources = [(x, SeenOperand.of(x)) for x in inputs if isinstance(x, Tensor)]
-    shared = [replace(seen, shared=seen.shared or isinstance(x, nn.Parameter)) for x, seen in sources]
-    return SeenCopy(shared, weakref.ref(output))
+    # A parameter, such as a temperature, is the same for all images, whatever its shape.
+    operands = [replace(operand, shared=operand.shared or isinstance(x, nn.Parameter)) for x, operand in sources]
+    return SeenCopy(operands, weakref.ref(output))
 
 
 def _join(output: Tensor, tensors: Sequence[Tensor], dim: int = 0, *args: Any, **kwargs: Any) -> SeenJoin | None:
+    # Tokens are (B, N, C), or (N, B, C) as torch's own layers have them.
     if output.ndim != 3 or dim not in (0, 1, -2, -3):
         return None
     return SeenJoin(tuple(x.shape[dim] for x in tensors if x.ndim == 3))

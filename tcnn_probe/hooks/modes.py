@@ -1,4 +1,4 @@
-"""Function and dispatch modes: entering and leaving them, and keeping our own computations out of everybody's sight."""
+"""Function and dispatch modes: entering and leaving them, and hiding our own computations from all others."""
 
 import sys
 import threading
@@ -62,7 +62,7 @@ def hidden_depth() -> int:
 
 
 class Uncompiled(TorchDispatchMode):
-    """Changes nothing; but while any such mode is on, torch.compile leaves Python code as it is, for us to see."""
+    """Mode that changes nothing; but while any dispatch mode is on, torch.compile leaves Python code as it is."""
 
     # Else flex_attention, cond, while_loop and scan raise NotImplementedError inside of any dispatch mode.
     supports_higher_order_operators = True
@@ -81,7 +81,7 @@ class Uncompiled(TorchDispatchMode):
 
 
 def something_is_compiled() -> bool:
-    """Whether torch.compile was called, or has compiled anything, in this process."""
+    """Return whether torch.compile was called, or has compiled anything, in this process."""
     frames, backends = sys.modules.get("torch._dynamo.utils"), sys.modules.get("torch._dynamo.eval_frame")
     ran = frames is not None and frames.counters["frames"]["total"] > 0
     # What torch.compiler.disable was called on has None for a backend.
@@ -89,7 +89,7 @@ def something_is_compiled() -> bool:
 
 
 def put_on(*modes: Mode) -> list[Mode]:
-    """Enter modes, and :class:`Uncompiled` where something is compiled; what is returned is for :func:`take_off`."""
+    """Enter modes, and :class:`Uncompiled` where something is compiled; return them for :func:`take_off`."""
     entered: list[Mode] = []
     for mode in (*modes, *([Uncompiled()] if something_is_compiled() else [])):
         mode.__enter__()
@@ -109,30 +109,30 @@ def _take_off(mode: Mode) -> None:
     if isinstance(mode, TorchDispatchMode):
         functions = dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode
     stack, pop, push = functions
-    while (there := stack()) and there[-1] is not mode:
+    while stack() and stack()[-1] is not mode:
         above.append(pop())
-    if there:
+    if stack():
         mode.__exit__(None, None, None)
-    for other in reversed(above):
-        push(other)
+    for mode_above in reversed(above):
+        push(mode_above)
 
 
 @contextmanager
 def only_modes_from_here() -> Iterator[None]:
-    """Inside, torch functions are seen by the modes that are entered inside, and by no others."""
-    others: list[Any] = []
+    """Hide torch functions inside from all modes but those that are entered inside."""
+    outer: list[Any] = []
     try:
         while torch._C._len_torch_function_stack():
-            others.append(_pop_mode())
+            outer.append(_pop_mode())
         with torch._C._EnableTorchFunction():
             yield
     finally:
-        for mode in reversed(others):
+        for mode in reversed(outer):
             _push_mode(mode)
 
 
 def is_transformed(inputs: Iterable[Any]) -> bool:
-    """Whether a call is none of the user's on numbers: run again by checkpointing, traced, compiled or vmapped."""
+    """Return whether a call is not the user's own on numbers: run again by checkpointing, traced or transformed."""
     if torch._C._current_graph_task_id() != -1:  # in a backward pass
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
@@ -144,7 +144,7 @@ def is_transformed(inputs: Iterable[Any]) -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Operations inside are plain: without gradients of either mode, seen by no function or dispatch mode."""
+    """Run operations inside without gradients of either mode, hidden from every function and dispatch mode."""
     with (
         torch._C.DisableTorchFunction(),
         torch.inference_mode(False),
@@ -174,7 +174,7 @@ EDITORS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 @contextmanager
 def edited(module: nn.Module) -> Iterator[None]:
-    """Inside, whatever is computed of a layer's parameters is what its forwards compute, ablations included.
+    """Compute inside what a layer's forwards compute of its parameters, ablations included.
 
     Function modes that the edit enters are in effect, also where torch functions are hidden from all modes; nobody
     else's are.

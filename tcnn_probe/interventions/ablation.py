@@ -1,4 +1,4 @@
-"""``ablate()``: what a model does without some of its heads."""
+"""``ablate()``: run a model without some of its heads, or with other attention."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -66,8 +66,8 @@ def ablate(
     before heads are zeroed, averaged or replaced.
 
     Args:
-        model: any module with attention that can be recorded; not compiled, nor compiled inside.
-        heads: a layer's name as in recordings, or a glob, for all its heads; several of these; a mapping from names or
+        model: Any module with attention that can be recorded; not compiled, nor compiled inside.
+        heads: A layer's name as in recordings, or a glob, for all its heads; several of these; a mapping from names or
             globs to an index, indices, a slice or None for all; a boolean DataArray over layer, head or both, and
             perhaps epochs, of which the last counts; None for all heads of all layers that look like attention and can
             do this. An empty selection ablates nothing.
@@ -77,17 +77,18 @@ def ablate(
             a loader's pairs the first is taken), or pictures as :func:`tcnn_probe.images.as_images` takes them. The
             model sees them at this call, in eval mode. For every head "mean" holds one map of the layer's output,
             "static" one attention (windows x N_query x N_key), and "shuffled" one for each image.
-        seed: of mode "shuffled".
+        seed: Seed of mode "shuffled".
 
     Returns:
         :class:`Ablation`, a context manager, which ``with ... as`` gives.
 
     Raises:
-        ValueError: a layer or head that the model lacks, a layer that cannot do this, a missing or needless option, a
-            source without such layers. In a forward: a head that a layer turns out to lack, heads that do not add up,
-            images of another size than ``images``.
-        TypeError: no module, a compiled one, heads of a kind that is not listed above, or images that are no batches.
-        RuntimeError: in a forward, a layer that was named asked for no attention; at the end, it did not run though
+        ValueError: The model lacks a layer or head, a layer cannot do this, an option is missing or needless, or the
+            source has no such layers. In a forward: a layer turns out to lack a head, heads do not add up, or images
+            have another size than ``images``.
+        TypeError: ``model`` is no module, or compiled; ``heads`` are of a kind that is not listed above; or ``images``
+            are no batches.
+        RuntimeError: In a forward, a layer that was named asked for no attention; at the end, it did not run though
             the model did.
     """
     check_model(model)

@@ -48,11 +48,11 @@ class Terms:
         """Refuse a layer in which what some heads add depends on what the others give."""
         if isinstance(self.module, GATED_LAYERS):
             return
-        whole = self._run()
-        difference = whole - self._run(without=heads) - self.of(heads)[0]
+        output = self._run()
+        difference = output - self._run(without=heads) - self.of(heads)[0]
         # Not finite is what the model was given, not what the heads add.
-        difference, size = (x.nan_to_num(0, 0, 0).abs().amax() for x in (difference, whole))
-        if bool(difference > tolerance(whole.dtype) * size):
+        difference, size = (x.nan_to_num(0, 0, 0).abs().amax() for x in (difference, output))
+        if bool(difference > tolerance(output.dtype) * size):
             raise ValueError(
                 f"the heads of {self.layer!r} do not add up: something that mixes them, such as a norm, follows, so "
                 f"that none has a term of its own; mode='zero', or 'mean' over queries, can be done"
@@ -87,8 +87,8 @@ class _ZeroOthers(HeadListener):
     def attends(self, attention: Attention) -> HeadEdit | None:
         if attention.number != self._number:
             return None
-        kept = range(attention.heads) if self._only is None else self._only
-        return HeadEdit([head for head in range(attention.heads) if head not in kept or head in self._without])
+        audible = range(attention.heads) if self._only is None else self._only
+        return HeadEdit([head for head in range(attention.heads) if head not in audible or head in self._without])
 
 
 def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -102,6 +102,6 @@ def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
         for name, hooks in vars(module).items():
             if name.startswith(("_forward_", "_backward_")):
                 # Hooks before and after a forward can be part of it (spectral norm, quantisation); our own are not.
-                kept = [(n, h) for n, h in hooks.items() if "back" not in name and not isinstance(h, CopySafeHook)]
-                vars(twin)[name] = OrderedDict(kept)
+                foreign = [(n, h) for n, h in hooks.items() if "back" not in name and not isinstance(h, CopySafeHook)]
+                vars(twin)[name] = OrderedDict(foreign)
     return copies[module]

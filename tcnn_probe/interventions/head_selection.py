@@ -1,4 +1,4 @@
-"""Which heads of a model ``heads=`` stands for: names or globs, a mapping, or a boolean DataArray."""
+"""Reads ``heads=`` of :func:`tcnn_probe.ablate`: names or globs, a mapping, or a boolean DataArray."""
 
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,7 +45,7 @@ def select_heads(model: nn.Module, heads: HeadSelection, mode: Mode, *, with_ima
 
 
 def _by_layer(heads: HeadSelection) -> Iterable[tuple[str | None, Any]]:
-    """Names or globs, None for all layers, and which heads of each."""
+    """Return names or globs, None for all layers, and the heads of each."""
     if heads is None or isinstance(heads, str):
         return [(heads, None)]
     if isinstance(heads, xr.DataArray):
@@ -64,7 +64,7 @@ def _by_layer(heads: HeadSelection) -> Iterable[tuple[str | None, Any]]:
 
 
 def _of_array(array: xr.DataArray) -> Iterator[tuple[str, Any]]:
-    """Layers, and the heads at which a boolean array over (layer, head) is True; at the last of several marks."""
+    """Yield layers, and the heads at which a boolean array over (layer, head) is True, at the last of several marks."""
     if array.dtype != bool:
         raise TypeError(f"expected a boolean DataArray, such as head_types(ds) == 'content'; got dtype {array.dtype}")
     marks = [dim for dim in array.dims if dim not in ("layer", "head")]
@@ -74,12 +74,12 @@ def _of_array(array: xr.DataArray) -> Iterator[tuple[str, Any]]:
             f"most, whose last mark counts; got dims {array.dims} with coordinates {tuple(array.coords)}"
         )
     array = array.isel(dict.fromkeys(marks, -1))
-    whole_layers = "head" not in array.dims and "head" not in array.coords
+    is_by_layer = "head" not in array.dims and "head" not in array.coords
     array = array.expand_dims([dim for dim in ("layer", "head") if dim not in array.dims])
     numbers = array["head"].values  # positions where there is no coordinate
     for layer, row in zip(array["layer"].values, array.transpose("layer", "head").values, strict=True):
         if np.any(row):
-            yield str(layer), None if whole_layers else numbers[row].astype(int)
+            yield str(layer), None if is_by_layer else numbers[row].astype(int)
 
 
 def _as_heads(heads: Any, layer: str | None) -> Heads:
@@ -130,35 +130,35 @@ def _known_count(module: nn.Module) -> int | None:
     return None if known(module).heads_axis == "one" else head_count(module)
 
 
-def _split(wanted: str | None, modules: Mapping[str, nn.Module]) -> tuple[str, int]:
-    """A name without the number of the layer's attention: "attn#1" is the second one of each call."""
-    if wanted is not None and not isinstance(wanted, str):
-        raise TypeError(f"expected the name of a layer, or a glob, in heads; got {reprlib.repr(wanted)}")
-    base, _, number = (wanted or "").rpartition("#")
-    if wanted in modules or base not in modules or not number.isdecimal():
-        return ("*" if wanted is None else wanted), 0
+def _split(pattern: str | None, modules: Mapping[str, nn.Module]) -> tuple[str, int]:
+    """Split a name from the number of the layer's attention: "attn#1" is the second attention of each call."""
+    if pattern is not None and not isinstance(pattern, str):
+        raise TypeError(f"expected the name of a layer, or a glob, in heads; got {reprlib.repr(pattern)}")
+    base, _, number = (pattern or "").rpartition("#")
+    if pattern in modules or base not in modules or not number.isdecimal():
+        return ("*" if pattern is None else pattern), 0
     return base, int(number)
 
 
 def _attention_layers(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Modules that look like attention between tokens; whether they are, forwards will show.
+    """Return the modules that look like attention between tokens; whether they are, forwards will show.
 
-    They are called so, or have heads and neither contain nor belong to one that is called so. Of several, one inside of
-    the other, the innermost.
+    Their class is called so, or they have heads and neither contain nor belong to a module that is called so. Of
+    several, inside of each other, it is the innermost.
     """
-    called = [name for name, m in modules.items() if isinstance(m, GPSA) or looks_like_attention(m)]
-    others = [name for name, m in modules.items() if head_count(m) is not None and name not in called]
-    others = [name for name in others if not any(_within(a, name) or _within(name, a) for a in called)]
-    alike = [*called, *others]
+    by_class = [name for name, m in modules.items() if isinstance(m, GPSA) or looks_like_attention(m)]
+    by_heads = [name for name, m in modules.items() if head_count(m) is not None and name not in by_class]
+    by_heads = [name for name in by_heads if not any(_within(a, name) or _within(name, a) for a in by_class)]
+    candidates = [*by_class, *by_heads]
     return {
         name: module
         for name, module in modules.items()
-        if name in alike
+        if name in candidates
         and known(module).no_attention_matrix is None
-        and not any(_within(other, name) for other in alike)
+        and not any(_within(candidate, name) for candidate in candidates)
     }
 
 
-def _within(name: str, other: str) -> bool:
-    """Whether the first module is inside of the second."""
-    return name != other and (name.startswith(f"{other}.") or not other)
+def _within(name: str, outer: str) -> bool:
+    """Return whether a module is inside of another."""
+    return name != outer and (name.startswith(f"{outer}.") or not outer)

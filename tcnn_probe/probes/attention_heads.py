@@ -40,6 +40,7 @@ def _maps(attention: Attention, images: Sequence[int]) -> dict[str, Tensor]:
         return {}
     maps = {"attention_received": attention.on_grid(attention.received(images))}
     if queries is not None:
+        # The first row and column after the middle, where their number is even.
         center = queries.prefix + queries.height // 2 * queries.width + queries.width // 2
         maps["center_attention"] = attention.on_grid(attention.row(center, images))
     return maps

@@ -35,6 +35,7 @@ def _probe_of_token(
         if query is None:
             return {}
         weights = attention.weights(slice(query, query + 1))[:, :, :, 0]  # (B, windows, heads, N_key)
+        # 0 log 0 is 0: the logarithm has to be finite where the weight is 0.
         smallest = torch.finfo(weights.dtype).tiny
         row_entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1)
         measured: dict[str, Tensor | Pattern] = {f"{name}entropy": row_entropy.mean(1)}

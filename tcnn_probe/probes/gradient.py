@@ -28,6 +28,7 @@ Parameters = Iterator[tuple[Tensor | None, int]]
 def _by_head(gradient: Tensor, blocks: int, heads: int) -> Tensor:
     """Return the sum of squares of each head: shape (blocks * heads * d, ...) or (blocks, heads * d) -> (heads,)."""
     by_head = gradient.reshape(blocks, heads, -1)
+    # In float32 at least: squares of half-precision gradients underflow.
     return torch.linalg.vector_norm(by_head, dim=(0, 2), dtype=at_least_float32(gradient.dtype)).square()
 
 

@@ -92,7 +92,8 @@ def features(
         ValueError: No images or no layers; in ``record``, names that the model lacks; in a forward, an output of
             another shape, with fewer tokens, or more than ``max_bytes``.
     """
-    if not (numbers := image_numbers(images)):
+    numbers = image_numbers(images)
+    if not numbers:
         raise ValueError(f"expected a number of images, or the numbers of some, got {images!r}")
     prefix_tokens = whole_number(prefix_tokens, "prefix_tokens")
     tokens = [index(token) for token in tokens]

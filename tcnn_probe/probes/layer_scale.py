@@ -69,6 +69,7 @@ def _measure(call: ForwardCall) -> dict[str, Tensor]:
 def _rebuild(call: ForwardCall) -> Tensor | None:
     """Return the sum of the main branch and all residual ones, which shows that the table above is right."""
     block, branches = call.module, _branches(call.module)
+    # In training, stochastic depth leaves out the branches of some images.
     if block.training and any(getattr(child, "drop_prob", 0) for child in block.children()):
         return None
     return sum((_added(call, branch)[:1] for branch in branches), _main(call, branches[0])[:1])

@@ -43,6 +43,7 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
 
     def measure(attention: Attention) -> dict[str, Tensor]:
         grid = attention.layout.queries
+        # A query in a window sees that window alone: there is no map over the image.
         if grid is None or attention.map_size is None or attention.in_windows:
             return {}
         cells = [int(row * grid.height) * grid.width + int(column * grid.width) for row, column in places.tolist()]

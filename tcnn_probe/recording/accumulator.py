@@ -18,11 +18,12 @@ from tcnn_probe.probes import Probe
 from tcnn_probe.probes.probe import GradientNorms
 from tcnn_probe.recording.options import Classes
 
-__all__ = ["Accumulator", "EpochSums", "GradientSums", "check_measured", "select_classes"]
+__all__ = ["MAPS_BY_CLASS", "Accumulator", "EpochSums", "GradientSums", "check_measured", "select_classes"]
 
 _Value = TypeVar("_Value", bound=Tensor | Pattern)
 _Sums = dict[str, tuple[np.ndarray, int]]
-_MAPS_BY_CLASS = "attention_by_class"
+MAPS_BY_CLASS = "attention_by_class"
+"""Variable that has maps of all classes when it is measured, and of a few when it is recorded."""
 
 
 @dataclass
@@ -288,7 +289,7 @@ def select_classes(
         maps of classes, "" if there are.
     """
     maps = dict(maps)
-    all_maps = maps.pop(_MAPS_BY_CLASS)
+    all_maps = maps.pop(MAPS_BY_CLASS)
     if not (classes.top or classes.indices):
         return maps, ""
     scores, expected = None, (images, all_maps.shape[1])
@@ -306,7 +307,7 @@ def select_classes(
     score = torch.full(index.shape, torch.nan).to(all_maps) if scores is None else scores.gather(1, index)
     rows_of_maps = torch.arange(len(all_maps), device=all_maps.device)[:, None]
     selected = all_maps[rows_of_maps, index]
-    return {**maps, _MAPS_BY_CLASS: selected, "class_index": index, "class_score": score}, ""
+    return {**maps, MAPS_BY_CLASS: selected, "class_index": index, "class_score": score}, ""
 
 
 def _add_sums(totals: _Sums, sums: _Sums) -> None:

@@ -18,7 +18,7 @@ from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.modes import edited, hidden_depth, named_in_errors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
-from tcnn_probe.recording.accumulator import Accumulator, EpochSums, check_measured, select_classes
+from tcnn_probe.recording.accumulator import MAPS_BY_CLASS, Accumulator, EpochSums, check_measured, select_classes
 from tcnn_probe.recording.epoch import MIXED_SIZES, EpochReport, LayerReport
 from tcnn_probe.recording.options import Sampling
 
@@ -164,6 +164,7 @@ class Collector(AttentionListener):
         Args:
             ranks: Sums of all ranks; none for what is known before the first forward.
         """
+        # All ranks report the same layers, also a rank that has seen no image.
         for rank in ranks:
             for layer, kind in rank.sums:
                 self._expect(layer, kind)
@@ -183,8 +184,8 @@ class Collector(AttentionListener):
             sampling=self._sampling,
             model_class=self.model_class,
             order=self.order,
-            missing=self.missing,
-            unsupported=self.stream.unsupported,
+            missing={variable: dict(layers) for variable, layers in self.missing.items()},
+            unsupported=dict(self.stream.unsupported),
             class_counts=self._class_counts(),
             image_hashes=self._image_hashes.read(),
             training_forwards=self.training_forwards,
@@ -203,6 +204,7 @@ class Collector(AttentionListener):
         self._follow_gradients()
         if not self._measures_forwards() or training not in self._sampling.training:
             return False
+        # A model whose parts are called one by one has a count for each part.
         number = self._entered[entry]
         self._entered[entry] += 1
         if number % self._sampling.every or self._is_full():
@@ -210,7 +212,7 @@ class Collector(AttentionListener):
         self._clear()
         self._image_hashes.begins(inputs)
         self._image_size = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
-        self._begun_in = self._epoch
+        self._begun_in = self._epoch  # which another thread may mark before this forward ends
         self._whole_model = self._names[entry] == ""  # the model, or a wrapper around all of it
         return True
 
@@ -220,7 +222,8 @@ class Collector(AttentionListener):
             if probe.module_type is not None and not probe.applies_to(attention.module):
                 continue
             assert probe.attention is not None
-            limited = replace(attention, limit=self._room(attention.name, probe))
+            room = self._room(attention.name, probe)
+            limited = attention if room is None else replace(attention, limit=room)
             values = check_measured(probe, probe.attention(limited), by_image=True)
             if values:
                 self._pending.append(self._measured(probe, values, limited))
@@ -242,7 +245,7 @@ class Collector(AttentionListener):
         parts = {name: self._calls[part] for name, part in submodules.items() if part in self._calls}
         for accumulator in accumulators:
             probe, layer = accumulator.probe, accumulator.name
-            # An ablated layer is measured with the parameters that it ran with.
+            # Parameters count as the forward had them, ablations included.
             with named_in_errors(layer), edited(module):
                 limit = self._room(layer, probe)
                 call = ForwardCall(module, layer, inputs, output, parts, limit, self.stream.verification)
@@ -259,10 +262,11 @@ class Collector(AttentionListener):
         pending = self._pending
         self._clear()
         with self.lock:
-            if self._begun_in != self._epoch:  # another thread has marked it
+            if self._begun_in != self._epoch:
                 return
             self._image_hashes.ends()
             for measured in pending:
+                # A softmax that weighed no values was no attention; the stream knows at the end.
                 if measured.probe.attention is None or measured.layer in layers:
                     self._add(measured, output if self._whole_model else None)
 
@@ -334,6 +338,7 @@ class Collector(AttentionListener):
         self._pending_images: Counter[Key] = Counter()
 
     def _is_full(self) -> bool:
+        # Layers may see different numbers of images; a forward is skipped once all have enough.
         counts = [accumulator.images for accumulator in self._all() if accumulator.probe.runs]
         limit = self._sampling.max_images
         return limit is not None and bool(counts) and min(counts) >= limit
@@ -368,8 +373,10 @@ class Collector(AttentionListener):
             rows = [row for row in range(images)[: call.limit] if before + row in map_images]
             if rows:
                 maps = probe.maps(call, rows)
-        for name in probe.class_variables & maps.keys():
-            self._sampling.classes.check(layer, maps[name].shape[1])
+        if MAPS_BY_CLASS in maps:
+            # The model may have another classifier than when it was checked.
+            self._sampling.classes.check(layer, maps[MAPS_BY_CLASS].shape[1])
+        # Without a grid there are no maps. Maps of classes are lacking for reasons of their own.
         if rows and isinstance(call, Attention) and call.layout.reason:
             lacking = probe.image_variables - maps.keys()
             self._note_missing(layer, lacking - probe.class_variables if maps else lacking, call.layout.reason)
@@ -380,9 +387,7 @@ class Collector(AttentionListener):
         accumulator = self._accumulator(measured.layer, measured.module, probe)
         accumulator.add(measured.values)
         accumulator.add_patterns(measured.patterns)
-        if not maps:
-            return
-        if probe.class_variables & maps.keys():
+        if MAPS_BY_CLASS in maps:
             maps, why = select_classes(maps, self._sampling.classes, output, measured.rows, measured.images)
             if why:
                 self._note_missing(measured.layer, probe.class_variables, why)
@@ -425,6 +430,7 @@ class _ImageHashes:
 
     def begins(self, inputs: Sequence[Any]) -> None:
         """Copy values of the chosen images among the inputs of a forward that is measured."""
+        # Images have more than two axes; masks and labels that come with them have not.
         batch = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 2), None)
         if batch is None:
             self._pending = (0, {})

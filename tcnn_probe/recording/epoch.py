@@ -211,6 +211,7 @@ def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
     layers = report.layers
     idle = dict.fromkeys(entry.name for entry in layers if entry.probe.runs and not entry.sums.images)
     if groups is not None:
+        # A layer that the recording began without is not written, so it may be idle.
         recorded = {layer for group in groups.values() for layer in group.layers}
         idle = {layer: None for layer in idle if layer in recorded}
     if idle:
@@ -253,6 +254,7 @@ def _check_layer_filter(
     """Refuse names and globs that chose nothing that was recorded."""
     if layer_filter is None or callable(layer_filter):
         return
+    # "name#1" is the second attention in a call of the module that the user names.
     recorded = {name for layer in layers for name in (layer, layer.split("#")[0])}
     for pattern in (layer_filter,) if isinstance(layer_filter, str) else layer_filter:
         if matching(recorded, pattern):
@@ -269,6 +271,7 @@ def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str
     If one of the default probes has a layer, the others need none.
     """
     busy = {entry.probe.kind for entry in report.layers}
+    # GPSA and softmax are both default probes, and few models have both.
     idle = [kind for kind in kinds if kind not in busy and not (kind in DEFAULT and busy & {*DEFAULT})]
     warned = [f"no layer was found for the probes {idle}"] if idle else []
     for probe in report.probes:

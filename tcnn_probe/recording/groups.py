@@ -53,7 +53,7 @@ class LayerValues:
         self.values |= values
         sizes = self.sizes()
         self.coords |= {dim: labels for dim, labels in probe.coords.items() if dim in sizes}
-        if "head" in sizes:
+        if "head" in sizes:  # a layer may have fewer heads than its group has room for
             self.table["heads"] = sizes["head"]
 
     def sizes(self) -> dict[str, int]:
@@ -124,6 +124,7 @@ def _add_image(
 def _as_image(variable: Variable, value: Tensor) -> Image:
     """Return a map of one image, without the axis of a single window."""
     dims, array = variable.dims, value.cpu().numpy()
+    # The whole image is a single window.
     if "window" in dims[2:3] and len(array) == 1:
         return replace(variable, dims=(*dims[:2], *dims[3:])), array[0]
     if "window" not in dims and array.ndim == len(dims) - 1 and len(array) == 1:
@@ -136,11 +137,13 @@ def _place_of_maps(images: Iterable[Image]) -> str:
     sizes: dict[str, int] = {}
     for variable, array in images:
         sizes |= zip(variable.dims[2:], array.shape, strict=False)
+    # Layers of one shape share an array, of any other shape they could not: heads, windows and grids differ.
     shape = "x".join(str(sizes[dim]) for dim in ("head", "window", "y", "x") if dim in sizes)
     return MAPS_OF_CLASSES + shape if "class" in sizes else f"maps/{shape}"
 
 
 def _empty(shape: tuple[int, ...], variable: Variable) -> np.ndarray:
+    # Integers have no NaN, and 0 would be a class.
     fill = np.nan if np.dtype(variable.dtype).kind == "f" else -1
     return np.full(shape, fill, dtype=variable.dtype)
 

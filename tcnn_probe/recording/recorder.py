@@ -141,7 +141,7 @@ class Recorder:
         self._groups: Mapping[str, Group] | None = None
         self._warned: set[str] = set()
         self._ranks = _Ranks(distributed)
-        with ExitStack() as undo:
+        with ExitStack() as undo:  # which leaves no hook and no lock behind if anything below fails
             with self._ranks.agreed():
                 self._store = EpochStore(store if self._ranks.writes else None, along=along, mode=mode)
                 undo.callback(self._store.close)
@@ -405,6 +405,7 @@ class _Ranks:
             if not self.together:
                 raise
             problem = error
+        # Also where all is well: a rank that failed would leave the others waiting for its next message.
         messages = self.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
         if problem is not None:
             raise problem
@@ -418,6 +419,7 @@ def _whole_parameters(model: nn.Module) -> Iterator[None]:
     """Give the layers of a model that is sharded over ranks their parameters; all ranks enter it together."""
     running = dist.is_available() and dist.is_initialized()
     fsdp: Any = sys.modules.get("torch.distributed.fsdp") if running else None
+    # Both of torch's kinds: wrappers that keep flat parameters, and fully_shard, which changes a module's class.
     modules = [] if fsdp is None else list(model.modules())
     with ExitStack() as stack:
         if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):

@@ -1,4 +1,4 @@
-"""How arrays are cut into chunks, the metadata documents (``zarr.json``) that say so, and chunks that are checked.
+"""Cutting arrays into chunks: the metadata documents (``zarr.json``) that say it, and the chunks checked by them.
 
 - Numbers: chunks of 64 marks and all layers and heads; of 16 where that is more than 256 kB. The chunk that grows is
   written anew with each mark.
@@ -162,7 +162,7 @@ class ChunkSize:
     @property
     def stored(self) -> int:
         """Bytes that a chunk takes at most as stored, or a shard."""
-        # zstd makes what it cannot compress a little larger; 5 for the checksum and an excess that shows.
+        # 16 bytes a chunk for the index of a shard; 4 for the checksum of numbers, and one so that an excess shows.
         return (2 * self.chunk + 1024) * self.count + 16 * self.count if self.count else self.chunk + 5
 
 
@@ -195,6 +195,7 @@ class CheckedStore(WrapperStore[Store]):
         size = None if cell.endswith(ROOT) else self._sizes.get(path)
         if size is None:
             return await self._store.get(key, prototype, byte_range)
+        # zstd makes what it cannot compress a little larger, never twice as large.
         if isinstance(byte_range, RangeByteRequest) and byte_range.end - byte_range.start > 2 * size.chunk + 1024:
             raise self._damaged(key, "its shard says that it is too large")
         # Cut short: a file may be larger than it should be. Not at a server, which may not like the range.
@@ -230,6 +231,7 @@ class CheckedStore(WrapperStore[Store]):
             return
         try:
             status = (self._store.root / ROOT).lstat()
+            # Marks and replacements make a new file of it; its inode alone may be given out again.
             state = status.st_ino, status.st_mtime_ns, status.st_size
         except OSError:
             state = None

@@ -204,6 +204,7 @@ class Root:
         if clashes := sorted(new.documents.keys() & self.documents.keys() - {self.along}):
             raise ValueError(f"{clashes[0]!r} was given to mark() before, and is now recorded")
         growing = {path: with_length(about, self.length) for path, about in new.growing.items()}
+        # The same recording goes on: readers from before are not refused.
         attributes = {**new.attributes, IDENTITY: self.attributes.get(IDENTITY, "")}
         return Root.of(attributes, {**new.documents, **growing, **self.documents}, labels=new.labels)
 
@@ -268,6 +269,7 @@ def check_names(groups: Mapping[str, Group], along: str) -> None:
     for path, group in groups.items():
         names = [along, *(["layer"] if group.layers else []), *group.sizes, *group.variables]
         nodes += [_join(path, name) for name in names]
+    # A tree of xarray has the children of a node beside its variables, under the same names.
     twice = [path for path in nodes if nodes.count(path) > 1]
     inside = [path for path in groups if any(path.startswith(f"{node}/") for node in nodes)]
     if twice or inside:
@@ -318,7 +320,7 @@ async def commit(
     await all_of(documents_beside(store, {path: about for path, about in new.documents.items() if path not in known}))
     labels = {path: values for path, values in new.labels.items() if path not in known}
     writes = [open_array(store, path, new.documents[path]).setitem(..., labels[path]) for path in labels]
-    checked = store if old is None else old.checked(store)
+    checked = store if old is None else CheckedStore(store, old.sizes, "")  # held, so by no other replaced
     for path, about in new.growing.items():
         row = values.get(path)
         writes.append(_append(store, checked, path, about, row) if path in known else _begin(store, path, about, row))

@@ -43,6 +43,7 @@ class Folder(WrapperStore[LocalStore]):
         super().__init__(LocalStore(root, read_only=read_only))
         self._store._is_open = True  # opening would make the directory
         self.root = root
+        self._folders = set[Path]()  # without a link among them
 
     def _with_store(self, store: LocalStore) -> Self:
         return type(self)(store.root, read_only=store.read_only)
@@ -65,7 +66,7 @@ class Folder(WrapperStore[LocalStore]):
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
         with os.fdopen(descriptor, "rb") as file:
-            _check_folder(path)
+            self._check_folder(path.parent)
             size = os.fstat(descriptor).st_size
             if isinstance(byte_range, RangeByteRequest):
                 file.seek(byte_range.start)
@@ -77,7 +78,7 @@ class Folder(WrapperStore[LocalStore]):
             return file.read()
 
     def _write(self, path: Path, data: bytes) -> None:
-        _check_folder(path)
+        self._check_folder(path.parent)
         changed = {path.parent}
         for folder in () if path.parent.is_dir() else reversed(path.parents):
             if self.root in folder.parents:
@@ -96,6 +97,13 @@ class Folder(WrapperStore[LocalStore]):
             raise
         for folder in changed:
             _sync_folder(folder)
+
+    def _check_folder(self, folder: Path) -> None:
+        """Refuse a path with a link among its folders: StoreError."""
+        if folder not in self._folders:
+            if os.path.realpath(folder) != str(folder):
+                raise StoreError(f"expected folders on the way to {folder}, got a link")
+            self._folders.add(folder)
 
 
 class Lock:
@@ -202,7 +210,7 @@ def new_directory(directory: Path, *, replace: bool = False) -> Iterator[tuple[F
         for folder in (directory, *missing):
             _sync_folder(folder.parent)
     except BaseException:
-        if exchanged and old is not None:
+        if exchanged and old is not None:  # not announced yet, so the old recording is the one that counts
             _exchange(filled, directory)
             old.moved(directory)
         shutil.rmtree(filled, ignore_errors=True)
@@ -250,7 +258,7 @@ def entries(directory: Path) -> Iterator[tuple[str, bool]]:
 def _open_file(path: Path, flags: int) -> int:
     """Open a regular file that is no link; StoreError for something else, IsADirectoryError for a folder."""
     try:
-        descriptor = os.open(path, flags | _SAFELY, 0o666)
+        descriptor = os.open(path, flags | _SAFELY, 0o666)  # less the user's umask, as open() does
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket, or a FIFO that nobody reads
             raise StoreError(f"expected a regular file at {path}, got a link or a pipe") from error
@@ -282,16 +290,11 @@ def _open_lock(path: Path, name: str) -> tuple[int, bool]:
             file, writable = _open_file(path, os.O_RDONLY), False
     except FileNotFoundError as error:
         raise StoreError(f"{name} was deleted or moved while it was recorded") from error
+    # The name of the holder is written to it, and would end in the other file.
     if os.fstat(file).st_nlink > 1:
         os.close(file)
         raise StoreError(f"{name} has a lock that is a second name of another file, {path}: delete it")
     return file, writable
-
-
-def _check_folder(path: Path) -> None:
-    """Refuse a path with a link among its folders: StoreError."""
-    if os.path.realpath(path.parent) != str(path.parent):
-        raise StoreError(f"expected folders on the way to {path}, got a link")
 
 
 def _is_same(path: Path, file: int) -> bool:

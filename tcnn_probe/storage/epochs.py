@@ -66,7 +66,7 @@ class EpochStore:
 
     @property
     def name(self) -> str:
-        """Where it is, for people."""
+        """Name of the place, for people."""
         return self._place.name
 
     @property
@@ -81,7 +81,7 @@ class EpochStore:
 
     @property
     def has_layers(self) -> bool:
-        """Whether anything but scalars is there."""
+        """True if anything but scalars is recorded."""
         return any(group.layers for group in (self.groups or {}).values())
 
     @property
@@ -90,7 +90,7 @@ class EpochStore:
         return self._marks
 
     def create(self, groups: Mapping[str, Group], attrs: Mapping[str, Any]) -> None:
-        """Say what a recording consists of that is new, or has no layers yet: they are NaN for the marks before.
+        """Define the groups of a recording that is new, or has no layers yet: they are NaN for the marks before.
 
         It is made with the next mark; until then this may be said again. Paths of groups are "" for the root, and such
         as "layer_scale" or "maps/6x14x14". StoreError if there is a recording with layers already; ValueError if a name
@@ -134,10 +134,10 @@ class EpochStore:
         """Commit one mark: it is durable when this returns.
 
         Args:
-            mark: later than every one there. Whether the first is an integer decides how all are stored.
-            values: for each group and each of its variables, of the shape :meth:`Group.shape` gives.
-            scalars: further root variables, NaN for the marks that they do not come with.
-            attrs: of the root, plain JSON, in place of those of the same names.
+            mark: Number later than every mark before. If the first is an integer, all are stored as integers.
+            values: Arrays by group and variable, of the shape that :meth:`Group.shape` gives.
+            scalars: Further root variables, NaN for the marks that they do not come with.
+            attrs: Attributes of the root, plain JSON, in place of those of the same names.
 
         StoreError if the mark is not later, or no integer where integers are stored; if another recorder writes to the
         store; if it was deleted, damaged or closed, or nothing was created. ValueError for values of another shape, and
@@ -251,8 +251,8 @@ class EpochStore:
         if text is None:
             raise StoreError(f"{self._place.name} was deleted or moved while it was recorded")
         if text not in (root.text, self._attempted):
-            other = Root.read(self._place)
-            count = 0 if other is None else other.length
+            changed = Root.read(self._place)
+            count = 0 if changed is None else changed.length
             raise StoreError(
                 f"another recorder writes to {self._place.name}: {root.length} marks were left in it, {count} are there"
             )

@@ -1,4 +1,4 @@
-"""Where a recording is kept: memory, a directory, a URL or a zarr store; and single objects read and written there."""
+"""Places of recordings: memory, a directory, a URL or a zarr store; and single objects read and written in them."""
 
 import errno
 import os
@@ -46,7 +46,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     try:
         return sync(watched())
     except BaseException:
-        ended.wait(60)
+        ended.wait(60)  # a disk or server that takes longer is given up: the user wants to leave
         raise
 
 
@@ -160,6 +160,7 @@ def find(target: Target, *, writable: bool = True) -> Place:
     """
     if target is None:
         return Place(MemoryStore(), None, "memory")
+    # A directory of zarr's gets the lock, the durable writes and the checks of a path.
     if type(target) is LocalStore and not (writable and target.read_only):
         target = target.root
     if isinstance(target, Store):

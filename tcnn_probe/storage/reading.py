@@ -39,6 +39,7 @@ def open_tree(store: Store) -> xr.DataTree:
     groups = xr.open_groups(cast("Any", store), engine="zarr", chunks=None, consolidated=True)
     root = groups.pop("/")
     along = root.attrs["along"]
+    # A tree has below a node only what is aligned with it, so what has layers cannot stay at the root.
     of_model = [name for name, values in root.variables.items() if values.dims == (along,)]
     top = root.drop_vars(root.variables.keys() - set(of_model))
     top.attrs = {key: value for key, value in root.attrs.items() if key != "layers"}

@@ -74,6 +74,7 @@ def _by_name(targets: Sequence[Target]) -> dict[str, Target]:
         raise ValueError("stores have no names: give a mapping, open({'seed 0': store, ...})")
     texts = [os.fspath(target).rstrip("/\\") for target in targets]  # type: ignore[arg-type]
     paths = [re.split(r"[/\\]", text.removesuffix(".zarr")) for text in texts]
+    # seeds/0/recording.zarr and seeds/1/recording.zarr are called 0 and 1.
     while len(paths) > 1 and len({path[-1] for path in paths}) == 1 and all(len(path) > 1 for path in paths):
         paths = [path[:-1] for path in paths]
     names = [path[-1] for path in paths]
@@ -165,6 +166,7 @@ class _Joined(BackendArray):
 
     def _read(self, key: tuple[Any, ...]) -> np.ndarray:
         rows, *wants = (np.atleast_1d(np.arange(size)[index]) for size, index in zip(self.shape, key, strict=True))
+        # As xarray's own joins fill: integers have no NaN, and -1 stands for no value in recordings.
         fill = np.nan if self.dtype.kind == "f" else -1
         values = np.full([len(rows), *map(len, wants)], fill, self.dtype)
         for row, run in enumerate(rows):

@@ -52,10 +52,10 @@ def test_scalars(stores: list[str]) -> None:
     flat = tcnn_probe.scalars(ds)
     assert flat["top1"] == 0.6
     assert flat[f"entropy/{LAYERS[1]}"] == pytest.approx(ds.entropy.sel(epoch=1, layer=LAYERS[1]).mean().item())
-    each = tcnn_probe.scalars(ds.sel(epoch=[0]), heads=True)
-    assert each["top1"] == 0.5
-    assert each[f"gate/{LAYERS[0]}/8"] == ds.gate.sel(epoch=0, layer=LAYERS[0], head=8)
-    assert all(isinstance(value, float) and np.isfinite(value) for value in (flat | each).values())
+    by_head = tcnn_probe.scalars(ds.sel(epoch=[0]), heads=True)
+    assert by_head["top1"] == 0.5
+    assert by_head[f"gate/{LAYERS[0]}/8"] == ds.gate.sel(epoch=0, layer=LAYERS[0], head=8)
+    assert all(isinstance(value, float) and np.isfinite(value) for value in (flat | by_head).values())
     with pytest.raises(ValueError, match="expected a recording"):
         tcnn_probe.scalars(ds.drop_attrs())
 

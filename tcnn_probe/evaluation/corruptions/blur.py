@@ -108,7 +108,7 @@ def along_a_line(image: NDArray[Any], radius: int, deviation: float, angle: floa
     points = np.arange(2 * radius + 1)
     weights = np.exp(-(points**2) / (2 * deviation**2))
     direction = math.sin(math.radians(angle)), math.cos(math.radians(angle))
-    total: Counter[tuple[int, int]] = Counter()  # several points may fall on a pixel
+    total: Counter[tuple[int, int]] = Counter()  # several points may fall on the same pixel
     for point, weight in zip(points * scale, weights / weights.sum(), strict=True):
         total[math.ceil(point * direction[0] - 0.5), math.ceil(point * direction[1] - 0.5)] += weight
     margin = [max(abs(move[axis]) for move in total) for axis in (0, 1)]

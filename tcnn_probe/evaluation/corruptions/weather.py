@@ -84,7 +84,7 @@ def fog(image: NDArray[Any], random: RandomState, scale: float, *, added: float,
 def _plasma(size: int, decay: float, random: RandomState) -> NDArray[Any]:
     """Make a height map by the diamond-square algorithm: periodic, from 0 to 1, (size, size), a power of two."""
     heights = np.zeros((size, size))
-    step, strength = size, 100.0
+    step, strength = size, 100.0  # the published start; heights are scaled to [0, 1] in the end
     while step >= 2:
         half = step // 2
         corners = heights[::step, ::step]

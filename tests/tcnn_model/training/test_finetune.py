@@ -49,7 +49,7 @@ def test_training_learns() -> None:
 
 
 def test_training_figures_by_hand() -> None:
-    """With warm-up the first step has rate 0, so the first two batches meet the same weights."""
+    """The first step of a warm-up has rate 0, so the first two batches meet the same weights."""
     model, loader = tiny_tcnn(), batches(7, 4, shuffle=False)
     twin = copy.deepcopy(model).train()
     losses, correct = [], 0
@@ -107,8 +107,8 @@ def test_rates_are_warm_up_and_cosine() -> None:
 def test_sums_of_rates_are_recorded_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     model, epochs, steps, peak, gating_peak = tiny_tcnn(), 4, 3, 0.004, 0.3
     layers = list(gpsa_layers(model).values())
-    own = {id(p) for layer in layers for p in (layer.query, layer.key, layer.gating)}
-    weights = [p.detach().clone() for p in model.parameters() if p.ndim > 1 and id(p) not in own]
+    attention = {id(p) for layer in layers for p in (layer.query, layer.key, layer.gating)}
+    weights = [p.detach().clone() for p in model.parameters() if p.ndim > 1 and id(p) not in attention]
     queries = [p.detach().clone() for layer in layers for p in (layer.query, layer.key)]
     options = {"epochs": epochs, "warmup_epochs": 1, "lr": peak, "gating_lr": gating_peak, "qk_lr": "papers"}
     results = _run(model, progress=True, name="tiny", **options)
@@ -150,27 +150,27 @@ def test_gates_learn_at_their_own_rate() -> None:
 
 
 def test_seed_repeats_a_run() -> None:
-    first, second, other = tiny_tcnn(), tiny_tcnn(), tiny_tcnn()
+    first, second, third = tiny_tcnn(), tiny_tcnn(), tiny_tcnn()
     results = _run(first, seed=3, drop_path_rate=0.3)
     torch.manual_seed(17)  # what happened before does not matter
     assert repr(_run(second, seed=3, drop_path_rate=0.3)) == repr(results)
     for name, value in first.state_dict().items():
         assert torch.equal(second.state_dict()[name], value), name
-    assert repr(_run(other, seed=4, drop_path_rate=0.3)) != repr(results)
+    assert repr(_run(third, seed=4, drop_path_rate=0.3)) != repr(results)
 
 
 def test_each_epoch_has_its_own_order_and_modes() -> None:
     model = tiny_tcnn().eval()
-    seen: list[tuple[bool, torch.Tensor]] = []
-    model.register_forward_pre_hook(lambda module, inputs: seen.append((module.training, inputs[0])))
+    forwards: list[tuple[bool, torch.Tensor]] = []
+    model.register_forward_pre_hook(lambda module, inputs: forwards.append((module.training, inputs[0])))
     _run(model, epochs=2, seed=3)
     expected = [(False, images) for images, _ in validation_batches()]
     for epoch in (1, 2):
         torch.manual_seed(3 + epoch)
         expected += [(True, images) for images, _ in batches()]
         expected += [(False, images) for images, _ in validation_batches()]
-    assert [training for training, _ in seen] == [training for training, _ in expected]
-    assert all(torch.equal(actual, images) for (_, actual), (_, images) in zip(seen, expected, strict=True))
+    assert [training for training, _ in forwards] == [training for training, _ in expected]
+    assert all(torch.equal(actual, images) for (_, actual), (_, images) in zip(forwards, expected, strict=True))
 
 
 def test_each_epoch_goes_through_each_loader_once() -> None:

@@ -61,8 +61,8 @@ def test_lightning(tmp_path: Path) -> None:
     assert ds["layer"].values.tolist() == ["vit.blocks.0.attn", "vit.blocks.1.attn"]
     assert ds.val_loss.notnull().all()
     assert "epochs: 2 (0, 1)" in repr(recording.recorder)
-    for found, expected in zip(ds.entropy.values, model.truth[1:3], strict=True):  # the first is the sanity check
-        torch.testing.assert_close(torch.as_tensor(found), expected, rtol=1e-5, atol=1e-6)
+    for recorded, expected in zip(ds.entropy.values, model.truth[1:3], strict=True):  # the first is the sanity check
+        torch.testing.assert_close(torch.as_tensor(recorded), expected, rtol=1e-5, atol=1e-6)
 
 
 class Pixels(Dataset[dict[str, Tensor]]):

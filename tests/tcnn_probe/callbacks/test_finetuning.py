@@ -1,4 +1,4 @@
-"""What the command ``tcnn-finetune`` records."""
+"""Recordings of the command ``tcnn-finetune``."""
 
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ def test_heads_come_in_where_a_cnn_becomes_a_tcnn(tmp_path: Path, capsys: pytest
     assert ds.epoch.values.tolist() == [0, 1, 2]
     assert ds.train_top1.values.tolist()[1:] == [result.train_top1 for result in results[1:]]
     assert ds.gate.notnull().any(["layer", "head"]).values.tolist() == [False, False, True]
-    told = capsys.readouterr().err
-    assert "no heads are recorded, only scalars: nothing to mark: no attention was seen in ResNet" in told
+    message = capsys.readouterr().err
+    assert "no heads are recorded, only scalars: nothing to mark: no attention was seen in ResNet" in message
     assert len((tmp_path / "a" / "epochs.csv").read_text().splitlines()) == 4
     list(train(_config(tmp_path / "b", seed=1, epochs=1, warmup_epochs=0), progress=False))
     tree = tcnn_probe.open([tmp_path / name / "recording.zarr" for name in "ab"])
@@ -63,15 +63,15 @@ def test_heads_come_in_where_a_cnn_becomes_a_tcnn(tmp_path: Path, capsys: pytest
 
 
 def test_model_that_has_heads_and_gets_others(tmp_path: Path) -> None:
-    def model(*layers: nn.Module) -> nn.Module:
+    def build(*layers: nn.Module) -> nn.Module:
         return nn.Sequential(*layers).eval()
 
     attention, convolution = GPSA(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
-    before, after = model(attention, convolution), model(attention, GPSA.from_conv(convolution))
-    for epoch, one in enumerate((before, after, after)):
-        watcher = Recording(one, tmp_path, {"seed": 3, "out": "here"})
+    before, after = build(attention, convolution), build(attention, GPSA.from_conv(convolution))
+    for epoch, model in enumerate((before, after, after)):
+        watcher = Recording(model, tmp_path, {"seed": 3, "out": "here"})
         with torch.no_grad():
-            one(torch.randn(2, 3, 5, 7))
+            model(torch.randn(2, 3, 5, 7))
         watcher({"epoch": epoch})
         watcher.close()
     recorded = xr.open_zarr(tmp_path / "recording.zarr"), xr.open_zarr(tmp_path / "recording-converted.zarr")

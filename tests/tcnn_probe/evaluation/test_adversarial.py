@@ -32,7 +32,7 @@ def foolbox_attack(
             abs_stepsize=options["step"], steps=options["steps"], random_start=start is not None
         )
         attack.get_random_start = lambda x, epsilon: eagerpy.astensor(start)
-    mean, std = ([float(x) for x in each] for each in normalization)
+    mean, std = ([float(x) for x in numbers] for numbers in normalization)
     preprocessing = {"mean": mean, "std": std, "axis": -3}
     wrapped = foolbox.PyTorchModel(model, bounds=(0, 1), device="cpu", preprocessing=preprocessing)
     return attack.run(wrapped, images, labels, epsilon=options["epsilon"])
@@ -42,11 +42,11 @@ def foolbox_attack(
 @pytest.mark.parametrize("epsilon", [1 / 255, 0.1])
 def test_fgsm_is_foolboxs(channels: int, epsilon: float) -> None:
     model, x, y = Small(channels).double().eval(), pixels(7, channels).double(), labels(7)
-    normalization = [each[:channels] for each in NORMALIZATION]
-    mine = evaluation.fgsm(model, x, y, epsilon=epsilon, normalization=normalization)
-    theirs = foolbox_attack(model, x, y, normalization, epsilon=epsilon)
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)  # theirs passes through float32
-    assert ((mine == 0) & (x > 0)).any()  # cut off
+    normalization = [numbers[:channels] for numbers in NORMALIZATION]
+    adversarial = evaluation.fgsm(model, x, y, epsilon=epsilon, normalization=normalization)
+    expected = foolbox_attack(model, x, y, normalization, epsilon=epsilon)
+    torch.testing.assert_close(adversarial, expected, rtol=0, atol=1e-6)  # theirs passes through float32
+    assert ((adversarial == 0) & (x > 0)).any()  # cut off
 
 
 @pytest.mark.parametrize("random_start", [True, False])
@@ -55,16 +55,16 @@ def test_pgd_is_foolboxs(epsilon: float, step: float, steps: int, random_start: 
     """From the point where ours starts: that of an ascent whose first step is too small to matter."""
     model, x, y = Small().double().eval(), pixels(7).double(), labels(7)
     options = {"epsilon": epsilon, "step": step, "steps": steps}
-    mine = evaluation.pgd(model, x, y, normalization=NORMALIZATION, random_start=random_start, seed=3, **options)
+    adversarial = evaluation.pgd(model, x, y, normalization=NORMALIZATION, random_start=random_start, seed=3, **options)
     start = None
     if random_start:
         start = evaluation.pgd(model, x, y, epsilon=epsilon, step=1e-300, steps=1, seed=3, normalization=NORMALIZATION)
         moved = ((start - x) / epsilon)[(x > epsilon) & (x < 1 - epsilon)]
         for value, expected in ((moved.min(), -1), (moved.max(), 1), (moved.mean(), 0), (moved.square().mean(), 1 / 3)):
             assert abs(value - expected) < 0.03  # uniform
-    theirs = foolbox_attack(model, x, y, NORMALIZATION, start, **options)
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
-    assert ((mine == 1) & (x < 1)).any()
+    reference = foolbox_attack(model, x, y, NORMALIZATION, start, **options)
+    torch.testing.assert_close(adversarial, reference, rtol=0, atol=1e-6)
+    assert ((adversarial == 1) & (x < 1)).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -72,24 +72,24 @@ def test_pgd_is_foolboxs(epsilon: float, step: float, steps: int, random_start: 
 def test_budget_and_range(epsilon: float, dtype: torch.dtype) -> None:
     model, x = Small(), pixels(5, size=(29, 31)).to(dtype)
     for attack in ATTACKS.values():
-        found = attack(model, x, labels(5), epsilon=epsilon, normalization=NORMALIZATION)
-        assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert (found.double() - x.double()).abs().max() <= epsilon
-        assert (found - x.to(found)).abs().max() <= torch.tensor(epsilon, dtype=found.dtype)
-        assert 0 <= found.min() <= found.max() <= 1
+        adversarial = attack(model, x, labels(5), epsilon=epsilon, normalization=NORMALIZATION)
+        assert adversarial.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert (adversarial.double() - x.double()).abs().max() <= epsilon
+        assert (adversarial - x.to(adversarial)).abs().max() <= torch.tensor(epsilon, dtype=adversarial.dtype)
+        assert 0 <= adversarial.min() <= adversarial.max() <= 1
         if epsilon > 1e-3:
-            assert (found.double() - x.double()).abs().max() > 0.999 * epsilon
+            assert (adversarial.double() - x.double()).abs().max() > 0.999 * epsilon
 
 
 def test_batches_do_not_matter() -> None:
     model, x, y = Small().double(), pixels(7).double(), labels(7)
     x[1], y[1] = x[0], y[0]
     options: dict[str, Any] = {"normalization": NORMALIZATION, "steps": 1, "step": 1e-9}
-    whole = evaluation.pgd(model, x, y, seed=5, **options)
+    together = evaluation.pgd(model, x, y, seed=5, **options)
     parts = [evaluation.pgd(model, x[a:b], y[a:b], seed=5, first=a, **options) for a, b in ((0, 2), (2, 3), (3, 7))]
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-12)
-    assert not torch.equal(whole, evaluation.pgd(model, x, y, seed=6, **options))
-    assert (whole[0] != whole[1]).float().mean() > 0.9  # each image has a start of its own
+    torch.testing.assert_close(torch.cat(parts), together, rtol=0, atol=1e-12)
+    assert not torch.equal(together, evaluation.pgd(model, x, y, seed=6, **options))
+    assert (together[0] != together[1]).float().mean() > 0.9  # each image has a start of its own
 
 
 def test_normalization() -> None:
@@ -99,8 +99,8 @@ def test_normalization() -> None:
     usual = evaluation.fgsm(model, x, y)
     assert torch.equal(usual, evaluation.fgsm(model, x, y, normalization=(torch.tensor(mean), std)))
     assert not torch.equal(usual, evaluation.fgsm(model, x, y, normalization=NONE))
-    one = evaluation.fgsm(model, x, y, normalization=(0.5, 0.25))
-    assert torch.equal(one, evaluation.fgsm(model, x, y, normalization=([0.5] * 3, [0.25] * 3)))
+    by_number = evaluation.fgsm(model, x, y, normalization=(0.5, 0.25))
+    assert torch.equal(by_number, evaluation.fgsm(model, x, y, normalization=([0.5] * 3, [0.25] * 3)))
     with pytest.raises(ValueError, match=r"one for each of the images' 2 channels"):
         evaluation.fgsm(model, pixels(2, 2), labels(2))
 
@@ -131,16 +131,16 @@ def test_small_gradients_of_a_half_precision_model_are_not_zero() -> None:
 
 def test_gradients_that_are_nan_move_nothing() -> None:
     x, small = pixels(3), Small()
-    found = evaluation.pgd(lambda x: small(x) * torch.nan, x, labels(3), random_start=False, normalization=NONE)
-    assert torch.equal(found, x)
+    adversarial = evaluation.pgd(lambda x: small(x) * torch.nan, x, labels(3), random_start=False, normalization=NONE)
+    assert torch.equal(adversarial, x)
 
 
 def test_recorders_do_not_see_it() -> None:
     model = vit()
     with tcnn_probe.record(model) as recorder:
         model(images(3))
-        for given in (model, lambda x: model(x)):
-            evaluation.pgd(given, pixels(2, 2, size=(20, 28)), [0, 1], normalization=NONE)
+        for classifier in (model, lambda x: model(x)):
+            evaluation.pgd(classifier, pixels(2, 2, size=(20, 28)), [0, 1], normalization=NONE)
         recorder.mark(epoch=0)
     assert recorder.dataset.images.values.tolist() == [[3, 3]]
 
@@ -186,13 +186,13 @@ def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
-    given = {"model": Small(), "images": pixels(3), "labels": labels(3), "normalization": NONE} | options
+    arguments = {"model": Small(), "images": pixels(3), "labels": labels(3), "normalization": NONE} | options
     with pytest.raises((TypeError, ValueError), match=message):
-        evaluation.pgd(**given)
+        evaluation.pgd(**arguments)
 
 
 def test_what_rounding_leaves_beyond_the_range_is_cut_off() -> None:
     x, y = pixels(3), labels(3)
     beyond = x + torch.where(x == 0, -5e-5, torch.where(x == 1, 5e-5, 0.0))
-    found, expected = (evaluation.pgd(Small(), each, y, normalization=NONE) for each in (beyond, x))
-    assert torch.equal(found, expected)
+    adversarial, expected = (evaluation.pgd(Small(), values, y, normalization=NONE) for values in (beyond, x))
+    assert torch.equal(adversarial, expected)

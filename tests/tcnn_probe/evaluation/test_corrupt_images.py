@@ -41,13 +41,13 @@ def batch() -> NDArray[Any]:
 def test_the_same_kind_comes_back(kind: str, batch: NDArray[Any]) -> None:
     images: Any = KINDS[kind](batch)
     before = images.clone() if isinstance(images, torch.Tensor) else images.copy()
-    found = corrupt(images, "snow", 4)
-    assert type(found) is type(images)
-    assert (found.shape, found.dtype) == (images.shape, images.dtype)
+    corrupted = corrupt(images, "snow", 4)
+    assert type(corrupted) is type(images)
+    assert (corrupted.shape, corrupted.dtype) == (images.shape, images.dtype)
     assert (images == before).all()
-    assert (found != images).any()
-    if isinstance(found, torch.Tensor):
-        assert found.is_contiguous()
+    assert (corrupted != images).any()
+    if isinstance(corrupted, torch.Tensor):
+        assert corrupted.is_contiguous()
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
@@ -72,15 +72,16 @@ def test_draws_follow_from_the_seed_and_the_images_number(name: str, batch: NDAr
     together = corrupt(batch, name, 2, seed=np.int64(11), first=40)  # type: ignore[arg-type]
     np.testing.assert_array_equal(corrupt(batch[2], name, 2, seed=11, first=42), together[2])
     assert global_generators() == before
-    for other in ({"seed": 11, "first": 41}, {"seed": 12, "first": 40}):
-        differs = (corrupt(batch, name, 2, **other)[0] != together[0]).any()  # type: ignore[arg-type]
+    for options in ({"seed": 11, "first": 41}, {"seed": 12, "first": 40}):
+        differs = (corrupt(batch, name, 2, **options)[0] != together[0]).any()  # type: ignore[arg-type]
         assert differs == bool(CORRUPTIONS[name].random)
 
 
 def test_draws_of_every_version() -> None:
     grey = np.full((8, 9), 0.5)
-    found = {name: corrupt(grey, name, 1, seed=3, first=2)[0, :3] for name in ("gaussian_noise", "shot_noise", "fog")}
-    assert {name: values.round(9).tolist() for name, values in found.items()} == {
+    names = ("gaussian_noise", "shot_noise", "fog")
+    corrupted = {name: corrupt(grey, name, 1, seed=3, first=2)[0, :3] for name in names}
+    assert {name: values.round(9).tolist() for name, values in corrupted.items()} == {
         "gaussian_noise": [0.552024263, 0.463816824, 0.476168421],
         "shot_noise": [0.516666667, 0.466666667, 0.533333333],
         "fog": [0.125, 0.202326478, 0.260019185],
@@ -121,8 +122,8 @@ def test_pictures_of_frost_can_be_given(batch: NDArray[Any], tmp_path: Path) -> 
     Image.fromarray(blue).save(tmp_path / "blue.png")
     (tmp_path / "readme.txt").write_text("not a picture")
     for frost in ([blue], [blue / 255], tmp_path, str(tmp_path)):
-        found = corrupt(batch / 255, "frost", 1, frost=frost)
-        np.testing.assert_allclose(found, np.clip(batch / 255 + [0, 0, 0.4], 0, 1), atol=1e-12)
+        corrupted = corrupt(batch / 255, "frost", 1, frost=frost)
+        np.testing.assert_allclose(corrupted, np.clip(batch / 255 + [0, 0, 0.4], 0, 1), atol=1e-12)
     grey = corrupt(batch[..., :1] / 255, "frost", 2, frost=[blue, blue])
     np.testing.assert_allclose(grey, np.clip(0.8 * batch[..., :1] / 255 + 0.6 * 0.114, 0, 1), atol=1e-12)
     np.testing.assert_array_equal(corrupt(batch, "fog", 1, frost=[blue]), corrupt(batch, "fog", 1))

@@ -19,7 +19,7 @@ from tcnn_probe.evaluation import (
 CORRUPTIONS = {"fog": "weather", "shot_noise": "noise", "snow": "weather"}
 
 
-def made(run: int = 0) -> xr.Dataset:
+def make_results(run: int = 0) -> xr.Dataset:
     """Results of 2 models, 3 corruptions, 2 severities, 1 seed, 2 attacks, 23 images and 4 classes."""
     random = np.random.default_rng(run)
     coords = {"model": ["cnn", "tcnn"], "corruption": [*CORRUPTIONS], "severity": [1, 5], "attack": ["fgsm", "pgd"]}
@@ -38,63 +38,65 @@ def made(run: int = 0) -> xr.Dataset:
 
 @pytest.mark.parametrize("by", [None, "group", "corruption", "severity", "attack"])
 def test_disagreement_by_hand(by: str | None) -> None:
-    ds = made()
+    ds = make_results()
     kind = {None: "clean_", "attack": "adversarial_"}.get(by, "")
-    found = disagreement(ds, by)
+    result = disagreement(ds, by)
     names = ["ground truth", "cnn", "tcnn"]
-    assert found.differ.dims == ("model", "other", *([by] if by else []), "image")
-    assert found.model.values.tolist() == found.other.values.tolist() == names
-    for label in found[by].values.tolist() if by else [None]:
+    assert result.differ.dims == ("model", "other", *([by] if by else []), "image")
+    assert result.model.values.tolist() == result.other.values.tolist() == names
+    for label in result[by].values.tolist() if by else [None]:
         axis = {"group": "corruption"}.get(by, by)
-        chosen = [n for n, name in enumerate(ds[by].values) if name == label] if by else []
-        cells = ds[f"{kind}prediction"].isel({axis: chosen} if by else {})
+        indices = [n for n, name in enumerate(ds[by].values) if name == label] if by else []
+        cells = ds[f"{kind}prediction"].isel({axis: indices} if by else {})
         rows = {name: cells.sel(model=name).values.reshape(-1, 23).tolist() for name in names[1:]}
         rows["ground truth"] = [ds.label.values.tolist()] * len(rows["cnn"])
-        of = found.sel({by: label} if by else {})
-        for one in names:
-            for other in names:
-                pairs = [(a, b) for x, y in zip(rows[one], rows[other], strict=True) for a, b in zip(x, y, strict=True)]
-                share = Fraction(sum(a != b for a, b in pairs), len(pairs))
-                assert float(of.disagreement.sel(model=one, other=other)) == pytest.approx(float(share), abs=1e-15)
-                third = [x[3] != y[3] for x, y in zip(rows[one], rows[other], strict=True)]
-                assert float(of.differ.sel(model=one, other=other, image=3)) == pytest.approx(sum(third) / len(third))
+        of = result.sel({by: label} if by else {})
+        for first in names:
+            for second in names:
+                pair = of.sel(model=first, other=second)
+                conditions = list(zip(rows[first], rows[second], strict=True))
+                unequal = [a != b for x, y in conditions for a, b in zip(x, y, strict=True)]
+                share = Fraction(sum(unequal), len(unequal))
+                assert float(pair.disagreement) == pytest.approx(float(share), abs=1e-15)
+                third = [x[3] != y[3] for x, y in conditions]
+                assert float(pair.differ.sel(image=3)) == pytest.approx(sum(third) / len(third))
     if by is None:  # the row of the ground truth has the errors
         error = 1 - ds.clean_accuracy
-        np.testing.assert_allclose(found.disagreement.sel(model="ground truth")[1:], error)
+        np.testing.assert_allclose(result.disagreement.sel(model="ground truth")[1:], error)
 
 
 def test_mcnemar_by_hand() -> None:
     """Beside the sum of all outcomes that are at most as likely, in exact fractions."""
-    ds = made()
-    found = mcnemar(ds.correct.sel(model="tcnn"), ds.correct.sel(model="cnn"))
-    assert found.p_value.dims == ("corruption", "severity", "seed")
+    ds = make_results()
+    result = mcnemar(ds.correct.sel(model="tcnn"), ds.correct.sel(model="cnn"))
+    assert result.p_value.dims == ("corruption", "severity", "seed")
     for at in np.ndindex(3, 2, 1):
-        ours, theirs = (ds.correct.sel(model=name).values[at].tolist() for name in ("tcnn", "cnn"))
-        won = sum(a and not b for a, b in zip(ours, theirs, strict=True))
-        lost = sum(b and not a for a, b in zip(ours, theirs, strict=True))
+        winning, losing = (ds.correct.sel(model=name).values[at].tolist() for name in ("tcnn", "cnn"))
+        won = sum(a and not b for a, b in zip(winning, losing, strict=True))
+        lost = sum(b and not a for a, b in zip(winning, losing, strict=True))
         chances = [Fraction(math.comb(won + lost, k), 2 ** (won + lost)) for k in range(won + lost + 1)]
         expected = sum(chance for chance in chances if chance <= chances[won])
-        assert (int(found.first_only[at]), int(found.second_only[at])) == (won, lost)
-        assert float(found.p_value[at]) == pytest.approx(float(expected), rel=1e-12)
-    assert float(found.p_value.min()) < 1
+        assert (int(result.first_only[at]), int(result.second_only[at])) == (won, lost)
+        assert float(result.p_value[at]) == pytest.approx(float(expected), rel=1e-12)
+    assert float(result.p_value.min()) < 1
     same = mcnemar(ds.clean_correct[0], ds.clean_correct[0])
     assert (float(same.p_value), int(same.first_only)) == (1, 0)
 
 
 def test_mcnemar_as_in_a_textbook() -> None:
     """9 against 1: p = 2 (1 + 10) / 2^10."""
-    ours = xr.DataArray([True] * 9 + [False, True, True, False], dims="image")
-    theirs = xr.DataArray([False] * 9 + [True, True, True, False], dims="image")
-    assert float(mcnemar(ours, theirs).p_value) == 22 / 1024
+    first = xr.DataArray([True] * 9 + [False, True, True, False], dims="image")
+    second = xr.DataArray([False] * 9 + [True, True, True, False], dims="image")
+    assert float(mcnemar(first, second).p_value) == 22 / 1024
 
 
 @pytest.mark.parametrize("bins", [1, 4, 15])
 def test_calibration_error_by_brute_force(bins: int) -> None:
-    ds = made()
+    ds = make_results()
     ds.confidence[0, 0, 0, 0, :4] = [0, 0.25, 0.5, 1]  # at the bounds of four bins
-    found = calibration_error(ds.confidence, ds.correct, bins)
-    assert found.dims == ds.confidence.dims[:-1]
-    for at in np.ndindex(found.shape):
+    errors = calibration_error(ds.confidence, ds.correct, bins)
+    assert errors.dims == ds.confidence.dims[:-1]
+    for at in np.ndindex(errors.shape):
         sure, right = ds.confidence.values[at].astype(float).tolist(), ds.correct.values[at].tolist()
         total = 0.0
         for m in range(bins):
@@ -104,7 +106,7 @@ def test_calibration_error_by_brute_force(bins: int) -> None:
                 accuracy, mean = sum(right[n] for n in held) / len(held), sum(sure[n] for n in held) / len(held)
                 total += len(held) / 23 * abs(accuracy - mean)
         terms = sum(map(abs, sure)) / 23 + 1
-        assert float(found[at]) == pytest.approx(total, abs=4 * np.finfo(float).eps * terms)
+        assert float(errors[at]) == pytest.approx(total, abs=4 * np.finfo(float).eps * terms)
 
 
 def test_calibrated_and_overconfident() -> None:
@@ -120,11 +122,11 @@ def test_calibrated_and_overconfident() -> None:
 @pytest.mark.parametrize("dim", ["training", "seed"])
 def test_runs_with_several_seeds_join(dim: str) -> None:
     """Along a dimension of their own, or that of the corruptions' seeds; means are then over both."""
-    runs = [made(n).assign_coords(seed=[n if dim == "seed" else 0]) for n in (0, 1, 2)]
+    runs = [make_results(n).assign_coords(seed=[n if dim == "seed" else 0]) for n in (0, 1, 2)]
     ds = xr.concat(runs, dim, **({"data_vars": "all"} if dim == "seed" else {}))
     for by in (None, "group"):
         apart = [disagreement(run, by).disagreement for run in runs]
-        np.testing.assert_allclose(disagreement(ds, by).disagreement, sum(each.values for each in apart) / 3)
+        np.testing.assert_allclose(disagreement(ds, by).disagreement, sum(result.values for result in apart) / 3)
     errors = calibration_error(ds.clean_confidence, ds.clean_correct)
     xr.testing.assert_allclose(
         errors.isel({dim: 1}, drop=True), calibration_error(runs[1].clean_confidence, runs[1].clean_correct)
@@ -132,7 +134,7 @@ def test_runs_with_several_seeds_join(dim: str) -> None:
     assert mcnemar(ds.clean_correct[{"model": 0}], ds.clean_correct[{"model": 1}]).p_value.dims == (dim,)
     pooled = improvement(ds, "cnn", None, relative=False)
     apart = [improvement(run, "cnn", None, relative=False).improvement for run in runs]
-    np.testing.assert_allclose(pooled.improvement, sum(each.values for each in apart) / 3)
+    np.testing.assert_allclose(pooled.improvement, sum(result.values for result in apart) / 3)
     assert mean_corruption_error(ds, "cnn").corruption_error.dims[:2] == ("model", "corruption")
     differ = xr.concat([disagreement(run).differ for run in runs], dim).sel(model="cnn", other="tcnn")
     low, high = mean_interval(differ, (dim, "image")).values
@@ -141,35 +143,35 @@ def test_runs_with_several_seeds_join(dim: str) -> None:
 
 def test_of_results_that_are_not_loaded() -> None:
     pytest.importorskip("dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'")
-    ds = made()
+    ds = make_results()
     lazy = ds.chunk(image=5)
     for of in (
         disagreement,
-        lambda one: mcnemar(one.correct[0], one.correct[1]),
-        lambda one: calibration_error(one.confidence, one.correct),
-        lambda one: improvement(one, "cnn"),
-        lambda one: mean_interval(one.correct[0]),
+        lambda results: mcnemar(results.correct[0], results.correct[1]),
+        lambda results: calibration_error(results.confidence, results.correct),
+        lambda results: improvement(results, "cnn"),
+        lambda results: mean_interval(results.correct[0]),
     ):
         xr.testing.assert_equal(of(lazy), of(ds))
 
 
 def test_of_a_model_that_saw_less() -> None:
     """Merged with the others, it has NaN for what it did not see, which is neither agreement nor disagreement."""
-    ds = made()
-    less = made(1).isel(model=[1], corruption=[0, 2]).drop_dims("attack").assign_coords(model=["late"])
-    both = xr.merge([ds, less], join="outer", compat="no_conflicts")
+    ds = make_results()
+    late = make_results(1).isel(model=[1], corruption=[0, 2]).drop_dims("attack").assign_coords(model=["late"])
+    merged = xr.merge([ds, late], join="outer", compat="no_conflicts")
     for by in ("corruption", "attack"):
-        found = disagreement(both, by)
+        result = disagreement(merged, by)
         old = {"model": ["ground truth", "cnn", "tcnn"], "other": ["ground truth", "cnn", "tcnn"]}
-        xr.testing.assert_equal(found.sel(old), disagreement(ds, by))
-        unseen = found.sel(model="late") if by == "attack" else found.sel(model="late", corruption="shot_noise")
+        xr.testing.assert_equal(result.sel(old), disagreement(ds, by))
+        unseen = result.sel(model="late") if by == "attack" else result.sel(model="late", corruption="shot_noise")
         assert unseen.to_dataarray().isnull().all()
-    interval = improvement(both, "cnn", "corruption", relative=False).interval.sel(model=["tcnn", "late"])
+    interval = improvement(merged, "cnn", "corruption", relative=False).interval.sel(model=["tcnn", "late"])
     assert interval.isnull().any("bound").values.tolist() == [[False] * 3, [False, True, False]]
 
 
 def test_what_is_refused() -> None:
-    ds = made()
+    ds = make_results()
     with pytest.raises(TypeError, match=r"bool, as ds.correct; got ndarray"):
         mcnemar(ds.clean_correct[0].values, ds.clean_correct[1])
     with pytest.raises(TypeError, match=r"results of evaluation.robustness, an xarray.Dataset; got DataArray"):

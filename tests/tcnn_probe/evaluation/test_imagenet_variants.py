@@ -26,11 +26,11 @@ def picture(path: Path, level: int) -> Path:
     return path
 
 
-def by_class(root: Path, classes: list[str], each: int = 2) -> Path:
+def by_class(root: Path, classes: list[str], count: int = 2) -> Path:
     """Images of level 10, 20, ... in the order of the classes given."""
     for number, name in enumerate(classes):
-        for image in range(each):
-            picture(root / name / f"{image}.JPEG", 10 * (number * each + image + 1))
+        for image in range(count):
+            picture(root / name / f"{image}.JPEG", 10 * (number * count + image + 1))
     return root
 
 
@@ -41,7 +41,7 @@ def read(variant: evaluation.Variant) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", ["imagenet", "imagenet-r", "imagenet-v2", "imagenet-c"])
 def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
-    """Not their ranks among the folders; every image once."""
+    """Labels are class indices, not ranks among the folders; every image comes once."""
     classes = ["10", "9", "2", "100"] if name == "imagenet-v2" else [STINGRAY, GOLDFISH, HAMMERHEAD, SHARK]
     options: dict[str, Any] = {"corruption": "fog", "severity": 3} if name == "imagenet-c" else {"size": (5, 7)}
     if name == "imagenet-r":
@@ -50,7 +50,7 @@ def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
     variant = imagenet_variant(name, tmp_path, batch_size=3, **options)
     images, labels = read(variant)
     levels = (images[:, 0].amax((1, 2)) * 255).round().int() // 10 - 1
-    indices = [int(each) if each.isdigit() else WNIDS.index(each) for each in classes]
+    indices = [int(folder) if folder.isdigit() else WNIDS.index(folder) for folder in classes]
     assert sorted(levels.tolist()) == list(range(8))
     assert labels.tolist() == [indices[level // 2] for level in levels]
     assert WNIDS.index(GOLDFISH) == 1
@@ -63,7 +63,7 @@ def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", ["imagenet-a", "imagenet-r"])
 def test_the_200_classes(name: str, tmp_path: Path) -> None:
-    """All there, so that nothing is warned of; what is no class folder is none."""
+    """There is no warning if all folders exist; files and hidden folders are no classes."""
     listed = Path(timm.__file__).parent / "data" / "_info" / f"{name.replace('-', '_')}_indices.txt"
     indices = [int(line) for line in listed.read_text().split()]
     for index in indices:
@@ -86,9 +86,9 @@ def test_real_labels(tmp_path: Path) -> None:
     assert (images[:, 0, 0, 0] * 255).round().tolist() == [30, 60]
     assert right.dtype == torch.bool
     assert [row.nonzero().flatten().tolist() for row in right] == [[230, 231], [57]]
-    theirs = RealLabelsImagenet([f"ILSVRC2012_val_{number:08d}.JPEG" for number in numbers] + [""] * 49997)
-    theirs.add_result(torch.eye(1000)[[795, 231, 58]])
-    assert theirs.is_correct[1] == [True, False] == right[[0, 1], [231, 58]].tolist()
+    reference = RealLabelsImagenet([f"ILSVRC2012_val_{number:08d}.JPEG" for number in numbers] + [""] * 49997)
+    reference.add_result(torch.eye(1000)[[795, 231, 58]])
+    assert reference.is_correct[1] == [True, False] == right[[0, 1], [231, 58]].tolist()
 
 
 def test_pixels(tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ def test_pixels(tmp_path: Path) -> None:
     sizes = {"input_size": (3, 31, 31), "test_input_size": (3, 37, 37), "crop_pct": 0.95, "mean": (0.1, 0.2, 0.3)}
     model.pretrained_cfg = {**model.pretrained_cfg, **sizes}
     with pytest.warns(UserWarning, match="has folders of 1 of the 1000 classes of imagenet: accuracies"):
-        own = read(imagenet_variant("imagenet", tmp_path, model=model))[0]
+        images = read(imagenet_variant("imagenet", tmp_path, model=model))[0]
     transform = timm.data.create_transform(
         (3, 37, 37), interpolation=model.pretrained_cfg["interpolation"], crop_pct=0.95, mean=(0, 0, 0), std=(1, 1, 1)
     )
-    torch.testing.assert_close(own[0], transform(Image.open(path)), rtol=0, atol=1e-7)
+    torch.testing.assert_close(images[0], transform(Image.open(path)), rtol=0, atol=1e-7)
     assert read(imagenet_variant("imagenet", tmp_path, model=model, size=(11, 29)))[0].shape == (1, 3, 11, 29)
     assert read(imagenet_variant("imagenet", tmp_path))[0].shape == (1, 3, 224, 224)
 

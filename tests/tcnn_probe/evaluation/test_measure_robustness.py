@@ -28,7 +28,7 @@ STARTS = {"fgsm": {"epsilon": 0.9}, "pgd": {"epsilon": 0.9, "step": 1e-6, "steps
 
 def right(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, normalization: Any) -> list[bool]:
     """One image at a time."""
-    mean, std = (torch.as_tensor(each, dtype=images.dtype).view(-1, 1, 1) for each in normalization)
+    mean, std = (torch.as_tensor(numbers, dtype=images.dtype).view(-1, 1, 1) for numbers in normalization)
     with torch.no_grad():
         scores = [model(((image - mean) / std)[None])[0] for image in images]
     return [max(range(len(s)), key=lambda k, s=s: float(s[k])) == int(y) for s, y in zip(scores, labels, strict=True)]
@@ -48,22 +48,23 @@ def test_by_hand() -> None:
     for name, model in models.items():
         of = ds.sel(model=name)
         assert of.clean_correct.values.tolist() == right(model, x, y, NORMALIZATION)
-        for each in of.correct.stack(each=("corruption", "severity", "seed")).transpose("each", "image"):
-            worse = evaluation.corrupt(x, str(each.corruption.item()), int(each.severity), seed=int(each.seed))
-            assert each.values.tolist() == right(model, worse, y, NORMALIZATION)
+        for correct in of.correct.stack(condition=("corruption", "severity", "seed")).transpose("condition", "image"):
+            corruption, severity, seed = correct.condition.item()
+            worse = evaluation.corrupt(x, corruption, severity, seed=seed)
+            assert correct.values.tolist() == right(model, worse, y, NORMALIZATION)
         for seed in (3, 0):
             worse = {"pgd": evaluation.pgd(model, x, y, seed=seed, normalization=NORMALIZATION, **pgd)}
             worse["fgsm"] = evaluation.fgsm(model, x, y, epsilon=0.04, normalization=NORMALIZATION)
             for attack, images in worse.items():
-                found = of.adversarial_correct.sel(attack=attack, seed=seed)
-                assert found.values.tolist() == right(model, images, y, NORMALIZATION)
+                correct = of.adversarial_correct.sel(attack=attack, seed=seed)
+                assert correct.values.tolist() == right(model, images, y, NORMALIZATION)
     pairs = {"clean_correct": "clean_accuracy", "correct": "accuracy", "adversarial_correct": "adversarial_accuracy"}
-    for each, mean in pairs.items():
-        share = ds[each].values.astype(float).sum(-1) / 7
-        assert ds[mean].dims == ds[each].dims[:-1] == ds[f"{mean}_se"].dims
+    for name, mean in pairs.items():
+        share = ds[name].values.astype(float).sum(-1) / 7
+        assert ds[mean].dims == ds[name].dims[:-1] == ds[f"{mean}_se"].dims
         np.testing.assert_allclose(ds[mean], share, atol=1e-15)
         np.testing.assert_allclose(ds[f"{mean}_se"], (share * (1 - share) / 7) ** 0.5, atol=1e-15)
-        assert ds[each].values.any() > ds[each].values.all()
+        assert ds[name].values.any() > ds[name].values.all()
 
 
 def test_predictions_and_confidences_by_hand() -> None:
@@ -81,10 +82,10 @@ def test_predictions_and_confidences_by_hand() -> None:
                 scores = [model(image[None])[0].tolist() for image in images]
             best = [max(range(5), key=row.__getitem__) for row in scores]
             sure = [math.exp(row[b]) / sum(map(math.exp, row)) for row, b in zip(scores, best, strict=True)]
-            found = of.sel(at.get(kind, {}))
-            assert found[f"{kind}prediction"].values.ravel().tolist() == best
+            decisions = of.sel(at.get(kind, {}))
+            assert decisions[f"{kind}prediction"].values.ravel().tolist() == best
             bound = 4 * (1 + max(abs(score) for row in scores for score in row)) * np.finfo(np.float32).eps
-            np.testing.assert_allclose(found[f"{kind}confidence"].values.ravel(), sure, rtol=bound)
+            np.testing.assert_allclose(decisions[f"{kind}confidence"].values.ravel(), sure, rtol=bound)
     assert (ds.prediction.dtype, ds.confidence.dtype) == (np.int32, np.float32)
     assert len(set(ds.prediction.values.ravel().tolist())) > 1
 
@@ -98,35 +99,36 @@ def sensitive(x: Tensor) -> Tensor:
 def test_batches_do_not_matter() -> None:
     x, y = pixels(17, size=(9, 11)), labels(17)
     options: dict[str, Any] = {**SOME, "normalization": NONE, "attacks": STARTS}
-    whole = evaluation.robustness(sensitive, x, y, **options)
+    expected = evaluation.robustness(sensitive, x, y, **options)
     loader = DataLoader(TensorDataset(x, y), batch_size=7)
 
     def once() -> Iterator[list[Any]]:
         yield from ([x[:3].numpy(), y[:3].tolist()], [x[3:], y[3:]])
 
-    for given in (loader, once()):
-        xr.testing.assert_equal(evaluation.robustness(sensitive, given, **options), whole)
+    for batches in (loader, once()):
+        xr.testing.assert_equal(evaluation.robustness(sensitive, batches, **options), expected)
 
 
 def test_seeds() -> None:
     """Each is its own measurement, whatever the others are; what is not random is measured once."""
     x, y = pixels(31, size=(9, 11)), labels(31)
     options: dict[str, Any] = {"corruptions": ["impulse_noise", "contrast"], "severities": 4, "attacks": STARTS}
-    seen = list[Tensor]()
+    batches = list[Tensor]()
 
     def model(x: Tensor) -> Tensor:
-        seen.append(x)
+        batches.append(x)
         return sensitive(x)
 
-    both = evaluation.robustness({"a": model, "b": model}, x, y, seeds=(5, 1), normalization=NONE, **options)
+    together = evaluation.robustness({"a": model, "b": model}, x, y, seeds=(5, 1), normalization=NONE, **options)
     once = {"clean": 1, "impulse_noise": 2, "contrast": 1, "gradient and answer": 2 * (1 + 2)}
-    assert len(seen) == 2 * sum(once.values())
-    assert all(torch.equal(a, b) for a, b in zip(seen[2:8:2], seen[3:8:2], strict=True))  # corrupted once for both
+    assert len(batches) == 2 * sum(once.values())
+    # Each batch is corrupted once for both models.
+    assert all(torch.equal(a, b) for a, b in zip(batches[2:8:2], batches[3:8:2], strict=True))
     for seed in (5, 1):
         alone = evaluation.robustness({"a": sensitive, "b": sensitive}, x, y, seeds=seed, normalization=NONE, **options)
-        xr.testing.assert_equal(both.sel(seed=[seed]), alone)
+        xr.testing.assert_equal(together.sel(seed=[seed]), alone)
     for name, expected in (("correct", [False, True]), ("adversarial_correct", [True, False])):
-        same = (both[name].sel(seed=5) == both[name].sel(seed=1))[0]
+        same = (together[name].sel(seed=5) == together[name].sel(seed=1))[0]
         assert same.all("image").values.ravel().tolist() == expected
 
 
@@ -135,8 +137,8 @@ def test_functions_and_normalization_by_model() -> None:
     mean, std = ([*model.pretrained_cfg[key]] for key in ("mean", "std"))
     models = {"own": model, "given": model, "function": lambda x: model(x)}
     options: dict[str, Any] = {"corruptions": "contrast", "severities": 1, "attacks": {"pgd": {"epsilon": 0.02}}}
-    both = {"given": (mean, std), "function": (mean, std)}
-    ds = evaluation.robustness(models, x, y, normalization=both, **options)
+    normalizations = {"given": (mean, std), "function": (mean, std)}
+    ds = evaluation.robustness(models, x, y, normalization=normalizations, **options)
     for name in ("given", "function"):
         xr.testing.assert_equal(ds.sel(model=name, drop=True), ds.sel(model="own", drop=True))
     assert json.loads(ds.attrs["models"]) == {"own": "Small", "given": "Small", "function": "<lambda>"}
@@ -186,8 +188,8 @@ def test_ties_and_nan() -> None:
 
 
 def test_to_zarr_as_it_is(tmp_path: Path) -> None:
-    one = evaluation.Variant("mine", [(pixels(3), labels(3))])
-    ds = evaluation.robustness(Small(), pixels(5), labels(5), **SOME, variants=one, normalization=NORMALIZATION)
+    variant = evaluation.Variant("mine", [(pixels(3), labels(3))])
+    ds = evaluation.robustness(Small(), pixels(5), labels(5), **SOME, variants=variant, normalization=NORMALIZATION)
     ds.to_zarr(tmp_path / "robustness.zarr", consolidated=False)
     again = xr.open_zarr(tmp_path / "robustness.zarr", consolidated=False).load()
     xr.testing.assert_identical(again, ds)
@@ -199,7 +201,7 @@ def test_to_zarr_as_it_is(tmp_path: Path) -> None:
 
 
 def test_variants() -> None:
-    """Of their own classes, and with several right answers; each as if it were the images."""
+    """Variants with their own classes, or several right answers, are measured as if they were the images."""
     models, x, y = {"a": Small().eval(), "b": Small(seed=1).eval()}, pixels(9), labels(9)
     any_of = torch.nn.functional.one_hot(y, 5).bool() | torch.nn.functional.one_hot((y + 1) % 5, 5).bool()
     few = y % 2 * 3
@@ -211,10 +213,10 @@ def test_variants() -> None:
     ds = evaluation.robustness(models, x[:2], y[:2], variants=variants, **CLEAN)
     assert ds.variant.values.tolist() == ["plain", "several", "few"]
     assert ds.variant_images.values.tolist() == [9, 9, 7]
-    plain, other = (evaluation.robustness(models, x, each, **CLEAN).clean_accuracy for each in (y, (y + 1) % 5))
+    plain, shifted = (evaluation.robustness(models, x, targets, **CLEAN).clean_accuracy for targets in (y, (y + 1) % 5))
     best = {name: (lambda x, model=model: model(x)[:, [0, 3]]) for name, model in models.items()}
     masked = evaluation.robustness(best, x[:7], few[:7] // 3, **CLEAN).clean_accuracy
-    np.testing.assert_allclose(ds.variant_accuracy, np.stack([plain, plain + other, masked], 1), atol=1e-15)
+    np.testing.assert_allclose(ds.variant_accuracy, np.stack([plain, plain + shifted, masked], 1), atol=1e-15)
     p = ds.variant_accuracy.values
     np.testing.assert_allclose(ds.variant_accuracy_se, np.sqrt(p * (1 - p) / [9, 9, 7]), atol=1e-15)
 
@@ -237,7 +239,7 @@ def test_models_are_as_they_were() -> None:
             raise BrokenError
 
     model.drop.register_forward_hook(fail)
-    x, given = pixels(3), pixels(3)
+    x, copy = pixels(3), pixels(3)
     before, random, numpys = Trace(model), torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
     for number in (0, 1, 3, 6):
         calls, broken_at = 0, number
@@ -246,7 +248,7 @@ def test_models_are_as_they_were() -> None:
         assert Trace(model) == before
         assert torch.equal(torch.get_rng_state(), random)
         assert (np.random.get_state()[1] == numpys).all()  # noqa: NPY002
-        assert torch.equal(x, given)
+        assert torch.equal(x, copy)
         assert (model.head.weight.grad == 0.5).all()
         assert all(p.grad is None for n, p in model.named_parameters() if n != "head.weight")
 
@@ -288,6 +290,6 @@ ONE = pixels(1)
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
-    given = {"models": Small(), "images": pixels(3), "labels": torch.tensor([0, 1, 3])} | QUICK | options
+    arguments = {"models": Small(), "images": pixels(3), "labels": torch.tensor([0, 1, 3])} | QUICK | options
     with pytest.raises((TypeError, ValueError), match=message):
-        evaluation.robustness(**given)
+        evaluation.robustness(**arguments)

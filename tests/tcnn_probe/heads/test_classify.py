@@ -28,14 +28,15 @@ def recording(layers: Mapping[str, Mapping[str, Any]], marks: int = 1) -> xr.Dat
     heads = max(np.shape(about["attention_distance"])[-1] for about in layers.values())
     values = {name: np.full((marks, len(layers), heads), NAN) for name in names}
     for at, about in enumerate(layers.values()):
-        for name, given in about.items():
-            values[name][:, at, : np.shape(given)[-1]] = given
+        for name, numbers in about.items():
+            values[name][:, at, : np.shape(numbers)[-1]] = numbers
     ds = xr.Dataset(
         {name: (("epoch", "layer", "head"), value) for name, value in values.items()},
         {"epoch": 2 + np.arange(marks), "layer": np.array(list(layers), dtype=object), "head": range(heads)},
     )
     scales = {"uniform_entropy": math.log(KEYS), "uniform_distance": DISTANCE, "images": IMAGES}
-    return ds.assign({name: (("epoch", "layer"), np.full((marks, len(layers)), one)) for name, one in scales.items()})
+    shape = marks, len(layers)
+    return ds.assign({name: (("epoch", "layer"), np.full(shape, value)) for name, value in scales.items()})
 
 
 def layer(*heads: Any, gate: Any = NAN) -> dict[str, np.ndarray]:
@@ -54,7 +55,7 @@ def layer(*heads: Any, gate: Any = NAN) -> dict[str, np.ndarray]:
 def of_marks() -> xr.Dataset:
     """Three marks of five heads, of which the last changes, and of a head without any place."""
     mixed = (0.05, 0.5, 0.25, 0.9)
-    marks = [[CONV, AVERAGE, CONTENT, mixed, one] for one in (CONV, mixed, CONTENT)]
+    marks = [[CONV, AVERAGE, CONTENT, mixed, last] for last in (CONV, mixed, CONTENT)]
     about = {name: np.array([layer(*mark)[name] for mark in marks]) for name in layer(CONV)}
     return recording({"conv": about, "pool": layer((NAN,) * 4)}, 3)
 
@@ -72,7 +73,7 @@ def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
     assert definitions["content"] == "content_information >= 0.125 log keys"
     if method == "thresholds":
         conv, average, content, mixed = "convolutional", "averaging", "content", "mixed"
-        expected = [[conv, average, content, mixed, one] for one in (conv, mixed, content)]
+        expected = [[conv, average, content, mixed, last] for last in (conv, mixed, content)]
         assert types.sel(layer="conv").values.tolist() == expected
         first = tcnn_probe.head_types(ds[{"epoch": [0, 1]}], information=(0.03, 0.125))
         xr.testing.assert_identical(first, types[:2])
@@ -84,7 +85,7 @@ def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
 
 
 def test_by_the_gate() -> None:
-    """As the papers say it: whatever attention does; plain attention has no type."""
+    """Types by the gate alone, as in the papers; plain attention has no type."""
     gates = [0.9, 0.1, 0.5, 1 / 3, 2 / 3]
     ds = recording({"gated": layer(*[AVERAGE] * 5, gate=gates), "plain": layer(CONV)})
     types = tcnn_probe.head_types(ds, by="gate")
@@ -108,28 +109,28 @@ def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -
         counted = ds.assign(images=ds.images * 0 + images)
         assert tcnn_probe.head_types(counted).values.tolist() == [[["mixed", "content"]]]
         assert tcnn_probe.head_types(counted, information=(0.0, 0.1501)).values.tolist() == [[["mixed", "mixed"]]]
-    one = tcnn_probe.head_types(ds.assign(images=ds.images * 0 + 1))
-    assert (one == "").all()
-    assert "content_information / log keys is not finite (of one image" in one.attrs["unlabelled"]
+    single = tcnn_probe.head_types(ds.assign(images=ds.images * 0 + 1))
+    assert (single == "").all()
+    assert "content_information / log keys is not finite (of one image" in single.attrs["unlabelled"]
 
 
 @pytest.mark.parametrize("method", BOTH)
 def test_selections_keep_their_dimensions_and_coordinates(method: Any) -> None:
     ds = of_marks().rename(epoch="step").transpose("head", "step", "layer")
-    whole = tcnn_probe.head_types(ds, method)
-    assert whole.dims == ("head", "step", "layer")
-    for chosen in ({"step": 1}, {"layer": 0, "head": 4}, {"step": 0, "layer": 0, "head": 1}, {"layer": [1, 0]}):
-        part = ds.isel(chosen)
+    complete = tcnn_probe.head_types(ds, method)
+    assert complete.dims == ("head", "step", "layer")
+    for selection in ({"step": 1}, {"layer": 0, "head": 4}, {"step": 0, "layer": 0, "head": 1}, {"layer": [1, 0]}):
+        part = ds.isel(selection)
         types = tcnn_probe.head_types(part, method)
         assert types.dims == part.entropy.dims
         for name in part.entropy.coords:
             np.testing.assert_array_equal(types[name], part[name])
         if method == "thresholds":
-            xr.testing.assert_equal(types, whole.isel(chosen))
+            xr.testing.assert_equal(types, complete.isel(selection))
 
 
 def test_numbers_that_are_not_finite_give_no_label() -> None:
-    """Where the type depends on them: how far a head looks says nothing of whether the image decides."""
+    """A number that is not finite matters only if the type depends on it: distance does not decide about content."""
     ds = recording({"a": layer(*[CONV] * 4, CONTENT, AVERAGE), "gone": layer(CONV)})
     names = ("content_information", "entropy", "attention_distance", "translation_equivariance")
     for head, name in enumerate(names):
@@ -141,12 +142,12 @@ def test_numbers_that_are_not_finite_give_no_label() -> None:
     types = tcnn_probe.head_types(ds)
     assert types.values[0, 0].tolist() == ["", "", "", "", "content", "averaging"]
     assert (types[:, 1] == "").all()
-    told = json.loads(types.attrs["unlabelled"])
-    assert told["a"] == (
+    reasons = json.loads(types.attrs["unlabelled"])
+    assert reasons["a"] == (
         "content_information / log keys is not finite; entropy / uniform_entropy is not finite; "
         "attention_distance / uniform_distance is not finite; translation_equivariance is not finite"
     )
-    assert told["gone"] == "content_information / log keys is not finite (why not)"
+    assert reasons["gone"] == "content_information / log keys is not finite (why not)"
     posterior = tcnn_probe.head_types(ds, "mixture")
     assert (posterior == "").all()  # of which nothing is known in full
     nothing = tcnn_probe.head_types(ds * NAN, "mixture")
@@ -168,8 +169,10 @@ def noisy(marks: int = 13) -> xr.Dataset:
     means = np.array([(0.005, 0.5, 0.3, 0.9), CONTENT, (0.005, 1.03, 1.0, 0.1)] * 3)
     deviations = np.array([(0.003, 0.04, 0.04, 0.03), (0.06, 0.04, 0.04, 0.1), (0.003, 0.01, 0.02, 0.1)] * 3)
     about = [layer(*rng.normal(means, deviations)) for _ in range(2 * marks)]
-    layers = {n: {v: np.array([one[v] for one in about[at::2]]) for v in about[0]} for at, n in enumerate(("c0", "c1"))}
-    return recording({**layers, "pool": layer((NAN,) * 4)}, marks)
+    layers = {}
+    for at, name in enumerate(("c0", "c1")):
+        layers[name] = {variable: np.array([head[variable] for head in about[at::2]]) for variable in about[0]}
+    return recording(layers | {"pool": layer((NAN,) * 4)}, marks)
 
 
 def test_mixture_of_known_clusters() -> None:
@@ -193,8 +196,8 @@ def test_mixture_of_known_clusters() -> None:
         exponent = -0.5 * (point - mean) @ np.linalg.inv(covariance) @ (point - mean)
         densities.append(weight * math.exp(exponent) / math.sqrt(np.linalg.det(covariance)))
     for name, density in zip(said["components"], densities, strict=True):
-        found = float(types[f"posterior_{name}"].sel(at))
-        assert found == pytest.approx(density / sum(densities), rel=1e-9, abs=1e-300)
+        probability = float(types[f"posterior_{name}"].sel(at))
+        assert probability == pytest.approx(density / sum(densities), rel=1e-9, abs=1e-300)
     order = np.random.default_rng(1).permutation(9)
     xr.testing.assert_identical(tcnn_probe.head_types(ds.isel(head=order), "mixture"), types.isel(head=order))
 
@@ -203,8 +206,8 @@ def test_two_components_of_one_type() -> None:
     """Two clusters of content heads: their posteriors add up."""
     rng = np.random.default_rng(0)
     reach = np.resize([0.3, 0.9], 10)
-    marks = [layer(*((*rng.normal((0.3, 0.6, one), 0.03), 0.2) for one in reach)) for _ in range(17)]
-    ds = recording({"a": {name: np.array([one[name] for one in marks]) for name in marks[0]}}, 17)
+    marks = [layer(*((*rng.normal((0.3, 0.6, center), 0.03), 0.2) for center in reach)) for _ in range(17)]
+    ds = recording({"a": {name: np.array([mark[name] for mark in marks]) for name in marks[0]}}, 17)
     types = tcnn_probe.head_types(ds, "mixture")
     assert json.loads(types.attrs["mixture"])["components"] == ["content", "content"]
     np.testing.assert_allclose(types.posterior_content, 1, rtol=1e-12)
@@ -219,7 +222,7 @@ def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("ds", "options", "error", "told"),
+    ("ds", "options", "error", "message"),
     [
         (of_marks(), {"method": "guess"}, ValueError, "expected method='thresholds' or 'mixture', got 'guess'"),
         (of_marks(), {"by": "name"}, ValueError, "expected by='content' or 'gate', got 'name'"),
@@ -233,6 +236,6 @@ def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) 
     ],
     ids=["method", "by", "seed", "array", "tree", "scale", "gate", "information", "heads"],
 )
-def test_what_is_refused(ds: Any, options: dict[str, Any], error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=re.escape(told)):
+def test_what_is_refused(ds: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
         tcnn_probe.head_types(ds, **options)

@@ -48,8 +48,8 @@ def test_of_known_matrices() -> None:
     identity, convolution, random = (cross_patch(known()).isel(layer=n, head=0) for n in range(3))
     assert identity.attention_distance == 0
     assert identity.entropy == 0
-    for one in (identity, convolution):
-        assert one.translation_equivariance.item() == pytest.approx(1, abs=1e-12)
+    for layer in (identity, convolution):
+        assert layer.translation_equivariance.item() == pytest.approx(1, abs=1e-12)
     assert 0 < convolution.attention_distance < math.sqrt(2)
     assert float(convolution.near_zero) == pytest.approx(float((toeplitz().abs() < 0.05 * 4).double().mean()))
     assert abs(float(random.translation_equivariance)) < 4 * DEVIATION
@@ -60,21 +60,21 @@ def test_of_known_matrices() -> None:
 
 def test_of_every_pair_of_patches() -> None:
     model = known()
-    found = cross_patch(model)
-    assert found.layer.values.tolist() == [f"blocks.{n}" for n in range(3)]
+    layers = cross_patch(model)
+    assert layers.layer.values.tolist() == [f"blocks.{n}" for n in range(3)]
     for n, block in enumerate(model.blocks):
-        a, one = block.linear_tokens.weight.detach().double().numpy(), found.isel(layer=n)
+        a, layer = block.linear_tokens.weight.detach().double().numpy(), layers.isel(layer=n)
         distance, entropy = 0.0, 0.0
         for i, (y, x) in enumerate(PLACES):
             shares = abs(a[i]) / abs(a[i]).sum()
             distance += sum(p * math.dist((y, x), key) for p, key in zip(shares, PLACES, strict=True)) / len(PLACES)
             entropy -= sum(p * math.log(p) for p in shares if p > 0) / len(PLACES)
-            np.testing.assert_array_equal(one.weight.sel(query_y=y, query_x=x), a[i].reshape(H, W))
-        assert one.attention_distance.item() == pytest.approx(distance, rel=1e-12)
-        assert one.entropy.item() == pytest.approx(entropy, rel=1e-12)
+            np.testing.assert_array_equal(layer.weight.sel(query_y=y, query_x=x), a[i].reshape(H, W))
+        assert layer.attention_distance.item() == pytest.approx(distance, rel=1e-12)
+        assert layer.entropy.item() == pytest.approx(entropy, rel=1e-12)
     even = sum(math.dist(a, b) for a in PLACES for b in PLACES) / len(PLACES) ** 2
-    np.testing.assert_allclose(found.uniform_distance, even)
-    np.testing.assert_allclose(found.uniform_entropy, math.log(H * W))
+    np.testing.assert_allclose(layers.uniform_distance, even)
+    np.testing.assert_allclose(layers.uniform_entropy, math.log(H * W))
 
 
 def test_types_are_those_of_heads() -> None:
@@ -88,17 +88,17 @@ def test_types_are_those_of_heads() -> None:
 
 
 def test_of_mlp_mixer_it_is_the_product() -> None:
-    """What the block does to one patch, with an identity for the GELU."""
+    """The matrix is what the block does to a single patch, with an identity for the GELU."""
     block = mlp_model(MixerBlock).double().blocks[1]
     model = nn.Sequential(block)
-    found = cross_patch(model, grid=(H, W)).weight.isel(layer=0)
+    weight = cross_patch(model, grid=(H, W)).weight.isel(layer=0)
     block.mlp_tokens.act = nn.Identity()
     zero = torch.zeros(1, 1, H * W, dtype=torch.float64)
     for key in (0, 9):
-        one = zero.clone()
-        one[..., key] = 1
-        effect = (block.mlp_tokens(one) - block.mlp_tokens(zero)).detach().reshape(H, W)
-        np.testing.assert_allclose(found.sel(y=key // W, x=key % W), effect, atol=1e-12)
+        patch = zero.clone()
+        patch[..., key] = 1
+        effect = (block.mlp_tokens(patch) - block.mlp_tokens(zero)).detach().reshape(H, W)
+        np.testing.assert_allclose(weight.sel(y=key // W, x=key % W), effect, atol=1e-12)
 
 
 def equivariance(pattern: np.ndarray, prefix: int) -> float:
@@ -106,13 +106,13 @@ def equivariance(pattern: np.ndarray, prefix: int) -> float:
     of_offset = defaultdict(list)
     for (q, (y, x)), (k, (v, u)) in product(enumerate(PLACES, prefix), repeat=2):
         of_offset[v - y, u - x].append(pattern[q, k])
-    within = sum(np.square(some - np.mean(some)).sum() for some in of_offset.values())
+    within = sum(np.square(values - np.mean(values)).sum() for values in of_offset.values())
     return float(1 - within / (PAIRS - OFFSETS) / np.var(pattern[prefix:, prefix:], ddof=1))
 
 
 @pytest.mark.parametrize("kind", ["swin", "beit"])
 def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
-    """In a Swin and a BEiT of one layer, whose queries are 0; with the queries backwards, and random, it is none.
+    """Tested on a Swin and a BEiT of one layer, whose queries are 0; backwards or random, it is no convolution.
 
     The attention that it gives, recorded, is not quite one: at the border there are fewer keys to share it.
     """
@@ -123,7 +123,7 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
     else:
         shape |= {"img_size": (16 * H, 16 * W), "depth": 1, "num_heads": 2}
         model, prefix = timm.create_model("beit_base_patch16_224", **shape), 1
-    (layer,) = (one for one in model.modules() if hasattr(one, "relative_position_bias_table"))
+    (layer,) = (module for module in model.modules() if hasattr(module, "relative_position_bias_table"))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         layer.relative_position_bias_table.normal_(generator=generator)
@@ -139,10 +139,10 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
     with tcnn_probe.record(model.eval()) as recorder, torch.no_grad():
         model(torch.randn(2, 3, *shape["img_size"], generator=generator))
         recorder.mark(epoch=0)
-    expected = [equivariance(one, prefix) for one in bias.softmax(-1).numpy()]
+    expected = [equivariance(attention, prefix) for attention in bias.softmax(-1).numpy()]
     assert 0.9 < min(expected) <= max(expected) < 0.99
-    found = recorder.dataset.translation_equivariance.squeeze()
-    np.testing.assert_allclose(found, expected, atol=32 * np.finfo(np.float32).eps)
+    equivariances = recorder.dataset.translation_equivariance.squeeze()
+    np.testing.assert_allclose(equivariances, expected, atol=32 * np.finfo(np.float32).eps)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int16"])

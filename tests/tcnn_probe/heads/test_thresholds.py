@@ -16,7 +16,7 @@ SET = Thresholds((0.125, 0.25), (0.5, 0.75), 0.25, 0.375, gate=(0.25, 0.5))
 
 
 def around(*thresholds: float) -> list[float]:
-    return [value for one in thresholds for value in (np.nextafter(one, 0), one, np.nextafter(one, 2))]
+    return [np.nextafter(threshold, towards) for threshold in thresholds for towards in (0, threshold, 2)]
 
 
 def by_content(information: float, evenness: float, reach: float, equivariance: float, t: Thresholds) -> str:
@@ -34,7 +34,7 @@ def by_content(information: float, evenness: float, reach: float, equivariance: 
 
 
 def by_gate(gate: float, spread: float, reach: float, t: Thresholds) -> str:
-    if not all(math.isfinite(one) for one in (gate, spread, reach)):
+    if not all(math.isfinite(number) for number in (gate, spread, reach)):
         return ""
     if not gate > t.gate[0]:
         return "content"
@@ -74,7 +74,7 @@ def test_types_by_the_gate_at_and_beside_every_threshold(thresholds: Thresholds)
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "told"),
+    ("arguments", "error", "message"),
     [
         ({"gate": 0.5}, TypeError, "expected two thresholds for gate, got 0.5"),
         ({"information": ("low", 0.3)}, TypeError, "expected two thresholds for information, got ('low', 0.3)"),
@@ -86,6 +86,6 @@ def test_types_by_the_gate_at_and_beside_every_threshold(thresholds: Thresholds)
         ({"equivariance": "0.5"}, TypeError, "expected a number as the threshold for equivariance, got '0.5'"),
     ],
 )
-def test_what_is_refused(given: dict[str, Any], error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=re.escape(told)):
-        Thresholds(**given)
+def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        Thresholds(**arguments)

@@ -1,4 +1,4 @@
-"""Whether a figure can be read."""
+"""Checks that a figure can be read."""
 
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -16,8 +16,8 @@ def texts_within_and_apart(figure: Figure) -> None:
     for nth, (text, span) in enumerate(spans := [(text, text.get_window_extent()) for text in drawn]):
         assert room.contains(*span.min), text.get_text()
         assert room.contains(*span.max), text.get_text()
-        for other, its in spans[:nth]:
+        for label, its in spans[:nth]:
             overlap = span.overlaps(its)
-            if text.get_rotation() == other.get_rotation() == 60:
+            if text.get_rotation() == label.get_rotation() == 60:
                 overlap = abs(span.x1 - its.x1) * 3**0.5 / 2 < 0.9 * text.get_fontsize() / 72 * figure.dpi
-            assert not overlap, (text.get_text(), other.get_text())
+            assert not overlap, (text.get_text(), label.get_text())

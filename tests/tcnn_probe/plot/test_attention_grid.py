@@ -35,9 +35,9 @@ def with_pictures(figure: Figure) -> list[Axes]:
 
 def boxes(axes: Axes) -> list[tuple[float, ...]]:
     """(y, x, height, width) of each red box."""
-    found = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
-    assert all(to_hex(patch.get_edgecolor()).upper() == RED for patch in found)
-    return [(box.get_y(), box.get_x(), box.get_height(), box.get_width()) for box in found]
+    rectangles = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    assert all(to_hex(patch.get_edgecolor()).upper() == RED for patch in rectangles)
+    return [(box.get_y(), box.get_x(), box.get_height(), box.get_width()) for box in rectangles]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -125,18 +125,18 @@ def test_more_heads_than_fit_beside_each_other_are_below() -> None:
 
 
 def test_parts_of_a_figure_of_ones_own() -> None:
-    whole = Figure(figsize=(7, 9), layout="constrained")
-    upper, lower = whole.subfigures(2)
+    parent = Figure(figsize=(7, 9), layout="constrained")
+    upper, lower = parent.subfigures(2)
     assert tcnn_probe.plot.attention_grid(some_maps(), image=np.zeros((1, 10, 14)), query=(0, 0), figure=upper) is upper
     tcnn_probe.plot.attention_grid(some_maps().isel(layer=0), gate=some_gates()[0, :3], figure=lower, title="below")
     assert [len(with_pictures(part)) for part in (upper, lower)] == [7, 3]
-    texts_within_and_apart(whole)
+    texts_within_and_apart(parent)
     assert plt.get_fignums() == []
-    mine = plt.figure(figsize=(5, 4))
-    assert tcnn_probe.plot.attention_grid(some_maps(), query=(1, 2)) is mine
-    assert mine.get_suptitle() == "attention from pixel (y, x) = (1, 2)"
-    texts_within_and_apart(mine)
-    assert tcnn_probe.plot.attention_grid(some_maps()) is not mine  # which is not empty
+    current = plt.figure(figsize=(5, 4))
+    assert tcnn_probe.plot.attention_grid(some_maps(), query=(1, 2)) is current
+    assert current.get_suptitle() == "attention from pixel (y, x) = (1, 2)"
+    texts_within_and_apart(current)
+    assert tcnn_probe.plot.attention_grid(some_maps()) is not current  # which is not empty
 
 
 def test_what_it_refuses() -> None:

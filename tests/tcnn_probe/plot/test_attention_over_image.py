@@ -21,7 +21,7 @@ def maps() -> xr.DataTree:
 
 
 def drawn(figure: plt.Figure) -> list[np.ndarray]:
-    """What lies over the image in each panel, in order."""
+    """Return the maps over the image in each panel, in order."""
     return [np.asarray(axes.images[1].get_array()) for axes in figure.axes if len(axes.images) == 2]
 
 

@@ -31,11 +31,11 @@ def test_a_thin_line_a_head_and_a_thick_one_a_layer(dims: tuple[str, ...]) -> No
     lines = drawn(ax)
     assert len(lines) == 3 * (7 + 1)
     for layer, color in enumerate("rgb"):
-        own = [line for line in lines if line[3] == to_rgba(color)]
-        assert all(line[0] == [0, 2, 4, 6, 8] for line in own)
-        thick = max(own, key=lambda line: line[2])
+        layer_lines = [line for line in lines if line[3] == to_rgba(color)]
+        assert all(line[0] == [0, 2, 4, 6, 8] for line in layer_lines)
+        thick = max(layer_lines, key=lambda line: line[2])
         np.testing.assert_allclose(thick[1], [sum(epoch[layer]) / 7 for epoch in values.values.tolist()])
-        thin = sorted(line[1] for line in own if line is not thick)
+        thin = sorted(line[1] for line in layer_lines if line is not thick)
         np.testing.assert_array_equal(thin, sorted(values.values[:, layer].T.tolist()))
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("epoch", "gate")
     assert [text.get_text() for text in ax.get_legend().get_texts()] == list(values.layer.values)
@@ -62,8 +62,8 @@ def test_on_the_current_axes_or_given_ones() -> None:
     colors = [line[3] for line in drawn(ax)]
     assert len(set(colors)) == 3
     assert colors[:24] == colors[24:]
-    other = plt.figure().subplots()
-    assert tcnn_probe.plot.evolution(values, ax) is ax is not other
+    right = plt.figure().subplots()
+    assert tcnn_probe.plot.evolution(values, ax) is ax is not right
 
 
 @pytest.mark.parametrize(("units", "label"), [("1", "span"), ("nat", "span (nat)"), ("pixel-2", "span (pixel$^{-2}$)")])
@@ -109,14 +109,14 @@ def test_what_it_refuses() -> None:
 
 @pytest.mark.parametrize("layout", [None, "constrained"])
 def test_the_legend_covers_nothing(layout: str | None) -> None:
-    figure, (ax, other) = plt.subplots(1, 2, figsize=(9, 4), layout=layout)
+    figure, (ax, neighbour) = plt.subplots(1, 2, figsize=(9, 4), layout=layout)
     tcnn_probe.plot.evolution(recorded(layers=12), ax)
-    tcnn_probe.plot.evolution(recorded(layers=2), other)
+    tcnn_probe.plot.evolution(recorded(layers=2), neighbour)
     figure.draw_without_rendering()
-    for axes, end in ((ax, other.get_tightbbox().x0), (other, figure.bbox.x1)):
+    for axes, end in ((ax, neighbour.get_tightbbox().x0), (neighbour, figure.bbox.x1)):
         legend = axes.get_legend().get_window_extent()
         assert axes.get_window_extent().x1 <= legend.x0 < legend.x1 <= end
-    assert not ax.title.get_window_extent().overlaps(other.title.get_window_extent())
+    assert not ax.title.get_window_extent().overlaps(neighbour.title.get_window_extent())
 
 
 @pytest.mark.parametrize("marks", [1, 2, 5])

@@ -26,7 +26,8 @@ def measured(trainings: int) -> xr.Dataset:
 
 
 def drawn(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
-    return {each.get_label(): tuple(line.tolist() for line in each[0].get_data()) for each in axes.containers}
+    points = {container.get_label(): container[0].get_data() for container in axes.containers}
+    return {label: (x.tolist(), y.tolist()) for label, (x, y) in points.items()}
 
 
 def wilson(p: float, n: int) -> list[float]:
@@ -49,8 +50,8 @@ def test_points_and_intervals(trainings: int) -> None:
             for segment, share in zip(bars.get_segments(), expected[axis].values, strict=True):
                 np.testing.assert_allclose(segment[:, axis], wilson(float(share), images), atol=1e-12)
         pairs += zip(*points[model], strict=True)
-    (line,) = (each for each in axes.lines if each.get_label() == "least squares")
-    x, y = (np.array(each) for each in zip(*pairs, strict=True))
+    (line,) = (item for item in axes.lines if item.get_label() == "least squares")
+    x, y = (np.array(item) for item in zip(*pairs, strict=True))
     slope = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()
     np.testing.assert_allclose(line.get_ydata(), y.mean() + slope * (line.get_xdata() - x.mean()))
     assert axes.get_ylabel() == "accuracy on real"

@@ -20,7 +20,7 @@ TIMM = ["resnet50", "deit3_small_patch16_224", "swin_tiny_patch4_window7_224", "
 
 
 def measured(models: list[str] = MODELS, corruptions: int = 4, *, plain: bool = False) -> xr.Dataset:
-    """What tcnn_probe.evaluation.robustness gives, of 5 severities, 2 seeds, 2 attacks."""
+    """Results like those of evaluation.robustness, of 5 severities, 2 seeds, 2 attacks."""
     rng, count = np.random.default_rng(0), len(models)
     right = rng.random((count, corruptions, 5, 2, IMAGES)) < np.linspace(0.5, 0.8, count)[:, None, None, None, None]
     names = ["gaussian_noise", "motion_blur", "shot_noise", "fog", *list(evaluation.CORRUPTIONS)[-11:]][:corruptions]
@@ -42,11 +42,11 @@ def measured(models: list[str] = MODELS, corruptions: int = 4, *, plain: bool = 
 
 def bars(axes: Axes) -> dict[str, Any]:
     """The bars of each model, from left to right."""
-    return {each.get_label(): each for each in axes.containers if isinstance(each, BarContainer)}
+    return {container.get_label(): container for container in axes.containers if isinstance(container, BarContainer)}
 
 
 def heights(axes: Axes) -> dict[str, list[float]]:
-    return {name: [bar.get_height() for bar in each] for name, each in bars(axes).items()}
+    return {name: [bar.get_height() for bar in container] for name, container in bars(axes).items()}
 
 
 def error_bars(axes: Axes) -> list[list[list[float]]]:
@@ -101,18 +101,18 @@ def test_clean_images_first_and_attacks() -> None:
 
 def test_improvement_over_a_baseline_is_paired_by_image() -> None:
     ds = measured(plain=True)
-    own = plt.figure().subplots()
-    axes = tcnn_probe.plot.robustness(ds, own, baseline="control")
-    assert axes is own
-    found = heights(axes)
-    assert list(found) == ["CNN", "T-CNN"]
+    separate = plt.figure().subplots()
+    axes = tcnn_probe.plot.robustness(ds, separate, baseline="control")
+    assert axes is separate
+    drawn_heights = heights(axes)
+    assert list(drawn_heights) == ["CNN", "T-CNN"]
     for bar, model in ((0, 0), (1, 2)):
         for place, corruptions in enumerate(([0, 2], [1], [3])):
-            one, other = (np.array(by_hand(ds, m, corruptions, ALL)) for m in (model, 1))
-            relative = (one.mean() - other.mean()) / other.mean()
-            assert found[MODELS[model]][place] == pytest.approx(100 * relative)
+            accuracies, baseline = (np.array(by_hand(ds, m, corruptions, ALL)) for m in (model, 1))
+            relative = (accuracies.mean() - baseline.mean()) / baseline.mean()
+            assert drawn_heights[MODELS[model]][place] == pytest.approx(100 * relative)
             drawn = np.random.default_rng(1).multinomial(IMAGES, np.full(IMAGES, 1 / IMAGES), 4000)
-            low, high = np.quantile((drawn @ one) / (drawn @ other) - 1, [0.025, 0.975])
+            low, high = np.quantile((drawn @ accuracies) / (drawn @ baseline) - 1, [0.025, 0.975])
             np.testing.assert_allclose(error_bars(axes)[bar][place], [100 * low, 100 * high], atol=3)
     assert axes.get_ylabel() == "improvement over control (%)\n(lines: 95 % interval over images)"
 
@@ -120,7 +120,7 @@ def test_improvement_over_a_baseline_is_paired_by_image() -> None:
 def test_a_models_colour_does_not_depend_on_the_baseline() -> None:
     ds = measured()
     plain, beside = (tcnn_probe.plot.robustness(ds, plt.figure().subplots(), baseline=name) for name in (None, "CNN"))
-    colors = [{name: each[0].get_facecolor() for name, each in bars(axes).items()} for axes in (plain, beside)]
+    colors = [{name: patches[0].get_facecolor() for name, patches in bars(axes).items()} for axes in (plain, beside)]
     assert colors[0]["T-CNN"] == colors[1]["T-CNN"]
     assert len(set(colors[0].values())) == 3
 
@@ -131,9 +131,9 @@ def test_bars_without_an_interval_are_hatched() -> None:
     ds.correct[1, 3, 0, 0, 5] = True  # in one image: many a resample lacks it
     ds.correct[1, 1] = False  # never: there is no bar either
     axes = tcnn_probe.plot.robustness(ds, plt.figure().subplots(), baseline="control")
-    for each in bars(axes).values():
-        assert [bar.get_hatch() for bar in each] == [None, None, "///"]
-        assert np.isnan(each[1].get_height())
+    for container in bars(axes).values():
+        assert [bar.get_hatch() for bar in container] == [None, None, "///"]
+        assert np.isnan(container[1].get_height())
     assert "hatched: no interval" in axes.get_ylabel()
     axes = tcnn_probe.plot.robustness(measured(), plt.figure().subplots(), baseline="control")
     assert "hatched" not in axes.get_ylabel()
@@ -167,8 +167,8 @@ def test_what_robustness_measures_can_be_drawn_from_a_store(tmp_path: Any) -> No
     expected = [ds.clean_accuracy, *ds.accuracy.mean(["severity", "seed"]).transpose("corruption", "model")]
     for place, values in enumerate(expected):
         np.testing.assert_allclose([heights(axes)[name][place] for name in ("mine", "blind")], values)
-    one = tcnn_probe.plot.robustness(ds.isel(corruption=1), plt.figure().subplots(), by="corruption")
-    np.testing.assert_allclose(heights(one)["mine"][1], ds.correct[0, 1].mean())
+    single = tcnn_probe.plot.robustness(ds.isel(corruption=1), plt.figure().subplots(), by="corruption")
+    np.testing.assert_allclose(heights(single)["mine"][1], ds.correct[0, 1].mean())
 
 
 def test_what_it_refuses() -> None:

@@ -41,10 +41,10 @@ def test_a_row_an_image_and_a_column_a_method_beside_the_images() -> None:
 
 
 def test_on_given_axes() -> None:
-    given = plt.figure().subplots(2)
-    axes = tcnn_probe.plot.saliency_overlay(some_maps(), np.zeros((2, 1, 6, 10)), given, alpha=1)
-    assert axes[1, 0] is given[1]
-    assert [len(panel.images) for panel in given] == [1, 1]  # wholly covered: no image below
+    panels = plt.figure().subplots(2)
+    axes = tcnn_probe.plot.saliency_overlay(some_maps(), np.zeros((2, 1, 6, 10)), panels, alpha=1)
+    assert axes[1, 0] is panels[1]
+    assert [len(panel.images) for panel in panels] == [1, 1]  # wholly covered: no image below
     alone = plt.figure().subplots()
     tcnn_probe.plot.saliency_overlay(some_maps()[0], np.zeros((1, 1, 6, 10)), alone)
     assert len(alone.images) == 2

@@ -20,12 +20,12 @@ def recording(
     """A tree as ``tcnn_probe.open`` gives it: random numbers by layer and head, and maps of two images on a grid."""
     rng, heads = np.random.default_rng(seed), max(layers.values())
     coords = {"epoch": epochs, "layer": list(layers), "head": range(heads)}
-    there = np.arange(heads) < np.array([*layers.values()])[:, None]
+    exists = np.arange(heads) < np.array([*layers.values()])[:, None]
     table = {"layers": json.dumps({name: {"kind": "softmax", "heads": count} for name, count in layers.items()})}
 
     def of_heads(*shape: int) -> Any:
         values = rng.random((len(epochs), len(layers), *shape, heads))
-        return np.where(np.expand_dims(there, tuple(range(1, 1 + len(shape)))), values, np.nan)
+        return np.where(np.expand_dims(exists, tuple(range(1, 1 + len(shape)))), values, np.nan)
 
     dims = ("epoch", "layer", "head")
     numbers = xr.Dataset({"entropy": (dims, of_heads(), ABOUT), "gate": (dims, of_heads())}, coords, table)
@@ -44,11 +44,11 @@ def recording(
 
 
 def held(page: str) -> tuple[dict[str, Any], np.ndarray, list[bytes]]:
-    """What the page's program is given: its facts, its numbers and its maps."""
+    """Decode the arguments of the page's program: its facts, its numbers and its maps."""
     scripts = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, flags=re.DOTALL)
     args = dict(_program(json.loads(html.unescape(scripts[0])))["args"]["entries"])
     numbers = np.frombuffer(_inflated(args["numbers"]), np.uint8).reshape(8, -1).T.copy().view("<f8").ravel()
-    return json.loads(args["page"]), numbers, [_inflated(each) for each in args["maps"]]
+    return json.loads(args["page"]), numbers, [_inflated(buffer) for buffer in args["maps"]]
 
 
 def _inflated(about: dict[str, str]) -> bytes:
@@ -61,5 +61,5 @@ def _program(node: Any) -> Any:
         if node.get("name") == "CustomJS":
             return node["attributes"]
         node = list(node.values())
-    found = [_program(each) for each in node] if isinstance(node, list) else []
-    return next((each for each in found if each is not None), None)
+    programs = [_program(child) for child in node] if isinstance(node, list) else []
+    return next((child for child in programs if child is not None), None)

@@ -34,14 +34,14 @@ EVERYWHERE = """(all = (root, kind) => [...root.querySelectorAll("*")].flatMap(
 @pytest.fixture(scope="module")
 def runs() -> list[xr.DataTree]:
     """Twelve layers of 3 to 9 heads; the second run ends earlier, and has no maps."""
-    one = recording(LAYERS, EPOCHS)
-    one["heads"]["entropy"][:, 1, 1] = np.nan
-    maps = one["maps/class_attention"]
+    first = recording(LAYERS, EPOCHS)
+    first["heads"]["entropy"][:, 1, 1] = np.nan
+    maps = first["maps/class_attention"]
     maps[:, LAYER, 0, HEAD] = 0.01
     maps[:, LAYER, 0, HEAD, 0, 0] = 0.5
     two = recording(LAYERS, EPOCHS[:2], seed=1, grid=None)
     two["heads"]["entropy"] *= 2  # colours must have room for it
-    return [one, two]
+    return [first, two]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def until(driver: Any, condition: str) -> None:
 
 
 def at(driver: Any, grid: int, row: int, column: int) -> tuple[float, float]:
-    """Where the middle of a cell is, in pixels of the window, once everything has its place."""
+    """Locate the middle of a cell, in pixels of the window, once everything has its place."""
     until(driver, "Bokeh.index.roots.every(view => view.has_finished())")
     return tuple(
         driver.execute_script(
@@ -145,9 +145,9 @@ def test_a_click_shows_the_numbers_of_its_head(browser: Any, runs: list[xr.DataT
 
 
 def test_colours_mean_the_same_at_every_epoch(browser: Any, runs: list[xr.DataTree]) -> None:
-    """As ``(value - low) / (high - low)`` of all epochs and both runs; a chosen head does not dim the others."""
+    """Colours are ``(value - low) / (high - low)`` of all epochs and both runs; selecting a head dims no others."""
     values = [run["heads"].entropy.values for run in runs]
-    low, high = (f([f(each) for each in values]) for f in (np.nanmin, np.nanmax))
+    low, high = (f([f(array) for array in values]) for f in (np.nanmin, np.nanmax))
     for mark, (row, column) in ((0, (2, 4)), (1, (5, 0)), (2, (9, 2))):
         to(browser, mark, "entropy")
         click(browser, 0, LAYER, HEAD)
@@ -185,19 +185,19 @@ def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -
     browser.execute_script("document.getElementById('copy').click()")
     title, *rows = (line.split("\t") for line in browser.execute_script("return window.copied").splitlines())
     assert title == ["run", "layer", "head", "entropy", "gate"]
-    found = [(row[0], row[1], int(row[2]), float(row[4])) for row in rows]
+    cells = [(row[0], row[1], int(row[2]), float(row[4])) for row in rows]
     expected = {
         (f"Net ({which})", layer, head, run["heads"].gate.sel(epoch=5, layer=layer, head=head).item())
         for which, run in zip("AB", runs, strict=True)
         for layer, count in LAYERS.items()
         for head in range(count)
     }
-    assert {*found} == expected
-    assert [row[3] for row in found] == sorted(row[3] for row in found)
+    assert {*cells} == expected
+    assert [row[3] for row in cells] == sorted(row[3] for row in cells)
     shown = browser.execute_script(
         "return [...document.querySelectorAll('#heads td:last-child')].map(x => x.textContent)"
     )
-    assert [float(each) for each in shown] == [float(f"{row[3]:.5g}") for row in found]
+    assert [float(number) for number in shown] == [float(f"{row[3]:.5g}") for row in cells]
 
 
 def test_nothing_is_asked_for_and_nothing_fails(browser: Any, runs: list[xr.DataTree], tmp_path: Path) -> None:
@@ -215,6 +215,6 @@ def test_nothing_is_asked_for_and_nothing_fails(browser: Any, runs: list[xr.Data
     until(browser, "document.querySelector('iframe').contentDocument.body?.dataset.ready")
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
-    assert len(asked) >= 2
-    assert [url for url in asked if not url.startswith(("file:", "data:", "about:srcdoc"))] == []
+    requests = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    assert len(requests) >= 2
+    assert [url for url in requests if not url.startswith(("file:", "data:", "about:srcdoc"))] == []

@@ -1,4 +1,4 @@
-"""What is in the file of a report: the recording's numbers and maps, words as words, and nothing from elsewhere."""
+"""Content of the file of a report: the recording's numbers and maps, words as words, and nothing from elsewhere."""
 
 import html
 import re
@@ -35,11 +35,11 @@ class Tags(HTMLParser):
 @pytest.fixture(scope="module")
 def runs() -> list[xr.DataTree]:
     """Layers of 3 and 9 heads, one with a name that is markup; other epochs, and a layer more, in the second."""
-    one = recording({"a.attn": 3, NAUGHTY: 9}, [0, 5, 7])
-    one["heads"]["entropy"][0, 1, 4] = np.nan
+    first = recording({"a.attn": 3, NAUGHTY: 9}, [0, 5, 7])
+    first["heads"]["entropy"][0, 1, 4] = np.nan
     peaks = np.random.default_rng(2).random((3, 1, 4))
-    one["peaks"] = xr.Dataset({"peak": (("epoch", "layer", "head"), peaks)}, {"layer": ["d"], "head": range(4)})
-    return [one, recording({"a.attn": 3, NAUGHTY: 7, "c": 2}, [0, 7, 8], seed=1, grid=None)]
+    first["peaks"] = xr.Dataset({"peak": (("epoch", "layer", "head"), peaks)}, {"layer": ["d"], "head": range(4)})
+    return [first, recording({"a.attn": 3, NAUGHTY: 7, "c": 2}, [0, 7, 8], seed=1, grid=None)]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_numbers_are_those_of_the_recordings(runs: list[xr.DataTree], page: str)
     heads = {"a.attn": 3, NAUGHTY: 9, "d": 4, "c": 2}
     assert facts["layers"] == [{"name": layer, "heads": count} for layer, count in heads.items()]
     sizes = {"head": (4, 4, 9), "layer": (4, 4), "model": (4,)}
-    seen = {}
+    compared = {}
     for number, run in enumerate(runs):
         for about in facts["variables"]:
             ds = next((node.dataset for node in run.subtree if about["name"] in node.data_vars), None)
@@ -64,12 +64,12 @@ def test_numbers_are_those_of_the_recordings(runs: list[xr.DataTree], page: str)
             values = numbers[about["starts"][number] :][: np.prod(shape)].reshape(shape)
             for at in np.ndindex(shape):
                 labels = facts["marks"], [layer["name"] for layer in facts["layers"]], facts["heads"]
-                chosen = {dim: labels[n][at[n]] for n, dim in enumerate(("epoch", "layer", "head")[: len(at)])}
-                there = all(value in ds[dim].values for dim, value in chosen.items())
-                expected = ds[about["name"]].sel(chosen).item() if there else np.nan
-                assert np.array_equal(values[at], expected, equal_nan=True), (about["name"], chosen)
-                seen[about["name"], there] = True
-    assert len(seen) == 10
+                place = {dim: labels[n][at[n]] for n, dim in enumerate(("epoch", "layer", "head")[: len(at)])}
+                exists = all(value in ds[dim].values for dim, value in place.items())
+                expected = ds[about["name"]].sel(place).item() if exists else np.nan
+                assert np.array_equal(values[at], expected, equal_nan=True), (about["name"], place)
+                compared[about["name"], exists] = True
+    assert len(compared) == 10
 
 
 def test_maps_are_those_of_the_recording(runs: list[xr.DataTree], page: str) -> None:
@@ -118,27 +118,27 @@ def test_variables_without_a_value_are_named() -> None:
 
 def test_maps_are_thinned_and_said_to_be() -> None:
     run = recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37))
-    whole = tcnn_probe.report(run)
-    assert "because max_mb" not in whole.html
-    assert len(whole.html) <= run["maps/class_attention"].nbytes + 5e6
+    complete = tcnn_probe.report(run)
+    assert "because max_mb" not in complete.html
+    assert len(complete.html) <= run["maps/class_attention"].nbytes + 5e6
     room = 1.6 + 4 / 3 * 10.5 * 2 * 2 * 5 * (31 * 37 + 4) / 1e6  # of ten of the forty epochs
-    some = tcnn_probe.report(run, max_mb=room)
-    assert f"this page has those of 10 of 40 epochs, evenly spread, because max_mb={room:g}" in some.html
-    kept = held(some.html)[0]["runs"][0]["kept"]
-    assert len(kept) == 10
-    assert set(np.diff(kept)) <= {4, 5}
-    assert kept[-1] == 39
-    assert len(some.html) <= room * 1e6
-    assert np.array_equal(held(some.html)[1], held(whole.html)[1], equal_nan=True)
+    thinned = tcnn_probe.report(run, max_mb=room)
+    assert f"this page has those of 10 of 40 epochs, evenly spread, because max_mb={room:g}" in thinned.html
+    marks = held(thinned.html)[0]["runs"][0]["kept"]
+    assert len(marks) == 10
+    assert set(np.diff(marks)) <= {4, 5}
+    assert marks[-1] == 39
+    assert len(thinned.html) <= room * 1e6
+    assert np.array_equal(held(thinned.html)[1], held(complete.html)[1], equal_nan=True)
 
 
 def test_images_are_left_out_last() -> None:
     run = read_run(recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37)))
-    one = 4 / 3 * 2 * 5 * (31 * 37 + 4)  # bytes of the maps of one image at one epoch
-    assert choose_maps(run, 40 * 2 * one) == Choice(list(range(40)), 2, 2)
-    assert choose_maps(run, 2 * one) == Choice([39], 2, 2)
-    assert choose_maps(run, 2 * one - 1) == Choice([39], 1, 2)
-    assert choose_maps(run, one - 1) == Choice([], 0, 2)
+    size = 4 / 3 * 2 * 5 * (31 * 37 + 4)  # bytes of the maps of one image at one epoch
+    assert choose_maps(run, 40 * 2 * size) == Choice(list(range(40)), 2, 2)
+    assert choose_maps(run, 2 * size) == Choice([39], 2, 2)
+    assert choose_maps(run, 2 * size - 1) == Choice([39], 1, 2)
+    assert choose_maps(run, size - 1) == Choice([], 0, 2)
     assert choose_maps(read_run(recording({"a": 3}, [1], grid=None)), 0) == Choice([], 0, 0)
 
 
@@ -180,7 +180,7 @@ def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_refusals(runs: list[xr.DataTree], monkeypatch: pytest.MonkeyPatch) -> None:
     steps = recording({"a": 2}, [1]).map_over_datasets(lambda ds: ds.rename(epoch="step") if "epoch" in ds.dims else ds)
     steps.attrs["along"] = "step"
-    for given, error, match in (
+    for recordings, error, match in (
         ([], ValueError, "expected one recording or two, got 0"),
         (3, TypeError, "got int"),
         (xr.Dataset({"a": 1}), ValueError, "expected a recording"),
@@ -190,7 +190,7 @@ def test_refusals(runs: list[xr.DataTree], monkeypatch: pytest.MonkeyPatch) -> N
         ([runs[0], steps], ValueError, "Net (A) was marked by epoch, Net (B) by step"),
     ):
         with pytest.raises(error, match=re.escape(match)):
-            tcnn_probe.report(given)
+            tcnn_probe.report(recordings)
     with pytest.raises(ValueError, match=r"expected the images \[0, 3\], whose maps were recorded; got 3"):
         tcnn_probe.report(runs[0], images=np.zeros((3, 1, 5, 7)))
     for name in [name for name in sys.modules if name.startswith(("bokeh", "tcnn_probe.reporting.page"))]:

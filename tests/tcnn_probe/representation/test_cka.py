@@ -27,39 +27,39 @@ def hsic(x: np.ndarray, y: np.ndarray) -> float:
     return pairs + quadruples / math.perm(n, 4) - 2 * triples / math.perm(n, 3)
 
 
-def made(*channels: int, n: int = 11, seed: int = 0) -> list[np.ndarray]:
+def make_features(*channels: int, n: int = 11, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     shared = rng.standard_normal((n, 2))
     return [shared @ rng.standard_normal((2, c)) + rng.standard_normal((n, c)) + 5 for c in channels]
 
 
 def test_is_the_u_statistic() -> None:
-    x, y = made(3, 7)
+    x, y = make_features(3, 7)
     expected = hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y))
     assert 0.05 < abs(expected) < 0.95
     assert linear_cka(x, y) == pytest.approx(expected, rel=1e-10)
 
 
 def test_whole_feature_maps_need_no_matrix_of_their_channels() -> None:
-    x, y = made(1009, 1013, n=7)
+    x, y = make_features(1009, 1013, n=7)
     tracemalloc.start()
-    found = linear_cka(x, y.reshape(7, -1, 1))
+    cka = linear_cka(x, y.reshape(7, -1, 1))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found == pytest.approx(hsic(x - 5, y - 5) / math.sqrt(hsic(x - 5, x - 5) * hsic(y - 5, y - 5)), rel=1e-10)
+    assert cka == pytest.approx(hsic(x - 5, y - 5) / math.sqrt(hsic(x - 5, x - 5) * hsic(y - 5, y - 5)), rel=1e-10)
     assert peak < 20 * x.nbytes < 1009 * 1013 * 8
 
 
 def test_batches_do_not_matter_nor_do_shift_rotation_and_scale() -> None:
-    x, y = made(3, 7, n=13)
+    x, y = make_features(3, 7, n=13)
     streamed = LinearCKA()
     for rows in (slice(0, 5), slice(5, 6), slice(6, 13)):
         streamed.add({"a": x[rows], "b": y[rows]})
-    found = streamed.result()
-    assert found.dims == ("layer", "other_layer")
-    np.testing.assert_allclose(np.diag(found), 1, rtol=1e-12)
-    assert found.sel(layer="a", other_layer="b").item() == pytest.approx(linear_cka(x, y), rel=1e-10)
-    rotation = np.linalg.qr(made(7, n=7)[0])[0]
+    result = streamed.result()
+    assert result.dims == ("layer", "other_layer")
+    np.testing.assert_allclose(np.diag(result), 1, rtol=1e-12)
+    assert result.sel(layer="a", other_layer="b").item() == pytest.approx(linear_cka(x, y), rel=1e-10)
+    rotation = np.linalg.qr(make_features(7, n=7)[0])[0]
     assert linear_cka(x, 3 * (y + 1e4) @ rotation) == pytest.approx(linear_cka(x, y), rel=1e-6)
     assert linear_cka(x, -2 * x + 1e3) == pytest.approx(1, rel=1e-10)
 
@@ -67,12 +67,12 @@ def test_batches_do_not_matter_nor_do_shift_rotation_and_scale() -> None:
 def test_of_unrelated_features_it_is_0_on_average() -> None:
     """The biased estimate of as few images would be above 0.9."""
     rng = np.random.default_rng(0)
-    found = [linear_cka(rng.standard_normal((17, 101)), rng.standard_normal((17, 103))) for _ in range(40)]
-    assert abs(np.mean(found)) < 3 * np.std(found) / math.sqrt(len(found))
+    values = [linear_cka(rng.standard_normal((17, 101)), rng.standard_normal((17, 103))) for _ in range(40)]
+    assert abs(np.mean(values)) < 3 * np.std(values) / math.sqrt(len(values))
 
 
 def test_refusals() -> None:
-    x, y = made(3, 7)
+    x, y = make_features(3, 7)
     cka = LinearCKA()
     with pytest.raises(ValueError, match="4 images or more, got 3"):
         linear_cka(x[:3], y[:3])
@@ -90,15 +90,15 @@ def test_refusals() -> None:
 
 
 def test_labelled_is_the_same_and_has_nan_where_features_are_missing() -> None:
-    x, y = made(5, 3)
+    x, y = make_features(5, 3)
     padded = np.full((2, 2, 11, 5), np.nan, dtype=np.float32)
     padded[0, 0], padded[0, 1, :, :3], padded[1, 0] = x, y, 2 * x
     padded[1, 1, :4, :3] = y[:4]  # the other images did not come
     dims = ("epoch", "layer", "image", "channel")
     features = xr.DataArray(padded, {"epoch": [0, 1], "layer": ["a", "b"]}, dims)
-    found = layer_cka(features)
-    assert found.sel(epoch=0, layer="a", other_layer="b").item() == pytest.approx(linear_cka(x, y), rel=1e-4)
-    assert found.sel(epoch=1).isnull().values.tolist() == [[False, True], [True, True]]
+    cka = layer_cka(features)
+    assert cka.sel(epoch=0, layer="a", other_layer="b").item() == pytest.approx(linear_cka(x, y), rel=1e-4)
+    assert cka.sel(epoch=1).isnull().values.tolist() == [[False, True], [True, True]]
     fixed = layer_cka(features, features.sel(epoch=0, drop=True))
     np.testing.assert_allclose(fixed.sel(layer="a", other_layer="a"), 1, rtol=1e-5)
     features[0, 0, 3, 2] = np.inf  # as of a number that float16 cannot hold

@@ -11,7 +11,7 @@ from tcnn_probe.representation import dense_probe, layer_dense_probe
 CHANNELS, GRID, CELL = 3, (2, 5), (3, 2)
 
 
-def made(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def make_features(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Feature maps, and masks of three classes; most pixels of a cell have the class that its features show."""
     rng = np.random.default_rng(seed)
     shown = rng.choice([0, 4, 7], (images, *GRID))
@@ -22,26 +22,26 @@ def made(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def pixels(features: np.ndarray, masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The features and the class of every pixel."""
-    found = [
+    labelled = [
         (features[n, :, y // CELL[0], x // CELL[1]], masks[n, y, x])
         for n in range(len(masks))
         for y in range(masks.shape[1])
         for x in range(masks.shape[2])
     ]
-    return np.array([x for x, _ in found]), np.array([label for _, label in found])
+    return np.array([x for x, _ in labelled]), np.array([label for _, label in labelled])
 
 
 def test_is_a_classifier_of_pixels() -> None:
-    (features, masks), train = made(7, 0), made(11, 1)
+    (features, masks), train = make_features(7, 0), make_features(11, 1)
     x, y = pixels(*train)
     mean, deviation = x.mean(0), x.std(0)
     classifier = LogisticRegression(C=1 / 500, max_iter=5000).fit((x - mean) / deviation, y)
     x, y = pixels(features, masks)
     named = classifier.predict((x - mean) / deviation)
     expected = [
-        sum(a == b == one for a, b in zip(y, named, strict=True))
-        / sum(one in (a, b) for a, b in zip(y, named, strict=True))
-        for one in (0, 4, 7)
+        sum(a == b == label for a, b in zip(y, named, strict=True))
+        / sum(label in (a, b) for a, b in zip(y, named, strict=True))
+        for label in (0, 4, 7)
     ]
     assert 0.3 < min(expected) < max(expected) < 1
     np.testing.assert_allclose(dense_probe(features, masks, *train, regularization=500), expected, rtol=1e-12)
@@ -49,7 +49,7 @@ def test_is_a_classifier_of_pixels() -> None:
 
 def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
     """At chance a class of the share p, named for the share q of pixels, has the IoU pq / (p + q - pq) <= p."""
-    (features, masks), (train, known) = made(40, 0), made(40, 1)
+    (features, masks), (train, known) = make_features(40, 0), make_features(40, 1)
     share = (masks == 4).mean()
     assert dense_probe(features, masks == 4, train, known == 4)[1] > 0.6
     unrelated = np.random.default_rng(2).random(known.shape) < 0.5
@@ -58,32 +58,32 @@ def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
 
 
 def test_by_image_is_of_each_image_alone() -> None:
-    (features, masks), train = made(7, 0), made(11, 1)
+    (features, masks), train = make_features(7, 0), make_features(11, 1)
     masks[2] = 4
-    found = dense_probe(features, masks, *train, by_image=True)
-    assert found.shape == (7, 3)
+    iou = dense_probe(features, masks, *train, by_image=True)
+    assert iou.shape == (7, 3)
     for image in range(7):
         alone = dense_probe(features[[image]], masks[[image]], *train)
-        seen = ~np.isnan(found[image])
-        assert seen.all() or (image == 2 and seen[1])
-        np.testing.assert_array_equal(found[image][seen], alone[seen])
-        assert (alone[~seen] == 0).all()
+        present = ~np.isnan(iou[image])
+        assert present.all() or (image == 2 and present[1])
+        np.testing.assert_array_equal(iou[image][present], alone[present])
+        assert (alone[~present] == 0).all()
 
 
 def test_labelled_judges_grids_by_the_same_pixels() -> None:
-    (features, masks), (train, known) = made(7, 0), made(11, 1)
+    (features, masks), (train, known) = make_features(7, 0), make_features(11, 1)
     fine, coarse = features.repeat(CELL[0], 2).repeat(CELL[1], 3), features[..., :1]
-    found = layer_dense_probe(
+    iou = layer_dense_probe(
         {"a": features, "fine": fine, "b": coarse},
         masks,
         {"a": train, "fine": train.repeat(CELL[0], 2).repeat(CELL[1], 3), "b": train[..., :1]},
         known,
     )
-    assert found.dims == ("layer", "class")
-    assert found["class"].values.tolist() == [0, 4, 7]
-    np.testing.assert_allclose(found.sel(layer="a"), dense_probe(features, masks, train, known))
-    np.testing.assert_allclose(found.sel(layer="fine"), found.sel(layer="a"))
-    assert found.sel(layer="b").mean() < found.sel(layer="a").mean()
+    assert iou.dims == ("layer", "class")
+    assert iou["class"].values.tolist() == [0, 4, 7]
+    np.testing.assert_allclose(iou.sel(layer="a"), dense_probe(features, masks, train, known))
+    np.testing.assert_allclose(iou.sel(layer="fine"), iou.sel(layer="a"))
+    assert iou.sel(layer="b").mean() < iou.sel(layer="a").mean()
     with pytest.raises(ValueError, match=r"the same layers to fit and to judge, got \['b'\] and \['a'\]"):
         layer_dense_probe({"a": features}, masks, {"b": train}, known)
 
@@ -99,4 +99,4 @@ def test_labelled_judges_grids_by_the_same_pixels() -> None:
 )
 def test_refusals(features: np.ndarray, masks: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dense_probe(features, masks, *made(7, 0))
+        dense_probe(features, masks, *make_features(7, 0))

@@ -17,7 +17,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
 
 
-def made(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def make_features(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Features of three classes, which overlap; labels are no 0, 1, 2."""
     rng = np.random.default_rng(seed)
     labels = rng.choice([11, 4, 30], count)
@@ -32,14 +32,16 @@ def voted(x: np.ndarray, gallery: np.ndarray, labels: np.ndarray) -> int:
 
 
 def test_knn_is_that_of_the_thesis() -> None:
-    (x, y), (gallery, known) = made(Q, 0), made(G, 1)
-    expected = [voted(one, gallery, known) == label for one, label in zip(x, y, strict=True)]
+    (x, y), (gallery, known) = make_features(Q, 0), make_features(G, 1)
+    expected = [voted(query, gallery, known) == label for query, label in zip(x, y, strict=True)]
     assert len({*expected}) == 2
     assert knn_correct(x, y, gallery, known, neighbors=K).tolist() == expected
-    nearest = [known[max(range(G), key=lambda j: cosine(one, gallery[j]))] for one in x]
+    nearest = [known[max(range(G), key=lambda j: cosine(query, gallery[j]))] for query in x]
     assert knn_correct(x, y, gallery, known, neighbors=K, temperature=1e-4).tolist() == (nearest == y).tolist()
-    others = [np.arange(G) != query for query in range(G)]
-    alone = [voted(gallery[q], gallery[rest], known[rest]) == known[q] for q, rest in enumerate(others)]
+    alone = []
+    for query in range(G):
+        rest = np.arange(G) != query
+        alone.append(voted(gallery[query], gallery[rest], known[rest]) == known[query])
     assert knn_correct(gallery, known, neighbors=K).tolist() == alone
 
 
@@ -51,7 +53,7 @@ def precision(scores: list[float], relevant: list[bool]) -> float:
 
 
 def test_retrieval_is_that_of_the_thesis() -> None:
-    (x, y), (gallery, known) = made(Q, 0), made(G, 1)
+    (x, y), (gallery, known) = make_features(Q, 0), make_features(G, 1)
     y[2] = 99  # which the gallery lacks
     coarse, rng = (known == 30).astype(int), np.random.default_rng(2)
     p = rng.uniform(0.1, 0.9, Q)
@@ -59,7 +61,7 @@ def test_retrieval_is_that_of_the_thesis() -> None:
     plain = average_precision(x, y, gallery, known)
     conditioned = average_precision(x, y, gallery, known, coarse_probabilities=p, gallery_coarse=coarse)
     for query in range(Q):
-        cosines = [cosine(x[query], one) for one in gallery]
+        cosines = [cosine(x[query], candidate) for candidate in gallery]
         odds = [math.log(p[query, c] / (1 - p[query, c])) for c in coarse]
         relevant = (known == y[query]).tolist()
         if query == 2:
@@ -72,14 +74,14 @@ def test_retrieval_is_that_of_the_thesis() -> None:
 
 
 def test_an_oracle_ranks_its_coarse_class_first_and_by_cosine_in_it() -> None:
-    (x, y), (gallery, known) = made(Q, 0), made(G, 1)
+    (x, y), (gallery, known) = make_features(Q, 0), make_features(G, 1)
     coarse = (known == 30).astype(int)
     oracle = np.stack([y != 30, y == 30], 1).astype(float)
-    found = average_precision(x, y, gallery, known, coarse_probabilities=oracle, gallery_coarse=coarse)
+    precisions = average_precision(x, y, gallery, known, coarse_probabilities=oracle, gallery_coarse=coarse)
     for query in range(Q):
         first = coarse == (y[query] == 30)
-        cosines = [cosine(x[query], one) for one in gallery[first]]
-        assert found[query] == pytest.approx(precision(cosines, (known[first] == y[query]).tolist()), rel=1e-12)
+        cosines = [cosine(x[query], candidate) for candidate in gallery[first]]
+        assert precisions[query] == pytest.approx(precision(cosines, (known[first] == y[query]).tolist()), rel=1e-12)
 
 
 def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
@@ -92,26 +94,26 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
         return linear_probe_correct(x[test], labels[test], x[train], labels[train]).mean()
 
     for measure, chance in ((lambda labels: knn_correct(x, labels).mean(), 1 / 3), (linear, 1 / 3)):
-        found = [measure(labels) for labels in shuffled]
+        scores = [measure(labels) for labels in shuffled]
         assert measure(y) > 0.85
-        assert abs(np.mean(found) - chance) < 3 * math.sqrt(chance * (1 - chance) / (75 * len(found)))
-    some = slice(None, None, 3)
-    assert average_precision(x[some], y[some]).mean() > 0.7
-    assert average_precision(x[some], shuffled[0][some]).mean() == pytest.approx(1 / 3, abs=0.08)
+        assert abs(np.mean(scores) - chance) < 3 * math.sqrt(chance * (1 - chance) / (75 * len(scores)))
+    third = slice(None, None, 3)
+    assert average_precision(x[third], y[third]).mean() > 0.7
+    assert average_precision(x[third], shuffled[0][third]).mean() == pytest.approx(1 / 3, abs=0.08)
 
 
 def test_labelled_is_the_same() -> None:
-    x, y = made(G, 1)
-    both = np.full((3, G, 5), np.nan)
-    both[0, :, :3], both[1, 1:, :] = x, 1.0  # the second layer lacks an image
-    both[2, :, :3], both[2, 5, 1] = x, np.inf  # as float16 has a large number
-    features = xr.DataArray(both, {"layer": ["a", "b", "c"]}, ("layer", "image", "channel"))
-    found = representation.layer_scores(features, y, neighbors=K)
-    np.testing.assert_array_equal(found.knn_correct.sel(layer="a"), knn_correct(x, y, neighbors=K))
-    assert found.participation_ratio.sel(layer="a").item() == pytest.approx(representation.participation_ratio(x))
-    assert all(found[name].sel(layer=["b", "c"]).isnull().all() for name in found)
+    x, y = make_features(G, 1)
+    features_by_layer = np.full((3, G, 5), np.nan)
+    features_by_layer[0, :, :3], features_by_layer[1, 1:, :] = x, 1.0  # the second layer lacks an image
+    features_by_layer[2, :, :3], features_by_layer[2, 5, 1] = x, np.inf  # as float16 has a large number
+    features = xr.DataArray(features_by_layer, {"layer": ["a", "b", "c"]}, ("layer", "image", "channel"))
+    scores = representation.layer_scores(features, y, neighbors=K)
+    np.testing.assert_array_equal(scores.knn_correct.sel(layer="a"), knn_correct(x, y, neighbors=K))
+    assert scores.participation_ratio.sel(layer="a").item() == pytest.approx(representation.participation_ratio(x))
+    assert all(scores[name].sel(layer=["b", "c"]).isnull().all() for name in scores)
     pytest.importorskip("dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'")
-    assert representation.layer_scores(features.chunk(image=7), y, neighbors=K).identical(found)
+    assert representation.layer_scores(features.chunk(image=7), y, neighbors=K).identical(scores)
     assert representation.layer_cka(features.chunk(image=7)).identical(representation.layer_cka(features))
 
 
@@ -127,13 +129,13 @@ def test_labelled_is_the_same() -> None:
     ],
 )
 def test_refusals(change: dict[str, object], message: str) -> None:
-    features, labels = made(G, 1)
+    features, labels = make_features(G, 1)
     with pytest.raises(ValueError, match=message):
         knn_correct(**{"features": features, "labels": labels} | change)
 
 
 def test_coarse_labels_come_with_their_probabilities() -> None:
-    features, labels = made(G, 1)
+    features, labels = make_features(G, 1)
     with pytest.raises(ValueError, match="coarse_probabilities and gallery_coarse together"):
         average_precision(features, labels, gallery_coarse=labels)
     for wrong in (labels - 11, labels):  # -7 would be that of the seventh from the end

@@ -5,5 +5,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _disk_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test cuts the power: when the disk is waited for is recorded. The writers that are killed do wait for it."""
+    """Skip waiting for the disk: no test cuts the power. The writers that are killed do wait for it."""
     monkeypatch.setattr(os, "fsync", lambda file: None)

@@ -34,8 +34,8 @@ Tell = Callable[[int], object]
 class Child:
     """A process that does some work and tells numbers; the process that forks it has not opened a store."""
 
-    def __init__(self, work: Callable[..., None], *given: Any) -> None:
-        told, tell = os.pipe()
+    def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
+        announced, tell = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python 3.12 warns of zarr's thread, where a writer forks
             self.pid = os.fork()
@@ -43,13 +43,13 @@ class Child:
             signal.alarm(120)  # a process that hangs has failed
             warnings.simplefilter("error")
             try:
-                work(*given, lambda number: os.write(tell, b"%d\n" % number))
+                work(*arguments, lambda number: os.write(tell, b"%d\n" % number))
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
         os.close(tell)
-        self._told = os.fdopen(told)
+        self._told = os.fdopen(announced)
 
     def numbers(self, count: int) -> list[int]:
         """The next numbers that it tells."""
@@ -83,7 +83,7 @@ def write(path: Path, first: int, count: int, fork: bool, tell: Tell) -> None:
 
 
 def go_on(store: EpochStore, pid: int, tell: Tell) -> None:
-    """As a forked process may, which has no right to write: read, and leave."""
+    """Read and leave, as a forked process may, which has no right to write."""
     with pytest.raises(StoreError, match=f"is being written by process {pid} "):
         add(store, 10**6, 1)
     store.dataset().load()
@@ -107,14 +107,14 @@ def look(path: Path, first: int, seeds: list[int], count: int, tell: Tell) -> No
     """Open a recording again and again while marks are added."""
     for _ in range(count):
         tree = open_recording(path)
-        there = [*seeds, *range(first + len(seeds), first + tree.sizes["epoch"])]
+        present = [*seeds, *range(first + len(seeds), first + tree.sizes["epoch"])]
         for name in GROUPS:
             group = tree[name or "heads"].to_dataset()
-            assert group.epoch.values.tolist() == list(range(len(there)))
+            assert group.epoch.values.tolist() == list(range(len(present)))
             for variable in GROUPS[name].variables:
-                expected = [values(seed)[name][variable] for seed in there]
+                expected = [values(seed)[name][variable] for seed in present]
                 np.testing.assert_array_equal(group[variable], expected)
-        tell(len(there))
+        tell(len(present))
 
 
 def refused(path: Path, pid: int, tell: Tell) -> None:
@@ -124,6 +124,19 @@ def refused(path: Path, pid: int, tell: Tell) -> None:
         add(store, 10**6, 1)
     with pytest.raises(StoreError, match="recording of something else"):
         check_resumed(EpochStore(path).groups or {}, {"": GROUPS[""]})
+
+
+def begin_anew(path: Path, seed: int, tell: Tell) -> None:
+    """Replace a recording by one of a single mark."""
+    store = create(path, mode="w")
+    tell(0)
+    add(store, 0, seed, **scalars(0, seed))
+    store.close()
+
+
+def first_seed(path: Path, tell: Tell) -> None:
+    """Read the seed off the scalar that every mark has."""
+    tell(round(7 * open_recording(path).top1.values[0].item()))
 
 
 def pack(path: Path, packed: Path, tell: Tell) -> None:
@@ -141,7 +154,16 @@ class Soak:
 
     def round(self) -> None:
         """Do each operation once."""
-        operations = [self.mark, self.kill, self.kill_early, self.read, self.refuse, self.repack, self.fork]
+        operations = [
+            self.mark,
+            self.kill,
+            self.kill_early,
+            self.read,
+            self.refuse,
+            self.repack,
+            self.fork,
+            self.replace,
+        ]
         for operation in self.chance.sample(operations, len(operations)):
             operation()
             self.counts[operation.__name__] += 1
@@ -168,18 +190,18 @@ class Soak:
     def read(self) -> None:
         """Read by another process meanwhile."""
         writer = self._writer(1000)
-        told = writer.numbers(1)
-        seen = Child(look, self.path, self.first, self.seeds, self.chance.randint(1, 3)).end()
-        assert seen == sorted(seen)
-        self.counts["looks"] += len(seen)
-        self._killed(writer, told, 0)
+        announced = writer.numbers(1)
+        counts_seen = Child(look, self.path, self.first, self.seeds, self.chance.randint(1, 3)).end()
+        assert counts_seen == sorted(counts_seen)
+        self.counts["looks"] += len(counts_seen)
+        self._killed(writer, announced, 0)
 
     def refuse(self) -> None:
         """Refused to others meanwhile."""
         writer = self._writer(1000)
-        told = writer.numbers(1)
+        announced = writer.numbers(1)
         Child(refused, self.path, writer.pid).end()
-        self._killed(writer, told, 0)
+        self._killed(writer, announced, 0)
 
     def repack(self) -> None:
         """A copy, sometimes killed on its way; then there is none, or a whole one."""
@@ -196,6 +218,21 @@ class Soak:
         self.counts["values"] += Child(check, self.packed, self.seeds).end()[0]
         shutil.rmtree(self.packed)
 
+    def replace(self) -> None:
+        """Replace it, sometimes killed on the way; then the old one is there, or the first mark of the new."""
+        if not self.seeds:
+            self.mark()
+        self.runs += 1
+        seed = 1000 * self.runs
+        writer = Child(begin_anew, self.path, seed)
+        writer.numbers(1)
+        time.sleep(self.chance.uniform(0, 0.15))
+        writer.end(kill=self.chance.random() < 0.7)
+        if Child(first_seed, self.path).end()[0] == seed:
+            self.seeds = [seed]
+            self.counts["replaced"] += 1
+        self.mark()  # which deletes what a killed process left beside it
+
     def fork(self) -> None:
         """Forked after each mark, by a process that goes on."""
         self._ended(self._writer(self.chance.randint(1, 3), fork=True))
@@ -208,14 +245,14 @@ class Soak:
     def _ended(self, writer: Child) -> None:
         self._announced(writer.end())
 
-    def _killed(self, writer: Child, told: list[int], after: float) -> None:
+    def _killed(self, writer: Child, announced: list[int], after: float) -> None:
         time.sleep(after)
-        self._announced([*told, *writer.end(kill=True)])
+        self._announced([*announced, *writer.end(kill=True)])
         if self.path.exists():  # one more may be there than was told
-            there = Child(marks, self.path).end()[0]
-            assert 0 <= there - len(self.seeds) <= 1
-            self.counts["not told"] += there - len(self.seeds)
-            self.seeds += [self.first + len(self.seeds)] * (there - len(self.seeds))
+            present = Child(marks, self.path).end()[0]
+            assert 0 <= present - len(self.seeds) <= 1
+            self.counts["not told"] += present - len(self.seeds)
+            self.seeds += [self.first + len(self.seeds)] * (present - len(self.seeds))
         else:
             assert not self.seeds
 
@@ -226,7 +263,7 @@ class Soak:
 
 
 def marks(path: Path, tell: Tell) -> None:
-    """How many there are."""
+    """Count the marks."""
     tell(len(EpochStore(path).marks))
 
 

@@ -46,7 +46,7 @@ GROUPS = {
 
 
 class Crash(BaseException):
-    """No error that code would handle."""
+    """An error that no code handles."""
 
 
 class Remote(MemoryStore):
@@ -55,15 +55,15 @@ class Remote(MemoryStore):
 
 def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
     """Values of each group and variable: distinct for every seed, variable, layer, head, ... and exact in its dtype."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+    arrays: dict[str, dict[str, np.ndarray]] = {}
     for path, group in GROUPS.items():
-        found[path] = {}
+        arrays[path] = {}
         for number, (name, about) in enumerate(group.variables.items()):
             index = np.arange(np.prod(group.shape(name))).reshape(group.shape(name))
             wide = (index + 661 * seed) % 2039 if group.maps else 1e6 * seed + 1e3 * number + index
-            found[path][name] = wide.astype(about.dtype)
-    found[""]["gate"][1, 3:] = np.nan
-    return found
+            arrays[path][name] = wide.astype(about.dtype)
+    arrays[""]["gate"][1, 3:] = np.nan
+    return arrays
 
 
 def create(target: Any, **options: Any) -> EpochStore:
@@ -91,13 +91,13 @@ def recording(path: Path, marks: int = 1, **options: str) -> EpochStore:
 
 
 def dies(store: EpochStore) -> None:
-    """What remains of a writer that was killed: the system frees its lock, the file stays."""
+    """Leave what remains of a writer that was killed: the system frees its lock, the file stays."""
     if store._lock is not None:
         store._lock.forget()
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
-    """All that lies under a directory."""
+    """Return all that lies under a directory."""
     return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
 
 
@@ -114,28 +114,30 @@ def assert_holds(
     those there are not looked at.
     """
     seeds = seeds if isinstance(seeds, Mapping) else {mark: mark for mark in seeds}
-    found = run(_arrays(source._place.store if isinstance(source, EpochStore) else source))
+    arrays = run(_arrays(source._place.store if isinstance(source, EpochStore) else source))
     rows = [values(seed) for seed in seeds.values()]
     for path, group in GROUPS.items():
         labels = {"layer": group.layers, **{dim: range(n) for dim, n in group.sizes.items()}, **group.coords}
         for name, expected in {along: seeds, **labels}.items():
-            assert found.pop(f"{path}/{name}".strip("/"))[1].tolist() == list(expected)
+            assert arrays.pop(f"{path}/{name}".strip("/"))[1].tolist() == list(expected)
         for name, about in group.variables.items():
-            dims, array = found.pop(f"{path}/{name}".strip("/"))
+            dims, array = arrays.pop(f"{path}/{name}".strip("/"))
             assert (dims, array.dtype) == ((along, *about.dims), about.dtype)
             np.testing.assert_array_equal(array, [row[path][name] for row in rows])
     if scalars is not None:
-        assert found.keys() == scalars.keys()
-        for name, given in scalars.items():
-            np.testing.assert_array_equal(found[name][1], [given.get(mark, np.nan) for mark in seeds])
+        assert arrays.keys() == scalars.keys()
+        for name, expected_scalars in scalars.items():
+            np.testing.assert_array_equal(arrays[name][1], [expected_scalars.get(mark, np.nan) for mark in seeds])
 
 
 async def _arrays(store: Any) -> dict[str, tuple[tuple[str, ...], np.ndarray]]:
     """Dims and values of all arrays, by path."""
     group = await zarr.api.asynchronous.open_group(store, mode="r", use_consolidated=True)
     members = [(path, array) async for path, array in group.members(max_depth=None) if hasattr(array, "dtype")]
-    found = await asyncio.gather(*(array.getitem(...) for _, array in members))
-    return {path: (array.metadata.dimension_names, there) for (path, array), there in zip(members, found, strict=True)}
+    arrays = await asyncio.gather(*(array.getitem(...) for _, array in members))
+    return {
+        path: (array.metadata.dimension_names, stored) for (path, array), stored in zip(members, arrays, strict=True)
+    }
 
 
 @contextmanager

@@ -63,9 +63,9 @@ def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str) -> None:
             assert_holds(killed, {0: 0, 1: 9}, {"top1": {0: 0.0, 1: 9.0}, "fresh": {1: 9.0}})
         else:
             assert_holds(target, [0], {"top1": {0: 0.0}})
-        for other in (store, *(() if landed else (killed,))):
-            add(other, 1, fresh=0.5)
-            assert_holds(other, [0, 1], {"top1": {0: 0.0}, "fresh": {1: 0.5}})
+        for writer in (store, *(() if landed else (killed,))):
+            add(writer, 1, fresh=0.5)
+            assert_holds(writer, [0, 1], {"top1": {0: 0.0}, "fresh": {1: 0.5}})
     assert number == len(done) > 10
     assert landed == (kind == "directory")
     assert_holds(store, {0: 0, 1: 9})
@@ -116,9 +116,9 @@ def test_crash_at_every_write_of_the_mark_that_brings_layers(tmp_path: Path) -> 
     tree = open_recording(path)
     np.testing.assert_array_equal(tree.top1, [0, 1 / 7, 2 / 7, np.nan])
     for group, name in (("heads", "gate"), ("layer_scale", "scale"), (MAPS, "saliency")):
-        found = tree[group][name]
-        assert found[:2].isnull().all()
-        np.testing.assert_array_equal(found[2:], [values(mark)[group.replace("heads", "")][name] for mark in (2, 3)])
+        array = tree[group][name]
+        assert array[:2].isnull().all()
+        np.testing.assert_array_equal(array[2:], [values(mark)[group.replace("heads", "")][name] for mark in (2, 3)])
     assert create(path).marks == (0, 1, 2, 3)
 
 
@@ -161,8 +161,8 @@ def test_crash_at_every_write_of_closing(tmp_path: Path) -> None:
                 dies(store)
         assert xr.open_zarr(path).epoch.values.tolist() == list(range(number + 1))
     assert number == len(done) == 8
-    own = xr.open_zarr(path, group=MAPS, consolidated=False)
-    np.testing.assert_array_equal(own.saliency[8], values(8)[MAPS]["saliency"])
+    group = xr.open_zarr(path, group=MAPS, consolidated=False)
+    np.testing.assert_array_equal(group.saliency[8], values(8)[MAPS]["saliency"])
 
 
 @pytest.mark.parametrize("on", ["run.zarr/.zarr.json.partial$", "gate/c/0/0/0$", "fresh/c/0$", "saliency/c/1/.*$"])
@@ -178,9 +178,9 @@ def test_full_disk(tmp_path: Path, on: str) -> None:
         assert store.marks == (0,)
         assert_holds(tmp_path / "run.zarr", [0], {"top1": {0: 0.25}})
     add(store, 1, top1=0.5, fresh=1.0)
-    with steps(0, "", full) as asked:
+    with steps(0, "", full) as attempts:
         store.close()  # what it writes is for those who read without the root: that it cannot harms no mark
-    assert asked
+    assert attempts
     assert not list(tmp_path.rglob(".*"))
     assert_holds(tmp_path / "run.zarr", [0, 1], {"top1": {0: 0.25, 1: 0.5}, "fresh": {1: 1.0}})
 
@@ -215,18 +215,18 @@ def test_unfinished_creation_is_cleared_by_the_next(tmp_path: Path) -> None:
         add(create(tmp_path / "run.zarr"), 0)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
-    mine = {".run.zarr.mine.init", ".run2.zarr.x.init", "run.zarr.init"}
-    for name in mine:
+    users = {".run.zarr.mine.init", ".run2.zarr.x.init", "run.zarr.init"}
+    for name in users:
         (tmp_path / name).mkdir()
     store = EpochStore(tmp_path / "run.zarr")
     assert (store.groups, len(list(tmp_path.iterdir()))) == (None, 4)
     add(create(tmp_path / "run.zarr"), 0)
-    assert {p.name for p in tmp_path.iterdir()} == {"run.zarr", *mine}
+    assert {p.name for p in tmp_path.iterdir()} == {"run.zarr", *users}
 
 
 @pytest.mark.parametrize("slow", ["gate/c/0/0/0", "zarr.json"])
 def test_interrupt_from_the_keyboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
-    """What is under way ends before the interrupt is raised, so that it cannot land on what comes next."""
+    """Writes under way end before the interrupt is raised, so that they cannot land on what comes next."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs in the background
     store = create(tmp_path / "run.zarr")
     add(store, 0)

@@ -22,14 +22,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_every_flipped_byte_of_every_chunk_is_noticed(path: Path, tmp_path: Path) -> None:
-    """In each file at eight places: numbers, shards and their index, labels, the marks themselves."""
+    """Flip bits in each file at eight places: numbers, shards and their index, labels, the marks themselves."""
     chance, files = random.Random(0), [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"]
     assert len(files) > 18
     for file in files:
-        name, whole = str(file.relative_to(path)).split("/c/")[0], file.read_bytes()
-        places = [0, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(6))]
-        damaged = [whole[:n] + bytes([whole[n] ^ (1 << chance.randrange(8))]) + whole[n + 1 :] for n in places]
-        for data in (*damaged, whole[: len(whole) // 2]):
+        name, intact = str(file.relative_to(path)).split("/c/")[0], file.read_bytes()
+        places = [0, len(intact) - 1, *(chance.randrange(len(intact)) for _ in range(6))]
+        damaged = [intact[:n] + bytes([intact[n] ^ (1 << chance.randrange(8))]) + intact[n + 1 :] for n in places]
+        for data in (*damaged, intact[: len(intact) // 2]):
             file.write_bytes(data)
             with pytest.raises(ValueError, match=r"checksum|bytes"):
                 zarr.open_group(path, mode="r")[name][...]
@@ -41,7 +41,7 @@ def test_every_flipped_byte_of_every_chunk_is_noticed(path: Path, tmp_path: Path
             with pytest.raises(StoreError, match=f"'{name}' in .*run.zarr is damaged"):
                 repack(path, tmp_path / "packed.zarr")
             assert not (tmp_path / "packed.zarr").exists()
-        file.write_bytes(whole)
+        file.write_bytes(intact)
     add(create(path), 2)
     assert_holds(path, [0, 1, 2])
 
@@ -60,7 +60,7 @@ def load(path: Path) -> None:
 
 
 def test_every_chunk_that_is_empty_or_not_there_is_noticed(path: Path, tmp_path: Path) -> None:
-    """It would be read as NaN, and added to, and copied."""
+    """A lacking chunk would be read as NaN, and added to, and copied."""
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"]
     assert len(files) > 18
     for file in files:

@@ -1,4 +1,4 @@
-"""What is on the disk, and in which order, when a mark returns: after a loss of power it is all there."""
+"""The order in which files reach the disk before a mark returns: after a loss of power they are all there."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,9 +44,9 @@ def test_first_mark(tmp_path: Path) -> None:
     while filled.suffix != ".init":
         filled = filled.parent
     assert filled.parent == path.parent
-    there = {filled / name: data for name, data in contents(path).items() if not name.startswith(".")}
-    files = [name for name, data in there.items() if data is not None and name != filled / "zarr.json"]
-    last = durable(done, files, [name for name, data in there.items() if data is None])
+    written_files = {filled / name: data for name, data in contents(path).items() if not name.startswith(".")}
+    files = [name for name, data in written_files.items() if data is not None and name != filled / "zarr.json"]
+    last = durable(done, files, [name for name, data in written_files.items() if data is None])
     root = [f"fsync {filled}/.zarr.json.partial", f"replace {filled}/zarr.json", f"fsync {filled}"]
     parents = [f"fsync {folder}" for folder in (path.parent, path.parent.parent, tmp_path)]
     assert last < done.index(root[0])

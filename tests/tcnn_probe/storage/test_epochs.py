@@ -33,8 +33,8 @@ def test_marks_in_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert_holds(store, list(range(9)), {"late": {mark: mark / 7 for mark in range(6, 9)}})
     assert store.groups == GROUPS
     store.close()
-    own = zarr.open_group(path, mode="r", use_consolidated=False)
-    assert [own[name].shape[0] for name in ("epoch", "gate", "late", f"{MAPS}/saliency")] == [9] * 4
+    unconsolidated = zarr.open_group(path, mode="r", use_consolidated=False)
+    assert [unconsolidated[name].shape[0] for name in ("epoch", "gate", "late", f"{MAPS}/saliency")] == [9] * 4
 
 
 def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
@@ -80,12 +80,12 @@ def test_wrong_marks_and_values() -> None:
         with pytest.raises(StoreError, match=message):
             add(store, wrong, 2)
     flat = {**right, "": {**right[""], "gate": right[""]["gate"].T}}
-    taken = ("gate", "epoch", "layer", "maps", "heads", "a/b", "..", "zarr.json")
-    for one in (store, create(None)):
-        for given, scalars, message in (
+    occupied = ("gate", "epoch", "layer", "maps", "heads", "a/b", "..", "zarr.json")
+    for target_store in (store, create(None)):
+        for rows, scalars, message in (
             (flat, {}, r"gate: expected shape \(3, 5\), got \(5, 3\)"),
-            *((right, {name: 1.0}, f"'{name}' is the name of something else") for name in taken),
+            *((right, {name: 1.0}, f"'{name}' is the name of something else") for name in occupied),
         ):
             with pytest.raises(ValueError, match=message):
-                one.append(2, given, scalars)
+                target_store.append(2, rows, scalars)
     assert_holds(store, [0, 1])

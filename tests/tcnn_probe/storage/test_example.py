@@ -13,12 +13,12 @@ def test_it_is_a_whole_recording() -> None:
     heads = tree["heads"].dataset
     assert tree.top1.sizes == {"epoch": 6}
     assert heads.gate.dims == ("epoch", "layer", "head")
-    there = heads.gate[0].notnull()
-    assert there.sum("head").values.tolist() == [25, 25, 25, 25, 9]
-    assert heads.gate[0].where(there).mean() == pytest.approx(1 / (1 + np.exp(-1)))
+    present = heads.gate[0].notnull()
+    assert present.sum("head").values.tolist() == [25, 25, 25, 25, 9]
+    assert heads.gate[0].where(present).mean() == pytest.approx(1 / (1 + np.exp(-1)))
     assert set(heads.images.values.ravel().tolist()) == {401}
     for name in ("entropy", "attention_distance", "content_information", "attention_span"):
-        np.testing.assert_array_equal(np.isfinite(heads[name].load()), there.broadcast_like(heads[name]), name)
+        np.testing.assert_array_equal(np.isfinite(heads[name].load()), present.broadcast_like(heads[name]), name)
 
 
 def test_it_can_be_drawn() -> None:

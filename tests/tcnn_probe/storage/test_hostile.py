@@ -196,7 +196,7 @@ def test_nothing_outside_is_written(path: Path, tmp_path: Path, name: str, link:
 
 
 def test_limits_hold_for_what_is_written(path: Path) -> None:
-    """What could not be read again is refused when it is to be written."""
+    """A root that could not be read again is refused when it is to be written."""
     store = create(path)
     for scalars, attributes in (({f"name{n}": 0.5 for n in range(4000)}, {}), ({}, {"text": "x" * 2**24})):
         with pytest.raises(ValueError, match="expected at most 4000 arrays and 16777216 bytes of metadata"):

@@ -22,10 +22,10 @@ def child(work: Callable[[], object]) -> Child:
     """A forked process that has done something, and lives until it is killed."""
 
     def stay(tell: Callable[[int], object]) -> None:
-        kept = work()
+        result = work()
         tell(1)
         signal.pause()
-        del kept
+        del result
 
     process = Child(stay)
     assert process.numbers(1) == [1]
@@ -73,7 +73,7 @@ def test_forked_process_has_no_right_to_write_and_leaves_the_lock(tmp_path: Path
 
 
 def test_process_forked_after_a_mark_ends(tmp_path: Path) -> None:
-    """As workers of a DataLoader do, which leave through what they find registered."""
+    """Workers of a DataLoader do so, which leave through what they find registered."""
     store = create(tmp_path / "run.zarr")
     add(store, 0)
     worker = multiprocessing.get_context("fork").Process(target=store.dataset().load)
@@ -144,9 +144,9 @@ def test_store_that_vanished(tmp_path: Path, instead: str, resumed: bool) -> Non
         store = create(path)
     path.rename(away)
     if instead == "another recording":
-        other = EpochStore(path)
-        other.create(GROUPS, {"made_by": "another"})
-        add(other, 0)
+        foreign = EpochStore(path)
+        foreign.create(GROUPS, {"made_by": "another"})
+        add(foreign, 0)
     elif instead != "nothing":
         path.mkdir()
         (path / "notes.txt").write_text("") if instead == "something else" else None
@@ -157,7 +157,7 @@ def test_store_that_vanished(tmp_path: Path, instead: str, resumed: bool) -> Non
 
 
 def test_stale_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder that a group may write, its file can be read and deleted; while its process lives it is refused."""
+    """Its file can be read, and deleted in a folder that a group may write; while its process lives it is refused."""
     recording(path := tmp_path / "run.zarr")
     (path / LOCK).write_text("process 1 since 2026")
     inode, open_as_owner = (path / LOCK).stat().st_ino, os.open

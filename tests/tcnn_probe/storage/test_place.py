@@ -1,4 +1,4 @@
-"""Where a recording can be, and what is refused, with nothing changed."""
+"""Places for a recording, and places that are refused, with nothing changed."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def test_refused_and_nothing_changed(tmp_path: Path, what: str) -> None:
     assert contents(tmp_path) == before
 
 
-def other(path: str = "", **changes: object) -> dict[str, Group]:
+def changed(path: str = "", **changes: object) -> dict[str, Group]:
     return {**GROUPS, path: dataclasses.replace(GROUPS[path], **changes)}
 
 
@@ -104,24 +104,24 @@ GATE, VARIABLES = GROUPS[""].variables["gate"], GROUPS[""].variables
 
 
 def test_recording_of_something_else() -> None:
-    there = recording(None).groups
+    stored = recording(None).groups
     for groups, message in (
         ({"": GROUPS[""], "layer_scale": GROUPS["layer_scale"]}, f"group '{MAPS}': present there, absent here"),
-        (other(layers={"a.conv": LAYERS["a.conv"]}), "layer 'слой#1': .* there, absent here$"),
-        (other(layers={**LAYERS, "d": {}}), "layer 'd': absent there, {} here"),
-        (other(layers=dict(reversed(LAYERS.items()))), "order of layers"),
-        (other(layers={**LAYERS, "層": {"kind": "gpsa"}}), "'層': {'kind': 'gpsa', 'heads': 5} there"),
-        (other(MAPS, sizes={**GROUPS[MAPS].sizes, "x": 13}), f"in group '{MAPS}', dimension 'x': 11 there, 13 here"),
-        (other(MAPS, coords={"image": [3, 18]}), r"labels along 'image': \[3, 17\] there, \[3, 18\] here"),
-        (other(variables={"gate": GATE}), "variable 'entropy': .* there, absent here"),
+        (changed(layers={"a.conv": LAYERS["a.conv"]}), "layer 'слой#1': .* there, absent here$"),
+        (changed(layers={**LAYERS, "d": {}}), "layer 'd': absent there, {} here"),
+        (changed(layers=dict(reversed(LAYERS.items()))), "order of layers"),
+        (changed(layers={**LAYERS, "層": {"kind": "gpsa"}}), "'層': {'kind': 'gpsa', 'heads': 5} there"),
+        (changed(MAPS, sizes={**GROUPS[MAPS].sizes, "x": 13}), f"in group '{MAPS}', dimension 'x': 11 there, 13 here"),
+        (changed(MAPS, coords={"image": [3, 18]}), r"labels along 'image': \[3, 17\] there, \[3, 18\] here"),
+        (changed(variables={"gate": GATE}), "variable 'entropy': .* there, absent here"),
         (
-            other(variables={**VARIABLES, "gate": dataclasses.replace(GATE, units="cell")}),
+            changed(variables={**VARIABLES, "gate": dataclasses.replace(GATE, units="cell")}),
             r"float64 of \(layer, head\), units '1' there, float64 of \(layer, head\), units 'cell' here",
         ),
     ):
-        assert re.search(message, difference(there, groups) or "")
+        assert re.search(message, difference(stored, groups) or "")
     turned = {name: dict(reversed(about.items())) for name, about in LAYERS.items()}
-    assert difference(there, other(layers=turned)) is None
+    assert difference(stored, changed(layers=turned)) is None
 
 
 def test_nothing_is_there(tmp_path: Path) -> None:
@@ -144,12 +144,12 @@ def test_nothing_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        (other(variables={"heads": GATE}), "twice or in each other: .*'heads'"),
+        (changed(variables={"heads": GATE}), "twice or in each other: .*'heads'"),
         ({**GROUPS, "heads/a": GROUPS[""]}, "twice or in each other: .*'heads/a'"),
         ({**GROUPS, "maps": GROUPS[""]}, f"twice or in each other: .*'{MAPS}'"),
         ({**GROUPS, "gate": GROUPS[MAPS]}, "twice or in each other: .*'gate'"),
-        (other(variables={"layer": GATE}), "twice or in each other: .*'layer'"),
-        (other(variables={"epoch": GATE}), "twice or in each other: .*'epoch'"),
+        (changed(variables={"layer": GATE}), "twice or in each other: .*'layer'"),
+        (changed(variables={"epoch": GATE}), "twice or in each other: .*'epoch'"),
     ],
 )
 def test_names_that_clash(groups: dict[str, Group], message: str) -> None:
@@ -181,13 +181,13 @@ def test_targets_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "file").write_text("")
     only_read = LocalStore(tmp_path / "run.zarr", read_only=True)
     assert open_recording(only_read).epoch.values.tolist() == [0]
-    taken = MemoryStore({"mine/c/0": default_buffer_prototype().buffer.from_bytes(b"precious")})
+    occupied = MemoryStore({"mine/c/0": default_buffer_prototype().buffer.from_bytes(b"precious")})
     monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path)  # root, who may run tests, has all rights
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for target, message in (
         ("", "expected the path of a directory, got an empty one"),
         (only_read, "expected a store that can be written"),
-        (taken, r"holds something else than a recording \(\['mine'"),
+        (occupied, r"holds something else than a recording \(\['mine'"),
         (tmp_path / "file" / "a" / "run.zarr", "the file .*file stands in its way"),
         (tmp_path / "run.zarr", "no permission to write in .*run.zarr$"),
         ("/a/b/run.zarr", "no permission to write in /$"),
@@ -225,9 +225,9 @@ def test_zip_files(tmp_path: Path) -> None:
 def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     recording(path)
-    mine = zarr.open_group(path, mode="r+", use_consolidated=False)
-    mine.create_array("mine", shape=(2,), dtype="float64")[:] = 7
-    mine.create_group("more")
+    users = zarr.open_group(path, mode="r+", use_consolidated=False)
+    users.create_array("mine", shape=(2,), dtype="float64")[:] = 7
+    users.create_group("more")
     store = create(path)
     for name in ("mine", "more"):
         with pytest.raises(ValueError, match=f"'{name}' is the name of something else"):
@@ -235,8 +235,8 @@ def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:
     add(store, 1)
     store.close()
     assert_holds(path, [0, 1])
-    assert mine["mine"][:].tolist() == [7, 7]
-    assert "more" in mine
+    assert users["mine"][:].tolist() == [7, 7]
+    assert "more" in users
 
 
 def test_a_recording_of_other_shapes(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(gap=st.integers(1, 3), scalars=SCALARS, crash=st.none() | st.integers(0, 45), killed=st.booleans())
     def mark(self, gap: int, scalars: dict[str, float], crash: int | None, killed: bool) -> None:
-        """Which may crash at a step; then the same store goes on, or another one where its process was killed."""
+        """Mark, or crash at a step; then the same store goes on, or another one where its process was killed."""
         self.count += 1
         mark = (self.store.marks[-1] if self.seeds else -self.step) + gap * self.step
         with steps(crash) as done:

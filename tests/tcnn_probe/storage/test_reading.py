@@ -57,9 +57,9 @@ def test_plain_metadata(tmp_path: Path) -> None:
     assert kinds == {("int64", -1), ("float64", "NaN"), ("float16", "NaN"), ("fixed_length_utf32", "")}
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_dataset_taken_before_further_marks_keeps_its_own(tmp_path: Path, kept: bool) -> None:
-    store = create(None if kept else tmp_path / "run.zarr")
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_dataset_taken_before_further_marks_keeps_its_own(tmp_path: Path, in_memory: bool) -> None:
+    store = create(None if in_memory else tmp_path / "run.zarr")
     early = {}
     for mark in range(4):
         add(store, mark)

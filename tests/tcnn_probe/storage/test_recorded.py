@@ -32,10 +32,10 @@ def test_memory_and_directory_hold_the_same_also_continued(tmp_path: Path) -> No
     with tcnn_probe.record(Chain(), path) as recorder:
         assert recorder.epochs == (0, 1)
     continued = record_epochs(Chain(), path, range(2, 4))
-    kept = record_epochs(Chain(), None, range(4))
+    in_memory = record_epochs(Chain(), None, range(4))
     differ = {"created_at": "", "recording_id": ""}
     for ds in (continued, xr.open_zarr(path)):
-        xr.testing.assert_identical(ds.assign_attrs(differ), kept.assign_attrs(differ))
+        xr.testing.assert_identical(ds.assign_attrs(differ), in_memory.assign_attrs(differ))
 
 
 def test_a_recording_of_fewer_layers_is_refused(tmp_path: Path) -> None:
@@ -65,10 +65,10 @@ def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
     xr.testing.assert_identical(ds.isel(epoch=slice(3)).drop_vars("fresh"), expected)
     np.testing.assert_array_equal(ds.fresh, [np.nan, np.nan, np.nan, 1.5])
     np.testing.assert_array_equal(ds.images[3], [2, 2])
-    with tcnn_probe.record(model) as other:
+    with tcnn_probe.record(model) as second:
         model(7 * IMAGES)
-        other.mark(epoch=3)
-    np.testing.assert_array_equal(ds.entropy[3], other.dataset.entropy[0])
+        second.mark(epoch=3)
+    np.testing.assert_array_equal(ds.entropy[3], second.dataset.entropy[0])
 
 
 def test_store_deleted_between_resuming_and_the_next_mark(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def test_a_head_of_many_marks_is_read_from_few_objects(tmp_path: Path, monkeypat
     assert not list((tmp_path / "packed.zarr").glob(".*"))
     top1 = {mark: mark / 7 for mark in range(30)}
     assert_holds(tmp_path / "packed.zarr", list(range(30)), {"top1": top1})
-    own = xr.open_zarr(tmp_path / "packed.zarr", group=MAPS, consolidated=False)
-    np.testing.assert_array_equal(own.saliency[29], values(29)[MAPS]["saliency"])
+    unconsolidated = xr.open_zarr(tmp_path / "packed.zarr", group=MAPS, consolidated=False)
+    np.testing.assert_array_equal(unconsolidated.saliency[29], values(29)[MAPS]["saliency"])
     read: list[str] = []
     original = LocalStore.get
 

@@ -144,7 +144,7 @@ def test_a_reader_from_before_reads_no_values_of_the_new(tmp_path: Path) -> None
 
 
 def test_a_folder_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on network disks, where a deleted file that is open keeps a name; the next recorder deletes it."""
+    """Network disks keep a name for a deleted file that is open; the next recorder deletes the folder."""
 
     def busy(*_: object, **__: object) -> None:
         raise OSError(errno.ENOTEMPTY, "Directory not empty")

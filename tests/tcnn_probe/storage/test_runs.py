@@ -35,7 +35,8 @@ def _record(path: Path, layers: Sequence[str], heads: int, marks: Sequence[float
     for mark in marks:
         values = {
             place: {
-                name: (100 * rng.random(group.shape(name))).astype(one.dtype) for name, one in group.variables.items()
+                name: (100 * rng.random(group.shape(name))).astype(variable.dtype)
+                for name, variable in group.variables.items()
             }
             for place, group in groups.items()
         }
@@ -48,11 +49,11 @@ def _record(path: Path, layers: Sequence[str], heads: int, marks: Sequence[float
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two that agree, and one with other layers, heads and marks."""
     root = tmp_path_factory.mktemp("runs")
-    other = {"seed": 5, "lr": 0.1, "recipe": "deit", "missing": json.dumps({"gate": {"c": "why"}}), "classes": [1]}
+    attributes = {"seed": 5, "lr": 0.1, "recipe": "deit", "missing": json.dumps({"gate": {"c": "why"}}), "classes": [1]}
     return [
         _record(root / "seed0/recording.zarr", ["a", "b"], 3, range(4), {"seed": 0, "lr": 0.1, "missing": "{}"}),
         _record(root / "seed1/recording.zarr", ["a", "b"], 3, range(4), {"seed": 1, "lr": 0.1, "missing": "{}"}),
-        _record(root / "seed5/recording.zarr", ["c", "b"], 2, [1, 3, 5], {**other, "lr": 0.2}),
+        _record(root / "seed5/recording.zarr", ["c", "b"], 2, [1, 3, 5], {**attributes, "lr": 0.2}),
     ]
 
 
@@ -69,16 +70,16 @@ def test_runs_are_joined(three: list[Path]) -> None:
     heads, maps, root = tree["heads"].dataset, tree[MAPS].dataset, tree.dataset
     assert heads.run.values.tolist() == ["seed0", "seed1", "seed5"]
     assert dict(heads.sizes) == {"run": 3, "epoch": 5, "layer": 3, "head": 3}
-    for found, expected in (
+    for joined, expected in (
         (heads, _in_memory(three, "heads")),
         (root, _in_memory(three, "/")),
         (maps, _in_memory(three[:2], MAPS).reindex(run=heads.run, epoch=heads.epoch)),
     ):
         for name in expected.data_vars:
-            wanted = expected[name].reindex_like(found).transpose(*found[name].dims)
-            np.testing.assert_array_equal(found[name], wanted)
-            assert found[name].dtype == wanted.dtype
-            assert not found[name]._in_memory
+            aligned = expected[name].reindex_like(joined).transpose(*joined[name].dims)
+            np.testing.assert_array_equal(joined[name], aligned)
+            assert joined[name].dtype == aligned.dtype
+            assert not joined[name]._in_memory
     assert heads.best.sel(run="seed0", layer="c").values.tolist() == [-1] * 5
     assert maps.look.attrs["description"] == "A map."
 
@@ -93,8 +94,8 @@ def test_runs_are_joined(three: list[Path]) -> None:
     ],
 )
 def test_parts_are_the_same_parts(three: list[Path], key: dict[str, Any]) -> None:
-    whole = open(three)["heads"].gate
-    np.testing.assert_array_equal(whole.isel(key), whole.load().isel(key))
+    complete = open(three)["heads"].gate
+    np.testing.assert_array_equal(complete.isel(key), complete.load().isel(key))
 
 
 def test_what_differs_is_a_coordinate_and_what_is_absent_is_said(three: list[Path]) -> None:

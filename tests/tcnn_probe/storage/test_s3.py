@@ -45,16 +45,16 @@ def test_killed_and_resumed(url: str) -> None:
     chance, seeds = random.Random(0), list[int]()
     for first in (100, 200):
         writer = Child(write, url, first, 1000, False)
-        told = writer.numbers(1)
+        announced = writer.numbers(1)
         time.sleep(chance.uniform(0, 0.3))
-        told += writer.end(kill=True)
-        assert told == list(range(len(seeds), len(seeds) + len(told)))
-        there = xr.open_zarr(url).sizes["epoch"]
-        assert 0 <= there - told[-1] - 1 <= 1
-        seeds += [first + epoch for epoch in range(len(seeds), there)]
+        announced += writer.end(kill=True)
+        assert announced == list(range(len(seeds), len(seeds) + len(announced)))
+        present = xr.open_zarr(url).sizes["epoch"]
+        assert 0 <= present - announced[-1] - 1 <= 1
+        seeds += [first + epoch for epoch in range(len(seeds), present)]
         assert_holds(url, dict(enumerate(seeds)))
     store = create(url)
-    add(store, there, 7)
+    add(store, present, 7)
     store.close()
     assert_holds(url, dict(enumerate([*seeds, 7])))
     ds = xr.open_zarr(url)
@@ -77,11 +77,11 @@ def test_another_recorder_in_the_middle_of_a_mark(
     slow, quick = create(target), create(target)
     original, came = module.put_if, []
 
-    async def meanwhile(*given: Any) -> None:
+    async def meanwhile(*arguments: Any) -> None:
         if not came:
             came.append(True)
             await asyncio.to_thread(add, quick, count, 5)
-        await original(*given)
+        await original(*arguments)
 
     monkeypatch.setattr(module, "put_if", meanwhile)
     with pytest.raises(StoreError, match=r"another recorder writes to .*: it was written to meanwhile"):

@@ -23,11 +23,11 @@ def image() -> NDArray[Any]:
 
 @pytest.fixture
 def frost_folder() -> Path:
-    """Where the reference package keeps the published pictures of frost."""
-    found = importlib.util.find_spec("imagecorruptions")
-    if found is None or found.origin is None:
+    """Folder where the reference package keeps the published pictures of frost."""
+    spec = importlib.util.find_spec("imagecorruptions")
+    if spec is None or spec.origin is None:
         pytest.skip("the reference package imagecorruptions is not installed: pip install 'tcnn-probe[test]'")
-    return Path(found.origin).parent / "frost"
+    return Path(spec.origin).parent / "frost"
 
 
 @pytest.fixture

@@ -11,15 +11,15 @@ from tcnn_probe.evaluation.corruptions.frost_pictures import crop, read_photogra
 
 
 def test_the_texture_looks_like_the_photographs(frost_folder: Path) -> None:
-    ours, theirs = texture(), [picture.mean((0, 1)) for picture in read_photographs(frost_folder)[:5]]
-    np.testing.assert_allclose(ours.mean((0, 1)), np.mean(theirs, 0), atol=0.04)  # the colour
+    ours, photographs = texture(), [picture.mean((0, 1)) for picture in read_photographs(frost_folder)[:5]]
+    np.testing.assert_allclose(ours.mean((0, 1)), np.mean(photographs, 0), atol=0.04)  # the colour
     assert 0.07 < ours.mean(2).std() < 0.13  # the photographs': 0.06 to 0.17
     assert 0 <= ours.min() < ours.max() <= 1
     assert texture() is ours
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("pictures", "error", "message"),
     [
         (7, TypeError, "a folder, or several arrays"),
         ([np.zeros((5, 7, 4))], ValueError, r"shape \(H, W, 3\), got \(5, 7, 4\)"),
@@ -27,9 +27,9 @@ def test_the_texture_looks_like_the_photographs(frost_folder: Path) -> None:
         ([np.full((5, 7, 3), np.nan)], ValueError, "got nan"),
     ],
 )
-def test_what_is_no_frost(given: Any, error: type[Exception], message: str) -> None:
+def test_what_is_no_frost(pictures: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        read_photographs(given)
+        read_photographs(pictures)
 
 
 def test_parts_lie_anywhere_inside() -> None:
@@ -41,7 +41,7 @@ def test_parts_lie_anywhere_inside() -> None:
 
 def test_small_pictures_are_enlarged() -> None:
     picture = np.linspace(0.2, 0.8, 5)[:, None, None] * np.ones((5, 4, 3))
-    found = crop(picture, (17, 23), RandomState(0))
-    assert found.shape == (17, 23, 3)
-    assert 0.15 <= found.min() < found.max() <= 0.85
-    assert np.ptp(found, axis=1).max() < 0.01
+    enlarged = crop(picture, (17, 23), RandomState(0))
+    assert enlarged.shape == (17, 23, 3)
+    assert 0.15 <= enlarged.min() < enlarged.max() <= 0.85
+    assert np.ptp(enlarged, axis=1).max() < 0.01

@@ -22,11 +22,11 @@ SEED = 5
 
 
 def damaged(reference: Any, name: str, image: NDArray[Any], severity: int, random: RandomState) -> NDArray[Any]:
-    """What the reference gives, before it cuts off fractions; it takes its numbers from numpy's global generator."""
+    """Corrupt by the reference, before it cuts off fractions; it draws from NumPy's global generator."""
     np.random.set_state(random.get_state())  # noqa: NPY002
     function = elastic_transform if name == "elastic_transform" else getattr(reference, name)
-    given = (reference, image, severity) if name == "elastic_transform" else (Image.fromarray(image), severity)
-    return np.asarray(function(*given), dtype=float)
+    arguments = (reference, image, severity) if name == "elastic_transform" else (Image.fromarray(image), severity)
+    return np.asarray(function(*arguments), dtype=float)
 
 
 @pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
@@ -38,19 +38,19 @@ def test_same_as_the_reference(
     monkeypatch.setattr(Image, "NEAREST", Image.Resampling.BOX)  # pixelate, as first published
     corruption = CORRUPTIONS[name]
     ours = corruption.function(image / 255, RandomState(MT19937(SEED)), 1.0, **corruption.at(severity))
-    theirs = damaged(reference, name, image, severity, RandomState(MT19937(SEED)))
-    np.testing.assert_allclose(np.clip(ours, 0, 1) * 255, theirs, rtol=0, atol=DIFFERENCE[name])
-    assert np.abs(theirs - image).mean() > 1  # it did something
+    expected = damaged(reference, name, image, severity, RandomState(MT19937(SEED)))
+    np.testing.assert_allclose(np.clip(ours, 0, 1) * 255, expected, rtol=0, atol=DIFFERENCE[name])
+    assert np.abs(expected - image).mean() > 1  # it did something
 
 
 @pytest.mark.parametrize("name", ["shot_noise", "motion_blur", "snow", "contrast"])
 def test_whole_images_at_the_published_size(name: str, reference: Any, image: NDArray[Any]) -> None:
-    """What corrupt() adds: random numbers, the scale, rounding to uint8."""
+    """Test the rest of corrupt(): random numbers, the scale, rounding to uint8."""
     large = np.asarray(Image.fromarray(image).resize((227, 224), Image.Resampling.BICUBIC))
     draws = _random_state(CORRUPTIONS[name], 3, 7)
     ours = corrupt(large, name, 2, seed=3, first=7)
-    theirs = damaged(reference, name, large, 2, draws)
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.502 + DIFFERENCE[name])
+    expected = damaged(reference, name, large, 2, draws)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=0.502 + DIFFERENCE[name])
 
 
 @pytest.mark.parametrize("severity", [1, 3, 5])
@@ -69,8 +69,8 @@ def test_frost_with_the_published_pictures(
     ours = CORRUPTIONS["frost"].function(
         large / 255, random, 1.0, **parameters, photographs=[picture / 255 for picture in pictures]
     )
-    theirs = damaged(reference, "frost", large, severity, RandomState(MT19937(SEED)))
-    np.testing.assert_allclose(np.clip(ours, 0, 1) * 255, theirs, rtol=0, atol=1e-3)
+    expected = damaged(reference, "frost", large, severity, RandomState(MT19937(SEED)))
+    np.testing.assert_allclose(np.clip(ours, 0, 1) * 255, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
@@ -78,9 +78,9 @@ def test_elastic_transform_as_published(severity: int, reference: Any, image: ND
     image = np.asarray(Image.fromarray(image).resize((137, 131)))
     corruption = CORRUPTIONS["elastic_transform"]
     ours = corruption.function(image / 255, RandomState(MT19937(SEED)), 1.0, **corruption.at(severity)) * 255
-    theirs = damaged(reference, "elastic_transform", image, severity, RandomState(MT19937(SEED)))
-    np.testing.assert_allclose(np.clip(ours, 0, 255), theirs, rtol=0, atol=0.01)
-    assert np.abs(theirs - image).mean() > 10
+    expected = damaged(reference, "elastic_transform", image, severity, RandomState(MT19937(SEED)))
+    np.testing.assert_allclose(np.clip(ours, 0, 255), expected, rtol=0, atol=0.01)
+    assert np.abs(expected - image).mean() > 10
 
 
 def elastic_transform(reference: Any, image: NDArray[Any], severity: int) -> NDArray[Any]:
@@ -107,7 +107,7 @@ def elastic_transform(reference: Any, image: NDArray[Any], severity: int) -> NDA
 
 def bilinear(image: NDArray[Any], y: NDArray[Any], x: NDArray[Any]) -> NDArray[Any]:
     """Values at places, (n, C), of an image mirrored about its outermost pixels."""
-    found = np.zeros((len(y), image.shape[2]))
+    values = np.zeros((len(y), image.shape[2]))
     for down in (0, 1):
         for right in (0, 1):
             row, column = np.floor(y) + down, np.floor(x) + right
@@ -116,5 +116,5 @@ def bilinear(image: NDArray[Any], y: NDArray[Any], x: NDArray[Any]) -> NDArray[A
                 np.abs((index + size - 1) % (2 * size - 2) - (size - 1)).astype(int)
                 for index, size in zip((row, column), image.shape, strict=False)
             )
-            found += weight[:, None] * image[row, column]
-    return found
+            values += weight[:, None] * image[row, column]
+    return values

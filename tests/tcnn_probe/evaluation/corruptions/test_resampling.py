@@ -10,13 +10,13 @@ from tcnn_probe.evaluation.corruptions.resampling import area_weights, reference
 
 def slow_means(layer: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
     """Over 60 samples along each pixel of the coarse grid."""
-    found = np.zeros((*shape, *layer.shape[2:]))
+    means = np.zeros((*shape, *layer.shape[2:]))
     for y in range(shape[0]):
         for x in range(shape[1]):
             rows = ((y + (np.arange(60) + 0.5) / 60) * layer.shape[0] / shape[0]).astype(int)
             columns = ((x + (np.arange(60) + 0.5) / 60) * layer.shape[1] / shape[1]).astype(int)
-            found[y, x] = layer[np.ix_(rows, columns)].mean((0, 1))
-    return found
+            means[y, x] = layer[np.ix_(rows, columns)].mean((0, 1))
+    return means
 
 
 def test_shrink_averages() -> None:
@@ -33,9 +33,9 @@ def test_area_weights_are_overlaps() -> None:
 @pytest.mark.parametrize("factor", [1.0, 1.07, 1.31, 2.5, 4.5])
 def test_zoom_is_scipys_of_the_middle(factor: float) -> None:
     image = np.random.default_rng(0).random((23, 31, 3))
-    kept = [int(np.ceil(size / factor)) for size in (23, 31)]
-    top, left = (23 - kept[0]) // 2, (31 - kept[1]) // 2
-    middle = image[top : top + kept[0], left : left + kept[1]]
+    sides = [int(np.ceil(size / factor)) for size in (23, 31)]
+    top, left = (23 - sides[0]) // 2, (31 - sides[1]) // 2
+    middle = image[top : top + sides[0], left : left + sides[1]]
     np.testing.assert_allclose(zoom(image, factor), scipy_zoom(middle, (factor, factor, 1), order=1), atol=1e-12)
 
 
