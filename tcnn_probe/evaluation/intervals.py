@@ -30,7 +30,7 @@ def mean_interval(
     nothing: the interval is for that label as it is.
 
     Args:
-        values: For example ``tcnn_probe.faithfulness(...).pointing_game``; NaNs are left out.
+        values: Measurements, such as ``tcnn_probe.faithfulness(...).pointing_game``; NaNs are left out.
         dim: Dimension, or dimensions, whose labels are a sample.
         confidence: Share of samples whose interval holds the mean, between 0 and 1.
 

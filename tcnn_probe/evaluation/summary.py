@@ -133,18 +133,18 @@ def improvement(results: xr.Dataset, baseline: str, by: str | None = "group", *,
     return xr.Dataset({"improvement": gains, "interval": bounds})
 
 
-def _ratio_interval(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
-    """Fieller's interval for mean(ours) / mean(theirs) - 1, of two arrays (N,) of the same images.
+def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[Any]:
+    """Return Fieller's interval for mean(answers) / mean(baseline) - 1, of two arrays (N,) of the same images.
 
-    It holds each ratio q for which a t test finds the mean of ``ours - q theirs`` compatible with 0. If answers are
-    right or wrong, two images are added, one that only ours has right and one that only theirs has, as in Bonett and
-    Price's interval for the difference.
+    It holds each ratio q for which a t test finds the mean of ``answers - q baseline`` compatible with 0. If answers are
+    right or wrong, two images are added, one that only the model has right and one that only the baseline has, as in
+    Bonett and Price's interval for the difference.
     """
     from scipy.stats import t
 
-    if np.isnan(ours).any() or np.isnan(theirs).any():
+    if np.isnan(answers).any() or np.isnan(baseline).any():
         return np.full(2, np.nan)
-    pairs = np.stack([ours, theirs])
+    pairs = np.stack([answers, baseline])
     if np.isin(pairs, (0, 1)).all():
         pairs = np.concatenate([pairs, np.eye(2)], axis=1)
     count = pairs.shape[1]

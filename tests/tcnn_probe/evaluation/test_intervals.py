@@ -21,14 +21,14 @@ def test_labels_and_what_is_left_out() -> None:
     )
     values[1, 2, 5:] = np.nan
     values[1, 1, 1:] = np.nan
-    found = evaluation.mean_interval(values, confidence=0.9)
-    assert found.dims == ("method", "epoch", "bound")
-    assert found.bound.values.tolist() == ["low", "high"]
-    assert found.attrs == {"units": "1"}
+    interval = evaluation.mean_interval(values, confidence=0.9)
+    assert interval.dims == ("method", "epoch", "bound")
+    assert interval.bound.values.tolist() == ["low", "high"]
+    assert interval.attrs == {"units": "1"}
     expected = stats.ttest_1samp(values.values[1, 2, :5], 0).confidence_interval(0.9)
-    np.testing.assert_allclose(found[1, 2], expected)
-    assert np.isnan(found[1, 1]).all()
-    assert found.identical(evaluation.mean_interval(values.transpose("image", ...), "image", confidence=0.9))
+    np.testing.assert_allclose(interval[1, 2], expected)
+    assert np.isnan(interval[1, 1]).all()
+    assert interval.identical(evaluation.mean_interval(values.transpose("image", ...), "image", confidence=0.9))
 
 
 @pytest.mark.parametrize(
