@@ -23,6 +23,7 @@ CLEAN = [
     "tcnn_model/models",
     "tcnn_model/pooling",
     "tcnn_probe/architectures",
+    "tcnn_probe/attribution",
     "tcnn_probe/callbacks",
     "tcnn_probe/command_line.py",
     "tcnn_probe/evaluation",
