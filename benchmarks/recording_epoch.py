@@ -128,7 +128,7 @@ def main() -> None:
     step, validation = np.median(seconds[:, :, 1] / seconds[:, :, 0], axis=0)
     print(
         f"{arguments.model} at {arguments.size}: a recorded epoch takes {longer(seconds):+.2%} longer "
-        f"[{low:+.2%}, {high:+.2%}] (95 % bootstrap interval over {len(seconds)} rounds); a training step takes "
+        f"[{low:+.2%}, {high:+.2%}] (95 % interval over {len(seconds)} rounds); a training step takes "
         f"{step:.3f} of its time without a recorder, a validation batch {validation:.3f}, a mark {mark * 1e3:.0f} ms"
     )
 

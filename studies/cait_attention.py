@@ -164,14 +164,14 @@ def check(found: xr.Dataset, run: SingleModel) -> bool:
     seen = run.learned("the CaiT", float(found.top1))
     layers = found.on_digit.mean("head").transpose("layer", "image")
     gains = layers - found.even
-    low, high = evaluation.bootstrap_interval(gains[0]).values
+    low, high = evaluation.mean_interval(gains[0]).values
     verdict = "more" if low > 0 else "NOT more"
     print(
         f"check: the first class-attention layer looks at the strokes {verdict} than even attention: share "
         f"{float(layers[0].mean()):.3f}, even {float(found.even.mean()):.3f}, by {low:+.3f} to {high:+.3f}"
     )
     first, second = layers[0], layers[1]
-    bounds = evaluation.bootstrap_interval(first - second).values
+    bounds = evaluation.mean_interval(first - second).values
     print(
         f"the second: {float(second.mean()):.3f}; first less second {float((first - second).mean()):+.3f} "
         f"[{bounds[0]:+.3f}, {bounds[1]:+.3f}]"

@@ -21,7 +21,7 @@ removed. Occlusion is coarse here (windows of a quarter of the image), and integ
 Writes into results/:
 class_attention_saliency_maps.png       images, and maps of the models side by side (Fig. 1 of the paper)
 class_attention_saliency_classes.png    maps of the three likeliest classes of each image (Fig. 2)
-class_attention_saliency.png            faithfulness by epoch and method, with 95 % bootstrap intervals over images
+class_attention_saliency.png            faithfulness by epoch and method, with 95 % intervals over images
 class_attention_saliency.zarr           the numbers behind it, a group for each model: xarray.open_datatree
 class_attention_saliency_*.zarr         what tcnn_probe recorded of each model's pooling, at every epoch
 
@@ -175,7 +175,7 @@ def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
             continue
         measure = "pointing_game" if "pointing_game" in last else "insertion_auc"
         values = last[measure].sel(attribution="class_attention") - last[measure].sel(attribution="chance")
-        low, high = evaluation.bootstrap_interval(values).values
+        low, high = evaluation.mean_interval(values).values
         verdict = "above" if low > 0 else "NOT above"
         print(f"check: {measure} of {name}'s class attention {verdict} chance, by {low:.2f} to {high:.2f}")
         seen = seen and low > 0

@@ -187,7 +187,7 @@ def table(found: xr.Dataset) -> str:
     for name, words in MEASURES.items():
         for kind in FEATURES[2:]:
             gain = found[name].sel(features=kind) - found[name].sel(features="plain")
-            low, high = evaluation.bootstrap_interval(gain, OVER).values
+            low, high = evaluation.mean_interval(gain, OVER).values
             verdict = "better" if low > 0 else "WORSE" if high < 0 else "not clearly other"
             mean = float(gain.mean())
             lines.append(f"{kind}: {verdict} than plain training's, {words} {mean:+.3f} [{low:+.3f}, {high:+.3f}]")

@@ -85,7 +85,6 @@ from common.options import NOT_SAVED, add_output, fill_in, from_least, parsed, p
 from common.output import RunOutput
 from common.resnet20 import ResNet20, Tail, Trunk, load_weights
 from common.small_trainings import fine_tune_cnn
-from tcnn_model.training.checkpoint import write_checkpoint
 
 LATER = ("arms", "starts", "seeds", "blocks", "batch_norm")
 """Options that choose runs, and leave each of them as it is."""
@@ -153,7 +152,9 @@ def fine_tuned_cnn(args: argparse.Namespace, images: Images, file: Path) -> ResN
 
         options: dict[str, Any] = {"batch_size": 2 * args.batch_size, "lr": 2e-3, "weight_decay": 0.05, "amp": args.amp}
         fine_tune_cnn(model, images.train, images.held_out, epochs=args.cnn_epochs, report=after_epoch, **options)
-        write_checkpoint(file, {"model": model.state_dict(), "held_out": curve})
+        temporary = file.with_name(f"{file.name}.tmp")
+        torch.save({"model": model.state_dict(), "held_out": curve}, temporary)
+        temporary.replace(file)
     model.load_state_dict(torch.load(file, weights_only=True)["model"])
     return model.eval().requires_grad_(True)
 

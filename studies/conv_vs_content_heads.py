@@ -23,7 +23,7 @@ with and without: clean, in the four groups of ImageNet-C's corruptions, on cont
 attacks on the model whose heads are ablated.
 Content information is compared with that of the same heads untrained, and of trainings on shuffled labels. A ViT, plain
 attention on the ResNet's features, is fine-tuned on the same scenes and recorded beside it.
-Bootstrap intervals, over random draws and images, are for these trainings as they are; t intervals, wide as they are
+Intervals over random draws and images are for these trainings as they are; t intervals, wide as they are
 with three trainings, are for others. The types may sit in different layers, so this does not tell type from place.
 
 Writes into results/:
@@ -158,7 +158,7 @@ def draw(tree: xr.DataTree) -> Figure:
     figure.legend(*axes[modes[0]].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
     single(axes["heads"], tree["heads"].dataset.load())
     for letter, (name, panel) in zip("ABCDE", axes.items(), strict=False):
-        title = f"{modes[0]}, one head" if name == "heads" else f"{name}; lines: 95 % bootstrap intervals"
+        title = f"{modes[0]}, one head" if name == "heads" else f"{name}; lines: 95 % intervals"
         panel.set_title(f"{letter}  {title}", loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     return figure
@@ -167,7 +167,7 @@ def draw(tree: xr.DataTree) -> Figure:
 def bars(panel: Axes, cost: xr.DataArray, place: int, alpha: float, name: str) -> None:
     """One set of heads, a bar for each condition."""
     means = cost.mean(["training", *DRAWN]).values
-    bounds = evaluation.bootstrap_interval(cost.mean("training"), DRAWN).values
+    bounds = evaluation.mean_interval(cost.mean("training"), DRAWN).values
     x = np.arange(len(means)) + 0.2 * (place - 1.5)
     kind = name.removeprefix("random for ")
     label = f"{kind} heads" if name in PAIR else f"as many as {kind}, at random"
@@ -214,7 +214,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=from_least(1), help="trainings of the T-CNN, from --seed on (default: 3)")
     gates = "initial lambda of the gates, one number or one for each head (default: 1 and -3 in turn; 1 with --data)"
     add("--gating", type=float, nargs="+", help=gates)
-    add("--qk-lr", type=positive_number, help="peak rate of queries and keys (default: 0.005; --lr with --data)")
     add("--qk-scale", type=positive_number, help="initial scale of queries and keys (default: 5; 1 with --data)")
     add(
         "--modes",

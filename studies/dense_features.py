@@ -154,7 +154,7 @@ def draw(found: xr.Dataset) -> Figure:
     ends, ceilings = at_end(found.iou), found.ceiling.mean("image")
     for nth, name in enumerate(found.model.values):
         at, values = np.arange(STAGES) + (nth - 1.5) * 0.2, ends.sel(model=name)
-        reach = abs(evaluation.bootstrap_interval(values).transpose("bound", "stage") - values.mean("image"))
+        reach = abs(evaluation.mean_interval(values).transpose("bound", "stage") - values.mean("image"))
         c.bar(at, values.mean("image"), 0.2, color=COLORS[name], label=name, yerr=reach, error_kw={"elinewidth": 0.8})
         allowed = {} if nth else {"label": "what the grid allows"}
         c.hlines(ceilings.sel(model=name), at - 0.1, at + 0.1, color="k", lw=1.2, **allowed)
@@ -189,7 +189,7 @@ def table(found: xr.Dataset) -> str:
     differences |= {f"last stage, {TCNN} less {n}": last.sel(model=TCNN) - last.sel(model=n) for n in (CNN, UNSTRIDED)}
     lines.append("\nwith 95 % interval over scenes; gains are those of training:")
     for words, values in differences.items():
-        low, high = evaluation.bootstrap_interval(values).values
+        low, high = evaluation.mean_interval(values).values
         lines.append(f"  {words:44}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}]")
     return "\n".join(lines)
 
@@ -202,7 +202,7 @@ def check(found: xr.Dataset, chance: float) -> bool:
     verdict = "as the CNN's" if apart < SAME else "NOT as the CNN's"
     print(f"check: the T-CNN's stages before attention begin {verdict}: IoU apart by {apart:.4f}")
     gain = (ends.sel(model=UNSTRIDED) - ends.sel(model=CNN)).isel(stage=-1)
-    low, high = evaluation.bootstrap_interval(gain).values
+    low, high = evaluation.mean_interval(gain).values
     verdict = "more" if low > 0 else "NOT clearly more"
     words = f"{float(gain.mean()):+.3f} [{low:+.3f}, {high:+.3f}]"
     print(f"check: on twice the grid the ResNet's last stage finds {verdict} of the strokes: {words}")

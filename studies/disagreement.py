@@ -127,7 +127,7 @@ def differing(results: xr.Dataset, by: str) -> xr.DataArray:
 def surplus(found: xr.DataArray, than: str) -> tuple[xr.DataArray, xr.DataArray]:
     """How much more often the T-CNN differs from the CNN than another does, and the 95 % interval."""
     more = found.sel(model=TCNN, drop=True) - found.sel(model=than, drop=True)
-    return more.mean(OVER), evaluation.bootstrap_interval(more, OVER)
+    return more.mean(OVER), evaluation.mean_interval(more, OVER)
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -139,9 +139,7 @@ def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
     for nth, name in enumerate(models):
         values = by_group.sel(model=name)
         at = np.arange(values.sizes["group"]) + (nth - (len(models) - 1) / 2) * 0.8 / len(models)
-        bar(
-            a, at, values.mean(OVER), evaluation.bootstrap_interval(values, OVER), COLORS[name], name, 0.8 / len(models)
-        )
+        bar(a, at, values.mean(OVER), evaluation.mean_interval(values, OVER), COLORS[name], name, 0.8 / len(models))
     a.set_xticks(range(by_group.sizes["group"]), by_group.group.values)
     a.set(ylabel="decided otherwise than by the CNN", title="clean and by group of corruptions")
     a.legend(frameon=False)

@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 import tcnn_probe
 from common.ending import ended, finish, learned
 from common.options import add_output, parsed, study_parser
-from common.training import add_controls, add_training, begin, settle
+from common.training import CONTROLS, add_controls, add_training, begin, count_controls, settle
 from tcnn_model import EpochResult
 from tcnn_probe.plot import OKABE_ITO
 
@@ -48,7 +48,7 @@ Run = list[EpochResult]
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin("gating_evolution", args, stages=3 + args.unstrided)
+    study = begin("gating_evolution", args, stages=2 + count_controls(args))
     training = study.train_cnn()
     controls = study.controls()
     output = study.output
@@ -77,9 +77,10 @@ def draw(dataset: xr.Dataset, training: Run) -> Figure:
         before = [r.epoch - training[-1].epoch for r in training]
         a.plot(before, [r.top1 for r in training], color="0.6", label="CNN, training")
     a.plot(dataset.epoch, dataset.control_top1, color="0.25", ls="--", label="CNN, fine-tuned (control)")
-    if "unstrided_top1" in dataset:
-        label = "CNN at stride 1, fine-tuned (control)"
-        a.plot(dataset.epoch, dataset.unstrided_top1, color=OKABE_ITO["blue"], ls="-.", label=label)
+    for name, color in (("unstrided", OKABE_ITO["blue"]), ("matched", OKABE_ITO["green"])):
+        if f"{name}_top1" in dataset:
+            label = f"{CONTROLS[name]} (control)"
+            a.plot(dataset.epoch, dataset[f"{name}_top1"], color=color, ls="-.", label=label)
     a.plot(dataset.epoch, dataset.top1, color=OKABE_ITO["vermillion"], lw=2, label="T-CNN, fine-tuned")
     a.axvline(0, color="0.8", lw=1, zorder=0, label="reparameterized")
     a.set(ylabel="validation accuracy", title="accuracy", xlabel="epoch after reparameterization")
@@ -126,7 +127,8 @@ def accuracy_report(dataset: xr.Dataset) -> str:
     ahead = "equal" if tcnn == control else "T-CNN ahead" if tcnn > control else "CNN ahead"
     n = float(last.images.isel(layer=0))
     error = ((tcnn * (1 - tcnn) + control * (1 - control)) / n) ** 0.5
-    further = f", CNN at stride 1 {float(last.unstrided_top1):.3f}" if "unstrided_top1" in last else ""
+    others = [name for name in ("unstrided", "matched") if f"{name}_top1" in last]
+    further = "".join(f", {CONTROLS[name]} {float(last[f'{name}_top1']):.3f}" for name in others)
     return (
         f"\nvalidation accuracy: CNN {float(start.control_top1):.3f}; reparameterized {float(start.top1):.3f}; "
         f"after fine-tuning T-CNN {tcnn:.3f}, CNN {control:.3f}{further} "

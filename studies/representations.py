@@ -115,7 +115,7 @@ def draw(found: xr.Dataset) -> Figure:
     axes = figure.subplot_mosaic("ABD;ACE", width_ratios=[1, 1, 0.9])
     curves(axes["A"], same_layer(found), "CKA with the CNN before fine-tuning")
     accuracy = found.knn_correct
-    curves(axes["B"], accuracy.mean("image"), "kNN accuracy", evaluation.bootstrap_interval(accuracy))
+    curves(axes["B"], accuracy.mean("image"), "kNN accuracy", evaluation.mean_interval(accuracy))
     curves(axes["C"], found.participation_ratio, "participation ratio")
     for letter, model in zip("DE", MODELS, strict=True):
         end = found.cka.sel(model=model).isel(epoch=-1).transpose("layer", "other_layer")
@@ -176,7 +176,7 @@ def check(found: xr.Dataset, chance: float) -> bool:
     print(f"check: at the start the stages before those with attention {verdict}: CKA of at least {least:.4f}")
     correct = tcnn.knn_correct.isel(layer=-1)
     gain = correct.isel(epoch=-1, drop=True) - correct.isel(epoch=0, drop=True)
-    low, high = evaluation.bootstrap_interval(gain).values
+    low, high = evaluation.mean_interval(gain).values
     verdict = "know more" if low > 0 else "do NOT clearly know more"
     print(
         f"check: neighbours by the last stage {verdict} of the class after fine-tuning: kNN accuracy "
@@ -184,9 +184,9 @@ def check(found: xr.Dataset, chance: float) -> bool:
     )
     control = found.knn_correct.isel(layer=-1, epoch=-1)
     lead = control.sel(model="T-CNN") - control.sel(model="CNN")
-    low, high = evaluation.bootstrap_interval(lead).values
+    low, high = evaluation.mean_interval(lead).values
     print(f"beside the CNN that was trained for as long: {float(lead.mean()):+.2f} [{low:.2f}, {high:.2f}]")
-    return seen and least > SAME and bool(evaluation.bootstrap_interval(gain).values[0] > 0)
+    return seen and least > SAME and bool(evaluation.mean_interval(gain).values[0] > 0)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

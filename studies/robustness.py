@@ -43,7 +43,7 @@ import tcnn_probe
 from common.data import PixelBatches
 from common.ending import InputError, ended, finish, learned
 from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
-from common.training import CONTROLS, add_controls, add_training, begin, settle
+from common.training import CONTROLS, add_controls, add_training, begin, count_controls, settle
 from tcnn_probe import evaluation
 
 CNN, CONTROL, TCNN = "CNN", CONTROLS["control"], "T-CNN, fine-tuned"
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin(
         "robustness",
         args,
-        stages=3 + args.unstrided,
+        stages=2 + count_controls(args),
         later=("corruptions", "severities", "epsilon", "images", "variant"),
         before=lambda cnn: variants.extend(open_variants(cnn, args)),
     )

@@ -10,7 +10,8 @@ covers a smaller part of the image, as a convolution does; the content part cove
 
 How: a small ResNet learns handwritten digits in cluttered scenes. It is fine-tuned for as long in two ways: as it is
 (the control), and with its last stage reparameterized as gated positional self-attention (T-CNN). --unstrided adds a
-control with the T-CNN's finer grid and without its attention. The models are shown the same validation images at
+control with the T-CNN's finer grid and without its attention, --matched-start the T-CNN that starts as this control, so
+that neither grid nor start tells them apart. The models are shown the same validation images at
 several resolutions, and every head is recorded along the resolution. Nothing is adapted: the positional encodings are
 functions of the distance between two pixels (Eq. 4).
 
@@ -43,19 +44,19 @@ import tcnn_probe
 from common.data import at_resolution
 from common.ending import ended, finish, learned
 from common.options import add_output, fill_in, from_least, parsed, study_parser
-from common.training import CONTROLS, Training, add_controls, add_training, begin, settle
+from common.training import CONTROLS, Training, add_controls, add_training, begin, count_controls, settle
 from tcnn_probe.plot import OKABE_ITO
 
 CNN, TCNN = "CNN", "T-CNN, fine-tuned"
 COLORS = {CNN: "0.6", CONTROLS["control"]: "0.25", CONTROLS["unstrided"]: OKABE_ITO["blue"]}
-COLORS |= {TCNN: OKABE_ITO["vermillion"]}
+COLORS |= {CONTROLS["matched"]: OKABE_ITO["green"], TCNN: OKABE_ITO["vermillion"]}
 PARTS = {"content_entropy": OKABE_ITO["vermillion"], "positional_entropy": OKABE_ITO["blue"]}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin("test_resolution", args, stages=3 + args.unstrided, later=("sizes",))
+    study = begin("test_resolution", args, stages=2 + count_controls(args), later=("sizes",))
     study.train_cnn()
     controls = {CONTROLS[name]: model for name, (model, _) in study.controls().items()}
     tcnn, _ = study.tcnn(study.output.beside("_tcnn.zarr"))

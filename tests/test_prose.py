@@ -22,7 +22,10 @@ CLEAN = [
     "tcnn_model/kernels",
     "tcnn_model/models",
     "tcnn_model/pooling",
+    "tcnn_model/training",
+    "tcnn_finetune.py",
     "tcnn_probe/architectures",
+    "tcnn_probe/attention",
     "tcnn_probe/attribution/__init__.py",
     "tcnn_probe/attribution/captum_methods.py",
     "tcnn_probe/attribution/class_attention.py",
@@ -37,10 +40,14 @@ CLEAN = [
     "tcnn_probe/command_line.py",
     "tcnn_probe/evaluation",
     "tcnn_probe/heads",
+    "tcnn_probe/hooks",
     "tcnn_probe/images.py",
+    "tcnn_probe/interventions",
     "tcnn_probe/loggers.py",
     "tcnn_probe/models.py",
     "tcnn_probe/plot",
+    "tcnn_probe/probes",
+    "tcnn_probe/recording",
     "tcnn_probe/reporting",
     "tcnn_probe/representation",
     "tcnn_probe/schema.py",
@@ -67,10 +74,15 @@ CLEAN = [
     "tests/tcnn_probe/test_images.py",
     "tests/tcnn_probe/test_without_torch.py",
     "tests/tcnn_probe/storage",
+    "tests/tcnn_model/training",
     "tests/test_prose.py",
 ]
 # Public parameters, which users write: layer_cka(features, others), and the corruptions' shares that are kept.
-PUBLIC = {"tcnn_probe/representation": "others", "tcnn_probe/evaluation/corruptions": "kept"}
+PUBLIC = {
+    "tcnn_probe/recording": "every",
+    "tcnn_probe/representation": "others",
+    "tcnn_probe/evaluation/corruptions": "kept",
+}
 
 PRONOUN = re.compile(
     "ones?|some|each|found|given|told|there|here|this|these|those|others?|own|both|mine|theirs|made|wanted|chosen|whole|"

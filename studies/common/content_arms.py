@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from common.small_trainings import LABEL_SMOOTHING, rate_factor
 from tcnn_model import GPSA, gpsa_layers, parameter_groups, reparameterize
-from tcnn_model.gpsa.attention import product
 
 __all__ = ["ARMS", "Arm", "StaticMapGPSA", "converted", "train_tail"]
 
@@ -84,7 +83,8 @@ class StaticMapGPSA(GPSA):
         rows, cols = attention.factors_on_pixels(content.dtype)
         gate = attention.gate[:, None, None].to(content.dtype)
         values = self.values(x)
-        mixed = torch.lerp(content, product(rows, cols), gate)[0].to(values.dtype)
+        positional = torch.einsum("hyj,hxi->hyxji", rows, cols).flatten(3).flatten(1, 2)
+        mixed = torch.lerp(content, positional, gate)[0].to(values.dtype)
         return self.combine(torch.einsum("hqk,bkc->bhqc", mixed, values[:, 0]), attention)
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def gain(found: xr.Dataset, shuffled: xr.Dataset | None) -> str:
     end, controls = information.isel(epoch=-1), {"untrained": information.isel(epoch=0)}
     if shuffled is not None:
         controls["on shuffled labels"] = shuffled.content_information.isel(epoch=-1)
-    lines = ["content information, mean over all heads, in nat, with 95 % bootstrap intervals over heads:"]
+    lines = ["content information, mean over all heads, in nat, with 95 % intervals over heads:"]
     every = {"trained": end, **controls}
     for training in found.training.values:
         words = [f"{name} {_interval(values.sel(training=training))}" for name, values in every.items()]
@@ -80,7 +80,7 @@ def gain(found: xr.Dataset, shuffled: xr.Dataset | None) -> str:
 
 def _interval(values: xr.DataArray) -> str:
     heads = values.stack(one=("layer", "head")).dropna("one")
-    low, high = evaluation.bootstrap_interval(heads, "one").values
+    low, high = evaluation.mean_interval(heads, "one").values
     return f"{float(heads.mean()):.3f} [{low:.3f}, {high:.3f}]"
 
 

@@ -174,7 +174,9 @@ def _endpoints(runs: list[xr.Dataset]) -> list[str]:
         for (key, effect), p_value in zip(chosen.items(), adjusted, strict=True):
             answers.append(verdict(effect, MARGIN, p_value))
             row = f"  {name:13s}lambda = {key[1]:+g}, {key[2]:10s}{effect}  p (Holm) {p_value:.3f}  {answers[-1]}"
-            if answers[-1] == "undecided":
+            if effect.seeds == 1:
+                row += "; one seed has no interval"
+            elif answers[-1] == "undecided":
                 seeds = seeds_to_decide(effect, MARGIN)
                 row += f"; {seeds} seeds would decide" if seeds else "; seeds alone would not decide"
             lines.append(f"{row}  ({effect.seeds} seeds, {effect.images} images)")

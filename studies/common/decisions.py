@@ -99,7 +99,7 @@ def draw_pairs(found: xr.DataArray) -> Figure:
 
 def pair_table(found: xr.DataArray) -> str:
     """Each pair with 95 % intervals over images, by condition; pairs with the ground truth have the error rates."""
-    rates, intervals = found.mean("image"), evaluation.bootstrap_interval(found)
+    rates, intervals = found.mean("image"), evaluation.mean_interval(found).clip(0)
     pairs = list(combinations(found.model.values.tolist(), 2))
     width = max(len(one) + len(other) for one, other in pairs) + 7
     lines = [f"\nshare of {found.sizes['image']} images decided differently, with 95 % interval over images"]

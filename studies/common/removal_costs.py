@@ -47,8 +47,8 @@ def head_costs(heads: xr.Dataset) -> xr.DataArray:
 
 
 def mean_and_interval(values: xr.DataArray) -> tuple[float, float, float]:
-    """Mean, and a bootstrap interval over random draws of heads and images, for these trainings as they are."""
-    low, high = evaluation.bootstrap_interval(values.mean("training"), DRAWN).values
+    """Mean, and an interval over random draws of heads and images, for these trainings as they are."""
+    low, high = evaluation.mean_interval(values.mean("training"), DRAWN).values
     return float(values.mean()), float(low), float(high)
 
 

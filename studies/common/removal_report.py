@@ -71,6 +71,6 @@ def _sentence(right: xr.DataArray, words: str) -> str:
     sizes = f"sets of random heads ({right.sizes['draw']} in each) and {right.sizes['image']} images"
     return (
         f"\n{these} of one CNN, {words} the content heads costs, compared with as many random heads: {own}. "
-        f"Compared with clean images, that difference is: {against}. (95 % bootstrap intervals over {sizes}, not "
+        f"Compared with clean images, that difference is: {against}. (95 % intervals over {sizes}, not "
         f"corrected for looking at {len(conditions)} conditions.) For other trainings, {said}."
     )

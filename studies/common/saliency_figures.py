@@ -41,7 +41,7 @@ def in_words(method: str) -> str:
 
 
 def draw_faithfulness(tree: xr.DataTree) -> Figure:
-    """A column a model, a row a measure; over epochs, means over images with 95 % bootstrap intervals."""
+    """A column a model, a row a measure; over epochs, means over images with 95 % intervals."""
     runs = list(tree.children.items())
     measures = [name for name in MEASURES if name in runs[0][1]]
     size = max(6.4, 3.1 * len(runs) + 0.6), 2.1 * len(measures) + 1.1
@@ -63,7 +63,7 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
         axes[-1, column].set_xticks(scores.epoch.values)
     shown = [m for m in COLORS if any(m in node.dataset["attribution"] for _, node in runs)]
     handles = [Line2D([], [], color=COLORS[m], ls="--" if m == "chance" else "-", lw=2) for m in shown]
-    title = f"means over {runs[0][1].sizes['image']} images; bars: 95 % bootstrap intervals"
+    title = f"means over {runs[0][1].sizes['image']} images; bars: 95 % intervals"
     labels = [in_words(method) for method in shown]
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, title=title)
     return figure
@@ -78,7 +78,7 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
         else:
             panel.axhline(mean.item(), color=COLORS[method], ls="--", lw=1)
         return
-    interval = evaluation.bootstrap_interval(values).transpose(..., "epoch").values
+    interval = evaluation.mean_interval(values).transpose(..., "epoch").values
     aside = 0.06 * place * max(1, (epochs[-1] - epochs[0]) / 4)  # else the bars would hide each other
     panel.errorbar(
         epochs + aside,

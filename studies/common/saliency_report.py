@@ -26,11 +26,11 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
             cells = []
             for measure in measures:
                 values = last[measure].sel(attribution=method)
-                low, high = evaluation.bootstrap_interval(values).values
+                low, high = evaluation.mean_interval(values).values
                 cells.append(f"{float(values.mean()):.2f} [{low:.2f}, {high:.2f}]")
             lines.append(f"{method:21}" + "".join(f"{cell:>20}" for cell in cells))
     count = next(iter(tree.children.values())).sizes["image"]
-    lines.append(f"\nmeans over {count} images, 95 % bootstrap intervals over them; one seed")
+    lines.append(f"\nmeans over {count} images, 95 % intervals over them; one seed")
     if any("pointing_game" in node for node in tree.children.values()):
         lines.append(f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of it")
     for name, node in tree.children.items():
@@ -44,7 +44,7 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
 def beside_gradcam(hits: xr.DataArray) -> str:
     """Class attention's hits beside Grad-CAM's, image by image."""
     ours, theirs = (hits.sel(attribution=method) for method in ("class_attention", "gradcam"))
-    low, high = evaluation.bootstrap_interval(ours - theirs).values
+    low, high = evaluation.mean_interval(ours - theirs).values
     verdict = "is ahead" if low > 0 else "is behind" if high < 0 else "and Grad-CAM are not distinguishable"
     return (
         f"class attention {float(ours.mean()):.2f}, Grad-CAM {float(theirs.mean()):.2f}, "

@@ -30,12 +30,16 @@ from common.options import (
 from common.output import RunOutput
 from tcnn_model import EpochResult, finetune, reparameterize, unstride
 
-__all__ = ["CONTROLS", "Training", "add_controls", "add_training", "begin", "settle", "warmup"]
+__all__ = ["CONTROLS", "Training", "add_controls", "add_training", "begin", "count_controls", "settle", "warmup"]
 
 PAPER_BATCH = 1024
 """Images of a step that the paper's rates of 1e-4 and 0.1 are for."""
 
-CONTROLS = {"control": "CNN, fine-tuned", "unstrided": "CNN at stride 1, fine-tuned"}
+CONTROLS = {
+    "control": "CNN, fine-tuned",
+    "unstrided": "CNN at stride 1, fine-tuned",
+    "matched": "T-CNN from the CNN at stride 1, fine-tuned",
+}
 """What figures and tables call the models of :meth:`Training.controls`."""
 
 
@@ -69,6 +73,8 @@ def add_training(parser: argparse.ArgumentParser, *, small: str, several: str = 
         help="of fine-tuning (default: 1e-3; for --data the paper's, 1e-4 for batches of 1024, less for smaller ones)",
     )
     add("--cnn-lr", type=positive_number, help="of training the CNN (default: 1e-2; for --data 0.1 for batches of 256)")
+    qk_lr = "of queries and keys (default: --lr; for --data what sums to the paper's 3.1, however few the steps)"
+    add("--qk-lr", type=positive_number, help=qk_lr)
     add("--gating-lr", type=positive_number, help="of the gates (default: 0.1; for --data the paper's, as --lr)")
     add("--gating-min-lr", type=positive_number, help="rate that the gates end at (default: annealed as the weights')")
     add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
@@ -78,7 +84,15 @@ def add_training(parser: argparse.ArgumentParser, *, small: str, several: str = 
 def add_controls(parser: argparse.ArgumentParser) -> None:
     """The option for a second control."""
     help_ = "a second control: the CNN with its last stage at stride 1 like the T-CNN's, without attention"
-    parser.add_argument_group("controls").add_argument("--unstrided", action="store_true", help=help_)
+    group = parser.add_argument_group("controls")
+    group.add_argument("--unstrided", action="store_true", help=help_)
+    help_ = "a third control: the T-CNN that starts as the CNN at stride 1, so that start and grid are both the same"
+    group.add_argument("--matched-start", action="store_true", help=help_)
+
+
+def count_controls(args: argparse.Namespace) -> int:
+    """Return the number of trainings beside that of the T-CNN that :meth:`Training.controls` does."""
+    return 1 + args.unstrided + args.matched_start
 
 
 def settle(
@@ -226,7 +240,7 @@ class Training:
         """
         recipe = {"epochs": self.args.epochs, "lr": self.args.lr, "gating_lr": self.args.gating_lr}
         recipe |= {
-            "qk_lr": getattr(self.args, "qk_lr", None),
+            "qk_lr": self.args.qk_lr or (None if self.args.data == "digits" else "papers"),
             "gating_min_lr": self.args.gating_min_lr,
             "drop_path_rate": self.args.drop_path,
             "seed": self.args.seed if seed is None else seed,
@@ -234,10 +248,17 @@ class Training:
         return self._train(model, file, title, **{**recipe, **changed})
 
     def controls(self) -> dict[str, tuple[nn.Module, list[EpochResult]]]:
-        """The CNN fine-tuned as it is, "control"; with ``--unstrided`` also with its last stage at stride 1."""
+        """Fine-tune the CNN as it is, "control", and what ``--unstrided`` and ``--matched-start`` ask for.
+
+        The last is the T-CNN in its limit of strong locality, where it is the CNN at stride 1 up to rounding.
+        """
         models = {"control": ("the CNN goes on (control)", copy.deepcopy(self.cnn))}
         if self.args.unstrided:
             models["unstrided"] = ("the CNN goes on at stride 1 (control)", unstride(self.cnn))
+        if self.args.matched_start:
+            torch.manual_seed(self.args.seed)
+            limit = reparameterize(self.cnn, locality_strength=20.0, gating=20.0)
+            models["matched"] = ("the T-CNN from the CNN at stride 1 (control)", limit)
         return {name: (model, list(self.fine_tune(model, name, title))) for name, (title, model) in models.items()}
 
     def both(self, name: str, title: str, **changed: Any) -> list[list[EpochResult]]:

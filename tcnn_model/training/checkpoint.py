@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-__all__ = ["load_tensors", "read_checkpoint", "write_checkpoint", "write_file"]
+__all__ = ["check_sums", "load_tensors", "read_checkpoint", "write_checkpoint", "write_file"]
 
 
 def write_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
@@ -55,6 +55,18 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
             os.close(folder)
 
 
+def check_sums(path: str | Path) -> None:
+    """Compare the checksums that torch writes for each tensor, and does not look at when it reads.
+
+    Raises:
+        BadZipFile: One does not fit.
+    """
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"the checksum of {damaged} does not fit")
+
+
 def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
     """Load what torch saved, without running code from it, and only if no bit of it has changed.
 
@@ -62,11 +74,7 @@ def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
         ValueError: The file is damaged, or holds more than tensors and plain values.
     """
     try:
-        # torch writes a checksum of each tensor, and does not look at it when it reads.
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"the checksum of {damaged} does not fit")
+        check_sums(path)
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch and zipfile raise many kinds for damaged files
         raise ValueError(f"{Path(path).name} is damaged, or no checkpoint of tcnn_model: {error!r}") from error

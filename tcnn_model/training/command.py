@@ -89,10 +89,11 @@ def _prepare(config: Config, ranks: Ranks) -> tuple[Training, Images]:
     scaled = config.scaled(ranks.count)
     if config.paper_batch and scaled.lr != config.lr:
         batch = config.batch_size * config.accumulate * ranks.count
+        accumulate = max(1, round(config.paper_batch / config.batch_size / ranks.count))
         say(
             f"{batch} images a step ({config.batch_size} x {config.accumulate} accumulated x {ranks.count} processes), "
             f"{config.paper_batch} in the paper: rates are scaled, {config.lr:g} to {scaled.lr:g}; --accumulate "
-            f"{max(1, round(config.paper_batch / config.batch_size / ranks.count))} would keep the paper's batch",
+            f"{accumulate} would keep the paper's batch",
             ranks,
         )
     return build_training(scaled, model, steps, ranks), images

@@ -211,10 +211,10 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
     if resume:
         if "recipe" in options or file:
             raise ValueError("--resume goes on with the settings of the run: leave --recipe and --config out")
-        kept = Path(options.get("out", Config.out)) / "config.toml"
-        if not kept.exists():
-            raise ValueError(f"--resume: there is no run in {kept.parent}")
-        return _trusted(read_toml(kept), options), True
+        run_settings = Path(options.get("out", Config.out)) / "config.toml"
+        if not run_settings.exists():
+            raise ValueError(f"--resume: there is no run in {run_settings.parent}")
+        return _trusted(read_toml(run_settings), options), True
     settings = read_toml(file) if file else {}
     model = options.get("model") or settings.get("model")
     if not model:

@@ -1,24 +1,47 @@
 """The fine-tuning of the T-CNN paper (Sec. 3, "Training details"), as an iterator over epochs."""
 
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from timm.loss import LabelSmoothingCrossEntropy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 
 from tcnn_model.training.checkpoint import read_checkpoint, write_checkpoint
 from tcnn_model.training.evaluation import EpochResult
 from tcnn_model.training.loop import Training, run
-from tcnn_model.training.optimization import create_optimizer, create_schedules, set_drop_path
+from tcnn_model.training.optimization import (
+    create_optimizer,
+    create_schedules,
+    papers_qk_lr,
+    rate_sums,
+    set_drop_path,
+)
 from tcnn_model.training.seeding import check_repeatable, seed_everything
 from tcnn_model.training.task import Classification
 
-__all__ = ["finetune"]
+__all__ = ["FinetuningResult", "finetune"]
 
 Loader = DataLoader[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class FinetuningResult(EpochResult):
+    """The result of an epoch, with the sums of learning rates until its end.
+
+    Adam and its kin move a weight by no more than about the sum of its learning rates. ``lr_sum`` is that of filters
+    and matrices and ``qk_lr_sum`` that of GPSA's queries and keys, in units of the standard deviation that they had
+    before the training; ``gating_lr_sum`` that of the gates, in units of lambda. NaN if the model has no such weights.
+    """
+
+    lr_sum: float
+    qk_lr_sum: float
+    gating_lr_sum: float
 
 
 def finetune(
@@ -30,7 +53,7 @@ def finetune(
     opt: str = "adamw",
     lr: float = 1e-4,
     gating_lr: float = 0.1,
-    qk_lr: float | None = None,
+    qk_lr: float | Literal["papers"] | None = None,
     weight_decay: float = 0.05,
     warmup_epochs: int = 5,
     gating_warmup_epochs: int | None = None,
@@ -43,7 +66,7 @@ def finetune(
     checkpoint: str | Path | None = None,
     progress: bool = True,
     name: str = "fine-tuning",
-) -> Iterator[EpochResult]:
+) -> Iterator[FinetuningResult]:
     """Train ``model`` in place with AdamW, warm-up and cosine decay; yield after each epoch's validation.
 
     The model is validated in eval mode just before each yield, so whatever records eval-mode forwards has then seen
@@ -59,34 +82,37 @@ def finetune(
     which runs the same loop.
 
     Args:
-        model: any classifier; gates are looked for in its GPSA layers. Trained in place.
-        train_loader, val_loader: batches of images (B, C, H, W) and class indices (B,); shares of classes (B, K), as
-            mixup gives them, will do for training.
-        epochs: number of training epochs.
+        model: Any classifier, trained in place; its gates are those of its GPSA layers.
+        train_loader, val_loader: Batches of images (B, C, H, W) and class indices (B,); for training, shares of
+            classes (B, K), as mixup gives them, are accepted too.
+        epochs: Number of training epochs.
         opt: timm's name of an optimizer. The paper has "momentum", SGD with momentum 0.9, for CNNs (Sec. 5).
-        lr, gating_lr: peak learning rates of the weights and of the gates.
-        qk_lr: of GPSA's queries and keys; None for ``lr``, as in the paper.
-        weight_decay: of matrices and filters, see :func:`~tcnn_model.parameter_groups`.
-        warmup_epochs: epochs of linear warm-up from 0; must be fewer than ``epochs``.
-        gating_warmup_epochs, gating_min_lr: warm-up of the gates, and the rate that they end at; None: as the weights.
-        label_smoothing: in [0, 1).
-        drop_path_rate: stochastic depth, as a ramp (``tcnn_model.training.optimization.set_drop_path``); None:
-            its own.
-        device: to train on; the model's own unless given.
-        amp: bfloat16 autocast.
-        seed: each epoch seeds Python's, NumPy's and torch's global generators, and those that the loaders have of
-            their own, so a resumed run repeats what an uninterrupted one would have done. None leaves them alone.
-        checkpoint: file written to the disk after each epoch, whole or not at all. If it exists the run resumes from
+        lr, gating_lr: Peak learning rates of the weights and of the gates, reached at the end of the warm-up, where
+            the cosine begins.
+        qk_lr: Peak rate of GPSA's queries and keys; None for ``lr``, as in the paper; "papers" for that with which
+            their rates sum to the paper's 3.1, however short the training (``papers_qk_lr`` of
+            ``tcnn_model.training.optimization``).
+        weight_decay: Weight decay of matrices and filters, see :func:`~tcnn_model.parameter_groups`.
+        warmup_epochs: Epochs of linear warm-up from 0; must be fewer than ``epochs``.
+        gating_warmup_epochs, gating_min_lr: Warm-up and last rate of the gates; None for those of the weights.
+        label_smoothing: Share of the targets that is spread over all classes, in [0, 1).
+        drop_path_rate: Stochastic depth, as a ramp (``tcnn_model.training.optimization.set_drop_path``); None to
+            leave the model's as it is.
+        device: Device to train on; None for the model's.
+        amp: Whether to use bfloat16 autocast.
+        seed: Seed of Python's, NumPy's and torch's global generators and of those of the loaders, set anew in each
+            epoch, so that a resumed run repeats an uninterrupted one. None leaves them alone.
+        checkpoint: File written to the disk after each epoch, whole or not at all. If it exists the run resumes from
             it: its epochs are yielded again without being trained, the last one after a fresh validation.
-        progress: show progress bars.
-        name: of the progress bar.
+        progress: Whether to show progress bars.
+        name: Name of the progress bar.
 
     Yields:
-        :class:`EpochResult`, epochs 0 to ``epochs``.
+        :class:`FinetuningResult`, epochs 0 to ``epochs``.
 
     Raises:
-        ValueError: settings out of range; a checkpoint that is damaged or of a run with other settings; a loader
-            without batches; with a seed, a training loader whose workers persist.
+        ValueError: A setting is out of range; the checkpoint is damaged or of a run with other settings; a loader
+            has no batches; with a seed, the workers of the training loader persist.
     """
     if epochs < 1 or not 0 <= warmup_epochs < epochs:
         raise ValueError(
@@ -99,10 +125,10 @@ def finetune(
         raise ValueError(f"empty loader: {len(train_loader)} training and {len(val_loader)} validation batches")
     if seed is not None:
         check_repeatable(train_loader)
-    rates = {"warmup_epochs": warmup_epochs, "gating_warmup_epochs": gating_warmup_epochs}
-    rates |= {"gating_min_lr": gating_min_lr, "epochs": epochs}  # type: ignore[dict-item]
-    optimizing = {"opt": opt, "lr": lr, "gating_lr": gating_lr, "weight_decay": weight_decay}
-    optimizing["qk_lr"] = qk_lr
+    rates: dict[str, Any] = {"warmup_epochs": warmup_epochs, "gating_warmup_epochs": gating_warmup_epochs}
+    rates |= {"gating_min_lr": gating_min_lr, "epochs": epochs}
+    optimizing: dict[str, Any] = {"opt": opt, "lr": lr, "gating_lr": gating_lr, "weight_decay": weight_decay}
+    optimizing["qk_lr"] = papers_qk_lr(epochs * len(train_loader)) if qk_lr == "papers" else qk_lr
     settings: dict[str, Any] = {**rates, **optimizing, "label_smoothing": label_smoothing, "seed": seed}
     settings |= {"drop_path_rate": drop_path_rate, "steps_per_epoch": len(train_loader)}
     target = next(model.parameters()).device if device is None else torch.device(device)
@@ -110,16 +136,18 @@ def finetune(
     if drop_path_rate is not None and set_drop_path(model, drop_path_rate) == 0 and drop_path_rate > 0:
         raise ValueError(f"drop_path_rate={drop_path_rate}, but {type(model).__name__} has no block with a drop_path")
     model.to(target)
-    optimizer = create_optimizer(model, **optimizing)  # type: ignore[arg-type]
+    optimizer = create_optimizer(model, **optimizing)
     training = Training(
         model=model,
         task=Classification(model, LabelSmoothingCrossEntropy(label_smoothing)),
         optimizer=optimizer,
-        schedules=create_schedules(optimizer, steps=len(train_loader), **rates),  # type: ignore[arg-type]
+        schedules=create_schedules(optimizer, steps=len(train_loader), reaching_peak=True, **rates),
         device=target,
         amp=torch.bfloat16 if amp else None,
         seed=seed,
     )
+    marks = [epoch * len(train_loader) for epoch in range(epochs + 1)]
+    sums = rate_sums(model, optimizer, training.schedules, marks)
     if saved is not None:
         training.load_state_dict(saved)
 
@@ -127,9 +155,22 @@ def finetune(
         if checkpoint is not None:
             write_checkpoint(checkpoint, {"settings": settings, **training.state_dict()})
 
-    return run(
-        training, _Loaders(train_loader, val_loader, seed), epochs, after_epoch=save, progress=progress, name=name
-    )
+    loaders = _Loaders(train_loader, val_loader, seed)
+    results = run(training, loaders, epochs, after_epoch=save, progress=progress, name=name)
+    return _with_sums(results, sums, name if progress else None)
+
+
+def _with_sums(
+    results: Iterator[EpochResult], sums: list[dict[str, float]], name: str | None
+) -> Iterator[FinetuningResult]:
+    """Add the sums of learning rates to the results; print the last ones under a name."""
+    for result in results:
+        yield FinetuningResult(**(asdict(result) | sums[result.epoch]))
+    if name is not None:
+        words = {"lr_sum": "weights", "qk_lr_sum": "queries and keys", "gating_lr_sum": "gates (in lambda)"}
+        known = [f"{words[key]} {value:.3g}" for key, value in sums[-1].items() if not math.isnan(value)]
+        said = "sums of learning rates, in initial standard deviations"
+        tqdm.write(f"{name}: {said}: {', '.join(known)}")
 
 
 class _Loaders:

@@ -94,14 +94,14 @@ class Grafit(nn.Module):
 
     def scores(self, embeddings: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Score embeddings, shape (B, D); those of training images, with their numbers (B,), without themselves."""
-        seen = (self.labels >= 0).nonzero()[:, 0]
+        known = (self.labels >= 0).nonzero()[:, 0]
         return neighbour_scores(
             embeddings,
-            self.memory[seen],
-            self.labels[seen],
+            self.memory[known],
+            self.labels[known],
             self.num_classes,
             temperature=self.temperature,
-            itself=None if numbers is None else seen == numbers[:, None],
+            itself=None if numbers is None else known == numbers[:, None],
         )
 
     @torch.no_grad()

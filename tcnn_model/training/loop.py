@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from tcnn_model.training.evaluation import AveragedResult, EpochResult, evaluate, totals
 from tcnn_model.training.seeding import seed_everything, seed_of
-from tcnn_model.training.sharding import spread, spread_state, whole
+from tcnn_model.training.sharding import gather_state, shard_optimizer, shard_state
 
 __all__ = ["Batches", "NonFiniteLossError", "StopRequested", "Training", "run"]
 
@@ -123,11 +123,11 @@ class Training:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training, in tensors and plain values; all processes call this together."""
         return {
-            "model": whole(self.model.state_dict()),
-            "optimizer": whole(self.optimizer.state_dict()),
+            "model": gather_state(self.model.state_dict()),
+            "optimizer": gather_state(self.optimizer.state_dict()),
             "schedules": [_plain(schedule.state_dict()) for schedule in self.schedules],
             "scaler": self.scaler.state_dict(),
-            "ema": None if self.ema is None else whole(self.ema.module.state_dict()),
+            "ema": None if self.ema is None else gather_state(self.ema.module.state_dict()),
             "history": [asdict(result) for result in self.history],
             "epoch": self.epoch,
             "step": self.step,
@@ -136,14 +136,14 @@ class Training:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        self.model.load_state_dict(spread(state["model"], self.model))
+        self.model.load_state_dict(shard_state(state["model"], self.model))
         self.optimizer.load_state_dict(state["optimizer"])
-        spread_state(self.optimizer)
+        shard_optimizer(self.optimizer)
         for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
         self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
-            self.ema.module.load_state_dict(spread(state["ema"], self.ema.module))
+            self.ema.module.load_state_dict(shard_state(state["ema"], self.ema.module))
         kind = EpochResult if self.ema is None else AveragedResult
         self.history = [kind(**result) for result in state["history"]]
         self.epoch, self.step = state["epoch"], state["step"]
@@ -181,6 +181,7 @@ class Training:
             if self.seed is not None:
                 seed_everything(seed_of(self.seed, self.epoch, self.step, number, self.rank))
             last = number == len(batches) - 1
+            # Gradients are added up over processes once a step.
             with nullcontext() if last else self.no_sync():
                 self._backward(images, targets, len(batches))
         if self.clip_grad is not None:
@@ -201,9 +202,11 @@ class Training:
         with torch.autocast(self.device.type, self.amp, enabled=self.amp is not None):
             result = self.task(images, targets)
         loss, logits = result["loss"], result["output"]
-        if not math.isfinite(everywhere := float(self.over_ranks(loss.detach()))):
-            where = f"epoch {self.epoch}, step {self.step + 1}"
-            raise NonFiniteLossError(f"the loss is {everywhere:g} in {where}", images, targets)
+        # All processes stop together; one alone would leave the others waiting for its gradient.
+        total_loss = float(self.over_ranks(loss.detach()))
+        if not math.isfinite(total_loss):
+            place = f"epoch {self.epoch}, step {self.step + 1}"
+            raise NonFiniteLossError(f"the loss is {total_loss:g} in {place}", images, targets)
         self.scaler.scale(loss / parts).backward()
         self.total += totals(logits, loss, result.get("targets", targets)).cpu()
 
@@ -278,11 +281,12 @@ def _train_epoch(
         while group := tuple(islice(images, training.accumulate)):
             training.make_step(group, (epoch - 1) * steps + training.step)
             bar.update()
-            if (rate := bar.format_dict["rate"]) and progress:
-                mean_loss, correct, _ = (training.total / training.total[2]).tolist()
-                shown = {"loss": f"{mean_loss:.3f}", "top1": f"{correct:.3f}"}
-                per_step = sum(len(targets) for _, targets in group)
-                bar.set_postfix({"images/s": f"{rate * per_step:.0f}", **shown}, refresh=False)
+            rate = bar.format_dict["rate"]  # of steps; None in the first moments
+            if rate and progress:
+                loss, top1, _ = (training.total / training.total[2]).tolist()
+                images_a_step = sum(len(targets) for _, targets in group)
+                figures = {"images/s": f"{rate * images_a_step:.0f}", "loss": f"{loss:.3f}", "top1": f"{top1:.3f}"}
+                bar.set_postfix(figures, refresh=False)
             after_step()
 
 
@@ -292,4 +296,5 @@ def _means(training: Training) -> tuple[float, float]:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    # Checkpoints are read with weights_only, which refuses the objects that a schedule may hold.
     return {key: value for key, value in state.items() if isinstance(value, bool | int | float | str | list | None)}

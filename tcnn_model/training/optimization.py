@@ -1,6 +1,8 @@
 """Optimizer, learning rates and stochastic depth."""
 
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,12 +11,23 @@ from timm.models.cait import ClassAttn
 from timm.models.volo import ClassAttention as VOLOClassAttention
 from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
-from torch import nn
+from torch import Tensor, nn
 
 from tcnn_model.gpsa.layer import gpsa_layers
 from tcnn_model.pooling.attention_pool import AttentionPool2d, PatchAttention
 
-__all__ = ["create_optimizer", "create_schedules", "parameter_groups", "set_drop_path"]
+__all__ = [
+    "create_optimizer",
+    "create_schedules",
+    "papers_qk_lr",
+    "parameter_groups",
+    "rate_sums",
+    "set_drop_path",
+]
+
+PAPERS_SUM = 3.1
+"""Sum of the T-CNN paper's learning rates: 50 epochs of 1,251 steps, a peak of 1e-4 and a cosine, half of it on
+average. Queries and keys start with a standard deviation of 0.02, so this is 156 times where they start."""
 
 
 _FUSED = ("adam", "adamw")
@@ -35,12 +48,14 @@ def parameter_groups(
     and biases, and for what the model's own ``no_weight_decay()`` names.
 
     Args:
-        model: any module; one without GPSA layers gets no group of gates.
-        lr: of everything but the gates.
-        gating_lr: of the gating parameters lambda.
-        weight_decay: of the matrices and filters.
-        qk_lr: of GPSA's queries and keys, in a group of their own; None for ``lr``, as in the papers. A larger one lets
-            heads learn to attend to content within few epochs.
+        model: Any module; without GPSA layers there is no group of gates.
+        lr: Rate of everything but the gates.
+        gating_lr: Rate of the gating parameters lambda.
+        weight_decay: Weight decay of the matrices and filters.
+        qk_lr: Rate of GPSA's queries and keys, in a group of their own; None for ``lr``, as in the papers. AdamW moves
+            a weight by no more than about the sum of its learning rates. So with the papers' rate and a hundredth of
+            their steps, heads cannot learn to attend to content: give ``papers_qk_lr(steps)``, of
+            ``tcnn_model.training.optimization``.
 
     Returns:
         groups for any torch or timm optimizer, each with "params", "lr", "weight_decay" and a "name"; every parameter
@@ -66,6 +81,66 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
+def papers_qk_lr(steps: int) -> float:
+    """Return the peak rate of queries and keys for which their rates sum to the papers', under a cosine.
+
+    Args:
+        steps: Number of steps in the whole training.
+    """
+    if steps < 1:
+        raise ValueError(f"expected steps from 1, got {steps}")
+    return PAPERS_SUM / (0.5 * steps)
+
+
+def rate_sums(
+    model: nn.Module, optimizer: torch.optim.Optimizer, schedules: Sequence[Any], marks: Sequence[int]
+) -> list[dict[str, float]]:
+    """Sum the learning rates that a training will have, in units of the standard deviation that weights have now.
+
+    Adam and its kin move a weight by no more than about the sum of its learning rates. Weights whose sum is far below
+    1 cannot have learned much.
+
+    Args:
+        model: Model before the training.
+        optimizer: Optimizer of :func:`create_optimizer`.
+        schedules: Schedules of :func:`create_schedules`.
+        marks: Numbers of steps, ascending, after which to return the sums.
+
+    Returns:
+        for each mark ``lr_sum`` of filters and matrices, ``qk_lr_sum`` of GPSA's queries and keys, and
+        ``gating_lr_sum`` of its gates, whose unit is that of lambda; NaN for parameters that the model lacks.
+    """
+    layers = gpsa_layers(model).values()
+    gates = [layer.gating for layer in layers]
+    queries_and_keys = [parameter for layer in layers for parameter in (layer.query, layer.key)]
+    attention = {id(parameter) for parameter in (*gates, *queries_and_keys)}
+    weights = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad and id(p) not in attention]
+    parts = {"lr_sum": weights, "qk_lr_sum": queries_and_keys, "gating_lr_sum": gates}
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    trained = {name: groups[id(part[0])] for name, part in parts.items() if part and id(part[0]) in groups}
+    units = {name: 1.0 if name == "gating_lr_sum" else _deviation(parts[name]) for name in trained}
+    before = [group["lr"] for group in optimizer.param_groups]
+    # The schedules run dry, and set the rates that the training will have.
+    totals, sums = dict.fromkeys(trained, 0.0), []
+    for step in range(marks[-1] + 1):
+        if step in marks:
+            known = {name: total / units[name] if units[name] else math.nan for name, total in totals.items()}
+            sums.append(dict.fromkeys(parts, math.nan) | known)
+        for schedule in schedules:
+            schedule.step_update(step)
+        for name, group in trained.items():
+            totals[name] += group["lr"]
+    for group, lr in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = lr
+    return sums
+
+
+def _deviation(parameters: Sequence[Tensor]) -> float:
+    """Compute the standard deviation of all numbers of several tensors about zero."""
+    squares = sum(float(parameter.detach().double().square().sum()) for parameter in parameters)
+    return math.sqrt(squares / sum(parameter.numel() for parameter in parameters))
+
+
 def create_optimizer(
     model: nn.Module,
     opt: str,
@@ -76,7 +151,10 @@ def create_optimizer(
     qk_lr: float | None = None,
     momentum: float = 0.9,
 ) -> torch.optim.Optimizer:
-    """Timm's optimizer of this name with the groups of :func:`parameter_groups`; "momentum" is plain SGD with it."""
+    """Create timm's optimizer of this name with the groups of :func:`parameter_groups`.
+
+    "momentum" is SGD with plain momentum, not Nesterov's.
+    """
     groups = parameter_groups(model, lr, gating_lr, weight_decay, qk_lr=qk_lr)
     kinds = {parameter.device.type for group in groups for parameter in group["params"]}
     fused = {"fused": True} if opt in _FUSED and kinds <= {"cpu", "cuda"} else {}
@@ -106,32 +184,37 @@ def create_schedules(
     min_lr: float = 0.0,
     gating_warmup_epochs: float | None = None,
     gating_min_lr: float | None = None,
+    reaching_peak: bool = False,
 ) -> list[Any]:
-    """Timm's schedule for the weights, and one for the gates, each to be updated before every step.
+    """Create timm's schedule for the weights, and another for the gates, each to be updated before every step.
 
     The T-CNN paper gives the gates a rate of 0.1 and is silent on its course. Unless told otherwise it goes with the
     weights': so gates cannot move in the last steps. A floor (``gating_min_lr``) lets them.
 
     Args:
-        optimizer: of :func:`create_optimizer`.
-        epochs, steps: of the training, and in an epoch.
-        warmup_epochs, warmup_lr, min_lr: linear warm-up from ``warmup_lr``, and where the schedule ends.
+        optimizer: Optimizer of :func:`create_optimizer`.
+        epochs, steps: Number of epochs, and of steps in an epoch.
+        warmup_epochs, warmup_lr, min_lr: Linear warm-up from ``warmup_lr``, and the rate at the schedule's end.
         sched: timm's name of a schedule.
-        gating_warmup_epochs, gating_min_lr: of the gates; None: as the weights'.
+        gating_warmup_epochs, gating_min_lr: Warm-up and last rate of the gates; None for those of the weights.
+        reaching_peak: Start the schedule after the warm-up, at the peak. Timm, and so the published recipes, have it
+            begin with the first step, and go on from there: a training of few epochs then never reaches the peak.
     """
     weights = (warmup_epochs, min_lr)
     gates = (
         warmup_epochs if gating_warmup_epochs is None else gating_warmup_epochs,
         min_lr if gating_min_lr is None else gating_min_lr,
     )
+    # A schedule of timm has one warm-up and one floor for all groups of its optimizer, so the gates need their own.
     schedules = []
     for view, (warmup, floor) in ((_Groups(optimizer, False), weights), (_Groups(optimizer, True), gates)):
         if view.param_groups:
             schedule, _ = create_scheduler_v2(
                 view,
                 sched=sched,
-                num_epochs=epochs,
+                num_epochs=epochs - warmup if reaching_peak else epochs,
                 warmup_epochs=warmup,
+                warmup_prefix=reaching_peak,
                 warmup_lr=warmup_lr,
                 min_lr=floor,
                 step_on_epochs=False,
@@ -150,23 +233,24 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
     one or two of them, and a class token whose block is dropped has seen nothing of the image.
 
     Args:
-        model: changed in place; timm's blocks carry a ``drop_path`` (also ``drop_path1``, ``drop_path2``).
-        rate: of the last block, or of every block, in [0, 1).
-        uniform: the same rate in every block.
+        model: Model to change in place; timm's blocks carry a ``drop_path`` (also ``drop_path1``, ``drop_path2``).
+        rate: Rate of the last block, or of every block, in [0, 1).
+        uniform: Whether every block gets the same rate.
 
     Returns:
         the number of residual blocks set; 0 where the model has none, and is unchanged.
 
     Raises:
-        ValueError: a rate outside [0, 1).
+        ValueError: The rate is outside [0, 1).
     """
     if not 0 <= rate < 1:
         raise ValueError(f"expected a drop path rate in [0, 1), got {rate}")
-    found = [(module, names) for module in model.modules() if (names := _drop_paths(module))]
-    trunk = [block for block, _ in found if not _is_class_attention(block)]
+    modules = [(module, _drop_paths(module)) for module in model.modules()]
+    blocks = [(block, names) for block, names in modules if names]
+    trunk = [block for block, _ in blocks if not _is_class_attention(block)]
     last = max(len(trunk) - 1, 1)
     rates = {id(block): rate if uniform else rate * number / last for number, block in enumerate(trunk)}
-    for block, names in found:
+    for block, names in blocks:
         p = rates.get(id(block), 0.0)
         for name in names:
             setattr(block, name, DropPath(p).train(block.training) if p else nn.Identity())
@@ -174,11 +258,11 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
 
 
 def _drop_paths(block: nn.Module) -> list[str]:
-    """Names of a residual block's stochastic depths, set or not (None in timm's ResNets)."""
+    """Return the names of a residual block's stochastic depths, set or not (None in timm's ResNets)."""
     names = [name for name in {**vars(block), **block._modules} if re.fullmatch(r"drop_path\d?", name)]
     return [name for name in names if isinstance(getattr(block, name), DropPath | nn.Identity | None)]
 
 
 def _is_class_attention(block: nn.Module) -> bool:
-    """Whether class tokens alone are updated from attention: the blocks of CaiT, XCiT, VOLO and attention pools."""
+    """Return True if attention updates class tokens alone: in blocks of CaiT, XCiT, VOLO and attention pools."""
     return any(isinstance(child, ClassAttn | VOLOClassAttention | PatchAttention) for child in block.children())

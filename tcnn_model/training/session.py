@@ -91,14 +91,14 @@ class Folder:
             ValueError: One does already.
         """
         with ExitStack() as stack:
-            taken = False
+            refused = False
             if self.ranks.first:
                 self.path.mkdir(parents=True, exist_ok=True)
                 try:
                     stack.enter_context(_file_lock(self.path / ".lock"))
                 except BlockingIOError:
-                    taken = True
-            if self.ranks.any(taken):
+                    refused = True
+            if self.ranks.any(refused):
                 raise ValueError(f"another process trains in {self.path}: wait until it ends, or give another --out")
             yield
 
@@ -133,8 +133,8 @@ class Folder:
             training.load_state_dict(state)
         self.ranks.wait()  # other processes may still be reading what is deleted next
         if self.ranks.first:
-            own = [self.path / f"{name}.partial" for name in ("config.toml", "epochs.csv", "best.pt")]
-            for partial in [*own, *self._checkpoints.glob("*.pt.partial")]:
+            partials = [self.path / f"{name}.partial" for name in ("config.toml", "epochs.csv", "best.pt")]
+            for partial in [*partials, *self._checkpoints.glob("*.pt.partial")]:
                 partial.unlink(missing_ok=True)
             if training.history:
                 self._settle(training)

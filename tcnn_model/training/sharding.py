@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["gathered", "shard", "spread", "spread_state", "whole", "without_sync"]
+__all__ = ["gather_state", "gathered", "shard", "shard_optimizer", "shard_state", "without_sync"]
 
 
 def shard(model: nn.Module) -> None:
@@ -57,7 +57,7 @@ def without_sync(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def whole(state: Any) -> Any:
+def gather_state(state: Any) -> Any:
     """Return a state with the whole of each tensor, in every process; all call it together."""
 
     def gather(value: Any) -> Any:
@@ -66,13 +66,13 @@ def whole(state: Any) -> Any:
     return tree_map(gather, state)
 
 
-def spread(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def shard_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return a state for a model, each tensor spread as the model's is."""
     pattern = model.state_dict()
     return {name: _like(value, pattern[name]) if name in pattern else value for name, value in state.items()}
 
 
-def spread_state(optimizer: torch.optim.Optimizer) -> None:
+def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Spread the state that an optimizer has loaded as its parameters are."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():

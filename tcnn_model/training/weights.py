@@ -1,6 +1,7 @@
 """Models of timm with the weights of a file: for another size of images, for other classes, of a T-CNN, of Grafit."""
 
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from tcnn_model.conversion.reparameterize import reparameterize
 from tcnn_model.gpsa.layer import gpsa_layers
 from tcnn_model.pooling.add import add_attention_pool
+from tcnn_model.training.checkpoint import check_sums
 
 __all__ = ["create_from_weights", "create_of_size"]
 
@@ -87,6 +89,8 @@ def _read_weights(path: str) -> State:
     if not Path(path).is_file():
         raise ValueError(f"weights: there is no file {path}")
     try:
+        if zipfile.is_zipfile(path):  # torch's old format and safetensors have no checksums
+            check_sums(path)
         # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
         state: State = load_state_dict(path, weights_only=True)
     except Exception as error:  # torch and safetensors raise many kinds for damaged files

@@ -18,6 +18,11 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
 
 
 TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
+    # (B, heads, windows, N, N), where the number of windows can be that of the heads.
+    "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention": LayerRecord(
+        heads_axis=1,
+        not_in_raster_order="Hiera's tokens are ordered by mask unit, not by rows",
+    ),
     # The block cuts the windows, and its attention sees single windows only.
     "transformers.models.swin.modeling_swin.SwinLayer": LayerRecord(windows=_swin),
     "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": LayerRecord(windows=_swin),

@@ -20,7 +20,7 @@ __all__ = ["AttendingCall", "HeadEdit", "edit_call", "edit_gated", "edit_gated_o
 
 @dataclass(frozen=True)
 class HeadEdit:
-    """What some heads of an attention give instead of their own output: a listener's answer to an attention.
+    """Outputs that heads give instead of their own: a listener's answer to an attention.
 
     ::
 
@@ -29,7 +29,7 @@ class HeadEdit:
 
     Args:
         heads: Indices of the heads.
-        give: What they give: "zero", or the "mean" over the queries of an image or window.
+        give: Their output: "zero", or the "mean" over the queries of an image or window.
         attention: Attention that takes the place of theirs, shape (B or 1, windows, len(heads), N_query, N_key); in
             gated layers it takes the place of the content part, over H * W real pixels.
         terms: Function (call, output, heads) -> output that puts something in the place of the heads' terms in the
@@ -62,7 +62,7 @@ class AttendingCall:
     Args:
         func, args, kwargs: Call of ``scaled_dot_product_attention``, of a softmax, or of torch's multi-head attention,
             which is run with the identity for its projection, so that the heads can be edited before they are mixed.
-        output: What the function gave, if it has run; it is run otherwise.
+        output: Output of the function, if it has run; it is run otherwise.
 
     Attributes:
         heads: Outputs of the heads, (..., N_query, d), or the attention itself, (..., N_query, N_key), of a softmax:

@@ -132,13 +132,13 @@ class SpecialTokens:
         around: Numbers of them before the grid, and after it; None if nobody says.
         class_token: Whether the first of them is a class token.
         distillation_token: Whether the second of them is a distillation token, as in DeiT.
-        given: Facts that the user gives.
+        user_facts: Facts that the user gives.
     """
 
     around: tuple[int, int] | None = None
     class_token: bool = True
     distillation_token: bool = False
-    given: GivenTokens = GivenTokens()
+    user_facts: GivenTokens = GivenTokens()
 
 
 def special_tokens(modules: Iterable[nn.Module], user: GivenTokens) -> SpecialTokens:

@@ -92,7 +92,7 @@ def attention_maps(
         heads: Indices of the heads to keep; None for all heads.
         queries: Places to look from, (y, x) in pixels of the images as the model takes them, or "class" for class
             tokens alone. None for all places: 22 MB an image for 12 layers of 12 heads and 196 patches.
-        prefix_tokens, class_token, grid: See :func:`tcnn_probe.record`.
+        prefix_tokens, class_token, grid: Facts about the tokens, as for :func:`tcnn_probe.record`.
         batch_size: Number of images at a time.
         max_bytes: Largest size of the result; a larger result raises an error.
         progress: Whether to show a bar; None to show it after three seconds, on a terminal.

@@ -188,8 +188,6 @@ def softmax_attention_of(
     images = maps.images if maps.images and rows % maps.images == 0 else rows
     windows = rows // images
     cut = _find_windows(running)
-    if windows == 1 and cut is not None and cut.grid == cut.window:
-        cut = None
     if layout is None and request.not_on_grid:
         layout = Layout(None, None, request.not_on_grid)
     elif layout is None:
@@ -199,6 +197,8 @@ def softmax_attention_of(
         tokens_behind = any((maps.around(count) or (0, 0))[1] for count in (queries, keys))
         if layout.keys is not None and windows == 1 and tokens_behind:
             logits = logits_of(_grid_last(request, maps), module)
+    if windows == 1 and cut is not None and cut.grid == cut.window:
+        cut = None  # the window is the image: no part of it has to be put anywhere
     return SoftmaxAttention(
         module=module,
         name=name,
@@ -208,7 +208,7 @@ def softmax_attention_of(
         layout=layout,
         cut=cut,
         logits=logits,
-        class_token=maps.special.class_token,
+        class_token=maps.has_class_token(keys),
         distillation_token=maps.special.distillation_token,
         compare=partial(discrepancy, request, module),
     )

@@ -142,7 +142,7 @@ class AttentionStream:
         listener: Listener to its attentions.
         layers: Names of the layers to show; None for all.
         watched: Modules whose calls the listener hears of.
-        tokens: What the user says of the tokens.
+        tokens: Facts about the tokens that the user gives.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class AttentionStream:
 
     @property
     def attached(self) -> bool:
-        """Whether forwards are still followed."""
+        """Flag that forwards are still followed."""
         return self._forwards.attached
 
     def close(self) -> None:

@@ -78,15 +78,26 @@ class FeatureMaps:
     def around(self, count: int) -> tuple[int, int] | None:
         """Return how many of ``count`` tokens stand before the grid, and after it; None if nothing shows it."""
         joined = self._joined_around(count)
-        if not joined or self.special.given.around:
+        if not joined or self.special.user_facts.around:
             return self.special.around
         before, after = joined
         return sum(before), sum(after)
 
+    def has_class_token(self, count: int) -> bool:
+        """Tell whether the first of so many tokens, or the last, is a class token, as far as it shows."""
+        joined = self._joined_around(count)
+        if joined is None or self.special.user_facts.around or self.special.user_facts.class_token is not None:
+            return self.special.class_token
+        # A model can hold its class token and its registers in a single parameter. Of several parts before the grid
+        # the first one is a class token only if it is a single token: EoMT puts its queries before it.
+        before, _ = joined
+        can_be_first = len(before) == 1 or before[:1] == (1,)
+        return self.special.class_token and (can_be_first or self.class_token_is_last(count))
+
     def class_token_is_last(self, count: int) -> bool:
         """Return whether the last of ``count`` tokens is the class token: put behind the grid alone, none before."""
-        if self.special.given.around:
-            return self.special.given.class_token == "last"
+        if self.special.user_facts.around:
+            return self.special.user_facts.class_token == "last"
         before, after = self._joined_around(count) or ((), ())
         return 1 not in before and after[-1:] == (1,)
 
@@ -109,8 +120,8 @@ class FeatureMaps:
 
     def grids(self) -> Iterator[tuple[int, int]]:
         """Yield sizes of the maps that have the images' shape, the best match first, after what the user says."""
-        if self.special.given.grid is not None:
-            yield self.special.given.grid
+        if self.special.user_facts.grid is not None:
+            yield self.special.user_facts.grid
         if self.size is not None:
             yield from self._sorted(self._maps, self.size)
 

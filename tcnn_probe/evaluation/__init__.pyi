@@ -1,6 +1,5 @@
 from .adversarial import fgsm as fgsm
 from .adversarial import pgd as pgd
-from .bootstrap import bootstrap_interval as bootstrap_interval
 from .corrupt_images import corrupt as corrupt
 from .corruptions.table import CORRUPTIONS as CORRUPTIONS
 from .decisions import calibration_error as calibration_error
@@ -8,6 +7,7 @@ from .decisions import disagreement as disagreement
 from .decisions import mcnemar as mcnemar
 from .imagenet_variants import Variant as Variant
 from .imagenet_variants import imagenet_variant as imagenet_variant
+from .intervals import mean_interval as mean_interval
 from .measure_cost import cost as cost
 from .measure_robustness import robustness as robustness
 from .summary import improvement as improvement

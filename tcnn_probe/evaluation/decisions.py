@@ -18,7 +18,7 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
 
         pairs = tcnn_probe.evaluation.disagreement(ds, by="group")
         pairs.disagreement.sel(group="noise").to_pandas()
-        tcnn_probe.evaluation.bootstrap_interval(pairs.differ)
+        tcnn_probe.evaluation.mean_interval(pairs.differ)
 
     The labels stand among the models as "ground truth", so its row has the error rates. Two predictions of -1 (scores
     with NaN) do not differ. NaNs, of a model that did not see these images, are left out.

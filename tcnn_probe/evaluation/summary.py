@@ -7,7 +7,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.evaluation.bootstrap import resampled_means
+from tcnn_probe.evaluation.intervals import mean_interval
 
 __all__ = ["as_dataset", "check_results", "improvement", "mean_by", "mean_corruption_error", "prefix_of", "share_right"]
 
@@ -92,8 +92,9 @@ def improvement(results: xr.Dataset, baseline: str, by: str | None = "group", *,
 
     Returns:
         ``improvement`` (model, by) of the other models, in units of 1, and ``interval`` (model, by, bound) with bound
-        "low" and "high": a 95 % percentile bootstrap over images, the same for both models. NaN where a model did not
-        see the images, and, if relative, where the baseline is never right: in any resample, for the interval.
+        "low" and "high": a 95 % interval over images, the same for both models, of
+        :func:`~tcnn_probe.evaluation.mean_interval` or, if relative, Fieller's (1954). NaN where a model did not see
+        the images, and, if relative, where the baseline is never right, or so rarely that any ratio is possible.
 
     Raises:
         TypeError: The results are no Dataset.
@@ -114,26 +115,46 @@ def improvement(results: xr.Dataset, baseline: str, by: str | None = "group", *,
             ratio = difference / baseline_accuracy
         return np.where(np.isfinite(ratio), ratio, np.nan)
 
-    def interval(*rows: NDArray[Any]) -> NDArray[Any]:
-        if np.isnan(rows).any():  # images that a model did not see
-            return np.full(2, np.nan)
-        # The same seed for both: what the models share cancels, since they are resampled with the same images.
-        gains = gain(*(resampled_means(row, 2000, 0) for row in rows))
-        return np.full(2, np.nan) if np.isnan(gains).any() else np.quantile(gains, [0.025, 0.975])
-
     gains = xr.apply_ufunc(gain, compared.mean("image"), reference.mean("image"))
-    bounds = xr.apply_ufunc(
-        interval,
-        compared,
-        reference,
-        input_core_dims=[["image"], ["image"]],
-        output_core_dims=[["bound"]],
-        vectorize=True,
-    )
+    if relative:
+        bounds = xr.apply_ufunc(
+            _ratio_interval,
+            compared,
+            reference,
+            input_core_dims=[["image"], ["image"]],
+            output_core_dims=[["bound"]],
+            vectorize=True,
+        ).assign_coords(bound=["low", "high"])
+    else:
+        bounds = mean_interval(compared - reference)
     kind = "relative improvement of accuracy" if relative else "improvement of accuracy"
     gains.attrs = {"units": "1", "long_name": kind, "description": f"{kind} over that of {baseline!r}"}
-    bounds.attrs = {"units": "1", "long_name": "95 % bootstrap interval over images"}
-    return xr.Dataset({"improvement": gains, "interval": bounds.assign_coords(bound=["low", "high"])})
+    bounds.attrs = {"units": "1", "long_name": "95 % interval over images"}
+    return xr.Dataset({"improvement": gains, "interval": bounds})
+
+
+def _ratio_interval(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
+    """Fieller's interval for mean(ours) / mean(theirs) - 1, of two arrays (N,) of the same images.
+
+    It holds each ratio q for which a t test finds the mean of ``ours - q theirs`` compatible with 0. If answers are
+    right or wrong, two images are added, one that only ours has right and one that only theirs has, as in Bonett and
+    Price's interval for the difference.
+    """
+    from scipy.stats import t
+
+    if np.isnan(ours).any() or np.isnan(theirs).any():
+        return np.full(2, np.nan)
+    pairs = np.stack([ours, theirs])
+    if np.isin(pairs, (0, 1)).all():
+        pairs = np.concatenate([pairs, np.eye(2)], axis=1)
+    count = pairs.shape[1]
+    (first, second), covariance = pairs.mean(1), np.cov(pairs) * t.ppf(0.975, count - 1) ** 2 / count
+    square = second**2 - covariance[1, 1]
+    middle = first * second - covariance[0, 1]
+    inside = middle**2 - square * (first**2 - covariance[0, 0])
+    if square <= 0 or inside < 0:
+        return np.full(2, np.nan)
+    return (middle + np.array([-1, 1]) * np.sqrt(inside)) / square - 1
 
 
 def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:

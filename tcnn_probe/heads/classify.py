@@ -17,12 +17,12 @@ __all__ = ["head_types"]
 
 _DEFINITIONS: Mapping[By, Mapping[str, str]] = {
     "content": {
-        "convolutional": "content_information <= {information[0]:.4g} log min(images, keys), entropy <= "
+        "convolutional": "content_information <= {information[0]:.4g} log keys, entropy <= "
         "{entropy[0]:.4g} uniform_entropy, attention_distance <= {distance:.4g} uniform_distance, "
         "translation_equivariance >= {equivariance:.4g}",
-        "averaging": "content_information <= {information[0]:.4g} log min(images, keys), entropy >= {entropy[1]:.4g} "
+        "averaging": "content_information <= {information[0]:.4g} log keys, entropy >= {entropy[1]:.4g} "
         "uniform_entropy",
-        "content": "content_information >= {information[1]:.4g} log min(images, keys)",
+        "content": "content_information >= {information[1]:.4g} log keys",
     },
     "gate": {
         "convolutional": "gate >= {gate[1]:.4g}, positional_entropy <= {concentrated:.4g} uniform_entropy, "
@@ -62,7 +62,7 @@ def head_types(
     With ``by="gate"`` heads of GPSA and ConViT are "convolutional", "content" or "mixed" by their gate, as in the
     papers; other heads have no type. :class:`~tcnn_probe.heads.Thresholds` and the attribute ``definitions`` give the
     limits. Distances and entropies are divided by those of uniform attention on the same grid (for the entropies of
-    GPSA and ConViT: over the real pixels), and information by log min(images, keys).
+    GPSA and ConViT: over the real pixels), and information by log keys.
 
     "thresholds" classifies each head and mark by itself: later marks change no label. "mixture" fits one to three
     Gaussians to the same numbers of all heads and marks at once. Each component has the type that its mean has by the

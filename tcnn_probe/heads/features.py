@@ -16,7 +16,7 @@ By = Literal["content", "gate"]
 
 FEATURES: Mapping[By, Sequence[str]] = {
     "content": (
-        "content_information / log min(images, keys)",
+        "content_information / log keys",
         "entropy / uniform_entropy",
         "attention_distance / uniform_distance",
         "translation_equivariance",
@@ -64,7 +64,8 @@ def features_of(ds: xr.Dataset, by: By) -> Features:
         # GPSA's content part is over real pixels, without the padding; log of their number.
         keys = ds.get("uniform_content_entropy", ds.uniform_entropy).fillna(ds.uniform_entropy)
         scales["entropy"] = keys
-        scales["content_information"] = np.minimum(np.log(ds.images.where(ds.images >= 1)), keys)
+        # Not log min(images, keys), a tighter bound: by that, two images and many would type a head differently.
+        scales["content_information"] = keys.where(ds.images > 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = [ds[name] / scales[name] if name in scales else ds[name] for name in variables]
     # A head exists if any of its numbers is finite at any mark.

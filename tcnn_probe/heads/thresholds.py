@@ -23,8 +23,8 @@ class Thresholds:
     """Limits between the types of heads. A head exactly at a threshold is not "mixed".
 
     Args:
-        information: Content information as a share of its bound, log min(images, keys): up to the first a head is
-            static, from the second on it is "content".
+        information: Content information as a share of log keys, whatever the number of images: up to the first a head
+            is static, from the second on it is "content".
         entropy: Share of the entropy of uniform attention, up to which a static head can be "convolutional", and from
             which it is "averaging": 0.95 is, in effect, N^0.95 keys, 151 of 197.
         distance: Largest distance of a convolutional head, as a share of that of uniform attention.
@@ -74,7 +74,7 @@ def content_types(
     does not, is neither even nor far, and depends on the offset from query to key. ``mixed``: all others.
 
     Args:
-        information: Content information, as a share of log min(images, keys).
+        information: Content information, as a share of log keys.
         evenness: Entropy of the attention, as a share of that of uniform attention.
         reach: Distance of the attention, as a share of that of uniform attention.
         equivariance: Translation equivariance of the mean attention.

@@ -67,7 +67,7 @@ class Calls(Generic[C]):
 
     @property
     def attached(self) -> bool:
-        """Whether calls are still followed, a flag."""
+        """Flag that calls are still followed."""
         return self._attached
 
     def attach(self) -> None:

@@ -1,1 +1,1 @@
-"""What is done to heads to see what they cause."""
+"""Interventions on heads, to see what they cause."""

@@ -71,12 +71,12 @@ def ablate(
             globs to an index, indices, a slice or None for all; a boolean DataArray over layer, head or both, and
             perhaps epochs, of which the last counts; None for all heads of all layers that look like attention and can
             do this. An empty selection ablates nothing.
-        mode: see above.
-        source: of mode "replaced": a model with the same layers. It runs in eval mode, without gradients of its own.
-        images: of modes "mean", "static" and "shuffled": a batch as the model takes it, floating point, or several (of
-            a loader's pairs the first is taken), or pictures as :func:`tcnn_probe.images.as_images` takes them. The
-            model sees them at this call, in eval mode. For every head "mean" holds one map of the layer's output,
-            "static" one attention (windows x N_query x N_key), and "shuffled" one for each image.
+        mode: Name of a mode in the table above.
+        source: Model with the same layers, for mode "replaced". It runs in eval mode, without gradients of its own.
+        images: Images for modes "mean", "static" and "shuffled": a batch as the model takes it, floating point, or
+            several (of a loader's pairs the first is taken), or pictures as :func:`tcnn_probe.images.as_images` takes
+            them. The model sees them at this call, in eval mode. For every head "mean" holds one map of the layer's
+            output, "static" one attention (windows x N_query x N_key), and "shuffled" one for each image.
         seed: Seed of mode "shuffled".
 
     Returns:

@@ -1,4 +1,4 @@
-"""What heads add to the output of their layer, measured by running a copy of it without the others."""
+"""Terms that heads add to the output of their layer, measured by running a copy of it without the others."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ __all__ = ["Terms"]
 
 @dataclass
 class Terms:
-    """What heads of a layer add to its output in a call: in eval mode, for constant parameters, unseen by recorders.
+    """Terms that heads of a layer add to its output in a call: in eval mode, for constant parameters, and unseen.
 
     Args:
         module: The layer.

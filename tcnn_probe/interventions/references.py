@@ -35,7 +35,7 @@ class ReferenceStatistics:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether the forward that runs here is one of the given images."""
+        """Flag that the forward which runs here is one of the given images."""
         return not self.is_finished and self._thread == threading.get_ident()
 
     def begin(self, images: int) -> None:

@@ -30,7 +30,7 @@ def robustness(
 
     Accuracies are means over images and over all dimensions but ``by`` (corruptions of the group, severities, seeds),
     with the standard error over images. The relative improvement of a model is (its accuracy - the baseline's) / the
-    baseline's, with a 95 % bootstrap interval over images that both models see
+    baseline's, with a 95 % interval over images that both models see
     (:func:`tcnn_probe.evaluation.improvement`). A bar is hatched if it has no interval, because the baseline is never
     right in a resample. Clean images, if there are any, come first.
 

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -156,6 +157,8 @@ class Recorder:
                     check_same_recording(self._store, provenance(model), report)
                 self._store.hold()
             undo.pop_all()
+        # A recorder that is dropped without remove(), as in a notebook's cell that runs twice, leaves no hooks.
+        weakref.finalize(self, _release, self._collector, self._store).atexit = False
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -360,6 +363,12 @@ class Recorder:
         if self._collector.training_forwards and not self._has_marked:
             return f"nothing was recorded, as nothing was marked: {advice}"
         return ""
+
+
+def _release(collector: Collector, store: EpochStore) -> None:
+    """Detach from the model, and let the store go."""
+    collector.remove()
+    store.close()
 
 
 record = Recorder

@@ -36,7 +36,7 @@ def dense_probe(
         masks: Class of each pixel, integers or booleans, shape (n, H, W); H and W are multiples of h and w.
         train_features, train_masks: Feature maps and masks to fit, shapes (m, C, h, w) and (m, H, W).
         regularization: Weight of the L2 penalty, 1 / C of scikit-learn, on a loss that is summed over pixels.
-        by_image: Score each image, for :func:`tcnn_probe.evaluation.bootstrap_interval`, not all pixels together.
+        by_image: Score each image, for :func:`tcnn_probe.evaluation.mean_interval`, not all pixels together.
 
     Returns:
         Intersection over union from 0 to 1, shape (K,), or (n, K) by image, for the classes of both masks in ascending

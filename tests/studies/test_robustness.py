@@ -4,12 +4,14 @@ from argparse import Namespace
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 from torch import nn
 
 import robustness as study
 from common.models import small_resnet
 from common.training import Training
+from tcnn_model import GPSA
 
 MODELS = [study.CNN, study.CONTROL, study.TCNN]
 GROUPS = {"fog": "weather", "snow": "weather", "contrast": "digital"}
@@ -83,11 +85,15 @@ def test_the_second_control_has_the_finer_grid_and_no_attention(monkeypatch: pyt
     trained: list[str] = []
     monkeypatch.setattr(Training, "fine_tune", lambda self, model, file, title: trained.append(file) or [])
     cnn = small_resnet()
-    for unstrided, names in ((False, ["control"]), (True, ["control", "unstrided"])):
-        controls = Training(Namespace(unstrided=unstrided), cnn, (), None, 4).controls()  # type: ignore[arg-type]
+    for further, names in ((False, ["control"]), (True, ["control", "unstrided", "matched"])):
+        args = Namespace(unstrided=further, matched_start=further, seed=0)
+        controls = Training(args, cnn, (), None, 4).controls()  # type: ignore[arg-type]
         assert [*controls] == names
         assert {*controls} <= {*study.CONTROLS}
-    control, finer = (model for model, _ in controls.values())
-    assert trained == ["control", "control", "unstrided"]
+    control, finer, matched = (model.eval() for model, _ in controls.values())
+    assert trained == ["control", "control", "unstrided", "matched"]
+    images = torch.randn(2, 1, 64, 48)
+    torch.testing.assert_close(matched(images), finer(images))
+    assert isinstance(matched.layer4[0].conv1, GPSA)
     assert (control.layer4[0].conv1.stride, finer.layer4[0].conv1.stride) == ((2, 2), (1, 1))
     assert isinstance(finer.layer4[0].conv1, nn.Conv2d)

@@ -34,7 +34,7 @@ gates = [line.get_ydata()[-1].item() for line in ds.gate.sel(layer="層").dropna
 
 import tcnn_probe
 from tcnn_probe import plot
-from tcnn_probe.evaluation import bootstrap_interval, improvement, mean_corruption_error
+from tcnn_probe.evaluation import mean_interval, improvement, mean_corruption_error
 from tcnn_probe.evaluation import calibration_error, disagreement, mcnemar
 assert tcnn_probe.open(sys.argv[1])["heads"].gate.identical(ds.gate)
 types = {method: tcnn_probe.head_types(ds, method).values.tolist() for method in ("thresholds", "mixture")}

@@ -5,5 +5,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _disk_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test cuts the power: when the disk is waited for is recorded. What a killed process wrote, the system has."""
+    """Skip waiting for the disk: no test cuts the power, and the system has all that a killed process wrote."""
     monkeypatch.setattr(os, "fsync", lambda file: None)

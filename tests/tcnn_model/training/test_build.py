@@ -1,4 +1,4 @@
-"""What the settings of a run make of a model and its training."""
+"""Models and trainings that are built from the settings of a run."""
 
 import copy
 import math
@@ -41,8 +41,8 @@ def _batch(count: int, size: int = 32) -> tuple[Tensor, Tensor]:
 def test_gates_have_a_schedule_of_their_own() -> None:
     """Linear warm-up and cosine, computed here; the gates' goes on to a floor."""
     optimizer = create_optimizer(tiny_tcnn(), "adamw", lr=4e-3, gating_lr=0.2, weight_decay=0.1)
-    given = {"warmup_epochs": 1, "gating_warmup_epochs": 3, "gating_min_lr": 0.05}
-    schedules = create_schedules(optimizer, epochs=5, steps=7, **given)
+    gate_settings = {"warmup_epochs": 1, "gating_warmup_epochs": 3, "gating_min_lr": 0.05}
+    schedules = create_schedules(optimizer, epochs=5, steps=7, **gate_settings)
     for step in range(35):
         for schedule in schedules:
             schedule.step_update(step)
@@ -51,8 +51,8 @@ def test_gates_have_a_schedule_of_their_own() -> None:
             peak, warmup, floor = (0.2, 21, 0.05) if gates else (4e-3, 7, 0.0)
             cosine = floor + (peak - floor) * (1 + math.cos(math.pi * step / 35)) / 2
             assert group["lr"] == pytest.approx(peak * step / warmup if step < warmup else cosine)
-    alike = create_schedules(optimizer, epochs=5, steps=7, warmup_epochs=2)
-    for schedule in alike:
+    joint_schedules = create_schedules(optimizer, epochs=5, steps=7, warmup_epochs=2)
+    for schedule in joint_schedules:
         schedule.step_update(34)
     rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
     assert rates["gates"] / rates["decayed"] == pytest.approx(0.2 / 4e-3)
@@ -67,8 +67,8 @@ def test_accumulated_batches_are_one(tmp_path: Path) -> None:
         pieces = tuple(zip(images.chunk(parts), labels.chunk(parts), strict=True))
         training.make_step(pieces, update=2)
         assert float(training.total[2]) == 6
-    for one, other in zip(*(training.model.parameters() for training in trainings), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    for actual, expected in zip(*(training.model.parameters() for training in trainings), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_clipped_gradient_has_this_norm(tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_ways_to_compute_the_same_gradient(
         training.make_step((batch,), update=2)
         gradients.append(torch.cat([p.grad.flatten() for p in training.model.parameters() if p.grad is not None]))
         assert set(training.model.state_dict()) == {name for name, _ in training.model.named_parameters()}
-    plain, other = gradients
-    assert float((other - plain).norm() / plain.norm()) < 8 * eps
+    plain, changed = gradients
+    assert float((changed - plain).norm() / plain.norm()) < 8 * eps
 
 
 def test_batch_norms_are_synchronized_on_gpus_only(tmp_path: Path) -> None:

@@ -56,13 +56,13 @@ def test_resumed_run_is_the_uninterrupted_one(
 def test_weights_at_each_resumed_epoch(tmp_path: Path) -> None:
     """The last epoch of the checkpoint is validated again: a recorder then sees the trained weights, in eval mode."""
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=2)
-    model, seen = tiny_tcnn(), []
-    model.register_forward_hook(lambda *_: seen.append(model.training))
+    model, modes = tiny_tcnn(), []
+    model.register_forward_hook(lambda *_: modes.append(model.training))
     run = finetune(model, batches(), validation_batches(), checkpoint=tmp_path / "run.pt", progress=False, **SETTINGS)
     assert [next(run).epoch for _ in range(3)] == [0, 1, 2]
-    assert seen == [False, False]  # two batches, of epoch 2 alone
+    assert modes == [False, False]  # two batches, of epoch 2 alone
     assert next(run).epoch == 3
-    assert seen[2:] == [True] * 3 + [False] * 2
+    assert modes[2:] == [True] * 3 + [False] * 2
 
 
 def test_interruption_within_an_epoch_repeats_it(
@@ -164,9 +164,9 @@ def test_workers_that_persist_are_refused() -> None:
 def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     _run(tiny_tcnn(), path, stop=0)
-    whole = path.read_bytes()
+    written = path.read_bytes()
     torch.save({"settings": {}}, tmp_path / "other.pt")
-    for content in (b"", whole[: len(whole) // 2], b"not a checkpoint", (tmp_path / "other.pt").read_bytes()):
+    for content in (b"", written[: len(written) // 2], b"not a checkpoint", (tmp_path / "other.pt").read_bytes()):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"run\.pt is damaged, or no checkpoint of tcnn_model: "):
             _run(tiny_tcnn(), path)

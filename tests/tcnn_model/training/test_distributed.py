@@ -27,7 +27,7 @@ PLAIN |= {"watcher": Config.watcher, "clip_grad": 1.0}
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A training in one process: its last checkpoint, and its folder."""
     folder = tmp_path_factory.mktemp("one")
     return finish(config(folder, **PLAIN, batch_size=8)), folder
@@ -36,13 +36,13 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]
 def _of_rank(settings: Config, rank: int, port: int, *, resume: bool, stop: int | None) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    make_step, made = loop.Training.make_step, []
+    make_step, steps = loop.Training.make_step, []
 
     def counted(self: Any, *arguments: Any) -> None:
-        if len(made) == stop:
+        if len(steps) == stop:
             os._exit(0)
         make_step(self, *arguments)
-        made.append(None)
+        steps.append(None)
 
     loop.Training.make_step = counted  # type: ignore[method-assign]  # of a process that ends after this
     finish(settings, resume=resume)
@@ -58,15 +58,15 @@ def _in_two(settings: Config, *, resume: bool = False, stop: int | None = None) 
 
 
 @pytest.mark.parametrize("distribute", ["ddp", "fsdp"])
-def test_two_processes_are_one(distribute: str, one: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_two_processes_are_one(distribute: str, single: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     """Losses, weights and recorded statistics; with FSDP of a run that was killed and resumed."""
     settings = config(tmp_path, **PLAIN, batch_size=4, distribute=distribute, checkpoint_steps=1)
     if distribute == "fsdp":
         _in_two(settings, stop=4)
     _in_two(settings, resume=distribute == "fsdp")
-    two, (expected, folder) = last_checkpoint(settings), one
-    for actual, wanted in zip(two["history"][1:], expected["history"][1:], strict=True):
-        assert actual == pytest.approx(wanted, rel=1e-4)
+    two, (expected, folder) = last_checkpoint(settings), single
+    for actual, target in zip(two["history"][1:], expected["history"][1:], strict=True):
+        assert actual == pytest.approx(target, rel=1e-4)
     assert two["history"][0]["top1"] in [n / 27 for n in range(28)]
     for name, value in expected["ema"].items():
         torch.testing.assert_close(two["ema"][name], value, rtol=1e-3, atol=1e-4)
@@ -86,18 +86,18 @@ def test_reported_saved_and_resumed_statistics_are_the_same(distribute: str, tmp
     """Reported losses are those of the saved weights alone, and a killed run goes on bit for bit."""
     settings = config(tmp_path / "whole", **NORMED, distribute=distribute)
     _in_two(settings)
-    whole = last_checkpoint(settings)
+    complete = last_checkpoint(settings)
     alone, images = command._prepare(settings, Ranks(0, 1, torch.device("cpu")))
     for part, loss, accuracy in (("model", "val_loss", "top1"), ("ema", "ema_val_loss", "ema_top1")):
-        alone.model.load_state_dict(whole[part])
+        alone.model.load_state_dict(complete[part])
         validated = evaluate(alone.model, images.validation(), progress=False)
-        reported = whole["history"][-1]
+        reported = complete["history"][-1]
         assert (reported[loss], reported[accuracy]) == pytest.approx(validated, rel=8 * torch.finfo(torch.float32).eps)
 
     killed = config(tmp_path / "killed", **NORMED, distribute=distribute, checkpoint_steps=1)
     _in_two(killed, stop=4)
     _in_two(killed, resume=True)
-    assert_same_weights(last_checkpoint(killed), whole)
+    assert_same_weights(last_checkpoint(killed), complete)
     expected, resumed = (xr.open_zarr(Path(run.out) / "recording.zarr") for run in (settings, killed))
     for name in expected.data_vars:
         np.testing.assert_array_equal(resumed[name], expected[name], err_msg=str(name))
@@ -130,14 +130,14 @@ def test_each_image_is_in_one_process(count: int, tmp_path: Path) -> None:
         images.begin(3)
         return [images.training(0), images.validation()]
 
-    found = [numbers(rank) for rank in range(count)]
-    validated = sorted(index for _, batches in found for _, labels in batches for index in labels.tolist())
+    shares = [numbers(rank) for rank in range(count)]
+    validated = sorted(index for _, batches in shares for _, labels in batches for index in labels.tolist())
     assert validated == list(range(13))
-    trained = [index for batches, _ in found for _, labels in batches for index in labels.tolist()]
+    trained = [index for batches, _ in shares for _, labels in batches for index in labels.tolist()]
     assert len(trained) == 31 // (4 * count) * 4 * count
     times = [trained.count(index) for index in {*trained}]
     assert max(times) == 2
     assert len({*trained}) == len(trained) // 2
-    one = Images(_Numbers(31), _Numbers(13), (int, int), settings, Ranks(0, 1, torch.device("cpu")))  # type: ignore[arg-type]
-    assert {*trained} == {*one.order(3)[: len(trained)].tolist()}
-    assert not torch.equal(one.order(3), one.order(4))
+    alone = Images(_Numbers(31), _Numbers(13), (int, int), settings, Ranks(0, 1, torch.device("cpu")))  # type: ignore[arg-type]
+    assert {*trained} == {*alone.order(3)[: len(trained)].tolist()}
+    assert not torch.equal(alone.order(3), alone.order(4))

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tcnn_model import EpochResult, finetune, gpsa_layers
+from tcnn_model import finetune, gpsa_layers
 from tcnn_model.training.evaluation import evaluate
+from tcnn_model.training.finetune import FinetuningResult
+from tcnn_model.training.optimization import papers_qk_lr
 from tests.tcnn_model.tiny_models import batches, tiny_cnn, tiny_tcnn, validation_batches
 
 
-def _run(model: nn.Module, **arguments: Any) -> list[EpochResult]:
+def _run(model: nn.Module, **arguments: Any) -> list[FinetuningResult]:
     defaults = {"epochs": 3, "warmup_epochs": 1, "seed": 0, "progress": False}
     return list(finetune(model, batches(), validation_batches(), **{**defaults, **arguments}))
 
@@ -47,7 +49,7 @@ def test_training_learns() -> None:
 
 
 def test_training_figures_by_hand() -> None:
-    """With warm-up the first step has rate 0, so the first two batches meet the same weights."""
+    """The first step of a warm-up has rate 0, so the first two batches meet the same weights."""
     model, loader = tiny_tcnn(), batches(7, 4, shuffle=False)
     twin = copy.deepcopy(model).train()
     losses, correct = [], 0
@@ -96,10 +98,41 @@ def test_rates_are_warm_up_and_cosine() -> None:
     assert results[0].lr == 0.0
     for result in results[1:]:
         last_step = result.epoch * steps - 1
-        cosine = 0.5 * (1 + math.cos(math.pi * last_step / (epochs * steps)))
+        cosine = 0.5 * (1 + math.cos(math.pi * (last_step / steps - warmup) / (epochs - warmup)))
         expected = peak * (last_step / (warmup * steps) if last_step < warmup * steps else cosine)
         assert result.lr == pytest.approx(expected)
     assert _run(tiny_cnn(), epochs=1, warmup_epochs=0, lr=peak)[0].lr == peak
+
+
+def test_sums_of_rates_are_recorded_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    model, epochs, steps, peak, gating_peak = tiny_tcnn(), 4, 3, 0.004, 0.3
+    layers = list(gpsa_layers(model).values())
+    attention = {id(p) for layer in layers for p in (layer.query, layer.key, layer.gating)}
+    weights = [p.detach().clone() for p in model.parameters() if p.ndim > 1 and id(p) not in attention]
+    queries = [p.detach().clone() for layer in layers for p in (layer.query, layer.key)]
+    options = {"epochs": epochs, "warmup_epochs": 1, "lr": peak, "gating_lr": gating_peak, "qk_lr": "papers"}
+    results = _run(model, progress=True, name="tiny", **options)
+    factors = [step / steps for step in range(steps)]  # the warm-up, from 0
+    factors += [0.5 * (1 + math.cos(math.pi * step / (3 * steps))) for step in range(3 * steps)]
+    for result in results:
+        total = sum(factors[: result.epoch * steps])
+        units = [torch.cat([p.flatten().double() for p in part]).square().mean().sqrt() for part in (weights, queries)]
+        assert result.lr_sum == pytest.approx(peak * total / float(units[0]))
+        assert result.qk_lr_sum == pytest.approx(2 * 3.1 / (epochs * steps) * total / float(units[1]))
+        assert result.gating_lr_sum == pytest.approx(gating_peak * total)
+    printed = capsys.readouterr()
+    assert f"queries and keys {results[-1].qk_lr_sum:.3g}" in printed.out + printed.err
+    assert results[1].lr == pytest.approx(peak * 2 / 3)  # the last step of the warm-up
+    control = _run(tiny_cnn())[-1]
+    assert math.isnan(control.qk_lr_sum)
+    assert control.lr_sum > 0
+
+
+def test_rates_of_queries_and_keys_that_are_the_papers() -> None:
+    steps = 50 * 1251
+    assert papers_qk_lr(steps) == pytest.approx(1e-4, rel=0.01)
+    with pytest.raises(ValueError, match="expected steps from 1, got 0"):
+        papers_qk_lr(0)
 
 
 def test_gates_learn_at_their_own_rate() -> None:
@@ -117,27 +150,27 @@ def test_gates_learn_at_their_own_rate() -> None:
 
 
 def test_seed_repeats_a_run() -> None:
-    first, second, other = tiny_tcnn(), tiny_tcnn(), tiny_tcnn()
+    first, second, third = tiny_tcnn(), tiny_tcnn(), tiny_tcnn()
     results = _run(first, seed=3, drop_path_rate=0.3)
     torch.manual_seed(17)  # what happened before does not matter
     assert repr(_run(second, seed=3, drop_path_rate=0.3)) == repr(results)
     for name, value in first.state_dict().items():
         assert torch.equal(second.state_dict()[name], value), name
-    assert repr(_run(other, seed=4, drop_path_rate=0.3)) != repr(results)
+    assert repr(_run(third, seed=4, drop_path_rate=0.3)) != repr(results)
 
 
 def test_each_epoch_has_its_own_order_and_modes() -> None:
     model = tiny_tcnn().eval()
-    seen: list[tuple[bool, torch.Tensor]] = []
-    model.register_forward_pre_hook(lambda module, inputs: seen.append((module.training, inputs[0])))
+    forwards: list[tuple[bool, torch.Tensor]] = []
+    model.register_forward_pre_hook(lambda module, inputs: forwards.append((module.training, inputs[0])))
     _run(model, epochs=2, seed=3)
     expected = [(False, images) for images, _ in validation_batches()]
     for epoch in (1, 2):
         torch.manual_seed(3 + epoch)
         expected += [(True, images) for images, _ in batches()]
         expected += [(False, images) for images, _ in validation_batches()]
-    assert [training for training, _ in seen] == [training for training, _ in expected]
-    assert all(torch.equal(actual, images) for (_, actual), (_, images) in zip(seen, expected, strict=True))
+    assert [training for training, _ in forwards] == [training for training, _ in expected]
+    assert all(torch.equal(actual, images) for (_, actual), (_, images) in zip(forwards, expected, strict=True))
 
 
 def test_each_epoch_goes_through_each_loader_once() -> None:

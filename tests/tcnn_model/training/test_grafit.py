@@ -24,10 +24,10 @@ def cosine(a: list[float], b: list[float]) -> float:
     return dot / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
 
 
-def by_hand(embedding: list[float], others: list[tuple[list[float], int]], label: int, sigma: float) -> float:
+def by_hand(embedding: list[float], neighbours: list[tuple[list[float], int]], label: int, sigma: float) -> float:
     """Eqs. 2.2 and 2.3 of one image, without itself among the others."""
-    weights = [math.exp(cosine(embedding, other) / sigma) for other, _ in others]
-    return -math.log(sum(w for w, (_, y) in zip(weights, others, strict=True) if y == label) / sum(weights))
+    weights = [math.exp(cosine(embedding, neighbour) / sigma) for neighbour, _ in neighbours]
+    return -math.log(sum(w for w, (_, y) in zip(weights, neighbours, strict=True) if y == label) / sum(weights))
 
 
 def instance_by_hand(predictions: Tensor, targets: Tensor) -> float:
@@ -54,19 +54,19 @@ def test_instance_loss_by_hand() -> None:
 
 def test_neighbour_scores_by_hand() -> None:
     embeddings, memory, labels = random(5, 7), random(11, 7, seed=1), torch.arange(11) % 3
-    own = torch.arange(11) == torch.tensor([4, 0, 10, 7, 1])[:, None]
-    for mask in (None, own):
+    itself = torch.arange(11) == torch.tensor([4, 0, 10, 7, 1])[:, None]
+    for mask in (None, itself):
         scores = neighbour_scores(embeddings, memory, labels, 4, temperature=0.3, itself=mask)
         for image in range(5):
             left = [n for n in range(11) if mask is None or not mask[image, n]]
-            others = [(memory[n].tolist(), int(labels[n])) for n in left]
-            expected = [by_hand(embeddings[image].tolist(), others, label, 0.3) for label in range(3)]
+            neighbours = [(memory[n].tolist(), int(labels[n])) for n in left]
+            expected = [by_hand(embeddings[image].tolist(), neighbours, label, 0.3) for label in range(3)]
             assert (-scores[image, :3]).tolist() == pytest.approx(expected, rel=1e-12)
         assert scores[:, 3].tolist() == [math.log(torch.finfo(torch.float64).tiny)] * 5  # of no neighbour
 
 
 class Trunk(nn.Linear):
-    """What Grafit needs of a model of timm."""
+    """The part of timm's models that Grafit needs."""
 
     head_hidden_size = 5
 
@@ -80,25 +80,25 @@ def grafit(seed: int) -> Grafit:
 
 
 def test_task_is_the_sum_of_both_losses() -> None:
-    """Of 4 images of 3 views; two images of an earlier batch are in the memory, one of them seen again."""
+    """4 images of 3 views; two images of an earlier batch are in the memory, one of which comes again."""
     model, target = grafit(0).float(), grafit(1).float().eval()
     before, old, images = random(2, 3).float(), torch.tensor([9, 4]), random(12, 7, seed=2).float()
     model.memory[old], model.labels[old] = before, torch.tensor([1, 0])
     labels, numbers = torch.tensor([1, 1, 0, 0]), torch.tensor([2, 12, 4, 0])
     result = GrafitTask(model, target, 3)(images, torch.stack([labels, numbers], 1).repeat_interleave(3, 0))
     with torch.no_grad():
-        ours, theirs = (each.embed(images).unflatten(0, (4, 3)) for each in (model, target))
+        ours, goals = (network.embed(images).unflatten(0, (4, 3)) for network in (model, target))
         predictions = model.predictor(model.embed(images)).unflatten(0, (4, 3))
-    kept = {9: (before[0].tolist(), 1)}
+    remembered = {9: (before[0].tolist(), 1)}
     for n, (label, number) in enumerate(zip(labels.tolist(), numbers.tolist(), strict=True)):
         half = ours[n, 0] / 2 + (before[1] / 2 if number == 4 else 0)
-        kept[number] = half.tolist(), label
+        remembered[number] = half.tolist(), label
         torch.testing.assert_close(model.memory[number], half)
     losses = []
     for n, number in enumerate(numbers.tolist()):
-        others = [one for other, one in kept.items() if other != number]
-        losses.append(by_hand(ours[n, 0].tolist(), others, int(labels[n]), 0.2))
-    expected = sum(losses) / 4 + instance_by_hand(predictions, theirs)
+        neighbours = [entry for neighbour, entry in remembered.items() if neighbour != number]
+        losses.append(by_hand(ours[n, 0].tolist(), neighbours, int(labels[n]), 0.2))
+    expected = sum(losses) / 4 + instance_by_hand(predictions, goals)
     terms = sum(map(abs, losses)) / 4 + 1 + 2 / 0.2
     assert result["loss"].item() == pytest.approx(expected, abs=16 * torch.finfo(torch.float32).eps * terms)
     assert result["targets"].tolist() == labels.tolist()
@@ -116,26 +116,26 @@ def test_views_that_are_apart_are_refused() -> None:
 
 def test_a_run_interrupted_or_not(tmp_path: Path) -> None:
     """The memory and the target network are in the checkpoint; validation is by neighbours, on coarse labels."""
-    whole = finish(config(tmp_path / "whole", **GRAFIT))
+    complete = finish(config(tmp_path / "whole", **GRAFIT))
     settings = config(tmp_path / "twice", **GRAFIT)
     for result in train(settings, progress=False):
         if result.epoch == 1:
             break
     again = finish(settings, resume=True)
-    assert_same_weights(again, whole)
-    seen = whole["model"]["labels"] >= 0
-    assert 12 < seen.sum() <= 24  # of 24 images 12 in each of two epochs
+    assert_same_weights(again, complete)
+    known = complete["model"]["labels"] >= 0
+    assert 12 < known.sum() <= 24  # of 24 images 12 in each of two epochs
     parity = open_sources("parity", "", ("train", "validation"))[0]
     fine = open_sources("digits", "", ("train", "validation"))[0]
-    for number in seen.nonzero()[:, 0].tolist():
-        assert whole["model"]["labels"][number] == parity.read(number)[1] == fine.read(number)[1] % 2
-    assert (whole["model"]["memory"][~seen] == 0).all()
-    assert whole["history"][-1]["train_loss"] < 20
-    assert not torch.equal(whole["model"]["trunk.conv1.weight"], whole["ema"]["trunk.conv1.weight"])
+    for number in known.nonzero()[:, 0].tolist():
+        assert complete["model"]["labels"][number] == parity.read(number)[1] == fine.read(number)[1] % 2
+    assert (complete["model"]["memory"][~known] == 0).all()
+    assert complete["history"][-1]["train_loss"] < 20
+    assert not torch.equal(complete["model"]["trunk.conv1.weight"], complete["ema"]["trunk.conv1.weight"])
 
 
 def test_settings_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["resnet18", "--recipe", "grafit", "--out", str(tmp_path / "run"), "--warmup-epochs", "0"]
+    arguments = ["resnet18", "--recipe", "grafit", "--out", str(tmp_path / "run"), "--warmup-epochs", "0"]
     for wrong in (
         "--ema 0",
         "--batch-size 6",
@@ -145,9 +145,9 @@ def test_settings_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[
         "--reparameterize-at 3",
         "--temperature 0",
     ):
-        assert main([*given, *wrong.split()]) == 2
+        assert main([*arguments, *wrong.split()]) == 2
         assert "objective: grafit needs ema, got" in capsys.readouterr().err
-    assert main([*given, "--embedding-dim", "0"]) == 2
+    assert main([*arguments, "--embedding-dim", "0"]) == 2
     assert "embedding_dim: expected 1 or more, got 0" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

@@ -58,7 +58,7 @@ def _files(run: Path) -> list[str]:
 def test_files_agree_after_a_kill_at_any_change(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each replacement and removal of a file, before and after it; the run is resumed, and then complete."""
     one_epoch = {**SHORT, "epochs": 1, "warmup_epochs": 0, "keep": 1}
-    whole = finish(config(tmp_path / "whole", **one_epoch))
+    complete = finish(config(tmp_path / "whole", **one_epoch))
     expected_files = _files(tmp_path / "whole")
     kills = 0
     while True:
@@ -72,13 +72,13 @@ def test_files_agree_after_a_kill_at_any_change(tmp_path: Path, capfd: pytest.Ca
         run = Path(settings.out)
         resume = (run / "config.toml").exists()
         capfd.readouterr()
-        assert_same_weights(finish(settings, resume=resume), whole)
+        assert_same_weights(finish(settings, resume=resume), complete)
         assert _files(run) == expected_files, kills
         rows = list(csv.DictReader((run / "epochs.csv").read_text().splitlines()))
         assert [(int(row["epoch"]), float(row["top1"])) for row in rows] == [(0, 0.25), (1, 0.5)]
         best = torch.load(run / "best.pt", weights_only=True)
         assert best["epoch"] == 1
-        assert all(torch.equal(best["state_dict"][name], value) for name, value in whole["model"].items())
+        assert all(torch.equal(best["state_dict"][name], value) for name, value in complete["model"].items())
         assert "best in epoch 1: 0.5000" in capfd.readouterr().err
     assert kills >= 2 * 9
 
@@ -112,11 +112,11 @@ def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     settings = config(tmp_path, **SHORT)
     finish(settings)
     path = tmp_path / "checkpoints" / "epoch-0002.pt"
-    whole = path.read_bytes()
+    content = path.read_bytes()
     weights = last_checkpoint(settings)["model"]["fc.weight"].numpy().tobytes()
-    place = whole.index(weights)
+    place = content.index(weights)
     for bit in range(0, 8 * len(weights), 997):
-        damaged = bytearray(whole)
+        damaged = bytearray(content)
         damaged[place + bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"epoch-0002\.pt is damaged, or no checkpoint .*the checksum of"):
@@ -208,14 +208,14 @@ def test_two_processes_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     """The second is refused while the first trains, whether it resumes the run or begins it anew."""
     settings = config(tmp_path, **SHORT)
     reading, writing = os.pipe()
-    made, may_end = os.pipe()
+    released, releasing = os.pipe()
 
     def train_slowly() -> None:
         make_step = loop.Training.make_step
 
         def slow(self: Any, *arguments: Any) -> None:
             os.write(writing, b"1")
-            os.read(made, 1)
+            os.read(released, 1)
             make_step(self, *arguments)
 
         loop.Training.make_step = slow  # type: ignore[method-assign]  # of a process that ends after this
@@ -227,7 +227,7 @@ def test_two_processes_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert main(["--resume", "--out", settings.out]) == 2
         assert f"another process trains in {tmp_path}: wait until it ends" in capsys.readouterr().err
     finally:
-        os.write(may_end, b"11")
+        os.write(releasing, b"11")
         assert os.waitpid(first, 0)[1] == 0
     finish(settings, resume=True)
 

@@ -17,13 +17,13 @@ from tests.tcnn_model.tiny_models import pooled_cnn, tiny_cnn, tiny_tcnn
 def _setting(model: nn.Module, **arguments: float) -> dict[str, tuple[float, float]]:
     """(lr, weight decay) of each parameter; fails on one that is in two groups."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found: dict[str, tuple[float, float]] = {}
+    settings: dict[str, tuple[float, float]] = {}
     for group in parameter_groups(model, **arguments):
         assert group["params"]
         for parameter in group["params"]:
-            assert names[parameter] not in found
-            found[names[parameter]] = (group["lr"], group["weight_decay"])
-    return found
+            assert names[parameter] not in settings
+            settings[names[parameter]] = (group["lr"], group["weight_decay"])
+    return settings
 
 
 def test_every_parameter_is_in_one_group() -> None:
@@ -35,22 +35,22 @@ def test_every_parameter_is_in_one_group() -> None:
 
 
 def test_rates_and_decay() -> None:
-    found = _setting(tiny_tcnn(), lr=3e-4, gating_lr=0.2, weight_decay=0.07)
+    settings = _setting(tiny_tcnn(), lr=3e-4, gating_lr=0.2, weight_decay=0.07)
     gates = {"layer4.0.conv1.gating", "layer4.0.conv2.gating"}
-    assert {name for name, (lr, _) in found.items() if lr != 3e-4} == gates
-    assert {found[name] for name in gates} == {(0.2, 0.0)}
-    for name, (_, decay) in found.items():
+    assert {name for name, (lr, _) in settings.items() if lr != 3e-4} == gates
+    assert {settings[name] for name in gates} == {(0.2, 0.0)}
+    for name, (_, decay) in settings.items():
         owner, _, last = name.rpartition(".")
         norm = "bn" in owner or owner.endswith("downsample.1")
         assert decay == (0.07 if last in ("query", "key", "value") or (last == "weight" and not norm) else 0.0), name
 
 
 def test_rate_of_queries_and_keys() -> None:
-    own = _setting(tiny_tcnn(), lr=3e-4, weight_decay=0.07, qk_lr=5e-3)
+    separate = _setting(tiny_tcnn(), lr=3e-4, weight_decay=0.07, qk_lr=5e-3)
     common = _setting(tiny_tcnn(), lr=3e-4, weight_decay=0.07)
-    moved = {name for name in common if own[name] != common[name]}
+    moved = {name for name in common if separate[name] != common[name]}
     assert moved == {f"layer4.0.conv{n}.{part}" for n in (1, 2) for part in ("query", "key")}
-    assert {own[name] for name in moved} == {(5e-3, 0.07)}
+    assert {separate[name] for name in moved} == {(5e-3, 0.07)}
     assert _setting(tiny_cnn(), qk_lr=5e-3) == _setting(tiny_cnn())
 
 
@@ -64,9 +64,9 @@ def test_group_names() -> None:
 
 
 def test_the_model_may_be_a_layer() -> None:
-    found = _setting(GPSA(3, 5, 3), weight_decay=0.05)
-    assert {name for name, (_, decay) in found.items() if decay} == {"weight", "query", "key", "value"}
-    assert found["gating"] == (0.1, 0.0)
+    settings = _setting(GPSA(3, 5, 3), weight_decay=0.05)
+    assert {name for name, (_, decay) in settings.items() if decay} == {"weight", "query", "key", "value"}
+    assert settings["gating"] == (0.1, 0.0)
 
 
 def test_what_the_model_exempts_is_exempt() -> None:
@@ -99,8 +99,8 @@ def test_drop_path_rates_are_those_timm_would_give(name: str) -> None:
 
 def _by_block(model: nn.Module) -> dict[str, float]:
     """Drop rate of everything in a model whose name begins with drop_path."""
-    found = {n: m for n, m in model.named_modules() if n.rpartition(".")[2].startswith("drop_path")}
-    return {name: m.drop_prob if isinstance(m, DropPath) else 0.0 for name, m in found.items()}
+    modules = {n: m for n, m in model.named_modules() if n.rpartition(".")[2].startswith("drop_path")}
+    return {name: m.drop_prob if isinstance(m, DropPath) else 0.0 for name, m in modules.items()}
 
 
 CLASS_ATTENTION = {

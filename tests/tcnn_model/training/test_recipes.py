@@ -281,12 +281,12 @@ def test_initial_layer_scale() -> None:
 
 def test_options_win_over_a_file_and_that_over_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text('lr = 3e-4\nepochs = 7\nfreeze = ["stem"]\n')
-    given = ["resnet18", "--recipe", "tcnn_finetune", "--config", str(tmp_path / "own.toml"), "--epochs", "9"]
-    config, resume = parse([*given, "--no-channels-last", "--model-options", "layers=[1,1]", "a=b"])
+    arguments = ["resnet18", "--recipe", "tcnn_finetune", "--config", str(tmp_path / "own.toml"), "--epochs", "9"]
+    config, resume = parse([*arguments, "--no-channels-last", "--model-options", "layers=[1,1]", "a=b"])
     assert (config.lr, config.epochs, config.weight_decay, resume) == (3e-4, 9, 0.05, False)
     (tmp_path / "options.toml").write_text("model_options = {layers = [1], b = 1}")
-    both, _ = parse([*given[:3], "--config", str(tmp_path / "options.toml"), "--model-options", "layers=[2]"])
-    assert both.model_options == {"layers": [2], "b": 1}
+    merged, _ = parse([*arguments[:3], "--config", str(tmp_path / "options.toml"), "--model-options", "layers=[2]"])
+    assert merged.model_options == {"layers": [2], "b": 1}
     assert (config.freeze, config.model_options) == (["stem"], {"layers": [1, 1], "a": "b"})
     (tmp_path / "kept.toml").write_text(as_toml(config.as_dict()))
     assert Config(**read_toml(tmp_path / "kept.toml")) == config
@@ -298,7 +298,7 @@ def test_every_recipe_names_its_paper() -> None:
 
 
 def test_options_are_read_before_torch_is_imported() -> None:
-    """In a process of its own: help, a wrong option and a wrong value."""
+    """Help, a wrong option and a wrong value, each in a new process."""
     cases = [("--help", 0, "--batch-size"), ("--nonsense", 2, "--nonsense"), ("--crop=square", 2, "expected one of")]
     program = (
         "import sys, tcnn_finetune\n"
@@ -316,9 +316,9 @@ def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
-    for each in dataclasses.fields(Config)[1:]:
-        assert f"--{each.name.replace('_', '-')}" in shown
-        assert f"\n{each.metadata['group']}:\n" in shown
+    for setting in dataclasses.fields(Config)[1:]:
+        assert f"--{setting.name.replace('_', '-')}" in shown
+        assert f"\n{setting.metadata['group']}:\n" in shown
 
 
 def test_recipe_whose_bases_are_a_circle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,8 +336,8 @@ def test_files_import_no_watcher(tmp_path: Path, capsys: pytest.CaptureFixture[s
     recipe.write_text('[settings]\nwatcher = "antigravity:fly"')
     for file in (settings, run / "config.toml"):
         file.write_text('model = "resnet18"\nwatcher = "antigravity:fly"')
-    others: list[list[str]] = [["resnet18", "--recipe", str(recipe)], ["--config", str(settings)]]
-    for arguments in [*others, ["--resume", "--out", str(run)]]:
+    beginnings: list[list[str]] = [["resnet18", "--recipe", str(recipe)], ["--config", str(settings)]]
+    for arguments in [*beginnings, ["--resume", "--out", str(run)]]:
         assert main(arguments) == 2
         assert "a file may not name 'antigravity:fly', which would be imported" in capsys.readouterr().err
         assert parse([*arguments, "--watcher", "none"])[0].watcher == "none"

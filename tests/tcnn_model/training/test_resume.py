@@ -36,7 +36,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def complete(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The last checkpoint of a run that is not interrupted; when else there is one does not matter to it."""
     return finish(config(tmp_path_factory.mktemp("whole"), **EVERYTHING))
 
@@ -47,13 +47,13 @@ class PowerCut(BaseException):
 
 def _cut(monkeypatch: pytest.MonkeyPatch, settings: Config, step: int, *, resume: bool = False) -> None:
     """Train until a step of this call has been made, and not its checkpoint, or to the end."""
-    made: list[None] = []
+    steps: list[None] = []
     make_step = loop.Training.make_step
 
     def counted(self: Any, *arguments: Any) -> None:
         make_step(self, *arguments)
-        made.append(None)
-        if len(made) == step:
+        steps.append(None)
+        if len(steps) == step:
             raise PowerCut
 
     with monkeypatch.context() as patch, contextlib.suppress(PowerCut):
@@ -62,7 +62,7 @@ def _cut(monkeypatch: pytest.MonkeyPatch, settings: Config, step: int, *, resume
 
 
 def _disturb(number: int) -> None:
-    """What generators gave before does not matter."""
+    """Move the generators, whose state must not matter."""
     torch.manual_seed(number)
     random.seed(number)
 
@@ -81,15 +81,15 @@ def test_run_cut_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_run_cut_within_an_epoch_repeats_it(
-    whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    complete: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(tmp_path / "cut", **{**EVERYTHING, "checkpoint_steps": None})
     _cut(monkeypatch, settings, 5)
     _disturb(1)
-    assert_same_weights(finish(settings, resume=True), whole)
+    assert_same_weights(finish(settings, resume=True), complete)
 
 
-def test_killed_processes_with_workers(whole: dict[str, Any], tmp_path: Path) -> None:
+def test_killed_processes_with_workers(complete: dict[str, Any], tmp_path: Path) -> None:
     """A process, and with it those that load its images, is killed at random moments after it has come further."""
     settings = config(tmp_path / "killed", **EVERYTHING, workers=1)
     generator = random.Random(0)
@@ -102,20 +102,20 @@ def test_killed_processes_with_workers(whole: dict[str, Any], tmp_path: Path) ->
         time.sleep(generator.uniform(0, 0.1))
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-    assert_same_weights(finish(settings, resume=True), whole)
+    assert_same_weights(finish(settings, resume=True), complete)
 
 
 def _written(settings: Config) -> set[tuple[str, int]]:
     """Checkpoints, by name and time."""
-    found = set()
+    checkpoints = set()
     for path in Path(settings.out).glob("checkpoints/*.pt"):
         with contextlib.suppress(FileNotFoundError):
-            found.add((path.name, path.stat().st_mtime_ns))
-    return found
+            checkpoints.add((path.name, path.stat().st_mtime_ns))
+    return checkpoints
 
 
 def test_sigterm_writes_a_checkpoint_and_ends_well(
-    whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    complete: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = config(tmp_path / "stopped", **{**EVERYTHING, "checkpoint_steps": None})
     before, make_step = signal.getsignal(signal.SIGTERM), loop.Training.make_step
@@ -132,7 +132,7 @@ def test_sigterm_writes_a_checkpoint_and_ends_well(
     assert "stopped in epoch 1, after step 1; go on with: tcnn-finetune --resume" in capsys.readouterr().err
     assert torch.load(tmp_path / "stopped/checkpoints/within.pt", weights_only=True)["step"] == 1
     assert main(["--resume", "--out", settings.out]) == 0
-    assert_same_weights(last_checkpoint(settings), whole)
+    assert_same_weights(last_checkpoint(settings), complete)
     assert f"its weights: {tmp_path / 'stopped' / 'best.pt'}" in capsys.readouterr().err
 
 
@@ -150,9 +150,9 @@ def test_loss_that_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         finish(settings)
     batch = torch.load(tmp_path / "run" / "nonfinite-0.pt", weights_only=True)
     assert (batch["images"].shape, batch["targets"].shape) == ((8, 3, 32, 32), (8,))
-    kept = torch.load(tmp_path / "run/checkpoints/within.pt", weights_only=True)
-    assert (kept["epoch"], kept["step"]) == (2, 1)
-    assert all(value.isfinite().all() for value in kept["model"].values())
+    saved = torch.load(tmp_path / "run/checkpoints/within.pt", weights_only=True)
+    assert (saved["epoch"], saved["step"]) == (2, 1)
+    assert all(value.isfinite().all() for value in saved["model"].values())
 
 
 def test_files_of_a_run(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
             names[split] = [
                 Path(tmp_path / name).rename(tmp_path / f"{split[0]}{name[-8:]}").name for name in names[split]
             ]
-        info = {"splits": {split: {"name": split, "filenames": some} for split, some in names.items()}}
+        info = {"splits": {split: {"name": split, "filenames": filenames} for split, filenames in names.items()}}
         (tmp_path / "_info.json").write_text(json.dumps(info))
     elif named == "by pattern":
         splits = ("photos-train-{0000..0001}.tar|9", "photos-val-{0000..0001}.tar")
@@ -74,11 +74,11 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
 
 def test_labels_in_json(tmp_path: Path) -> None:
     """The field that ``_info.json`` names, else "label"; -1 is none, as in timm; endings in any case."""
-    told = [{"label": 1, "fine": 0}, {"label": 0, "fine": 1}, {"label": 0, "fine": -1}]
+    contents = [{"label": 1, "fine": 0}, {"label": 0, "fine": 1}, {"label": 0, "fine": -1}]
     kinds = (("JPG", "jpeg"), ("jpeg", "jpeg"), ("webp", "webp"))
     samples = [
         (f"{n}", {"json": json.dumps(about).encode(), ending: _image(0, kind)})
-        for n, (about, (ending, kind)) in enumerate(zip(told, kinds, strict=True))
+        for n, (about, (ending, kind)) in enumerate(zip(contents, kinds, strict=True))
     ]
     for split in SPLITS:
         _shard(tmp_path / f"{split}.tar", samples)
@@ -108,8 +108,8 @@ def test_shards_that_are_none(tmp_path: Path, samples: Sequence[tuple[str, Mappi
     for split in SPLITS:
         _shard(tmp_path / f"{split}.tar", [("a", GOOD)] if samples is None else samples)
     if samples is None:
-        whole = (tmp_path / "train.tar").read_bytes()
-        (tmp_path / "train.tar").write_bytes(whole[:600])
+        content = (tmp_path / "train.tar").read_bytes()
+        (tmp_path / "train.tar").write_bytes(content[:600])
     with pytest.raises(ValueError, match=message):
         open_sources(str(tmp_path), "wds/", SPLITS)
 
@@ -138,10 +138,10 @@ def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"data": str(tmp_path), "dataset": "wds/", "limit": None, "batch_size": 3, "checkpoint_steps": 1}
     named = rf"skipped {shard}/dir/006.png, which cannot be read"
     with pytest.warns(RuntimeWarning, match=named):
-        whole = finish(config(tmp_path / "whole", **settings, max_unreadable=0.2))
+        complete = finish(config(tmp_path / "whole", **settings, max_unreadable=0.2))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", named)
         cut = config(tmp_path / "cut", **settings, max_unreadable=0.2)
         _cut(monkeypatch, cut, 4)
-        assert_same_weights(finish(cut, resume=True), whole)
-    assert whole["history"][1]["top1"] in [n / 3 for n in range(4)]
+        assert_same_weights(finish(cut, resume=True), complete)
+    assert complete["history"][1]["top1"] in [n / 3 for n in range(4)]

@@ -1,4 +1,4 @@
-"""What is wrong with data is said, with what was found; an unreadable image is named."""
+"""Errors name the data and the files that were found; an unreadable image is named."""
 
 import os
 import struct
@@ -17,7 +17,7 @@ from tests.tcnn_model.training.runs import config, finish
 
 
 def _folder(root: Path, *, classes: tuple[str, ...] = ("cat", "dog"), images: int = 8, val: str = "val") -> Path:
-    for number, name in enumerate(f"{split}/{each}" for split in ("train", val) for each in classes):
+    for number, name in enumerate(f"{split}/{label}" for split in ("train", val) for label in classes):
         (root / name).mkdir(parents=True)
         for image in range(images):
             Image.new("RGB", (40, 36), (30 * image, 60 * number, 0)).save(root / name / f"{image}.png")
@@ -155,9 +155,9 @@ def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> No
     batch = set(_batches(set(), 1, tmp_path)[1][1])
     broken = batch | {(number + 1) % 24 for number in batch}
     images, numbers = _batches(broken, 1, tmp_path)
-    _, others = _batches(broken, 0, tmp_path)
-    assert [len(part) for part in numbers] == [len(part) for part in others] == [4, 4, 4]
-    assert not broken & {number for part in numbers + others for number in part}
+    _, first = _batches(broken, 0, tmp_path)
+    assert [len(part) for part in numbers] == [len(part) for part in first] == [4, 4, 4]
+    assert not broken & {number for part in numbers + first for number in part}
     assert [part.tolist() for part, _ in images.training(1)] == numbers[1:]
     reasons = {name: reason.partition(":")[0] for name, reason in images.unreadable.items()}
     assert {f"image {number}" for number in batch} <= reasons.keys() <= {f"image {number}" for number in broken}

@@ -168,7 +168,7 @@ def test_weights_of_another_model_are_refused(first: str, second: str, options: 
 
 
 class _Crafted:
-    """What runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -178,7 +178,7 @@ class _Crafted:
 
 
 def test_crafted_file_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As weights and as a teacher's, in torch's formats old and new."""
+    """Weights and a teacher's weights, in torch's old and new formats."""
     ran = tmp_path / "ran"
     for legacy in (True, False):
         torch.save({"state_dict": _Crafted(ran)}, tmp_path / "evil.pt", _use_new_zipfile_serialization=not legacy)
@@ -198,6 +198,17 @@ def test_crafted_file_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resnet18", "--weights", str(tmp_path / "none.pt"), "--out", str(tmp_path / "run")]) == 2
     assert f"weights: there is no file {tmp_path / 'none.pt'}" in capsys.readouterr().err
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    """One bit of a weight is flipped."""
+    model, _ = build_model(config(tmp_path), 10)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")
+    content = bytearray((tmp_path / "best.pt").read_bytes())
+    content[content.index(model.state_dict()["fc.weight"].numpy().tobytes()) + 5] ^= 4
+    (tmp_path / "best.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"best\.pt is damaged, or holds more than weights: the checksum of"):
+        build_model(_second(tmp_path, "resnet18", TINY), 10)
 
 
 def test_safetensors(tmp_path: Path) -> None:

@@ -56,6 +56,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
     ),
     "beit": (of("Beit", **TINY, image_size=FLAT), FLAT, same(grid(4, 6, prefix=1))),
     "swin": (of("Swin", **WINDOWS, image_size=(28, 40)), (28, 40), same(grid(3, 3))),
+    "swin, of which the second layer has a single window": (
+        of("Swin", **WINDOWS | {"depths": [1, 1], "num_heads": [2, 2]}, image_size=(24, 24)),
+        (24, 24),
+        same(grid(3, 3)),
+    ),
     "swinv2": (of("Swinv2", **WINDOWS, image_size=(48, 48)), (48, 48), same(grid(3, 3))),
     "torchvision vit": (torchvision_vit, SQUARE, same(grid(4, 4, prefix=1))),
 }
@@ -92,6 +97,83 @@ def test_projections_inside_of_an_attention_are_none() -> None:
     assert len(recorder.layers) == 6
     with tcnn_probe.ablate(model, recorder.layers, "shuffled", images=images):
         assert not torch.equal(model(images).last_hidden_state, whole)
+
+
+class Registers(nn.Module):
+    """Patches 4 x 6, and 5 registers behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.registers = nn.Conv2d(3, 12, 8, 8), nn.Parameter(torch.randn(1, 5, 12))
+        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        x = torch.cat([x, self.registers.expand(len(x), -1, -1)], 1)
+        return self.attention(x, x, x)[0]
+
+
+def groups_behind() -> nn.Module:
+    options = {"hidden_size": 12, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
+    groups = {"depths": [1, 1, 1], "num_group_tokens": [5, 3, 0], "num_output_groups": [5, 3, 0]}
+    return of("GroupViTVision", **options, **groups, image_size=32, patch_size=8)()
+
+
+WITHOUT_CLASS_TOKEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
+    "registers behind the grid": (Registers, FLAT),
+    "group tokens": (groups_behind, SQUARE),
+}
+
+
+@pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")  # of groups, which are no patches
+@pytest.mark.parametrize(("make", "size"), WITHOUT_CLASS_TOKEN.values(), ids=WITHOUT_CLASS_TOKEN)
+def test_other_tokens_are_no_class_token(make: Callable[[], nn.Module], size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    with tcnn_probe.record(model) as recorder, torch.no_grad():
+        model(torch.randn(2, 3, *size))
+        recorder.mark(epoch=0)
+    first = recorder.dataset.isel(layer=0)
+    assert first.attention_distance.notnull().all()
+    assert first.prefix_attention.notnull().all()
+    assert not [name for name in recorder.dataset if str(name).startswith("class_")]
+
+
+def test_queries_put_before_a_class_token_hide_it() -> None:
+    """EoMT puts its queries before all other tokens, in its last layers."""
+    torch.manual_seed(0)
+    pytest.importorskip("transformers")
+    import transformers
+
+    options = TINY | {"num_hidden_layers": 3, "image_size": 32, "num_blocks": 1, "num_queries": 7}
+    config = transformers.EomtConfig(**options, num_upscale_blocks=1, num_register_tokens=2)
+    model = transformers.EomtForUniversalSegmentation(config).eval()
+    with tcnn_probe.record(model) as recorder, torch.no_grad():
+        model(torch.randn(2, 3, 32, 32))
+        recorder.mark(epoch=0)
+    known = recorder.dataset.class_entropy.notnull().all("head").sel(epoch=0)
+    assert known.values.tolist() == [True, True, False]
+    assert recorder.dataset.attention_distance.notnull().all()
+
+
+@pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")
+def test_mask_units_are_no_raster() -> None:
+    torch.manual_seed(0)
+    options = {"embed_dim": 8, "image_size": [64, 64], "depths": [1, 1, 1, 1], "num_heads": [4, 4, 4, 4]}
+    model = sharpen(of("Hiera", **options)().eval(), 2.0)
+    images = torch.randn(2, 3, 64, 64)
+    with tcnn_probe.record(model) as recorder, torch.no_grad():
+        weights = model(images, output_attentions=True).attentions
+        recorder.mark(epoch=0)
+    assert len(weights) == len(recorder.layers) == 4
+    assert set(recorder.missing["attention_distance"]) == set(recorder.layers)
+    assert all("mask unit" in reason for reason in recorder.missing["attention_distance"].values())
+    for layer, expected in zip(recorder.layers, weights, strict=True):
+        entropy = -torch.special.xlogy(expected.double(), expected.double()).sum(
+            -1
+        )  # (images, heads, windows, queries)
+        recorded = recorder.dataset.entropy.sel(epoch=0, layer=layer)
+        np.testing.assert_allclose(recorded, entropy.mean((0, 2, 3)), rtol=1e-5)
 
 
 def test_pictures_are_refused_with_the_way_to_prepare_them() -> None:

@@ -43,7 +43,7 @@ def layer(*heads: Any, gate: Any = NAN) -> dict[str, np.ndarray]:
     """By the shares that types depend on, (heads, 4) or (marks, heads, 4); and by gates."""
     information, entropy, distance, equivariance = np.moveaxis(np.array(heads, dtype=float), -1, 0)
     return {
-        "content_information": information * math.log(IMAGES),
+        "content_information": information * math.log(KEYS),
         "entropy": entropy * math.log(KEYS),
         "attention_distance": distance * DISTANCE,
         "translation_equivariance": equivariance,
@@ -70,7 +70,7 @@ def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
     assert (types.sel(layer="pool") == "").all()
     assert json.loads(types.attrs["unlabelled"]) == {"pool": "nothing finite is recorded of it"}
     definitions = json.loads(types.attrs["definitions"])
-    assert definitions["content"] == "content_information >= 0.125 log min(images, keys)"
+    assert definitions["content"] == "content_information >= 0.125 log keys"
     if method == "thresholds":
         conv, average, content, mixed = "convolutional", "averaging", "content", "mixed"
         expected = [[conv, average, content, mixed, last] for last in (conv, mixed, content)]
@@ -100,17 +100,18 @@ def test_by_the_gate() -> None:
     assert (fuzzy[0, 0] != "").all()
 
 
-def test_of_gated_attention_entropies_count_over_real_pixels_and_information_over_images_or_keys() -> None:
+def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -> None:
     ds = recording({"a": layer((0.0, math.log(49) / math.log(64), 0.9, NAN), (0.15, 0.9, 0.9, NAN))})
     assert tcnn_probe.head_types(ds).values.tolist() == [[["mixed", "content"]]]
     real = ds.assign(uniform_content_entropy=ds.uniform_entropy * 0 + math.log(49))
     assert tcnn_probe.head_types(real).values.tolist() == [[["averaging", "content"]]]
-    unlimited = ds.assign(images=ds.images * 0 + 10**6)  # of which the bound is log 64
-    assert tcnn_probe.head_types(unlimited).values.tolist() == [[["mixed", "content"]]]
-    assert tcnn_probe.head_types(unlimited, information=(0.0, 0.1001)).values.tolist() == [[["mixed", "mixed"]]]
+    for images in (2, 10**6):  # their number sets no scale
+        counted = ds.assign(images=ds.images * 0 + images)
+        assert tcnn_probe.head_types(counted).values.tolist() == [[["mixed", "content"]]]
+        assert tcnn_probe.head_types(counted, information=(0.0, 0.1501)).values.tolist() == [[["mixed", "mixed"]]]
     single = tcnn_probe.head_types(ds.assign(images=ds.images * 0 + 1))
     assert (single == "").all()
-    assert "content_information / log min(images, keys) is not finite (of one image" in single.attrs["unlabelled"]
+    assert "content_information / log keys is not finite (of one image" in single.attrs["unlabelled"]
 
 
 @pytest.mark.parametrize("method", BOTH)
@@ -143,10 +144,10 @@ def test_numbers_that_are_not_finite_give_no_label() -> None:
     assert (types[:, 1] == "").all()
     reasons = json.loads(types.attrs["unlabelled"])
     assert reasons["a"] == (
-        "content_information / log min(images, keys) is not finite; entropy / uniform_entropy is not finite; "
+        "content_information / log keys is not finite; entropy / uniform_entropy is not finite; "
         "attention_distance / uniform_distance is not finite; translation_equivariance is not finite"
     )
-    assert reasons["gone"] == "content_information / log min(images, keys) is not finite (why not)"
+    assert reasons["gone"] == "content_information / log keys is not finite (why not)"
     posterior = tcnn_probe.head_types(ds, "mixture")
     assert (posterior == "").all()  # of which nothing is known in full
     nothing = tcnn_probe.head_types(ds * NAN, "mixture")
@@ -187,7 +188,7 @@ def test_mixture_of_known_clusters() -> None:
     assert np.isnan(posterior[:, ~labelled]).all()
     at = {"epoch": 5, "layer": "c0", "head": 2}
     row = ds.sel(at)
-    scales = (math.log(IMAGES), math.log(KEYS), DISTANCE, 1)
+    scales = (math.log(KEYS), math.log(KEYS), DISTANCE, 1)
     variables = ("content_information", "entropy", "attention_distance", "translation_equivariance")
     point = np.array([float(row[name]) / scale for name, scale in zip(variables, scales, strict=True)])
     densities = []

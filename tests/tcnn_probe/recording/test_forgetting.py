@@ -1,5 +1,6 @@
 """What is forgotten is said: marks, other images than before; a second evaluation; what a recorder shows of itself."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import check_entropies, entropies, images, vit
+from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, entropies, images, vit
 from tests.tcnn_probe.probes.helpers import VIT, small, step
 
 
@@ -119,3 +120,16 @@ def test_a_probe_that_finds_only_a_part() -> None:
         model(images())
         with pytest.warns(RuntimeWarning, match=r"VisionTransformer has no \['scale'\] for the probe 'layer-scale'"):
             recorder.mark(epoch=0)
+
+
+def test_a_recorder_that_is_dropped_leaves_no_hooks(tmp_path: Path) -> None:
+    model = vit()
+    before = Trace(model)
+    recorder = tcnn_probe.record(model, tmp_path / "run.zarr")
+    model(images())
+    recorder.mark(epoch=0)
+    del recorder
+    gc.collect()
+    assert before == Trace(model)
+    with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:  # the lock is free as well
+        assert recorder.epochs == (0,)

@@ -1,0 +1,236 @@
+"""What is recorded of vision models, and whether an experiment agrees: writes the table in ``models.md`` beside it.
+
+    python docs/models.py                          # all models, about ten minutes on one core
+    python docs/models.py --models vit_tiny swin   # those whose names contain a word; --out says where to
+
+Weights are random and nothing is downloaded. A forward shows which layers attend, and on which grids their tokens are
+taken to lie. Then a disturbance of the image that fades in from one side to the other shows where they do lie.
+"""
+
+import argparse
+import collections
+import importlib
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import tcnn_probe
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.layout import Tokens
+from tcnn_probe.attention.stream import AttentionStream
+from tcnn_probe.attention.token_order import Claim, measure_token_places, raster_objections
+
+HEADER = """# Vision models
+
+Written by `python docs/models.py` with {versions}, from random weights.
+
+- *layers*: attention layers of which numbers are recorded.
+- *grids*: rows x columns of keys, "+ n" with n class, register or other tokens beside them.
+- *order*: how many of the layers with a grid the experiment followed without an objection. A small disturbance that
+  fades in over the image shows the place of each token, and the tokens have to lie on the grid row by row. It cannot
+  tell places apart where each token sees the whole image.
+- *notes*: what the experiment objects to, layers without a grid, and layers that are not recorded, with the reasons.
+
+| library | model | image | layers | grids | order | notes |
+|---|---|---|---|---|---|---|"""
+
+
+class Model(NamedTuple):
+    """A model of a library, small where its options allow it, and an image that it takes."""
+
+    library: str
+    name: str
+    height: int
+    width: int
+    options: Mapping[str, Any] = {}
+
+    def build(self) -> nn.Module:
+        """Return the model with random weights."""
+        if self.library == "timm":
+            return timm.create_model(self.name, num_classes=5, **self.options).eval()
+        if self.library == "torchvision":
+            return getattr(importlib.import_module("torchvision.models"), self.name)(**self.options).eval()
+        transformers = importlib.import_module("transformers")
+        config = getattr(transformers, f"{self.name.removesuffix('Model')}Config")(**self.options)
+        return getattr(transformers, self.name)(config).eval()
+
+
+_VIT = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
+_NARROW = {"embed_dim": 48, "num_heads": 3, "depth": 2}
+_DETR = {
+    "use_timm_backbone": False,
+    "use_pretrained_backbone": False,
+    "backbone": None,
+    "num_queries": 24,
+    "d_model": 48,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+}
+_GROUPS = {"depths": [2, 1, 1], "num_hidden_layers": 4, "num_attention_heads": 3}
+
+MODELS = (
+    Model("timm", "vit_tiny_patch16_224", 64, 96, {"img_size": (64, 96)}),
+    Model("timm", "deit_tiny_distilled_patch16_224", 64, 96, {"img_size": (64, 96)}),
+    Model("timm", "deit3_small_patch16_224", 64, 96, {"img_size": (64, 96)}),
+    Model("timm", "vit_small_patch14_reg4_dinov2", 70, 98, {"img_size": (70, 98)}),
+    Model("timm", "vit_base_patch16_siglip_224", 224, 224, _NARROW),
+    Model("timm", "vit_relpos_small_patch16_224", 224, 224),
+    Model("timm", "samvit_base_patch16_224", 224, 224, _NARROW),
+    Model("timm", "cait_xxs24_224", 64, 96, {"img_size": (64, 96)}),
+    Model("timm", "beit_base_patch16_224", 64, 96, {"img_size": (64, 96), **_NARROW}),
+    Model("timm", "eva02_tiny_patch14_224", 70, 98, {"img_size": (70, 98)}),
+    Model("timm", "convit_tiny", 224, 224),
+    Model("timm", "swin_tiny_patch4_window7_224", 224, 224),
+    Model("timm", "swinv2_tiny_window8_256", 256, 256),
+    Model("timm", "swinv2_cr_tiny_224", 224, 224),
+    Model("timm", "mvitv2_tiny", 224, 224),
+    Model("timm", "pvt_v2_b0", 64, 96),
+    Model("timm", "twins_svt_small", 224, 224),
+    Model("timm", "twins_pcpvt_small", 224, 224),
+    Model("timm", "levit_128s", 224, 224),
+    Model("timm", "maxvit_tiny_tf_224", 224, 224),
+    Model("timm", "coatnet_nano_cc_224", 224, 224),
+    Model("timm", "coat_tiny", 224, 224),
+    Model("timm", "botnet26t_256", 256, 256),
+    Model("timm", "halonet26t", 256, 256),
+    Model("timm", "mobilevit_s", 128, 192),
+    Model("timm", "mobilevitv2_050", 128, 192),
+    Model("timm", "efficientformer_l1", 224, 224),
+    Model("timm", "efficientformerv2_s0", 224, 224),
+    Model("timm", "efficientvit_m0", 224, 224),
+    Model("timm", "efficientvit_b0", 224, 224),
+    Model("timm", "nest_tiny", 224, 224),
+    Model("timm", "volo_d1_224", 224, 224),
+    Model("timm", "tnt_s_patch16_224", 224, 224),
+    Model("timm", "davit_tiny", 224, 224),
+    Model("timm", "gcvit_xxtiny", 224, 224),
+    Model("timm", "hiera_tiny_224", 224, 224),
+    Model("timm", "crossvit_9_240", 240, 240),
+    Model("timm", "visformer_tiny", 224, 224),
+    Model("timm", "xcit_nano_12_p16_224", 224, 224),
+    Model("timm", "fastvit_sa12", 256, 256),
+    Model("timm", "edgenext_xx_small", 256, 256),
+    Model("timm", "caformer_s18", 224, 224),
+    Model("timm", "mobilenetv4_hybrid_medium", 224, 224),
+    Model("torchvision", "vit_b_32", 224, 224),
+    Model("torchvision", "swin_t", 224, 224),
+    Model("torchvision", "swin_v2_t", 224, 224),
+    Model("torchvision", "maxvit_t", 224, 224),
+    Model("transformers", "ViTModel", 64, 96, {**_VIT, "image_size": (64, 96)}),
+    Model("transformers", "DeiTModel", 64, 96, {**_VIT, "image_size": (64, 96)}),
+    Model("transformers", "BeitModel", 64, 64, {**_VIT, "image_size": 64}),
+    Model("transformers", "Dinov2WithRegistersModel", 64, 64, {**_VIT, "image_size": 64, "patch_size": 16}),
+    Model("transformers", "DINOv3ViTModel", 64, 96, {**_VIT, "image_size": 64, "num_register_tokens": 4}),
+    Model("transformers", "CLIPVisionModel", 64, 64, {**_VIT, "image_size": 64, "patch_size": 16}),
+    Model("transformers", "SiglipVisionModel", 64, 64, {**_VIT, "image_size": 64, "patch_size": 16}),
+    Model("transformers", "IJepaModel", 64, 64, {**_VIT, "image_size": 64}),
+    Model("transformers", "YolosModel", 64, 96, {**_VIT, "image_size": [64, 96], "num_detection_tokens": 10}),
+    Model("transformers", "DPTModel", 64, 64, {**_VIT, "image_size": 64, "backbone_out_indices": [0, 1]}),
+    Model("transformers", "ViTMAEModel", 64, 64, {**_VIT, "image_size": 64, "mask_ratio": 0.0}),
+    Model("transformers", "VitDetModel", 224, 224, {**_VIT, "window_block_indices": [1], "window_size": 7}),
+    Model("transformers", "SwinModel", 224, 224),
+    Model("transformers", "Swinv2Model", 224, 224),
+    Model("transformers", "SegformerModel", 128, 192),
+    Model("transformers", "PvtModel", 224, 224),
+    Model("transformers", "CvtModel", 64, 96),
+    Model("transformers", "HieraModel", 64, 64, {"embed_dim": 24, "image_size": [64, 64], "depths": [1, 1, 2, 1]}),
+    Model("transformers", "GroupViTVisionModel", 112, 112, {**_VIT, **_GROUPS, "image_size": 112}),
+    Model("transformers", "DetrModel", 128, 192, _DETR),
+)
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    library: str
+    model: str
+    image: str
+    layers: str
+    grids: str
+    order: str
+    notes: str
+
+
+def describe(model: Model) -> Row:
+    """Record a forward of a model, and compare its grids with the experiment."""
+    torch.manual_seed(0)
+    options = dict(model.options)
+    if model.name == "DetrModel":  # its backbone is a model too
+        sizes = {"embedding_size": 32, "hidden_sizes": [32, 48, 64, 96], "depths": [1, 1, 1, 1]}
+        transformers = importlib.import_module("transformers")
+        options["backbone_config"] = transformers.ResNetConfig(**sizes, out_features=["stage4"])
+    module, image = model._replace(options=options).build(), torch.randn(3, model.height, model.width)
+    stream, claims = claimed_grids(module, image)
+    on_grids = {name: claim for name, claim in claims.items() if claim.layout.keys}
+    measured = measure_token_places(module, image).keys() & on_grids.keys()
+    objections = raster_objections(module, image, on_grids)
+    confirmed = f"{len(measured - objections.keys())} of {len(on_grids)}" if on_grids else ""
+    grids = [f"{_grid(claim.layout.keys)}" for claim in on_grids.values() if claim.layout.keys]
+    notes = [
+        *(reason for both in objections.values() for reason in dict.fromkeys(filter(None, both))),
+        *(claim.layout.reason for name, claim in claims.items() if name not in on_grids),
+        *("not followed by the experiment" for _ in on_grids.keys() - measured),
+        *(f"not recorded: {reason}" for reason in stream.unsupported.values()),
+    ]
+    size = f"{model.height} x {model.width}"
+    return Row(model.library, model.name, size, str(len(claims)), counted(grids), confirmed, counted(notes, "; "))
+
+
+def claimed_grids(module: nn.Module, image: Tensor) -> tuple[AttentionStream, Mapping[str, Claim]]:
+    """Return the grids on which the tokens of each layer are taken to lie."""
+    claims: dict[str, Claim] = {}
+
+    def look(attention: Attention) -> None:
+        queries, keys = ((stream.around(count) or (0, 0))[1] for count in attention.shape[2:])
+        claims.setdefault(attention.name, Claim(attention.layout, attention.cut, (queries, keys)))
+
+    with tcnn_probe.attention_stream(module, look) as stream, torch.no_grad():
+        module(image[None])
+    return stream, {name: claims[name] for name in stream.layers}
+
+
+def _grid(tokens: Tokens) -> str:
+    beside = f" + {tokens.prefix}" if tokens.prefix else ""
+    return f"{tokens.height} x {tokens.width}{beside}"
+
+
+def counted(texts: Iterable[str], between: str = ", ") -> str:
+    """Return each text once, with how often it is there if that is more than once."""
+    counts = collections.Counter(texts)
+    return between.join(f"{text} ({count} times)" if count > 1 else text for text, count in counts.items())
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return the document."""
+    libraries = ("timm", "torchvision", "transformers")
+    versions = ", ".join(f"{name} {importlib.import_module(name).__version__}" for name in libraries)
+    lines = [HEADER.format(versions=versions)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join([*lines, ""])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Write the table of vision models and what is recorded of them.")
+    parser.add_argument("--models", nargs="+", default=[""], help="words of which the names contain one; default: all")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    options = parser.parse_args(arguments)
+    chosen = [model for model in MODELS if any(word in model.name for word in options.models)]
+    if not chosen:
+        parser.error(f"expected words of names of models, got {options.models}; there are {[m.name for m in MODELS]}")
+    warnings.simplefilter("ignore")  # of models about their own arguments
+    options.out.write_text(page([describe(model) for model in tqdm(chosen)]))
+
+
+if __name__ == "__main__":
+    main()

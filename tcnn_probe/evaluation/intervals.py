@@ -1,0 +1,94 @@
+"""Confidence intervals for means over images, and over trainings and images, that cover as often as they say."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import xarray as xr
+from numpy.typing import NDArray
+
+__all__ = ["mean_interval"]
+
+
+def mean_interval(
+    values: xr.DataArray, dim: str | Sequence[str] = "image", *, confidence: float = 0.95
+) -> xr.DataArray:
+    """Confidence interval for the mean along a dimension, or along several that cross.
+
+    The kind follows from the values:
+
+    - bool, such as ``ds.correct``: Clopper and Pearson's exact interval for a proportion (1934).
+    - -1, 0 and 1, such as the difference of two models' being right on the same images: Bonett and Price's interval for
+      paired proportions (2012, Adjusted Wald confidence interval for a difference of binomial proportions based on
+      paired data), with t for the normal distribution: as if there were two more images, of 1 and of -1. So models that
+      differ on few images, or none, do not seem to be equal.
+    - others: Student's t. Of skewed measures it covers a little less than it says in small samples (0.92 of 16 images).
+
+    Several dimensions cross if, for example, each seed saw the same images: ("seed", "image"). Then the variances of
+    the means by label add, ``sum_d s_d^2 / n_d`` over the dimensions d, which is never too small on average (Owen 2007,
+    The pigeonhole bootstrap, Sec. 3), with Satterthwaite's degrees of freedom (1946). So the interval is wide if any of
+    the dimensions matters, and of three seeds as wide as three seeds ask for. A dimension with a single label adds
+    nothing: the interval is for that label as it is.
+
+    Args:
+        values: For example ``tcnn_probe.faithfulness(...).pointing_game``; NaNs are left out.
+        dim: Dimension, or dimensions, whose labels are a sample.
+        confidence: Share of samples whose interval holds the mean, between 0 and 1.
+
+    Returns:
+        ``values`` without ``dim`` and with a dimension "bound": "low" and "high". NaN for fewer than two values.
+
+    Raises:
+        ValueError: no such dimension, or a confidence that is not between 0 and 1.
+    """
+    dims = [dim] if isinstance(dim, str) else list(dim)
+    for name in dims:
+        if name not in values.dims:
+            raise ValueError(f"expected a dimension of a sample, one of {values.dims}, got {name!r}")
+    if not dims:
+        raise ValueError("expected a dimension of a sample, got none")
+    if not 0 < confidence < 1:
+        raise ValueError(f"expected a confidence between 0 and 1, got {confidence!r}")
+    intervals = xr.apply_ufunc(
+        _interval,
+        values.astype(float).compute(),
+        input_core_dims=[dims],
+        output_core_dims=[["bound"]],
+        kwargs={"confidence": confidence, "decisions": values.dtype == bool},
+        vectorize=True,
+        keep_attrs=True,
+    )
+    return intervals.assign_coords(bound=["low", "high"])
+
+
+def _interval(table: NDArray[np.float64], confidence: float, decisions: bool) -> NDArray[np.float64]:
+    """Low and high, for a table with an axis for each dimension."""
+    from scipy.stats import binomtest, t
+
+    known = table[~np.isnan(table)]
+    if len(known) < 2:
+        return np.full(2, np.nan)
+    if decisions and table.ndim == 1:
+        exact = binomtest(int(known.sum()), len(known)).proportion_ci(confidence, method="exact")
+        return np.array([exact.low, exact.high])
+    bounds = (0.0, 1.0) if decisions else (-1.0, 1.0) if np.isin(known, (-1, 0, 1)).all() else None
+    center, variances, freedoms = known.mean(), [], []
+    for axis, size in enumerate(table.shape):
+        means = _means_by_label(table, axis)
+        if bounds is not None and axis == np.argmax(table.shape):  # the images, which are the most
+            means = np.append(means, bounds)
+            center = means.mean()
+        if size > 1 and len(means) > 1:
+            variances.append(means.var(ddof=1) / len(means))
+            freedoms.append(len(means) - 1)
+    parts = np.array(variances)
+    total = parts.sum()
+    freedom = total**2 / (parts**2 / freedoms).sum() if total else 1
+    half = t.ppf((1 + confidence) / 2, freedom) * np.sqrt(total)
+    return np.clip([center - half, center + half], *(bounds or (None, None)))
+
+
+def _means_by_label(table: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    """Mean of what is known of each label of an axis; labels of which nothing is known are left out."""
+    rows = np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1)
+    rows = rows[~np.isnan(rows).all(1)]
+    return np.nanmean(rows, 1)

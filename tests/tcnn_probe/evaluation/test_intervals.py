@@ -1,0 +1,118 @@
+"""Intervals against formulas of the literature written out, and how often they cover in simulations."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import xarray as xr
+from scipy import stats
+
+from tcnn_probe import evaluation
+
+
+def interval(values: np.ndarray, dims: tuple[str, ...] = ("image",), **options: float) -> list[float]:
+    return evaluation.mean_interval(xr.DataArray(values, dims=dims), dims, **options).values.tolist()
+
+
+def test_labels_and_what_is_left_out() -> None:
+    random = np.random.default_rng(0)
+    values = xr.DataArray(
+        random.normal(3, 2, (2, 3, 97)), {"method": ["a", "b"]}, ("method", "epoch", "image"), attrs={"units": "1"}
+    )
+    values[1, 2, 5:] = np.nan
+    values[1, 1, 1:] = np.nan
+    found = evaluation.mean_interval(values, confidence=0.9)
+    assert found.dims == ("method", "epoch", "bound")
+    assert found.bound.values.tolist() == ["low", "high"]
+    assert found.attrs == {"units": "1"}
+    expected = stats.ttest_1samp(values.values[1, 2, :5], 0).confidence_interval(0.9)
+    np.testing.assert_allclose(found[1, 2], expected)
+    assert np.isnan(found[1, 1]).all()
+    assert found.identical(evaluation.mean_interval(values.transpose("image", ...), "image", confidence=0.9))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": "epoch"}, r"one of \('image',\), got 'epoch'"),
+        ({"confidence": 95}, "between 0 and 1, got 95"),
+        ({"dim": ()}, "got none"),
+    ],
+)
+def test_errors(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluation.mean_interval(xr.DataArray(np.ones(5), dims="image"), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("right", [0, 5, 11])
+def test_a_proportion_holds_what_exact_tests_do_not_refuse(right: int) -> None:
+    low, high = interval(np.arange(11) < right)
+    tails = {"greater": low, "less": high}
+    for tail, p in tails.items():
+        if 0 < p < 1:  # at the bound, as many or more (fewer) right answers have a chance of 2.5 %
+            assert stats.binomtest(right, 11, p, alternative=tail).pvalue == pytest.approx(0.025)
+    assert low <= right / 11 <= high
+    assert (low, high) == ((low, high) if 0 < right < 11 else (0, high) if right == 0 else (low, 1))
+
+
+@pytest.mark.parametrize(("up", "down"), [(0, 0), (2, 0), (4, 3)])
+def test_a_difference_of_paired_proportions(up: int, down: int) -> None:
+    """Bonett and Price 2012, their equation for two more discordant pairs, with the t quantile."""
+    count = 31
+    values = np.repeat([1.0, -1.0, 0.0], [up, down, count - up - down])
+    p, q = (up + 1) / (count + 2), (down + 1) / (count + 2)
+    error = np.sqrt((p + q - (p - q) ** 2) / (count + 1))  # their n + 2, less 1 as the variance is a sample's
+    half = stats.t.ppf(0.975, count + 1) * error
+    np.testing.assert_allclose(interval(values), [p - q - half, p - q + half])
+
+
+def test_of_dimensions_that_cross() -> None:
+    random = np.random.default_rng(1)
+    table = random.normal(0, 1, (3, 1)) + random.normal(0, 1, (1, 23)) + random.normal(0, 0.3, (3, 23))
+    parts = [table.mean(1).var(ddof=1) / 3, table.mean(0).var(ddof=1) / 23]
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 22)
+    half = stats.t.ppf(0.975, freedom) * sum(parts) ** 0.5
+    dims = ("seed", "image")
+    np.testing.assert_allclose(interval(table, dims), [table.mean() - half, table.mean() + half])
+    values = xr.DataArray(table, dims=dims)
+    np.testing.assert_allclose(evaluation.mean_interval(values.T, dims), interval(table, dims))
+    np.testing.assert_allclose(interval(table[:1], dims), interval(table[0]))  # one seed, as it is
+
+
+def proportion(random: np.random.Generator, count: int) -> np.ndarray:
+    return random.random(count) < 0.94
+
+
+def few_discordant(random: np.random.Generator, count: int) -> np.ndarray:
+    return random.choice([1.0, 0.0, -1.0], count, p=[0.04, 0.94, 0.02])
+
+
+def skewed(random: np.random.Generator, count: int) -> np.ndarray:
+    return random.beta(0.5, 2, count)
+
+
+def of_seeds(random: np.random.Generator, count: int) -> np.ndarray:
+    """Differences of two models in 3 trainings: these differ, and so do images."""
+    shift = random.normal(0, 0.02, 3)[:, None]
+    hard = random.beta(0.3, 3, count)
+    up, down = (np.clip(hard + sign * shift, 0, 1) / 2 for sign in (1, -1))
+    draw = random.random((3, count))
+    return (draw < up).astype(float) - (draw > 1 - down)
+
+
+@pytest.mark.parametrize(
+    ("draw", "count", "truth"),
+    [
+        *((proportion, count, 0.94) for count in (8, 32, 400)),
+        *((few_discordant, count, 0.02) for count in (16, 32, 200)),
+        *((skewed, count, 0.2) for count in (64, 200)),
+        *((of_seeds, count, 0.0) for count in (32, 200)),
+    ],
+)
+def test_intervals_cover(draw: Callable[[np.random.Generator, int], np.ndarray], count: int, truth: float) -> None:
+    """At the sizes that the studies have. A percentile bootstrap covered 0.39 of the first, of the second 0.84."""
+    random = np.random.default_rng(count)
+    dims = ("image",) if draw is not of_seeds else ("seed", "image")
+    samples = np.stack([draw(random, count) for _ in range(1200)])
+    bounds = evaluation.mean_interval(xr.DataArray(samples, dims=("sample", *dims)), dims)
+    assert float(((bounds[:, 0] <= truth) & (truth <= bounds[:, 1])).mean()) >= 0.93
