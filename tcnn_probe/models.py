@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from tcnn_model.conversion.selection import LayerFilter, select_layers
-from tcnn_probe.hooks.modes import hidden_from_recorders
+from tcnn_probe.hooks.modes import balanced_modes, hidden_from_recorders
 
 __all__ = [
     "batches",
@@ -24,6 +24,7 @@ __all__ = [
     "image_numbers",
     "layer_names",
     "progress_bar",
+    "scores_of",
     "untouched",
     "unwrap",
     "wanted_layers",
@@ -88,7 +89,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             model.eval()
             for parameter, _ in gradients:
                 parameter.grad = None  # backwards inside would add to the user's gradients
-            with hidden_from_recorders(), torch.inference_mode(False):
+            with balanced_modes(), hidden_from_recorders(), torch.inference_mode(False):
                 yield
         finally:
             for module, training in modes:
@@ -149,9 +150,14 @@ def batches(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[tuple
         yield rows, images[rows].detach().to(reference.device, reference.dtype, copy=True)
 
 
+def scores_of(output: Any) -> Any:
+    """Return the scores in a model's output: the ``logits`` of transformers' ImageClassifierOutput, or itself."""
+    return getattr(output, "logits", output)
+
+
 def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
-    """Return the model's scores, shape (B, K); raise TypeError if it returns something else."""
-    scores = model(images)
+    """Return the model's scores, shape (B, K), or its output's ``logits``; raise TypeError for anything else."""
+    scores = scores_of(model(images))
     if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
         got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
         raise TypeError(f"expected the model to give a score for each class, shape ({len(images)}, K), got {got}")

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,11 @@ def attention_stream(
         ReconstructionError: By a forward whose attention is not what it is taken for.
     """
     check_model(model)
-    with closing(AttentionStream(model, _Callback(on_attention))) as stream:
+    stream = AttentionStream(model, _Callback(on_attention))
+    try:
         yield stream
+    finally:  # not closing(), whose __enter__ can be interrupted
+        stream.close()
 
 
 class AttentionListener:

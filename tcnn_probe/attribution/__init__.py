@@ -1,20 +1,17 @@
-"""Which pixels a model's decision depends on, and how far such maps can be believed.
+"""Maps of the pixels that a model's decision depends on, and measures of how far such maps can be believed.
 
 :func:`tcnn_probe.saliency` and :func:`tcnn_probe.faithfulness` give labelled arrays; the functions here are what they
 consist of, with plain tensors.
 """
 
+from tcnn_probe.attribution.agreement import energy_inside, pointing_game, rank_correlation
 from tcnn_probe.attribution.captum_methods import captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.deletion import area_under, deletion_curve, insertion_curve
-from tcnn_probe.attribution.faithfulness import faithfulness
-from tcnn_probe.attribution.localization import energy_inside, pointing_game
-from tcnn_probe.attribution.methods import METHODS
-from tcnn_probe.attribution.metrics import METRICS
+from tcnn_probe.attribution.faithfulness import METRICS, faithfulness
 from tcnn_probe.attribution.perturbation import infidelity, sensitivity
-from tcnn_probe.attribution.rank_correlation import rank_correlation
 from tcnn_probe.attribution.rollout import rollout
-from tcnn_probe.attribution.saliency import saliency
+from tcnn_probe.attribution.saliency import METHODS, saliency
 
 __all__ = [
     "METHODS",

@@ -10,12 +10,15 @@ from torch import Tensor, nn
 
 from tcnn_probe.attribution.layer_choice import map_layer
 from tcnn_probe.attribution.pixels import background, to_pixels
+from tcnn_probe.models import scores_of
 
 __all__ = ["captum_class", "captum_maps"]
 
+# Parameters of captum's that are filled in here, or that would change what is returned.
 _FILLED_IN = {"self", "model", "forward_func", "device_ids", "inputs", "target", "additional_forward_args", "kwargs"}
 _FILLED_IN |= {"internal_batch_size", "perturbations_per_eval", "show_progress", "return_convergence_delta", "verbose"}
-_OURS = {  # options, and the parameters of captum's that they stand for
+# Options, and the parameters of captum's that they stand for; "inputs" is a parameter of all methods.
+_OURS = {
     "layer": "layer",
     "interpolation": "layer",
     "baseline": "baselines",
@@ -26,15 +29,16 @@ _OURS = {  # options, and the parameters of captum's that they stand for
 
 
 def captum_class(method: Any) -> Any:
-    """A class of captum that attributes, from itself or its name; None for anything else."""
+    """Return a class of captum that attributes, from itself or its name; None for anything else."""
     if not isinstance(method, (str, type)):
         return None
-    from captum import attr  # which takes a second to import, as it needs matplotlib's pyplot
+    from captum import attr  # a second to import, as it needs matplotlib's pyplot
 
-    found = getattr(attr, method, None) if isinstance(method, str) else method
-    if not isinstance(found, type) or not issubclass(found, attr.Attribution):
+    cls = getattr(attr, method, None) if isinstance(method, str) else method
+    if not isinstance(cls, type) or not issubclass(cls, attr.Attribution):
         return None
-    return found if {"forward_func", "model"} & inspect.signature(found).parameters.keys() else None
+    # Abstract classes of captum's take neither a model nor a function.
+    return cls if {"forward_func", "model"} & inspect.signature(cls).parameters.keys() else None
 
 
 def captum_maps(
@@ -47,40 +51,42 @@ def captum_maps(
     batch_size: int = 32,
     **options: Any,
 ) -> tuple[Tensor, str]:
-    """Give what a captum method attributes to each pixel, sum over channels; a layer's map is interpolated to pixels.
+    """Sum over channels what a captum method attributes to each pixel; a layer's map is interpolated to pixels.
 
     Args:
-        method: a class of ``captum.attr`` or its name: "IntegratedGradients", "GuidedBackprop", "LayerGradCam", ...
-        model: gives class scores, with a gradient where the method needs one.
-        images: shape (B, C, H, W).
-        target: of each image, shape (B,).
-        batch_size: images in the model at a time, where captum lets one say it.
-        **options: those of captum's class and of its ``attribute``, but for ``absolute=False``: whether to give the
+        method: Class of ``captum.attr`` or its name: "IntegratedGradients", "GuidedBackprop", "LayerGradCam", ...
+        model: Model that gives class scores, with a gradient where the method needs one.
+        images: Images, shape (B, C, H, W).
+        target: Classes, shape (B,).
+        batch_size: Images in the model at a time, where captum lets one say it.
+        **options: Options of captum's class and of its ``attribute``; ``absolute=False``, whether to give the
             magnitude of the sum; and where captum has the like
 
-            - ``layer=None``: a module or its name; None for the last one with a map of several pixels on which the
+            - ``layer=None``: Module or its name; None for the last one with a map of several pixels on which the
               score depends: a feature map, or tokens on a known grid;
-            - ``interpolation="bilinear"`` (or "nearest"): from the layer's pixels to the image's;
-            - ``baseline=0.0``: what images are compared with, a number, 0 being the grey of images normalised by their
+            - ``interpolation="bilinear"`` (or "nearest"): Interpolation between the layer's pixels;
+            - ``baseline=0.0``: Reference of the images, a number, 0 being the grey of images normalised by their
               mean, or an image that broadcasts to (C, H, W);
-            - ``window=None``, ``stride=None``: of Occlusion, in pixels, a number or (height, width); None for an eighth
-              of the image and half a window. All channels are covered together, and count once.
+            - ``window=None``, ``stride=None``: Sizes of Occlusion in pixels, a number or (height, width); None for an
+              eighth of the image and half a window. All channels are covered together, and count once.
 
     Returns:
-        shape (B, H, W), and the layer's name, or "".
+        Shape (B, H, W), and the layer's name, or "".
 
     Raises:
-        ValueError: an unknown method, layer or interpolation; no map (B, C, H, W); a window or stride that cannot be.
-        TypeError: an option that the method does not have.
+        ValueError: An unknown method, layer or interpolation; no map (B, C, H, W); a window or stride that cannot be.
+        TypeError: An option that the method does not have.
     """
     cls = captum_class(method)
     if cls is None:
         raise ValueError(f"expected a class of captum.attr that attributes, or its name, got {method!r}")
     known = {*inspect.signature(cls).parameters, *inspect.signature(cls.attribute).parameters}
-    allowed = (known - _FILLED_IN - {*_OURS.values()}) | {ours for ours, theirs in _OURS.items() if theirs in known}
+    allowed = known - _FILLED_IN - {*_OURS.values()}
+    allowed |= {option for option, parameter in _OURS.items() if parameter in known}
     if strange := sorted(options.keys() - allowed):
         raise TypeError(f"captum's {cls.__name__} has no option {strange[0]!r} here; it has {sorted(allowed)}")
     layer, occludes = None, "sliding_window_shapes" in known
+    # captum takes from these what a class or its ``attribute`` has a parameter for.
     values = {"target": target, "baselines": background(options.get("baseline", 0.0), images), **options}
     values["internal_batch_size"] = max(batch_size, len(images))
     values["perturbations_per_eval"] = max(1, batch_size // len(images))
@@ -90,15 +96,15 @@ def captum_maps(
         if "layer" in known:
             layer = map_layer(model, images[:1], options.get("layer"))
             values["layer"] = stack.enter_context(layer.as_feature_map())
-        found = _attribute(cls, model, images, values)
+        attributions = _attribute(cls, model, images, values)
     name = "" if layer is None else layer.name
-    if not isinstance(found, Tensor) or found.ndim != 4:
-        got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else "several tensors"
+    if not isinstance(attributions, Tensor) or attributions.ndim != 4:
+        got = f"shape {tuple(attributions.shape)}" if isinstance(attributions, Tensor) else "several tensors"
         raise ValueError(
             f"expected a layer that gives a feature map (B, C, H, W), or tokens on a known grid; {name!r} gives {got}"
         )
-    maps = found.detach().to(torch.promote_types(images.dtype, torch.float32))
-    maps = maps[:, 0] if occludes else maps.sum(1)
+    maps = attributions.detach().to(torch.promote_types(images.dtype, torch.float32))
+    maps = maps[:, 0] if occludes else maps.sum(1)  # a window covers all channels, and counts once
     if layer is not None:
         size = images.shape[2], images.shape[3]
         maps = to_pixels(maps, size, options.get("interpolation", "bilinear"), layer.fields)
@@ -106,35 +112,41 @@ def captum_maps(
 
 
 def _attribute(cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any]) -> Any:
-    """What captum gives. What DeepLift and LRP leave on modules, after an exception too, is removed."""
+    """Run a captum method, and remove the attributes that DeepLift and LRP leave on modules, after exceptions too."""
     from captum.attr import PerturbationAttribution
 
     by_gradient = not issubclass(cls, PerturbationAttribution)
     before = [(module, {*vars(module)}) for module in model.modules()]
+    # captum knows no outputs but tensors, and some of its classes take modules alone.
+    handle = model.register_forward_hook(lambda module, inputs, output: scores_of(output))
     try:
         with torch.set_grad_enabled(by_gradient):
-            made = cls(model, **_those_of(cls, values))
+            method = cls(model, **_accepted(cls, values))
             inputs = images.detach().requires_grad_(by_gradient)
-            return made.attribute(inputs, **_those_of(made.attribute, values))
+            return method.attribute(inputs, **_accepted(method.attribute, values))
     finally:
+        handle.remove()
         for module, names in before:
             for name in {*vars(module)} - names:
                 delattr(module, name)
 
 
-def _those_of(function: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the values that a function has a parameter for."""
     return {name: values[name] for name in inspect.signature(function).parameters if name in values}
 
 
 def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, ...]]:
-    """Shape (C, height, width) of the windows, and of the steps between them, as captum calls them."""
+    """Return the shape (C, height, width) of the windows and of the steps between them, named as captum does."""
     channels, *size = images.shape[1:]
-    window = [max(1, round(length / 8)) for length in size] if window is None else window
+    if window is None:
+        window = [max(1, round(length / 8)) for length in size]
     side = to_2tuple(window)
-    stride = [max(1, length // 2) for length in side] if stride is None else stride
+    if stride is None:
+        stride = [max(1, length // 2) for length in side]
     step = to_2tuple(stride)
-    if any(not 0 < part <= whole for part, whole in zip(side, size, strict=True)):
+    if any(not 0 < length <= limit for length, limit in zip(side, size, strict=True)):
         raise ValueError(f"expected a window within the image's {tuple(size)} pixels, got {window}")
-    if any(not 0 < part <= whole for part, whole in zip(step, side, strict=True)):
+    if any(not 0 < length <= limit for length, limit in zip(step, side, strict=True)):
         raise ValueError(f"expected a stride from 1 to the window's {side} pixels, got {stride}")
     return {"sliding_window_shapes": (channels, *side), "strides": (channels, *step)}

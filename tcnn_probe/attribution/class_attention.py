@@ -1,7 +1,6 @@
-"""Class attention as a map: the weights themselves, of the class token over the patches."""
+"""Class attention as a map: the weights of the class token over the patches."""
 
 import sys
-from contextlib import closing
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +8,8 @@ from torch import Tensor, nn
 from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, MapSelection
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionStream
-from tcnn_probe.attribution.layer_choice import find_layer
+from tcnn_probe.attribution.layer_choice import WITHOUT_CLASS_TOKEN, UnsupportedMethodError, find_layer
 from tcnn_probe.attribution.pixels import to_pixels
-from tcnn_probe.attribution.unsupported import WITHOUT_CLASS_TOKEN, UnsupportedMethodError
 from tcnn_probe.models import check_model
 
 __all__ = ["class_attention"]
@@ -26,32 +24,38 @@ def class_attention(
     layer: str | nn.Module | None = None,
     interpolation: str = "bilinear",
 ) -> tuple[Tensor, str]:
-    """Attention of the class token to the patches, mean over heads, with no post-processing but the interpolation.
+    """Average the class token's attention to the patches over heads, with no post-processing but the interpolation.
 
     If each class has a token of its own (:class:`tcnn_model.AttentionPool2d`, ``per_class``), the map is that of the
     target's token; otherwise it does not depend on the target. (PatchConvNet paper, §4; thesis, 3.7.2.5.)
 
     Args:
-        model: with class attention, or an attention pool, or class tokens.
-        images, target: images (B, C, H, W) and their classes (B,).
-        layer: which attention, or its name; None for the first layer in which class tokens alone ask (CaiT's first
+        model: Model with class attention, an attention pool, or class tokens.
+        images: Images, shape (B, C, H, W).
+        target: Classes, shape (B,).
+        layer: Attention layer, or its name; None for the first layer in which class tokens alone ask (CaiT's first
             block of class attention, an attention pool), else the last one with a class token.
-        interpolation: from patches to pixels, "bilinear" or "nearest".
+        interpolation: Interpolation between patches, "bilinear" or "nearest".
 
     Returns:
-        shape (B, H, W): the weight of the patch at each pixel, so that it is the patches' weights that sum to 1, less
+        Shape (B, H, W): the weight of the patch at each pixel, so that it is the patches' weights that sum to 1, less
         what class and register tokens get; and the layer's name.
 
     Raises:
-        ValueError: no class token, an unknown layer, or one whose patches lie on no known grid.
+        ValueError: No class token, an unknown layer, or one whose patches lie on no known grid.
     """
     check_model(model)
     layer = find_layer(model, layer)[0] if isinstance(layer, nn.Module) else layer
     size = images.shape[2], images.shape[3]
     selection = MapSelection((), None, ReceptiveFields(size))  # class tokens alone, all heads
+    # Maps of this one forward, which are returned: no limit of memory applies.
     keeper = MapKeeper(selection, copies=1, max_bytes=sys.maxsize)
-    with closing(AttentionStream(model, keeper)), selection.fields:
-        model(images)
+    stream = AttentionStream(model, keeper)
+    try:
+        with selection.fields:
+            model(images)
+    finally:  # not closing(), whose __enter__ can be interrupted
+        stream.close()
     maps_by_layer = {maps.layer: maps for maps in keeper.maps}
     name = _choose(maps_by_layer, layer, keeper.missing)
     maps = maps_by_layer[name].arrays.get("class_attention")
@@ -60,12 +64,18 @@ def class_attention(
     return to_pixels(maps.mean(1), size, interpolation, selection.fields), name
 
 
-def _choose(found: dict[str, LayerMaps], layer: str | None, missing: dict[str, str]) -> str:
-    if layer is not None and layer not in found:
-        why = f": {missing[layer]}" if layer in missing else ""
-        raise ValueError(f"expected a layer with maps of class tokens: one of {list(found)}, got {layer!r}{why}")
-    if not found:
+def _choose(maps_by_layer: dict[str, LayerMaps], layer: str | None, missing: dict[str, str]) -> str:
+    """Return the name of the layer to show."""
+    if layer is not None:
+        if layer not in maps_by_layer:
+            why = f": {missing[layer]}" if layer in missing else ""
+            names = list(maps_by_layer)
+            raise ValueError(f"expected a layer with maps of class tokens: one of {names}, got {layer!r}{why}")
+        return layer
+    if not maps_by_layer:
         reasons = "; ".join(dict.fromkeys(missing.values())) or "no softmax attention was seen"
         raise UnsupportedMethodError(f"no layer has a map of class attention ({reasons}); {WITHOUT_CLASS_TOKEN}")
-    usual = next((name for name, one in found.items() if one.queries is None), list(found)[-1])
-    return usual if layer is None else layer
+    for name, maps in maps_by_layer.items():
+        if maps.queries is None:  # class tokens alone ask: the layer was made to be looked at
+            return name
+    return list(maps_by_layer)[-1]

@@ -23,20 +23,22 @@ def deletion_curve(
     batch_size: int = 32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Probability of the target while the most salient pixels are replaced, from the whole image to the baseline.
+    """Measure the probability of the target while the most salient pixels are replaced, from the image to the baseline.
 
     (Petsiuk et al. 2018, RISE, §3.4 and Alg. 1.)
 
     Args:
-        model: gives class scores, of which a softmax is taken.
-        images, maps, target: images (B, C, H, W), their saliency (B, H, W), and their classes (B,).
-        steps: S; at step i, round(i H W / S) pixels are replaced; no more steps than pixels.
-        baseline: what replaces them: a number, 0 being the grey of images normalised by their mean; or an image.
-        batch_size: images in the model at a time.
-        seed: of the order of pixels of equal saliency.
+        model: Model that gives class scores, before the softmax.
+        images: Images, shape (B, C, H, W).
+        maps: Saliency, shape (B, H, W).
+        target: Classes, shape (B,).
+        steps: Number of steps S; at step i, round(i H W / S) pixels are replaced; no more steps than pixels.
+        baseline: Number that replaces pixels, 0 being the grey of images normalised by their mean; or an image.
+        batch_size: Images in the model at a time.
+        seed: Seed of the order of pixels of equal saliency.
 
     Returns:
-        share of pixels replaced, (S + 1,), and probabilities, (B, S + 1), NaN for a map with a NaN; float64.
+        Share of pixels replaced, (S + 1,), and probabilities, (B, S + 1), NaN for a map with a NaN; float64.
     """
     end = background(baseline, images)
     return _curve(model, images, end, maps, target, steps=steps, batch_size=batch_size, seed=seed)
@@ -53,29 +55,29 @@ def insertion_curve(
     batch_size: int = 32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Probability of the target while the most salient pixels are put in, from a blurred image to the whole one.
+    """Measure the probability of the target while the most salient pixels are put in, from a blurred image on.
 
     RISE's blur is Gaussian, 11 x 11 pixels with σ = 5, over zeros outside the image; here the image is mirrored at its
     border, and the kernel is no wider than the image allows. (Petsiuk et al. 2018, RISE, §3.4.)
 
     Args:
-        model, images, maps, target, steps, batch_size, seed: as of :func:`deletion_curve`.
-        start: "blur", or a number or an image.
+        model, images, maps, target, steps, batch_size, seed: The arguments of :func:`deletion_curve`.
+        start: Image to start from: "blur", a number or an image.
 
     Returns:
-        share of pixels put in, (S + 1,), and probabilities, (B, S + 1), as of :func:`deletion_curve`.
+        Share of pixels put in, (S + 1,), and probabilities, (B, S + 1), as of :func:`deletion_curve`.
     """
     beginning = background(start, images)
     return _curve(model, beginning, images, maps, target, steps=steps, batch_size=batch_size, seed=seed)
 
 
 def area_under(shares: Tensor, curve: Tensor) -> Tensor:
-    """Area under curves, shape (B, S + 1) over (S + 1,) from 0 to 1, by trapezia: (B,), their mean height."""
+    """Compute the area under curves, (B, S + 1) over (S + 1,) from 0 to 1, by trapezia: (B,), the mean height."""
     return torch.trapezoid(curve, shares, dim=-1)
 
 
 def pixel_order(maps: Tensor, seed: int = 0) -> Tensor:
-    """Place of each pixel in the order of saliency, the most salient first: shape (B, H, W) to (B, H * W).
+    """Return the place of each pixel in the order of saliency, the most salient first: (B, H, W) to (B, H * W).
 
     Pixels of equal saliency are in random order, the same for all images: a constant map gives a random order.
     """
@@ -97,20 +99,20 @@ def _curve(
     batch_size: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities while pixels change from what they are ``before`` to what they are ``after``."""
+    """Measure probabilities while pixels change from those of ``before`` to those of ``after``."""
     order, pixels = pixel_order(maps, seed), maps[0].numel()
     steps = min(whole_number(steps, "steps", 1), pixels)
     counts = [round(step * pixels / steps) for step in range(steps + 1)]
     curve = torch.empty(len(before), steps + 1, dtype=torch.float64)
-    for which, old in batches(model, before, batch_size):
-        new = after[which].to(old)
-        place = order[which].to(old.device).view(len(old), 1, *old.shape[2:])
-        at_once = max(1, batch_size // len(old))
+    for rows, old in batches(model, before, batch_size):
+        new = after[rows].to(old)
+        place = order[rows].to(old.device).view(len(old), 1, *old.shape[2:])
+        at_once = max(1, batch_size // len(old))  # several steps of few images fill a batch
         for first in range(0, steps + 1, at_once):
             now = counts[first : first + at_once]
             mixed = torch.cat([torch.where(place < count, new, old) for count in now])
-            wanted = target[which].cpu().repeat(len(now))[:, None]
-            scores = class_scores(model, mixed).cpu().double().softmax(1).gather(1, wanted)
-            curve[which, first : first + len(now)] = scores.view(len(now), len(old)).T
+            classes = target[rows].cpu().repeat(len(now))[:, None]
+            probabilities = class_scores(model, mixed).cpu().double().softmax(1).gather(1, classes)
+            curve[rows, first : first + len(now)] = probabilities.view(len(now), len(old)).T
     curve[maps.flatten(1).isnan().any(1).cpu()] = torch.nan
     return torch.tensor(counts, dtype=torch.float64) / pixels, curve

@@ -1,8 +1,9 @@
-"""``faithfulness()``: how well maps say what the model depends on, by image and method, labelled."""
+"""``faithfulness()``: measures of how well maps show the pixels that the model depends on, labelled."""
 
 import inspect
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -11,18 +12,79 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tcnn_probe.attribution.deletion import area_under
-from tcnn_probe.attribution.given_maps import as_masks, find_attributions, targets_of
-from tcnn_probe.attribution.methods import Attribution, as_json
-from tcnn_probe.attribution.metrics import METRICS, Metric
-from tcnn_probe.attribution.saliency import find_targets, maps_of
+from tcnn_probe.attribution.agreement import energy_inside, pointing_game, rank_correlation
+from tcnn_probe.attribution.deletion import area_under, deletion_curve, insertion_curve
+from tcnn_probe.attribution.perturbation import infidelity, sensitivity
+from tcnn_probe.attribution.saliency import (
+    Attribution,
+    as_json,
+    find_methods,
+    find_targets,
+    first_paragraph,
+    maps_of,
+    name_of,
+)
 from tcnn_probe.images import as_images
 from tcnn_probe.models import progress_bar, untouched, whole_number
 from tcnn_probe.provenance import provenance
 
-__all__ = ["faithfulness"]
+__all__ = ["METRICS", "Metric", "faithfulness"]
 
 _MAPS_ALONE = "given as maps, which cannot be computed for a changed image"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A measure of maps. Its definition is the first paragraph of its function's docstring.
+
+    Args:
+        function: Function that gives a number for each image, (B,), or a curve: shares and values.
+        takes: Its input: "maps" of a model, maps and "masks", maps and "others", or a "method" that makes maps.
+        long_name: Name in words.
+        range: Possible values.
+        better: Direction of better maps.
+        source: Publication.
+        units: Units of the numbers.
+    """
+
+    function: Callable[..., Any]
+    takes: Literal["maps", "masks", "others", "method"]
+    long_name: str
+    range: str
+    better: Literal["higher", "lower", "neither"]
+    source: str
+    units: str = "1"
+
+    @property
+    def attrs(self) -> dict[str, str]:
+        """Attributes of the measure's variable."""
+        names = ("long_name", "units", "range", "better", "source")
+        return {name: getattr(self, name) for name in names} | {"definition": first_paragraph(self.function)}
+
+
+_RISE = "Petsiuk et al. 2018, RISE: Randomized Input Sampling for Explanation of Black-box Models"
+_YEH = "Yeh et al. 2019, On the (In)fidelity and Sensitivity of Explanations; by captum"
+_ZHANG = "Zhang et al. 2018, Top-down Neural Attention by Excitation Backprop"
+METRICS: Mapping[str, Metric] = {
+    "deletion_auc": Metric(deletion_curve, "maps", "area under the deletion curve", "0 to 1", "lower", _RISE),
+    "insertion_auc": Metric(insertion_curve, "maps", "area under the insertion curve", "0 to 1", "higher", _RISE),
+    "energy_inside": Metric(
+        energy_inside, "masks", "positive saliency inside the mask", "0 to 1", "higher", "Wang et al. 2020, Score-CAM"
+    ),
+    "pointing_game": Metric(pointing_game, "masks", "most salient pixel on the mask", "0 to 1", "higher", _ZHANG),
+    "infidelity": Metric(
+        infidelity, "maps", "infidelity", "from 0", "lower", _YEH, units="score of the class, squared"
+    ),
+    "sensitivity": Metric(sensitivity, "method", "sensitivity", "from 0", "lower", _YEH),
+    "rank_correlation": Metric(
+        rank_correlation,
+        "others",
+        "rank correlation between methods",
+        "-1 to 1",
+        "neither",
+        "Adebayo et al. 2018, Sanity Checks for Saliency Maps",
+    ),
+}
 
 
 def faithfulness(
@@ -58,84 +120,92 @@ def faithfulness(
     and its correlation is NaN. A map with a NaN has NaN for scores.
 
     Args:
-        model: gives a score for each class, shape (B, K).
-        images: as the model takes them, shape (B, C, H, W).
-        saliency: what :func:`tcnn_probe.saliency` gave; or methods as it takes them, to compute now; or a mapping from
+        model: Model that gives a score for each class, shape (B, K), or an object with such ``logits``.
+        images: Images that the model takes, shape (B, C, H, W).
+        saliency: Maps from :func:`tcnn_probe.saliency`; or methods that it takes, to compute now; or a mapping from
             names to any of these, or to maps of shape (B, H, W).
-        target: as of :func:`tcnn_probe.saliency`; None for the target that the given maps are of, where they say so.
-        masks: where the objects are, shape (B, H, W), bool; "energy_inside" and "pointing_game" need them.
-        metrics: names; None for all that can be computed from what is given.
-        options: of the methods that are computed now, by name.
-        batch_size: images in the model at a time.
-        steps: of the deletion and insertion curves.
-        baseline: what replaces pixels, in deletion and infidelity: a number, or an image (C, H, W).
-        start: of insertion: "blur", or a number or an image.
-        tolerance: of the pointing game, in pixels.
-        samples: of infidelity and sensitivity: how many random changes of each image.
-        radius: of sensitivity: by how much each number of the image changes at most.
-        seed: of all that is random; the same for each image, whatever the batches are.
-        progress: as of :func:`tcnn_probe.saliency`.
+        target: Classes, see :func:`tcnn_probe.saliency`; None for those that the given maps name, where they do.
+        masks: Masks of the objects, shape (B, H, W), bool; "energy_inside" and "pointing_game" need them.
+        metrics: Names; None for all that can be computed from what is given.
+        options: Options of the methods that are computed now, by name.
+        batch_size: Images in the model at a time.
+        steps: Steps of the deletion and insertion curves.
+        baseline: Background that replaces pixels, in deletion and infidelity: a number, or an image (C, H, W).
+        start: Image at which insertion starts: "blur", or a number or an image.
+        tolerance: Tolerance of the pointing game, in pixels.
+        samples: Number of random changes of each image, for infidelity and sensitivity.
+        radius: Largest change of a number of the image, for sensitivity.
+        seed: Seed of all that is random; the same for each image, whatever the batches are.
+        progress: Whether to show a progress bar, see :func:`tcnn_probe.saliency`.
 
     Returns:
-        dims (attribution, image), and (attribution, other, image) of "rank_correlation", float64; ``attrs`` say what
+        Dims (attribution, image), and (attribution, other, image) of "rank_correlation", float64; ``attrs`` say what
         each variable is, and ``attrs["missing"]`` of sensitivity, in JSON, why it is NaN for some: it needs a method
         that can be computed again.
 
     Raises:
-        ValueError, TypeError: images, maps, masks, methods, metrics or options of another kind or out of range; a
+        ValueError, TypeError: Images, maps, masks, methods, metrics or options of another kind or out of range; a
             metric that was asked for, and lacks masks or a method that can be computed again.
     """
     images = as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
-    attributions = find_attributions(saliency, images, options or {})
-    masks = None if masks is None else as_masks(masks, images)
-    chosen = _choose(metrics, attributions, masks is not None)
-    given = targets_of(attributions) if target is None else target
+    attributions = _find_attributions(saliency, images, options or {})
+    masks = None if masks is None else _as_masks(masks, images)
+    selected = _select_metrics(metrics, attributions, masks is not None)
+    if target is None:
+        target = _targets_of(attributions)
     settings = {"steps": steps, "baseline": baseline, "start": start, "tolerance": tolerance, "samples": samples}
     settings |= {"radius": radius, "seed": seed}
     variables: dict[str, xr.Variable] = {}
-    total = len(attributions) * (1 + len(chosen)) * len(images)
+    total = len(attributions) * (1 + len(selected)) * len(images)
     with untouched(model), progress_bar(total, "faithfulness", progress) as bar:
-        targets = find_targets(model, images, given, batch_size)
-        maps = [maps_of(one, model, images, targets, batch_size, bar.update)[0] for one in attributions]
-        for name, metric in chosen.items():
-            used = {key: settings[key] for key in inspect.signature(metric.function).parameters if key in settings}
+        targets = find_targets(model, images, target, batch_size)
+        maps = [maps_of(x, model, images, targets, batch_size, bar.update)[0] for x in attributions]
+        for name, metric in selected.items():
+            parameters = inspect.signature(metric.function).parameters
+            used = {key: settings[key] for key in parameters if key in settings}
             scores = []
-            for one, judged in zip(attributions, maps, strict=True):
+            for attribution, judged in zip(attributions, maps, strict=True):
                 if metric.takes == "masks":
                     score = metric.function(judged, masks, **used)
                 elif metric.takes == "others":
-                    score = torch.stack([metric.function(judged, other) for other in maps])
-                elif metric.takes == "method" and one.explain is None:
+                    score = torch.stack([metric.function(judged, reference) for reference in maps])
+                elif metric.takes == "method" and attribution.explain is None:
                     score = torch.full((len(images),), torch.nan, dtype=torch.float64)
                 else:
-                    what = partial(_explain, one, model, batch_size) if metric.takes == "method" else judged
-                    score = metric.function(model, images, what, targets, batch_size=batch_size, **used)
+                    subject: Any = judged
+                    if metric.takes == "method":
+                        subject = partial(_explain, attribution, model, batch_size)
+                    score = metric.function(model, images, subject, targets, batch_size=batch_size, **used)
                 scores.append(area_under(*score) if isinstance(score, tuple) else score)
                 bar.update(len(images))
             dims = ("attribution", *(["other"] if metric.takes == "others" else []), "image")
             attrs = metric.attrs | {"options": as_json(used)}
             variables[name] = xr.Variable(dims, torch.stack(scores).numpy(), attrs)
-    if "sensitivity" in chosen:
-        missing = {one.name: _MAPS_ALONE for one in attributions if one.explain is None}
+    if "sensitivity" in selected:
+        missing = {x.name: _MAPS_ALONE for x in attributions if x.explain is None}
         variables["sensitivity"].attrs["missing"] = json.dumps(missing)
 
-    names = np.array([one.name for one in attributions], dtype=object)
+    names = np.array([x.name for x in attributions], dtype=object)
     coords = {"attribution": names, "image": range(len(images)), "target": ("image", targets.numpy())}
-    if "rank_correlation" in chosen:
+    if "rank_correlation" in selected:
         coords["other"] = names
     attrs = provenance(model, "captum")
-    attrs["attributions"] = json.dumps({one.name: dict(one.about) for one in attributions})
+    attrs["attributions"] = json.dumps({x.name: dict(x.about) for x in attributions})
     return xr.Dataset(variables, coords, attrs)
 
 
-def _choose(
+def _select_metrics(
     metrics: str | Collection[str] | None, attributions: Sequence[Attribution], has_masks: bool
 ) -> dict[str, Metric]:
-    """The metrics, if they can be computed."""
-    given = [one.name for one in attributions if one.explain is None]
+    """Return the metrics by name; raise ValueError for one that cannot be computed."""
+    maps_only = [x.name for x in attributions if x.explain is None]
     if metrics is None:
-        lacking = {"masks": not has_masks, "method": len(given) == len(attributions), "others": len(attributions) == 1}
+        lacking = {
+            "masks": not has_masks,
+            "method": len(maps_only) == len(attributions),
+            "others": len(attributions) == 1,
+        }
         names = [name for name, metric in METRICS.items() if not lacking.get(metric.takes)]
     else:
         names = [metrics] if isinstance(metrics, str) else list(metrics)
@@ -144,11 +214,77 @@ def _choose(
             raise ValueError(f"expected metrics among {list(METRICS)}, got {name!r}")
         if METRICS[name].takes == "masks" and not has_masks:
             raise ValueError(f"{name!r} needs masks, which say where the objects are: masks=, shape (B, H, W)")
-        if METRICS[name].takes == "method" and given and metrics is not None:
-            raise ValueError(f"{name!r} needs methods, by name or as functions; {given[0]!r} was {_MAPS_ALONE}")
+        if METRICS[name].takes == "method" and maps_only and metrics is not None:
+            raise ValueError(f"{name!r} needs methods, by name or as functions; {maps_only[0]!r} was {_MAPS_ALONE}")
     return {name: METRICS[name] for name in names}
 
 
-def _explain(one: Attribution, model: nn.Module, batch_size: int, images: Tensor, targets: Tensor) -> Tensor:
-    assert one.explain is not None
-    return one.explain(model, images, targets, batch_size)[0]
+def _explain(attribution: Attribution, model: nn.Module, batch_size: int, images: Tensor, targets: Tensor) -> Tensor:
+    assert attribution.explain is not None
+    return attribution.explain(model, images, targets, batch_size)[0]
+
+
+def _find_attributions(saliency: Any, images: Tensor, options: Mapping[str, Mapping[str, Any]]) -> list[Attribution]:
+    """Return the attributions to judge: the user's maps, and methods to compute now."""
+    if isinstance(saliency, xr.DataArray):
+        saliency = {saliency.attrs.get("method", "saliency"): saliency}
+    if isinstance(saliency, (Tensor, np.ndarray)):
+        raise TypeError("maps without a name: give them as {'name': maps}")
+    if not isinstance(saliency, Mapping):
+        return find_methods(saliency, options)
+    if not saliency:
+        raise ValueError("expected at least one method, got none")
+    attributions = []
+    for name, value in saliency.items():
+        if isinstance(value, str) or (callable(value) and not isinstance(value, (Tensor, xr.DataArray))):
+            own_options = {name_of(value): options[name]} if name in options else {}
+            attributions.append(replace(find_methods(value, own_options)[0], name=str(name)))
+        else:
+            attributions.append(_user_maps(value, images, str(name)))
+    computed = [attribution.name for attribution in attributions if attribution.explain]
+    for name in options:
+        if name not in computed:
+            raise ValueError(f"options for {name!r}, which is none of the methods to compute: {computed}")
+    return attributions
+
+
+def _targets_of(attributions: Sequence[Attribution]) -> Tensor | None:
+    """Return the classes that the user's maps explain, shape (B,); None if no map says."""
+    known = [(attribution.name, attribution.targets) for attribution in attributions if attribution.targets is not None]
+    for name, targets in known[1:]:
+        if not torch.equal(targets, known[0][1]):
+            raise ValueError(f"the maps {known[0][0]!r} and {name!r} are of different targets: say which with target=")
+    return known[0][1] if known else None
+
+
+def _as_masks(masks: Any, images: Tensor) -> Tensor:
+    """Return masks as a bool tensor, shape (B, H, W), on the CPU."""
+    tensor = _as_tensor(masks, images, "masks")
+    if tensor.dtype != torch.bool:
+        raise TypeError(f"expected masks of dtype bool, True on the object, got {tensor.dtype}")
+    return tensor
+
+
+def _user_maps(maps: Any, images: Tensor, name: str) -> Attribution:
+    """Return maps of the user's, which cannot be computed again, as an attribution."""
+    targets = None
+    if isinstance(maps, xr.DataArray):
+        if {*maps.dims} != {"image", "y", "x"}:
+            raise ValueError(f"expected maps of {name!r} with the dims (image, y, x), got {maps.dims}")
+        targets = torch.from_numpy(np.array(maps.target)) if "target" in maps.coords else None
+        maps = maps.transpose("image", "y", "x")
+    tensor = _as_tensor(maps, images, f"maps of {name!r}")
+    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return Attribution(name, {"definition": "given as maps"}, maps=tensor, targets=targets)
+
+
+def _as_tensor(values: Any, images: Tensor, what: str) -> Tensor:
+    """Return a tensor on the CPU, shape (B, H, W) as the images."""
+    try:
+        tensor = values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"expected {what}, an array (B, H, W), got {values!r}") from error
+    expected = (len(images), *images.shape[2:])
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"expected {what} of shape {expected}, got {tuple(tensor.shape)}")
+    return tensor

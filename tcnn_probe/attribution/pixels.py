@@ -1,4 +1,4 @@
-"""Arrays of the images' size: maps of cells interpolated to pixels, and what pixels are replaced by."""
+"""Arrays of the images' size: maps of cells interpolated to pixels, and backgrounds that replace pixels."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from tcnn_probe.attention.receptive_fields import ReceptiveFields
 
 __all__ = ["background", "to_pixels"]
 
-_BLUR = 11, 5.0  # RISE's: kernel and standard deviation, in pixels
+_BLUR = 11, 5.0  # kernel and standard deviation in pixels, as in RISE's published code
 
 
 def to_pixels(maps: Tensor, size: tuple[int, int], interpolation: str, fields: ReceptiveFields) -> Tensor:
-    """Maps of cells, shape (B, h, w), at the resolution of the images: (B, H, W), float32 at least.
+    """Interpolate maps of cells, shape (B, h, w), to the images' resolution: (B, H, W), float32 at least.
 
     A cell lies at the centre of its receptive field. Beyond the outermost cells their values go on.
     """
@@ -31,13 +31,14 @@ def to_pixels(maps: Tensor, size: tuple[int, int], interpolation: str, fields: R
         before = at.long()
         share = (at - before).to(maps).view(-1, *[1] * (2 - dim))
         after = (before + 1).clamp(max=last)
-        one, other = (maps.index_select(dim, cells.to(maps.device)) for cells in (before, after))
-        maps = torch.lerp(one, other, share)
+        low = maps.index_select(dim, before.to(maps.device))
+        high = maps.index_select(dim, after.to(maps.device))
+        maps = torch.lerp(low, high, share)
     return maps
 
 
 def background(value: Any, images: Tensor) -> Tensor:
-    """What pixels are replaced by, for each of the images (B, C, H, W): a number, an image, or "blur"."""
+    """Return the background for each of the images (B, C, H, W), from a number, an image, or "blur"."""
     if isinstance(value, str):
         if value != "blur":
             raise ValueError(f"expected 'blur', a number or an image, got {value!r}")
@@ -51,9 +52,10 @@ def background(value: Any, images: Tensor) -> Tensor:
 
 
 def _blurred(images: Tensor) -> Tensor:
-    """Images (B, C, H, W) out of focus, mirrored at the border; the kernel is no wider than the image allows."""
+    """Blur images (B, C, H, W), mirrored at the border; the kernel is no wider than the image allows."""
     from torchvision.transforms.functional import gaussian_blur
 
-    kernel, sigma = _BLUR
-    odd = [min(kernel, 2 * ((side - 1) // 2) + 1) for side in (images.shape[3], images.shape[2])]  # x first
-    return gaussian_blur(images, odd, [sigma, sigma])
+    width, sigma = _BLUR
+    # Kernels of torchvision are odd, give x first, and reflect: no wider than the image.
+    kernel = [min(width, 2 * ((side - 1) // 2) + 1) for side in (images.shape[3], images.shape[2])]
+    return gaussian_blur(images, kernel, [sigma, sigma])

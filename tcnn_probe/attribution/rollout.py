@@ -9,15 +9,15 @@ from tcnn_model.pooling.attention_pool import PatchAttention
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import attention_stream
+from tcnn_probe.attribution.layer_choice import WITHOUT_CLASS_TOKEN, UnsupportedMethodError
 from tcnn_probe.attribution.pixels import to_pixels
-from tcnn_probe.attribution.unsupported import WITHOUT_CLASS_TOKEN, UnsupportedMethodError
 
 __all__ = ["rollout"]
 
 
 @torch.no_grad()
 def rollout(model: nn.Module, images: Tensor, target: Tensor, *, interpolation: str = "bilinear") -> tuple[Tensor, str]:
-    """Row of the class token in A_L ... A_1, where A_l = (W_l + I) / 2 and W_l is layer l's attention, mean over heads.
+    """Compute the class token's row of A_L ... A_1; A_l = (W_l + I) / 2, W_l the attention of layer l, mean over heads.
 
     One N x N matrix an image is held, whatever the depth. Class attention with the token as its only query (CaiT,
     attention pools) is a layer that leaves the patches as they are; a class token that joins the patches after some
@@ -25,15 +25,16 @@ def rollout(model: nn.Module, images: Tensor, target: Tensor, *, interpolation: 
     mixed. (Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers, §3.)
 
     Args:
-        model: a vision transformer of one resolution with a class token.
-        images, target: shapes (B, C, H, W) and (B,); the target has no effect.
-        interpolation: from patches to pixels, "bilinear" or "nearest".
+        model: Vision transformer of one resolution with a class token.
+        images: Images, shape (B, C, H, W).
+        target: Classes, shape (B,); they have no effect.
+        interpolation: Interpolation between patches, "bilinear" or "nearest".
 
     Returns:
-        shape (B, H, W): the share of the patch at each pixel; and "".
+        Shape (B, H, W): the share of the patch at each pixel; and "".
 
     Raises:
-        ValueError: attention in windows, or between different numbers of tokens, or no class token.
+        ValueError: Attention in windows, or between different numbers of tokens, or no class token.
     """
     flow = _TokenFlow(len(images))
     size = images.shape[2], images.shape[3]

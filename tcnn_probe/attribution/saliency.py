@@ -1,27 +1,111 @@
-"""``saliency()``: maps of chosen images by chosen methods, labelled."""
+"""``saliency()``: maps of chosen images by chosen methods, labelled; and the table of the methods."""
 
+import inspect
+import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tcnn_probe.attribution.methods import Attribution, OwnMethod, find_methods, name_of
-from tcnn_probe.attribution.unsupported import UnsupportedMethodError
+from tcnn_probe.attribution.captum_methods import captum_class, captum_maps
+from tcnn_probe.attribution.class_attention import class_attention
+from tcnn_probe.attribution.layer_choice import UnsupportedMethodError
+from tcnn_probe.attribution.rollout import rollout
 from tcnn_probe.images import as_images
-from tcnn_probe.models import (
-    batches,
-    class_indices,
-    class_scores,
-    progress_bar,
-    untouched,
-    whole_number,
-)
+from tcnn_probe.models import batches, class_indices, class_scores, progress_bar, untouched, whole_number
 from tcnn_probe.provenance import provenance
 
-__all__ = ["find_targets", "maps_of", "saliency"]
+__all__ = [
+    "METHODS",
+    "Attribution",
+    "Method",
+    "OwnMethod",
+    "as_json",
+    "find_methods",
+    "find_targets",
+    "first_paragraph",
+    "maps_of",
+    "name_of",
+    "saliency",
+]
+
+OwnMethod = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""Method of the user's: model, images (B, C, H, W) and targets (B,) to maps (B, H, W)."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: its definition, its source and the code that computes it.
+
+    Args:
+        computed_by: Function, whose docstring defines the method, or name of a class of captum.attr.
+        source: Publication.
+        definition: Definition in a sentence; "" for the first paragraph of the docstring.
+        units: Units of the maps.
+        options: Defaults that are not captum's.
+    """
+
+    computed_by: Callable[..., Any] | str
+    source: str
+    definition: str = ""
+    units: str = "score of the class"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+METHODS: Mapping[str, Method] = {
+    "class_attention": Method(
+        class_attention,
+        "Touvron et al. 2021, Augmenting Convolutional networks with attention-based aggregation, section 3",
+        units="1",
+    ),
+    "rollout": Method(rollout, "Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers", units="1"),
+    "gradcam": Method(
+        "LayerGradCam",
+        "Selvaraju et al. 2017, Grad-CAM",
+        "Feature maps of a layer weighted by the mean gradient of the target's score, summed; interpolated to pixels.",
+        options={"relu_attributions": True},
+    ),
+    "integrated_gradients": Method(
+        "IntegratedGradients",
+        "Sundararajan et al. 2017, Axiomatic Attribution for Deep Networks",
+        "Difference from a baseline times the mean gradient of the target's score between the two, sum over channels.",
+        options={"n_steps": 32},
+    ),
+    "input_x_gradient": Method(
+        "InputXGradient",
+        "Shrikumar et al. 2016, Not Just a Black Box",
+        "Pixel times gradient of the target's score, sum over channels.",
+    ),
+    "occlusion": Method(
+        "Occlusion",
+        "Zeiler & Fergus 2014, Visualizing and Understanding Convolutional Networks",
+        "Fall of the target's score when a window is covered, mean over the windows that cover the pixel.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """A method with its options, or maps of the user's.
+
+    Args:
+        name: Name among the attributions.
+        about: Attributes of its maps.
+        explain: Function from model, images, target and batch size to maps and the layer's name; None for maps.
+        maps: The user's maps, shape (B, H, W).
+        targets: Classes that the user's maps explain, shape (B,), where they say so.
+    """
+
+    name: str
+    about: Mapping[str, str]
+    explain: Callable[[nn.Module, Tensor, Tensor, int], tuple[Tensor, str]] | None = None
+    maps: Tensor | None = None
+    targets: Tensor | None = None
 
 
 def saliency(
@@ -49,35 +133,36 @@ def saliency(
     threads wait for each other.
 
     Args:
-        model: gives a score for each class, shape (B, K).
-        images: as the model takes them, shape (B, C, H, W), a tensor or an array, on any device; or pictures, see
+        model: Model that gives a score for each class, shape (B, K), or an object with such ``logits``.
+        images: Images that the model takes, shape (B, C, H, W), a tensor or an array, on any device; or pictures, see
             :func:`tcnn_probe.images.as_images`.
-        target: the class to explain: one for all, or one an image; None for the model's own prediction.
-        method: a name or class, as above; a function of yours ``(model, images, target) -> maps`` with tensors
+        target: Class to explain: one for all, or one an image; None for the model's own prediction.
+        method: Name or class, as above; a function of yours ``(model, images, target) -> maps`` with tensors
             (B, C, H, W), (B,) and (B, H, W); or several of these.
-        batch_size: images in the model at a time.
-        progress: whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
-        **options: of the method, such as ``layer``, whose attention or feature map it is, if that is not the method's
-            own choice; of several methods, ``name={...}`` for each.
+        batch_size: Images in the model at a time.
+        progress: Whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
+        **options: Options of the method, such as ``layer``, the layer whose attention or feature map is shown, if it
+            is not the method's own choice; with several methods, ``name={...}`` for each.
 
     Returns:
-        an ``xarray.DataArray``, dims (image, y, x) with the coordinate ``target``, its ``attrs`` saying what it is
+        An ``xarray.DataArray``, dims (image, y, x) with the coordinate ``target``, its ``attrs`` saying what it is
         (method, layer, units, definition, source, options) and by which versions it was made; of several methods an
         ``xarray.Dataset`` of these, by name. float64 for a float64 model, else float32. Of several methods, one that
         the model does not support is left out, with a warning.
 
     Raises:
-        ValueError, TypeError: images, targets, a method or an option of another kind or out of range; a model without
+        ValueError, TypeError: Images, targets, a method or an option of another kind or out of range; a model without
             what the method needs, or without scores.
     """
-    alone = isinstance(method, str) or callable(method)
-    if alone:
+    is_single = isinstance(method, str) or callable(method)
+    if is_single:
         options = {name_of(method): options} if options else {}
-    elif wrong := next((name for name, value in options.items() if not isinstance(value, dict)), None):
-        raise TypeError(
-            f"with several methods, expected the options of each, as in gradcam={{'layer': ...}}; "
-            f"got {wrong}={options[wrong]!r}"
-        )
+    for name, value in options.items():
+        if not isinstance(value, dict):
+            raise TypeError(
+                f"with several methods, expected the options of each, as in gradcam={{'layer': ...}}; "
+                f"got {name}={value!r}"
+            )
     methods, images = find_methods(method, options), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
     labelled, unsupported = {}, {}
@@ -85,35 +170,37 @@ def saliency(
         targets = find_targets(model, images, target, batch_size)
         coords = {"image": range(len(images)), "target": ("image", targets.numpy())}
         with progress_bar(len(images) * len(methods), "saliency", progress) as bar:
-            for one in methods:
+            for attribution in methods:
                 try:
-                    maps, of_layer = maps_of(one, model, images, targets, batch_size, bar.update)
+                    maps, layer = maps_of(attribution, model, images, targets, batch_size, bar.update)
                 except UnsupportedMethodError as error:
-                    unsupported[one.name] = error
+                    unsupported[attribution.name] = error
                     continue
-                attrs = {"long_name": "saliency", "method": one.name, "layer": of_layer, **one.about}
+                name = attribution.name
+                attrs = {"long_name": "saliency", "method": name, "layer": layer, **attribution.about}
                 attrs |= provenance(model, "captum")
-                labelled[one.name] = xr.DataArray(maps.numpy(), coords, ("image", "y", "x"), one.name, attrs)
+                labelled[name] = xr.DataArray(maps.numpy(), coords, ("image", "y", "x"), name, attrs)
     if not labelled:
         raise next(iter(unsupported.values()))
     for name, reason in unsupported.items():
         warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=2)
-    return labelled[methods[0].name].rename("saliency") if alone else xr.Dataset(labelled)
+    return labelled[methods[0].name].rename("saliency") if is_single else xr.Dataset(labelled)
 
 
 @torch.no_grad()
 def find_targets(
     model: nn.Module, images: Tensor, target: int | Sequence[int] | Tensor | None, batch_size: int
 ) -> Tensor:
-    """Classes, shape (B,): the model's own prediction, one class for all images, or those given."""
+    """Return classes, shape (B,): the user's, one for all images or one an image, or the model's prediction."""
     if target is None:
-        return torch.cat([class_scores(model, some).argmax(1).cpu() for _, some in batches(model, images, batch_size)])
+        predictions = [class_scores(model, batch).argmax(1).cpu() for _, batch in batches(model, images, batch_size)]
+        return torch.cat(predictions)
     classes = class_scores(model, next(batches(model, images, 1))[1]).shape[1]
     features = " (features, as the model has num_classes=0)" * (getattr(model, "num_classes", None) == 0)
-    given = class_indices(target, f"targets{features}", classes)
-    if given.ndim and given.shape != images.shape[:1]:
-        raise ValueError(f"expected one target, or {len(images)}: one an image; got shape {tuple(given.shape)}")
-    return given.expand(len(images)).clone()
+    indices = class_indices(target, f"targets{features}", classes)
+    if indices.ndim and indices.shape != images.shape[:1]:
+        raise ValueError(f"expected one target, or {len(images)}: one an image; got shape {tuple(indices.shape)}")
+    return indices.expand(len(images)).clone()
 
 
 def maps_of(
@@ -124,14 +211,93 @@ def maps_of(
     batch_size: int,
     done: Callable[[int], Any],
 ) -> tuple[Tensor, str]:
-    """Maps of all images, (B, H, W) on the CPU, and the layer's name; the model is in eval mode."""
+    """Compute maps of all images, (B, H, W) on the CPU, and the layer's name; the model is in eval mode."""
     if attribution.explain is None:
         assert attribution.maps is not None
         done(len(images))
         return attribution.maps, ""
-    maps, layer = [], ""
-    for which, some in batches(model, images, batch_size):
-        found, layer = attribution.explain(model, some, targets[which].to(some.device), batch_size)
-        maps.append(found.to(torch.promote_types(found.dtype, torch.float32)).cpu())
-        done(len(some))
-    return torch.cat(maps), layer
+    parts, layer = [], ""
+    for rows, batch in batches(model, images, batch_size):
+        maps, layer = attribution.explain(model, batch, targets[rows].to(batch.device), batch_size)
+        parts.append(maps.to(torch.promote_types(maps.dtype, torch.float32)).cpu())
+        done(len(batch))
+    return torch.cat(parts), layer
+
+
+def find_methods(method: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Attribution]:
+    """Return the methods for a name, a class of captum or a function, or a list of these; options go by name."""
+    methods = method
+    if isinstance(method, str) or callable(method) or not isinstance(method, Sequence) or not method:
+        methods = [method]
+    attributions = [_find_method(method, options.get(name_of(method), {})) for method in methods]
+    names = [attribution.name for attribution in attributions]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"expected methods of different names, got {name!r} twice")
+    for name in options:
+        if name not in names:
+            raise ValueError(f"options for {name!r}, which is none of the methods {names}")
+    return attributions
+
+
+def name_of(method: Any) -> str:
+    """Return the name of a method: the string itself, or the name of the function or its class."""
+    return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
+
+
+def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
+    name = name_of(method)
+    known = METHODS.get(method) if isinstance(method, str) else None
+    function = known.computed_by if known else method
+    cls = captum_class(function) if isinstance(function, str | type) else None
+    if cls is not None:
+        known = known or Method(method, "", "As captum computes it, sum over channels.", units="")
+        options = {**known.options, **options}
+        about = _about(known, options, f"captum's {cls.__name__}")
+        maps = partial(captum_maps, cls, **options)
+        return Attribution(name, about, lambda m, x, target, n: maps(m, x, target, batch_size=n))
+    if not callable(function):
+        raise ValueError(
+            f"expected a method, one of {list(METHODS)}, a class of captum.attr or its name, or a function "
+            f"(model, images, target) -> maps, or several of these; got {method!r}"
+        )
+    if known is None:
+        if options:
+            raise TypeError(f"{name!r} is a function of yours: bind its options yourself, as functools.partial does")
+        return Attribution(name, _about(Method(method, "", units=""), {}), partial(_by_user, method, name))
+    unknown = sorted(options.keys() - inspect.signature(function).parameters.keys())
+    if unknown:
+        raise TypeError(f"{name!r} has no option {unknown[0]!r}")
+    return Attribution(name, _about(known, options), lambda m, x, target, _: function(m, x, target, **options))
+
+
+def _about(method: Method, options: Mapping[str, Any], by: str = "") -> dict[str, str]:
+    """Return the attributes of a method's maps."""
+    return {
+        "units": method.units,
+        "definition": method.definition or first_paragraph(method.computed_by) or "a method of the user's",
+        "source": "; by ".join(part for part in (method.source, by) if part),
+        "options": as_json({name: value for name, value in options.items() if name != "layer"}),
+    }
+
+
+def first_paragraph(described: object) -> str:
+    """Return the first paragraph of a docstring in one line."""
+    return " ".join((inspect.getdoc(described) or "").split("\n\n")[0].split())
+
+
+def as_json(options: Mapping[str, Any]) -> str:
+    """Encode options as an attribute; arrays by their shape."""
+    return json.dumps(options, default=lambda x: f"of shape {tuple(x.shape)}" if hasattr(x, "shape") else str(x))
+
+
+def _by_user(
+    method: OwnMethod, name: str, model: nn.Module, images: Tensor, target: Tensor, batch_size: int
+) -> tuple[Tensor, str]:
+    with torch.enable_grad():
+        maps = method(model, images, target)
+    expected = (len(images), *images.shape[2:])
+    if not isinstance(maps, Tensor) or tuple(maps.shape) != expected:
+        got = f"shape {tuple(maps.shape)}" if isinstance(maps, Tensor) else type(maps).__name__
+        raise TypeError(f"expected the method {name!r} to give a tensor of shape {expected}, got {got}")
+    return maps.detach(), ""

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "EDITORS",
     "Uncompiled",
+    "balanced_modes",
     "edited",
     "hidden_depth",
     "hidden_from_recorders",
@@ -79,6 +81,11 @@ class Uncompiled(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
+    def __exit__(self, *error: Any) -> None:
+        # After a Ctrl-C other modes may lie above, or this one may be hidden by code that was interrupted.
+        if dispatch._get_current_dispatch_mode_stack()[-1:] == [self]:
+            super().__exit__(*error)
+
 
 def something_is_compiled() -> bool:
     """Return whether torch.compile was called, or has compiled anything, in this process."""
@@ -112,9 +119,31 @@ def _take_off(mode: Mode) -> None:
     while stack() and stack()[-1] is not mode:
         above.append(pop())
     if stack():
-        mode.__exit__(None, None, None)
+        try:
+            mode.__exit__(None, None, None)
+        except IndexError:  # a dispatch mode whose __exit__ was interrupted: its flags are restored, but it is still on
+            pop()
     for mode_above in reversed(above):
         push(mode_above)
+
+
+@contextmanager
+def balanced_modes() -> Iterator[None]:
+    """Take off all modes that code inside leaves on: Ctrl-C can fall between a mode's entry and its ``with`` block."""
+    before = {id(mode) for mode in _modes()}
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        # It can also fall in the __exit__ of a context manager, which is then resumed when its frame is cleared.
+        traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        take_off([mode for mode in _modes() if id(mode) not in before])
+
+
+def _modes() -> list[Any]:
+    """Return the function modes and dispatch modes that are on in this thread."""
+    return [*_get_current_function_mode_stack(), *dispatch._get_current_dispatch_mode_stack()]
 
 
 @contextmanager

@@ -1,0 +1,64 @@
+"""Ctrl-C where a method enters or leaves a context manager or a mode: no mode and no hook stays behind."""
+
+import contextlib
+import gc
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch
+
+import tcnn_probe
+from tests.tcnn_probe.attribution.models import SIZE, transformer
+from tests.tcnn_probe.contracts.helpers import Trace
+
+# Python delivers a signal where a function begins. These functions begin with a mode or a hook half entered or left.
+FILES = {contextlib.__file__, _python_dispatch.__file__}
+CALLERS = ("class_attention.py", "layer_choice.py", "receptive_fields.py")
+Place = tuple[str, str, int]
+
+
+class Interruption:
+    """A trace that notes where context managers are called, and raises KeyboardInterrupt at one such place."""
+
+    def __init__(self, place: Place | None = None) -> None:
+        self.places: dict[Place, None] = {}
+        self._place = place
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        caller = frame.f_back
+        if frame.f_code.co_filename not in FILES or caller is None:
+            return
+        place = (frame.f_code.co_name, caller.f_code.co_filename, caller.f_lineno)
+        self.places[place] = None
+        if place == self._place:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> "Interruption":
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("method", ["class_attention", "gradcam"])
+def test_nothing_is_left_by_an_interruption(method: str) -> None:
+    model = transformer("deit_tiny_patch16_224", depth=1)
+    images = torch.randn(1, 3, *SIZE)
+    tcnn_probe.saliency(model, images, 1, method)  # imports captum, whose place is not of interest
+    trace = Trace(model)
+    with Interruption() as interruption:
+        tcnn_probe.saliency(model, images, 1, method)
+    places = [place for place in interruption.places if place[1].endswith(CALLERS)]
+    assert places
+    for place in places:
+        with pytest.raises(KeyboardInterrupt), Interruption(place):
+            tcnn_probe.saliency(model, images, 1, method)
+        gc.collect()
+        assert not _python_dispatch._get_current_dispatch_mode_stack(), place
+        assert not _get_current_function_mode_stack(), place
+        assert Trace(model) == trace, place
