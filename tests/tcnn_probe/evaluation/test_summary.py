@@ -53,8 +53,8 @@ def test_relative_interval_holds_what_a_t_test_does_not_refuse(
         pairs = results.correct.values[:2, :, 1].mean((1, 2))
     baseline, ours = np.concatenate([pairs.T, np.array(added, float).reshape(-1, 2)[:, ::-1]]).T
     ratios = np.linspace(0.2, 4, 2001)
-    images = [ratio for ratio in ratios if stats.ttest_1samp(ours - ratio * baseline, 0).pvalue >= 0.05]
-    np.testing.assert_allclose(interval, [min(images) - 1, max(images) - 1], atol=0.002)
+    compatible = [ratio for ratio in ratios if stats.ttest_1samp(ours - ratio * baseline, 0).pvalue >= 0.05]
+    np.testing.assert_allclose(interval, [min(compatible) - 1, max(compatible) - 1], atol=0.002)
 
 
 @pytest.mark.parametrize(("by", "dims"), [(None, ("model",)), ("attack", ("model", "attack"))])
