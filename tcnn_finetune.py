@@ -9,7 +9,9 @@ from types import ModuleType
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; its exit status, as of :func:`tcnn_model.training.command.main`."""
     try:
-        _settings().parse(arguments)  # prints help, or the option that is wrong, and exits
+        _settings().parse(
+            arguments
+        )  # prints help, or the option that is wrong, and exits
         from tcnn_model.training import command
     except (ValueError, OSError) as error:
         print(f"tcnn-finetune: {error}", file=sys.stderr)

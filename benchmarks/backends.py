@@ -19,7 +19,10 @@ _HEADS = 9
 
 
 def _contest(
-    arguments: argparse.Namespace, side: int, channels: int, values: Literal["shared", "per head"]
+    arguments: argparse.Namespace,
+    side: int,
+    channels: int,
+    values: Literal["shared", "per head"],
 ) -> contest.Contest:
     torch.manual_seed(0)
     axis = Axis(side, 1, 1, 3)
@@ -27,17 +30,30 @@ def _contest(
     width = channels // _HEADS
 
     def leaf(*shape: int) -> Tensor:
-        return torch.randn(shape, device=arguments.device, dtype=getattr(torch, arguments.dtype), requires_grad=True)
+        return torch.randn(
+            shape,
+            device=arguments.device,
+            dtype=getattr(torch, arguments.dtype),
+            requires_grad=True,
+        )
 
     query, key = (leaf(batch, _HEADS, side * side, width) for _ in range(2))
-    v = leaf(batch, 1, side * side, channels) if values == "shared" else leaf(batch, _HEADS, side * side, width)
+    v = (
+        leaf(batch, 1, side * side, channels)
+        if values == "shared"
+        else leaf(batch, _HEADS, side * side, width)
+    )
     alpha = torch.ones(_HEADS, dtype=torch.float64, device=arguments.device)
-    position = gaussian_position(alpha, torch.randn(_HEADS, 2, dtype=torch.float64, device=arguments.device))
+    position = gaussian_position(
+        alpha, torch.randn(_HEADS, 2, dtype=torch.float64, device=arguments.device)
+    )
     gate = torch.full((_HEADS,), 0.7, device=arguments.device, requires_grad=True)
     leaves = (query, key, v, position.requires_grad_(), gate)
 
     def step(backend: Backend) -> contest.Step:
-        return contest.training_step(lambda *tensors: gpsa(*tensors, y=axis, x=axis, backend=backend), *leaves)
+        return contest.training_step(
+            lambda *tensors: gpsa(*tensors, y=axis, x=axis, backend=backend), *leaves
+        )
 
     backends: list[Backend] = ["dense", "blocks"]
     if values == "per head":
@@ -50,12 +66,16 @@ def _contest(
 def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     """Return the contests."""
     shared = {
-        f"{side} x {side} tokens, {channels} channels shared": _contest(arguments, side, channels, "shared")
+        f"{side} x {side} tokens, {channels} channels shared": _contest(
+            arguments, side, channels, "shared"
+        )
         for channels in (64, 512)
         for side in (7, 10, 14, 20, 28)
     }
     per_head = {
-        f"{side} x {side} tokens, 144 channels, 16 a head": _contest(arguments, side, 144, "per head")
+        f"{side} x {side} tokens, 144 channels, 16 a head": _contest(
+            arguments, side, 144, "per head"
+        )
         for side in (7, 14, 28)
     }
     return shared | per_head

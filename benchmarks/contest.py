@@ -20,18 +20,35 @@ import torch
 from tqdm.auto import tqdm
 
 Step = Callable[[], object]
-Contest = Mapping[str, Callable[[], Step]]  # contestants by name, the peer first; each call prepares one
+Contest = Mapping[
+    str, Callable[[], Step]
+]  # contestants by name, the peer first; each call prepares one
 
-__all__ = ["Contest", "Step", "compare", "main", "memory", "options", "print_table", "training_step"]
+__all__ = [
+    "Contest",
+    "Step",
+    "compare",
+    "main",
+    "memory",
+    "options",
+    "print_table",
+    "training_step",
+]
 
 
 def options(description: str) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="turns that each contestant gets")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="turns that each contestant gets"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16", "float16")
+    )
     # Contest and contestant of which a child process measures the memory.
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     return parser
@@ -58,7 +75,11 @@ def main(
         print(_peak_memory(contests_by_name[contest][contestant](), arguments.device))
         return
     (report or compare)(arguments, contests_by_name)
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {arguments.threads} thread(s)"
+    device = (
+        torch.cuda.get_device_name()
+        if arguments.device == "cuda"
+        else f"CPU, {arguments.threads} thread(s)"
+    )
     rounds = "" if report else f"; median of {arguments.rounds} rounds"
     print(f"\n{device}, {arguments.dtype}, torch {torch.__version__}{rounds}")
 
@@ -70,16 +91,45 @@ def compare(arguments: argparse.Namespace, contests: Mapping[str, Contest]) -> N
     turns = tqdm(total=contestants * (arguments.rounds + 1), disable=None, leave=False)
     for name, contest in contests.items():
         seconds = _take_turns(contest, arguments.rounds, arguments.device, turns)
-        peaks = {contestant: _memory_in_child(name, contestant) for contestant in contest}
+        peaks = {
+            contestant: _memory_in_child(name, contestant) for contestant in contest
+        }
         peer = next(iter(contest))
         for contestant in contest:
-            ratios = [p / s for p, s in zip(seconds[peer], seconds[contestant], strict=True)]
+            ratios = [
+                p / s for p, s in zip(seconds[peer], seconds[contestant], strict=True)
+            ]
             speed = "1" if contestant == peer else _figure(statistics.median(ratios))
-            spread = "" if contestant == peer else f"{_figure(min(ratios))} - {_figure(max(ratios))}"
-            saving = _figure(peaks[peer] / max(peaks[contestant], 1))  # a step may fit into memory in use before
-            rows.append((name, contestant, speed, spread, f"{peaks[contestant] / 2**20:.0f}", saving))
+            spread = (
+                ""
+                if contestant == peer
+                else f"{_figure(min(ratios))} - {_figure(max(ratios))}"
+            )
+            saving = _figure(
+                peaks[peer] / max(peaks[contestant], 1)
+            )  # a step may fit into memory in use before
+            rows.append(
+                (
+                    name,
+                    contestant,
+                    speed,
+                    spread,
+                    f"{peaks[contestant] / 2**20:.0f}",
+                    saving,
+                )
+            )
     turns.close()
-    print_table(("", "", "times as fast", "least - most", "peak memory, MiB", "times less memory"), rows)
+    print_table(
+        (
+            "",
+            "",
+            "times as fast",
+            "least - most",
+            "peak memory, MiB",
+            "times less memory",
+        ),
+        rows,
+    )
 
 
 def memory(contests: Mapping[str, Contest]) -> dict[str, dict[str, int]]:
@@ -104,7 +154,9 @@ def training_step(forward: Callable[..., torch.Tensor], *leaves: torch.Tensor) -
     return step
 
 
-def _take_turns(contest: Contest, rounds: int, device: str, turns: tqdm) -> dict[str, list[float]]:  # type: ignore[type-arg]
+def _take_turns(
+    contest: Contest, rounds: int, device: str, turns: tqdm
+) -> dict[str, list[float]]:  # type: ignore[type-arg]
     steps = {name: prepare() for name, prepare in contest.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contest}
     order = random.Random(0)  # seeded, so that every run has the same turns
@@ -120,11 +172,20 @@ def _take_turns(contest: Contest, rounds: int, device: str, turns: tqdm) -> dict
 
 
 def _memory_in_child(contest: str, contestant: str) -> int:
-    script = [sys.executable, Path(sys.argv[0]), *sys.argv[1:], "--child", contest, contestant]
+    script = [
+        sys.executable,
+        Path(sys.argv[0]),
+        *sys.argv[1:],
+        "--child",
+        contest,
+        contestant,
+    ]
     # With fixed thresholds glibc returns freed memory to the system at once, so that it does not count as in use before
     # the step.
     thresholds = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    process = subprocess.run(script, capture_output=True, text=True, check=False, env=os.environ | thresholds)
+    process = subprocess.run(
+        script, capture_output=True, text=True, check=False, env=os.environ | thresholds
+    )
     if process.returncode:
         raise RuntimeError(f"{contestant} in {contest} failed:\n{process.stderr}")
     return int(process.stdout.split()[-1])
@@ -165,4 +226,10 @@ def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, tuple("-" * width for width in widths), *rows]
     for line in lines:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+        print(
+            "| "
+            + " | ".join(
+                cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+            )
+            + " |"
+        )

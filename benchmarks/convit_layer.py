@@ -28,11 +28,23 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     plain = Attention(144, num_heads=9).to(arguments.device, dtype)
 
     def at(side: int) -> contest.Contest:
-        x = torch.randn(arguments.batch, side * side, 144, device=arguments.device, dtype=dtype, requires_grad=True)
+        x = torch.randn(
+            arguments.batch,
+            side * side,
+            144,
+            device=arguments.device,
+            dtype=dtype,
+            requires_grad=True,
+        )
         if not arguments.child:  # a child process measures memory only
             with torch.no_grad():
-                error = float((accelerated(x) - timm_layer(x)).abs().max() / timm_layer(x).abs().max())
-            print(f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output")
+                error = float(
+                    (accelerated(x) - timm_layer(x)).abs().max()
+                    / timm_layer(x).abs().max()
+                )
+            print(
+                f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output"
+            )
         return {
             "timm": lambda: contest.training_step(timm_layer, x),
             "tcnn_model.accelerate": lambda: contest.training_step(accelerated, x),

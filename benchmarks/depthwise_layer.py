@@ -25,10 +25,14 @@ SHAPES = {
 }
 
 
-def _contest(arguments: argparse.Namespace, channels: int, kernel: int, side: int) -> contest.Contest:
+def _contest(
+    arguments: argparse.Namespace, channels: int, kernel: int, side: int
+) -> contest.Contest:
     torch.manual_seed(0)
     kind = {"device": arguments.device, "dtype": getattr(torch, arguments.dtype)}
-    layer = GPSA(channels, channels, kernel, padding=kernel // 2, groups=channels, **kind)
+    layer = GPSA(
+        channels, channels, kernel, padding=kernel // 2, groups=channels, **kind
+    )
     x = torch.randn(arguments.batch, channels, side, side, **kind).requires_grad_()
 
     def step(backend: Backend) -> contest.Step:

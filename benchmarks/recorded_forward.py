@@ -34,7 +34,9 @@ def forward(model: nn.Module, images: Tensor) -> float:
     return clock() - start
 
 
-def ratios(recorded: nn.Module, plain: nn.Module, images: Tensor, rounds: int) -> list[float]:
+def ratios(
+    recorded: nn.Module, plain: nn.Module, images: Tensor, rounds: int
+) -> list[float]:
     """Measure, in each round, the time of the recorded model over that of the plain model."""
     with tcnn_probe.record(recorded) as recorder:
         measured = []
@@ -60,7 +62,9 @@ def compare(model: nn.Module, images: Tensor, rounds: int, repeats: int) -> list
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = contest.options(__doc__)
-    parser.add_argument("--models", nargs="+", default=["deit_small_patch16_224", "t_resnet50"])
+    parser.add_argument(
+        "--models", nargs="+", default=["deit_small_patch16_224", "t_resnet50"]
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     parser.set_defaults(rounds=8)

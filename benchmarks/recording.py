@@ -29,7 +29,14 @@ import tcnn_probe
 def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     """Return the contests."""
     torch.manual_seed(0)
-    x = torch.randn(arguments.batch, 3, 224, 224, device=arguments.device, dtype=getattr(torch, arguments.dtype))
+    x = torch.randn(
+        arguments.batch,
+        3,
+        224,
+        224,
+        device=arguments.device,
+        dtype=getattr(torch, arguments.dtype),
+    )
     if arguments.size:
         x = x[..., : arguments.size, : arguments.size]
     result = {}
@@ -41,19 +48,31 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
             "a hook that does nothing": lambda model=model: _hooked(model, x, _nothing),
         }
         if "vit" in name or "deit" in name:
-            ways["every softmax kept"] = lambda name=name: _kept(_model(name, arguments, fused=False).to(x), x)
-            ways["timm's AttentionExtract"] = lambda name=name: _extracted(_model(name, arguments, fused=False), x)
+            ways["every softmax kept"] = lambda name=name: _kept(
+                _model(name, arguments, fused=False).to(x), x
+            )
+            ways["timm's AttentionExtract"] = lambda name=name: _extracted(
+                _model(name, arguments, fused=False), x
+            )
         result[f"{name}, forward"] = ways
         result[f"{name}, training"] = {
-            "step": lambda model=model: _training(copy.deepcopy(model), x, record=False),
-            "step, recorder idle": lambda model=model: _training(copy.deepcopy(model), x, record=True),
+            "step": lambda model=model: _training(
+                copy.deepcopy(model), x, record=False
+            ),
+            "step, recorder idle": lambda model=model: _training(
+                copy.deepcopy(model), x, record=True
+            ),
         }
     return result
 
 
-def _model(name: str, arguments: argparse.Namespace, *, fused: bool = True) -> nn.Module:
+def _model(
+    name: str, arguments: argparse.Namespace, *, fused: bool = True
+) -> nn.Module:
     # ViTs are built for a size of the image, ResNets take any.
-    options = {"img_size": arguments.size} if arguments.size and "resnet" not in name else {}
+    options = (
+        {"img_size": arguments.size} if arguments.size and "resnet" not in name else {}
+    )
     # timm's layers read the switch when they are made.
     set_fused_attn(fused)
     try:
@@ -76,7 +95,9 @@ def _recorded(model: nn.Module, x: torch.Tensor) -> contest.Step:
     return _forward(model, x)
 
 
-def _hooked(model: nn.Module, x: torch.Tensor, hook: Callable[..., None]) -> contest.Step:
+def _hooked(
+    model: nn.Module, x: torch.Tensor, hook: Callable[..., None]
+) -> contest.Step:
     model = copy.deepcopy(model)
     for module in model.modules():
         module.register_forward_hook(hook)
@@ -92,7 +113,9 @@ def _kept(model: nn.Module, x: torch.Tensor) -> contest.Step:
     attentions: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.endswith("attn_drop"):
-            module.register_forward_hook(lambda module, args, output: attentions.append(output))
+            module.register_forward_hook(
+                lambda module, args, output: attentions.append(output)
+            )
 
     @torch.inference_mode()
     def step() -> None:
@@ -124,10 +147,17 @@ def _training(model: nn.Module, x: torch.Tensor, *, record: bool) -> contest.Ste
 
 def marking(epochs: int) -> None:
     """Print the time of mark() with 12 layers of 6 heads, in the first and in the last tenth of the epochs."""
-    model = timm.create_model("vit_tiny_patch16_224", img_size=16, num_heads=6, embed_dim=6).eval()
-    print("\nmark(), 12 layers of 6 heads, in milliseconds: median of the first and of the last tenth of the epochs")
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, num_heads=6, embed_dim=6
+    ).eval()
+    print(
+        "\nmark(), 12 layers of 6 heads, in milliseconds: median of the first and of the last tenth of the epochs"
+    )
     with tempfile.TemporaryDirectory() as folder:
-        for place, store in (("in memory", None), ("on disk", Path(folder) / "run.zarr")):
+        for place, store in (
+            ("in memory", None),
+            ("on disk", Path(folder) / "run.zarr"),
+        ):
             with tcnn_probe.record(model, store) as recorder, torch.inference_mode():
                 milliseconds = []
                 for epoch in tqdm(range(epochs), disable=None, leave=False):
@@ -138,13 +168,17 @@ def marking(epochs: int) -> None:
             tenth = max(1, epochs // 10)
             first = statistics.median(milliseconds[:tenth])
             last = statistics.median(milliseconds[-tenth:])
-            print(f"{place}: {first:.1f} and {last:.1f}, ratio {last / first:.2f}, at {epochs} epochs")
+            print(
+                f"{place}: {first:.1f} and {last:.1f}, ratio {last / first:.2f}, at {epochs} epochs"
+            )
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = contest.options(__doc__)
-    parser.add_argument("--models", nargs="+", default=["deit_small_patch16_224", "t_resnet50"])
+    parser.add_argument(
+        "--models", nargs="+", default=["deit_small_patch16_224", "t_resnet50"]
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, help="side of the images, if not 224")
     parser.add_argument("--epochs", type=int, default=1000, help="epochs to mark")

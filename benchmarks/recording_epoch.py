@@ -46,7 +46,9 @@ class Training:
 
     def step(self) -> float:
         """Train on a batch and return the seconds."""
-        labels = torch.zeros(len(self._images), dtype=torch.long, device=self._images.device)
+        labels = torch.zeros(
+            len(self._images), dtype=torch.long, device=self._images.device
+        )
         start = self._clock()
         self._optimizer.zero_grad()
         F.cross_entropy(self._model.train()(self._images), labels).backward()
@@ -82,7 +84,9 @@ def compare(arguments: argparse.Namespace, folder: Path) -> tuple[np.ndarray, fl
     """
     torch.manual_seed(0)
     model = timm.create_model(arguments.model).to(arguments.device)
-    images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, device=arguments.device)
+    images = torch.randn(
+        arguments.batch, 3, arguments.size, arguments.size, device=arguments.device
+    )
     plain = Training(copy.deepcopy(model), images, None)
     recorded = Training(model, images, folder / "run.zarr")
     seconds = np.zeros((arguments.rounds + 1, 2, 2))
@@ -123,7 +127,10 @@ def main() -> None:
         seconds, mark = compare(arguments, Path(folder))
     random = np.random.default_rng(0)
     # Rounds are resampled, as the four times of a round share the load on the machine.
-    resampled = [longer(seconds[random.integers(0, len(seconds), len(seconds))]) for _ in range(2000)]
+    resampled = [
+        longer(seconds[random.integers(0, len(seconds), len(seconds))])
+        for _ in range(2000)
+    ]
     low, high = np.quantile(resampled, [0.025, 0.975])
     step, validation = np.median(seconds[:, :, 1] / seconds[:, :, 0], axis=0)
     print(

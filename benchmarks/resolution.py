@@ -27,9 +27,15 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
         x = torch.randn(1, 64, side, side, requires_grad=True, **kind)
         auto = {"auto": lambda: contest.training_step(layer, x)}
         # At 112 x 112 tokens the attention of a dense layer, nine matrices, takes 5.7 GB in float32.
-        return {"dense": lambda: contest.training_step(dense, x), **auto} if side <= 56 else auto
+        return (
+            {"dense": lambda: contest.training_step(dense, x), **auto}
+            if side <= 56
+            else auto
+        )
 
-    return {f"{side} x {side} = {side * side} tokens": at(side) for side in arguments.sides}
+    return {
+        f"{side} x {side} = {side * side} tokens": at(side) for side in arguments.sides
+    }
 
 
 def parser() -> argparse.ArgumentParser:

@@ -38,7 +38,10 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     def prepare(label: str, size: int) -> Callable[[], contest.Step]:
         return lambda: _step(label, size, arguments)
 
-    return {str(size): {label: prepare(label, size) for label in MODELS} for size in arguments.sizes}
+    return {
+        str(size): {label: prepare(label, size) for label in MODELS}
+        for size in arguments.sizes
+    }
 
 
 def _step(label: str, size: int, arguments: argparse.Namespace) -> contest.Step:
@@ -47,7 +50,14 @@ def _step(label: str, size: int, arguments: argparse.Namespace) -> contest.Step:
     for module in model.modules():
         if label.endswith("not fused") and hasattr(module, "fused_attn"):
             module.fused_attn = False
-    x = torch.randn(arguments.batch, 3, size, size, device=arguments.device, dtype=getattr(torch, arguments.dtype))
+    x = torch.randn(
+        arguments.batch,
+        3,
+        size,
+        size,
+        device=arguments.device,
+        dtype=getattr(torch, arguments.dtype),
+    )
     model.to(x).train(arguments.training)
 
     @torch.inference_mode()
@@ -61,18 +71,37 @@ def _step(label: str, size: int, arguments: argparse.Namespace) -> contest.Step:
     return train if arguments.training else forward
 
 
-def report(arguments: argparse.Namespace, contests: Mapping[str, contest.Contest]) -> None:
+def report(
+    arguments: argparse.Namespace, contests: Mapping[str, contest.Contest]
+) -> None:
     """Print the tables, and draw the figure with ``--figure``."""
     peaks = contest.memory(contests)
     sizes = arguments.sizes
-    curves = {label: [peaks[str(size)][label] / 2**20 for size in sizes] for label in MODELS}
-    header = ("", *(f"{size} x {size}" for size in sizes), "exponent", "least - most", "R² of a line")
+    curves = {
+        label: [peaks[str(size)][label] / 2**20 for size in sizes] for label in MODELS
+    }
+    header = (
+        "",
+        *(f"{size} x {size}" for size in sizes),
+        "exponent",
+        "least - most",
+        "R² of a line",
+    )
     print("peak memory, MiB")
-    rows = [(label, *(f"{mib:.0f}" for mib in curve), *_growth(sizes, curve)) for label, curve in curves.items()]
+    rows = [
+        (label, *(f"{mib:.0f}" for mib in curve), *_growth(sizes, curve))
+        for label, curve in curves.items()
+    ]
     contest.print_table(header, rows)
     print(f"\npeak memory per area, relative to that at {sizes[0]} x {sizes[0]}")
     rows = [
-        (label, *(f"{mib / curve[0] * (sizes[0] / size) ** 2:.2f}" for mib, size in zip(curve, sizes, strict=True)))
+        (
+            label,
+            *(
+                f"{mib / curve[0] * (sizes[0] / size) ** 2:.2f}"
+                for mib, size in zip(curve, sizes, strict=True)
+            ),
+        )
         for label, curve in curves.items()
     ]
     contest.print_table(header[: len(sizes) + 1], rows)
@@ -84,24 +113,44 @@ def _growth(sizes: list[int], curve: list[float]) -> tuple[str, str, str]:
     """Return the exponent of memory in the area, over all sizes and between neighbours, and R^2 of a line."""
 
     def exponent(first: int, last: int) -> float:
-        return math.log(curve[last] / curve[first]) / math.log((sizes[last] / sizes[first]) ** 2)
+        return math.log(curve[last] / curve[first]) / math.log(
+            (sizes[last] / sizes[first]) ** 2
+        )
 
     steps = [exponent(i, j) for i, j in pairwise(range(len(sizes)))]
     areas = torch.tensor(sizes, dtype=torch.float64) ** 2
-    r2 = float(torch.corrcoef(torch.stack([areas, torch.tensor(curve, dtype=torch.float64)]))[0, 1]) ** 2
+    r2 = (
+        float(
+            torch.corrcoef(
+                torch.stack([areas, torch.tensor(curve, dtype=torch.float64)])
+            )[0, 1]
+        )
+        ** 2
+    )
     return f"{exponent(0, -1):.2f}", f"{min(steps):.2f} - {max(steps):.2f}", f"{r2:.4f}"
 
 
-def draw(sizes: list[int], curves: Mapping[str, list[float]], training: bool) -> plt.Figure:
+def draw(
+    sizes: list[int], curves: Mapping[str, list[float]], training: bool
+) -> plt.Figure:
     """Draw peak memory in MiB against image size, a line per model."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for (label, curve), style in zip(curves.items(), ("o-", "s-", "d--", "^-", "v-"), strict=True):
+    for (label, curve), style in zip(
+        curves.items(), ("o-", "s-", "d--", "^-", "v-"), strict=True
+    ):
         # T-ResNet-50 is dashed, as its line meets that of ResNet-50.
         axes.plot(sizes, curve, style, label=label)
-    axes.set(xlabel="side of the image (pixels)", ylabel="peak memory (MiB)", xscale="log", yscale="log")
+    axes.set(
+        xlabel="side of the image (pixels)",
+        ylabel="peak memory (MiB)",
+        xscale="log",
+        yscale="log",
+    )
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
-    axes.set_title("One step of training" if training else "One forward, without the weights")
+    axes.set_title(
+        "One step of training" if training else "One forward, without the weights"
+    )
     axes.legend()
     axes.grid(alpha=0.3)
     return figure
@@ -110,7 +159,9 @@ def draw(sizes: list[int], curves: Mapping[str, list[float]], training: bool) ->
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = contest.options(__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[224, 288, 384, 512, 640, 768])
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[224, 288, 384, 512, 640, 768]
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--training", action="store_true", help="forward and backward")
     parser.add_argument("--figure", type=Path, help="file of the figure")

@@ -27,21 +27,30 @@ class Literal(nn.Module):
         keys = torch.cartesian_prod(pixels, pixels)
         real = ((keys >= 0) & (keys < side)).all(1)
         delta = (keys[None] - keys[real][:, None]).to(layer.weight)
-        self.register_buffer("r", torch.cat([delta.square().sum(-1, keepdim=True), delta], -1))  # (N, (side + 2)^2, 3)
+        self.register_buffer(
+            "r", torch.cat([delta.square().sum(-1, keepdim=True), delta], -1)
+        )  # (N, (side + 2)^2, 3)
         self.register_buffer("real", real.nonzero()[:, 0])
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply Eqs. (5) and (7): (B, C, side, side) -> (B, C_out, side, side)."""
         layer = self.layer
         tokens = x.flatten(2).transpose(1, 2)
-        q, k = (F.linear(tokens, w).unflatten(2, (9, -1)).transpose(1, 2) for w in (layer.query, layer.key))
+        q, k = (
+            F.linear(tokens, w).unflatten(2, (9, -1)).transpose(1, 2)
+            for w in (layer.query, layer.key)
+        )
         content = torch.softmax(q @ k.transpose(2, 3) * layer.qk_dim**-0.5, -1)
-        positional = torch.softmax(torch.einsum("qkr,hr->hqk", self.r, layer.position.to(x.dtype)), -1)
+        positional = torch.softmax(
+            torch.einsum("qkr,hr->hqk", self.r, layer.position.to(x.dtype)), -1
+        )
         gate = layer.gate.to(x.dtype)[:, None, None]
         attention = (1 - gate) * content + gate * positional[..., self.real]
         values = F.linear(tokens, layer.value)[:, None]
         gathered = (attention @ values).transpose(1, 2).flatten(2)  # (B, N, heads * C)
-        output = F.linear(gathered, layer.weight.permute(0, 2, 3, 1).flatten(1), layer.bias)
+        output = F.linear(
+            gathered, layer.weight.permute(0, 2, 3, 1).flatten(1), layer.bias
+        )
         return output.transpose(1, 2).unflatten(2, x.shape[2:])
 
 
@@ -49,7 +58,14 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     """Return the contests."""
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
-    layer = GPSA(arguments.channels, arguments.channels, 3, padding=1, device=arguments.device, dtype=dtype)
+    layer = GPSA(
+        arguments.channels,
+        arguments.channels,
+        3,
+        padding=1,
+        device=arguments.device,
+        dtype=dtype,
+    )
 
     def at(side: int) -> contest.Contest:
         shape = (arguments.batch, arguments.channels, side, side)
@@ -57,11 +73,17 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
         literal = Literal(layer, side).to(arguments.device)
         if not arguments.child:  # a child process measures memory only
             with torch.no_grad():
-                error = float((layer(x) - literal(x)).abs().max() / literal(x).abs().max())
-            print(f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output")
+                error = float(
+                    (layer(x) - literal(x)).abs().max() / literal(x).abs().max()
+                )
+            print(
+                f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output"
+            )
         return {
             "literal Eq. (7)": lambda: contest.training_step(literal, x),
-            "literal, torch.compile": lambda: contest.training_step(torch.compile(literal, dynamic=False), x),
+            "literal, torch.compile": lambda: contest.training_step(
+                torch.compile(literal, dynamic=False), x
+            ),
             "tcnn_model.GPSA": lambda: contest.training_step(layer, x),
         }
 

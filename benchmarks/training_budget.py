@@ -41,7 +41,9 @@ def model_on_paper(name: str) -> nn.Module:
         return timm.create_model(name)
 
 
-def hours(multiply_adds: float, images: int, epochs: int, peak: float, utilisation: float) -> float:
+def hours(
+    multiply_adds: float, images: int, epochs: int, peak: float, utilisation: float
+) -> float:
     """Estimate the hours on a single GPU, with a forward and a backward of each image in each epoch."""
     return 3 * 2 * multiply_adds * images * epochs / (peak * utilisation) / 3600
 
@@ -55,32 +57,74 @@ def kept_bytes(model: nn.Module, size: int) -> int:
         storages.add(tensor.untyped_storage())
         return tensor
 
-    images = torch.randn(2, 3, size, size, device="meta")  # batch norms raise on a single image
+    images = torch.randn(
+        2, 3, size, size, device="meta"
+    )  # batch norms raise on a single image
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.train()(images)
-    return sum(storage.nbytes() for storage in storages - parameters) // 2 // len(images)
+    return (
+        sum(storage.nbytes() for storage in storages - parameters) // 2 // len(images)
+    )
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--utilisation", type=float, default=0.2, help="share of the peak that is reached: assumed")
+    parser.add_argument(
+        "--utilisation",
+        type=float,
+        default=0.2,
+        help="share of the peak that is reached: assumed",
+    )
     arguments = parser.parse_args()
     rows = []
     for recipe, name, data in SETTINGS:
         settings = recipe_settings(recipe, name)
         size, epochs = settings.get("img_size", 224), settings["epochs"]
         model = model_on_paper(name)
-        cost = evaluation.cost(model, size, batch_size=1, rounds=1, progress=False).isel(model=0)
+        cost = evaluation.cost(
+            model, size, batch_size=1, rounds=1, progress=False
+        ).isel(model=0)
         adds, parameters = float(cost.multiply_adds), float(cost.parameters)
-        times = [hours(adds, IMAGES[data], epochs, peak, arguments.utilisation) for peak in PEAK.values()]
-        memory = (16 * parameters + kept_bytes(model, size) * settings["paper_batch"] / arguments.gpus) / 2**30
+        times = [
+            hours(adds, IMAGES[data], epochs, peak, arguments.utilisation)
+            for peak in PEAK.values()
+        ]
+        memory = (
+            16 * parameters
+            + kept_bytes(model, size) * settings["paper_batch"] / arguments.gpus
+        ) / 2**30
         hours_per_gpu = [f"{time / arguments.gpus:.2g}" for time in times]
-        rows.append((recipe, name, str(size), str(epochs), f"{adds / 1e9:.1f}", *hours_per_gpu, f"{memory:.0f}"))
+        rows.append(
+            (
+                recipe,
+                name,
+                str(size),
+                str(epochs),
+                f"{adds / 1e9:.1f}",
+                *hours_per_gpu,
+                f"{memory:.0f}",
+            )
+        )
     columns = [f"hours, {arguments.gpus} x {name}" for name in PEAK]
-    contest.print_table(("recipe", "model", "pixels", "epochs", "10^9 multiply-adds", *columns, "GiB a GPU"), rows)
-    print(f"\nESTIMATES, at {arguments.utilisation:.0%} of the peak; nothing was trained")
+    contest.print_table(
+        (
+            "recipe",
+            "model",
+            "pixels",
+            "epochs",
+            "10^9 multiply-adds",
+            *columns,
+            "GiB a GPU",
+        ),
+        rows,
+    )
+    print(
+        f"\nESTIMATES, at {arguments.utilisation:.0%} of the peak; nothing was trained"
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,13 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     torch.manual_seed(0)
     size = (arguments.size, arguments.size)
     cnn = timm.create_model("resnet50")
-    x = torch.randn(arguments.batch, 3, *size, device=arguments.device, dtype=getattr(torch, arguments.dtype))
+    x = torch.randn(
+        arguments.batch,
+        3,
+        *size,
+        device=arguments.device,
+        dtype=getattr(torch, arguments.dtype),
+    )
 
     def step(convert: Callable[[nn.Module], nn.Module]) -> Callable[[], contest.Step]:
         def prepare() -> contest.Step:
@@ -40,7 +46,9 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     return {
         f"{arguments.size} x {arguments.size}": {
             "ResNet50": step(copy.deepcopy),
-            "T-ResNet50, keep": step(lambda model: reparameterize(model, stride="keep")),
+            "T-ResNet50, keep": step(
+                lambda model: reparameterize(model, stride="keep")
+            ),
             "ResNet50, last stage un-strided": step(unstride),
             "T-ResNet50, unit": step(reparameterize),
         }

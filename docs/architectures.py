@@ -26,7 +26,10 @@ one where no call of torch shows what is to be known:
 - *layer-scale*, *gradient*: the probes of these names measure it.
 """
 
-HEADS = {"merged": "heads: part of the first axis", "one": "heads: no axis of their own"}
+HEADS = {
+    "merged": "heads: part of the first axis",
+    "one": "heads: no axis of their own",
+}
 
 
 def facts(record: LayerRecord) -> Iterable[str]:
@@ -55,7 +58,9 @@ def facts(record: LayerRecord) -> Iterable[str]:
 def page() -> str:
     """Return the document: a table for each library."""
     lines = [HEADER]
-    for library, names in itertools.groupby(sorted(RECORDS), key=lambda name: name.partition(".")[0]):
+    for library, names in itertools.groupby(
+        sorted(RECORDS), key=lambda name: name.partition(".")[0]
+    ):
         lines += [f"## {library}", "", "| class | known |", "|---|---|"]
         lines += [f"| `{name}` | {'; '.join(facts(RECORDS[name]))} |" for name in names]
         lines.append("")
@@ -64,7 +69,9 @@ def page() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Write the table of layers that are known by their class.")
+    parser = argparse.ArgumentParser(
+        description="Write the table of layers that are known by their class."
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     parser.parse_args(arguments).out.write_text(page())
 

@@ -22,8 +22,12 @@ SEVERITIES = (1, 2, 3, 4, 5)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=80, help="pixels along each side of the image")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", type=int, default=80, help="pixels along each side of the image"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
     parser.add_argument("--milliseconds", action="store_true")
     given = parser.parse_args(arguments)
@@ -36,17 +40,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def table() -> str:
     """Markdown table of names and parameters."""
-    lines = ["| group | corruption | what it does | parameters at severities 1 to 5 | random |"]
+    lines = [
+        "| group | corruption | what it does | parameters at severities 1 to 5 | random |"
+    ]
     lines.append("|---|---|---|---|---|")
     for each in CORRUPTIONS.values():
-        parameters = "; ".join(f"{name} {_values(values)}" for name, values in each.parameters.items())
+        parameters = "; ".join(
+            f"{name} {_values(values)}" for name, values in each.parameters.items()
+        )
         cells = each.group, f"`{each.name}`", each.description, parameters, each.random
-        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("``", "`"))
+        lines.append(
+            f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("``", "`")
+        )
     return "\n".join(lines)
 
 
 def _values(values: tuple[float, ...]) -> str:
-    return f"{values[0]:g}" if len(set(values)) == 1 else ", ".join(f"{value:g}" for value in values)
+    return (
+        f"{values[0]:g}"
+        if len(set(values)) == 1
+        else ", ".join(f"{value:g}" for value in values)
+    )
 
 
 def photograph(size: int) -> NDArray[Any]:
@@ -70,20 +84,46 @@ def draw(image: NDArray[Any]) -> Image.Image:
         left = LEFT + column * step
         groups.setdefault(each.group, []).append(left)
         name = each.name.replace("_", "\n")
-        figure.text((left + size / 2) / width, 1 - 33 / height, name, ha="center", va="center", fontsize=7.5)
+        figure.text(
+            (left + size / 2) / width,
+            1 - 33 / height,
+            name,
+            ha="center",
+            va="center",
+            fontsize=7.5,
+        )
         for row, severity in enumerate(SEVERITIES):
             below = height - TOP - row * step - size
-            figure.figimage(corrupt(image, each.name, severity), left, below, origin="upper")
+            figure.figimage(
+                corrupt(image, each.name, severity), left, below, origin="upper"
+            )
     for name, lefts in groups.items():
         middle = (lefts[0] + lefts[-1] + size) / 2 / width
-        figure.text(middle, 1 - 9 / height, name, ha="center", va="center", fontsize=10, weight="bold")
+        figure.text(
+            middle,
+            1 - 9 / height,
+            name,
+            ha="center",
+            va="center",
+            fontsize=10,
+            weight="bold",
+        )
     for row, severity in enumerate(SEVERITIES):
         level = 1 - (TOP + row * step + size / 2) / height
-        figure.text(LEFT / 2 / width, level, str(severity), ha="center", va="center", fontsize=10)
+        figure.text(
+            LEFT / 2 / width,
+            level,
+            str(severity),
+            ha="center",
+            va="center",
+            fontsize=10,
+        )
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-    return Image.fromarray(np.ascontiguousarray(pixels)).quantize(160, dither=Image.Dither.NONE)
+    return Image.fromarray(np.ascontiguousarray(pixels)).quantize(
+        160, dither=Image.Dither.NONE
+    )
 
 
 def print_milliseconds(image: NDArray[Any]) -> None:
@@ -93,7 +133,9 @@ def print_milliseconds(image: NDArray[Any]) -> None:
         start = time.perf_counter()
         for severity in SEVERITIES:
             corrupt(image, name, severity)
-        print(f"{name:18} {(time.perf_counter() - start) / len(SEVERITIES) * 1e3:6.1f} ms")
+        print(
+            f"{name:18} {(time.perf_counter() - start) / len(SEVERITIES) * 1e3:6.1f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -35,27 +35,56 @@ PHOTOGRAPH = "china.jpg"
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="--out of the study")
-    parser.add_argument("--out", type=Path, default=ROOT / "tcnn_probe" / "storage" / "example.zip")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "tcnn_probe" / "storage" / "example.zip"
+    )
     given = parser.parse_args(arguments)
     options = saved_options(given.run, "attention_maps")
     cnn, (_, validation) = model_and_data(Namespace(**options, workers=0, device="cpu"))
     model = tcnn_model.reparameterize(cnn).eval()
     trained = tcnn_probe.open(given.run / "attention_maps_recording.zarr")
     store = given.run / "example.zarr"
-    photograph = validation.dataset.transform(Image.fromarray(load_sample_image(PHOTOGRAPH)))[None]
-    kept = {name: options[name] for name in ("model", "img_size", "limit", "batch_size", "lr", "gating_lr", "seed")}
-    with tcnn_probe.record(model, store, mode="w", images=[0], attrs=kept | {"photograph": PHOTOGRAPH}) as recorder:
+    photograph = validation.dataset.transform(
+        Image.fromarray(load_sample_image(PHOTOGRAPH))
+    )[None]
+    kept = {
+        name: options[name]
+        for name in (
+            "model",
+            "img_size",
+            "limit",
+            "batch_size",
+            "lr",
+            "gating_lr",
+            "seed",
+        )
+    }
+    with tcnn_probe.record(
+        model, store, mode="w", images=[0], attrs=kept | {"photograph": PHOTOGRAPH}
+    ) as recorder:
         for epoch in trained.epoch.values.tolist():
             weights = given.run / "attention_maps_checkpoints" / f"tcnn-{epoch:04d}.pt"
             model.load_state_dict(torch.load(weights, weights_only=True))
             model(photograph)
             for images, _ in validation:
                 model(images)
-            recorder.mark(epoch=epoch, **{name: float(of.sel(epoch=epoch)) for name, of in trained.data_vars.items()})
+            recorder.mark(
+                epoch=epoch,
+                **{
+                    name: float(of.sel(epoch=epoch))
+                    for name, of in trained.data_vars.items()
+                },
+            )
     with zipfile.ZipFile(given.out, "w", zipfile.ZIP_DEFLATED) as packed:
-        for file in sorted(path for path in store.rglob("*") if path.is_file() and not path.name.startswith(".")):
+        for file in sorted(
+            path
+            for path in store.rglob("*")
+            if path.is_file() and not path.name.startswith(".")
+        ):
             packed.write(file, file.relative_to(store))
     print(f"wrote {given.out}: {given.out.stat().st_size / 1e6:.2f} MB")
 

@@ -87,9 +87,15 @@ def smallest_member(family: str) -> str:
     """The model of a family with the fewest parameters; timm's own test models do not count."""
 
     def parameters(name: str) -> int:
-        return sum(p.numel() for p in timm.create_model(name, num_classes=10, device="meta").parameters())
+        return sum(
+            p.numel()
+            for p in timm.create_model(name, num_classes=10, device="meta").parameters()
+        )
 
-    return min((n for n in timm.list_models(module=family) if not n.startswith("test_")), key=parameters)
+    return min(
+        (n for n in timm.list_models(module=family) if not n.startswith("test_")),
+        key=parameters,
+    )
 
 
 @torch.no_grad()
@@ -141,7 +147,11 @@ def same_function_error(cnn: nn.Module, x: Tensor) -> float:
 
 def last_grid(tcnn: nn.Module, image: InputSize) -> str:
     """Resolution at which the last GPSA layer works."""
-    grids = [call.outputs for call in trace(meta_copy(tcnn), image) if isinstance(call.module, GPSA)]
+    grids = [
+        call.outputs
+        for call in trace(meta_copy(tcnn), image)
+        if isinstance(call.module, GPSA)
+    ]
     return "{} x {}".format(*grids[-1])
 
 
@@ -181,12 +191,20 @@ def describe(family: str, name: str) -> Row:
 def _kind(layer: GPSA) -> str:
     kernel = "{} x {}".format(*layer.kernel_size)
     depthwise = layer.groups == layer.in_channels
-    return kernel + (" depthwise" if depthwise else f" in {layer.groups} groups" if layer.groups > 1 else "")
+    return kernel + (
+        " depthwise"
+        if depthwise
+        else f" in {layer.groups} groups"
+        if layer.groups > 1
+        else ""
+    )
 
 
 def _brief(message: str) -> str:
     """An error message without the exception that it quotes, which can be long, and as one cell of a table."""
-    message = re.sub(r" \(\w+Error: .*\)", "", message, flags=re.DOTALL).replace("; use stride='keep'", "")
+    message = re.sub(r" \(\w+Error: .*\)", "", message, flags=re.DOTALL).replace(
+        "; use stride='keep'", ""
+    )
     return message.replace("|", "\\|")
 
 
@@ -211,19 +229,27 @@ def table(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Write the table of timm's convnets.")
-    parser.add_argument("--families", nargs="+", help="modules of timm, or names of models; default: all")
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        help="modules of timm, or names of models; default: all",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     options = parser.parse_args(arguments)
     families = timm_families()
     asked = options.families or [*families, *FURTHER]
-    if unknown := [name for name in asked if name not in families and not timm.is_model(name)]:
+    if unknown := [
+        name for name in asked if name not in families and not timm.is_model(name)
+    ]:
         parser.error(f"neither a module of timm nor a model: {', '.join(unknown)}")
     warnings.simplefilter("ignore")  # of timm's models about their own arguments
     rows = {}
     progress = tqdm(asked)
     for name in progress:
         progress.set_postfix_str(name)
-        family = next(f for f in families if name == f or name in timm.list_models(module=f))
+        family = next(
+            f for f in families if name == f or name in timm.list_models(module=f)
+        )
         model = smallest_member(name) if name in families else name
         rows[family, model] = describe(family, model)
     options.out.write_text(table([rows[key] for key in sorted(rows)]))

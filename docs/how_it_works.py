@@ -16,7 +16,12 @@ BOXES: dict[str, tuple[float, float, str, str]] = {
     "records": (8.9, 5.2, "what is known of the layer", "architectures/"),
     "maps": (13.3, 4.6, "maps of this forward", "attention/maps.py"),
     "sums": (13.3, 3.0, "probes measure,\nsums over images", "probes/, recording/"),
-    "edits": (8.9, 0.7, "HeadEdit\nzero, mean, other attention", "interventions/edits.py"),
+    "edits": (
+        8.9,
+        0.7,
+        "HeadEdit\nzero, mean, other attention",
+        "interventions/edits.py",
+    ),
     "epoch": (13.3, 0.7, "mark: an epoch on disk", "storage/commit.py"),
 }
 # From, the side that it leaves; to, the side that it reaches; and what it says. Sides are (right, up) of the centre.
@@ -35,7 +40,9 @@ WIDTH, HEIGHT = 3.0, 1.05
 
 def main() -> None:
     """Draw it, in a second."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
     args = parser.parse_args()
     mpl.use("Agg")
@@ -54,9 +61,27 @@ def draw_box(axes: Axes, x: float, y: float, title: str, files: str) -> None:
     """Draw a box with a title and the place where to read on."""
     corner = (x - WIDTH / 2, y - HEIGHT / 2)
     style = "round,pad=0.05,rounding_size=0.12"
-    axes.add_patch(FancyBboxPatch(corner, WIDTH, HEIGHT, boxstyle=style, facecolor="#eef3fa", edgecolor="#4a6a94"))
+    axes.add_patch(
+        FancyBboxPatch(
+            corner,
+            WIDTH,
+            HEIGHT,
+            boxstyle=style,
+            facecolor="#eef3fa",
+            edgecolor="#4a6a94",
+        )
+    )
     axes.text(x, y + 0.14, title, ha="center", va="center", fontsize=8.5)
-    axes.text(x, y - 0.38, files, ha="center", va="center", fontsize=6.3, color="#555555", family="monospace")
+    axes.text(
+        x,
+        y - 0.38,
+        files,
+        ha="center",
+        va="center",
+        fontsize=6.3,
+        color="#555555",
+        family="monospace",
+    )
 
 
 def side_of(name: str, side: tuple[float, float]) -> tuple[float, float]:
@@ -65,12 +90,21 @@ def side_of(name: str, side: tuple[float, float]) -> tuple[float, float]:
     return x + side[0] * (WIDTH / 2 + 0.08), y + side[1] * (HEIGHT / 2 + 0.08)
 
 
-def draw_arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], label: str) -> None:
+def draw_arrow(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], label: str
+) -> None:
     """Draw an arrow and what it says."""
     is_bent = start[0] - end[0] > WIDTH  # back to the forward, around the boxes between
     style = "angle,angleA=180,angleB=90,rad=12" if is_bent else "arc3"
     axes.add_patch(
-        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=12, connectionstyle=style, color="#4a6a94")
+        FancyArrowPatch(
+            start,
+            end,
+            arrowstyle="-|>",
+            mutation_scale=12,
+            connectionstyle=style,
+            color="#4a6a94",
+        )
     )
     x, y = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
     if is_bent:

@@ -24,7 +24,11 @@ import tcnn_probe
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Tokens
 from tcnn_probe.attention.stream import AttentionStream
-from tcnn_probe.attention.token_order import Claim, measure_token_places, raster_objections
+from tcnn_probe.attention.token_order import (
+    Claim,
+    measure_token_places,
+    raster_objections,
+)
 
 HEADER = """# Vision models
 
@@ -55,13 +59,22 @@ class Model(NamedTuple):
         if self.library == "timm":
             return timm.create_model(self.name, num_classes=5, **self.options).eval()
         if self.library == "torchvision":
-            return getattr(importlib.import_module("torchvision.models"), self.name)(**self.options).eval()
+            return getattr(importlib.import_module("torchvision.models"), self.name)(
+                **self.options
+            ).eval()
         transformers = importlib.import_module("transformers")
-        config = getattr(transformers, f"{self.name.removesuffix('Model')}Config")(**self.options)
+        config = getattr(transformers, f"{self.name.removesuffix('Model')}Config")(
+            **self.options
+        )
         return getattr(transformers, self.name)(config).eval()
 
 
-_VIT = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
+_VIT = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 96,
+}
 _NARROW = {"embed_dim": 48, "num_heads": 3, "depth": 2}
 _DETR = {
     "use_timm_backbone": False,
@@ -129,22 +142,82 @@ MODELS = (
     Model("transformers", "ViTModel", 64, 96, {**_VIT, "image_size": (64, 96)}),
     Model("transformers", "DeiTModel", 64, 96, {**_VIT, "image_size": (64, 96)}),
     Model("transformers", "BeitModel", 64, 64, {**_VIT, "image_size": 64}),
-    Model("transformers", "Dinov2WithRegistersModel", 64, 64, {**_VIT, "image_size": 64, "patch_size": 16}),
-    Model("transformers", "DINOv3ViTModel", 64, 96, {**_VIT, "image_size": 64, "num_register_tokens": 4}),
-    Model("transformers", "CLIPVisionModel", 64, 64, {**_VIT, "image_size": 64, "patch_size": 16}),
-    Model("transformers", "SiglipVisionModel", 64, 64, {**_VIT, "image_size": 64, "patch_size": 16}),
+    Model(
+        "transformers",
+        "Dinov2WithRegistersModel",
+        64,
+        64,
+        {**_VIT, "image_size": 64, "patch_size": 16},
+    ),
+    Model(
+        "transformers",
+        "DINOv3ViTModel",
+        64,
+        96,
+        {**_VIT, "image_size": 64, "num_register_tokens": 4},
+    ),
+    Model(
+        "transformers",
+        "CLIPVisionModel",
+        64,
+        64,
+        {**_VIT, "image_size": 64, "patch_size": 16},
+    ),
+    Model(
+        "transformers",
+        "SiglipVisionModel",
+        64,
+        64,
+        {**_VIT, "image_size": 64, "patch_size": 16},
+    ),
     Model("transformers", "IJepaModel", 64, 64, {**_VIT, "image_size": 64}),
-    Model("transformers", "YolosModel", 64, 96, {**_VIT, "image_size": [64, 96], "num_detection_tokens": 10}),
-    Model("transformers", "DPTModel", 64, 64, {**_VIT, "image_size": 64, "backbone_out_indices": [0, 1]}),
-    Model("transformers", "ViTMAEModel", 64, 64, {**_VIT, "image_size": 64, "mask_ratio": 0.0}),
-    Model("transformers", "VitDetModel", 224, 224, {**_VIT, "window_block_indices": [1], "window_size": 7}),
+    Model(
+        "transformers",
+        "YolosModel",
+        64,
+        96,
+        {**_VIT, "image_size": [64, 96], "num_detection_tokens": 10},
+    ),
+    Model(
+        "transformers",
+        "DPTModel",
+        64,
+        64,
+        {**_VIT, "image_size": 64, "backbone_out_indices": [0, 1]},
+    ),
+    Model(
+        "transformers",
+        "ViTMAEModel",
+        64,
+        64,
+        {**_VIT, "image_size": 64, "mask_ratio": 0.0},
+    ),
+    Model(
+        "transformers",
+        "VitDetModel",
+        224,
+        224,
+        {**_VIT, "window_block_indices": [1], "window_size": 7},
+    ),
     Model("transformers", "SwinModel", 224, 224),
     Model("transformers", "Swinv2Model", 224, 224),
     Model("transformers", "SegformerModel", 128, 192),
     Model("transformers", "PvtModel", 224, 224),
     Model("transformers", "CvtModel", 64, 96),
-    Model("transformers", "HieraModel", 64, 64, {"embed_dim": 24, "image_size": [64, 64], "depths": [1, 1, 2, 1]}),
-    Model("transformers", "GroupViTVisionModel", 112, 112, {**_VIT, **_GROUPS, "image_size": 112}),
+    Model(
+        "transformers",
+        "HieraModel",
+        64,
+        64,
+        {"embed_dim": 24, "image_size": [64, 64], "depths": [1, 1, 2, 1]},
+    ),
+    Model(
+        "transformers",
+        "GroupViTVisionModel",
+        112,
+        112,
+        {**_VIT, **_GROUPS, "image_size": 112},
+    ),
     Model("transformers", "DetrModel", 128, 192, _DETR),
 )
 
@@ -166,33 +239,70 @@ def describe(model: Model) -> Row:
     torch.manual_seed(0)
     options = dict(model.options)
     if model.name == "DetrModel":  # its backbone is a model too
-        sizes = {"embedding_size": 32, "hidden_sizes": [32, 48, 64, 96], "depths": [1, 1, 1, 1]}
+        sizes = {
+            "embedding_size": 32,
+            "hidden_sizes": [32, 48, 64, 96],
+            "depths": [1, 1, 1, 1],
+        }
         transformers = importlib.import_module("transformers")
-        options["backbone_config"] = transformers.ResNetConfig(**sizes, out_features=["stage4"])
-    module, image = model._replace(options=options).build(), torch.randn(3, model.height, model.width)
+        options["backbone_config"] = transformers.ResNetConfig(
+            **sizes, out_features=["stage4"]
+        )
+    module, image = (
+        model._replace(options=options).build(),
+        torch.randn(3, model.height, model.width),
+    )
     stream, claims = claimed_grids(module, image)
     on_grids = {name: claim for name, claim in claims.items() if claim.layout.keys}
     measured = measure_token_places(module, image).keys() & on_grids.keys()
     objections = raster_objections(module, image, on_grids)
-    confirmed = f"{len(measured - objections.keys())} of {len(on_grids)}" if on_grids else ""
-    grids = [f"{_grid(claim.layout.keys)}" for claim in on_grids.values() if claim.layout.keys]
+    confirmed = (
+        f"{len(measured - objections.keys())} of {len(on_grids)}" if on_grids else ""
+    )
+    grids = [
+        f"{_grid(claim.layout.keys)}"
+        for claim in on_grids.values()
+        if claim.layout.keys
+    ]
     notes = [
-        *(reason for both in objections.values() for reason in dict.fromkeys(filter(None, both))),
-        *(claim.layout.reason for name, claim in claims.items() if name not in on_grids),
+        *(
+            reason
+            for both in objections.values()
+            for reason in dict.fromkeys(filter(None, both))
+        ),
+        *(
+            claim.layout.reason
+            for name, claim in claims.items()
+            if name not in on_grids
+        ),
         *("not followed by the experiment" for _ in on_grids.keys() - measured),
         *(f"not recorded: {reason}" for reason in stream.unsupported.values()),
     ]
     size = f"{model.height} x {model.width}"
-    return Row(model.library, model.name, size, str(len(claims)), counted(grids), confirmed, counted(notes, "; "))
+    return Row(
+        model.library,
+        model.name,
+        size,
+        str(len(claims)),
+        counted(grids),
+        confirmed,
+        counted(notes, "; "),
+    )
 
 
-def claimed_grids(module: nn.Module, image: Tensor) -> tuple[AttentionStream, Mapping[str, Claim]]:
+def claimed_grids(
+    module: nn.Module, image: Tensor
+) -> tuple[AttentionStream, Mapping[str, Claim]]:
     """Return the grids on which the tokens of each layer are taken to lie."""
     claims: dict[str, Claim] = {}
 
     def look(attention: Attention) -> None:
-        queries, keys = ((stream.around(count) or (0, 0))[1] for count in attention.shape[2:])
-        claims.setdefault(attention.name, Claim(attention.layout, attention.cut, (queries, keys)))
+        queries, keys = (
+            (stream.around(count) or (0, 0))[1] for count in attention.shape[2:]
+        )
+        claims.setdefault(
+            attention.name, Claim(attention.layout, attention.cut, (queries, keys))
+        )
 
     with tcnn_probe.attention_stream(module, look) as stream, torch.no_grad():
         module(image[None])
@@ -207,27 +317,46 @@ def _grid(tokens: Tokens) -> str:
 def counted(texts: Iterable[str], between: str = ", ") -> str:
     """Return each text once, with how often it is there if that is more than once."""
     counts = collections.Counter(texts)
-    return between.join(f"{text} ({count} times)" if count > 1 else text for text, count in counts.items())
+    return between.join(
+        f"{text} ({count} times)" if count > 1 else text
+        for text, count in counts.items()
+    )
 
 
 def page(rows: Sequence[Row]) -> str:
     """Return the document."""
     libraries = ("timm", "torchvision", "transformers")
-    versions = ", ".join(f"{name} {importlib.import_module(name).__version__}" for name in libraries)
+    versions = ", ".join(
+        f"{name} {importlib.import_module(name).__version__}" for name in libraries
+    )
     lines = [HEADER.format(versions=versions)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines += [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        for row in rows
+    ]
     return "\n".join([*lines, ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Write the table of vision models and what is recorded of them.")
-    parser.add_argument("--models", nargs="+", default=[""], help="words of which the names contain one; default: all")
+    parser = argparse.ArgumentParser(
+        description="Write the table of vision models and what is recorded of them."
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=[""],
+        help="words of which the names contain one; default: all",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     options = parser.parse_args(arguments)
-    chosen = [model for model in MODELS if any(word in model.name for word in options.models)]
+    chosen = [
+        model for model in MODELS if any(word in model.name for word in options.models)
+    ]
     if not chosen:
-        parser.error(f"expected words of names of models, got {options.models}; there are {[m.name for m in MODELS]}")
+        parser.error(
+            f"expected words of names of models, got {options.models}; there are {[m.name for m in MODELS]}"
+        )
     warnings.simplefilter("ignore")  # of models about their own arguments
     options.out.write_text(page([describe(model) for model in tqdm(chosen)]))
 

@@ -44,19 +44,37 @@ from tcnn_model import reparameterize, unstride
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
 
-CNN, CONTROL, UNSTRIDED, TCNN = "CNN", "CNN, fine-tuned", "un-strided, fine-tuned", "T-CNN, fine-tuned"
-COLORS = {CONTROL: "0.6", UNSTRIDED: OKABE_ITO["sky blue"], TCNN: OKABE_ITO["vermillion"]}
+CNN, CONTROL, UNSTRIDED, TCNN = (
+    "CNN",
+    "CNN, fine-tuned",
+    "un-strided, fine-tuned",
+    "T-CNN, fine-tuned",
+)
+COLORS = {
+    CONTROL: "0.6",
+    UNSTRIDED: OKABE_ITO["sky blue"],
+    TCNN: OKABE_ITO["vermillion"],
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    each = [argparse.Namespace(**(vars(args) | which(name, args))) for name in args.models]
+    each = [
+        argparse.Namespace(**(vars(args) | which(name, args))) for name in args.models
+    ]
     first = begin("architectures", each[0], stages=4)
     studies = [first, *(first.other(one) for one in each[1:])]
-    parts = [of_architecture(study, name) for study, name in zip(studies, args.models, strict=True)]
-    found = xr.concat(parts, "architecture").assign(images=len(first.loaders[1].dataset))
-    found = found.assign_coords({dim: found[dim].astype(object) for dim in ("architecture", "model")})
+    parts = [
+        of_architecture(study, name)
+        for study, name in zip(studies, args.models, strict=True)
+    ]
+    found = xr.concat(parts, "architecture").assign(
+        images=len(first.loaders[1].dataset)
+    )
+    found = found.assign_coords(
+        {dim: found[dim].astype(object) for dim in ("architecture", "model")}
+    )
     first.output.save(found)
     draw(found).savefig(first.output.figure, dpi=200)
     print(table(found))
@@ -66,7 +84,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def which(name: str, args: argparse.Namespace) -> dict[str, str]:
     """The option that says which CNN a training begins with: a small one for the digits, or one of timm's."""
-    return {"small_resnet" if name in SMALL_RESNETS and args.data == "digits" else "model": name}
+    return {
+        "small_resnet"
+        if name in SMALL_RESNETS and args.data == "digits"
+        else "model": name
+    }
 
 
 def of_architecture(study: Training, name: str) -> xr.Dataset:
@@ -74,14 +96,27 @@ def of_architecture(study: Training, name: str) -> xr.Dataset:
     slug = name.lower().replace(" ", "-")
     study.train_cnn(f"cnn={slug}", f"training the {name}")
     torch.manual_seed(study.args.seed)
-    models = {CONTROL: copy.deepcopy(study.cnn), UNSTRIDED: unstride(study.cnn), TCNN: reparameterize(study.cnn)}
+    models = {
+        CONTROL: copy.deepcopy(study.cnn),
+        UNSTRIDED: unstride(study.cnn),
+        TCNN: reparameterize(study.cnn),
+    }
     top1 = []
-    for (arm, model), kind in zip(models.items(), ("control", "unstrided", "tcnn"), strict=True):
-        top1.append([result.top1 for result in study.fine_tune(model, f"{kind}={slug}", f"{name}: {arm}")])
+    for (arm, model), kind in zip(
+        models.items(), ("control", "unstrided", "tcnn"), strict=True
+    ):
+        top1.append(
+            [
+                result.top1
+                for result in study.fine_tune(model, f"{kind}={slug}", f"{name}: {arm}")
+            ]
+        )
     models = {CNN: study.cnn, **models}
     image = study.loaders[1].dataset[0][0]
     size, batch = tuple(image.shape), study.args.batch_size
-    found = evaluation.cost(models, size, batch_size=batch, training=True, progress=False)
+    found = evaluation.cost(
+        models, size, batch_size=batch, training=True, progress=False
+    )
     found["top1"] = ("model", [top1[0][0], *(accuracies[-1] for accuracies in top1)])
     return found.expand_dims(architecture=[name])
 
@@ -96,16 +131,41 @@ def draw(found: xr.Dataset) -> Figure:
     error = (variance + variance.sel(model=CNN)) ** 0.5
     for place, (arm, color) in enumerate(COLORS.items()):
         x = [row + 0.26 * (place - 1) for row in range(found.sizes["architecture"])]
-        a.bar(x, gains.sel(model=arm), 0.24, yerr=error.sel(model=arm), color=color, label=arm, error_kw={"lw": 0.8})
+        a.bar(
+            x,
+            gains.sel(model=arm),
+            0.24,
+            yerr=error.sel(model=arm),
+            color=color,
+            label=arm,
+            error_kw={"lw": 0.8},
+        )
         for row, name in enumerate(found.architecture.values):
             one = {"model": arm, "architecture": name}
-            b.scatter(slower.sel(one), gains.sel(one), color=color, s=36, marker="osD^v"[row % 5])
+            b.scatter(
+                slower.sel(one),
+                gains.sel(one),
+                color=color,
+                s=36,
+                marker="osD^v"[row % 5],
+            )
     for row, name in enumerate(found.architecture.values):
         b.scatter([], [], color="0.4", marker="osD^v"[row % 5], label=name)
     a.set_xticks(range(found.sizes["architecture"]), found.architecture.values)
     a.set(ylabel="gain in validation accuracy over the CNN", title="gain")
-    b.set(xlabel="time of a training step (of the CNN's)", ylabel="gain over the CNN", title="gain and time")
-    a.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.08), fontsize=8, handlelength=1)
+    b.set(
+        xlabel="time of a training step (of the CNN's)",
+        ylabel="gain over the CNN",
+        title="gain and time",
+    )
+    a.legend(
+        frameon=False,
+        ncols=3,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.08),
+        fontsize=8,
+        handlelength=1,
+    )
     b.legend(frameon=False)
     for panel, letter in ((a, "A"), (b, "B")):
         panel.axhline(0, color="0.8", lw=1, zorder=0)
@@ -123,14 +183,26 @@ def table(found: xr.Dataset) -> str:
     """Table 5 of the paper, with the controls and what they cost."""
     gains, slower = relative(found)
     error = (0.25 / int(found.images)) ** 0.5
-    lines = [f"\naccuracy on {int(found.images)} validation images (one seed; a standard error is at most {error:.3f})"]
-    columns = {"top-1": found.top1, "gain": gains, "parameters (M)": found.parameters / 1e6}
-    columns |= {"multiply-adds (M)": found.multiply_adds / 1e6, "step (of the CNN's)": slower}
+    lines = [
+        f"\naccuracy on {int(found.images)} validation images (one seed; a standard error is at most {error:.3f})"
+    ]
+    columns = {
+        "top-1": found.top1,
+        "gain": gains,
+        "parameters (M)": found.parameters / 1e6,
+    }
+    columns |= {
+        "multiply-adds (M)": found.multiply_adds / 1e6,
+        "step (of the CNN's)": slower,
+    }
     width = max(len(name) for name in found.architecture.values) + 2
     lines.append(" " * (width + 24) + "".join(f"{title:>21}" for title in columns))
     for name in found.architecture.values:
         for arm in found.model.values:
-            cells = "".join(f"{float(of.sel(architecture=name, model=arm)):>21.3f}" for of in columns.values())
+            cells = "".join(
+                f"{float(of.sel(architecture=name, model=arm)):>21.3f}"
+                for of in columns.values()
+            )
             lines.append(f"{name:<{width}}{arm:<24}{cells}")
     return "\n".join(lines)
 
@@ -138,9 +210,15 @@ def table(found: xr.Dataset) -> str:
 def check(found: xr.Dataset, chance: float) -> bool:
     """Whether all models learned, and the T-CNNs need more multiply-adds than their CNNs."""
     least = found.top1.min("architecture")
-    seen = [learned(str(arm), float(least.sel(model=arm)), int(found.images), chance) for arm in found.model.values]
+    seen = [
+        learned(str(arm), float(least.sel(model=arm)), int(found.images), chance)
+        for arm in found.model.values
+    ]
     more = found.multiply_adds.sel(model=TCNN) / found.multiply_adds.sel(model=CNN)
-    verdict, times = "more" if bool((more > 1).all()) else "NOT more", ", ".join(f"{x:.2f}" for x in more.values)
+    verdict, times = (
+        "more" if bool((more > 1).all()) else "NOT more",
+        ", ".join(f"{x:.2f}" for x in more.values),
+    )
     print(f"check: T-CNNs need {verdict} multiply-adds than their CNNs: {times} times")
     return all(seen) and bool((more > 1).all())
 
@@ -150,11 +228,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     add_training(parser, small="1 architecture, 4 epochs, 15 seconds")
     add = parser.add_argument_group("architectures").add_argument
-    add("--models", nargs="+", help=f"names of timm's (default: {', '.join(SMALL_RESNETS)}, small, for the digits)")
+    add(
+        "--models",
+        nargs="+",
+        help=f"names of timm's (default: {', '.join(SMALL_RESNETS)}, small, for the digits)",
+    )
     add_output(parser)
     args = parsed(parser, arguments, "architectures")
     if args.model is not None:
-        parser.error("--model: here --models takes one or more names, such as --models resnet50d resnetrs50")
+        parser.error(
+            "--model: here --models takes one or more names, such as --models resnet50d resnetrs50"
+        )
     if args.models is not None:
         args.model = args.models[0]
     settle(parser, args)

@@ -58,16 +58,26 @@ COLUMNS = 13  # heads beside each other
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin("attention_maps", args, stages=2, later=("epoch", "query", "image", "images"))
+    study = begin(
+        "attention_maps", args, stages=2, later=("epoch", "query", "image", "images")
+    )
     images, names = wanted_images(args, study)
     if not weights(study, args.epochs).exists():
         study.train_cnn()
         store = study.output.beside("_recording.zarr")
-        study.tcnn(store, after=lambda model, result: keep_weights(study, model, result))
+        study.tcnn(
+            store, after=lambda model, result: keep_weights(study, model, result)
+        )
     model = reparameterize(study.cnn).to(args.device)
     maps = []
-    for epoch in sorted({0, *args.epoch, args.epochs}):  # the first and the last for the check
-        model.load_state_dict(torch.load(weights(study, epoch), map_location=args.device, weights_only=True))
+    for epoch in sorted(
+        {0, *args.epoch, args.epochs}
+    ):  # the first and the last for the check
+        model.load_state_dict(
+            torch.load(
+                weights(study, epoch), map_location=args.device, weights_only=True
+            )
+        )
         maps.append(maps_of(model, images, args.query).expand_dims(epoch=[epoch]))
     found = describe(xr.concat(maps, "epoch"), args.query, names)
     study.output.save(found)
@@ -91,11 +101,15 @@ def keep_weights(study: Training, model: nn.Module, result: EpochResult) -> None
         os.replace(partial, path)
 
 
-def wanted_images(args: argparse.Namespace, study: Training) -> tuple[Tensor, list[str]]:
+def wanted_images(
+    args: argparse.Namespace, study: Training
+) -> tuple[Tensor, list[str]]:
     """The images that the heads look at, and their names: the user's files, or images of the validation set."""
     dataset = study.loaders[1].dataset
     if args.image:
-        return open_images(args.image, dataset, args.img_size), [Path(file).name for file in args.image]
+        return open_images(args.image, dataset, args.img_size), [
+            Path(file).name for file in args.image
+        ]
     probed = probed_images(dataset, args.images)
     return probed.images, [
         f"validation image {number}, class {probed.classes[int(label)]}"
@@ -108,32 +122,57 @@ def describe(found: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.
     about = {
         "attention": ("1", "A_ij of the query over the real keys (T-CNN Eq. 7)"),
         "outside": ("1", "what falls on zero padding; with it a map sums to one"),
-        "peak_y": ("pixel", "the key, padding included, that is looked at most, relative to the query"),
-        "peak_x": ("pixel", "the key, padding included, that is looked at most, relative to the query"),
+        "peak_y": (
+            "pixel",
+            "the key, padding included, that is looked at most, relative to the query",
+        ),
+        "peak_x": (
+            "pixel",
+            "the key, padding included, that is looked at most, relative to the query",
+        ),
         "gate": ("1", "sigma(lambda), share of positional attention"),
-        "center_y": ("pixel", "Delta_y of the positional attention, relative to the query"),
-        "center_x": ("pixel", "Delta_x of the positional attention, relative to the query"),
+        "center_y": (
+            "pixel",
+            "Delta_y of the positional attention, relative to the query",
+        ),
+        "center_x": (
+            "pixel",
+            "Delta_x of the positional attention, relative to the query",
+        ),
         "query_y": ("pixel", "where the query lies in the layer's map"),
         "query_x": ("pixel", "where the query lies in the layer's map"),
     }
     for name, (units, description) in about.items():
         found[name].attrs = {"units": units, "description": description}
     found = found.assign_coords(name=("image", np.array(names, dtype=object)))
-    return found.assign_attrs(query_y=query[0], query_x=query[1], query="of the images, in pixels")
+    return found.assign_attrs(
+        query_y=query[0], query_x=query[1], query="of the images, in pixels"
+    )
 
 
-def draw(found: xr.Dataset, images: Tensor, query: tuple[int, int], epochs: list[int]) -> Figure:
+def draw(
+    found: xr.Dataset, images: Tensor, query: tuple[int, int], epochs: list[int]
+) -> Figure:
     """One grid of maps for each epoch and image."""
     blocks = [(epoch, image) for epoch in epochs for image in range(len(images))]
     lines = -(-found.sizes["head"] // COLUMNS)
     rows, columns = found.sizes["layer"] * lines, -(-found.sizes["head"] // lines)
-    figure = Figure(figsize=(1.1 * columns + 3.2, (1.3 * max(rows, 2) + 0.8) * len(blocks)), layout="constrained")
+    figure = Figure(
+        figsize=(1.1 * columns + 3.2, (1.3 * max(rows, 2) + 0.8) * len(blocks)),
+        layout="constrained",
+    )
     parts = np.atleast_1d(figure.subfigures(len(blocks)))
     for part, (epoch, image) in zip(parts, blocks, strict=True):
         one = found.sel(epoch=epoch).isel(image=image)
         title = f"epoch {epoch}, {one.name.item()}"
         maps = one.set_coords(["query_y", "query_x"]).attention
-        options = {"query": query, "gate": one.gate, "col_wrap": COLUMNS, "title": title, "figure": part}
+        options = {
+            "query": query,
+            "gate": one.gate,
+            "col_wrap": COLUMNS,
+            "title": title,
+            "figure": part,
+        }
         tcnn_probe.plot.attention_grid(maps, image=images[image], **options)
     return figure
 
@@ -142,7 +181,10 @@ def differences_between_images(found: xr.Dataset) -> xr.DataArray:
     """How much attention a head spends elsewhere in another image: total variation, mean over pairs; (layer, head)."""
     last = found.attention.isel(epoch=-1)
     pairs = [(i, j) for i in range(last.sizes["image"]) for j in range(i)]
-    moved = [abs(last.isel(image=i) - last.isel(image=j)).sum(["y", "x"]) / 2 for i, j in pairs]
+    moved = [
+        abs(last.isel(image=i) - last.isel(image=j)).sum(["y", "x"]) / 2
+        for i, j in pairs
+    ]
     return sum(moved) / len(pairs)
 
 
@@ -163,7 +205,11 @@ def head_table(found: xr.Dataset) -> str:
     ]
     for layer in last.layer.values:
         for name, values in parts.items():
-            heads = " ".join(f"{value:5.3f}" for value in values.sel(layer=layer).values if value == value)
+            heads = " ".join(
+                f"{value:5.3f}"
+                for value in values.sel(layer=layer).values
+                if value == value
+            )
             lines.append(f"{layer:<{width}}  {name:8} {heads}")
     return "\n".join(lines)
 
@@ -171,12 +217,20 @@ def head_table(found: xr.Dataset) -> str:
 def check(found: xr.Dataset) -> bool:
     """Whether heads start at their taps, and those with lower gates end with fainter peaks."""
     start = found.isel(epoch=0)
-    far = np.fmax(abs(start.peak_y - start.center_y), abs(start.peak_x - start.center_x))
+    far = np.fmax(
+        abs(start.peak_y - start.center_y), abs(start.peak_x - start.center_x)
+    )
     count = int((far > 0.5).any("image").sum())
     heads = int(start.gate.notnull().sum())
-    verdict = "every head looks most at its tap" if count == 0 else f"{count} of {heads} heads do NOT look at their tap"
+    verdict = (
+        "every head looks most at its tap"
+        if count == 0
+        else f"{count} of {heads} heads do NOT look at their tap"
+    )
     print(f"check: at epoch 0 {verdict}")
-    gate, peak = (part.values.ravel() for part in (found.gate.isel(epoch=-1), peaks(found)))
+    gate, peak = (
+        part.values.ravel() for part in (found.gate.isel(epoch=-1), peaks(found))
+    )
     there = np.isfinite(gate)
     order = gate[there].argsort()
     low, high = (peak[there][half].mean() for half in np.array_split(order, 2))
@@ -214,16 +268,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="images of one's own (default: some of the validation set)",
     )
-    add("--images", type=from_least(1), default=2, help="how many of the validation set (default: 2)")
+    add(
+        "--images",
+        type=from_least(1),
+        default=2,
+        help="how many of the validation set (default: 2)",
+    )
     add_output(parser)
     args = parsed(parser, arguments, "attention_maps")
     settle(parser, args)
     args.epoch = [args.epochs] if args.epoch is None else args.epoch
     if wrong := [epoch for epoch in args.epoch if not 0 <= epoch <= args.epochs]:
-        parser.error(f"--epoch: expected 0 to {args.epochs}, the epochs of fine-tuning, got {wrong[0]}")
+        parser.error(
+            f"--epoch: expected 0 to {args.epochs}, the epochs of fine-tuning, got {wrong[0]}"
+        )
     args.query = (args.img_size // 2,) * 2 if args.query is None else args.query
     if not all(0 <= at < args.img_size for at in args.query):
-        parser.error(f"--query: expected a pixel inside {args.img_size} x {args.img_size}, got {args.query}")
+        parser.error(
+            f"--query: expected a pixel inside {args.img_size} x {args.img_size}, got {args.query}"
+        )
     return args
 
 

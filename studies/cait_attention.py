@@ -63,7 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
         *_, last = run.train(run.model, "cait", "a CaiT")
         probed = run.probed(args.images)
         found = look(run.model, probed.images).assign(top1=last.top1)
-        found["on_digit"], found["even"] = on_object(found.class_attention, probed.masks)
+        found["on_digit"], found["even"] = on_object(
+            found.class_attention, probed.masks
+        )
     run.output.save(found)
     draw(found.isel(image=slice(args.show))).savefig(run.output.figure, dpi=200)
     print(f"wrote {run.output.store} and {run.output.figure}")
@@ -86,8 +88,16 @@ class ConvolutionalPatches(ConvPatchEmbed):
 
 def small_cait(size: int) -> nn.Module:
     """Two blocks of self-attention and two of class attention, of width 48 and four heads, on 8 x 8 pixel patches."""
-    shape = {"img_size": size, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 48}
-    return Cait(**shape, depth=2, num_heads=4, init_values=1.0, patch_layer=ConvolutionalPatches)
+    shape = {
+        "img_size": size,
+        "patch_size": 8,
+        "in_chans": 1,
+        "num_classes": 10,
+        "embed_dim": 48,
+    }
+    return Cait(
+        **shape, depth=2, num_heads=4, init_values=1.0, patch_layer=ConvolutionalPatches
+    )
 
 
 @torch.no_grad()
@@ -95,15 +105,24 @@ def look(model: nn.Module, images: Tensor) -> xr.Dataset:
     """Class attention on the patches, (image, layer, head, y, x), and the probabilities of all classes."""
     device = next(model.parameters()).device
     maps = tcnn_probe.attention_maps(
-        model, images.to(device), layers=lambda name, layer: isinstance(layer, ClassAttn), queries="class"
+        model,
+        images.to(device),
+        layers=lambda name, layer: isinstance(layer, ClassAttn),
+        queries="class",
     )
     (node,) = (one.dataset for one in maps.children.values())
-    probability = torch.cat([model.eval()(some.to(device)).softmax(1).cpu() for some in images.split(32)])
-    found = node[["class_attention"]].assign(input=maps.input, probability=(("image", "class"), probability.numpy()))
+    probability = torch.cat(
+        [model.eval()(some.to(device)).softmax(1).cpu() for some in images.split(32)]
+    )
+    found = node[["class_attention"]].assign(
+        input=maps.input, probability=(("image", "class"), probability.numpy())
+    )
     return plain_labels(found, "layer")
 
 
-def on_object(attention: xr.DataArray, masks: Tensor) -> tuple[xr.DataArray, xr.DataArray]:
+def on_object(
+    attention: xr.DataArray, masks: Tensor
+) -> tuple[xr.DataArray, xr.DataArray]:
     """The share of the attention to patches that falls on the object, (image, layer, head), and that of even attention.
 
     Attention of a patch is spread evenly over its pixels.
@@ -130,14 +149,29 @@ def draw(found: xr.Dataset) -> Figure:
         picture = one.input.mean("channel").values
         picture = (picture - picture.min()) / np.ptp(picture)
         axes[0].imshow(picture, cmap="gray")
-        for ax, values in zip(axes[1:-2], one.class_attention.stack(map=("layer", "head")).T, strict=True):
+        for ax, values in zip(
+            axes[1:-2], one.class_attention.stack(map=("layer", "head")).T, strict=True
+        ):
             ax.imshow(values.transpose("y", "x"), cmap="viridis", vmin=0)
-        draw_in_the_light(axes[-2], picture, one.class_attention.isel(layer=0).mean("head"))
-        axes[-1].text(0, 0.5, "\n".join(likely(one.probability.values)), va="center", fontsize=8)
+        draw_in_the_light(
+            axes[-2], picture, one.class_attention.isel(layer=0).mean("head")
+        )
+        axes[-1].text(
+            0, 0.5, "\n".join(likely(one.probability.values)), va="center", fontsize=8
+        )
     for ax in panels.flat:
         ax.set_axis_off()
-    titles = ["image", *(f"layer {layer + 1}\nhead {head + 1}" for layer in range(layers) for head in range(heads))]
-    for ax, title in zip(panels[0], [*titles, "layer 1\nmean", f"above {LIKELY:.0%}"], strict=True):
+    titles = [
+        "image",
+        *(
+            f"layer {layer + 1}\nhead {head + 1}"
+            for layer in range(layers)
+            for head in range(heads)
+        ),
+    ]
+    for ax, title in zip(
+        panels[0], [*titles, "layer 1\nmean", f"above {LIKELY:.0%}"], strict=True
+    ):
         ax.set_title(title, fontsize=8)
     return figure
 
@@ -151,12 +185,19 @@ def draw_in_the_light(ax: Axes, picture: np.ndarray, attention: xr.DataArray) ->
 
 def likely(probabilities: np.ndarray) -> list[str]:
     """Names and probabilities of the classes above 10 %, the likeliest first."""
-    which = [int(one) for one in (-probabilities).argsort() if probabilities[one] > LIKELY]
+    which = [
+        int(one) for one in (-probabilities).argsort() if probabilities[one] > LIKELY
+    ]
     if len(probabilities) == 1000:
-        names = [ImageNetInfo().index_to_description(one).partition(",")[0] for one in which]
+        names = [
+            ImageNetInfo().index_to_description(one).partition(",")[0] for one in which
+        ]
     else:
         names = [str(one) for one in which]
-    return [f"{name}: {probabilities[one]:.0%}" for name, one in zip(names, which, strict=True)]
+    return [
+        f"{name}: {probabilities[one]:.0%}"
+        for name, one in zip(names, which, strict=True)
+    ]
 
 
 def check(found: xr.Dataset, run: SingleModel) -> bool:
@@ -183,10 +224,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = study_parser(__doc__)
     add = parser.add_argument_group("maps").add_argument
-    add("--images", type=from_least(2), default=100, help="validation scenes to look at (default: 100)")
+    add(
+        "--images",
+        type=from_least(2),
+        default=100,
+        help="validation scenes to look at (default: 100)",
+    )
     add("--show", type=from_least(1), default=4, help="images to draw (default: 4)")
     return parse_single(
-        parser, arguments, "cait_attention", example="cait_xxs24_224", lr=3e-3, epochs=15, small_epochs=5, size=48
+        parser,
+        arguments,
+        "cait_attention",
+        example="cait_xxs24_224",
+        lr=3e-3,
+        epochs=15,
+        small_epochs=5,
+        size=48,
     )
 
 

@@ -45,7 +45,14 @@ from timm.utils import freeze
 from torch import nn
 
 import tcnn_probe
-from common.data import Loaders, boxed_images, chance, digits_loaders, own_model_and_data, probed_images
+from common.data import (
+    Loaders,
+    boxed_images,
+    chance,
+    digits_loaders,
+    own_model_and_data,
+    probed_images,
+)
 from common.ending import ended, finish, learned, refused
 from common.following import Follower, Run
 from common.models import small_patchconvnet, small_resnet
@@ -71,7 +78,9 @@ from tcnn_probe import evaluation
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
+    options = {
+        name: value for name, value in vars(args).items() if name not in NOT_SAVED
+    }
     with refused(ValueError, RuntimeError, OSError):
         runs, loaders = plan(args)
         validation = loaders[1].dataset
@@ -79,14 +88,22 @@ def main(arguments: list[str] | None = None) -> int:
             probed = boxed_images(args.boxes, validation, runs[0].make({}))
         else:
             probed = probed_images(validation, args.images)
-        output = RunOutput(args.out, "class_attention_saliency", options, resume=args.resume, overwrite=args.overwrite)
+        output = RunOutput(
+            args.out,
+            "class_attention_saliency",
+            options,
+            resume=args.resume,
+            overwrite=args.overwrite,
+        )
     follower = Follower(loaders, probed, output, args)
     models: dict[str, nn.Module] = {}
     found: dict[str, xr.Dataset] = {}
     for number, run in enumerate(runs, 1):
         torch.manual_seed(args.seed)
         models[run.name] = run.make(models).to(args.device)
-        scores = follower.follow(run, models[run.name], f"{number}/{len(runs)} {run.name}")
+        scores = follower.follow(
+            run, models[run.name], f"{number}/{len(runs)} {run.name}"
+        )
         if scores is not None:
             found[run.name] = scores
     tree = xr.DataTree.from_dict(found)
@@ -104,7 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
         ):
             written.append(output.beside("_classes.png"))
             recording = tcnn_probe.open(output.beside(f"_{run.slug}.zarr"))
-            draw_by_class(recording, tree[run.name].dataset, probed, shown).savefig(written[-1], dpi=200)
+            draw_by_class(recording, tree[run.name].dataset, probed, shown).savefig(
+                written[-1], dpi=200
+            )
     print(report(tree, args.tolerance))
     print("wrote " + ", ".join(map(str, written)))
     trained = (len(validation), chance(validation)) if args.epochs else None
@@ -115,47 +134,95 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
     """What to train, in this order, and on which images."""
     if args.data == "digits":
         size = args.img_size
-        torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
+        torch.set_num_threads(
+            1
+        )  # more bring it little, and cost it tenfold where the machine is shared
         loaders = digits_loaders(
-            size=size, batch_size=args.batch_size, seed=args.seed, limit=args.limit, clutter=args.clutter
+            size=size,
+            batch_size=args.batch_size,
+            seed=args.seed,
+            limit=args.limit,
+            clutter=args.clutter,
         )
         scale = args.epochs / 14
         first, on, last = (max(2, round(n * scale)) for n in (15, 7, 4))
         return [
             Run("ResNet", lambda _: small_resnet(), first, 1e-2, probed=False),
-            Run("ResNet, average pooling", lambda models: copy.deepcopy(models["ResNet"]), on, 3e-3),
+            Run(
+                "ResNet, average pooling",
+                lambda models: copy.deepcopy(models["ResNet"]),
+                on,
+                3e-3,
+            ),
             Run(
                 "ResNet, attention pooling",
-                lambda m: add_attention_pool(m["ResNet"], init_values=0.1, input_size=(1, size, size)),
+                lambda m: add_attention_pool(
+                    m["ResNet"], init_values=0.1, input_size=(1, size, size)
+                ),
                 on,
                 3e-3,
             ),
             Run("PatchConvNet", lambda _: small_patchconvnet(), args.epochs, 2e-3),
-            Run("PatchConvNet, by class", lambda models: specialize(models["PatchConvNet"]), last, 2e-3),
+            Run(
+                "PatchConvNet, by class",
+                lambda models: specialize(models["PatchConvNet"]),
+                last,
+                2e-3,
+            ),
         ], loaders
     torch.manual_seed(args.seed)  # of new classifiers and pools
     model, loaders = own_model_and_data(args, args.img_size)
     runs = [Run(args.model, lambda _: copy.deepcopy(model), args.epochs, args.lr)]
     if args.epochs:
-        pool = next((module for module in model.modules() if isinstance(module, AttentionPool2d)), None)
+        pool = next(
+            (
+                module
+                for module in model.modules()
+                if isinstance(module, AttentionPool2d)
+            ),
+            None,
+        )
         if pool is None:
             try:
                 add_attention_pool(model)
             except ValueError:
                 return runs, loaders  # a transformer: its own class token will do
             name = f"{args.model}, attention pooling"
-            runs.append(Run(name, lambda m: with_attention_pool(m[args.model]), args.epochs, args.lr))
+            runs.append(
+                Run(
+                    name,
+                    lambda m: with_attention_pool(m[args.model]),
+                    args.epochs,
+                    args.lr,
+                )
+            )
         elif not pool.per_class:
-            runs.append(Run(f"{args.model}, by class", lambda m: specialize(m[args.model]), args.epochs, args.lr))
+            runs.append(
+                Run(
+                    f"{args.model}, by class",
+                    lambda m: specialize(m[args.model]),
+                    args.epochs,
+                    args.lr,
+                )
+            )
     return runs, loaders
 
 
 def with_attention_pool(trained: nn.Module) -> nn.Module:
     """The network with an attention pool in place of its average; all but that and the classifier stays as it is."""
     pooled = add_attention_pool(trained, init_values=0.1)
-    pool = next(module for module in pooled.modules() if isinstance(module, AttentionPool2d))
+    pool = next(
+        module for module in pooled.modules() if isinstance(module, AttentionPool2d)
+    )
     learning = {pool, pooled.get_classifier()}
-    freeze(pooled, [name for name, part in pooled.named_children() if learning.isdisjoint(part.modules())])
+    freeze(
+        pooled,
+        [
+            name
+            for name, part in pooled.named_children()
+            if learning.isdisjoint(part.modules())
+        ],
+    )
     return pooled
 
 
@@ -171,13 +238,19 @@ def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
         last = node.dataset.isel(epoch=-1)
         if trained and not learned(name, float(last.top1), *trained):
             seen = False
-        if "class_attention" not in last["attribution"] or not (name == "PatchConvNet" or len(tree.children) == 1):
+        if "class_attention" not in last["attribution"] or not (
+            name == "PatchConvNet" or len(tree.children) == 1
+        ):
             continue
         measure = "pointing_game" if "pointing_game" in last else "insertion_auc"
-        values = last[measure].sel(attribution="class_attention") - last[measure].sel(attribution="chance")
+        values = last[measure].sel(attribution="class_attention") - last[measure].sel(
+            attribution="chance"
+        )
         low, high = evaluation.mean_interval(values).values
         verdict = "above" if low > 0 else "NOT above"
-        print(f"check: {measure} of {name}'s class attention {verdict} chance, by {low:.2f} to {high:.2f}")
+        print(
+            f"check: {measure} of {name}'s class attention {verdict} chance, by {low:.2f} to {high:.2f}"
+        )
         seen = seen and low > 0
     return seen
 
@@ -196,35 +269,74 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     epochs = "of the PatchConvNet, others in proportion (default: 14); of fine-tuning on --data (default: 0)"
     add("--epochs", type=from_least(0), help=epochs)
     add("--batch-size", type=from_least(1), help="images per step (default: 32)")
-    add("--lr", type=positive_number, default=1e-4, help="of fine-tuning on --data (default: 1e-4)")
+    add(
+        "--lr",
+        type=positive_number,
+        default=1e-4,
+        help="of fine-tuning on --data (default: 1e-4)",
+    )
     add_machine(training, small="6 epochs, 20 seconds")
     add = parser.add_argument_group("saliency").add_argument
-    add("--images", type=from_least(1), help="validation images to explain, spread evenly (default: 48; 32 of --data)")
+    add(
+        "--images",
+        type=from_least(1),
+        help="validation images to explain, spread evenly (default: 48; 32 of --data)",
+    )
     boxes = (
-        "photographs to explain instead: lines of file,left,top,right,bottom, a box around the object (pointing game)"
+        "photographs to explain instead: lines of file,left,top,right,bottom, "
+        "a box around the object (pointing game)"
     )
     add("--boxes", metavar="FILE", help=boxes)
-    add("--show", type=from_least(1), help="of these, how many are drawn and recorded (default: 5)")
+    add(
+        "--show",
+        type=from_least(1),
+        help="of these, how many are drawn and recorded (default: 5)",
+    )
     add(
         "--every",
         type=from_least(1),
         help="epochs from one look to the next; the first and the last are looked at (default: 5)",
     )
-    add("--steps", type=from_least(1), help="of deletion and insertion, and of integrated gradients (default: 12)")
-    add("--tolerance", type=positive_number, default=4.0, help="of the pointing game, in pixels (default: 4)")
+    add(
+        "--steps",
+        type=from_least(1),
+        help="of deletion and insertion, and of integrated gradients (default: 12)",
+    )
+    add(
+        "--tolerance",
+        type=positive_number,
+        default=4.0,
+        help="of the pointing game, in pixels (default: 4)",
+    )
 
     add_output(parser)
     args = parsed(parser, arguments, "class_attention_saliency")
 
     digits = args.data == "digits"
     if digits == bool(args.model) or (digits and args.pretrained):
-        parser.error("--data and --model belong together, and --pretrained goes with them; without, it is the digits")
+        parser.error(
+            "--data and --model belong together, and --pretrained goes with them; without, it is the digits"
+        )
     if digits and args.boxes:
         parser.error("--boxes is for photographs: --data and --model")
     check_data_options(parser, args)
-    defaults = {"img_size": 64, "batch_size": 32, "epochs": 14, "clutter": 6, "images": 48, "every": 5}
+    defaults = {
+        "img_size": 64,
+        "batch_size": 32,
+        "epochs": 14,
+        "clutter": 6,
+        "images": 48,
+        "every": 5,
+    }
     if args.small:
-        defaults |= {"img_size": 32, "limit": 400, "clutter": 0, "batch_size": 16, "epochs": 6, "every": 6}
+        defaults |= {
+            "img_size": 32,
+            "limit": 400,
+            "clutter": 0,
+            "batch_size": 16,
+            "epochs": 6,
+            "every": 6,
+        }
         defaults |= {"images": 8, "show": 2, "steps": 2}
     if not digits:
         defaults = {"batch_size": 32, "epochs": 0, "images": 32, "every": 5}

@@ -56,7 +56,12 @@ from tcnn_model.training.grafit import Grafit
 from tcnn_model.training.sources import open_sources
 from tcnn_probe import evaluation
 
-SHAPE = {"layers": [1, 1, 1, 1], "channels": [8, 16, 32, 64], "stem_type": "deep", "stem_width": 8}
+SHAPE = {
+    "layers": [1, 1, 1, 1],
+    "channels": [8, 16, 32, 64],
+    "stem_type": "deep",
+    "stem_width": 8,
+}
 DIM, SIDE = 32, 32
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -70,11 +75,17 @@ OVER = ("training", "image")
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
-    output = RunOutput(args.out, "coarse_labels", options, resume=args.resume, overwrite=args.overwrite)
+    options = {
+        name: value for name, value in vars(args).items() if name not in NOT_SAVED
+    }
+    output = RunOutput(
+        args.out, "coarse_labels", options, resume=args.resume, overwrite=args.overwrite
+    )
     seeds = range(args.seed, args.seed + args.seeds)
     found = xr.concat([one_training(args, output, seed) for seed in seeds], "training")
-    found = found.assign_coords(features=found.features.astype(object), arm=found.arm.astype(object))
+    found = found.assign_coords(
+        features=found.features.astype(object), arm=found.arm.astype(object)
+    )
     output.save(found)
     draw(found).savefig(output.figure, dpi=200)
     print(table(found))
@@ -93,18 +104,31 @@ def one_training(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.D
         if arm == "plain":
             features.append(pooled(loaded(network(), weights), images))
         else:
-            model = loaded(Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights)
+            model = loaded(
+                Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights
+            )
             with torch.no_grad():
                 features += [model.trunk(images), model.embed(images)]
-    measured = {"knn": tcnn_probe.representation.knn_correct, "precision": tcnn_probe.representation.average_precision}
+    measured = {
+        "knn": tcnn_probe.representation.knn_correct,
+        "precision": tcnn_probe.representation.average_precision,
+    }
     values = {
-        name: (("features", "image"), np.stack([np.asarray(of(each, digits), float) for each in features]))
+        name: (
+            ("features", "image"),
+            np.stack([np.asarray(of(each, digits), float) for each in features]),
+        )
         for name, of in measured.items()
     }
-    return xr.Dataset(values | {"top1": ("arm", top1)}, {"features": list(FEATURES), "arm": list(ARMS)})
+    return xr.Dataset(
+        values | {"top1": ("arm", top1)},
+        {"features": list(FEATURES), "arm": list(ARMS)},
+    )
 
 
-def trained(args: argparse.Namespace, output: RunOutput, arm: str, seed: int) -> tuple[float, dict[str, Tensor]]:
+def trained(
+    args: argparse.Namespace, output: RunOutput, arm: str, seed: int
+) -> tuple[float, dict[str, Tensor]]:
     """Train, or go on with it: the accuracy of even and odd in the best epoch, and the weights of this epoch."""
     folder = output.beside("_runs") / f"{arm}_{seed}"
     config = Config(
@@ -152,7 +176,10 @@ def pooled(model: Any, images: Tensor) -> Tensor:
 def pictures() -> tuple[Tensor, np.ndarray]:
     """The validation images as the networks take them, and which digit each shows."""
     source = open_sources("digits", "", ("train", "validation"))[1]
-    whole = {"input_size": (3, SIDE, SIDE), "crop_pct": 1.0}  # of the digits nothing is cut off
+    whole = {
+        "input_size": (3, SIDE, SIDE),
+        "crop_pct": 1.0,
+    }  # of the digits nothing is cut off
     transform = create_transform(**resolve_data_config(whole, model=network()))
     images, digits = zip(*(source.read(n) for n in range(len(source))), strict=True)
     return torch.stack([transform(image) for image in images]), np.array(digits)
@@ -162,13 +189,26 @@ def pictures() -> tuple[Tensor, np.ndarray]:
 def draw(found: xr.Dataset) -> Figure:
     """A panel for each measure: bars by features, and a point for each training."""
     figure = Figure(figsize=(8, 3.2), layout="constrained")
-    for panel, letter, (name, words) in zip(figure.subplots(1, 2), "AB", MEASURES.items(), strict=True):
+    for panel, letter, (name, words) in zip(
+        figure.subplots(1, 2), "AB", MEASURES.items(), strict=True
+    ):
         means = found[name].mean("image")
-        colors = ["0.7", *(tcnn_probe.plot.OKABE_ITO[each] for each in ("blue", "orange", "vermillion"))]
+        colors = [
+            "0.7",
+            *(
+                tcnn_probe.plot.OKABE_ITO[each]
+                for each in ("blue", "orange", "vermillion")
+            ),
+        ]
         panel.barh(range(means.sizes["features"]), means.mean("training"), color=colors)
         for of_training in means:
-            panel.plot(of_training, range(means.sizes["features"]), "o", color="0.2", ms=3)
-        panel.set_yticks(range(means.sizes["features"]), means.features.values if letter == "A" else [])
+            panel.plot(
+                of_training, range(means.sizes["features"]), "o", color="0.2", ms=3
+            )
+        panel.set_yticks(
+            range(means.sizes["features"]),
+            means.features.values if letter == "A" else [],
+        )
         panel.invert_yaxis()
         panel.set(xlabel=f"{words}; a dot a training", xlim=(0, 1))
         panel.set_title(letter, loc="left", fontweight="bold")
@@ -177,27 +217,40 @@ def draw(found: xr.Dataset) -> Figure:
 
 def table(found: xr.Dataset) -> str:
     """Each training's numbers, and what intervals over trainings and images say of Grafit."""
-    lines = [f"\nwhich of ten digits, from networks that were told even or odd; {found.sizes['image']} images"]
+    lines = [
+        f"\nwhich of ten digits, from networks that were told even or odd; {found.sizes['image']} images"
+    ]
     for name, words in MEASURES.items():
         lines.append(f"{words}, a column a training:")
         lines += [
-            f"  {kind:20}" + "".join(f"{value:8.3f}" for value in found[name].sel(features=kind).mean("image").values)
+            f"  {kind:20}"
+            + "".join(
+                f"{value:8.3f}"
+                for value in found[name].sel(features=kind).mean("image").values
+            )
             for kind in found.features.values
         ]
     for name, words in MEASURES.items():
         for kind in FEATURES[2:]:
             gain = found[name].sel(features=kind) - found[name].sel(features="plain")
             low, high = evaluation.mean_interval(gain, OVER).values
-            verdict = "better" if low > 0 else "WORSE" if high < 0 else "not clearly other"
+            verdict = (
+                "better" if low > 0 else "WORSE" if high < 0 else "not clearly other"
+            )
             mean = float(gain.mean())
-            lines.append(f"{kind}: {verdict} than plain training's, {words} {mean:+.3f} [{low:+.3f}, {high:+.3f}]")
+            lines.append(
+                f"{kind}: {verdict} than plain training's, {words} {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+            )
     return "\n".join(lines)
 
 
 def check(found: xr.Dataset) -> bool:
     """Whether each training learned even from odd."""
     worst = found.top1.min("training")
-    seen = [learned(str(arm), float(worst.sel(arm=arm)), found.sizes["image"], 0.5) for arm in found.arm.values]
+    seen = [
+        learned(str(arm), float(worst.sel(arm=arm)), found.sizes["image"], 0.5)
+        for arm in found.arm.values
+    ]
     print(f"check: {sum(seen)} of {len(seen)} kinds of training learned even from odd")
     return all(seen)
 
@@ -208,9 +261,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("training")
     add = group.add_argument
     add("--epochs", type=from_least(2), help="of each training (default: 10)")
-    add("--lr", type=positive_number, help="peak learning rate of both (default: 0.008)")
-    add("--ema", type=positive_number, help="decay of Grafit's target network (default: 0.99)")
-    add("--seeds", type=from_least(1), help="trainings of each kind, from --seed on (default: 3)")
+    add(
+        "--lr", type=positive_number, help="peak learning rate of both (default: 0.008)"
+    )
+    add(
+        "--ema",
+        type=positive_number,
+        help="decay of Grafit's target network (default: 0.99)",
+    )
+    add(
+        "--seeds",
+        type=from_least(1),
+        help="trainings of each kind, from --seed on (default: 3)",
+    )
     add_machine(group, small="1 seed, 3 epochs, 20 seconds")
     add_output(parser)
     args = parsed(parser, arguments, "coarse_labels")

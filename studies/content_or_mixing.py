@@ -81,7 +81,15 @@ from common.content_data import Features, Images, load_images
 from common.content_report import check, draw, report, tree_of
 from common.content_runs import Run, train_and_measure
 from common.ending import InputError, ended, finish, refused
-from common.options import NOT_SAVED, add_output, fill_in, from_least, parsed, positive_number, study_parser
+from common.options import (
+    NOT_SAVED,
+    add_output,
+    fill_in,
+    from_least,
+    parsed,
+    positive_number,
+    study_parser,
+)
 from common.output import RunOutput
 from common.resnet20 import ResNet20, Tail, Trunk, load_weights
 from common.small_trainings import fine_tune_cnn
@@ -93,9 +101,22 @@ LATER = ("arms", "starts", "seeds", "blocks", "batch_norm")
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    torch.set_num_threads(1)  # a run then has the same numbers whatever else the machine does
-    saved = {name: value for name, value in vars(args).items() if name not in (*NOT_SAVED, "report")}
-    output = RunOutput(args.out, "content_or_mixing", saved, later=LATER, resume=args.resume, overwrite=args.overwrite)
+    torch.set_num_threads(
+        1
+    )  # a run then has the same numbers whatever else the machine does
+    saved = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in (*NOT_SAVED, "report")
+    }
+    output = RunOutput(
+        args.out,
+        "content_or_mixing",
+        saved,
+        later=LATER,
+        resume=args.resume,
+        overwrite=args.overwrite,
+    )
     if not args.report:
         train(args, output.checkpoints)
     tree = tree_of(output.checkpoints)
@@ -110,7 +131,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(args: argparse.Namespace, folder: Path) -> None:
     """Train what is not there yet: the CNN, then each run."""
-    options = {"held_out": args.held_out, "corrupted": args.corrupted, "limit": args.limit, "seed": 0}
+    options = {
+        "held_out": args.held_out,
+        "corrupted": args.corrupted,
+        "limit": args.limit,
+        "seed": 0,
+    }
     with refused(ValueError):
         images = load_images(args.data, folder / "images", **options)
     cnn = fine_tuned_cnn(args, images, folder / "cnn.pt")
@@ -123,16 +149,23 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         sizes = {"reference": args.reference, "probed": args.probed}
         features = Features(Trunk(cnn, blocks), images, cache, count=views, **sizes)
         for run in runs:
-            train_and_measure(run, Tail(cnn, blocks).eval(), features, vars(args), folder)
+            train_and_measure(
+                run, Tail(cnn, blocks).eval(), features, vars(args), folder
+            )
             print(f"done: {run}", flush=True)
 
 
 def planned(args: argparse.Namespace, blocks: int) -> list[Run]:
     """The runs that were asked for, seed by seed, so that arms are compared as early as possible."""
     runs = []
-    for batch_norm, seed, arm in itertools.product(args.batch_norm, args.seeds, args.arms):
+    for batch_norm, seed, arm in itertools.product(
+        args.batch_norm, args.seeds, args.arms
+    ):
         has_gates = ARMS[arm].attends and not ARMS[arm].gate_at_one
-        runs += [Run(arm, start, seed, blocks, batch_norm) for start in (args.starts if has_gates else [0.0])]
+        runs += [
+            Run(arm, start, seed, blocks, batch_norm)
+            for start in (args.starts if has_gates else [0.0])
+        ]
     return runs
 
 
@@ -148,10 +181,25 @@ def fine_tuned_cnn(args: argparse.Namespace, images: Images, file: Path) -> ResN
 
         def after_epoch(epoch: int, accuracy: float) -> None:
             curve.append(accuracy)
-            print(f"CNN, epoch {epoch}: {accuracy:.4f} of {len(images.held_out)} held-out images", flush=True)
+            print(
+                f"CNN, epoch {epoch}: {accuracy:.4f} of {len(images.held_out)} held-out images",
+                flush=True,
+            )
 
-        options: dict[str, Any] = {"batch_size": 2 * args.batch_size, "lr": 2e-3, "weight_decay": 0.05, "amp": args.amp}
-        fine_tune_cnn(model, images.train, images.held_out, epochs=args.cnn_epochs, report=after_epoch, **options)
+        options: dict[str, Any] = {
+            "batch_size": 2 * args.batch_size,
+            "lr": 2e-3,
+            "weight_decay": 0.05,
+            "amp": args.amp,
+        }
+        fine_tune_cnn(
+            model,
+            images.train,
+            images.held_out,
+            epochs=args.cnn_epochs,
+            report=after_epoch,
+            **options,
+        )
         temporary = file.with_name(f"{file.name}.tmp")
         torch.save({"model": model.state_dict(), "held_out": curve}, temporary)
         temporary.replace(file)
@@ -163,45 +211,135 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; the digits and photographs have different defaults."""
     parser = study_parser(__doc__)
     add = parser.add_argument_group("model and data").add_argument
-    add("--data", default="digits", help="folder with train/ and val/, in each a folder a class (default: digits)")
+    add(
+        "--data",
+        default="digits",
+        help="folder with train/ and val/, in each a folder a class (default: digits)",
+    )
     add("--weights", help="weights of a ResNet-20 to start from (default: random)")
     add("--width", type=from_least(1), help="channels of its first stage (default: 16)")
     add("--limit", type=from_least(40), help="use only so many digits")
-    add("--held-out", type=from_least(1), help="training images that no training sees (default: 5000; 200 of digits)")
-    add("--corrupted", type=from_least(2), help="test images to corrupt (default: 1000; 100 of digits)")
+    add(
+        "--held-out",
+        type=from_least(1),
+        help="training images that no training sees (default: 5000; 200 of digits)",
+    )
+    add(
+        "--corrupted",
+        type=from_least(2),
+        help="test images to corrupt (default: 1000; 100 of digits)",
+    )
     add = parser.add_argument_group("training").add_argument
-    add("--cnn-epochs", type=from_least(1), help="of the CNN (default: 8; 20 of digits)")
-    add("--steps", type=from_least(4), help="of each arm (default: 1400; 200 of digits)")
+    add(
+        "--cnn-epochs", type=from_least(1), help="of the CNN (default: 8; 20 of digits)"
+    )
+    add(
+        "--steps", type=from_least(4), help="of each arm (default: 1400; 200 of digits)"
+    )
     add("--batch-size", type=from_least(2), help="images of a step (default: 64)")
-    add("--lr", type=positive_number, help="peak rate of all but gates, queries and keys (default: 1e-3)")
-    add("--qk-sum", type=positive_number, default=3.0, help="sum of the rates of queries and keys (default: 3)")
-    add("--map-sum", type=positive_number, default=30.0, help="sum of the rates of the static map (default: 30)")
-    add("--gating-lr", type=positive_number, default=0.02, help="peak rate of the gates (default: 0.02)")
-    add("--papers-lr", type=positive_number, default=1e-4, help="peak rate of arm B (default: 1e-4)")
-    add("--papers-gating-lr", type=positive_number, default=0.1, help="peak rate of its gates (default: 0.1)")
+    add(
+        "--lr",
+        type=positive_number,
+        help="peak rate of all but gates, queries and keys (default: 1e-3)",
+    )
+    add(
+        "--qk-sum",
+        type=positive_number,
+        default=3.0,
+        help="sum of the rates of queries and keys (default: 3)",
+    )
+    add(
+        "--map-sum",
+        type=positive_number,
+        default=30.0,
+        help="sum of the rates of the static map (default: 30)",
+    )
+    add(
+        "--gating-lr",
+        type=positive_number,
+        default=0.02,
+        help="peak rate of the gates (default: 0.02)",
+    )
+    add(
+        "--papers-lr",
+        type=positive_number,
+        default=1e-4,
+        help="peak rate of arm B (default: 1e-4)",
+    )
+    add(
+        "--papers-gating-lr",
+        type=positive_number,
+        default=0.1,
+        help="peak rate of its gates (default: 0.1)",
+    )
     add("--weight-decay", type=positive_number, default=0.05, help="(default: 0.05)")
     add("--amp", action="store_true", help="train in bfloat16 autocast")
     add = parser.add_argument_group("runs").add_argument
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(default: all)")
-    add("--starts", nargs="+", type=float, help="initial lambda of the gates (default: 1 -1)")
+    add(
+        "--starts",
+        nargs="+",
+        type=float,
+        help="initial lambda of the gates (default: 1 -1)",
+    )
     add("--seeds", nargs="+", type=from_least(0), help="(default: 0 1 2)")
-    add("--blocks", nargs="+", type=int, choices=(1, 2, 3), default=[1], help="last blocks to convert (default: 1)")
-    add("--batch-norm", nargs="+", choices=("frozen", "free"), default=["frozen"], help="(default: frozen)")
-    add("--report", action="store_true", help="train nothing: tabulate the runs that are there")
+    add(
+        "--blocks",
+        nargs="+",
+        type=int,
+        choices=(1, 2, 3),
+        default=[1],
+        help="last blocks to convert (default: 1)",
+    )
+    add(
+        "--batch-norm",
+        nargs="+",
+        choices=("frozen", "free"),
+        default=["frozen"],
+        help="(default: frozen)",
+    )
+    add(
+        "--report",
+        action="store_true",
+        help="train nothing: tabulate the runs that are there",
+    )
     add("--device", choices=["cpu"], default="cpu", help="(the CPU)")
-    add("--small", action="store_true", help="a quick look: few digits, a narrow network, few steps, 20 seconds")
+    add(
+        "--small",
+        action="store_true",
+        help="a quick look: few digits, a narrow network, few steps, 20 seconds",
+    )
     add_output(parser)
     args = parsed(parser, arguments, "content_or_mixing")
     if args.data != "digits" and (args.small or args.limit is not None):
         parser.error("--small and --limit are for the digits")
     if args.weights is not None and not Path(args.weights).is_file():
         raise InputError(f"--weights: there is no file {args.weights!r}")
-    defaults = {"held_out": 5000, "corrupted": 1000, "steps": 1400, "cnn_epochs": 8, "batch_size": 64}
+    defaults = {
+        "held_out": 5000,
+        "corrupted": 1000,
+        "steps": 1400,
+        "cnn_epochs": 8,
+        "batch_size": 64,
+    }
     defaults |= {"lr": 1e-3, "seeds": [0, 1, 2], "starts": [1.0, -1.0], "width": 16}
     if args.data == "digits":
-        defaults |= {"held_out": 200, "corrupted": 100, "steps": 200, "width": 8, "cnn_epochs": 20}
+        defaults |= {
+            "held_out": 200,
+            "corrupted": 100,
+            "steps": 200,
+            "width": 8,
+            "cnn_epochs": 20,
+        }
     if args.small:
-        defaults |= {"held_out": 40, "corrupted": 20, "steps": 8, "batch_size": 16, "width": 4, "limit": 320}
+        defaults |= {
+            "held_out": 40,
+            "corrupted": 20,
+            "steps": 8,
+            "batch_size": 16,
+            "width": 4,
+            "limit": 320,
+        }
         defaults |= {"cnn_epochs": 12, "seeds": [0, 1], "starts": [1.0]}
     fill_in(args, defaults)
     args.reference = args.probed = min(500, args.held_out)

@@ -57,7 +57,11 @@ CNN, TCNN, UNSTRIDED, PATCH = "ResNet", "T-CNN", "ResNet at stride 1", "PatchCon
 STAGES = 4
 PATCH_LR = 2e-3
 SAME = 1e-3  # IoU: the same features, but for rounding
-COLORS = {CNN: OKABE_ITO["black"], TCNN: OKABE_ITO["vermillion"], UNSTRIDED: OKABE_ITO["sky blue"]}
+COLORS = {
+    CNN: OKABE_ITO["black"],
+    TCNN: OKABE_ITO["vermillion"],
+    UNSTRIDED: OKABE_ITO["sky blue"],
+}
 COLORS[PATCH] = OKABE_ITO["green"]
 Scenes = tuple[Tensor, np.ndarray]
 
@@ -66,7 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
     study = begin("dense_features", args, stages=4)
-    found = plain_labels(trainings(study), "model").assign(images=len(study.loaders[1].dataset))
+    found = plain_labels(trainings(study), "model").assign(
+        images=len(study.loaders[1].dataset)
+    )
     study.output.save(found)
     draw(found).savefig(study.output.figure, dpi=200)
     print(table(found))
@@ -79,13 +85,25 @@ def trainings(study: Training) -> xr.Dataset:
     args = study.args
     fixed = copy.copy(study.loaders[0].dataset)
     fixed.fixed = True  # the same scene for a digit each time
-    scenes = [scenes_of(dataset, args.images) for dataset in (fixed, study.loaders[1].dataset)]
+    scenes = [
+        scenes_of(dataset, args.images) for dataset in (fixed, study.loaders[1].dataset)
+    ]
     runs = [follow(study, study.cnn, study.cnn_epochs("cnn", CNN), "cnn", scenes)]
     torch.manual_seed(args.seed)
-    models = {TCNN: reparameterize(study.cnn), UNSTRIDED: unstride(study.cnn), PATCH: small_patchconvnet()}
-    for (name, model), file in zip(models.items(), ("tcnn", "unstrided", "patchconvnet"), strict=True):
+    models = {
+        TCNN: reparameterize(study.cnn),
+        UNSTRIDED: unstride(study.cnn),
+        PATCH: small_patchconvnet(),
+    }
+    for (name, model), file in zip(
+        models.items(), ("tcnn", "unstrided", "patchconvnet"), strict=True
+    ):
         recipe = {"epochs": args.patch_epochs, "lr": PATCH_LR} if name == PATCH else {}
-        runs.append(follow(study, model, study.fine_tune(model, file, name, **recipe), file, scenes))
+        runs.append(
+            follow(
+                study, model, study.fine_tune(model, file, name, **recipe), file, scenes
+            )
+        )
     return xr.concat(runs, xr.Variable("model", [CNN, *models]), join="outer")
 
 
@@ -97,19 +115,36 @@ def scenes_of(dataset: Any, count: int) -> Scenes:
 
 
 def follow(
-    study: Training, model: nn.Module, results: Iterator[EpochResult], file: str, scenes: list[Scenes]
+    study: Training,
+    model: nn.Module,
+    results: Iterator[EpochResult],
+    file: str,
+    scenes: list[Scenes],
 ) -> xr.Dataset:
     """Probe a model at each epoch of its training; a resumed run keeps what it has."""
     several = []
     for result in results:
         path = study.output.checkpoints / f"{file}-{result.epoch:04d}.npy"
         if not path.exists():
-            np.save(path, strokes(features(model, scenes[0][0]), features(model, scenes[1][0]), scenes))
+            np.save(
+                path,
+                strokes(
+                    features(model, scenes[0][0]), features(model, scenes[1][0]), scenes
+                ),
+            )
         several.append(
-            xr.Dataset({"iou": (("stage", "image"), np.load(path)), "top1": result.top1}, {"epoch": result.epoch})
+            xr.Dataset(
+                {"iou": (("stage", "image"), np.load(path)), "top1": result.top1},
+                {"epoch": result.epoch},
+            )
         )
-    known = [[of_grid(masks, maps) for maps in features(model, images)] for images, masks in scenes]
-    found = xr.concat(several, "epoch").assign(ceiling=(("stage", "image"), strokes(*known, scenes)))
+    known = [
+        [of_grid(masks, maps) for maps in features(model, images)]
+        for images, masks in scenes
+    ]
+    found = xr.concat(several, "epoch").assign(
+        ceiling=(("stage", "image"), strokes(*known, scenes))
+    )
     return found.assign_coords(stage=range(1, STAGES + 1))
 
 
@@ -117,20 +152,29 @@ def follow(
 def features(model: nn.Module, images: Tensor) -> list[np.ndarray]:
     """Outputs of the last four stages or blocks, (N, C, h, w) each."""
     device = next(model.parameters()).device
-    outputs = model.eval().forward_intermediates(images.to(device), indices=STAGES, intermediates_only=True)
+    outputs = model.eval().forward_intermediates(
+        images.to(device), indices=STAGES, intermediates_only=True
+    )
     return [maps.cpu().numpy() for maps in outputs]
 
 
 def of_grid(masks: np.ndarray, maps: np.ndarray) -> np.ndarray:
     """The share of strokes in each cell of a grid, (N, 1, h, w): all that a grid can tell."""
-    return F.adaptive_avg_pool2d(torch.tensor(masks, dtype=torch.float64)[:, None], maps.shape[-2:]).numpy()
+    return F.adaptive_avg_pool2d(
+        torch.tensor(masks, dtype=torch.float64)[:, None], maps.shape[-2:]
+    ).numpy()
 
 
-def strokes(fit: list[np.ndarray], judged: list[np.ndarray], scenes: list[Scenes]) -> np.ndarray:
+def strokes(
+    fit: list[np.ndarray], judged: list[np.ndarray], scenes: list[Scenes]
+) -> np.ndarray:
     """Intersection over union of the strokes, (stage, image)."""
     (_, fit_masks), (_, masks) = scenes
     probe = tcnn_probe.representation.dense_probe
-    found = [probe(x, masks, y, fit_masks, by_image=True) for x, y in zip(judged, fit, strict=True)]
+    found = [
+        probe(x, masks, y, fit_masks, by_image=True)
+        for x, y in zip(judged, fit, strict=True)
+    ]
     return np.stack(found)[..., 1]
 
 
@@ -149,15 +193,35 @@ def draw(found: xr.Dataset) -> Figure:
         axes.set(xlabel="epoch", title=name)
     for name, ls in ((TCNN, "-"), (UNSTRIDED, ":")):
         one = mean.sel(model=name).isel(stage=-1).dropna("epoch")
-        a.plot(trained + one.epoch, one, color=COLORS[name], ls=ls, marker=".", label=f"stage {STAGES}, {name}")
+        a.plot(
+            trained + one.epoch,
+            one,
+            color=COLORS[name],
+            ls=ls,
+            marker=".",
+            label=f"stage {STAGES}, {name}",
+        )
     a.set(title="ResNet, then fine-tuned", ylabel="IoU of the digit's strokes")
     ends, ceilings = at_end(found.iou), found.ceiling.mean("image")
     for nth, name in enumerate(found.model.values):
         at, values = np.arange(STAGES) + (nth - 1.5) * 0.2, ends.sel(model=name)
-        reach = abs(evaluation.mean_interval(values).transpose("bound", "stage") - values.mean("image"))
-        c.bar(at, values.mean("image"), 0.2, color=COLORS[name], label=name, yerr=reach, error_kw={"elinewidth": 0.8})
+        reach = abs(
+            evaluation.mean_interval(values).transpose("bound", "stage")
+            - values.mean("image")
+        )
+        c.bar(
+            at,
+            values.mean("image"),
+            0.2,
+            color=COLORS[name],
+            label=name,
+            yerr=reach,
+            error_kw={"elinewidth": 0.8},
+        )
         allowed = {} if nth else {"label": "what the grid allows"}
-        c.hlines(ceilings.sel(model=name), at - 0.1, at + 0.1, color="k", lw=1.2, **allowed)
+        c.hlines(
+            ceilings.sel(model=name), at - 0.1, at + 0.1, color="k", lw=1.2, **allowed
+        )
     c.set_xticks(range(STAGES), [f"stage {stage}" for stage in found.stage.values])
     c.set(title="at the end", ylim=(0, 1.25 * float(ceilings.max())))
     for panel, letter in zip((a, b, c), "ABC", strict=True):
@@ -168,7 +232,10 @@ def draw(found: xr.Dataset) -> Figure:
 
 def at_end(values: xr.DataArray) -> xr.DataArray:
     """What is left after each model's own last epoch."""
-    each = [values.sel(model=name).dropna("epoch", how="all").isel(epoch=-1, drop=True) for name in values.model.values]
+    each = [
+        values.sel(model=name).dropna("epoch", how="all").isel(epoch=-1, drop=True)
+        for name in values.model.values
+    ]
     return xr.concat(each, values.model)
 
 
@@ -176,36 +243,67 @@ def table(found: xr.Dataset) -> str:
     """IoU by stage, mean over scenes, at the start, at the end, and what the grid allows; what intervals say."""
     ends, starts = at_end(found.iou), found.iou.isel(epoch=0)
     lines = [f"\nIoU of the digit's strokes; {found.sizes['image']} scenes"]
-    lines.append(f"{'':20}" + "".join(f"{f'stage {stage}':>24}" for stage in found.stage.values) + "   accuracy")
+    lines.append(
+        f"{'':20}"
+        + "".join(f"{f'stage {stage}':>24}" for stage in found.stage.values)
+        + "   accuracy"
+    )
     for name in found.model.values:
-        one = [part.sel(model=name).mean("image").values for part in (starts, ends, found.ceiling)]
+        one = [
+            part.sel(model=name).mean("image").values
+            for part in (starts, ends, found.ceiling)
+        ]
         cells = "".join(
-            f"{f'{start:.2f} -> {end:.2f} of {most:.2f}':>24}" for start, end, most in zip(*one, strict=True)
+            f"{f'{start:.2f} -> {end:.2f} of {most:.2f}':>24}"
+            for start, end, most in zip(*one, strict=True)
         )
-        lines.append(f"{name:20}{cells}{float(at_end(found.top1).sel(model=name)):11.3f}")
+        lines.append(
+            f"{name:20}{cells}{float(at_end(found.top1).sel(model=name)):11.3f}"
+        )
     gains, last = ends - starts, ends.isel(stage=-1)
-    differences = {f"{CNN}, gain of stage {n}": gains.sel(model=CNN, stage=n) for n in found.stage.values}
-    differences[f"{PATCH}, gain of the last block"] = gains.sel(model=PATCH).isel(stage=-1)
-    differences |= {f"last stage, {TCNN} less {n}": last.sel(model=TCNN) - last.sel(model=n) for n in (CNN, UNSTRIDED)}
+    differences = {
+        f"{CNN}, gain of stage {n}": gains.sel(model=CNN, stage=n)
+        for n in found.stage.values
+    }
+    differences[f"{PATCH}, gain of the last block"] = gains.sel(model=PATCH).isel(
+        stage=-1
+    )
+    differences |= {
+        f"last stage, {TCNN} less {n}": last.sel(model=TCNN) - last.sel(model=n)
+        for n in (CNN, UNSTRIDED)
+    }
     lines.append("\nwith 95 % interval over scenes; gains are those of training:")
     for words, values in differences.items():
         low, high = evaluation.mean_interval(values).values
-        lines.append(f"  {words:44}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}]")
+        lines.append(
+            f"  {words:44}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}]"
+        )
     return "\n".join(lines)
 
 
 def check(found: xr.Dataset, chance: float) -> bool:
     """Whether the T-CNN learned, its stages before attention begin as the CNN's, and a finer grid shows more."""
     ends, starts = at_end(found.iou), found.iou.isel(epoch=0)
-    seen = learned("the T-CNN", float(at_end(found.top1).sel(model=TCNN)), int(found.images), chance)
-    apart = float(abs(ends.sel(model=CNN) - starts.sel(model=TCNN)).isel(stage=slice(-1)).max())
+    seen = learned(
+        "the T-CNN",
+        float(at_end(found.top1).sel(model=TCNN)),
+        int(found.images),
+        chance,
+    )
+    apart = float(
+        abs(ends.sel(model=CNN) - starts.sel(model=TCNN)).isel(stage=slice(-1)).max()
+    )
     verdict = "as the CNN's" if apart < SAME else "NOT as the CNN's"
-    print(f"check: the T-CNN's stages before attention begin {verdict}: IoU apart by {apart:.4f}")
+    print(
+        f"check: the T-CNN's stages before attention begin {verdict}: IoU apart by {apart:.4f}"
+    )
     gain = (ends.sel(model=UNSTRIDED) - ends.sel(model=CNN)).isel(stage=-1)
     low, high = evaluation.mean_interval(gain).values
     verdict = "more" if low > 0 else "NOT clearly more"
     words = f"{float(gain.mean()):+.3f} [{low:+.3f}, {high:+.3f}]"
-    print(f"check: on twice the grid the ResNet's last stage finds {verdict} of the strokes: {words}")
+    print(
+        f"check: on twice the grid the ResNet's last stage finds {verdict} of the strokes: {words}"
+    )
     return bool(seen and apart < SAME and low > 0)
 
 
@@ -214,14 +312,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 10 seconds")
     add = parser.add_argument_group("probe").add_argument
-    add("--patch-epochs", type=from_least(2), help="of training the PatchConvNet (default: 10)")
-    add("--images", type=from_least(10), help="scenes to fit the probe, and as many to judge (default: 80)")
+    add(
+        "--patch-epochs",
+        type=from_least(2),
+        help="of training the PatchConvNet (default: 10)",
+    )
+    add(
+        "--images",
+        type=from_least(10),
+        help="scenes to fit the probe, and as many to judge (default: 80)",
+    )
     add_output(parser)
     args = parsed(parser, arguments, "dense_features")
     if args.data != "digits" or args.pretrained:
         words = "the masks are those of the digits, which a CNN has to learn; docs/representation.md has your own"
         parser.error(f"--data, --pretrained: {words}")
-    settle(parser, args, digits={"img_size": 48, "clutter": 3, "cnn_epochs": 12, "epochs": 4})
+    settle(
+        parser,
+        args,
+        digits={"img_size": 48, "clutter": 3, "cnn_epochs": 12, "epochs": 4},
+    )
     if args.small:
         fill_in(args, {"patch_epochs": 2, "images": 20})
     fill_in(args, {"patch_epochs": 10, "images": 80})

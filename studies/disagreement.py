@@ -48,14 +48,25 @@ from matplotlib.figure import Figure
 from common.data import PixelBatches
 from common.decisions import agree_on_errors, by_condition, compare_given
 from common.ending import ended, finish, learned
-from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, study_parser
+from common.options import (
+    FEW_CORRUPTIONS,
+    add_output,
+    fill_in,
+    from_least,
+    parsed,
+    study_parser,
+)
 from common.training import Training, add_training, begin, settle
 from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
 
 CNN, TCNN, ORDER, START = "CNN", "T-CNN", "CNN, other order", "CNN, other start"
-COLORS = {TCNN: OKABE_ITO["vermillion"], ORDER: OKABE_ITO["sky blue"], START: OKABE_ITO["blue"]}
+COLORS = {
+    TCNN: OKABE_ITO["vermillion"],
+    ORDER: OKABE_ITO["sky blue"],
+    START: OKABE_ITO["blue"],
+}
 OVER = ("training", "image")
 LATER = ("corruptions", "severities", "images")
 FAR = 1000  # seeds of other orders begin so far from those of trainings
@@ -67,7 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
     if isinstance(args.model, list):
         return finish(compare_given(args, LATER), args.data)
     study = begin("disagreement", args, stages=4 * args.seeds, later=LATER)
-    results = xr.concat([one_training(study, nth) for nth in range(args.seeds)], "training")
+    results = xr.concat(
+        [one_training(study, nth) for nth in range(args.seeds)], "training"
+    )
     if args.seeds > 1 and not args.pretrained:
         results = with_other_start(results)
     study.output.save(results)
@@ -88,8 +101,14 @@ def one_training(study: Training, nth: int) -> xr.Dataset:
         study.loaders = loaders  # the same images for all
     study.train_cnn(f"cnn_{nth}", f"CNN {nth}")
     torch.manual_seed(args.seed)
-    models = {CNN: copy.deepcopy(study.cnn), TCNN: reparameterize(study.cnn), ORDER: copy.deepcopy(study.cnn)}
-    for (name, model), file in zip(models.items(), ("control", "tcnn", "order"), strict=True):
+    models = {
+        CNN: copy.deepcopy(study.cnn),
+        TCNN: reparameterize(study.cnn),
+        ORDER: copy.deepcopy(study.cnn),
+    }
+    for (name, model), file in zip(
+        models.items(), ("control", "tcnn", "order"), strict=True
+    ):
         seed = args.seed + FAR if name == ORDER else args.seed
         list(study.fine_tune(model, f"{file}_{nth}", f"{name} {nth}", seed=seed))
     images = PixelBatches(study.cnn, study.loaders[1], args.images)
@@ -109,7 +128,9 @@ def with_other_start(results: xr.Dataset) -> xr.Dataset:
     decided = [name for name in results.data_vars if "model" in results[name].dims]
     other = results[decided].sel(model=[CNN]).roll(training=-1, roll_coords=False)
     return xr.concat(
-        [results, other.assign_coords(model=np.array([START], dtype=object))], "model", data_vars="minimal"
+        [results, other.assign_coords(model=np.array([START], dtype=object))],
+        "model",
+        data_vars="minimal",
     )
 
 
@@ -121,7 +142,11 @@ def differing(results: xr.Dataset, by: str) -> xr.DataArray:
     each = (results.isel(training=nth) for nth in range(results.sizes["training"]))
     runs = [by_condition(run, by).sel(other=CNN, drop=True) for run in each]
     models = [name for name in COLORS if name in results.model]
-    return xr.concat(runs, "training").sel(model=models).transpose("training", "model", by, "image")
+    return (
+        xr.concat(runs, "training")
+        .sel(model=models)
+        .transpose("training", "model", by, "image")
+    )
 
 
 def surplus(found: xr.DataArray, than: str) -> tuple[xr.DataArray, xr.DataArray]:
@@ -138,14 +163,32 @@ def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
     models = by_group.model.values.tolist()
     for nth, name in enumerate(models):
         values = by_group.sel(model=name)
-        at = np.arange(values.sizes["group"]) + (nth - (len(models) - 1) / 2) * 0.8 / len(models)
-        bar(a, at, values.mean(OVER), evaluation.mean_interval(values, OVER), COLORS[name], name, 0.8 / len(models))
+        at = np.arange(values.sizes["group"]) + (
+            nth - (len(models) - 1) / 2
+        ) * 0.8 / len(models)
+        bar(
+            a,
+            at,
+            values.mean(OVER),
+            evaluation.mean_interval(values, OVER),
+            COLORS[name],
+            name,
+            0.8 / len(models),
+        )
     a.set_xticks(range(by_group.sizes["group"]), by_group.group.values)
-    a.set(ylabel="decided otherwise than by the CNN", title="clean and by group of corruptions")
+    a.set(
+        ylabel="decided otherwise than by the CNN",
+        title="clean and by group of corruptions",
+    )
     a.legend(frameon=False)
     mean, interval = surplus(by_corruption, ORDER)
     bar(b, np.arange(mean.size), mean, interval, COLORS[TCNN], "", 0.7)
-    b.set_xticks(range(mean.size), [name.replace("_", " ") for name in mean.corruption.values], rotation=60, ha="right")
+    b.set_xticks(
+        range(mean.size),
+        [name.replace("_", " ") for name in mean.corruption.values],
+        rotation=60,
+        ha="right",
+    )
     b.set(ylabel=f"T-CNN more often than {ORDER}", title="by corruption")
     b.axhline(0, color="k", lw=0.8)
     for panel, letter in ((a, "A"), (b, "B")):
@@ -154,21 +197,47 @@ def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
 
 
 def bar(
-    axes: Axes, at: np.ndarray, mean: xr.DataArray, interval: xr.DataArray, color: str, label: str, width: float
+    axes: Axes,
+    at: np.ndarray,
+    mean: xr.DataArray,
+    interval: xr.DataArray,
+    color: str,
+    label: str,
+    width: float,
 ) -> None:
     """Bars with their intervals."""
-    reach = np.clip([mean - interval.sel(bound="low"), interval.sel(bound="high") - mean], 0, None)
-    axes.bar(at, mean, width, color=color, label=label, yerr=reach, error_kw={"elinewidth": 0.8, "capsize": 2})
+    reach = np.clip(
+        [mean - interval.sel(bound="low"), interval.sel(bound="high") - mean], 0, None
+    )
+    axes.bar(
+        at,
+        mean,
+        width,
+        color=color,
+        label=label,
+        yerr=reach,
+        error_kw={"elinewidth": 0.8, "capsize": 2},
+    )
 
 
 def table(by_group: xr.DataArray, results: xr.Dataset) -> str:
     """Disagreement with the CNN by model and condition; and accuracies."""
     trainings = f"{results.sizes['training']} trainings"
-    lines = [f"\nshare of {results.sizes['image']} images decided otherwise than by the CNN; {trainings}"]
-    lines.append(f"{'':<18}" + "".join(f"{name:>10}" for name in by_group.group.values) + "   accuracy, clean")
+    lines = [
+        f"\nshare of {results.sizes['image']} images decided otherwise than by the CNN; {trainings}"
+    ]
+    lines.append(
+        f"{'':<18}"
+        + "".join(f"{name:>10}" for name in by_group.group.values)
+        + "   accuracy, clean"
+    )
     for name in by_group.model.values:
-        cells = "".join(f"{float(value):>10.3f}" for value in by_group.sel(model=name).mean(OVER))
-        lines.append(f"{name:<18}{cells}{float(results.clean_accuracy.sel(model=name).mean()):>18.3f}")
+        cells = "".join(
+            f"{float(value):>10.3f}" for value in by_group.sel(model=name).mean(OVER)
+        )
+        lines.append(
+            f"{name:<18}{cells}{float(results.clean_accuracy.sel(model=name).mean()):>18.3f}"
+        )
     return "\n".join(lines)
 
 
@@ -176,20 +245,36 @@ def verdicts(found: dict[str, xr.DataArray]) -> str:
     """Where the T-CNN departs further from the CNN than each yardstick, by the intervals."""
     lines = []
     for than in found["group"].model.values[1:]:
-        lines.append(f"\nthe T-CNN differs from the CNN more often than {than!r}, with 95 % interval:")
+        lines.append(
+            f"\nthe T-CNN differs from the CNN more often than {than!r}, with 95 % interval:"
+        )
         for by in ("group", "corruption"):
             mean, interval = surplus(found[by], than)
-            for label in mean[by].values[by == "corruption" :]:  # clean images are in both
+            for label in mean[by].values[
+                by == "corruption" :
+            ]:  # clean images are in both
                 low, high = interval.sel({by: label}).values
-                verdict = "more often" if low > 0 else "less often" if high < 0 else "not distinguishable"
-                lines.append(f"  {label:<18}{float(mean.sel({by: label})):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}")
-    lines.append("Intervals are over these images and trainings, few of which say little about other trainings.")
+                verdict = (
+                    "more often"
+                    if low > 0
+                    else "less often"
+                    if high < 0
+                    else "not distinguishable"
+                )
+                lines.append(
+                    f"  {label:<18}{float(mean.sel({by: label})):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}"
+                )
+    lines.append(
+        "Intervals are over these images and trainings, few of which say little about other trainings."
+    )
     return "\n".join(lines)
 
 
 def check(by_group: xr.DataArray, results: xr.Dataset, chance: float) -> bool:
     """Whether the models learned, and the CNN of another order shares errors with the CNN, on clean images."""
-    seen = learned("a model", float(results.clean_accuracy.min()), results.sizes["image"], chance)
+    seen = learned(
+        "a model", float(results.clean_accuracy.min()), results.sizes["image"], chance
+    )
     differ = float(by_group.sel(model=ORDER, group="clean").mean())
     one, other = (results.clean_accuracy.sel(model=name) for name in (CNN, ORDER))
     return agree_on_errors(differ, one, other, "two orders of images") and seen
@@ -199,19 +284,50 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     several = ", or of several models, which are compared as they are (needs --pretrained and --data)"
-    add_training(parser, small="1 seed, 4 epochs, 4 corruptions, 2 severities, 30 seconds", several=several)
+    add_training(
+        parser,
+        small="1 seed, 4 epochs, 4 corruptions, 2 severities, 30 seconds",
+        several=several,
+    )
     add = parser.add_argument_group("comparison").add_argument
-    add("--seeds", type=from_least(1), help="CNNs, each with a T-CNN, from --seed on (default: 3)")
-    add("--images", type=from_least(2), help="validation images, spread evenly (default: 150; all of --data)")
-    add("--corruptions", nargs="+", choices=evaluation.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
-    add("--severities", type=int, nargs="+", choices=range(1, 6), help="of the corruptions (default: 1 3 5)")
+    add(
+        "--seeds",
+        type=from_least(1),
+        help="CNNs, each with a T-CNN, from --seed on (default: 3)",
+    )
+    add(
+        "--images",
+        type=from_least(2),
+        help="validation images, spread evenly (default: 150; all of --data)",
+    )
+    add(
+        "--corruptions",
+        nargs="+",
+        choices=evaluation.CORRUPTIONS,
+        metavar="NAME",
+        help="(default: all 15)",
+    )
+    add(
+        "--severities",
+        type=int,
+        nargs="+",
+        choices=range(1, 6),
+        help="of the corruptions (default: 1 3 5)",
+    )
     add_output(parser)
     args = parsed(parser, arguments, "disagreement")
     one_or_several(parser, args)
-    easier = {"img_size": 40, "clutter": 3, "cnn_epochs": 12, "epochs": 4}  # of larger scenes some CNNs learn little
+    easier = {
+        "img_size": 40,
+        "clutter": 3,
+        "cnn_epochs": 12,
+        "epochs": 4,
+    }  # of larger scenes some CNNs learn little
     settle(parser, args, digits=easier)
     if args.small:
-        fill_in(args, {"seeds": 1, "severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
+        fill_in(
+            args, {"seeds": 1, "severities": [1, 5], "corruptions": FEW_CORRUPTIONS}
+        )
     fill_in(args, {"seeds": 3, "severities": [1, 3, 5]})
     if args.data == "digits":
         fill_in(args, {"images": 50 if args.small else 150})
@@ -224,14 +340,20 @@ def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     given = args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]
     given = given or [True] * len(names)
     if len(given) != len(names) and any(given):
-        parser.error(f"--pretrained: expected a file for each of {len(names)} models, or none, got {len(given)} files")
+        parser.error(
+            f"--pretrained: expected a file for each of {len(names)} models, or none, got {len(given)} files"
+        )
     if len(names) == 1:
         args.model, args.pretrained = names[0], given[0]
         return
     if args.data == "digits" or not all(given):
-        parser.error("--model: several models are compared as they are: give --pretrained and --data too")
+        parser.error(
+            "--model: several models are compared as they are: give --pretrained and --data too"
+        )
     if len({*zip(names, given, strict=True)}) < len(names):
-        parser.error("--model: expected models that differ in their name or their file, got one twice")
+        parser.error(
+            "--model: expected models that differ in their name or their file, got one twice"
+        )
     args.pretrained = given
 
 

@@ -46,7 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     study = begin("finetune_length", args, stages=1 + 2 * len(args.lengths))
     study.train_cnn()
-    found = xr.concat(list(curves(study)), "length", join="outer").assign(images=len(study.loaders[1].dataset))
+    found = xr.concat(list(curves(study)), "length", join="outer").assign(
+        images=len(study.loaders[1].dataset)
+    )
     study.output.save(found)
     draw(found).savefig(study.output.figure, dpi=200)
     print(table(found))
@@ -59,9 +61,15 @@ def curves(study: Training) -> Iterator[xr.Dataset]:
     for length in study.args.lengths:
         results = study.both(f"{length}", f"{length} epochs", epochs=length)
         top1 = [[result.top1 for result in run] for run in results]
-        coords = {"model": [CONTROL, TCNN], "epoch": range(length + 1), "length": [length]}
+        coords = {
+            "model": [CONTROL, TCNN],
+            "epoch": range(length + 1),
+            "length": [length],
+        }
         of_length = xr.Dataset({"top1": (("length", "model", "epoch"), [top1])}, coords)
-        yield of_length.assign_coords(model=of_length.model.astype(object))  # zarr warns of fixed-width text
+        yield of_length.assign_coords(
+            model=of_length.model.astype(object)
+        )  # zarr warns of fixed-width text
 
 
 def end(found: xr.Dataset) -> xr.DataArray:
@@ -77,12 +85,22 @@ def draw(found: xr.Dataset) -> Figure:
     for name, color in COLORS.items():
         start = float(found.top1.sel(model=name, epoch=0)[0])
         ends = end(found).sel(model=name)
-        a.plot([0, *found.length.values], [start, *ends.values], color=color, marker="o", label=name)
+        a.plot(
+            [0, *found.length.values],
+            [start, *ends.values],
+            color=color,
+            marker="o",
+            label=name,
+        )
         for length in found.length.values:
             one = found.top1.sel(model=name, length=length)
             b.plot(found.epoch, one, color=color, lw=1.4)
             b.plot([length], [float(one.sel(epoch=length))], "o", color=color, ms=4)
-    a.set(xlabel="epochs of fine-tuning", ylabel="validation accuracy", title="accuracy at the end")
+    a.set(
+        xlabel="epochs of fine-tuning",
+        ylabel="validation accuracy",
+        title="accuracy at the end",
+    )
     b.set(xlabel="epoch", title="accuracy by epoch, a line a run")
     a.legend(frameon=False)
     for panel, letter in ((a, "A"), (b, "B")):
@@ -98,18 +116,31 @@ def table(found: xr.Dataset) -> str:
         f"\n{'epochs':>6}{'CNN':>8}{'T-CNN':>8}   (one seed, {int(found.images)} validation images: a standard ",
     ]
     lines[0] += f"error is at most {error:.3f})"
-    rows = [(0, found.top1.isel(epoch=0, length=0)), *((n, end(found).sel(length=n)) for n in found.length.values)]
-    lines += [f"{n:>6}{float(row.sel(model=CONTROL)):>8.3f}{float(row.sel(model=TCNN)):>8.3f}" for n, row in rows]
+    rows = [
+        (0, found.top1.isel(epoch=0, length=0)),
+        *((n, end(found).sel(length=n)) for n in found.length.values),
+    ]
+    lines += [
+        f"{n:>6}{float(row.sel(model=CONTROL)):>8.3f}{float(row.sel(model=TCNN)):>8.3f}"
+        for n, row in rows
+    ]
     return "\n".join(lines)
 
 
 def check(found: xr.Dataset, chance: float) -> bool:
     """Whether the models learned, and the longest fine-tuning of the T-CNN ended more accurate than the shortest."""
     last = end(found)
-    seen = [learned(f"the {name}", float(last.sel(model=name)[-1]), int(found.images), chance) for name in COLORS]
+    seen = [
+        learned(
+            f"the {name}", float(last.sel(model=name)[-1]), int(found.images), chance
+        )
+        for name in COLORS
+    ]
     shortest, longest = (float(last.sel(model=TCNN)[at]) for at in (0, -1))
     verdict = "more" if longest > shortest else "NOT more"
-    print(f"check: the T-CNN {verdict} accurate after the longest fine-tuning: {shortest:.3f} and {longest:.3f}")
+    print(
+        f"check: the T-CNN {verdict} accurate after the longest fine-tuning: {shortest:.3f} and {longest:.3f}"
+    )
     return all(seen) and longest > shortest
 
 
@@ -118,11 +149,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     add_training(parser, small="1 and 4 epochs, 10 seconds")
     add = parser.add_argument_group("lengths").add_argument
-    add("--lengths", type=from_least(2), nargs="+", help="epochs of fine-tuning (default: 2 4 8; 10 20 50 for --data)")
+    add(
+        "--lengths",
+        type=from_least(2),
+        nargs="+",
+        help="epochs of fine-tuning (default: 2 4 8; 10 20 50 for --data)",
+    )
     add_output(parser)
     args = parsed(parser, arguments, "finetune_length")
     if args.epochs is not None:
-        parser.error("--epochs: here --lengths says how long, such as --lengths 10 20 50")
+        parser.error(
+            "--epochs: here --lengths says how long, such as --lengths 10 20 50"
+        )
     settle(parser, args)
     digits = [2, 4] if args.small else [2, 4, 8]
     fill_in(args, {"lengths": digits if args.data == "digits" else [10, 20, 50]})

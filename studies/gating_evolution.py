@@ -38,7 +38,14 @@ from matplotlib.figure import Figure
 import tcnn_probe
 from common.ending import ended, finish, learned
 from common.options import add_output, parsed, study_parser
-from common.training import CONTROLS, add_controls, add_training, begin, count_controls, settle
+from common.training import (
+    CONTROLS,
+    add_controls,
+    add_training,
+    begin,
+    count_controls,
+    settle,
+)
 from tcnn_model import EpochResult
 from tcnn_probe.plot import OKABE_ITO
 
@@ -54,7 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     output = study.output
     _, dataset = study.tcnn(
         output.store,
-        scalars=lambda result: {f"{name}_top1": run[result.epoch].top1 for name, (_, run) in controls.items()},
+        scalars=lambda result: {
+            f"{name}_top1": run[result.epoch].top1
+            for name, (_, run) in controls.items()
+        },
     )
 
     draw(dataset, training).savefig(output.figure, dpi=200)
@@ -70,36 +80,78 @@ def draw(dataset: xr.Dataset, training: Run) -> Figure:
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     axes = figure.subplot_mosaic("AB;AB;CD;CE")
     count = len(dataset.layer)
-    colors = list(mpl.colormaps["viridis"].resampled(count + 1)(range(count)))  # without its lightest
+    colors = list(
+        mpl.colormaps["viridis"].resampled(count + 1)(range(count))
+    )  # without its lightest
 
     a = axes["A"]
     if training:
         before = [r.epoch - training[-1].epoch for r in training]
         a.plot(before, [r.top1 for r in training], color="0.6", label="CNN, training")
-    a.plot(dataset.epoch, dataset.control_top1, color="0.25", ls="--", label="CNN, fine-tuned (control)")
-    for name, color in (("unstrided", OKABE_ITO["blue"]), ("matched", OKABE_ITO["green"])):
+    a.plot(
+        dataset.epoch,
+        dataset.control_top1,
+        color="0.25",
+        ls="--",
+        label="CNN, fine-tuned (control)",
+    )
+    for name, color in (
+        ("unstrided", OKABE_ITO["blue"]),
+        ("matched", OKABE_ITO["green"]),
+    ):
         if f"{name}_top1" in dataset:
             label = f"{CONTROLS[name]} (control)"
-            a.plot(dataset.epoch, dataset[f"{name}_top1"], color=color, ls="-.", label=label)
-    a.plot(dataset.epoch, dataset.top1, color=OKABE_ITO["vermillion"], lw=2, label="T-CNN, fine-tuned")
+            a.plot(
+                dataset.epoch,
+                dataset[f"{name}_top1"],
+                color=color,
+                ls="-.",
+                label=label,
+            )
+    a.plot(
+        dataset.epoch,
+        dataset.top1,
+        color=OKABE_ITO["vermillion"],
+        lw=2,
+        label="T-CNN, fine-tuned",
+    )
     a.axvline(0, color="0.8", lw=1, zorder=0, label="reparameterized")
-    a.set(ylabel="validation accuracy", title="accuracy", xlabel="epoch after reparameterization")
+    a.set(
+        ylabel="validation accuracy",
+        title="accuracy",
+        xlabel="epoch after reparameterization",
+    )
     a.legend(frameon=False)
 
     one = {"colors": colors, "legend": False}
     tcnn_probe.plot.evolution(dataset.attention_span, axes["B"], **one)
-    axes["B"].set(ylabel=r"attention span $1/\alpha$ (pixel$^2$)", title="size of the receptive field")
+    axes["B"].set(
+        ylabel=r"attention span $1/\alpha$ (pixel$^2$)",
+        title="size of the receptive field",
+    )
     tcnn_probe.plot.evolution(dataset.gate, axes["C"], **one)
-    axes["C"].set(ylabel=r"gate $\sigma(\lambda)$", title="attention paid to position", ylim=(0, 1))
+    axes["C"].set(
+        ylabel=r"gate $\sigma(\lambda)$",
+        title="attention paid to position",
+        ylim=(0, 1),
+    )
     tcnn_probe.plot.evolution(dataset.content_entropy, axes["D"], **one)
-    axes["D"].set(ylabel="content (nat)", title="entropy of content (above) and position (below)")
+    axes["D"].set(
+        ylabel="content (nat)", title="entropy of content (above) and position (below)"
+    )
     tcnn_probe.plot.evolution(dataset.positional_entropy, axes["E"], **one)
     axes["E"].set(ylabel="position (nat)", title="")
     axes["D"].set(xlabel="", xticklabels=[])
     for panel in "BCE":  # D and E are one panel
         axes[panel].set_xlabel("epoch after reparameterization")
     handles = [mpl.lines.Line2D([], [], color=color, lw=2.5) for color in colors]
-    figure.legend(handles, dataset.layer.values.tolist(), loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(
+        handles,
+        dataset.layer.values.tolist(),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
     for name in "ABCD":
         axes[name].set_title(name, loc="left", fontweight="bold")
     return figure
@@ -110,13 +162,20 @@ def head_table(dataset: xr.Dataset) -> str:
     last = dataset.isel(epoch=-1)
     width = max(len(str(name)) for name in last.layer.values)
     heads = " ".join(f"{h:>4}" for h in last["head"].values)
-    lines = [f"\ngate of each head after epoch {int(last.epoch)} (1: by position alone, 0: by content alone)"]
+    lines = [
+        f"\ngate of each head after epoch {int(last.epoch)} (1: by position alone, 0: by content alone)"
+    ]
     lines.append(f"{'layer':<{width}}  {heads}   mean  span  H(content)  H(position)")
     for layer in last.layer.values:
         row = last.sel(layer=layer)
         gates = " ".join(f"{g:4.2f}" if g == g else "    " for g in row.gate.values)
-        means = [float(row[v].mean()) for v in ("gate", "attention_span", "content_entropy", "positional_entropy")]
-        lines.append(f"{layer:<{width}}  {gates}   {means[0]:4.2f} {means[1]:5.2f}  {means[2]:10.2f}  {means[3]:11.2f}")
+        means = [
+            float(row[v].mean())
+            for v in ("gate", "attention_span", "content_entropy", "positional_entropy")
+        ]
+        lines.append(
+            f"{layer:<{width}}  {gates}   {means[0]:4.2f} {means[1]:5.2f}  {means[2]:10.2f}  {means[3]:11.2f}"
+        )
     return "\n".join(lines)
 
 
@@ -124,11 +183,15 @@ def accuracy_report(dataset: xr.Dataset) -> str:
     """Which of the two ended ahead, and by how many standard errors of the validation set."""
     start, last = dataset.isel(epoch=0), dataset.isel(epoch=-1)
     tcnn, control = float(last.top1), float(last.control_top1)
-    ahead = "equal" if tcnn == control else "T-CNN ahead" if tcnn > control else "CNN ahead"
+    ahead = (
+        "equal" if tcnn == control else "T-CNN ahead" if tcnn > control else "CNN ahead"
+    )
     n = float(last.images.isel(layer=0))
     error = ((tcnn * (1 - tcnn) + control * (1 - control)) / n) ** 0.5
     others = [name for name in ("unstrided", "matched") if f"{name}_top1" in last]
-    further = "".join(f", {CONTROLS[name]} {float(last[f'{name}_top1']):.3f}" for name in others)
+    further = "".join(
+        f", {CONTROLS[name]} {float(last[f'{name}_top1']):.3f}" for name in others
+    )
     return (
         f"\nvalidation accuracy: CNN {float(start.control_top1):.3f}; reparameterized {float(start.top1):.3f}; "
         f"after fine-tuning T-CNN {tcnn:.3f}, CNN {control:.3f}{further} "
@@ -143,9 +206,13 @@ def check(dataset: xr.Dataset, chance: float) -> bool:
     start, end = float(spread[0]), float(spread[-1])
     seen = end > start + 0.1
     verdict = "moved apart" if seen else "did NOT move apart"
-    print(f"check: mean gates of the layers {verdict}: from {start:.2f} to {end:.2f} between the furthest two")
+    print(
+        f"check: mean gates of the layers {verdict}: from {start:.2f} to {end:.2f} between the furthest two"
+    )
     last = dataset.isel(epoch=-1)
-    return learned("the T-CNN", float(last.top1), int(last.images.max()), chance) and seen
+    return (
+        learned("the T-CNN", float(last.top1), int(last.images.max()), chance) and seen
+    )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

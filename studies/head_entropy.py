@@ -52,7 +52,13 @@ from tcnn_model import GPSA, gpsa
 from tcnn_probe.probes import ForwardCall
 
 PARTS = {"positional": "-", "content": "--"}
-WHOLE = ("gate", "entropy", "attention_distance", "content_entropy", "positional_entropy")
+WHOLE = (
+    "gate",
+    "entropy",
+    "attention_distance",
+    "content_entropy",
+    "positional_entropy",
+)
 EVEN = ("uniform_entropy", "uniform_distance")
 
 
@@ -75,9 +81,14 @@ def distances_of_parts(call: ForwardCall) -> dict[str, Tensor]:
     """Mean distance of attention with the gate at 1 and at 0, (B, heads) each."""
     a = call.module.gated_attention(call.inputs[0])
     distances = {}
-    for part, gate in (("positional", torch.ones_like(a.gate)), ("content", torch.zeros_like(a.gate))):
+    for part, gate in (
+        ("positional", torch.ones_like(a.gate)),
+        ("content", torch.zeros_like(a.gate)),
+    ):
         values = a.key[:, :1, :, :1]  # any will do
-        statistics = gpsa(a.query, a.key, values, a.position, gate, y=a.y, x=a.x, statistics=True)[1]
+        statistics = gpsa(
+            a.query, a.key, values, a.position, gate, y=a.y, x=a.x, statistics=True
+        )[1]
         distances[f"{part}_distance"] = statistics.attention_distance.mean(-1)
     return distances
 
@@ -101,7 +112,9 @@ DISTANCES = tcnn_probe.Probe(
 
 def numbers(recorded: xr.Dataset, distances: xr.Dataset) -> xr.Dataset:
     """What is drawn, (epoch, layer, head), with the type of each head."""
-    parts = distances[[f"{part}_distance" for part in PARTS]].assign_coords(layer=recorded.layer, head=recorded["head"])
+    parts = distances[[f"{part}_distance" for part in PARTS]].assign_coords(
+        layer=recorded.layer, head=recorded["head"]
+    )
     found = recorded[[*WHOLE, *EVEN, "top1"]].assign(parts.data_vars)
     return found.assign(head_type=tcnn_probe.head_types(recorded, by="gate"))
 
@@ -138,7 +151,14 @@ def draw(found: xr.Dataset) -> Figure:
 def counts(axes: Axes, one: xr.Dataset) -> None:
     """How many heads are of each type, by epoch."""
     for name in BY_GATE:
-        axes.plot(one.epoch, (one.head_type == name).sum("head"), color=COLORS[name], marker="o", ms=3, lw=1.8)
+        axes.plot(
+            one.epoch,
+            (one.head_type == name).sum("head"),
+            color=COLORS[name],
+            marker="o",
+            ms=3,
+            lw=1.8,
+        )
 
 
 def parts(axes: Axes, one: xr.Dataset, measure: str, even: xr.DataArray) -> None:
@@ -146,7 +166,9 @@ def parts(axes: Axes, one: xr.Dataset, measure: str, even: xr.DataArray) -> None
     for part, ls in PARTS.items():
         for name in BY_GATE:
             mean = one[f"{part}_{measure}"].where(one.head_type == name).mean("head")
-            axes.plot(one.epoch, mean, color=COLORS[name], ls=ls, marker="o", ms=3, lw=1.5)
+            axes.plot(
+                one.epoch, mean, color=COLORS[name], ls=ls, marker="o", ms=3, lw=1.5
+            )
     axes.plot(one.epoch, even, color="0.3", ls=":", lw=1)
 
 
@@ -164,11 +186,17 @@ def table(found: xr.Dataset) -> str:
     lines = [
         f"\nmeans over the heads of each type after epoch {int(last.epoch)}; entropies in nat, distances in pixels"
     ]
-    lines.append(f"{'type':14} heads" + "".join(f"{title:>13}" for title in columns.values()))
+    lines.append(
+        f"{'type':14} heads" + "".join(f"{title:>13}" for title in columns.values())
+    )
     for name, words in BY_GATE.items():
         heads = last.head_type == name
-        cells = "".join(f"{float(last[variable].where(heads).mean()):13.2f}" for variable in columns)
-        lines.append(f"{words:14} {int(heads.sum()):5d}" + (cells if bool(heads.any()) else ""))
+        cells = "".join(
+            f"{float(last[variable].where(heads).mean()):13.2f}" for variable in columns
+        )
+        lines.append(
+            f"{words:14} {int(heads.sum()):5d}" + (cells if bool(heads.any()) else "")
+        )
     even = [float(last[name].mean()) for name in EVEN]
     lines.append(
         f"if attention were even, to padding too: {even[0]:.2f} nat and {even[1]:.2f} pixels, mean over layers"
@@ -181,7 +209,9 @@ def check(found: xr.Dataset) -> bool:
     first, last = found.isel(epoch=0), found.isel(epoch=-1)
     heads = int(first.gate.notnull().sum())
     start = int((first.head_type == "convolutional").sum())
-    print(f"check: {start} of {heads} heads start convolutional{'' if start == heads else ', NOT all'}")
+    print(
+        f"check: {start} of {heads} heads start convolutional{'' if start == heads else ', NOT all'}"
+    )
     measures = {"entropy": "nat", "attention_distance": "pixels"}
     kinds = [last[list(measures)].where(last.head_type == name) for name in PAIR]
     ends = [int((last.head_type == name).sum()) for name in PAIR]
@@ -195,7 +225,9 @@ def check(found: xr.Dataset) -> bool:
         low, high = (float(kind[variable].mean()) for kind in kinds)
         verdict = "larger" if high > low else "NOT larger"
         name = variable.replace("_", " ")
-        print(f"check: {name} of low-gate heads {verdict}: {high:.2f} {unit}, convolutional {low:.2f}")
+        print(
+            f"check: {name} of low-gate heads {verdict}: {high:.2f} {unit}, convolutional {low:.2f}"
+        )
         seen = seen and high > low
     return seen
 

@@ -40,13 +40,23 @@ from common.ending import ended, finish, learned
 from common.options import add_output, fill_in, parsed, positive_number, study_parser
 from common.training import add_training, begin, settle
 
-KEPT = ("gate", "attention_span", "entropy", "content_information", "top1", "val_loss", "images")
+KEPT = (
+    "gate",
+    "attention_span",
+    "entropy",
+    "content_information",
+    "top1",
+    "val_loss",
+    "images",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin("initial_locality", args, stages=2 + len(args.strengths) * len(args.gatings))
+    study = begin(
+        "initial_locality", args, stages=2 + len(args.strengths) * len(args.gatings)
+    )
     study.train_cnn()
     rows = []
     for strength in args.strengths:
@@ -60,9 +70,19 @@ def main(arguments: list[str] | None = None) -> int:
                 start={"locality_strength": strength, "gating": gating},
             )
             row.append(heads[list(KEPT)])
-        rows.append(xr.concat(row, xr.Variable("gating", args.gatings), combine_attrs="drop_conflicts"))
-    found = xr.concat(rows, xr.Variable("locality_strength", args.strengths), combine_attrs="drop_conflicts")
-    control = study.fine_tune(copy.deepcopy(study.cnn), "control", "the CNN goes on (control)")
+        rows.append(
+            xr.concat(
+                row, xr.Variable("gating", args.gatings), combine_attrs="drop_conflicts"
+            )
+        )
+    found = xr.concat(
+        rows,
+        xr.Variable("locality_strength", args.strengths),
+        combine_attrs="drop_conflicts",
+    )
+    control = study.fine_tune(
+        copy.deepcopy(study.cnn), "control", "the CNN goes on (control)"
+    )
     found["control_top1"] = "epoch", [result.top1 for result in control]
     study.output.save(found)
     draw(found).savefig(study.output.figure, dpi=200)
@@ -80,7 +100,11 @@ def draw(found: xr.Dataset) -> Figure:
         (first.top1, "accuracy at the start", 1),
         (last.top1, "accuracy after fine-tuning", 1),
         (last.gate.mean(["layer", "head"]), "mean gate after fine-tuning", 1),
-        (content, "largest content information (nat)", max(0.1, float(content.max()))),  # 0.1: a content head
+        (
+            content,
+            "largest content information (nat)",
+            max(0.1, float(content.max())),
+        ),  # 0.1: a content head
     ]
     figure = Figure(figsize=(11.5, 5.6), layout="constrained")
     axes = figure.subplot_mosaic("ABE;CDE", width_ratios=[1, 1, 1.2])
@@ -92,10 +116,25 @@ def draw(found: xr.Dataset) -> Figure:
     colors = mpl.colormaps["viridis"].resampled(found.sizes["gating"] + 1)
     for at, gating in enumerate(found.gating.values):
         one = gates.sel(gating=gating)
-        axes["E"].plot(one.epoch, one.stack(each=("layer", "head")), color=colors(at), lw=0.4, alpha=0.5)
-        axes["E"].plot(one.epoch, one.mean(["layer", "head"]), color=colors(at), lw=2.4, label=f"{gating:g}")
+        axes["E"].plot(
+            one.epoch,
+            one.stack(each=("layer", "head")),
+            color=colors(at),
+            lw=0.4,
+            alpha=0.5,
+        )
+        axes["E"].plot(
+            one.epoch,
+            one.mean(["layer", "head"]),
+            color=colors(at),
+            lw=2.4,
+            label=f"{gating:g}",
+        )
     axes["E"].set(
-        xlabel="epoch", ylabel=r"gate $\sigma(\lambda)$", ylim=(0, 1), title=rf"gates from $\alpha$ = {middle:g}"
+        xlabel="epoch",
+        ylabel=r"gate $\sigma(\lambda)$",
+        ylim=(0, 1),
+        title=rf"gates from $\alpha$ = {middle:g}",
     )
     axes["E"].xaxis.get_major_locator().set_params(integer=True)
     axes["E"].legend(title=r"$\lambda$ at the start", frameon=False)
@@ -108,12 +147,26 @@ def tabulate(axes: Axes, values: xr.DataArray, most: float) -> None:
     """A cell for each start, with its number; colours from 0 to ``most``."""
     values = values.transpose("locality_strength", "gating")
     axes.imshow(values, cmap="cividis", vmin=0, vmax=most, aspect="auto")
-    for row, column in ((r, c) for r in range(values.shape[0]) for c in range(values.shape[1])):
+    for row, column in (
+        (r, c) for r in range(values.shape[0]) for c in range(values.shape[1])
+    ):
         number = float(values[row, column])
-        axes.text(column, row, f"{number:.2f}", ha="center", va="center", color="w" if number < most / 2 else "k")
+        axes.text(
+            column,
+            row,
+            f"{number:.2f}",
+            ha="center",
+            va="center",
+            color="w" if number < most / 2 else "k",
+        )
     axes.set_xticks(range(values.shape[1]), [f"{x:g}" for x in values.gating.values])
-    axes.set_yticks(range(values.shape[0]), [f"{x:g}" for x in values.locality_strength.values])
-    axes.set(xlabel=r"$\lambda$ at the start", ylabel=r"$\alpha$ at the start (1 / pixel$^2$)")
+    axes.set_yticks(
+        range(values.shape[0]), [f"{x:g}" for x in values.locality_strength.values]
+    )
+    axes.set(
+        xlabel=r"$\lambda$ at the start",
+        ylabel=r"$\alpha$ at the start (1 / pixel$^2$)",
+    )
 
 
 def table(found: xr.Dataset) -> str:
@@ -131,28 +184,42 @@ def table(found: xr.Dataset) -> str:
                 float(last.gate.mean()),
                 float(last.content_information.max()),
             ]
-            cells = "".join(f"{n:{w}.{d}f}" for n, w, d in zip(numbers, (16, 12, 11, 15), (3, 3, 2, 2), strict=True))
+            cells = "".join(
+                f"{n:{w}.{d}f}"
+                for n, w, d in zip(numbers, (16, 12, 11, 15), (3, 3, 2, 2), strict=True)
+            )
             lines.append(f"{strength:>6g}{gating:>8g}{cells}")
     end = found.top1.isel(epoch=-1)
     best = end.where(end == end.max(), drop=True)
     alpha, gate = float(best.locality_strength[0]), float(best.gating[0])
     control = found.control_top1.values
-    lines.append(f"the CNN, and when it goes on as it is: {control[0]:.3f}, {control[-1]:.3f}")
+    lines.append(
+        f"the CNN, and when it goes on as it is: {control[0]:.3f}, {control[-1]:.3f}"
+    )
     images = int(found.images.max())
     error = (0.25 / images) ** 0.5
     lines.append(f"most accurate: alpha = {alpha:g}, lambda = {gate:g}")
-    lines.append(f"(one seed, {images} validation images; a standard error is at most {error:.3f})")
+    lines.append(
+        f"(one seed, {images} validation images; a standard error is at most {error:.3f})"
+    )
     return "\n".join(lines)
 
 
 def check(found: xr.Dataset, chance: float) -> bool:
     """Whether the T-CNNs learned, and gates that start higher end higher."""
     last = found.isel(epoch=-1)
-    best = learned("the most accurate T-CNN", float(last.top1.max()), int(last.images.max()), chance)
+    best = learned(
+        "the most accurate T-CNN",
+        float(last.top1.max()),
+        int(last.images.max()),
+        chance,
+    )
     ends = last.gate.mean(["layer", "head", "locality_strength"]).values
     ordered = bool((ends[1:] > ends[:-1]).all())
     verdict = "end higher" if ordered else "do NOT end higher"
-    print(f"check: gates that start higher {verdict}: {', '.join(f'{end:.2f}' for end in ends)}")
+    print(
+        f"check: gates that start higher {verdict}: {', '.join(f'{end:.2f}' for end in ends)}"
+    )
     return best and ordered
 
 
@@ -161,8 +228,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     add_training(parser, small="2 starts, 2 epochs, 10 seconds")
     add = parser.add_argument_group("starts").add_argument
-    add("--strengths", type=positive_number, nargs="+", help="alpha of every head (default: 0.2 1 5)")
-    add("--gatings", type=float, nargs="+", help="lambda of every head (default: -1 1 3)")
+    add(
+        "--strengths",
+        type=positive_number,
+        nargs="+",
+        help="alpha of every head (default: 0.2 1 5)",
+    )
+    add(
+        "--gatings",
+        type=float,
+        nargs="+",
+        help="lambda of every head (default: -1 1 3)",
+    )
     add_output(parser)
     args = parsed(parser, arguments, "initial_locality")
     if args.small:

@@ -55,7 +55,9 @@ ROUNDING = 1e-4  # of norms in float32
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    run = begin_single("layer_scale", args, lambda size: small_vit(size, args), before=has_blocks)
+    run = begin_single(
+        "layer_scale", args, lambda size: small_vit(size, args), before=has_blocks
+    )
     found = looked_at(run) if args.model else trained(run)
     run.output.save(found)
     draw(found.residual_ratio).savefig(run.output.figure, dpi=200)
@@ -64,7 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(found, run), args.model or "digits")
 
 
-def small_vit(size: int, args: argparse.Namespace, *, scaled: bool = False) -> nn.Module:
+def small_vit(
+    size: int, args: argparse.Namespace, *, scaled: bool = False
+) -> nn.Module:
     """Blocks of width 48 and four heads, on 4 x 4 patches; 3 of them in the small form, else 12."""
     model = VisionTransformer(
         img_size=size,
@@ -95,13 +99,22 @@ def trained(run: SingleModel) -> xr.Dataset:
         torch.manual_seed(run.args.seed)
         model = small_vit(run.args.img_size, run.args, scaled=name == WITH)
         store = run.output.beside(f"_{slug}.zarr")
-        with warnings.catch_warnings(), tcnn_probe.record(model, store, probes="layer-scale") as recorder:
-            warnings.filterwarnings("ignore", ".*for the probe 'layer-scale' to read")  # one has no LayerScale
+        with (
+            warnings.catch_warnings(),
+            tcnn_probe.record(model, store, probes="layer-scale") as recorder,
+        ):
+            warnings.filterwarnings(
+                "ignore", ".*for the probe 'layer-scale' to read"
+            )  # one has no LayerScale
             for result in run.train(model, slug, name):
                 recorder.mark(if_marked="skip", **asdict(result))
         tree = tcnn_probe.open(store)
-        several.append(xr.Dataset({"residual_ratio": ratio(tree), "top1": tree.dataset.top1}))
-    found = xr.concat(several, xr.Variable("model", [WITHOUT, WITH]), combine_attrs="override")
+        several.append(
+            xr.Dataset({"residual_ratio": ratio(tree), "top1": tree.dataset.top1})
+        )
+    found = xr.concat(
+        several, xr.Variable("model", [WITHOUT, WITH]), combine_attrs="override"
+    )
     return plain_labels(found, "model", "layer", "branch")
 
 
@@ -127,15 +140,24 @@ def draw(ratios: xr.DataArray) -> Figure:
     figure = Figure(figsize=(1 + 4 * len(models), 5), layout="constrained")
     panels = figure.subplots(len(BRANCHES), len(models), squeeze=False, sharex=True)
     for column, model in zip(panels.T, models, strict=True):
-        colors = mpl.colormaps[COLORS.get(model, "Blues")](np.linspace(0.25, 1, ratios.sizes["epoch"]))
+        colors = mpl.colormaps[COLORS.get(model, "Blues")](
+            np.linspace(0.25, 1, ratios.sizes["epoch"])
+        )
         for axes, (branch, words) in zip(column, BRANCHES.items(), strict=True):
             for color, epoch in zip(colors, ratios.epoch.values, strict=True):
                 one = ratios.sel(model=model, branch=branch, epoch=epoch)
-                axes.plot(one, color=color, marker="o", ms=3, lw=1.5, label=f"epoch {epoch}")
+                axes.plot(
+                    one, color=color, marker="o", ms=3, lw=1.5, label=f"epoch {epoch}"
+                )
             axes.set(title=f"{words}, {model}", ylim=(0, None))
             axes.xaxis.get_major_locator().set_params(integer=True)
         handles, labels = column[0].get_legend_handles_labels()
-        column[0].legend(handles[:: len(handles) - 1 or 1], labels[:: len(labels) - 1 or 1], frameon=False, fontsize=8)
+        column[0].legend(
+            handles[:: len(handles) - 1 or 1],
+            labels[:: len(labels) - 1 or 1],
+            frameon=False,
+            fontsize=8,
+        )
         column[-1].set_xlabel("block")
     for axes in panels[:, 0]:
         axes.set_ylabel("residual branch / main branch")
@@ -144,7 +166,9 @@ def draw(ratios: xr.DataArray) -> Figure:
 
 def table(ratios: xr.DataArray) -> str:
     """The first and the last epoch: the mean over blocks, and how much the blocks vary."""
-    lines = [f"\n{'':22}{'branch':12}{'mean ratio':>16}{'largest':>10}{'deviation / mean':>20}"]
+    lines = [
+        f"\n{'':22}{'branch':12}{'mean ratio':>16}{'largest':>10}{'deviation / mean':>20}"
+    ]
     for model in ratios.model.values:
         for branch, words in BRANCHES.items():
             one = ratios.sel(model=model, branch=branch)
@@ -164,9 +188,15 @@ def check(found: xr.Dataset, run: SingleModel) -> bool:
     """Whether both models learned, and LayerScale multiplied the first branch by its initial weight."""
     if run.args.model:
         return True
-    seen = all(run.learned(str(one.model.item()), float(one)) for one in found.top1.isel(epoch=-1))
+    seen = all(
+        run.learned(str(one.model.item()), float(one))
+        for one in found.top1.isel(epoch=-1)
+    )
     first = found.residual_ratio.isel(epoch=0, layer=0).sel(branch="mixer")
-    share, expected = float(first.sel(model=WITH) / first.sel(model=WITHOUT)), run.args.init_values
+    share, expected = (
+        float(first.sel(model=WITH) / first.sel(model=WITHOUT)),
+        run.args.init_values,
+    )
     scaled = abs(share - expected) < ROUNDING * expected
     print(
         f"check: at the start the first branch with LayerScale is {share:.6g} times that without: "
@@ -174,7 +204,10 @@ def check(found: xr.Dataset, run: SingleModel) -> bool:
     )
     for branch, words in BRANCHES.items():
         of_both = variation(found.residual_ratio.sel(branch=branch))
-        numbers = ", ".join(f"{name} {float(of_both.sel(model=name)):.2f}" for name in found.model.values)
+        numbers = ", ".join(
+            f"{name} {float(of_both.sel(model=name)):.2f}"
+            for name in found.model.values
+        )
         print(f"variation over the blocks of {words}, at the end: {numbers}")
     return seen and scaled
 
@@ -185,7 +218,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     help_ = "initial weights of LayerScale (default: 0.1)"
     parser.add_argument("--init-values", type=positive_number, default=0.1, help=help_)
     return parse_single(
-        parser, arguments, "layer_scale", example="cait_xxs24_224", lr=1e-3, epochs=10, small_epochs=8, size=32
+        parser,
+        arguments,
+        "layer_scale",
+        example="cait_xxs24_224",
+        lr=1e-3,
+        epochs=10,
+        small_epochs=8,
+        size=32,
     )
 
 

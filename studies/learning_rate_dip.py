@@ -45,7 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     study = begin("learning_rate_dip", args, stages=1 + 2 * len(args.rates))
     study.train_cnn()
-    found = xr.concat(list(curves(study)), "lr").assign(images=len(study.loaders[1].dataset))
+    found = xr.concat(list(curves(study)), "lr").assign(
+        images=len(study.loaders[1].dataset)
+    )
     study.output.save(found)
     draw(found, warmup(args.epochs)).savefig(study.output.figure, dpi=200)
     print(table(found))
@@ -58,12 +60,17 @@ def curves(study: Training) -> Iterator[xr.Dataset]:
     for lr in study.args.rates:
         results = study.both(f"{lr:g}", f"rate {lr:g}", lr=lr)
         measured = {
-            variable: (("lr", "model", "epoch"), [[[getattr(r, variable) for r in run] for run in results]])
+            variable: (
+                ("lr", "model", "epoch"),
+                [[[getattr(r, variable) for r in run] for run in results]],
+            )
             for variable in ("top1", "val_loss", "train_loss")
         }
         coords = {"model": [CONTROL, TCNN], "epoch": range(len(results[0])), "lr": [lr]}
         of_rate = xr.Dataset(measured, coords)
-        yield of_rate.assign_coords(model=of_rate.model.astype(object))  # zarr warns of fixed-width text
+        yield of_rate.assign_coords(
+            model=of_rate.model.astype(object)
+        )  # zarr warns of fixed-width text
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -76,8 +83,18 @@ def draw(found: xr.Dataset, warm: int) -> Figure:
         panel.axvspan(0, warm, color="0.93", zorder=0)
         for at, lr in enumerate(found.lr.values):
             one = found.top1.sel(model=name, lr=lr)
-            panel.plot(found.epoch, one, color=colors(at), marker="o", ms=3, lw=1.8, label=f"{lr:g}")
-        panel.set(xlabel="epoch", title="T-CNN" if name == TCNN else "CNN goes on (control)")
+            panel.plot(
+                found.epoch,
+                one,
+                color=colors(at),
+                marker="o",
+                ms=3,
+                lw=1.8,
+                label=f"{lr:g}",
+            )
+        panel.set(
+            xlabel="epoch", title="T-CNN" if name == TCNN else "CNN goes on (control)"
+        )
         panel.set_title(letter, loc="left", fontweight="bold")
         panel.xaxis.get_major_locator().set_params(integer=True)
     panels[0].set_ylabel("validation accuracy")
@@ -87,16 +104,25 @@ def draw(found: xr.Dataset, warm: int) -> Figure:
 
 def extremes(found: xr.Dataset) -> xr.Dataset:
     """Accuracy at the start and at the end; how far it falls below the start, and rises from its lowest."""
-    start, last = found.top1.isel(epoch=0, drop=True), found.top1.isel(epoch=-1, drop=True)
+    start, last = (
+        found.top1.isel(epoch=0, drop=True),
+        found.top1.isel(epoch=-1, drop=True),
+    )
     lowest = found.top1.min("epoch")
-    return xr.Dataset({"start": start, "end": last, "dip": start - lowest, "climb": last - lowest})
+    return xr.Dataset(
+        {"start": start, "end": last, "dip": start - lowest, "climb": last - lowest}
+    )
 
 
 def table(found: xr.Dataset) -> str:
     """The extremes by model and rate."""
     measured, error = extremes(found), (0.25 / int(found.images)) ** 0.5
-    lines = [f"\naccuracy on {int(found.images)} validation images (one seed; a standard error is at most {error:.3f})"]
-    lines.append(f"{'':<8}{'rate':>9}" + "".join(f"{name:>8}" for name in measured.data_vars))
+    lines = [
+        f"\naccuracy on {int(found.images)} validation images (one seed; a standard error is at most {error:.3f})"
+    ]
+    lines.append(
+        f"{'':<8}{'rate':>9}" + "".join(f"{name:>8}" for name in measured.data_vars)
+    )
     for name in found.model.values:
         for lr in found.lr.values:
             one = measured.sel(model=name, lr=lr)
@@ -109,12 +135,15 @@ def check(found: xr.Dataset, chance: float) -> bool:
     """Whether the models learned, and the T-CNN climbs higher with the largest rate than with the smallest."""
     best = found.top1.isel(epoch=-1).max("lr")
     seen = [
-        learned(f"the {name}", float(best.sel(model=name)), int(found.images), chance) for name in best.model.values
+        learned(f"the {name}", float(best.sel(model=name)), int(found.images), chance)
+        for name in best.model.values
     ]
     climb = extremes(found).climb.sel(model=TCNN)
     smallest, largest = float(climb[0]), float(climb[-1])
     verdict = "climbs higher" if largest > smallest else "does NOT climb higher"
-    print(f"check: the T-CNN {verdict} with the largest rate: by {largest:.3f}, {smallest:.3f} with the smallest")
+    print(
+        f"check: the T-CNN {verdict} with the largest rate: by {largest:.3f}, {smallest:.3f} with the smallest"
+    )
     return all(seen) and largest > smallest
 
 
@@ -134,7 +163,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.small:
         fill_in(args, {"epochs": 2})
     settle(parser, args, digits={"epochs": 10})
-    fill_in(args, {"rates": [share * args.lr for share in ((0.25, 4) if args.small else (0.25, 1, 4))]})
+    fill_in(
+        args,
+        {
+            "rates": [
+                share * args.lr for share in ((0.25, 4) if args.small else (0.25, 1, 4))
+            ]
+        },
+    )
     args.rates = sorted({*args.rates})
     if len(args.rates) < 2:
         parser.error("--rates: expected at least two")

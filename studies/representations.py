@@ -87,24 +87,46 @@ def follow_control(study: Training, store: Path, probe: tcnn_probe.Probe) -> Non
 def numbers(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
     """What is drawn, (model, epoch, layer), of the images whose features are kept."""
     trees = [tcnn_probe.open(store) for store in stores]
-    features = [tree["features"].dataset.feature.sel(token="mean", drop=True).load().astype(float) for tree in trees]
+    features = [
+        tree["features"]
+        .dataset.feature.sel(token="mean", drop=True)
+        .load()
+        .astype(float)
+        for tree in trees
+    ]
     start = features[1].isel(epoch=0, drop=True)  # the CNN before fine-tuning
     several = []
     for one, tree in zip(features, trees, strict=True):
-        scores = tcnn_probe.representation.layer_scores(one, labels[one["image"].values])
+        scores = tcnn_probe.representation.layer_scores(
+            one, labels[one["image"].values]
+        )
         cka = tcnn_probe.representation.layer_cka(one, start)
-        several.append(scores.assign(cka=cka, top1=tree.dataset.top1, seen=tree["features"].dataset.images))
-    found = xr.concat(several, xr.Variable("model", list(MODELS)), combine_attrs="drop_conflicts").drop_encoding()
+        several.append(
+            scores.assign(
+                cka=cka, top1=tree.dataset.top1, seen=tree["features"].dataset.images
+            )
+        )
+    found = xr.concat(
+        several, xr.Variable("model", list(MODELS)), combine_attrs="drop_conflicts"
+    ).drop_encoding()
     attention = trees[0]["heads"].dataset.layer.values
-    converted = [any(name.startswith(f"{stage}.") for name in attention) for stage in found.layer.values]
+    converted = [
+        any(name.startswith(f"{stage}.") for name in attention)
+        for stage in found.layer.values
+    ]
     found["converted"] = "layer", converted
     text = ("model", "layer", "other_layer")  # zarr warns of fixed width
-    return found.load().assign_coords({name: found[name].astype(object) for name in text})
+    return found.load().assign_coords(
+        {name: found[name].astype(object) for name in text}
+    )
 
 
 def same_layer(found: xr.Dataset) -> xr.DataArray:
     """CKA of each stage with the same one of the CNN, (model, epoch, layer)."""
-    pairs = [found.cka.sel(layer=name, other_layer=name, drop=True) for name in found.layer.values]
+    pairs = [
+        found.cka.sel(layer=name, other_layer=name, drop=True)
+        for name in found.layer.values
+    ]
     return xr.concat(pairs, found.layer).transpose("model", "epoch", "layer")
 
 
@@ -115,22 +137,52 @@ def draw(found: xr.Dataset) -> Figure:
     axes = figure.subplot_mosaic("ABD;ACE", width_ratios=[1, 1, 0.9])
     curves(axes["A"], same_layer(found), "CKA with the CNN before fine-tuning")
     accuracy = found.knn_correct
-    curves(axes["B"], accuracy.mean("image"), "kNN accuracy", evaluation.mean_interval(accuracy))
+    curves(
+        axes["B"],
+        accuracy.mean("image"),
+        "kNN accuracy",
+        evaluation.mean_interval(accuracy),
+    )
     curves(axes["C"], found.participation_ratio, "participation ratio")
     for letter, model in zip("DE", MODELS, strict=True):
-        end = found.cka.sel(model=model).isel(epoch=-1).transpose("layer", "other_layer")
+        end = (
+            found.cka.sel(model=model).isel(epoch=-1).transpose("layer", "other_layer")
+        )
         axes[letter].imshow(end, vmin=0, vmax=1, cmap="viridis")
         for row, column in np.ndindex(end.shape):
             number = float(end[row, column])
             color = "w" if number < 0.6 else "k"
-            axes[letter].text(column, row, f"{number:.2f}", ha="center", va="center", color=color, fontsize=7)
+            axes[letter].text(
+                column,
+                row,
+                f"{number:.2f}",
+                ha="center",
+                va="center",
+                color=color,
+                fontsize=7,
+            )
         names = [str(name) for name in found.layer.values]
-        axes[letter].set_xticks(range(len(names)), names, fontsize=7, rotation=30, ha="right", rotation_mode="anchor")
+        axes[letter].set_xticks(
+            range(len(names)),
+            names,
+            fontsize=7,
+            rotation=30,
+            ha="right",
+            rotation_mode="anchor",
+        )
         axes[letter].set_yticks(range(len(names)), names, fontsize=7)
-        axes[letter].set(title=f"{model}, at the end", xlabel="CNN before fine-tuning", ylabel=model)
+        axes[letter].set(
+            title=f"{model}, at the end", xlabel="CNN before fine-tuning", ylabel=model
+        )
     for model, ls in MODELS.items():
         axes["A"].plot([], [], color="0.4", ls=ls, label=model)
-    figure.legend(*axes["A"].get_legend_handles_labels(), loc="outside lower left", ncols=9, frameon=False, fontsize=8)
+    figure.legend(
+        *axes["A"].get_legend_handles_labels(),
+        loc="outside lower left",
+        ncols=9,
+        frameon=False,
+        fontsize=8,
+    )
     for letter, panel in axes.items():
         panel.set_title(letter, loc="left", fontweight="bold")
     return figure
@@ -143,17 +195,25 @@ def curves(axes: Axes, values: xr.DataArray, label: str, interval: Any = None) -
         for at, layer in enumerate(values.layer.values):
             one = values.sel(model=model, layer=layer)
             name = layer if ls == "-" else None
-            axes.plot(one.epoch, one, color=colors(at), ls=ls, marker="o", ms=3, label=name)
+            axes.plot(
+                one.epoch, one, color=colors(at), ls=ls, marker="o", ms=3, label=name
+            )
             if interval is not None and at == values.sizes["layer"] - 1:
-                bounds = interval.sel(model=model, layer=layer).transpose("bound", "epoch")
-                axes.fill_between(one.epoch, *bounds.values, color=colors(at), alpha=0.15, lw=0)
+                bounds = interval.sel(model=model, layer=layer).transpose(
+                    "bound", "epoch"
+                )
+                axes.fill_between(
+                    one.epoch, *bounds.values, color=colors(at), alpha=0.15, lw=0
+                )
     axes.set(xlabel="epoch", ylabel=label)
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def table(found: xr.Dataset) -> str:
     """The first and the last epoch of each stage."""
-    lines = [f"\n{'':8}{'stage':12}{'CKA':>14}{'kNN accuracy':>18}{'participation':>18}"]
+    lines = [
+        f"\n{'':8}{'stage':12}{'CKA':>14}{'kNN accuracy':>18}{'participation':>18}"
+    ]
     columns = [
         same_layer(found),
         found.knn_correct.mean("image"),
@@ -161,7 +221,10 @@ def table(found: xr.Dataset) -> str:
     ]
     for model in MODELS:
         for layer in found.layer.values:
-            ends = [column.sel(model=model, layer=layer).isel(epoch=[0, -1]).values for column in columns]
+            ends = [
+                column.sel(model=model, layer=layer).isel(epoch=[0, -1]).values
+                for column in columns
+            ]
             cells = "".join(f"{f'{a:.2f} -> {b:.2f}':>16}" for a, b in ends)
             lines.append(f"{model:8}{layer:12}{cells}")
     return "\n".join(lines)
@@ -169,11 +232,16 @@ def table(found: xr.Dataset) -> str:
 
 def check(found: xr.Dataset, chance: float) -> bool:
     """Whether the T-CNN learned, begins as the CNN before attention, and its last stage gains knowledge."""
-    tcnn, cka = found.sel(model="T-CNN"), same_layer(found).sel(model="T-CNN").isel(epoch=0)
+    tcnn, cka = (
+        found.sel(model="T-CNN"),
+        same_layer(found).sel(model="T-CNN").isel(epoch=0),
+    )
     seen = learned("the T-CNN", float(tcnn.top1[-1]), int(tcnn.seen.max()), chance)
     least = float(np.min(cka.values[: int(found.converted.argmax("layer"))], initial=1))
     verdict = "are the CNN's" if least > SAME else "are NOT the CNN's"
-    print(f"check: at the start the stages before those with attention {verdict}: CKA of at least {least:.4f}")
+    print(
+        f"check: at the start the stages before those with attention {verdict}: CKA of at least {least:.4f}"
+    )
     correct = tcnn.knn_correct.isel(layer=-1)
     gain = correct.isel(epoch=-1, drop=True) - correct.isel(epoch=0, drop=True)
     low, high = evaluation.mean_interval(gain).values
@@ -185,7 +253,9 @@ def check(found: xr.Dataset, chance: float) -> bool:
     control = found.knn_correct.isel(layer=-1, epoch=-1)
     lead = control.sel(model="T-CNN") - control.sel(model="CNN")
     low, high = evaluation.mean_interval(lead).values
-    print(f"beside the CNN that was trained for as long: {float(lead.mean()):+.2f} [{low:.2f}, {high:.2f}]")
+    print(
+        f"beside the CNN that was trained for as long: {float(lead.mean()):+.2f} [{low:.2f}, {high:.2f}]"
+    )
     return seen and least > SAME and bool(evaluation.mean_interval(gain).values[0] > 0)
 
 

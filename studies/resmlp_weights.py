@@ -48,7 +48,11 @@ from common.output import plain_labels
 from common.single_model import SingleModel, begin_single, parse_single
 from tcnn_probe.heads import cross_patch
 
-SHARES = {"near_zero": "between patches", "fc1_sparsity": "on channels, 1st", "fc2_sparsity": "on channels, 2nd"}
+SHARES = {
+    "near_zero": "between patches",
+    "fc1_sparsity": "on channels, 1st",
+    "fc2_sparsity": "on channels, 2nd",
+}
 SHOWN = 4
 """Rows and columns of the patches in the middle whose weights are drawn."""
 
@@ -91,7 +95,10 @@ def trained(run: SingleModel) -> xr.Dataset:
     for result in run.train(run.model, "resmlp", "a ResMLP"):
         part = run.output.checkpoints / f"resmlp-{result.epoch:04d}.zarr"
         if not part.exists():
-            write_whole(read(run.model, result.epoch).assign(top1=("epoch", [result.top1])), part)
+            write_whole(
+                read(run.model, result.epoch).assign(top1=("epoch", [result.top1])),
+                part,
+            )
         parts.append(xr.open_zarr(part, consolidated=False).load())
     return plain_labels(xr.concat(parts, "epoch"), "layer", "head_type")
 
@@ -100,9 +107,13 @@ def read(model: nn.Module, epoch: int) -> xr.Dataset:
     """The matrices, what they are like, and the shares of small weights, of one epoch."""
     with tcnn_probe.record(model, probes="cross-patch") as recorder:
         recorder.mark(epoch=epoch)
-    shares = recorder.tree["cross-patch"].dataset[["fc1_sparsity", "fc2_sparsity"]].load()
+    shares = (
+        recorder.tree["cross-patch"].dataset[["fc1_sparsity", "fc2_sparsity"]].load()
+    )
     matrices = cross_patch(model)
-    found = matrices.assign(head_type=tcnn_probe.head_types(matrices)).isel(head=0, drop=True)
+    found = matrices.assign(head_type=tcnn_probe.head_types(matrices)).isel(
+        head=0, drop=True
+    )
     found = found.expand_dims(epoch=[epoch]).assign(shares.data_vars)
     return plain_labels(found, "layer", "head_type")
 
@@ -125,7 +136,9 @@ def draw(found: xr.Dataset) -> Figure:
     blocks = every[np.unique(np.linspace(0, len(every) - 1, 6).round().astype(int))]
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     above, below = figure.subfigures(2, 1)
-    for axes, block in zip(above.subplots(1, len(blocks), squeeze=False)[0], blocks, strict=True):
+    for axes, block in zip(
+        above.subplots(1, len(blocks), squeeze=False)[0], blocks, strict=True
+    ):
         picture = rows_of_matrix(found.weight.isel(epoch=-1).sel(layer=block))
         most = np.nanmax(abs(picture))
         axes.imshow(picture, cmap="RdBu_r", vmin=-most, vmax=most)
@@ -133,18 +146,29 @@ def draw(found: xr.Dataset) -> Figure:
         axes.set_axis_off()
     panels = below.subplots(1, 3)
     curves(panels[0], found.translation_equivariance, "translation equivariance")
-    panels[0].axhspan(-limit(found), limit(found), color="0.85", lw=0, label="random matrices")
+    panels[0].axhspan(
+        -limit(found), limit(found), color="0.85", lw=0, label="random matrices"
+    )
     curves(panels[1], found.attention_distance, "support radius (patches)")
-    panels[1].axhline(float(found.uniform_distance.isel(epoch=-1, layer=0)), color="0.6", ls=":", label="equal weights")
+    panels[1].axhline(
+        float(found.uniform_distance.isel(epoch=-1, layer=0)),
+        color="0.6",
+        ls=":",
+        label="equal weights",
+    )
     for name, words in SHARES.items():
-        panels[2].plot(found[name].isel(epoch=-1), marker="o", ms=3, lw=1.5, label=words)
+        panels[2].plot(
+            found[name].isel(epoch=-1), marker="o", ms=3, lw=1.5, label=words
+        )
     panels[2].set(xlabel="block", ylabel="share of weights near 0", ylim=(0, None))
     for letter, axes in zip("BCD", panels, strict=True):
         axes.set_title(letter, loc="left", fontweight="bold")
         axes.xaxis.get_major_locator().set_params(integer=True)
     panels[2].legend(frameon=False, fontsize=7)
     handles = [*panels[0].get_legend_handles_labels()[0], panels[1].lines[-1]]
-    below.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=8)
+    below.legend(
+        handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=8
+    )
     above.suptitle("A", x=0.02, ha="left", fontweight="bold", fontsize=10)
     return figure
 
@@ -153,7 +177,9 @@ def rows_of_matrix(weight: xr.DataArray) -> np.ndarray:
     """The weights for each patch in the middle, side by side as images; NaN between them."""
     first = [max(0, (size - SHOWN) // 2) for size in weight.shape[:2]]
     middle = weight[tuple(slice(at, at + SHOWN) for at in first)].values
-    return np.block([[np.pad(one, 1, constant_values=np.nan) for one in row] for row in middle])
+    return np.block(
+        [[np.pad(one, 1, constant_values=np.nan) for one in row] for row in middle]
+    )
 
 
 def curves(axes: Axes, values: xr.DataArray, label: str) -> None:
@@ -164,18 +190,36 @@ def curves(axes: Axes, values: xr.DataArray, label: str) -> None:
         return
     colors = mpl.colormaps["viridis"].resampled(values.sizes["layer"] + 1)
     for at, layer in enumerate(values.layer.values):
-        axes.plot(values.epoch, values.sel(layer=layer), color=colors(at), marker="o", ms=3, lw=1.5, label=layer)
+        axes.plot(
+            values.epoch,
+            values.sel(layer=layer),
+            color=colors(at),
+            marker="o",
+            ms=3,
+            lw=1.5,
+            label=layer,
+        )
     axes.set(xlabel="epoch", ylabel=label)
 
 
 def table(found: xr.Dataset) -> str:
     """The last epoch, by block."""
     last = found.isel(epoch=-1)
-    lines = [f"\n{'block':12}{'equivariance':>14}{'radius':>9}{'even':>7}{'near 0: A':>11}{'B':>7}{'C':>7}  type"]
+    lines = [
+        f"\n{'block':12}{'equivariance':>14}{'radius':>9}{'even':>7}{'near 0: A':>11}{'B':>7}{'C':>7}  type"
+    ]
     for layer in last.layer.values:
         one = last.sel(layer=layer)
-        names = ("translation_equivariance", "attention_distance", "uniform_distance", *SHARES)
-        text = "".join(f"{float(one[n]):{width}.2f}" for n, width in zip(names, (14, 9, 7, 11, 7, 7), strict=True))
+        names = (
+            "translation_equivariance",
+            "attention_distance",
+            "uniform_distance",
+            *SHARES,
+        )
+        text = "".join(
+            f"{float(one[n]):{width}.2f}"
+            for n, width in zip(names, (14, 9, 7, 11, 7, 7), strict=True)
+        )
         lines.append(f"{layer:12}{text}  {one.head_type.item()}")
     return "\n".join(lines)
 
@@ -203,7 +247,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = study_parser(__doc__)
     return parse_single(
-        parser, arguments, "resmlp_weights", example="resmlp_24_224", lr=4e-3, epochs=15, small_epochs=6, images=False
+        parser,
+        arguments,
+        "resmlp_weights",
+        example="resmlp_24_224",
+        lr=4e-3,
+        epochs=15,
+        small_epochs=6,
+        images=False,
     )
 
 

@@ -42,8 +42,23 @@ from torch import nn
 import tcnn_probe
 from common.data import PixelBatches
 from common.ending import InputError, ended, finish, learned
-from common.options import FEW_CORRUPTIONS, add_output, fill_in, from_least, parsed, positive_number, study_parser
-from common.training import CONTROLS, add_controls, add_training, begin, count_controls, settle
+from common.options import (
+    FEW_CORRUPTIONS,
+    add_output,
+    fill_in,
+    from_least,
+    parsed,
+    positive_number,
+    study_parser,
+)
+from common.training import (
+    CONTROLS,
+    add_controls,
+    add_training,
+    begin,
+    count_controls,
+    settle,
+)
 from tcnn_probe import evaluation
 
 CNN, CONTROL, TCNN = "CNN", CONTROLS["control"], "T-CNN, fine-tuned"
@@ -71,7 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
         corruptions=args.corruptions,
         severities=args.severities,
         normalization=images.normalization,
-        attacks={"fgsm": {"epsilon": args.epsilon}, "pgd": {"epsilon": args.epsilon, "step": args.epsilon / 2}},
+        attacks={
+            "fgsm": {"epsilon": args.epsilon},
+            "pgd": {"epsilon": args.epsilon, "step": args.epsilon / 2},
+        },
         variants=variants,
         device=args.device,
     )
@@ -84,30 +102,48 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(results, study.chance), args.data)
 
 
-def open_variants(model: nn.Module, args: argparse.Namespace) -> list[evaluation.Variant]:
+def open_variants(
+    model: nn.Module, args: argparse.Namespace
+) -> list[evaluation.Variant]:
     """The further test sets; each corruption at each severity of ImageNet-C is one."""
     if args.variant and model.num_classes != 1000:
-        raise InputError(f"--variant: needs a model with ImageNet's 1000 classes, this has {model.num_classes}")
+        raise InputError(
+            f"--variant: needs a model with ImageNet's 1000 classes, this has {model.num_classes}"
+        )
     options = {"model": model, "batch_size": args.batch_size, "workers": args.workers}
     found = []
     for name, folder in args.variant:
         settings = [{"size": args.img_size}]
         if name == "imagenet-c":  # which comes at 224 x 224
-            settings = [{"corruption": c, "severity": s} for c in evaluation.CORRUPTIONS for s in args.severities]
-        found += [evaluation.imagenet_variant(name, folder, **options, **setting) for setting in settings]
+            settings = [
+                {"corruption": c, "severity": s}
+                for c in evaluation.CORRUPTIONS
+                for s in args.severities
+            ]
+        found += [
+            evaluation.imagenet_variant(name, folder, **options, **setting)
+            for setting in settings
+        ]
     return found
 
 
 def draw(results: xr.Dataset, classes: int) -> Figure:
     """Accuracies of all, and the improvement over the CNN by group and by severity."""
     figure = Figure(figsize=(11, 6.8), layout="constrained")
-    axes = figure.subplot_mosaic("AAAABB;CCCDDD", gridspec_kw={"height_ratios": [1, 1.1]})
+    axes = figure.subplot_mosaic(
+        "AAAABB;CCCDDD", gridspec_kw={"height_ratios": [1, 1.1]}
+    )
     attacks = results.drop_vars("clean_correct")
     shown = [
         ("A", results, {}, "accuracy on clean and corrupted images"),
         ("B", attacks, {"by": "attack"}, "under attack"),
         ("C", results, {"baseline": CNN}, "relative improvement, by group"),
-        ("D", results, {"baseline": CNN, "by": "severity"}, "relative improvement, by severity"),
+        (
+            "D",
+            results,
+            {"baseline": CNN, "by": "severity"},
+            "relative improvement, by severity",
+        ),
     ]
     for name, measured, options, title in shown:
         panel = axes[name]
@@ -116,8 +152,16 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
         if not options.get("baseline"):
             panel.axhline(1 / classes, color="0.3", lw=1, ls=":", label="chance")
         if name == "A":
-            (chance, *bars), (_, *names) = panel.get_legend_handles_labels()  # lines come first
-            figure.legend([*bars, chance], [*names, "chance"], loc="outside upper center", ncols=4, frameon=False)
+            (chance, *bars), (_, *names) = (
+                panel.get_legend_handles_labels()
+            )  # lines come first
+            figure.legend(
+                [*bars, chance],
+                [*names, "chance"],
+                loc="outside upper center",
+                ncols=4,
+                frameon=False,
+            )
         legend.remove()
         panel.set_title(f"{name}  {title}", loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
@@ -130,20 +174,33 @@ def accuracies(results: xr.Dataset) -> dict[str, xr.DataArray]:
     """Accuracy of each model, by condition: clean, group of corruptions, attack, further test set."""
     by_group = results.accuracy.mean(["severity", "seed"]).groupby("group").mean()
     found = {"clean": results.clean_accuracy}
-    found |= {group: by_group.sel(group=group) for group in dict.fromkeys(results.group.values.tolist())}
-    found |= {str(a): results.adversarial_accuracy.sel(attack=a).mean("seed") for a in results.attack.values}
+    found |= {
+        group: by_group.sel(group=group)
+        for group in dict.fromkeys(results.group.values.tolist())
+    }
+    found |= {
+        str(a): results.adversarial_accuracy.sel(attack=a).mean("seed")
+        for a in results.attack.values
+    }
     if "variant" in results.dims:
-        found |= {str(v): results.variant_accuracy.sel(variant=v) for v in results.variant.values}
+        found |= {
+            str(v): results.variant_accuracy.sel(variant=v)
+            for v in results.variant.values
+        }
     return found
 
 
 def table(results: xr.Dataset) -> str:
     """Accuracy by model and condition."""
     columns = accuracies(results)
-    lines = [f"\naccuracy on {results.sizes['image']} validation images, corruptions averaged over severities"]
+    lines = [
+        f"\naccuracy on {results.sizes['image']} validation images, corruptions averaged over severities"
+    ]
     lines.append(f"{'':<28}" + "".join(f"{name:>9}" for name in columns))
     for model in results.model.values:
-        cells = "".join(f"{float(values.sel(model=model)):>9.3f}" for values in columns.values())
+        cells = "".join(
+            f"{float(values.sel(model=model)):>9.3f}" for values in columns.values()
+        )
         lines.append(f"{model:<28}{cells}")
     return "\n".join(lines)
 
@@ -152,31 +209,53 @@ def verdicts(results: xr.Dataset, classes: int) -> str:
     """What the intervals say of the T-CNN against the CNN, and against those that were trained for as long."""
     lines, reached = [], accuracies(results)
     for baseline in results.model.values[:-1].tolist():
-        lines.append(f"\nT-CNN against {baseline!r}, difference in accuracy with 95 % interval over images:")
+        lines.append(
+            f"\nT-CNN against {baseline!r}, difference in accuracy with 95 % interval over images:"
+        )
         for by in (None, "group", "attack"):
-            found = evaluation.improvement(results, baseline, by, relative=False).sel(model=TCNN)
-            found = found.expand_dims(at=["clean"]) if by is None else found.rename({by: "at"})
+            found = evaluation.improvement(results, baseline, by, relative=False).sel(
+                model=TCNN
+            )
+            found = (
+                found.expand_dims(at=["clean"])
+                if by is None
+                else found.rename({by: "at"})
+            )
             for label in found["at"].values.tolist():
                 cell = found.sel(at=label)
                 low, high = cell.interval.values
-                verdict = "T-CNN ahead" if low > 0 else "T-CNN behind" if high < 0 else "not distinguishable"
+                verdict = (
+                    "T-CNN ahead"
+                    if low > 0
+                    else "T-CNN behind"
+                    if high < 0
+                    else "not distinguishable"
+                )
                 best = float(reached[label].sel(model=[baseline, TCNN]).max())
                 verdict += " (both near chance)" if best < 1.5 / classes else ""
-                lines.append(f"  {label:<8} {float(cell.improvement):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}")
-    lines.append("One training seed: the intervals are over images alone, and another training may differ by more.")
+                lines.append(
+                    f"  {label:<8} {float(cell.improvement):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}"
+                )
+    lines.append(
+        "One training seed: the intervals are over images alone, and another training may differ by more."
+    )
     return "\n".join(lines)
 
 
 def check(results: xr.Dataset, chance: float) -> bool:
     """Whether the models learned, and the strongest corruptions hurt more than the weakest."""
-    seen = learned("a model", float(results.clean_accuracy.min()), results.sizes["image"], chance)
+    seen = learned(
+        "a model", float(results.clean_accuracy.min()), results.sizes["image"], chance
+    )
     by_severity = results.accuracy.mean(["model", "corruption", "seed"])
     first, last = float(by_severity[0]), float(by_severity[-1])
     if results.sizes["severity"] == 1:
         first = float(results.clean_accuracy.mean())
     grows = last < first
     verdict = "grows" if grows else "does NOT grow"
-    print(f"check: damage {verdict} with severity: accuracy from {first:.3f} to {last:.3f}")
+    print(
+        f"check: damage {verdict} with severity: accuracy from {first:.3f} to {last:.3f}"
+    )
     return seen and grows
 
 
@@ -187,11 +266,30 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_controls(parser)
     add = parser.add_argument_group("perturbations").add_argument
     add(
-        "--images", type=from_least(2), help="validation images to perturb, spread evenly (default: 150; all of --data)"
+        "--images",
+        type=from_least(2),
+        help="validation images to perturb, spread evenly (default: 150; all of --data)",
     )
-    add("--corruptions", nargs="+", choices=evaluation.CORRUPTIONS, metavar="NAME", help="(default: all 15)")
-    add("--severities", type=int, nargs="+", choices=range(1, 6), help="of the corruptions (default: 1 2 3 4 5)")
-    add("--epsilon", type=positive_number, default=1 / 255, help="of the attacks, in pixels of 0 to 1 (default: 1/255)")
+    add(
+        "--corruptions",
+        nargs="+",
+        choices=evaluation.CORRUPTIONS,
+        metavar="NAME",
+        help="(default: all 15)",
+    )
+    add(
+        "--severities",
+        type=int,
+        nargs="+",
+        choices=range(1, 6),
+        help="of the corruptions (default: 1 2 3 4 5)",
+    )
+    add(
+        "--epsilon",
+        type=positive_number,
+        default=1 / 255,
+        help="of the attacks, in pixels of 0 to 1 (default: 1/255)",
+    )
     add(
         "--variant",
         type=variant,
@@ -210,7 +308,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.data == "digits":
         fill_in(args, {"images": 24 if args.small else 150})
         if args.variant:
-            parser.error("--variant goes with --data: they are test sets of ImageNet's classes")
+            parser.error(
+                "--variant goes with --data: they are test sets of ImageNet's classes"
+            )
     return args
 
 
@@ -218,7 +318,9 @@ def variant(text: str) -> tuple[str, str]:
     """The name and the folder of a test set, as NAME=FOLDER."""
     name, _, folder = text.partition("=")
     if not folder or not Path(folder).is_dir():
-        raise argparse.ArgumentTypeError(f"expected NAME=FOLDER with a folder, got {text}")
+        raise argparse.ArgumentTypeError(
+            f"expected NAME=FOLDER with a folder, got {text}"
+        )
     return name, folder
 
 

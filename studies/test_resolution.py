@@ -44,19 +44,36 @@ import tcnn_probe
 from common.data import at_resolution
 from common.ending import ended, finish, learned
 from common.options import add_output, fill_in, from_least, parsed, study_parser
-from common.training import CONTROLS, Training, add_controls, add_training, begin, count_controls, settle
+from common.training import (
+    CONTROLS,
+    Training,
+    add_controls,
+    add_training,
+    begin,
+    count_controls,
+    settle,
+)
 from tcnn_probe.plot import OKABE_ITO
 
 CNN, TCNN = "CNN", "T-CNN, fine-tuned"
-COLORS = {CNN: "0.6", CONTROLS["control"]: "0.25", CONTROLS["unstrided"]: OKABE_ITO["blue"]}
+COLORS = {
+    CNN: "0.6",
+    CONTROLS["control"]: "0.25",
+    CONTROLS["unstrided"]: OKABE_ITO["blue"],
+}
 COLORS |= {CONTROLS["matched"]: OKABE_ITO["green"], TCNN: OKABE_ITO["vermillion"]}
-PARTS = {"content_entropy": OKABE_ITO["vermillion"], "positional_entropy": OKABE_ITO["blue"]}
+PARTS = {
+    "content_entropy": OKABE_ITO["vermillion"],
+    "positional_entropy": OKABE_ITO["blue"],
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin("test_resolution", args, stages=2 + count_controls(args), later=("sizes",))
+    study = begin(
+        "test_resolution", args, stages=2 + count_controls(args), later=("sizes",)
+    )
     study.train_cnn()
     controls = {CONTROLS[name]: model for name, (model, _) in study.controls().items()}
     tcnn, _ = study.tcnn(study.output.beside("_tcnn.zarr"))
@@ -80,15 +97,21 @@ def by_resolution(study: Training, models: dict[str, nn.Module]) -> xr.Dataset:
             for images, labels in at_resolution(study.cnn, study.loaders[1], size):
                 count += len(labels)
                 for name, model in models.items():
-                    right[name] += int((model(images.to(args.device)).argmax(1).cpu() == labels).sum())
+                    right[name] += int(
+                        (model(images.to(args.device)).argmax(1).cpu() == labels).sum()
+                    )
             parts.append([number / count for number in right.values()])
             recorder.mark(resolution=size)
         heads = recorder.dataset.load()
     found = heads.assign(top1=(("resolution", "model"), parts), images=count)
     found["reach"] = heads.attention_distance / heads.uniform_distance
-    found["reach"].attrs = {"long_name": "mean distance of attention, in those of even attention"}
+    found["reach"].attrs = {
+        "long_name": "mean distance of attention, in those of even attention"
+    }
     found = found.assign_coords(model=[*models])
-    return found.assign_coords({dim: found[dim].astype(object) for dim in ("layer", "model")})  # zarr warns of "<U17"
+    return found.assign_coords(
+        {dim: found[dim].astype(object) for dim in ("layer", "model")}
+    )  # zarr warns of "<U17"
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -97,34 +120,65 @@ def draw(found: xr.Dataset, trained_at: int) -> Figure:
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     a, b, c = figure.subplots(1, 3)
     for name in found.model.values:
-        a.plot(found.resolution, found.top1.sel(model=name), color=COLORS[name], marker="o", ms=4, label=name)
+        a.plot(
+            found.resolution,
+            found.top1.sel(model=name),
+            color=COLORS[name],
+            marker="o",
+            ms=4,
+            label=name,
+        )
     a.set(ylabel="validation accuracy", ylim=(0, 1), title="accuracy")
     for variable, color in PARTS.items():
         heads = found[variable].stack(each=("layer", "head"))
         b.plot(found.resolution, heads, color=color, lw=0.4, alpha=0.5)
-        b.plot(found.resolution, heads.mean("each"), color=color, lw=2.2, label=variable.replace("_entropy", " part"))
+        b.plot(
+            found.resolution,
+            heads.mean("each"),
+            color=color,
+            lw=2.2,
+            label=variable.replace("_entropy", " part"),
+        )
     even = found.uniform_content_entropy.mean("layer")
-    b.plot(found.resolution, even, color="0.3", ls=":", label="content part, if it were even")
+    b.plot(
+        found.resolution,
+        even,
+        color="0.3",
+        ls=":",
+        label="content part, if it were even",
+    )
     b.set(ylabel="entropy (nat)", ylim=(0, None), title="entropy of the two parts")
     colors = mpl.colormaps["viridis"].resampled(found.sizes["layer"] + 1)
     for row, layer in enumerate(found.layer.values):
         reach = found.reach.sel(layer=layer)
         c.plot(found.resolution, reach, color=colors(row), lw=0.4, alpha=0.5)
-        c.plot(found.resolution, reach.mean("head"), color=colors(row), lw=2.2, label=layer)
-    c.set(ylabel="mean distance (of even attention)", ylim=(0, 1.1), title="how far heads look")
+        c.plot(
+            found.resolution, reach.mean("head"), color=colors(row), lw=2.2, label=layer
+        )
+    c.set(
+        ylabel="mean distance (of even attention)",
+        ylim=(0, 1.1),
+        title="how far heads look",
+    )
     for panel, letter in zip((a, b, c), "ABC", strict=True):
         panel.axvline(trained_at, color="0.8", lw=1, zorder=0)
         panel.set_xlabel("test resolution (pixel)")
         panel.set_title(letter, loc="left", fontweight="bold")
-        beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if panel is c else {}
+        beside = (
+            {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if panel is c else {}
+        )
         panel.legend(frameon=False, fontsize=8, **beside)
     return figure
 
 
 def table(found: xr.Dataset) -> str:
     """Accuracy by model and resolution."""
-    lines = [f"\nvalidation accuracy on {int(found.images)} images, by test resolution (one seed)"]
-    lines.append(f"{'':<28}" + "".join(f"{size:>8}" for size in found.resolution.values))
+    lines = [
+        f"\nvalidation accuracy on {int(found.images)} images, by test resolution (one seed)"
+    ]
+    lines.append(
+        f"{'':<28}" + "".join(f"{size:>8}" for size in found.resolution.values)
+    )
     for model, row in zip(found.model.values, found.top1.values.T, strict=True):
         cells = "".join(f"{top1:8.3f}" for top1 in row)
         lines.append(f"{model:<28}{cells}")
@@ -134,11 +188,20 @@ def table(found: xr.Dataset) -> str:
 def check(found: xr.Dataset, trained_at: int, chance: float) -> bool:
     """Whether the models learned, and are better where they were trained than at the lowest resolution."""
     there, lowest = found.sel(resolution=trained_at), found.isel(resolution=0)
-    seen = [learned(str(m), float(there.top1.sel(model=m)), int(found.images), chance) for m in found.model.values]
+    seen = [
+        learned(str(m), float(there.top1.sel(model=m)), int(found.images), chance)
+        for m in found.model.values
+    ]
     for model in found.model.values:
-        high, low = float(there.top1.sel(model=model)), float(lowest.top1.sel(model=model))
+        high, low = (
+            float(there.top1.sel(model=model)),
+            float(lowest.top1.sel(model=model)),
+        )
         verdict = "more" if high > low else "NOT more"
-        print(f"check: {model} {verdict} accurate at {trained_at} pixels than at {int(lowest.resolution)}: ", end="")
+        print(
+            f"check: {model} {verdict} accurate at {trained_at} pixels than at {int(lowest.resolution)}: ",
+            end="",
+        )
         print(f"{high:.3f}, {low:.3f}")
         seen.append(high > low)
     return all(seen)
@@ -150,7 +213,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_training(parser, small="4 epochs, 15 seconds")
     add_controls(parser)
     add = parser.add_argument_group("resolutions").add_argument
-    add("--sizes", type=from_least(1), nargs="+", help="of the test images (default: 1/2 to 2 times the training's)")
+    add(
+        "--sizes",
+        type=from_least(1),
+        nargs="+",
+        help="of the test images (default: 1/2 to 2 times the training's)",
+    )
     add_output(parser)
     args = parsed(parser, arguments, "test_resolution")
     settle(parser, args)

@@ -58,9 +58,19 @@ KEPT = ("top1", "val_loss", "train_loss", "train_top1")
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
-    output = RunOutput(args.out, "when_to_reparameterize", options, resume=args.resume, overwrite=args.overwrite)
-    found = xr.concat([one_run(args, output, t1) for t1 in args.times], "t1", join="outer")
+    options = {
+        name: value for name, value in vars(args).items() if name not in NOT_SAVED
+    }
+    output = RunOutput(
+        args.out,
+        "when_to_reparameterize",
+        options,
+        resume=args.resume,
+        overwrite=args.overwrite,
+    )
+    found = xr.concat(
+        [one_run(args, output, t1) for t1 in args.times], "t1", join="outer"
+    )
     found["images"] = found.images.max()  # also of the CNN
     output.save(found)
     draw(found).savefig(output.figure, dpi=200)
@@ -93,13 +103,24 @@ def one_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Dataset:
     )
     with refused(ValueError, OSError):
         results = [asdict(result) for result in train(config, resume=folder.exists())]
-    recorded, seen = tcnn_probe.open(folder / "recording.zarr"), {"heads": 0, "images": 0}
+    recorded, seen = (
+        tcnn_probe.open(folder / "recording.zarr"),
+        {"heads": 0, "images": 0},
+    )
     if "heads" in recorded.children:  # the CNN has none
         last = recorded["heads"].dataset.isel(epoch=-1)
-        seen = {"heads": int(last.gate.notnull().sum()), "images": int(last.images.max())}
-    measured: dict[str, Any] = {name: (("t1", "epoch"), [[result[name] for result in results]]) for name in KEPT}
+        seen = {
+            "heads": int(last.gate.notnull().sum()),
+            "images": int(last.images.max()),
+        }
+    measured: dict[str, Any] = {
+        name: (("t1", "epoch"), [[result[name] for result in results]]) for name in KEPT
+    }
     coords = {"t1": [t1], "epoch": [result["epoch"] for result in results]}
-    return xr.Dataset({**measured, **{name: ("t1", [number]) for name, number in seen.items()}}, coords)
+    return xr.Dataset(
+        {**measured, **{name: ("t1", [number]) for name, number in seen.items()}},
+        coords,
+    )
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -109,11 +130,21 @@ def draw(found: xr.Dataset) -> Figure:
     a, b = figure.subplots(1, 2, sharey=True)
     ends, error = at_the_end(found)
     a.errorbar(found.t1, ends, error, color="0.2", marker="o", capsize=3)
-    a.set(xlabel="t1: epochs before it becomes a T-CNN", ylabel="validation accuracy", title="accuracy at the end")
+    a.set(
+        xlabel="t1: epochs before it becomes a T-CNN",
+        ylabel="validation accuracy",
+        title="accuracy at the end",
+    )
     colors = mpl.colormaps["viridis"].resampled(found.sizes["t1"] + 1)
     for at, t1 in enumerate(found.t1.values):
         one = found.top1.sel(t1=t1)
-        b.plot(found.epoch, one, color=colors(at), lw=1.6, label=f"{t1}" if found.heads[at] else f"{t1}: the CNN")
+        b.plot(
+            found.epoch,
+            one,
+            color=colors(at),
+            lw=1.6,
+            label=f"{t1}" if found.heads[at] else f"{t1}: the CNN",
+        )
         if found.heads[at]:
             b.plot([t1], [float(one.sel(epoch=t1))], "o", color=colors(at), ms=5)
     b.set(xlabel="epoch", title="accuracy by epoch; dots: becomes a T-CNN")
@@ -134,12 +165,18 @@ def table(found: xr.Dataset) -> str:
     """Table 3 of the paper, and what the standard errors tell apart."""
     ends, error = at_the_end(found)
     total, best = int(found.epoch[-1]), int(ends.argmax("t1"))
-    lines = [f"\n{'t1':>5}{'t2':>5}{'heads':>7}{'top-1':>8}   (one seed each, {int(found.images)} validation images)"]
-    for t1, end, heads in zip(found.t1.values, ends.values, found.heads.values, strict=True):
+    lines = [
+        f"\n{'t1':>5}{'t2':>5}{'heads':>7}{'top-1':>8}   (one seed each, {int(found.images)} validation images)"
+    ]
+    for t1, end, heads in zip(
+        found.t1.values, ends.values, found.heads.values, strict=True
+    ):
         lines.append(f"{t1:>5}{total - t1:>5}{heads:>7}{end:>8.3f}")
     apart = ends[best] - ends > 2 * (error**2 + error[best] ** 2) ** 0.5
     behind = ", ".join(str(t1) for t1 in found.t1.values[apart.values]) or "none"
-    lines.append(f"most accurate: t1 = {int(found.t1[best])}; behind it by more than two standard errors: {behind}")
+    lines.append(
+        f"most accurate: t1 = {int(found.t1[best])}; behind it by more than two standard errors: {behind}"
+    )
     return "\n".join(lines)
 
 
@@ -149,11 +186,22 @@ def check(found: xr.Dataset) -> bool:
     for t1, of_run in found.groupby("t1"):
         run = of_run.squeeze("t1")
         untrained = max(float(run.top1[0]), 1 / float(found.images))
-        seen.append(learned(f"the run of t1 = {t1}", float(run.top1[-1]), int(found.images), untrained))
+        seen.append(
+            learned(
+                f"the run of t1 = {t1}",
+                float(run.top1[-1]),
+                int(found.images),
+                untrained,
+            )
+        )
         seen.append((int(run.heads) > 0) == (t1 < int(found.epoch[-1])))
         if not seen[-1]:
-            print(f"check: the run of t1 = {t1} has {int(run.heads)} heads: NOT what it should have become")
-    print(f"check: {sum(seen)} of {len(seen)} hold: runs that learned, and became T-CNNs where they should")
+            print(
+                f"check: the run of t1 = {t1} has {int(run.heads)} heads: NOT what it should have become"
+            )
+    print(
+        f"check: {sum(seen)} of {len(seen)} hold: runs that learned, and became T-CNNs where they should"
+    )
     return all(seen)
 
 
@@ -162,31 +210,73 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     add = parser.add_argument_group("model and data").add_argument
     add("--model", help="timm name of a CNN (default: test_resnet, a small one)")
-    add("--data", default="digits", help="folder with train/ and val/, and in each a folder a class (default: digits)")
-    add("--img-size", type=from_least(1), help="height and width of the images (default: 64; 224 for --data)")
-    add("--limit", type=from_least(4), help="use only so many training images, and as many to validate on")
+    add(
+        "--data",
+        default="digits",
+        help="folder with train/ and val/, and in each a folder a class (default: digits)",
+    )
+    add(
+        "--img-size",
+        type=from_least(1),
+        help="height and width of the images (default: 64; 224 for --data)",
+    )
+    add(
+        "--limit",
+        type=from_least(4),
+        help="use only so many training images, and as many to validate on",
+    )
     group = parser.add_argument_group("training")
     add = group.add_argument
     add("--epochs", type=from_least(2), help="t1 + t2 (default: 12; 400 for --data)")
-    add("--times", type=from_least(0), nargs="+", help="t1 (default: 0, 1/4, 1/2, 3/4 and all of --epochs)")
-    add("--batch-size", type=from_least(1), help="images per step (default: 32; 256 for --data)")
+    add(
+        "--times",
+        type=from_least(0),
+        nargs="+",
+        help="t1 (default: 0, 1/4, 1/2, 3/4 and all of --epochs)",
+    )
+    add(
+        "--batch-size",
+        type=from_least(1),
+        help="images per step (default: 32; 256 for --data)",
+    )
     add("--lr", type=positive_number, help="peak learning rate (default: 0.1)")
     add_machine(group, small="2 of 4 epochs, 20 seconds")
     add_output(parser)
     args = parsed(parser, arguments, "when_to_reparameterize")
-    defaults: dict[str, Any] = {"img_size": 64, "epochs": 12, "batch_size": 32, "lr": 0.1}
+    defaults: dict[str, Any] = {
+        "img_size": 64,
+        "epochs": 12,
+        "batch_size": 32,
+        "lr": 0.1,
+    }
     if args.small:
-        defaults |= {"img_size": 48, "epochs": 3, "limit": 240, "batch_size": 16, "times": [1, 3]}
+        defaults |= {
+            "img_size": 48,
+            "epochs": 3,
+            "limit": 240,
+            "batch_size": 16,
+            "times": [1, 3],
+        }
     if args.data != "digits":
         need_model(parser, args)
         if args.small:
-            parser.error("--small is for the digits; with --data, --limit and --epochs make a run short")
+            parser.error(
+                "--small is for the digits; with --data, --limit and --epochs make a run short"
+            )
         defaults = {"img_size": 224, "epochs": 400, "batch_size": 256, "lr": 0.1}
     fill_in(args, defaults)
-    fill_in(args, {"model": "test_resnet", "times": [args.epochs * share // 4 for share in range(5)]})
+    fill_in(
+        args,
+        {
+            "model": "test_resnet",
+            "times": [args.epochs * share // 4 for share in range(5)],
+        },
+    )
     args.times = sorted({*args.times})
     if len(args.times) < 2 or args.times[-1] > args.epochs:
-        parser.error(f"--times: expected at least two, none above --epochs {args.epochs}, got {args.times}")
+        parser.error(
+            f"--times: expected at least two, none above --epochs {args.epochs}, got {args.times}"
+        )
     return args
 
 

@@ -21,22 +21,44 @@ _COLUMNS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 2 for wrong arguments or recordings."""
-    parser = argparse.ArgumentParser(prog="tcnn-probe", description="Look at recordings.")
+    parser = argparse.ArgumentParser(
+        prog="tcnn-probe", description="Look at recordings."
+    )
     parser.add_argument("--version", action="version", version=tcnn_probe.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("show", help="layers, marks, the last mark's numbers, types of heads, what is missing")
+    show = commands.add_parser(
+        "show",
+        help="layers, marks, the last mark's numbers, types of heads, what is missing",
+    )
     show.add_argument("store", help="path or URL of a recording")
-    compare = commands.add_parser("compare", help="the numbers of two recordings at their last common mark")
+    compare = commands.add_parser(
+        "compare", help="the numbers of two recordings at their last common mark"
+    )
     compare.add_argument("stores", nargs=2, metavar="store")
     plot = commands.add_parser("plot", help="a variable over the marks, as a figure")
     plot.add_argument("store")
     plot.add_argument("variable", help="such as entropy")
-    plot.add_argument("-o", "--output", required=True, metavar="FILE", help="of any kind that matplotlib writes")
+    plot.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="of any kind that matplotlib writes",
+    )
     plot.add_argument("--layers", default="*", metavar="GLOB", help="default: all")
-    report = commands.add_parser("report", help="one page to look at in a browser, of one recording or two")
+    report = commands.add_parser(
+        "report", help="one page to look at in a browser, of one recording or two"
+    )
     report.add_argument("stores", nargs="+", metavar="store")
-    report.add_argument("-o", "--output", required=True, metavar="FILE", help="such as report.html")
-    report.add_argument("--max-mb", type=float, default=100, help="leave out maps until the page fits; default: 100")
+    report.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="such as report.html"
+    )
+    report.add_argument(
+        "--max-mb",
+        type=float,
+        default=100,
+        help="leave out maps until the page fits; default: 100",
+    )
     options = parser.parse_args(arguments)
     try:
         if options.command == "show":
@@ -55,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _printable(text: str) -> str:
     """Escape what a terminal would take for commands: names of layers and attributes are those of a foreign file."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1]
+        for letter in text
+    )
 
 
 def _open_numbers(store: str) -> xr.Dataset:
@@ -73,20 +98,43 @@ def _describe(store: str) -> str:
     lines = [
         f"{store}: {ds.attrs.get('model_class', 'a model')}, {len(marks)} marks, {along} {marks[0]} to {marks[-1]}"
     ]
-    groups = [path.strip("/") for path, node in tree.subtree_with_keys if node.data_vars]
+    groups = [
+        path.strip("/") for path, node in tree.subtree_with_keys if node.data_vars
+    ]
     groups = [path for path in groups if path not in (".", "", "heads")]
     if groups:
         lines.append("also recorded: " + ", ".join(groups))
-    scalars = {name: values.item() for name, values in last.data_vars.items() if not values.dims}
-    lines += [f"at {along} {marks[-1]}:", *(f"  {name} {value:.6g}" for name, value in scalars.items())]
+    scalars = {
+        name: values.item()
+        for name, values in last.data_vars.items()
+        if not values.dims
+    }
+    lines += [
+        f"at {along} {marks[-1]}:",
+        *(f"  {name} {value:.6g}" for name, value in scalars.items()),
+    ]
     if "layer" in ds.dims:
         lines += ["", _table(last).to_string(float_format="{:.4g}".format, na_rep="")]
         types = tcnn_probe.head_types(ds).isel({along: -1})
-        counts = {name: int((types == name).sum()) for name in sorted(set(types.values.ravel())) if name}
-        lines += ["", "types of heads: " + ", ".join(f"{count} {name}" for name, count in counts.items())]
+        counts = {
+            name: int((types == name).sum())
+            for name in sorted(set(types.values.ravel()))
+            if name
+        }
+        lines += [
+            "",
+            "types of heads: "
+            + ", ".join(f"{count} {name}" for name, count in counts.items()),
+        ]
     for variable, reasons in json.loads(ds.attrs.get("missing", "{}")).items():
-        lines += [f"missing: {variable} of {layer}: {reason}" for layer, reason in reasons.items()]
-    lines += [f"unsupported: {layer}: {why}" for layer, why in json.loads(ds.attrs.get("unsupported", "{}")).items()]
+        lines += [
+            f"missing: {variable} of {layer}: {reason}"
+            for layer, reason in reasons.items()
+        ]
+    lines += [
+        f"unsupported: {layer}: {why}"
+        for layer, why in json.loads(ds.attrs.get("unsupported", "{}")).items()
+    ]
     return "\n".join(lines)
 
 
@@ -100,7 +148,9 @@ def _compare(first: str, second: str) -> str:
     a, b = _open_numbers(first), _open_numbers(second)
     along = a.attrs["along"]
     if b.attrs["along"] != along:
-        raise ValueError(f"{first} was marked by {along}, {second} by {b.attrs['along']}")
+        raise ValueError(
+            f"{first} was marked by {along}, {second} by {b.attrs['along']}"
+        )
     common = set(a[along].values.tolist()) & set(b[along].values.tolist())
     if not common:
         raise ValueError(f"{first} and {second} have no {along} in common")
@@ -117,9 +167,14 @@ def _compare(first: str, second: str) -> str:
             unique = [layer for layer in present if layer not in compared]
             if unique:
                 lines.append(f"  only in {store}: {', '.join(unique)}")
-        difference = (_table(b) - _table(a)).dropna(how="all", axis=0).dropna(how="all", axis=1)
+        difference = (
+            (_table(b) - _table(a)).dropna(how="all", axis=0).dropna(how="all", axis=1)
+        )
         if difference.size:
-            lines += ["", difference.to_string(float_format="{:+.4g}".format, na_rep="")]
+            lines += [
+                "",
+                difference.to_string(float_format="{:+.4g}".format, na_rep=""),
+            ]
     return "\n".join(lines)
 
 
@@ -131,12 +186,18 @@ def _plot(store: str, variable: str, layers: str, output: str) -> None:
 
     ds = _open_numbers(store)
     if variable not in ds.data_vars:
-        raise ValueError(f"{store} has no {variable!r}; it has {', '.join(map(str, ds.data_vars))}")
+        raise ValueError(
+            f"{store} has no {variable!r}; it has {', '.join(map(str, ds.data_vars))}"
+        )
     values = ds[variable]
     if "layer" in values.dims:
-        names = [name for name in values.layer.values.tolist() if fnmatchcase(name, layers)]
+        names = [
+            name for name in values.layer.values.tolist() if fnmatchcase(name, layers)
+        ]
         if not names:
-            raise ValueError(f"no layer of {store} fits {layers!r}; there are {', '.join(values.layer.values)}")
+            raise ValueError(
+                f"no layer of {store} fits {layers!r}; there are {', '.join(values.layer.values)}"
+            )
         values = values.sel(layer=names)
     figure = plt.figure(layout="constrained")
     tcnn_probe.plot.evolution(values, figure.subplots())

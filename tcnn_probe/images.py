@@ -16,16 +16,22 @@ from tcnn_probe.models import unwrap
 __all__ = ["as_images"]
 
 _CONVENTION = (
-    "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, file names, bytes"
+    "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, "
+    "file names, bytes"
 )
-_LARGEST = 20  # normalised pixels reach about 3; bytes that were not divided by 255 reach 255
+# Normalised pixels reach about 3; bytes that were not divided by 255 reach 255.
+_LARGEST = 20
 
 
 def _is_picture(image: Any) -> bool:
     """Recognise a single picture: PIL, a file name, or bytes (H, W), (H, W, C) or (C, H, W)."""
     if isinstance(image, (str, os.PathLike, Image.Image)):
         return True
-    return isinstance(image, (np.ndarray, Tensor)) and image.dtype in (np.uint8, torch.uint8) and image.ndim in (2, 3)
+    return (
+        isinstance(image, (np.ndarray, Tensor))
+        and image.dtype in (np.uint8, torch.uint8)
+        and image.ndim in (2, 3)
+    )
 
 
 def as_pictures(images: Any) -> list[Image.Image] | None:
@@ -33,8 +39,16 @@ def as_pictures(images: Any) -> list[Image.Image] | None:
     if _is_picture(images):
         images = [images]
     elif isinstance(images, (np.ndarray, Tensor)):
-        images = list(images) if images.ndim == 4 and images.dtype in (np.uint8, torch.uint8) else []
-    if not isinstance(images, Sequence) or not images or not all(map(_is_picture, images)):
+        images = (
+            list(images)
+            if images.ndim == 4 and images.dtype in (np.uint8, torch.uint8)
+            else []
+        )
+    if (
+        not isinstance(images, Sequence)
+        or not images
+        or not all(map(_is_picture, images))
+    ):
         return None
     return [_as_pil(image) for image in images]
 
@@ -71,10 +85,14 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
     images = as_batch(images, _CONVENTION)
     largest = float(images.detach().abs().amax())
     if not math.isfinite(largest):
-        raise ValueError(f"expected {_CONVENTION}; got values that are no finite numbers")
+        raise ValueError(
+            f"expected {_CONVENTION}; got values that are no finite numbers"
+        )
     # A smaller deviation, such as 1 / 255, belongs to a model that takes values as large as bytes.
     if largest > _LARGEST and min(_config(unwrap(model)).get("std", (1,))) > 0.02:
-        raise ValueError(f"expected {_CONVENTION}; got values up to {largest:.4g}: divide by 255, then normalise")
+        raise ValueError(
+            f"expected {_CONVENTION}; got values up to {largest:.4g}: divide by 255, then normalise"
+        )
     return images
 
 
@@ -83,21 +101,33 @@ def as_batch(images: Any, expected: str) -> Tensor:
 
     Raise TypeError or ValueError, with ``expected`` in the message, if these are no images.
     """
-    if isinstance(images, Sequence) and images and all(isinstance(x, (Tensor, np.ndarray)) for x in images):
+    if (
+        isinstance(images, Sequence)
+        and images
+        and all(isinstance(x, (Tensor, np.ndarray)) for x in images)
+    ):
         shapes = {tuple(x.shape) for x in images}
         if len(shapes) > 1:
-            raise ValueError(f"expected images, {expected}; got tensors of different shapes: {sorted(shapes)}")
+            raise ValueError(
+                f"expected images, {expected}; got tensors of different shapes: {sorted(shapes)}"
+            )
         images = torch.stack([torch.as_tensor(x) for x in images])
     if not isinstance(images, Tensor):
-        array = np.array(images)  # a copy: torch.from_numpy takes no array that is read-only or has negative strides
+        array = np.array(
+            images
+        )  # a copy: torch.from_numpy takes no array that is read-only or has negative strides
         if array.dtype.kind not in "fiub":
             raise TypeError(f"expected images, {expected}; got {type(images).__name__}")
         images = torch.from_numpy(array)
     images = images[None] if images.ndim == 3 else images
     if images.ndim != 4 or images.numel() == 0:
-        raise ValueError(f"expected images, {expected}; got shape {tuple(images.shape)}")
+        raise ValueError(
+            f"expected images, {expected}; got shape {tuple(images.shape)}"
+        )
     if images.shape[-1] in (1, 3, 4) and images.shape[1] > 4 and images.shape[2] > 4:
-        raise ValueError(f"expected images, {expected}; got channels last, shape {tuple(images.shape)}")
+        raise ValueError(
+            f"expected images, {expected}; got channels last, shape {tuple(images.shape)}"
+        )
     if not images.is_floating_point():
         raise TypeError(f"expected images, {expected}; got {images.dtype}")
     return images
@@ -113,15 +143,23 @@ def _as_pil(image: Any) -> Image.Image:
     if array.ndim == 3 and array.shape[-1] not in (1, 3, 4):
         array = array.transpose(1, 2, 0)  # (C, H, W)
     if array.ndim == 3 and array.shape[-1] not in (1, 3, 4):
-        raise ValueError(f"expected bytes of shape (H, W), (H, W, C) or (C, H, W), C of 1, 3 or 4; got {image.shape}")
-    if array.ndim == 3 and array.shape[-1] == 1:  # PIL takes grey images without the axis of channels
+        raise ValueError(
+            f"expected bytes of shape (H, W), (H, W, C) or (C, H, W), C of 1, 3 or 4; got {image.shape}"
+        )
+    if (
+        array.ndim == 3 and array.shape[-1] == 1
+    ):  # PIL takes grey images without the axis of channels
         array = array[..., 0]
     return Image.fromarray(array).convert("RGB")
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
     """Return input size, mean and std of a model of timm; nothing for others."""
-    return timm.data.resolve_model_data_config(model) if getattr(model, "pretrained_cfg", None) else {}
+    return (
+        timm.data.resolve_model_data_config(model)
+        if getattr(model, "pretrained_cfg", None)
+        else {}
+    )
 
 
 def _transform(model: nn.Module) -> Any:
@@ -136,6 +174,8 @@ def _transform(model: nn.Module) -> Any:
             f"floating-point tensor (B, C, H, W), normalised as the model takes it{hint}"
         )
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    if size is not None:  # create_model(..., img_size=...) does not change the size in pretrained_cfg
+    if (
+        size is not None
+    ):  # create_model(..., img_size=...) does not change the size in pretrained_cfg
         config["input_size"] = (config["input_size"][0], *size)
     return timm.data.create_transform(**config, is_training=False)

@@ -30,7 +30,9 @@ def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
     """
     along = ds.attrs.get("along")
     if along not in ds.dims:
-        raise ValueError("expected a recording: recorder.dataset, or xarray.open_zarr(path)")
+        raise ValueError(
+            "expected a recording: recorder.dataset, or xarray.open_zarr(path)"
+        )
     flat: dict[str, float] = {}
     for name, values in ds.isel({along: -1}).data_vars.items():
         if not heads and "head" in values.dims:

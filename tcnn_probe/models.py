@@ -38,8 +38,13 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers of torch such as DistributedDataParallel."""
-    while isinstance(inner := getattr(model, "module", None), nn.Module) and len(list(model.children())) == 1:
-        if not type(model).__module__.startswith("torch."):  # a user's own module with a child called "module"
+    while (
+        isinstance(inner := getattr(model, "module", None), nn.Module)
+        and len(list(model.children())) == 1
+    ):
+        if not type(model).__module__.startswith(
+            "torch."
+        ):  # a user's own module with a child called "module"
             break
         model = inner
     return model
@@ -49,11 +54,15 @@ def layer_names(model: nn.Module) -> dict[nn.Module, str]:
     """Map modules to their names, in the model's order, without the parts that wrappers add."""
     names = {}
     for name, module in unwrap(model).named_modules():
-        names[module] = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        names[module] = ".".join(
+            part for part in name.split(".") if part not in _WRAPPERS
+        )
     return names | {module: "" for module in model.modules() if module not in names}
 
 
-def wanted_layers(model: nn.Module, layers: LayerFilter | None) -> frozenset[str] | None:
+def wanted_layers(
+    model: nn.Module, layers: LayerFilter | None
+) -> frozenset[str] | None:
     """Return the names that ``layers`` selects, None for all; raise ValueError for a layer that the model lacks."""
     if layers is None:
         return None
@@ -66,7 +75,10 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        if (
+            hasattr(module, "_orig_mod")
+            or getattr(module, "_compiled_call_impl", None) is not None
+        ):
             raise TypeError(
                 f"{f'the part {name!r} of the model' if name else 'the model'} is compiled, and hooks attached after "
                 f"compilation are ignored: record the original model, or attach before torch.compile"
@@ -88,7 +100,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         try:
             model.eval()
             for parameter, _ in gradients:
-                parameter.grad = None  # backwards inside would add to the user's gradients
+                parameter.grad = (
+                    None  # backwards inside would add to the user's gradients
+                )
             with balanced_modes(), hidden_from_recorders(), torch.inference_mode(False):
                 yield
         finally:
@@ -114,7 +128,9 @@ def image_numbers(images: Any) -> tuple[int, ...]:
     if images is None:
         return ()
     if not isinstance(images, Collection):
-        images = range(whole_number(images, "images, a number of them or the numbers of some"))
+        images = range(
+            whole_number(images, "images, a number of them or the numbers of some")
+        )
     return tuple(sorted({whole_number(number, "each of images") for number in images}))
 
 
@@ -127,9 +143,15 @@ def class_indices(labels: Any, what: str, classes: int | None = None) -> Tensor:
         indices = torch.as_tensor(labels).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"expected class indices for {what}, got {labels!r}") from error
-    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
+    if (
+        indices.is_floating_point()
+        or indices.is_complex()
+        or indices.dtype == torch.bool
+    ):
         raise TypeError(f"expected class indices for {what}, got {indices.dtype}")
-    outside = indices[(indices < 0) | (indices >= (torch.inf if classes is None else classes))]
+    outside = indices[
+        (indices < 0) | (indices >= (torch.inf if classes is None else classes))
+    ]
     if outside.numel():
         span = "" if classes is None else f" to {classes - 1}"
         raise ValueError(f"expected {what} from 0{span}, got {int(outside[0])}")
@@ -138,16 +160,28 @@ def class_indices(labels: Any, what: str, classes: int | None = None) -> Tensor:
 
 def floating_tensor(model: nn.Module) -> Tensor | None:
     """Return a parameter or buffer, for the dtype and device of the model's images; None if it has none."""
-    return next((tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point()), None)
+    return next(
+        (
+            tensor
+            for tensor in chain(model.parameters(), model.buffers())
+            if tensor.is_floating_point()
+        ),
+        None,
+    )
 
 
-def batches(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[tuple[slice, Tensor]]:
+def batches(
+    model: nn.Module, images: Tensor, batch_size: int
+) -> Iterator[tuple[slice, Tensor]]:
     """Iterate over batches: the slice of the images, and a copy in the model's dtype and on its device."""
     tensor = floating_tensor(model)
     reference = images if tensor is None else tensor
     for start in range(0, len(images), batch_size):
         rows = slice(start, min(start + batch_size, len(images)))
-        yield rows, images[rows].detach().to(reference.device, reference.dtype, copy=True)
+        yield (
+            rows,
+            images[rows].detach().to(reference.device, reference.dtype, copy=True),
+        )
 
 
 def scores_of(output: Any) -> Any:
@@ -159,12 +193,29 @@ def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
     """Return the model's scores, shape (B, K), or its output's ``logits``; raise TypeError for anything else."""
     scores = scores_of(model(images))
     if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
-        got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise TypeError(f"expected the model to give a score for each class, shape ({len(images)}, K), got {got}")
+        got = (
+            f"shape {tuple(scores.shape)}"
+            if isinstance(scores, Tensor)
+            else type(scores).__name__
+        )
+        raise TypeError(
+            f"expected the model to give a score for each class, shape ({len(images)}, K), got {got}"
+        )
     return scores
 
 
-def progress_bar(total: int | None, what: str, progress: bool | None, unit: str = "image") -> Any:
+def progress_bar(
+    total: int | None, what: str, progress: bool | None, unit: str = "image"
+) -> Any:
     """Make a progress bar, shown at once (True), never (False) or after three seconds on a terminal (None)."""
-    disable = None if progress is None else not progress  # None, in tqdm: unless stderr is a terminal
-    return tqdm(total=total, desc=what, unit=unit, leave=False, disable=disable, delay=3 if progress is None else 0)
+    disable = (
+        None if progress is None else not progress
+    )  # None, in tqdm: unless stderr is a terminal
+    return tqdm(
+        total=total,
+        desc=what,
+        unit=unit,
+        leave=False,
+        disable=disable,
+        delay=3 if progress is None else 0,
+    )

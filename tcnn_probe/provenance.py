@@ -30,13 +30,20 @@ def versions(*packages: str) -> dict[str, str]:
         "creation_library": "tcnn_probe",
         "creation_library_version": _version("tcnn-probe"),
         "python_version": platform.python_version(),
-        **{f"{package}_version": _version(package) for package in ("torch", "timm", "xarray", "zarr", *packages)},
+        **{
+            f"{package}_version": _version(package)
+            for package in ("torch", "timm", "xarray", "zarr", *packages)
+        },
     }
 
 
 def _class(model: "nn.Module") -> type:
     """The user's own, of which torch's fully_shard makes a subclass."""
-    return next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed"))
+    return next(
+        cls
+        for cls in type(model).__mro__
+        if not cls.__module__.startswith("torch.distributed")
+    )
 
 
 @cache

@@ -44,7 +44,11 @@ class Variable:
     @property
     def attrs(self) -> dict[str, str]:
         """Attributes of the stored array."""
-        return {"units": self.units, "long_name": self.long_name, "description": self.description}
+        return {
+            "units": self.units,
+            "long_name": self.long_name,
+            "description": self.description,
+        }
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,13 @@ class Group:
 
     variables: Mapping[str, Variable]
     layers: Mapping[str, Mapping[str, Any]]
-    sizes: Mapping[str, int] = field(default_factory=dict)  # of each further dimension, such as {"head": 6}
+    sizes: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of each further dimension, such as {"head": 6}
     maps: bool = False  # whether the variables are maps, much larger than numbers: one shard for each mark
-    coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # labels along some of these; others count from 0
+    coords: Mapping[str, Sequence[Any]] = field(
+        default_factory=dict
+    )  # labels along some of these; others count from 0
 
     def shape(self, variable: str) -> tuple[int, ...]:
         """Lengths of a variable's dimensions, without that of the marks."""
@@ -66,7 +74,9 @@ class Group:
         return tuple(lengths[dim] for dim in self.variables[variable].dims)
 
 
-def difference(stored: Mapping[str, Group], measured: Mapping[str, Group]) -> str | None:
+def difference(
+    stored: Mapping[str, Group], measured: Mapping[str, Group]
+) -> str | None:
     """Name the first difference between the groups of a store and those to be recorded; None if they agree."""
     for old, new in zip(_facts(stored), _facts(measured), strict=True):
         for fact in {**old, **new}:
@@ -77,22 +87,40 @@ def difference(stored: Mapping[str, Group], measured: Mapping[str, Group]) -> st
 
 def _facts(groups: Mapping[str, Group]) -> list[dict[str, Any]]:
     """Return the facts that two recordings must share, from the coarse to the fine."""
-    kinds: list[dict[str, Any]] = [{f"group {path!r}": "present" for path in groups}, {}, {}, {}, {}, {}]
+    kinds: list[dict[str, Any]] = [
+        {f"group {path!r}": "present" for path in groups},
+        {},
+        {},
+        {},
+        {},
+        {},
+    ]
     for path, group in groups.items():
         where = f"in group {path!r}, " if path else ""
-        layers = json.loads(json.dumps({name: dict(about) for name, about in group.layers.items()}))
+        layers = json.loads(
+            json.dumps({name: dict(about) for name, about in group.layers.items()})
+        )
         kinds[1] |= {f"{where}layer {name!r}": about for name, about in layers.items()}
         kinds[2] |= {f"{where}order of layers": list(layers)}
-        kinds[3] |= {f"{where}dimension {name!r}": size for name, size in group.sizes.items()}
-        kinds[4] |= {f"{where}labels along {name!r}": list(labels) for name, labels in group.coords.items()}
+        kinds[3] |= {
+            f"{where}dimension {name!r}": size for name, size in group.sizes.items()
+        }
+        kinds[4] |= {
+            f"{where}labels along {name!r}": list(labels)
+            for name, labels in group.coords.items()
+        }
         for name, about in group.variables.items():
             dims = ", ".join(about.dims)
-            kinds[5][f"{where}variable {name!r}"] = f"{about.dtype} of ({dims}), units {about.units!r}"
+            kinds[5][f"{where}variable {name!r}"] = (
+                f"{about.dtype} of ({dims}), units {about.units!r}"
+            )
     return kinds
 
 
 COUNTS: dict[str, Variable] = {
-    "images": Variable(("layer",), "1", "images", "Images that the layer saw since the previous mark."),
+    "images": Variable(
+        ("layer",), "1", "images", "Images that the layer saw since the previous mark."
+    ),
     "nonfinite_images": Variable(
         ("layer",),
         "1",
@@ -108,13 +136,22 @@ COORDINATES: dict[str, dict[str, str]] = {
         "description": "Index of the head; for a reparameterized convolution its kernel tap, row-major. "
         "NaN beyond a layer's own number of heads.",
     },
-    "channel": {"long_name": "channel", "description": "Index of the channel. NaN beyond a layer's own."},
-    "image": {"long_name": "image", "description": "Which image of the epoch, counted from 0 as they pass."},
+    "channel": {
+        "long_name": "channel",
+        "description": "Index of the channel. NaN beyond a layer's own.",
+    },
+    "image": {
+        "long_name": "image",
+        "description": "Which image of the epoch, counted from 0 as they pass.",
+    },
     "class": {
         "long_name": "class",
         "description": "Index of the class if classes= names some; else its rank by the model's output, 0 the best.",
     },
-    "window": {"long_name": "window", "description": "Index of the window of the image, in the layer's own order."},
+    "window": {
+        "long_name": "window",
+        "description": "Index of the window of the image, in the layer's own order.",
+    },
     "y": {"long_name": "row", "description": "Row of the grid of keys."},
     "x": {"long_name": "column", "description": "Column of the grid of keys."},
 }

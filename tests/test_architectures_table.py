@@ -13,6 +13,10 @@ def test_the_page_is_up_to_date(tmp_path: Path) -> None:
     runpy.run_path(str(DOCS / "architectures.py"))["main"](["--out", str(out)])
     text = out.read_text()
     assert text == (DOCS / "architectures.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in text.splitlines()
+        if line.startswith("| `")
+    ]
     assert sorted(name.strip("`") for name, _ in rows) == sorted(RECORDS)
     assert all(words for _, words in rows)

@@ -12,7 +12,9 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_corruptions", DOCS / "corruptions.py")
+    spec = importlib.util.spec_from_file_location(
+        "docs_corruptions", DOCS / "corruptions.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -24,14 +26,22 @@ def test_the_table_is_that_of_the_code(script: ModuleType) -> None:
     assert script.table() in (DOCS / "corruptions.md").read_text()
 
 
-def test_the_figure_is_drawn(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figure_is_drawn(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script.main(["--size", "11", "--out", str(tmp_path / "figure.png")])
     assert script.table() in capsys.readouterr().out
     with Image.open(tmp_path / "figure.png") as figure:
         drawn = figure.size
-    assert drawn == (script.LEFT + 15 * (11 + script.GAP), script.TOP + 5 * (11 + script.GAP))
+    assert drawn == (
+        script.LEFT + 15 * (11 + script.GAP),
+        script.TOP + 5 * (11 + script.GAP),
+    )
     with Image.open(DOCS / "corruptions.png") as shown:
-        assert shown.size == (script.LEFT + 15 * (80 + script.GAP), script.TOP + 5 * (80 + script.GAP))
+        assert shown.size == (
+            script.LEFT + 15 * (80 + script.GAP),
+            script.TOP + 5 * (80 + script.GAP),
+        )
 
 
 def test_it_times(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

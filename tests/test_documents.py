@@ -26,7 +26,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create = timm.create_model
 
     def narrow(name: str, **options: Any) -> nn.Module:
-        few = {"channels": (32, 32, 64, 64)} if name.startswith("resnet") else {"embed_dim": 48}
+        few = (
+            {"channels": (32, 32, 64, 64)}
+            if name.startswith("resnet")
+            else {"embed_dim": 48}
+        )
         narrowed = name.startswith(("resnet", "vit_", "deit"))
         return create(name, **(few if narrowed else {}) | options)
 
@@ -39,8 +43,17 @@ def test_readme_examples_run() -> None:
     images, labels = torch.randn(6, 3, 64, 96), torch.arange(6) % 3
     loader = DataLoader(TensorDataset(images, labels), batch_size=3)
     names: dict[str, object] = {"train_loader": loader, "val_loader": loader}
-    for block in [*blocks, *(block for block in blocks if '"run.zarr", mode' in block)]:  # a script is run twice
-        exec(block.replace("epochs=10, warmup_epochs=2", "epochs=2, warmup_epochs=1, progress=False"), names)
+    for block in [
+        *blocks,
+        *(block for block in blocks if '"run.zarr", mode' in block),
+    ]:  # a script is run twice
+        exec(
+            block.replace(
+                "epochs=10, warmup_epochs=2",
+                "epochs=2, warmup_epochs=1, progress=False",
+            ),
+            names,
+        )
     assert xr.open_zarr("run.zarr").epoch.values.tolist() == [0, 1, 2]
     assert xr.open_zarr("deit3.zarr").sizes == {"epoch": 1, "layer": 12, "head": 6}
 
@@ -72,15 +85,27 @@ def test_examples_of_the_documents_run(name: str, least: int) -> None:
         exec(block, names)
         plt.close("all")
     if name == "recording.md":
-        assert xr.open_zarr("vit.zarr").top1.values.tolist() == [0.5, 0.5, 0.5, 0.6, 0.6]
+        assert xr.open_zarr("vit.zarr").top1.values.tolist() == [
+            0.5,
+            0.5,
+            0.5,
+            0.6,
+            0.6,
+        ]
 
 
 def test_examples_of_aggregation_run() -> None:
     small = '"patchconvnet_s60", embed_dim=16, depth=2'
     names: dict[str, object] = {}
-    blocks = [block.replace('"patchconvnet_s60"', small) for block in python_blocks(ROOT / "docs" / "aggregation.md")]
+    blocks = [
+        block.replace('"patchconvnet_s60"', small)
+        for block in python_blocks(ROOT / "docs" / "aggregation.md")
+    ]
     assert blocks
-    torch.save(timm.create_model("patchconvnet_s60", embed_dim=16, depth=2).state_dict(), "s60.pth")
+    torch.save(
+        timm.create_model("patchconvnet_s60", embed_dim=16, depth=2).state_dict(),
+        "s60.pth",
+    )
     for block in blocks:
         exec(block, names)
     special = names["special"]
@@ -89,10 +114,14 @@ def test_examples_of_aggregation_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("studies/*.md")], ids=lambda path: path.name
+    "path",
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("studies/*.md")],
+    ids=lambda path: path.name,
 )
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", re.sub("`[^`]*`", "", path.read_text())):
+    for target in re.findall(
+        r"\]\((?!http)([^)#]+)[^)]*\)", re.sub("`[^`]*`", "", path.read_text())
+    ):
         assert (path.parent / target).exists(), target
 
 
@@ -103,7 +132,11 @@ def python_blocks(path: Path) -> list[str]:
 def test_no_two_documents_use_one_store() -> None:
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     names = [
-        name for page in pages for name in set(re.findall(r'record\(\s*\w+, "([^":]+)"', "".join(python_blocks(page))))
+        name
+        for page in pages
+        for name in set(
+            re.findall(r'record\(\s*\w+, "([^":]+)"', "".join(python_blocks(page)))
+        )
     ]
     assert len(names) > 5
     assert len({*names}) == len(names), names
@@ -117,10 +150,20 @@ def test_commands_of_the_readme_exist() -> None:
 
 def test_every_study_has_its_row() -> None:
     rows = (ROOT / "studies" / "README.md").read_text()
-    missing = [path.name for path in (ROOT / "studies").glob("*.py") if f"`python studies/{path.name}`" not in rows]
+    missing = [
+        path.name
+        for path in (ROOT / "studies").glob("*.py")
+        if f"`python studies/{path.name}`" not in rows
+    ]
     assert missing == []
 
 
 def test_registry_names_in_the_readme() -> None:
-    for name in ("t_resnetrs50", "t_resnetrs350", "t_resnet50d", "t_resnet200d", "t_resnet50"):
+    for name in (
+        "t_resnetrs50",
+        "t_resnetrs350",
+        "t_resnet50d",
+        "t_resnet200d",
+        "t_resnet50",
+    ):
         assert timm.is_model(name)

@@ -10,12 +10,19 @@ import timm
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-OWN = {"t_resnet", "patchconvnet"}  # ours, which timm lists under the names of their modules
+OWN = {
+    "t_resnet",
+    "patchconvnet",
+}  # ours, which timm lists under the names of their modules
 
 
 def _rows(text: str) -> dict[str, list[str]]:
     """Cells of the table by model."""
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    lines = [
+        line.strip("| ").split(" | ")
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
     return {cells[1]: cells for cells in lines[1:]}
 
 
@@ -24,12 +31,16 @@ def test_every_family_of_timm_is_covered() -> None:
     match = re.search(r"timm (\d[\w.]*\w)", text)
     assert match
     if match.group(1) != timm.__version__:
-        pytest.skip(f"the table was made with timm {match.group(1)}, installed is {timm.__version__}")
+        pytest.skip(
+            f"the table was made with timm {match.group(1)}, installed is {timm.__version__}"
+        )
     covered = {cells[0] for cells in _rows(text).values()}
     without = re.search(r"no convolution to reparameterize.*\n(.*)\.\n", text)
     assert without
     covered |= {entry.partition(" ")[0] for entry in without.group(1).split(", ")}
-    there = {name for name in timm.list_modules() if not name.startswith("test_")}  # models that tests register
+    there = {
+        name for name in timm.list_modules() if not name.startswith("test_")
+    }  # models that tests register
     assert covered >= there - OWN
 
 
@@ -43,23 +54,38 @@ def test_what_is_shown_is_the_same_function() -> None:
 @pytest.fixture
 def write() -> Callable[[list[str]], None]:
     """The script's command line."""
-    main: Callable[[list[str]], None] = runpy.run_path(str(DOCS / "families.py"))["main"]
+    main: Callable[[list[str]], None] = runpy.run_path(str(DOCS / "families.py"))[
+        "main"
+    ]
     return main
 
 
-def test_script_writes_the_table(write: Callable[[list[str]], None], tmp_path: Path) -> None:
+def test_script_writes_the_table(
+    write: Callable[[list[str]], None], tmp_path: Path
+) -> None:
     out = tmp_path / "families.md"
     write(["--families", "visformer", "starnet_s050", "convit_tiny", "--out", str(out)])
     rows = _rows(out.read_text())
     assert list(rows) == ["starnet_s050", "visformer_tiny"]
     kinds = "1 of 3 x 3, 2 of 7 x 7 depthwise"
-    assert rows["starnet_s050"][:6] == ["starnet", "starnet_s050", "96 x 96", kinds, "9, 49", "3 x 3 -> 6 x 6"]
-    assert rows["visformer_tiny"][5].startswith("7 x 7 -> keep only: with patch_embed3.proj at stride 1")
+    assert rows["starnet_s050"][:6] == [
+        "starnet",
+        "starnet_s050",
+        "96 x 96",
+        kinds,
+        "9, 49",
+        "3 x 3 -> 6 x 6",
+    ]
+    assert rows["visformer_tiny"][5].startswith(
+        "7 x 7 -> keep only: with patch_embed3.proj at stride 1"
+    )
     assert all(0 < float(cells[-1]) < 1e-4 for cells in rows.values())
     assert "\nconvit (convit_tiny).\n" in out.read_text()
 
 
-def test_unknown_family(write: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_family(
+    write: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         write(["--families", "resnot"])
     assert "neither a module of timm nor a model: resnot" in capsys.readouterr().err

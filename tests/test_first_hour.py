@@ -21,7 +21,14 @@ IMAGES = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
 
 
 def vit(**options: Any) -> nn.Module:
-    small = {"patch_size": 8, "img_size": (32, 48), "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
+    small = {
+        "patch_size": 8,
+        "img_size": (32, 48),
+        "embed_dim": 12,
+        "depth": 2,
+        "num_heads": 3,
+        "num_classes": 5,
+    }
     return timm.create_model("vit_tiny_patch16_224", **small | options).eval()
 
 
@@ -35,14 +42,25 @@ class Written(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.new_zeros(len(x), 29, 12)
         tokens[:, 5:] = self.stem(x).flatten(2).mT
-        return scaled_dot_product_attention(*self.qkv(tokens).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4))
+        return scaled_dot_product_attention(
+            *self.qkv(tokens).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        )
 
 
 def test_what_an_image_processor_gives() -> None:
     transformers = pytest.importorskip("transformers")
-    config = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 8}
-    model = transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=8, **config))
-    assert "3x4x4" in tcnn_probe.attention_maps(model, {"pixel_values": torch.randn(1, 3, 32, 32)})
+    config = {
+        "hidden_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "intermediate_size": 8,
+    }
+    model = transformers.ViTModel(
+        transformers.ViTConfig(image_size=32, patch_size=8, **config)
+    )
+    assert "3x4x4" in tcnn_probe.attention_maps(
+        model, {"pixel_values": torch.randn(1, 3, 32, 32)}
+    )
 
 
 def test_a_remedy_that_a_warning_names_is_an_option_of_maps_too() -> None:
@@ -70,24 +88,49 @@ def test_a_target_of_a_model_without_a_classifier() -> None:
         tcnn_probe.saliency(vit(num_classes=0), IMAGES, target=313, method="gradcam")
 
 
-def test_what_is_no_store_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_store_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "notes.txt").write_text("no store")
     assert main(["show", str(tmp_path / "notes.txt")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_epochs_are_whole_on_the_axis() -> None:
-    gates = xr.DataArray(np.ones((3, 2, 2)), {"epoch": range(3), "layer": ["a", "b"]}, ("epoch", "layer", "head"))
-    assert all(float(tick).is_integer() for tick in tcnn_probe.plot.evolution(gates.rename("gate")).get_xticks())
+    gates = xr.DataArray(
+        np.ones((3, 2, 2)),
+        {"epoch": range(3), "layer": ["a", "b"]},
+        ("epoch", "layer", "head"),
+    )
+    assert all(
+        float(tick).is_integer()
+        for tick in tcnn_probe.plot.evolution(gates.rename("gate")).get_xticks()
+    )
 
 
-def test_a_loop_of_somebody_elses_is_recorded_where_its_validation_ends(tmp_path: Path) -> None:
-    callbacks = pytest.importorskip("tcnn_probe.callbacks.huggingface", reason="transformers is not installed")
-    callback, state = callbacks.RecordCallback(tmp_path / "run.zarr"), SimpleNamespace(global_step=7)
+def test_a_loop_of_somebody_elses_is_recorded_where_its_validation_ends(
+    tmp_path: Path,
+) -> None:
+    callbacks = pytest.importorskip(
+        "tcnn_probe.callbacks.huggingface", reason="transformers is not installed"
+    )
+    callback, state = (
+        callbacks.RecordCallback(tmp_path / "run.zarr"),
+        SimpleNamespace(global_step=7),
+    )
     callback.on_train_begin(None, state, None, model=(model := vit()))
     model(IMAGES)
-    callback.on_evaluate(None, state, None, metrics={"eval_loss": 0.25, "eval/top-1": 0.5, "note": "text"})
+    callback.on_evaluate(
+        None,
+        state,
+        None,
+        metrics={"eval_loss": 0.25, "eval/top-1": 0.5, "note": "text"},
+    )
     callback.on_train_end(None, state, None)
     ds = xr.open_zarr(tmp_path / "run.zarr")
-    assert (ds.step.values, ds.eval_loss.values, ds.eval_top_1.values) == ([7], [0.25], [0.5])
+    assert (ds.step.values, ds.eval_loss.values, ds.eval_top_1.values) == (
+        [7],
+        [0.25],
+        [0.5],
+    )
     assert not model._forward_pre_hooks

@@ -26,9 +26,27 @@ PARTS: dict[str, set[str]] = {
     "attention": {"architectures", "hooks", "images", "models", "provenance"},
     "storage": {"schema"},
     "heads": {"models", "schema"},
-    "probes": {"architectures", "attention", "heads", "hooks", "models", "representation", "schema"},
+    "probes": {
+        "architectures",
+        "attention",
+        "heads",
+        "hooks",
+        "models",
+        "representation",
+        "schema",
+    },
     "recording": {
-        *("architectures", "attention", "heads", "hooks", "models", "probes", "provenance", "schema", "storage")
+        *(
+            "architectures",
+            "attention",
+            "heads",
+            "hooks",
+            "models",
+            "probes",
+            "provenance",
+            "schema",
+            "storage",
+        )
     },
     "callbacks": {"recording", "schema", "storage"},
     "interventions": {"architectures", "attention", "hooks", "images", "models"},
@@ -40,9 +58,17 @@ PARTS: dict[str, set[str]] = {
 }
 
 # The fine-tuning loop, and what the root of tcnn_model re-exports of it.
-LOOP = {"tcnn_model.training", "tcnn_model.finetune", "tcnn_model.EpochResult", "tcnn_model.parameter_groups"}
+LOOP = {
+    "tcnn_model.training",
+    "tcnn_model.finetune",
+    "tcnn_model.EpochResult",
+    "tcnn_model.parameter_groups",
+}
 # studies/ is a folder of scripts: their modules are imported by their own names as well.
-STUDIES = {"studies", *(p.stem for p in (ROOT / "studies").glob("*") if p.suffix == ".py" or p.is_dir())}
+STUDIES = {
+    "studies",
+    *(p.stem for p in (ROOT / "studies").glob("*") if p.suffix == ".py" or p.is_dir()),
+}
 
 
 @cache
@@ -61,8 +87,14 @@ def _names(path: Path) -> Iterator[str]:
             module = ".".join([*parents, *([node.module] if node.module else [])])
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__")
+        ):
+            yield from (
+                a.value
+                for a in node.args
+                if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            )
 
 
 def _within(name: str, forbidden: set[str]) -> bool:
@@ -72,12 +104,21 @@ def _within(name: str, forbidden: set[str]) -> bool:
 def _violations(folder: str, forbidden: set[str]) -> list[str]:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files, f"no sources in {folder}"
-    return [f"{f.relative_to(ROOT)}: {name}" for f in files for name in _imports(f) if _within(name, forbidden)]
+    return [
+        f"{f.relative_to(ROOT)}: {name}"
+        for f in files
+        for name in _imports(f)
+        if _within(name, forbidden)
+    ]
 
 
 def _strays(package: Path) -> list[str]:
     """Imports of one part by another that the table does not allow."""
-    parts = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    parts = {
+        path.stem
+        for path in package.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
     assert parts - {"__init__"} == PARTS.keys()
     found = []
     for file in sorted(package.rglob("*.py")):
@@ -92,7 +133,12 @@ def _strays(package: Path) -> list[str]:
 def test_parts_import_downwards() -> None:
     assert _strays(ROOT / "tcnn_probe") == []
     below: set[str] = set()
-    for part, allowed in PARTS.items():  # the order of the table is one in which no part imports a later one
+    for (
+        part,
+        allowed,
+    ) in (
+        PARTS.items()
+    ):  # the order of the table is one in which no part imports a later one
         assert allowed <= below, part
         below.add(part)
 
@@ -104,9 +150,13 @@ def test_the_table_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (package / part).mkdir(parents=True)
         (package / part / "__init__.py").write_text("")
     assert _strays(package) == []
-    (package / "storage" / "commit.py").write_text("from tcnn_probe.recording import recorder")
+    (package / "storage" / "commit.py").write_text(
+        "from tcnn_probe.recording import recorder"
+    )
     module = "tcnn_probe.recording"
-    assert _strays(package) == [f"storage/commit.py: {name}" for name in (module, f"{module}.recorder")]
+    assert _strays(package) == [
+        f"storage/commit.py: {name}" for name in (module, f"{module}.recorder")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -123,12 +173,28 @@ def test_dependency_direction(folder: str, forbidden: set[str]) -> None:
 
 def test_studies_use_the_public_surface_only() -> None:
     public = {"tcnn_model", "tcnn_probe"}
-    public |= {f"tcnn_probe.{name}" for name in ("attribution", "evaluation", "heads", "images", "plot", "probes")}
-    public |= {f"tcnn_model.training.{name}" for name in ("command", "config", "grafit", "sources")}  # docs/training.md
-    names = [(f.name, name) for f in (ROOT / "studies").rglob("*.py") for name in _imports(f)]
-    ours = [(file, name) for file, name in names if name.startswith(("tcnn_model.", "tcnn_probe."))]
+    public |= {
+        f"tcnn_probe.{name}"
+        for name in ("attribution", "evaluation", "heads", "images", "plot", "probes")
+    }
+    public |= {
+        f"tcnn_model.training.{name}"
+        for name in ("command", "config", "grafit", "sources")
+    }  # docs/training.md
+    names = [
+        (f.name, name) for f in (ROOT / "studies").rglob("*.py") for name in _imports(f)
+    ]
+    ours = [
+        (file, name)
+        for file, name in names
+        if name.startswith(("tcnn_model.", "tcnn_probe."))
+    ]
     assert ours
-    assert [one for one in ours if one[1] not in public and one[1].rpartition(".")[0] not in public] == []
+    assert [
+        one
+        for one in ours
+        if one[1] not in public and one[1].rpartition(".")[0] not in public
+    ] == []
 
 
 def test_the_root_names_the_instrument_alone() -> None:
@@ -137,10 +203,23 @@ def test_the_root_names_the_instrument_alone() -> None:
 
 
 def test_only_studies_and_their_tests_import_studies() -> None:
-    files = [f for f in ROOT.rglob("*.py") if f.relative_to(ROOT).parts[0] in ("benchmarks", "docs", "tests")]
-    files = [f for f in files if f.relative_to(ROOT).parts[:2] != ("tests", "studies") and f.parent != ROOT / "tests"]
-    files.remove(ROOT / "docs" / "example.py")  # which makes a recording from a study's training
-    assert [f"{f}: {name}" for f in files for name in _imports(f) if _within(name, STUDIES)] == []
+    files = [
+        f
+        for f in ROOT.rglob("*.py")
+        if f.relative_to(ROOT).parts[0] in ("benchmarks", "docs", "tests")
+    ]
+    files = [
+        f
+        for f in files
+        if f.relative_to(ROOT).parts[:2] != ("tests", "studies")
+        and f.parent != ROOT / "tests"
+    ]
+    files.remove(
+        ROOT / "docs" / "example.py"
+    )  # which makes a recording from a study's training
+    assert [
+        f"{f}: {name}" for f in files for name in _imports(f) if _within(name, STUDIES)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -151,11 +230,16 @@ def test_only_studies_and_their_tests_import_studies() -> None:
         ("from tcnn_model import GPSA, parameter_groups", True),
         ("from ..tcnn_model.training import finetune", True),
         ("def f():\n    import tcnn_model.training.finetune as loop", True),
-        ("import importlib\nimportlib.import_module('tcnn_model.training.finetune')", True),
+        (
+            "import importlib\nimportlib.import_module('tcnn_model.training.finetune')",
+            True,
+        ),
         ("from tcnn_model import GPSA", False),
     ],
 )
-def test_the_walk_finds_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, expected: bool) -> None:
+def test_the_walk_finds_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, expected: bool
+) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "tcnn_probe").mkdir()
     (tmp_path / "tcnn_probe" / "module.py").write_text(source)
@@ -188,5 +272,11 @@ def test_public_names_need_no_optional_dependency() -> None:
     None in sys.modules makes an import raise ModuleNotFoundError, and reads as "not installed" to find_spec, which is
     what torch asks about Triton.
     """
-    done = subprocess.run([sys.executable, "-c", NAMES], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -12,10 +12,19 @@ def test_script_writes_the_table(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     main, out = runpy.run_path(str(DOCS / "models.py"))["main"], tmp_path / "models.md"
     main(["--models", "vit_tiny_patch16", "ViTMAE", "--out", str(out)])
-    lines = [line.strip("| ").split(" | ") for line in out.read_text().splitlines() if line.startswith("| ")]
+    lines = [
+        line.strip("| ").split(" | ")
+        for line in out.read_text().splitlines()
+        if line.startswith("| ")
+    ]
     rows = {cells[1]: cells for cells in lines[1:]}
     assert list(rows) == ["vit_tiny_patch16_224", "ViTMAEModel"]
-    assert rows["vit_tiny_patch16_224"][2:6] == ["64 x 96", "12", "4 x 6 + 1 (12 times)", "12 of 12"]
+    assert rows["vit_tiny_patch16_224"][2:6] == [
+        "64 x 96",
+        "12",
+        "4 x 6 + 1 (12 times)",
+        "12 of 12",
+    ]
     assert rows["ViTMAEModel"][5] == "0 of 2"
     assert "their order is random (2 times)" in rows["ViTMAEModel"][6]
 

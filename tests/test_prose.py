@@ -92,29 +92,46 @@ RELATIVE_CLAUSE = re.compile(
     r"(What|Whether|Which|Where|How|Those|That|So|Why|Who|Of|It|They|As|With|If|All|In|Not|None|No|Have)\b"
 )
 FRAGMENT = re.compile(
-    r"(of|for|from|in|to|that|which|whose|where|what|as|how|with|by|on|before|after|until|into|likewise|see)\b", re.I
+    r"(of|for|from|in|to|that|which|whose|where|what|as|how|with|by|on|before|after|until|into|likewise|see)\b",
+    re.I,
 )
 
 
 def _files() -> list[Path]:
     paths = [ROOT / name for name in CLEAN]
-    return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    return [
+        file
+        for path in paths
+        for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
+    ]
 
 
 def _complaints(source: str) -> Iterator[str]:
     """Yield the line and the fault of each pronoun, relative clause and fragment in a source."""
     for node in ast.walk(ast.parse(source)):
-        name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
+        name = (
+            node.id
+            if isinstance(node, ast.Name)
+            else node.arg
+            if isinstance(node, ast.arg)
+            else ""
+        )
         if PRONOUN.fullmatch(name):
             yield f"{node.lineno}: {name!r} is a pronoun: say what it holds"
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+        if not isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+        ):
             continue
         docstring = ast.get_docstring(node) or ""
         first_line = docstring.partition("\n")[0]
         if RELATIVE_CLAUSE.match(first_line.lstrip("`*:")):
             yield f"{node.body[0].lineno}: not a sentence or noun phrase: {first_line!r}"
         section = re.search(r"Args:\n(.*?)(?:\n\S|\Z)", docstring, re.S)
-        for entry in re.findall(r"^ {4}[\w*, ]+: (.*)$", section.group(1), re.M) if section else ():
+        for entry in (
+            re.findall(r"^ {4}[\w*, ]+: (.*)$", section.group(1), re.M)
+            if section
+            else ()
+        ):
             if FRAGMENT.match(entry):
                 yield f"{node.body[0].lineno}: fragment of a sentence: {entry!r}"
 
@@ -122,7 +139,11 @@ def _complaints(source: str) -> Iterator[str]:
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_are_nouns_and_docstrings_sentences(path: Path) -> None:
     public = PUBLIC.get(str(path.parent.relative_to(ROOT)))
-    assert [complaint for complaint in _complaints(path.read_text()) if f": {public!r} is" not in complaint] == []
+    assert [
+        complaint
+        for complaint in _complaints(path.read_text())
+        if f": {public!r} is" not in complaint
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -130,8 +151,14 @@ def test_names_are_nouns_and_docstrings_sentences(path: Path) -> None:
     [
         ("for one in layers: pass", "1: 'one' is a pronoun"),
         ("def f(given): pass", "1: 'given' is a pronoun"),
-        ('"""What runs inside."""', "1: not a sentence or noun phrase: 'What runs inside.'"),
-        ('class A:\n    """Of which images."""', "2: not a sentence or noun phrase: 'Of which"),
+        (
+            '"""What runs inside."""',
+            "1: not a sentence or noun phrase: 'What runs inside.'",
+        ),
+        (
+            'class A:\n    """Of which images."""',
+            "2: not a sentence or noun phrase: 'Of which",
+        ),
         (
             'def f(x):\n    """Return x.\n\n    Args:\n        x: of a batch.\n    """',
             "2: fragment of a sentence: 'of a batch.'",

@@ -25,16 +25,35 @@ STUDIES = sorted((ROOT / "studies").glob("*.py"))
 project = "tcnn-probe"
 author = "The tcnn-probe developers"
 release = version = tcnn_probe.__version__
-extensions = ["myst_nb", "sphinx.ext.autosummary", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_design",
+]
 root_doc = "README"  # with docs/site/contents.md, see `add_contents`
-include_patterns = ["*.md", "docs/*.md", "docs/notebooks/*.md", "docs/site/**", "*/README.md", "*/kernels/README.md"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "docs/notebooks/*.md",
+    "docs/site/**",
+    "*/README.md",
+    "*/kernels/README.md",
+]
 exclude_patterns = [".*", "build", "docs/site/contents.md", "docs/site/templates"]
-templates_path = [str(HERE / "templates")]  # absolute: autosummary looks from the sources, Sphinx from here
+templates_path = [
+    str(HERE / "templates")
+]  # absolute: autosummary looks from the sources, Sphinx from here
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
-os.environ.pop("MPLBACKEND", None)  # notebooks show their figures, wherever the site is built
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # their models are small: more threads mostly wait for each other
+os.environ.pop(
+    "MPLBACKEND", None
+)  # notebooks show their figures, wherever the site is built
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # their models are small: more threads mostly wait for each other
 nb_execution_raise_on_error = True
 nb_output_stderr = "remove"  # such as tqdm's advice to install widgets
 nb_execution_timeout = 300  # seconds a cell, on a machine with other work
@@ -46,19 +65,29 @@ autodoc_default_options = {"no-value": True}
 napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shape"]
 nitpicky = True
-suppress_warnings = ["ref.python"]  # one name in two classes: words of docstrings that napoleon takes for types
-nitpick_ignore_regex = [(r"py:.*", r"(?!tcnn_).*")]  # the documentation of others is not at hand offline
+suppress_warnings = [
+    "ref.python"
+]  # one name in two classes: words of docstrings that napoleon takes for types
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!tcnn_).*")
+]  # the documentation of others is not at hand offline
 
 html_theme = "pydata_sphinx_theme"
 html_title = "tcnn-probe"
 html_static_path: list[str] = []
 html_additional_pages = {"index": "to_readme.html"}
-html_theme_options: dict[str, Any] = {"secondary_sidebar_items": ["page-toc", "sourcelink"]}
+html_theme_options: dict[str, Any] = {
+    "secondary_sidebar_items": ["page-toc", "sourcelink"]
+}
 
 
 def modules() -> list[str]:
     """Modules whose ``__all__`` is public, as the page of names lists them."""
-    return [line.strip() for line in (HERE / "api.md").read_text().splitlines() if line.startswith("   tcnn_")]
+    return [
+        line.strip()
+        for line in (HERE / "api.md").read_text().splitlines()
+        if line.startswith("   tcnn_")
+    ]
 
 
 def write_studies(_: Sphinx) -> None:
@@ -66,8 +95,12 @@ def write_studies(_: Sphinx) -> None:
     (GENERATED / "studies").mkdir(parents=True, exist_ok=True)
     cards = []
     for path in STUDIES:
-        title = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-        figures = [f"/{folder}/{path.stem}.png" for folder in ("docs", "docs/thumbnails")]
+        title = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[
+            0
+        ]
+        figures = [
+            f"/{folder}/{path.stem}.png" for folder in ("docs", "docs/thumbnails")
+        ]
         figures = [name for name in figures if (ROOT / name[1:]).exists()]
         figure = f"![{title}]({figures[0]})" if figures else ""
         thumbnail = f":img-bottom: {figures[-1]}" if figures else ""
@@ -95,7 +128,9 @@ def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
         name = Path(docname).name
         first, heading, rest = source[0].partition("\n# ")
         title, _, rest = rest.partition("\n")
-        source[0] = f'{first}{heading}{title}\n\n<a href="{name}.ipynb" download>This page as a notebook</a>\n{rest}'
+        source[0] = (
+            f'{first}{heading}{title}\n\n<a href="{name}.ipynb" download>This page as a notebook</a>\n{rest}'
+        )
 
 
 def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
@@ -103,7 +138,10 @@ def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
     if exception is not None:
         return
     for path in (ROOT / "docs" / "notebooks").glob("*.md"):
-        jupytext.write(jupytext.read(path, fmt="md:myst"), Path(app.outdir) / "docs/notebooks" / f"{path.stem}.ipynb")
+        jupytext.write(
+            jupytext.read(path, fmt="md:myst"),
+            Path(app.outdir) / "docs/notebooks" / f"{path.stem}.ipynb",
+        )
 
 
 def check_names(app: Sphinx, *_: Any) -> None:
@@ -114,7 +152,9 @@ def check_names(app: Sphinx, *_: Any) -> None:
                 getLogger(__name__).warning("%s.%s has no page", module, name)
 
 
-def describe_constants(_: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+def describe_constants(
+    _: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
+) -> None:
     """Describe a constant, all of which hold names, by these names, and not by what a dict is."""
     if what == "data":
         lines[:] = [", ".join(f"``{each}``" for each in value)]

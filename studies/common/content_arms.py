@@ -66,11 +66,22 @@ class StaticMapGPSA(GPSA):
             layer: whose other parameters are copied.
             size: height and width of its input.
         """
-        shape = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+        shape = (
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel_size,
+            layer.stride,
+            layer.padding,
+            layer.dilation,
+        )
         new = cls(*shape, layer.groups, layer.bias is not None)
         y, x = layer.axes(*size)
         keys = y.length * x.length
-        kept = {name: value for name, value in layer.state_dict().items() if name not in ("query", "key")}
+        kept = {
+            name: value
+            for name, value in layer.state_dict().items()
+            if name not in ("query", "key")
+        }
         new.load_state_dict(kept, strict=False)
         new.query = nn.Parameter(torch.zeros(new.heads, y.queries * x.queries, keys))
         new.key = nn.Parameter(torch.eye(keys), requires_grad=False)
@@ -85,15 +96,21 @@ class StaticMapGPSA(GPSA):
         values = self.values(x)
         positional = torch.einsum("hyj,hxi->hyxji", rows, cols).flatten(3).flatten(1, 2)
         mixed = torch.lerp(content, positional, gate)[0].to(values.dtype)
-        return self.combine(torch.einsum("hqk,bkc->bhqc", mixed, values[:, 0]), attention)
+        return self.combine(
+            torch.einsum("hqk,bkc->bhqc", mixed, values[:, 0]), attention
+        )
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # GPSA divides products by the root of their length, which here is the number of keys.
         logits = self.query * math.sqrt(self.query.shape[-1])
-        return logits.expand(len(x), -1, -1, -1), self.key.expand(len(x), self.heads, -1, -1)
+        return logits.expand(len(x), -1, -1, -1), self.key.expand(
+            len(x), self.heads, -1, -1
+        )
 
 
-def converted(tail: nn.Module, arm: Arm, start: float, features: Tensor, seed: int) -> nn.Module:
+def converted(
+    tail: nn.Module, arm: Arm, start: float, features: Tensor, seed: int
+) -> nn.Module:
     """Return a copy of the CNN's tail as the arm begins with it.
 
     Args:
@@ -104,14 +121,20 @@ def converted(tail: nn.Module, arm: Arm, start: float, features: Tensor, seed: i
         seed: of queries and keys.
     """
     torch.manual_seed(seed)
-    convolutions = [name for name, module in tail.named_modules() if isinstance(module, nn.Conv2d)]
+    convolutions = [
+        name for name, module in tail.named_modules() if isinstance(module, nn.Conv2d)
+    ]
     size = tuple(features.shape[1:])
-    model = reparameterize(tail, layers=convolutions, stride="keep", gating=start, input_size=size)
+    model = reparameterize(
+        tail, layers=convolutions, stride="keep", gating=start, input_size=size
+    )
     if arm.static_map:
         sizes = input_sizes(model, features)
         for name, layer in gpsa_layers(model).items():
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, StaticMapGPSA.of(layer, sizes[name]))
+            setattr(
+                model.get_submodule(parent), child, StaticMapGPSA.of(layer, sizes[name])
+            )
     if arm.gate_at_one:
         for layer in gpsa_layers(model).values():
             nn.init.constant_(layer.gating, 40.0)  # whose sigmoid is 1 in float32
@@ -123,7 +146,11 @@ def input_sizes(model: nn.Module, features: Tensor) -> dict[str, tuple[int, int]
     """Height and width of the input of each GPSA layer."""
     sizes: dict[str, tuple[int, int]] = {}
     hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs, name=name: sizes.update({name: tuple(inputs[0].shape[2:])}))
+        layer.register_forward_pre_hook(
+            lambda _, inputs, name=name: sizes.update(
+                {name: tuple(inputs[0].shape[2:])}
+            )
+        )
         for name, layer in gpsa_layers(model).items()
     ]
     try:
@@ -167,13 +194,19 @@ def train_tail(
         if options["frozen_statistics"]:
             _freeze_statistics(model)
         for group in optimizer.param_groups:
-            waits = group["name"] == "gates" and not arm.papers_rates and step < steps // 4
+            waits = (
+                group["name"] == "gates" and not arm.papers_rates and step < steps // 4
+            )
             group["lr"] = 0.0 if waits else peaks[group["name"]] * factors[step]
             sums[group["name"]] += group["lr"]
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=options["amp"]):
             scores = model(features)
-        F.cross_entropy(scores.float(), targets, label_smoothing=0.0 if arm.mixes else LABEL_SMOOTHING).backward()
+        F.cross_entropy(
+            scores.float(),
+            targets,
+            label_smoothing=0.0 if arm.mixes else LABEL_SMOOTHING,
+        ).backward()
         optimizer.step()
         after(step + 1)
     return sums
@@ -190,7 +223,12 @@ def mixed_batches(
         classes: their number.
         seed: of the mixing; timm draws it from NumPy's global generator.
     """
-    mix = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=LABEL_SMOOTHING, num_classes=classes)
+    mix = Mixup(
+        mixup_alpha=0.8,
+        cutmix_alpha=1.0,
+        label_smoothing=LABEL_SMOOTHING,
+        num_classes=classes,
+    )
     np.random.seed(seed)  # noqa: NPY002 (timm's Mixup draws from it)
     for images, labels in batches:
         images, shares = mix(images, labels)
@@ -199,11 +237,17 @@ def mixed_batches(
         yield features, shares.float()
 
 
-def _groups(model: nn.Module, arm: Arm, options: Mapping[str, Any], total: float) -> list[dict[str, Any]]:
+def _groups(
+    model: nn.Module, arm: Arm, options: Mapping[str, Any], total: float
+) -> list[dict[str, Any]]:
     """Optimizer groups; ``total`` is the sum of the schedule's factors, by which a sum of rates becomes a peak."""
     decay = options["weight_decay"]
     if arm.papers_rates:
-        lr, gating_lr, qk_lr = options["papers_lr"], options["papers_gating_lr"], options["papers_lr"]
+        lr, gating_lr, qk_lr = (
+            options["papers_lr"],
+            options["papers_gating_lr"],
+            options["papers_lr"],
+        )
     else:
         lr, gating_lr = options["lr"], options["gating_lr"]
         qk_lr = options["map_sum" if arm.static_map else "qk_sum"] / total

@@ -18,7 +18,9 @@ _SHOWN = {"gate": "gate", "content_information": "content information (nat)"}
 def numbers(recording: xr.Dataset) -> xr.Dataset:
     """What is drawn, (epoch, layer, head), with the type of each head at the end."""
     types = tcnn_probe.head_types(recording).isel(epoch=-1, drop=True)
-    return recording[[name for name in _SHOWN if name in recording]].assign(head_type=types)
+    return recording[[name for name in _SHOWN if name in recording]].assign(
+        head_type=types
+    )
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -28,14 +30,25 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
     Args:
         models: by name, what :func:`numbers` gives.
     """
-    rows = [(f"{name}\n{words}", ds, v) for name, ds in models.items() for v, words in _SHOWN.items() if v in ds]
+    rows = [
+        (f"{name}\n{words}", ds, v)
+        for name, ds in models.items()
+        for v, words in _SHOWN.items()
+        if v in ds
+    ]
     columns = max(ds.sizes["layer"] for ds in models.values())
-    figure = Figure(figsize=(2.2 * columns + 0.8, 2 * len(rows) + 0.6), layout="constrained")
+    figure = Figure(
+        figsize=(2.2 * columns + 0.8, 2 * len(rows) + 0.6), layout="constrained"
+    )
     axes = figure.subplots(len(rows), columns, squeeze=False, sharey="row")
     for panels, (title, ds, variable) in zip(axes, rows, strict=True):
         for panel, layer in zip(panels, ds.layer.values, strict=False):
             one = ds.sel(layer=layer)
-            for values, kind in zip(one[variable].transpose("head", "epoch"), one.head_type.values, strict=True):
+            for values, kind in zip(
+                one[variable].transpose("head", "epoch"),
+                one.head_type.values,
+                strict=True,
+            ):
                 panel.plot(one.epoch, values, color=COLORS.get(kind, "0.7"), lw=1.2)
             panel.set_title(layer, fontsize=9)
             panel.xaxis.get_major_locator().set_params(integer=True)
@@ -44,9 +57,15 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
         panels[0].set(ylabel=title, ylim=(0, 1 if variable == "gate" else None))
     for panel in axes[-1]:
         panel.set_xlabel("epoch")
-    handles = [mpl.lines.Line2D([], [], color=color, lw=2.5) for color in COLORS.values()]
+    handles = [
+        mpl.lines.Line2D([], [], color=color, lw=2.5) for color in COLORS.values()
+    ]
     figure.legend(
-        handles, [f"{kind} at the end" for kind in COLORS], loc="outside lower center", ncols=4, frameon=False
+        handles,
+        [f"{kind} at the end" for kind in COLORS],
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
     )
     return figure
 
@@ -62,18 +81,36 @@ def gain(found: xr.Dataset, shuffled: xr.Dataset | None) -> str:
     end, controls = information.isel(epoch=-1), {"untrained": information.isel(epoch=0)}
     if shuffled is not None:
         controls["on shuffled labels"] = shuffled.content_information.isel(epoch=-1)
-    lines = ["content information, mean over all heads, in nat, with 95 % intervals over heads:"]
+    lines = [
+        "content information, mean over all heads, in nat, with 95 % intervals over heads:"
+    ]
     every = {"trained": end, **controls}
     for training in found.training.values:
-        words = [f"{name} {_interval(values.sel(training=training))}" for name, values in every.items()]
+        words = [
+            f"{name} {_interval(values.sel(training=training))}"
+            for name, values in every.items()
+        ]
         lines.append(f"  seed {training}: " + ", ".join(words))
     for name, values in controls.items():
         difference = end - values
-        within = "t interval over trainings [{:+.3f}, {:+.3f}]".format(*_over_trainings(difference))
-        within = within if difference.sizes["training"] > 1 else "one training gives no t interval"
-        lines.append(f"  trained less {name}: {float(difference.mean()):+.3f}, {within}")
-    largest = {name: values.max(["layer", "head"]).values for name, values in every.items()}
-    words = [f"{name} {', '.join(f'{value:.2f}' for value in values)}" for name, values in largest.items()]
+        within = "t interval over trainings [{:+.3f}, {:+.3f}]".format(
+            *_over_trainings(difference)
+        )
+        within = (
+            within
+            if difference.sizes["training"] > 1
+            else "one training gives no t interval"
+        )
+        lines.append(
+            f"  trained less {name}: {float(difference.mean()):+.3f}, {within}"
+        )
+    largest = {
+        name: values.max(["layer", "head"]).values for name, values in every.items()
+    }
+    words = [
+        f"{name} {', '.join(f'{value:.2f}' for value in values)}"
+        for name, values in largest.items()
+    ]
     lines.append(f"  the largest of all heads, by seed: {'; '.join(words)}")
     return "\n".join(lines)
 
@@ -88,5 +125,9 @@ def _over_trainings(values: xr.DataArray) -> tuple[float, float]:
     means = values.mean(["layer", "head"])
     if means.size < 2:
         return np.nan, np.nan
-    half = float(student.ppf(0.975, means.size - 1)) * float(means.std(ddof=1)) / means.size**0.5
+    half = (
+        float(student.ppf(0.975, means.size - 1))
+        * float(means.std(ddof=1))
+        / means.size**0.5
+    )
     return float(means.mean()) - half, float(means.mean()) + half

@@ -12,7 +12,13 @@ from scipy import stats
 
 from common.content_arms import ARMS
 from common.content_runs import RECORDED
-from common.crossed_intervals import Effect, crossed_effect, holm, seeds_to_decide, verdict
+from common.crossed_intervals import (
+    Effect,
+    crossed_effect,
+    holm,
+    seeds_to_decide,
+    verdict,
+)
 from tcnn_probe import evaluation
 
 __all__ = ["MARGIN", "check", "draw", "report", "tree_of"]
@@ -20,7 +26,14 @@ __all__ = ["MARGIN", "check", "draw", "report", "tree_of"]
 MARGIN = 0.01
 """Differences of accuracy that are smaller are of no interest."""
 
-COLORS = {"A": "0.4", "B": "tab:brown", "C": "tab:red", "D": "tab:blue", "E": "tab:green", "F": "tab:orange"}
+COLORS = {
+    "A": "0.4",
+    "B": "tab:brown",
+    "C": "tab:red",
+    "D": "tab:blue",
+    "E": "tab:green",
+    "F": "tab:orange",
+}
 GROUPS = sorted({corruption.group for corruption in evaluation.CORRUPTIONS.values()})
 
 Table = tuple[str, str]
@@ -34,7 +47,12 @@ def tree_of(folder: Path) -> xr.DataTree:
         blocks, batch_norm, arm, start, seed = file.stem.split("_")
         with np.load(file) as arrays:
             dataset = _dataset(arrays)
-        dataset.attrs = {"arm": arm, "start": float(start), "seed": int(seed), "title": ARMS[arm].title}
+        dataset.attrs = {
+            "arm": arm,
+            "start": float(start),
+            "seed": int(seed),
+            "title": ARMS[arm].title,
+        }
         nodes[f"{blocks}_{batch_norm}/{arm}_{start}_{seed}"] = dataset
     return xr.DataTree.from_dict(nodes)
 
@@ -45,26 +63,49 @@ def report(tree: xr.DataTree) -> str:
     for name, table in tree.children.items():
         runs = [node.to_dataset() for node in table.children.values()]
         blocks, batch_norm = name.split("_")
-        title = f"Last {blocks} block(s) converted, statistics of batch norm {batch_norm}"
-        parts.append("\n".join([title, "=" * len(title), *_accuracies(runs), *_endpoints(runs), *_heads(runs)]))
+        title = (
+            f"Last {blocks} block(s) converted, statistics of batch norm {batch_norm}"
+        )
+        parts.append(
+            "\n".join(
+                [
+                    title,
+                    "=" * len(title),
+                    *_accuracies(runs),
+                    *_endpoints(runs),
+                    *_heads(runs),
+                ]
+            )
+        )
     return "\n\n".join(parts) if parts else "no run is finished yet"
 
 
 def check(tree: xr.DataTree) -> bool:
     """Check what holds by construction: static maps carry no content, and no gate of arm E moves."""
     seen = bool(tree.children)
-    for run in (node.to_dataset() for table in tree.children.values() for node in table.children.values()):
-        arm, name = run.attrs["arm"], f"{run.attrs['arm']}, start {run.attrs['start']:+g}, seed {run.attrs['seed']}"
+    for run in (
+        node.to_dataset()
+        for table in tree.children.values()
+        for node in table.children.values()
+    ):
+        arm, name = (
+            run.attrs["arm"],
+            f"{run.attrs['arm']}, start {run.attrs['start']:+g}, seed {run.attrs['seed']}",
+        )
         if arm == "D":
             information = float(np.nanmax(run.content_part_information[-1]))
             changed = float((run.clean != run.clean_static).mean())
             if information > 1e-3 or changed > 0.002:
-                print(f"check: {name}: a static map has {information:.1e} nat, and static changes {changed:.4f}: NO")
+                print(
+                    f"check: {name}: a static map has {information:.1e} nat, and static changes {changed:.4f}: NO"
+                )
                 seen = False
         if arm == "E" and float(abs(run.gate - 1).max()) > 1e-6:
             print(f"check: {name}: the gate moved: NO")
             seen = False
-    print(f"check: learned maps are static and fixed gates stay, in every finished run: {'yes' if seen else 'NO'}")
+    print(
+        f"check: learned maps are static and fixed gates stay, in every finished run: {'yes' if seen else 'NO'}"
+    )
     return seen
 
 
@@ -72,7 +113,10 @@ def draw(tree: xr.DataTree) -> Figure:
     """Content information and gates by step, accuracy by arm, and the endpoints with their intervals."""
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     panels = figure.subplots(1, 4)
-    runs = [node.to_dataset() for node in next(iter(tree.children.values())).children.values()]
+    runs = [
+        node.to_dataset()
+        for node in next(iter(tree.children.values())).children.values()
+    ]
     for variable, panel, label in (
         ("gate", panels[0], "gate, mean of heads"),
         ("content_information", panels[1], "content information, mean of heads (nat)"),
@@ -81,7 +125,13 @@ def draw(tree: xr.DataTree) -> Figure:
             arm = run.attrs["arm"]
             if arm in "BCDF":
                 style = "-" if run.attrs["start"] > 0 else "--"
-                panel.plot(run.mark, run[variable].mean(["layer", "head"]), style, color=COLORS[arm], lw=1)
+                panel.plot(
+                    run.mark,
+                    run[variable].mean(["layer", "head"]),
+                    style,
+                    color=COLORS[arm],
+                    lw=1,
+                )
         panel.set(xlabel="step", ylabel=label)
     _draw_accuracies(panels[2], runs)
     _draw_effects(panels[3], runs)
@@ -94,11 +144,24 @@ def draw(tree: xr.DataTree) -> Figure:
 def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
     """Name the dimensions of a run's arrays."""
     dims = dict.fromkeys((*RECORDED, "head_type"), ("mark", "layer", "head"))
-    dims |= {"clean": ("image",), "clean_static": ("image",), "clean_positional": ("image",), "held_out": ("mark",)}
-    dims |= {"corrupted": ("corruption", "corrupted_image"), "corrupted_static": ("corruption", "corrupted_image")}
-    dims |= {"heads_static": ("layer", "head", "head_image"), "heads_rows": ("head_image",)}
+    dims |= {
+        "clean": ("image",),
+        "clean_static": ("image",),
+        "clean_positional": ("image",),
+        "held_out": ("mark",),
+    }
+    dims |= {
+        "corrupted": ("corruption", "corrupted_image"),
+        "corrupted_static": ("corruption", "corrupted_image"),
+    }
+    dims |= {
+        "heads_static": ("layer", "head", "head_image"),
+        "heads_rows": ("head_image",),
+    }
     dims |= {"rate_sums": ("group",), "rate_stds": ("group",)}
-    dataset = xr.Dataset({name: (dims[name], arrays[name]) for name in dims if name in arrays})
+    dataset = xr.Dataset(
+        {name: (dims[name], arrays[name]) for name in dims if name in arrays}
+    )
     labels = {"mark": arrays["marks"], "group": arrays["rate_groups"].astype(object)}
     labels["corruption"] = np.array(list(evaluation.CORRUPTIONS), object)
     if "layer" in arrays:
@@ -107,11 +170,17 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
     return dataset.assign_coords(labels)
 
 
-def _stacked(runs: list[xr.Dataset], arm: str, start: float, variable: str) -> dict[int, NDArray[np.floating]]:
+def _stacked(
+    runs: list[xr.Dataset], arm: str, start: float, variable: str
+) -> dict[int, NDArray[np.floating]]:
     """Whether images are right, by seed; of corrupted images the mean over corruptions."""
     found = {}
     for run in runs:
-        if run.attrs["arm"] == arm and (run.attrs["start"] in (start, 0.0)) and variable in run:
+        if (
+            run.attrs["arm"] == arm
+            and (run.attrs["start"] in (start, 0.0))
+            and variable in run
+        ):
             found[run.attrs["seed"]] = run[variable].values.astype(float)
     return found
 
@@ -126,28 +195,50 @@ def _difference(
 
 def _accuracies(runs: list[xr.Dataset]) -> list[str]:
     """Accuracy of every arm, mean over its seeds, and the sums of its learning rates."""
-    lines = ["accuracy (mean over seeds)                 seeds  clean   corrupted  C static  C by position"]
+    lines = [
+        "accuracy (mean over seeds)                 seeds  clean   corrupted  C static  C by position"
+    ]
     for arm, start in sorted({(run.attrs["arm"], run.attrs["start"]) for run in runs}):
-        of_arm = [run for run in runs if (run.attrs["arm"], run.attrs["start"]) == (arm, start)]
+        of_arm = [
+            run
+            for run in runs
+            if (run.attrs["arm"], run.attrs["start"]) == (arm, start)
+        ]
         words = f"{arm} {ARMS[arm].title}" + (f", lambda = {start:+g}" if start else "")
-        means = [float(np.mean([run[name].mean() for run in of_arm])) for name in ("clean", "corrupted")]
+        means = [
+            float(np.mean([run[name].mean() for run in of_arm]))
+            for name in ("clean", "corrupted")
+        ]
         row = f"  {words:42s}{len(of_arm):4d}  {means[0]:.4f}  {means[1]:.4f}"
         for name in ("clean_static", "clean_positional"):
             if name in of_arm[0]:
-                row += f"     {float(np.mean([run[name].mean() for run in of_arm])):.4f}"
+                row += (
+                    f"     {float(np.mean([run[name].mean() for run in of_arm])):.4f}"
+                )
         lines.append(row)
-    lines.append("sum of learning rates, and in units of the initial standard deviation (lambda's own unit for gates)")
+    lines.append(
+        "sum of learning rates, and in units of the initial standard deviation (lambda's own unit for gates)"
+    )
     for arm in sorted({run.attrs["arm"] for run in runs}):
         run = next(run for run in runs if run.attrs["arm"] == arm)
-        sums = zip(run.group.values, run.rate_sums.values, run.rate_stds.values, strict=True)
-        lines.append(f"  {arm}: " + "; ".join(f"{name} {total:.3g} ({total / std:.3g})" for name, total, std in sums))
+        sums = zip(
+            run.group.values, run.rate_sums.values, run.rate_stds.values, strict=True
+        )
+        lines.append(
+            f"  {arm}: "
+            + "; ".join(
+                f"{name} {total:.3g} ({total / std:.3g})" for name, total, std in sums
+            )
+        )
     return lines
 
 
 def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effect]:
     """Endpoints 1, 2 and 3: the difference in accuracy by name, start, and kind of images."""
     effects = {}
-    for start in sorted({run.attrs["start"] for run in runs if run.attrs["arm"] in "CD"}, reverse=True):
+    for start in sorted(
+        {run.attrs["start"] for run in runs if run.attrs["arm"] in "CD"}, reverse=True
+    ):
         for kind in ("clean", "corrupted"):
             c = _stacked(runs, "C", start, kind)
             others = {
@@ -166,7 +257,9 @@ def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effe
 def _endpoints(runs: list[xr.Dataset]) -> list[str]:
     """Differences with their intervals and verdicts, and the families of corruptions."""
     effects = primary_effects(runs)
-    lines = [f"endpoints: difference in accuracy [95 % interval over seeds and images]; margin {MARGIN}"]
+    lines = [
+        f"endpoints: difference in accuracy [95 % interval over seeds and images]; margin {MARGIN}"
+    ]
     for name in ("C - D", "C - C static", "C - A"):
         chosen = {key: effect for key, effect in effects.items() if key[0] == name}
         adjusted = holm([effect.p_value for effect in chosen.values()])
@@ -178,7 +271,11 @@ def _endpoints(runs: list[xr.Dataset]) -> list[str]:
                 row += "; one seed has no interval"
             elif answers[-1] == "undecided":
                 seeds = seeds_to_decide(effect, MARGIN)
-                row += f"; {seeds} seeds would decide" if seeds else "; seeds alone would not decide"
+                row += (
+                    f"; {seeds} seeds would decide"
+                    if seeds
+                    else "; seeds alone would not decide"
+                )
             lines.append(f"{row}  ({effect.seeds} seeds, {effect.images} images)")
         if answers:
             lines.append(f"  {name}: {_together(answers)}")
@@ -196,11 +293,18 @@ def _together(answers: list[str]) -> str:
 
 def _families(runs: list[xr.Dataset], start: float) -> list[str]:
     """C - D by family of corruptions."""
-    difference = _difference(_stacked(runs, "C", start, "corrupted"), _stacked(runs, "D", start, "corrupted"))
+    difference = _difference(
+        _stacked(runs, "C", start, "corrupted"), _stacked(runs, "D", start, "corrupted")
+    )
     if difference is None:
         return []
-    groups = np.array([corruption.group for corruption in evaluation.CORRUPTIONS.values()])
-    effects = {group: crossed_effect(difference[:, groups == group].mean(1)) for group in GROUPS}
+    groups = np.array(
+        [corruption.group for corruption in evaluation.CORRUPTIONS.values()]
+    )
+    effects = {
+        group: crossed_effect(difference[:, groups == group].mean(1))
+        for group in GROUPS
+    }
     adjusted = holm([effect.p_value for effect in effects.values()])
     rows = zip(effects.items(), adjusted, strict=True)
     return [
@@ -214,7 +318,9 @@ def _heads(runs: list[xr.Dataset]) -> list[str]:
     of_c = [run for run in runs if run.attrs["arm"] == "C" and "heads_static" in run]
     if not of_c:
         return []
-    lines = ["heads of C, one by one static: rank correlation of the cost with what was recorded, by run"]
+    lines = [
+        "heads of C, one by one static: rank correlation of the cost with what was recorded, by run"
+    ]
     for run in of_c:
         whole = run.clean.values[run.heads_rows.values].mean()
         cost = whole - run.heads_static.mean("head_image").values
@@ -222,12 +328,22 @@ def _heads(runs: list[xr.Dataset]) -> list[str]:
         words = [f"costs {cost.min():+.4f} to {cost.max():+.4f}"]
         for name in ("gate", "content_information"):
             values = last[name].values.ravel()
-            rank = stats.spearmanr(cost.ravel(), values).statistic if np.ptp(cost) and np.ptp(values) else np.nan
-            words.append(f"{name} {values.min():.3f} to {values.max():.3f}, rank correlation {rank:+.2f}")
+            rank = (
+                stats.spearmanr(cost.ravel(), values).statistic
+                if np.ptp(cost) and np.ptp(values)
+                else np.nan
+            )
+            words.append(
+                f"{name} {values.min():.3f} to {values.max():.3f}, rank correlation {rank:+.2f}"
+            )
         for kind in np.unique(last.head_type.values.astype(str)):
             of_kind = last.head_type.values == kind
-            words.append(f"{of_kind.sum()} {kind or 'without a type'} {cost[of_kind].mean():+.4f}")
-        lines.append(f"  lambda = {run.attrs['start']:+g}, seed {run.attrs['seed']}: {'; '.join(words)}")
+            words.append(
+                f"{of_kind.sum()} {kind or 'without a type'} {cost[of_kind].mean():+.4f}"
+            )
+        lines.append(
+            f"  lambda = {run.attrs['start']:+g}, seed {run.attrs['seed']}: {'; '.join(words)}"
+        )
     return lines
 
 
@@ -237,11 +353,26 @@ def _draw_accuracies(panel: Any, runs: list[xr.Dataset]) -> None:
         marker = "o" if run.attrs["start"] >= 0 else "v"
         arm = run.attrs["arm"]
         shift = 0.12 * np.sign(run.attrs["start"])
-        panel.plot(places[arm] - shift, float(run.clean.mean()), marker, color=COLORS[arm], ms=5, mfc="none")
+        panel.plot(
+            places[arm] - shift,
+            float(run.clean.mean()),
+            marker,
+            color=COLORS[arm],
+            ms=5,
+            mfc="none",
+        )
         if "clean_static" in run and arm != "D":
-            panel.plot(places[arm] - shift, float(run.clean_static.mean()), "x", color=COLORS[arm], ms=4)
+            panel.plot(
+                places[arm] - shift,
+                float(run.clean_static.mean()),
+                "x",
+                color=COLORS[arm],
+                ms=4,
+            )
     panel.set_xticks(list(places.values()), list(places))
-    panel.set(xlabel="arm (crosses: static attention)", ylabel="accuracy, clean test images")
+    panel.set(
+        xlabel="arm (crosses: static attention)", ylabel="accuracy, clean test images"
+    )
 
 
 def _draw_effects(panel: Any, runs: list[xr.Dataset]) -> None:
@@ -250,7 +381,9 @@ def _draw_effects(panel: Any, runs: list[xr.Dataset]) -> None:
     for place, ((name, start, kind), effect) in enumerate(effects.items()):
         bounds = np.clip([effect.low, effect.high], -1, 1)
         panel.plot(bounds, [place, place], color="0.3", lw=1.5)
-        panel.plot(effect.mean, place, "o" if kind == "clean" else "s", color=COLORS["C"], ms=4)
+        panel.plot(
+            effect.mean, place, "o" if kind == "clean" else "s", color=COLORS["C"], ms=4
+        )
         labels.append(f"{name}, {start:+g}, {kind}")
     panel.set_yticks(range(len(labels)), labels, fontsize=7)
     panel.axvspan(-MARGIN, MARGIN, color="0.9", zorder=0)

@@ -55,10 +55,19 @@ class Run:
 
     def file(self, folder: Path) -> Path:
         """Where its results are."""
-        return folder / f"{self.blocks}_{self.batch_norm}_{self.arm}_{self.start:+g}_{self.seed}.npz"
+        return (
+            folder
+            / f"{self.blocks}_{self.batch_norm}_{self.arm}_{self.start:+g}_{self.seed}.npz"
+        )
 
 
-def train_and_measure(run: Run, tail: nn.Module, features: Features, options: Mapping[str, Any], folder: Path) -> None:
+def train_and_measure(
+    run: Run,
+    tail: nn.Module,
+    features: Features,
+    options: Mapping[str, Any],
+    folder: Path,
+) -> None:
     """Train the run and write its results.
 
     The file has, for each test image, whether the model is right: ``clean`` (N,), ``corrupted`` (corruptions, n), and
@@ -69,11 +78,17 @@ def train_and_measure(run: Run, tail: nn.Module, features: Features, options: Ma
     """
     arm = ARMS[run.arm]
     steps, batch_size = options["steps"], options["batch_size"]
-    model = converted(tail, arm, run.start, features.probed, run.seed) if arm.attends else copy.deepcopy(tail)
+    model = (
+        converted(tail, arm, run.start, features.probed, run.seed)
+        if arm.attends
+        else copy.deepcopy(tail)
+    )
     stds = _initial_stds(model, tail)
     if arm.mixes:
         images = features.pixel_batches(steps, batch_size, run.seed)
-        batches = mixed_batches(images, features.trunk, model.linear.out_features, run.seed)
+        batches = mixed_batches(
+            images, features.trunk, model.linear.out_features, run.seed
+        )
     else:
         batches = features.batches(steps, batch_size, run.seed)
     marks = {round(share * steps): share for share in (0, 0.25, 0.5, 0.75, 1)}
@@ -83,7 +98,13 @@ def train_and_measure(run: Run, tail: nn.Module, features: Features, options: Ma
 
         def after(step: int) -> None:
             if step in marks:
-                held_out.append(float((_answers(model, features.probed) == features.probed_labels).mean()))
+                held_out.append(
+                    float(
+                        (
+                            _answers(model, features.probed) == features.probed_labels
+                        ).mean()
+                    )
+                )
                 recorder.mark(epoch=step, held_out=held_out[-1])
 
         training = options | {"frozen_statistics": run.batch_norm == "frozen"}
@@ -91,33 +112,55 @@ def train_and_measure(run: Run, tail: nn.Module, features: Features, options: Ma
         dataset = recorder.dataset.load()
     results["marks"], results["held_out"] = np.array(list(marks)), np.array(held_out)
     results["rate_groups"] = np.array(list(sums))
-    results["rate_sums"], results["rate_stds"] = np.array(list(sums.values())), np.array([stds[name] for name in sums])
+    results["rate_sums"], results["rate_stds"] = (
+        np.array(list(sums.values())),
+        np.array([stds[name] for name in sums]),
+    )
     if arm.attends:
         results |= {name: dataset[name].values for name in RECORDED}
         types = tcnn_probe.head_types(dataset)
-        results["head_type"], results["layer"] = types.values.astype(str), dataset.layer.values.astype(str)
-    results |= _measured(model, arm.attends and not arm.gate_at_one and not arm.static_map, run, features, options)
+        results["head_type"], results["layer"] = (
+            types.values.astype(str),
+            dataset.layer.values.astype(str),
+        )
+    results |= _measured(
+        model,
+        arm.attends and not arm.gate_at_one and not arm.static_map,
+        run,
+        features,
+        options,
+    )
     if arm.static_map:
         with tcnn_probe.ablate(model, mode="static", images=features.reference):
-            results["clean_static"] = _right(model, features.test, features.images.test.labels)
+            results["clean_static"] = _right(
+                model, features.test, features.images.test.labels
+            )
     atomic_save(run.file(folder), **results)
 
 
 def _measured(
-    model: nn.Module, has_content: bool, run: Run, features: Features, options: Mapping[str, Any]
+    model: nn.Module,
+    has_content: bool,
+    run: Run,
+    features: Features,
+    options: Mapping[str, Any],
 ) -> dict[str, NDArray[Any]]:
     """Whether test images are right, with attention as it is and changed."""
     labels = features.images.test.labels
     worse = labels[features.images.corrupted_rows]
     results = {
         "clean": _right(model, features.test, labels),
-        "corrupted": np.stack([_right(model, part, worse) for part in features.corrupted]),
+        "corrupted": np.stack(
+            [_right(model, part, worse) for part in features.corrupted]
+        ),
     }
     if not has_content:
         return results
     with tcnn_probe.ablate(model, mode="static", images=features.reference):
         results["clean_static"] = _right(model, features.test, labels)
-        results["corrupted_static"] = np.stack([_right(model, part, worse) for part in features.corrupted])
+        results["corrupted_static"] = np.stack(
+            [_right(model, part, worse) for part in features.corrupted]
+        )
     with tcnn_probe.ablate(model, mode="positional"):
         results["clean_positional"] = _right(model, features.test, labels)
     if run.arm == "C":
@@ -127,7 +170,9 @@ def _measured(
         for name, layer in gpsa_layers(model).items():
             by_head = []
             for head in range(layer.heads):
-                with tcnn_probe.ablate(model, {name: head}, mode="static", images=features.reference):
+                with tcnn_probe.ablate(
+                    model, {name: head}, mode="static", images=features.reference
+                ):
                     by_head.append(_right(model, some, labels[rows]))
             by_layer.append(np.stack(by_head))
         results["heads_static"], results["heads_rows"] = np.stack(by_layer), rows
@@ -147,7 +192,9 @@ def _initial_stds(model: nn.Module, tail: nn.Module) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def _answers(model: nn.Module, features: Tensor | NDArray[np.float16], batch_size: int = 125) -> NDArray[np.int64]:
+def _answers(
+    model: nn.Module, features: Tensor | NDArray[np.float16], batch_size: int = 125
+) -> NDArray[np.int64]:
     """The most probable class of each image."""
     model.eval()
     answers = []
@@ -158,5 +205,7 @@ def _answers(model: nn.Module, features: Tensor | NDArray[np.float16], batch_siz
     return np.concatenate(answers)
 
 
-def _right(model: nn.Module, features: NDArray[np.float16], labels: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _right(
+    model: nn.Module, features: NDArray[np.float16], labels: NDArray[np.int64]
+) -> NDArray[np.bool_]:
     return _answers(model, features) == labels

@@ -57,11 +57,24 @@ def crossed_effect(values: NDArray[np.floating], level: float = 0.95) -> Effect:
     seed_variance = float(by_seed.var(ddof=1)) if count > 1 else np.nan
     image_variance = float(by_image.var(ddof=1))
     if count < 2:
-        return Effect(mean, -np.inf, np.inf, 1.0, seed_variance, image_variance, count, images)
+        return Effect(
+            mean, -np.inf, np.inf, 1.0, seed_variance, image_variance, count, images
+        )
     error, freedom = _error(seed_variance, image_variance, count, images)
     half = stats.t.ppf((1 + level) / 2, freedom) * error if error else 0.0
-    p_value = float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
-    return Effect(mean, mean - half, mean + half, p_value, seed_variance, image_variance, count, images)
+    p_value = (
+        float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
+    )
+    return Effect(
+        mean,
+        mean - half,
+        mean + half,
+        p_value,
+        seed_variance,
+        image_variance,
+        count,
+        images,
+    )
 
 
 def holm(p_values: Sequence[float]) -> NDArray[np.floating]:
@@ -89,7 +102,9 @@ def verdict(effect: Effect, margin: float, p_value: float | None = None) -> str:
     if effect.high < margin:
         return "no"
     adjusted = effect.p_value if p_value is None else p_value
-    return "yes" if effect.mean > 0 and effect.low > 0 and adjusted < 0.05 else "undecided"
+    return (
+        "yes" if effect.mean > 0 and effect.low > 0 and adjusted < 0.05 else "undecided"
+    )
 
 
 def seeds_to_decide(effect: Effect, margin: float, most: int = 1000) -> int | None:
@@ -101,14 +116,18 @@ def seeds_to_decide(effect: Effect, margin: float, most: int = 1000) -> int | No
     if effect.seeds < 2:
         return None
     for seeds in range(effect.seeds, most + 1):
-        error, freedom = _error(effect.seed_variance, effect.image_variance, seeds, effect.images)
+        error, freedom = _error(
+            effect.seed_variance, effect.image_variance, seeds, effect.images
+        )
         half = stats.t.ppf(0.975, freedom) * error
         if effect.mean - half > 0 or effect.mean + half < margin:
             return seeds
     return None
 
 
-def _error(seed_variance: float, image_variance: float, seeds: int, images: int) -> tuple[float, float]:
+def _error(
+    seed_variance: float, image_variance: float, seeds: int, images: int
+) -> tuple[float, float]:
     """Standard error of the mean, and its degrees of freedom."""
     parts = np.array([seed_variance / seeds, image_variance / images])
     freedoms = np.array([seeds - 1, images - 1])

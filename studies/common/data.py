@@ -42,15 +42,26 @@ RAND_AUGMENT = "rand-m9-mstd0.5-mmax9-inc1"
 Loaders = tuple[DataLoader[Any], DataLoader[Any]]
 
 
-def digits_loaders(*, size: int, batch_size: int, seed: int, limit: int | None = None, clutter: int = 6) -> Loaders:
+def digits_loaders(
+    *, size: int, batch_size: int, seed: int, limit: int | None = None, clutter: int = 6
+) -> Loaders:
     """Training and validation batches of cluttered digits, (B, 1, size, size)."""
-    train, validation = cluttered_digits(size=size, limit=limit, seed=seed, fragments=clutter)
+    train, validation = cluttered_digits(
+        size=size, limit=limit, seed=seed, fragments=clutter
+    )
     batch_size = min(batch_size, len(train))
-    return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(validation, 2 * batch_size)
+    return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(
+        validation, 2 * batch_size
+    )
 
 
 def image_loaders(
-    model: nn.Module, folders: tuple[ClassFolders, ClassFolders], *, size: int, batch_size: int, workers: int
+    model: nn.Module,
+    folders: tuple[ClassFolders, ClassFolders],
+    *,
+    size: int,
+    batch_size: int,
+    workers: int,
 ) -> Loaders:
     """Training and validation batches of the user's images, as timm prepares them.
 
@@ -88,11 +99,18 @@ def image_loaders(
     return loaders[0], loaders[1]
 
 
-def at_resolution(model: nn.Module, loader: DataLoader[Any], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def at_resolution(
+    model: nn.Module, loader: DataLoader[Any], size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The validation images at another resolution, and labels: as timm prepares them, or digits by interpolation."""
     if isinstance(loader.dataset, ClutteredDigits):
         for images, labels in loader:
-            yield F.interpolate(images, size=(size, size), mode="bilinear", antialias=True), labels
+            yield (
+                F.interpolate(
+                    images, size=(size, size), mode="bilinear", antialias=True
+                ),
+                labels,
+            )
         return
     config = timm.data.resolve_model_data_config(model)
     config["input_size"] = (config["input_size"][0], size, size)
@@ -111,14 +129,18 @@ def own_model_and_data(args: Namespace, size: int | None) -> tuple[nn.Module, Lo
     classes = folders[0].classes
     model = own_model(args, classes)
     size = size or timm.data.resolve_model_data_config(model)["input_size"][-1]
-    loaders = image_loaders(model, folders, size=size, batch_size=args.batch_size, workers=args.workers)
+    loaders = image_loaders(
+        model, folders, size=size, batch_size=args.batch_size, workers=args.workers
+    )
     check_input(model, folders[1][0][0], args.num_classes or len(classes))
     return model, loaders
 
 
 def labels_of(dataset: ClutteredDigits | ClassFolders) -> np.ndarray:
     """The label of each image, shape (N,)."""
-    return np.asarray(dataset.labels if isinstance(dataset, ClutteredDigits) else dataset.targets)
+    return np.asarray(
+        dataset.labels if isinstance(dataset, ClutteredDigits) else dataset.targets
+    )
 
 
 def chance(dataset: ClutteredDigits | ClassFolders) -> float:
@@ -151,15 +173,23 @@ def probed_images(dataset: Any, count: int) -> Probed:
     masks = None
     if isinstance(dataset, ClutteredDigits):
         scenes = [dataset.scene(number) for number in numbers]
-        images, masks = (torch.stack([scene[part] for scene in scenes]) for part in (0, 2))
+        images, masks = (
+            torch.stack([scene[part] for scene in scenes]) for part in (0, 2)
+        )
         labels = dataset.labels[numbers]
         names = [str(digit) for digit in range(10)]
     else:
         pairs = [dataset[number] for number in numbers]
-        images, labels = torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
+        images, labels = (
+            torch.stack([image for image, _ in pairs]),
+            torch.tensor([label for _, label in pairs]),
+        )
         names = dataset.classes
         if imagenet_rows(names):  # WordNet ids, which few people can read
-            names = [ImageNetInfo().label_name_to_description(name).partition(",")[0] for name in names]
+            names = [
+                ImageNetInfo().label_name_to_description(name).partition(",")[0]
+                for name in names
+            ]
     return Probed(images, labels, numbers, names, masks)
 
 
@@ -188,11 +218,22 @@ def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probe
         if not images:
             raise ValueError("it is empty")
     except (OSError, ValueError) as error:
-        raise InputError(f"--boxes: expected lines of file,left,top,right,bottom in {file!r}: {error}") from None
-    black, white = (validation.transform(Image.new("RGB", photograph.size, color))[0] for color in ("black", "white"))
+        raise InputError(
+            f"--boxes: expected lines of file,left,top,right,bottom in {file!r}: {error}"
+        ) from None
+    black, white = (
+        validation.transform(Image.new("RGB", photograph.size, color))[0]
+        for color in ("black", "white")
+    )
     inside, batch = torch.stack(masks) > (black + white) / 2, torch.stack(images)
     labels = copy.deepcopy(model).eval()(batch).argmax(1)
-    return replace(probed_images(validation, 1), images=batch, labels=labels, numbers=[], masks=inside)
+    return replace(
+        probed_images(validation, 1),
+        images=batch,
+        labels=labels,
+        numbers=[],
+        masks=inside,
+    )
 
 
 class PixelBatches:
@@ -207,13 +248,20 @@ class PixelBatches:
         normalization: (mean, std), each one number a channel: what the model wants done to these pixels.
     """
 
-    def __init__(self, model: nn.Module, loader: DataLoader[Any], count: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, loader: DataLoader[Any], count: int | None
+    ) -> None:
         dataset = loader.dataset
         self.count = len(dataset) if count is None else min(count, len(dataset))
         some = Subset(dataset, spread(len(dataset), self.count))
-        self._loader = DataLoader(some, loader.batch_size, num_workers=loader.num_workers)
+        self._loader = DataLoader(
+            some, loader.batch_size, num_workers=loader.num_workers
+        )
         if isinstance(dataset, ClutteredDigits):
-            self.normalization: tuple[tuple[float, ...], tuple[float, ...]] = (MEAN,), (STD,)
+            self.normalization: tuple[tuple[float, ...], tuple[float, ...]] = (
+                (MEAN,),
+                (STD,),
+            )
         else:
             config = timm.data.resolve_model_data_config(model)
             self.normalization = config["mean"], config["std"]
@@ -222,6 +270,9 @@ class PixelBatches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        mean, std = (torch.tensor(of_channels)[:, None, None] for of_channels in self.normalization)
+        mean, std = (
+            torch.tensor(of_channels)[:, None, None]
+            for of_channels in self.normalization
+        )
         for images, labels in self._loader:
             yield (images * std + mean).clamp_(0, 1), labels

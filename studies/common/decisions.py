@@ -40,40 +40,67 @@ def compare_given(args: argparse.Namespace, later: tuple[str, ...]) -> bool:
     return seen
 
 
-def decide(args: argparse.Namespace, later: tuple[str, ...]) -> tuple[xr.Dataset, RunOutput]:
+def decide(
+    args: argparse.Namespace, later: tuple[str, ...]
+) -> tuple[xr.Dataset, RunOutput]:
     """What the models decide of the same validation images, and where that is written.
 
     Images are resized and cropped as the first model wants it, and normalised for each.
     """
-    options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
+    options = {
+        name: value for name, value in vars(args).items() if name not in NOT_SAVED
+    }
     models: dict[str, nn.Module] = {}
     loaders = []
     with refused(ValueError, RuntimeError, OSError):
         for name, weights in zip(args.model, args.pretrained, strict=True):
-            one = argparse.Namespace(**{**vars(args), "model": name, "pretrained": weights})
+            one = argparse.Namespace(
+                **{**vars(args), "model": name, "pretrained": weights}
+            )
             label = name if args.model.count(name) == 1 else f"{name}, {weights}"
             torch.manual_seed(args.seed)
             models[label], (_, validation) = own_model_and_data(one, args.img_size)
             loaders.append(validation)
-        output = RunOutput(args.out, "disagreement", options, later=later, resume=args.resume, overwrite=args.overwrite)
+        output = RunOutput(
+            args.out,
+            "disagreement",
+            options,
+            later=later,
+            resume=args.resume,
+            overwrite=args.overwrite,
+        )
     images = PixelBatches(next(iter(models.values())), loaders[0], args.images)
     conditions = {"corruptions": args.corruptions, "severities": args.severities}
     models = {name: model.to(args.device) for name, model in models.items()}
-    return evaluation.robustness(models, images, **conditions, attacks=(), device=args.device), output
+    return evaluation.robustness(
+        models, images, **conditions, attacks=(), device=args.device
+    ), output
 
 
 def by_condition(results: xr.Dataset, by: str) -> xr.DataArray:
     """How often two models decide differently: (model, other, by, image). Labels of ``by`` begin with "clean"."""
-    clean, worse = (evaluation.disagreement(results, each).differ for each in (None, by))
-    worse = worse.assign_coords({by: worse[by].astype(str).astype(object)}).reset_coords(drop=True)
-    return xr.concat([clean.expand_dims({by: np.array(["clean"], dtype=object)}), worse], by)
+    clean, worse = (
+        evaluation.disagreement(results, each).differ for each in (None, by)
+    )
+    worse = worse.assign_coords(
+        {by: worse[by].astype(str).astype(object)}
+    ).reset_coords(drop=True)
+    return xr.concat(
+        [clean.expand_dims({by: np.array(["clean"], dtype=object)}), worse], by
+    )
 
 
-def agree_on_errors(differ: float, one: xr.DataArray, other: xr.DataArray, names: str) -> bool:
+def agree_on_errors(
+    differ: float, one: xr.DataArray, other: xr.DataArray, names: str
+) -> bool:
     """Whether two models differ less than models of their accuracies whose errors are independent; says so."""
-    independent = float((one * (1 - other) + other * (1 - one)).mean())  # if no image is harder than another
+    independent = float(
+        (one * (1 - other) + other * (1 - one)).mean()
+    )  # if no image is harder than another
     verdict = "less" if differ < independent else "NOT less"
-    print(f"check: {names} disagree {verdict} than independent errors: {differ:.3f}, {independent:.3f}")
+    print(
+        f"check: {names} disagree {verdict} than independent errors: {differ:.3f}, {independent:.3f}"
+    )
     return differ < independent
 
 
@@ -81,15 +108,24 @@ def agree_on_errors(differ: float, one: xr.DataArray, other: xr.DataArray, names
 def draw_pairs(found: xr.DataArray) -> Figure:
     """Disagreement of each with each, the ground truth among them: clean, and under all corruptions."""
     names = found.model.values.tolist()
-    figure = Figure(figsize=(4 + 1.6 * len(names), 2 + 0.6 * len(names)), layout="constrained")
+    figure = Figure(
+        figsize=(4 + 1.6 * len(names), 2 + 0.6 * len(names)), layout="constrained"
+    )
     rates = found.mean("image").transpose("model", "other", "group")
-    shown = {"clean": rates.sel(group="clean"), "corrupted": rates.isel(group=slice(1, None)).mean("group")}
-    for axes, (title, matrix) in zip(figure.subplots(1, 2, sharey=True), shown.items(), strict=True):
+    shown = {
+        "clean": rates.sel(group="clean"),
+        "corrupted": rates.isel(group=slice(1, None)).mean("group"),
+    }
+    for axes, (title, matrix) in zip(
+        figure.subplots(1, 2, sharey=True), shown.items(), strict=True
+    ):
         axes.imshow(matrix, vmin=0, vmax=float(rates.max()), cmap="Blues")
         for row, column in np.ndindex(matrix.shape):
             number = float(matrix[row, column])
             color = "w" if number > 0.6 * float(rates.max()) else "k"
-            axes.text(column, row, f"{number:.3f}", ha="center", va="center", color=color)
+            axes.text(
+                column, row, f"{number:.3f}", ha="center", va="center", color=color
+            )
         axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
         axes.set_yticks(range(len(names)), names)
         axes.set_title(title)
@@ -102,7 +138,9 @@ def pair_table(found: xr.DataArray) -> str:
     rates, intervals = found.mean("image"), evaluation.mean_interval(found).clip(0)
     pairs = list(combinations(found.model.values.tolist(), 2))
     width = max(len(one) + len(other) for one, other in pairs) + 7
-    lines = [f"\nshare of {found.sizes['image']} images decided differently, with 95 % interval over images"]
+    lines = [
+        f"\nshare of {found.sizes['image']} images decided differently, with 95 % interval over images"
+    ]
     lines.append(" " * width + "".join(f"{name:>22}" for name in found.group.values))
     for one, other in pairs:
         at = {"model": one, "other": other}
@@ -111,5 +149,8 @@ def pair_table(found: xr.DataArray) -> str:
             f"{rate:.3f} [{low:.3f}, {high:.3f}]"
             for rate, (low, high) in zip(rates.sel(at).values, low_high, strict=True)
         ]
-        lines.append(f"{f'{one} and {other}':<{width}}" + "".join(f"{cell:>22}" for cell in cells))
+        lines.append(
+            f"{f'{one} and {other}':<{width}}"
+            + "".join(f"{cell:>22}" for cell in cells)
+        )
     return "\n".join(lines)

@@ -57,9 +57,19 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
         fragments: int = 6,
         fixed: bool = False,
     ) -> None:
-        enlarged = F.interpolate(digits[:, None], size=(digit_size, digit_size), mode="bilinear", antialias=False)
+        enlarged = F.interpolate(
+            digits[:, None],
+            size=(digit_size, digit_size),
+            mode="bilinear",
+            antialias=False,
+        )
         self.digits, self.labels = enlarged[:, 0].clamp(0, 1), labels
-        self.size, self.digit_size, self.fragments, self.fixed = size, digit_size, fragments, fixed
+        self.size, self.digit_size, self.fragments, self.fixed = (
+            size,
+            digit_size,
+            fragments,
+            fixed,
+        )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -72,7 +82,9 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
         generator = torch.Generator().manual_seed(index) if self.fixed else None
 
         def draw(high: int, count: int = 1) -> list[int]:
-            drawn: list[int] = torch.randint(high, (count,), generator=generator).tolist()
+            drawn: list[int] = torch.randint(
+                high, (count,), generator=generator
+            ).tolist()
             return drawn
 
         canvas = 0.1 * torch.rand(self.size, self.size, generator=generator)
@@ -107,16 +119,29 @@ def cluttered_digits(
         fragments: pieces of other digits in each scene.
     """
     if size < 28:
-        raise ValueError(f"expected scenes of 28 pixels or more, the size of a digit, got {size}")
+        raise ValueError(
+            f"expected scenes of 28 pixels or more, the size of a digit, got {size}"
+        )
     if limit is not None and limit < 40:
-        raise ValueError(f"expected a limit of 40 digits or more, so that both splits have all ten, got {limit}")
+        raise ValueError(
+            f"expected a limit of 40 digits or more, so that both splits have all ten, got {limit}"
+        )
     data = load_digits()
     train, validation = train_test_split(
-        range(len(data.target))[:limit], test_size=0.25, random_state=seed, stratify=data.target[:limit]
+        range(len(data.target))[:limit],
+        test_size=0.25,
+        random_state=seed,
+        stratify=data.target[:limit],
     )
     images = torch.tensor(data.images, dtype=torch.float32) / 16
     labels = torch.tensor(data.target)
     return (
         ClutteredDigits(images[train], labels[train], size=size, fragments=fragments),
-        ClutteredDigits(images[validation], labels[validation], size=size, fragments=fragments, fixed=True),
+        ClutteredDigits(
+            images[validation],
+            labels[validation],
+            size=size,
+            fragments=fragments,
+            fixed=True,
+        ),
     )

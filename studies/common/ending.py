@@ -31,7 +31,9 @@ def ended(main: Any, arguments: list[str] | None = None) -> int:
     try:
         return main(arguments)
     except InputError as error:
-        reason = str(error).rpartition("InputError: ")[2].strip()  # from a loading process it comes with a traceback
+        reason = (
+            str(error).rpartition("InputError: ")[2].strip()
+        )  # from a loading process it comes with a traceback
         print(f"{Path(main.__code__.co_filename).name}: {reason}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -45,7 +47,9 @@ def finish(seen: bool, data: str) -> int:
         return 0
     if data == "digits":
         return NOT_SEEN
-    print("The checks say what the digits show. On your own data they are findings, not errors.")
+    print(
+        "The checks say what the digits show. On your own data they are findings, not errors."
+    )
     return 0
 
 
@@ -58,7 +62,12 @@ def learned(model: str, accuracy: float, images: int, chance: float) -> bool:
         images: their number.
         chance: what always naming the most frequent class gives.
     """
-    if binomtest(round(accuracy * images), images, chance, alternative="greater").pvalue < 0.01:
+    if (
+        binomtest(
+            round(accuracy * images), images, chance, alternative="greater"
+        ).pvalue
+        < 0.01
+    ):
         return True
     print(
         f"check: {model} did NOT learn: accuracy {accuracy:.3f} on {images} images; always the same class gives "

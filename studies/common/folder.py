@@ -26,7 +26,9 @@ class ClassFolders(ImageFolder):
         InputError: no folders of classes, one alone, an empty one, or other ones than those for training.
     """
 
-    def __init__(self, folder: Path, data: str, classes: list[str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, data: str, classes: list[str] | None = None
+    ) -> None:
         self._data, self._known = data, classes
         try:
             super().__init__(str(folder), loader=_read, allow_empty=classes is not None)
@@ -38,17 +40,29 @@ class ClassFolders(ImageFolder):
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """The names of the folders in order, and their numbers."""
-        names = sorted(each.name for each in Path(directory).iterdir() if each.is_dir() and each.name[0] != ".")
+        names = sorted(
+            each.name
+            for each in Path(directory).iterdir()
+            if each.is_dir() and each.name[0] != "."
+        )
         if len(names) < 2 and self._known is None:
-            raise _layout(self._data, f"one class, {names[0]!r}" if names else "no folder of a class", directory)
+            raise _layout(
+                self._data,
+                f"one class, {names[0]!r}" if names else "no folder of a class",
+                directory,
+            )
         known = names if self._known is None else self._known
         if unknown := [name for name in names if name not in known]:
-            raise InputError(f"--data: {directory} has classes that the training images do not have: {_some(unknown)}")
+            raise InputError(
+                f"--data: {directory} has classes that the training images do not have: {_some(unknown)}"
+            )
         return names, {name: number for number, name in enumerate(known)}
 
     def keep(self, count: int) -> None:
         """Leave so many images, spread evenly over the classes."""
-        self.samples = [self.samples[number] for number in spread(len(self.samples), count)]
+        self.samples = [
+            self.samples[number] for number in spread(len(self.samples), count)
+        ]
         self.targets = [label for _, label in self.samples]
 
 
@@ -65,9 +79,14 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
     root = Path(data)
     if not root.is_dir():
         raise InputError(f"--data: there is no folder {data!r}")
-    folders = [next((root / name for name in names if (root / name).is_dir()), None) for names in SPLITS]
+    folders = [
+        next((root / name for name in names if (root / name).is_dir()), None)
+        for names in SPLITS
+    ]
     if None in folders:
-        found = sorted(f"{each.name}/" if each.is_dir() else each.name for each in root.iterdir())
+        found = sorted(
+            f"{each.name}/" if each.is_dir() else each.name for each in root.iterdir()
+        )
         raise _layout(data, _some(found) or "nothing", data)
     train = ClassFolders(folders[0], data)
     validation = ClassFolders(folders[1], data, train.classes)
@@ -77,7 +96,9 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
     return train, validation
 
 
-def imagenet_rows(classes: Sequence[str], subset: str | None = "imagenet-1k") -> list[int] | None:
+def imagenet_rows(
+    classes: Sequence[str], subset: str | None = "imagenet-1k"
+) -> list[int] | None:
     """The classes' rows in a classifier of ImageNet, if all are WordNet ids of it; else None."""
     names = timm.data.ImageNetInfo(subset).label_names() if subset else []
     rows = {name: row for row, name in enumerate(names)}
@@ -95,11 +116,16 @@ def _read(path: str) -> Image.Image:
         with Image.open(path) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError) as error:
-        raise InputError(f"--data: {path} cannot be read as an image ({error})") from None
+        raise InputError(
+            f"--data: {path} cannot be read as an image ({error})"
+        ) from None
 
 
 def _layout(data: str, found: str, where: str | Path) -> InputError:
-    lines = "".join(f"    {data}/{split}/cat/*.jpg, {data}/{split}/dog/*.jpg, ...\n" for split in ("train", "val"))
+    lines = "".join(
+        f"    {data}/{split}/cat/*.jpg, {data}/{split}/dog/*.jpg, ...\n"
+        for split in ("train", "val")
+    )
     expected = "expected a folder for each class, two or more, in train/ and in val/"
     return InputError(f"--data: {expected}:\n{lines}found in {where}: {found}")
 

@@ -24,7 +24,14 @@ from tcnn_model import EpochResult, finetune
 
 __all__ = ["Follower", "Models", "Run", "write_whole"]
 
-METHODS = ("class_attention", "rollout", "gradcam", "integrated_gradients", "input_x_gradient", "occlusion")
+METHODS = (
+    "class_attention",
+    "rollout",
+    "gradcam",
+    "integrated_gradients",
+    "input_x_gradient",
+    "occlusion",
+)
 MEASURES = ("deletion_auc", "insertion_auc")
 OF_MASKS = ("pointing_game", "energy_inside")
 Models = Mapping[str, nn.Module]
@@ -68,17 +75,23 @@ class Follower:
                 pass
             return None
         methods = usable_methods(model, self.probed.images[:1])
-        numbers = (self.probed.numbers if run.epochs else list(range(len(self.probed.images))))[: self.args.show]
+        numbers = (
+            self.probed.numbers if run.epochs else list(range(len(self.probed.images)))
+        )[: self.args.show]
         recording: Any = nullcontext()
         if "class_attention" in methods:
-            recording = tcnn_probe.record(model, self.output.beside(f"_{run.slug}.zarr"), images=numbers)
+            recording = tcnn_probe.record(
+                model, self.output.beside(f"_{run.slug}.zarr"), images=numbers
+            )
         parts = []
         with recording as recorder:
             for result in results:
                 if recorder is not None:
                     recorder.mark(if_marked="skip", **asdict(result))
                 if result.epoch % self.args.every == 0 or result.epoch == run.epochs:
-                    part = self.output.checkpoints / f"{run.slug}-{result.epoch:04d}.zarr"
+                    part = (
+                        self.output.checkpoints / f"{run.slug}-{result.epoch:04d}.zarr"
+                    )
                     if not part.exists():
                         write_whole(self.score(model, methods, result), part)
                     parts.append(xr.open_zarr(part, consolidated=False).load())
@@ -103,17 +116,37 @@ class Follower:
             return
         logits, labels = self.logits(model.eval()), self.probed.labels
         right = float((logits.argmax(1) == labels).float().mean())
-        yield EpochResult(0, math.nan, math.nan, float(F.cross_entropy(logits, labels)), right, math.nan)
+        yield EpochResult(
+            0,
+            math.nan,
+            math.nan,
+            float(F.cross_entropy(logits, labels)),
+            right,
+            math.nan,
+        )
 
-    def score(self, model: nn.Module, methods: list[str], result: EpochResult) -> xr.Dataset:
+    def score(
+        self, model: nn.Module, methods: list[str], result: EpochResult
+    ) -> xr.Dataset:
         """Every measure of every method, the maps, and the probabilities of all classes, of this epoch."""
-        images, labels, masks = self.probed.images, self.probed.labels, self.probed.masks
+        images, labels, masks = (
+            self.probed.images,
+            self.probed.labels,
+            self.probed.masks,
+        )
         side = max(2, images.shape[-1] // 4)
         covers = {"window": side, "stride": side if self.args.small else side // 2}
-        options = {"integrated_gradients": {"n_steps": self.args.steps}, "occlusion": covers}
-        options = {name: of_method for name, of_method in options.items() if name in methods}
+        options = {
+            "integrated_gradients": {"n_steps": self.args.steps},
+            "occlusion": covers,
+        }
+        options = {
+            name: of_method for name, of_method in options.items() if name in methods
+        }
         batch = {"batch_size": self.args.batch_size}
-        maps = tcnn_probe.saliency(model, images, labels, method=methods, **batch, **options)
+        maps = tcnn_probe.saliency(
+            model, images, labels, method=methods, **batch, **options
+        )
         scored = {name: maps[name] for name in methods} | {"chance": chance}
         measures = [*MEASURES, *(OF_MASKS if masks is not None else ())]
         scores = tcnn_probe.faithfulness(
@@ -129,12 +162,25 @@ class Follower:
         )
         if masks is not None:
             exact = tcnn_probe.faithfulness(
-                model, images, scored, labels, masks=masks, metrics="pointing_game", **batch
+                model,
+                images,
+                scored,
+                labels,
+                masks=masks,
+                metrics="pointing_game",
+                **batch,
             )
             scores["pointing_game_exact"] = exact.pointing_game  # without tolerance
-        scores["saliency"] = maps.to_dataarray("attribution").reindex(attribution=scores.attribution).astype("float32")
+        scores["saliency"] = (
+            maps.to_dataarray("attribution")
+            .reindex(attribution=scores.attribution)
+            .astype("float32")
+        )
         unrecorded = copy.deepcopy(model).eval()
-        scores["probability"] = (("image", "class"), self.logits(unrecorded).softmax(1).numpy())
+        scores["probability"] = (
+            ("image", "class"),
+            self.logits(unrecorded).softmax(1).numpy(),
+        )
         scores["top1"] = result.top1
         return scores.expand_dims(epoch=[result.epoch])
 
@@ -142,16 +188,23 @@ class Follower:
     def logits(self, model: nn.Module) -> Tensor:
         """The model's scores of the chosen images, shape (B, K)."""
         batches = self.probed.images.split(self.args.batch_size)
-        return torch.cat([model(images.to(self.args.device)).float().cpu() for images in batches])
+        return torch.cat(
+            [model(images.to(self.args.device)).float().cpu() for images in batches]
+        )
 
 
 def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
     """Those that this model has what they need for; attention that does not lead to a class token, say, has no map."""
     usable, side = [], image.shape[-1] // 2
-    quick: Any = {"integrated_gradients": {"n_steps": 1}, "occlusion": {"window": side, "stride": side}}
+    quick: Any = {
+        "integrated_gradients": {"n_steps": 1},
+        "occlusion": {"window": side, "stride": side},
+    }
     for method in METHODS:
         try:
-            tcnn_probe.saliency(model, image, method=method, progress=False, **quick.get(method, {}))
+            tcnn_probe.saliency(
+                model, image, method=method, progress=False, **quick.get(method, {})
+            )
             usable.append(method)
         except ValueError as error:
             print(f"{type(model).__name__}: without {method} ({error})")

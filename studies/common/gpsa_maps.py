@@ -34,13 +34,20 @@ def maps_of(model: nn.Module, images: Tensor, query: tuple[int, int]) -> xr.Data
     """
     layers = gpsa_layers(model)
     inputs = _inputs_of(model, layers, images)
-    found = [_of_layer(layer, inputs[name], query, images.shape[2:]) for name, layer in layers.items()]
-    together = xr.concat(found, xr.Variable("layer", np.array(list(layers), dtype=object)), join="outer")
+    found = [
+        _of_layer(layer, inputs[name], query, images.shape[2:])
+        for name, layer in layers.items()
+    ]
+    together = xr.concat(
+        found, xr.Variable("layer", np.array(list(layers), dtype=object)), join="outer"
+    )
     return together.transpose("image", "layer", "head", "y", "x")
 
 
 @torch.no_grad()
-def _inputs_of(model: nn.Module, layers: dict[str, GPSA], images: Tensor) -> dict[str, Tensor]:
+def _inputs_of(
+    model: nn.Module, layers: dict[str, GPSA], images: Tensor
+) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
     modes = {module: module.training for module in model.modules()}
 
@@ -50,7 +57,9 @@ def _inputs_of(model: nn.Module, layers: dict[str, GPSA], images: Tensor) -> dic
 
         return hook
 
-    handles = [layer.register_forward_pre_hook(keep(name)) for name, layer in layers.items()]
+    handles = [
+        layer.register_forward_pre_hook(keep(name)) for name, layer in layers.items()
+    ]
     try:
         model.eval()(images.to(next(model.parameters()).device))
     finally:
@@ -62,29 +71,52 @@ def _inputs_of(model: nn.Module, layers: dict[str, GPSA], images: Tensor) -> dic
 
 
 @torch.no_grad()
-def _of_layer(layer: GPSA, x: Tensor, query: tuple[int, int], size: Sequence[int]) -> xr.Dataset:
+def _of_layer(
+    layer: GPSA, x: Tensor, query: tuple[int, int], size: Sequence[int]
+) -> xr.Dataset:
     rows, columns = layer.axes(x.shape[2], x.shape[3])
-    row, column = (at * axis.queries // end for at, axis, end in zip(query, (rows, columns), size, strict=True))
-    at = [axis.first_query + n * axis.stride for n, axis in ((row, rows), (column, columns))]  # in pixels of the keys
-    whole = layer.attention(x)[:, :, row * columns.queries + column].cpu().double()  # (B, heads, keys)
+    row, column = (
+        at * axis.queries // end
+        for at, axis, end in zip(query, (rows, columns), size, strict=True)
+    )
+    at = [
+        axis.first_query + n * axis.stride
+        for n, axis in ((row, rows), (column, columns))
+    ]  # in pixels of the keys
+    whole = (
+        layer.attention(x)[:, :, row * columns.queries + column].cpu().double()
+    )  # (B, heads, keys)
     peak = whole.argmax(-1)
     maps = whole.unflatten(-1, (rows.keys, columns.keys))
-    maps = maps.narrow(2, rows.before, rows.length).narrow(3, columns.before, columns.length)
+    maps = maps.narrow(2, rows.before, rows.length).narrow(
+        3, columns.before, columns.length
+    )
     heads, of_head = ("image", "head"), ("head",)
     center = layer.center.detach().cpu().double()
     return xr.Dataset(
         {
             "attention": ((*heads, "y", "x"), maps.numpy()),
             "outside": (heads, 1 - maps.sum((2, 3)).numpy()),
-            "peak_y": (heads, (peak // columns.keys - rows.before - at[0]).double().numpy()),
-            "peak_x": (heads, (peak % columns.keys - columns.before - at[1]).double().numpy()),
+            "peak_y": (
+                heads,
+                (peak // columns.keys - rows.before - at[0]).double().numpy(),
+            ),
+            "peak_x": (
+                heads,
+                (peak % columns.keys - columns.before - at[1]).double().numpy(),
+            ),
             "gate": (of_head, layer.gate.detach().cpu().double().numpy()),
             "center_y": (of_head, center[:, 0].numpy()),
             "center_x": (of_head, center[:, 1].numpy()),
             "query_y": at[0],
             "query_x": at[1],
         },
-        {"image": range(len(x)), "head": range(layer.heads), "y": range(rows.length), "x": range(columns.length)},
+        {
+            "image": range(len(x)),
+            "head": range(layer.heads),
+            "y": range(rows.length),
+            "x": range(columns.length),
+        },
     )
 
 
@@ -97,8 +129,15 @@ def open_images(files: Sequence[str], dataset: Any, size: int) -> Tensor:
     opened = []
     for file in files:
         with Image.open(Path(file)) as image:
-            opened.append(image.convert("L" if isinstance(dataset, ClutteredDigits) else "RGB"))
+            opened.append(
+                image.convert("L" if isinstance(dataset, ClutteredDigits) else "RGB")
+            )
     if not isinstance(dataset, ClutteredDigits):
         return torch.stack([dataset.transform(image) for image in opened])
-    pixels = [np.asarray(image.resize((size, size), Image.Resampling.BILINEAR), dtype=np.float32) for image in opened]
+    pixels = [
+        np.asarray(
+            image.resize((size, size), Image.Resampling.BILINEAR), dtype=np.float32
+        )
+        for image in opened
+    ]
     return (torch.from_numpy(np.stack(pixels))[:, None] / 255 - MEAN) / STD

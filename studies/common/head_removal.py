@@ -14,7 +14,16 @@ from common.data import PixelBatches
 from common.head_types import PAIR
 from tcnn_probe import evaluation
 
-__all__ = ["CLEAN", "MODES", "NOTHING", "Sets", "conditions", "random_heads", "single_heads", "type_sets"]
+__all__ = [
+    "CLEAN",
+    "MODES",
+    "NOTHING",
+    "Sets",
+    "conditions",
+    "random_heads",
+    "single_heads",
+    "type_sets",
+]
 
 Sets = Mapping[str, xr.DataArray | None]
 """Boolean arrays (layer, head) by name; True is a head that is taken away, None takes nothing away."""
@@ -30,15 +39,21 @@ MODES = {
 }
 """What :func:`tcnn_probe.ablate` does to heads, and the words for it."""
 
-_ALONE = ("contrast",)  # a condition of its own as well: the paper guesses that faint images need content
+_ALONE = (
+    "contrast",
+)  # a condition of its own as well: the paper guesses that faint images need content
 
 
 def type_sets(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
     """Nothing, and all heads of each type that the model has; ``types`` has the dims (layer, head)."""
-    return {NOTHING: None} | {kind: types == kind for kind in PAIR if bool((types == kind).any())}
+    return {NOTHING: None} | {
+        kind: types == kind for kind in PAIR if bool((types == kind).any())
+    }
 
 
-def random_heads(types: xr.DataArray, draws: int, rng: np.random.Generator) -> dict[str, xr.DataArray | None]:
+def random_heads(
+    types: xr.DataArray, draws: int, rng: np.random.Generator
+) -> dict[str, xr.DataArray | None]:
     """For each type ``draws`` sets of as many heads as it has, drawn from all heads of the model."""
     there = np.flatnonzero(types.values.ravel() != "")
     sets = {}
@@ -47,7 +62,9 @@ def random_heads(types: xr.DataArray, draws: int, rng: np.random.Generator) -> d
         for draw in range(draws if count else 0):
             chosen = np.zeros(types.size, bool)
             chosen[rng.choice(there, count, replace=False)] = True
-            sets[f"random for {kind}#{draw}"] = types.copy(data=chosen.reshape(types.shape))
+            sets[f"random for {kind}#{draw}"] = types.copy(
+                data=chosen.reshape(types.shape)
+            )
     return sets
 
 
@@ -99,7 +116,10 @@ def conditions(
     """
     if not part.exists():
         results = evaluation.robustness(
-            {name: without(model, heads, mode, reference) for name, heads in sets.items()},
+            {
+                name: without(model, heads, mode, reference)
+                for name, heads in sets.items()
+            },
             batches,
             corruptions=corruptions,
             severities=severities,
@@ -116,12 +136,17 @@ def conditions(
 
 
 def without(
-    model: nn.Module, heads: xr.DataArray | None, mode: str, reference: Sequence[Tensor] = ()
+    model: nn.Module,
+    heads: xr.DataArray | None,
+    mode: str,
+    reference: Sequence[Tensor] = (),
 ) -> Callable[[Tensor], Tensor]:
     """The model with some of its heads ablated, as a function of images."""
     if heads is None:
         return model
-    images = {"mean": reference, "static": reference, "shuffled": reference[:1]}.get(mode)
+    images = {"mean": reference, "static": reference, "shuffled": reference[:1]}.get(
+        mode
+    )
     ablation = tcnn_probe.ablate(model, heads, mode, images=images)  # type: ignore[arg-type]
     ablation.remove()  # until it is entered
 
@@ -137,18 +162,38 @@ def by_condition(results: xr.Dataset) -> xr.Dataset:
     corrupted = results.correct.astype(float).mean(["severity", "seed"])
     groups = list(dict.fromkeys(results.group.values.tolist()))
     parts = {CLEAN: results.clean_correct.astype(float)}
-    parts |= {group: corrupted.sel(corruption=(results.group == group).values).mean("corruption") for group in groups}
-    parts |= {name: corrupted.sel(corruption=name, drop=True) for name in _ALONE if name in results.corruption}
-    parts["PGD"] = results.adversarial_correct.astype(float).mean("seed").sel(attack="pgd", drop=True)
+    parts |= {
+        group: corrupted.sel(corruption=(results.group == group).values).mean(
+            "corruption"
+        )
+        for group in groups
+    }
+    parts |= {
+        name: corrupted.sel(corruption=name, drop=True)
+        for name in _ALONE
+        if name in results.corruption
+    }
+    parts["PGD"] = (
+        results.adversarial_correct.astype(float)
+        .mean("seed")
+        .sel(attack="pgd", drop=True)
+    )
     names = xr.DataArray(list(parts), dims="condition", name="condition")
     right = xr.concat([row.reset_coords(drop=True) for row in parts.values()], names)
     draws: dict[str, list[str]] = {}
     for name in right.model.values.tolist():
         draws.setdefault(name.partition("#")[0], []).append(name)
     most = max(map(len, draws.values()))
-    rows = [right.sel(model=(names * most)[:most]).rename(model="draw") for names in draws.values()]
-    labels = xr.DataArray(np.array(list(draws), object), dims="ablation", name="ablation")
+    rows = [
+        right.sel(model=(names * most)[:most]).rename(model="draw")
+        for names in draws.values()
+    ]
+    labels = xr.DataArray(
+        np.array(list(draws), object), dims="ablation", name="ablation"
+    )
     means = xr.concat([row.assign_coords(draw=range(most)) for row in rows], labels)
     means["condition"] = means.condition.astype(object)
     means.attrs = {"units": "1", "long_name": "right answers"}
-    return xr.Dataset({"right": means.transpose("ablation", "draw", "condition", "image")})
+    return xr.Dataset(
+        {"right": means.transpose("ablation", "draw", "condition", "image")}
+    )

@@ -39,16 +39,26 @@ SMALL_RESNETS: dict[str, dict[str, Any]] = {
 
 def small_resnet(kind: str = "ResNet") -> nn.Module:
     """A ResNet for 64 x 64 scenes: 0.1 M parameters, four 3 x 3 convolutions in its last stage."""
-    shape = {"channels": (8, 16, 32, 32), "in_chans": 1, "num_classes": 10, "stem_type": "deep", "stem_width": 4}
+    shape = {
+        "channels": (8, 16, 32, 32),
+        "in_chans": 1,
+        "num_classes": 10,
+        "stem_type": "deep",
+        "stem_width": 4,
+    }
     model = ResNet(BasicBlock, (1, 1, 1, 2), **shape, **SMALL_RESNETS[kind])
-    model.maxpool = nn.Identity()  # the last stage, un-strided, then works on 8 x 8 pixels
+    model.maxpool = (
+        nn.Identity()
+    )  # the last stage, un-strided, then works on 8 x 8 pixels
     return model
 
 
 def small_patchconvnet() -> nn.Module:
     """A PatchConvNet for 64 x 64 scenes: width 32, four blocks, 16 x 16 patches of 4 x 4 pixels."""
     shape = {"embed_dim": 32, "depth": 4, "num_classes": 10, "in_chans": 1}
-    model = timm.create_model("patchconvnet_s60", **shape, init_values=1.0, norm_layer="batchnorm2d")
+    model = timm.create_model(
+        "patchconvnet_s60", **shape, init_values=1.0, norm_layer="batchnorm2d"
+    )
     for convolution in (model.stem[0], model.stem[2]):
         convolution.stride = 1, 1
     for layer in model.modules():
@@ -60,8 +70,17 @@ def small_patchconvnet() -> nn.Module:
 def small_vit(cnn: nn.Module, size: int) -> nn.Module:
     """A vision transformer: four blocks of three heads, on the features before :func:`small_resnet`'s last stage."""
     stages = nn.Sequential(*list(copy.deepcopy(cnn).children())[:-3])
-    shape = {"img_size": size, "in_chans": 1, "num_classes": 10, "embed_dim": 48, "depth": 4, "num_heads": 3}
-    return VisionTransformer(patch_size=1, embed_layer=partial(HybridEmbed, stages), **shape)
+    shape = {
+        "img_size": size,
+        "in_chans": 1,
+        "num_classes": 10,
+        "embed_dim": 48,
+        "depth": 4,
+        "num_heads": 3,
+    }
+    return VisionTransformer(
+        patch_size=1, embed_layer=partial(HybridEmbed, stages), **shape
+    )
 
 
 def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Module:
@@ -81,18 +100,28 @@ def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Mod
     """
     wanted = args.num_classes or len(classes)
     if wanted < len(classes):
-        raise InputError(f"--num-classes: the images have {len(classes)} classes, got {wanted}")
+        raise InputError(
+            f"--num-classes: the images have {len(classes)} classes, got {wanted}"
+        )
     model = pretrained_model(args, **options)
     has = model.num_classes
-    rows = imagenet_rows(classes, timm.data.infer_imagenet_subset(model)) if args.pretrained else None
+    rows = (
+        imagenet_rows(classes, timm.data.infer_imagenet_subset(model))
+        if args.pretrained
+        else None
+    )
     if rows is not None and wanted == len(classes):
         if rows != list(range(has)):
             _keep_rows(model, rows)
-            print(f"the classifier keeps the rows of the {wanted} WordNet ids among its {has} classes")
+            print(
+                f"the classifier keeps the rows of the {wanted} WordNet ids among its {has} classes"
+            )
     elif has != wanted:
         model.reset_classifier(wanted)
         if args.pretrained:
-            print(f"the classifier is new: the weights have {has} classes, and the images {wanted}")
+            print(
+                f"the classifier is new: the weights have {has} classes, and the images {wanted}"
+            )
     return model
 
 
@@ -123,7 +152,9 @@ def check_input(model: nn.Module, image: Tensor, classes: int) -> None:
             f"--model, --img-size: {type(model).__name__} takes no images of {size} pixels: {error}"
         ) from error
     if scores.shape != (1, classes):
-        raise InputError(f"--model: expected a score for each of {classes} classes, got shape {tuple(scores.shape)}")
+        raise InputError(
+            f"--model: expected a score for each of {classes} classes, got shape {tuple(scores.shape)}"
+        )
 
 
 def _of_file(name: str, file: str) -> dict[str, Any]:
@@ -134,14 +165,21 @@ def _of_file(name: str, file: str) -> dict[str, Any]:
         weights = load_state_dict(file)
     except Exception as error:
         raise InputError(f"--pretrained: {file!r} holds no weights: {error}") from error
-    layer = getattr(get_pretrained_cfg(name, allow_unregistered=True), "classifier", None)
+    layer = getattr(
+        get_pretrained_cfg(name, allow_unregistered=True), "classifier", None
+    )
     layer = layer if isinstance(layer, str | None) else layer[0]
     if layer is None:  # no model of timm's, as create_model will say
         return {}
     if not isinstance(weights, dict) or f"{layer}.weight" not in weights:
-        raise InputError(f"--pretrained: {file!r} holds no weights of {name}: there is no {layer}.weight in it")
+        raise InputError(
+            f"--pretrained: {file!r} holds no weights of {name}: there is no {layer}.weight in it"
+        )
     count = len(weights[f"{layer}.weight"])
-    return {"num_classes": count, "pretrained_cfg_overlay": {"file": file, "num_classes": count}}
+    return {
+        "num_classes": count,
+        "pretrained_cfg_overlay": {"file": file, "num_classes": count},
+    }
 
 
 def _of_size(name: str, size: int | None, options: dict[str, Any]) -> nn.Module:
@@ -152,7 +190,11 @@ def _of_size(name: str, size: int | None, options: dict[str, Any]) -> nn.Module:
         except TypeError:
             return timm.create_model(name, **options)
         config = model.pretrained_cfg
-        config["input_size"] = (options.get("in_chans", config["input_size"][0]), size, size)  # it takes no other now
+        config["input_size"] = (
+            options.get("in_chans", config["input_size"][0]),
+            size,
+            size,
+        )  # it takes no other now
         return model
     return timm.create_model(name, **options)
 
@@ -162,8 +204,16 @@ def _keep_rows(model: nn.Module, rows: list[int]) -> None:
     layers = model.get_classifier()
     for layer in layers if isinstance(layers, tuple) else (layers,):
         if not isinstance(layer, nn.Linear | nn.Conv2d):
-            raise InputError(f"--model: cannot take rows of the classifier, a {type(layer).__name__}")
+            raise InputError(
+                f"--model: cannot take rows of the classifier, a {type(layer).__name__}"
+            )
         layer.weight = nn.Parameter(layer.weight.detach()[rows])
-        layer.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach()[rows])
-        setattr(layer, "out_features" if isinstance(layer, nn.Linear) else "out_channels", len(rows))
+        layer.bias = (
+            None if layer.bias is None else nn.Parameter(layer.bias.detach()[rows])
+        )
+        setattr(
+            layer,
+            "out_features" if isinstance(layer, nn.Linear) else "out_channels",
+            len(rows),
+        )
     model.num_classes = len(rows)

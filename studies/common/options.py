@@ -39,30 +39,58 @@ def study_parser(document: str | None) -> argparse.ArgumentParser:
     description, _, rest = (document or "").partition("\n\n")
     usage = "%(prog)s [options]; --help lists them"
     return argparse.ArgumentParser(
-        usage=usage, description=description, epilog=rest, formatter_class=argparse.RawTextHelpFormatter
+        usage=usage,
+        description=description,
+        epilog=rest,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
 
 
 def add_data(
-    parser: argparse.ArgumentParser, *, model: str, pretrained: str, img_size: str, several: bool = False
+    parser: argparse.ArgumentParser,
+    *,
+    model: str,
+    pretrained: str,
+    img_size: str,
+    several: bool = False,
 ) -> None:
     """Options for the model, or several, and the images; texts are the help that differs between studies."""
     add = parser.add_argument_group("model and data").add_argument
     add("--model", nargs="+" if several else None, help=model)
-    number: dict[str, Any] = {"nargs": "*"} if several else {"nargs": "?", "const": True}
+    number: dict[str, Any] = (
+        {"nargs": "*"} if several else {"nargs": "?", "const": True}
+    )
     add("--pretrained", **number, default=False, metavar="FILE", help=pretrained)
-    add("--data", default="digits", help="folder with train/ and val/, and in each a folder a class (default: digits)")
-    add("--num-classes", type=from_least(2), help="if not those that --data has folders for")
+    add(
+        "--data",
+        default="digits",
+        help="folder with train/ and val/, and in each a folder a class (default: digits)",
+    )
+    add(
+        "--num-classes",
+        type=from_least(2),
+        help="if not those that --data has folders for",
+    )
     add("--img-size", type=from_least(1), help=img_size)
-    add("--limit", type=from_least(4), help="use only so many images, a quarter of them for validation")
-    add("--clutter", type=from_least(0), help="fragments of other digits in each scene (default: 6)")
+    add(
+        "--limit",
+        type=from_least(4),
+        help="use only so many images, a quarter of them for validation",
+    )
+    add(
+        "--clutter",
+        type=from_least(0),
+        help="fragments of other digits in each scene (default: 6)",
+    )
 
 
 def add_machine(group: Any, *, small: str) -> None:
     """Options for where and how it runs; ``small`` says what ``--small`` changes."""
     add = group.add_argument
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", type=device, default=default, help="(default: cuda if there is one)")
+    add(
+        "--device", type=device, default=default, help="(default: cuda if there is one)"
+    )
     add("--amp", action="store_true", help="train in bfloat16 autocast")
     cores = min(4, os.cpu_count() or 1)
     add(
@@ -72,15 +100,27 @@ def add_machine(group: Any, *, small: str) -> None:
         help="processes that load --data (default: a core each, 4 at most)",
     )
     add("--seed", type=from_least(0), default=0, help="(default: 0)")
-    add("--small", action="store_true", help=f"a quick look: 32 x 32 pixels, few digits, no clutter, {small}")
+    add(
+        "--small",
+        action="store_true",
+        help=f"a quick look: 32 x 32 pixels, few digits, no clutter, {small}",
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Options for the output folder, and for a run that is there already."""
-    parser.add_argument_group("output").add_argument("--out", default="results", help="folder (default: results)")
+    parser.add_argument_group("output").add_argument(
+        "--out", default="results", help="folder (default: results)"
+    )
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--resume", action="store_true", help="continue the run in --out, with its options")
-    either.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
+    either.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in --out, with its options",
+    )
+    either.add_argument(
+        "--overwrite", action="store_true", help="delete the run in --out first"
+    )
 
 
 def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
@@ -90,22 +130,32 @@ def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
             setattr(args, name, value)
 
 
-def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None, study: str) -> argparse.Namespace:
+def parsed(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, study: str
+) -> argparse.Namespace:
     """The command line; with ``--resume``, what it does not say is as it was in the run."""
     args = parser.parse_args(arguments)
     if args.resume:
         saved = saved_options(args.out, study)
         if not saved:
-            print(f"there is no run of {study} in {args.out} yet: this is its beginning")
-        parser.set_defaults(**{name: value for name, value in saved.items() if name in args})
+            print(
+                f"there is no run of {study} in {args.out} yet: this is its beginning"
+            )
+        parser.set_defaults(
+            **{name: value for name, value in saved.items() if name in args}
+        )
         args = parser.parse_args(arguments)
     return args
 
 
-def check_data_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_data_options(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> None:
     """Refuse options of the digits beside the user's own images."""
     if args.data != "digits" and (args.small or args.clutter is not None):
-        parser.error("--small and --clutter are for the digits; with --data, --limit and --epochs make a run short")
+        parser.error(
+            "--small and --clutter are for the digits; with --data, --limit and --epochs make a run short"
+        )
     if args.data == "digits" and args.num_classes is not None:
         parser.error("--num-classes goes with --data: there are ten digits")
 
@@ -113,7 +163,9 @@ def check_data_options(parser: argparse.ArgumentParser, args: argparse.Namespace
 def need_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse pretrained weights, or images of the user's own, without the name of a model."""
     if args.model is None:
-        parser.error("--pretrained and --data need --model, the name of a timm CNN such as resnet50")
+        parser.error(
+            "--pretrained and --data need --model, the name of a timm CNN such as resnet50"
+        )
 
 
 def from_least(least: int) -> Callable[[str], int]:
@@ -121,7 +173,9 @@ def from_least(least: int) -> Callable[[str], int]:
 
     def integer(text: str) -> int:
         if (number := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"expected an integer from {least}, got {text}")
+            raise argparse.ArgumentTypeError(
+                f"expected an integer from {least}, got {text}"
+            )
         return number
 
     return integer
@@ -140,7 +194,9 @@ def device(text: str) -> str:
     try:
         torch.empty(1, device=text)
     except (RuntimeError, AssertionError) as error:
-        raise argparse.ArgumentTypeError(f"no device {text!r} here: {str(error).partition('.')[0][:90]}") from None
+        raise argparse.ArgumentTypeError(
+            f"no device {text!r} here: {str(error).partition('.')[0][:90]}"
+        ) from None
     return text
 
 

@@ -26,7 +26,9 @@ def saved_options(folder: str | Path, study: str) -> dict[str, Any]:
     try:
         return dict(json.loads(kept.read_text()))
     except (ValueError, OSError) as error:
-        raise InputError(f"--resume: cannot read {kept} ({error}); --overwrite begins anew") from None
+        raise InputError(
+            f"--resume: cannot read {kept} ({error}); --overwrite begins anew"
+        ) from None
 
 
 class RunOutput:
@@ -61,20 +63,37 @@ class RunOutput:
         options = json.loads(json.dumps(options))
         kept = self.checkpoints / "options.json"
         self._list = self.checkpoints / "files.json"
-        self._further: list[str] = json.loads(self._list.read_text()) if self._list.exists() else []
-        paths = (self.store, self.figure, *(self.folder / name for name in self._further), self.checkpoints)
+        self._further: list[str] = (
+            json.loads(self._list.read_text()) if self._list.exists() else []
+        )
+        paths = (
+            self.store,
+            self.figure,
+            *(self.folder / name for name in self._further),
+            self.checkpoints,
+        )
         existing = [path for path in paths if path.exists()]
         if overwrite:
             for path in existing:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         elif existing and not resume:
             names = ", ".join(path.name for path in existing)
-            raise InputError(f"{self.folder} already holds {names}: pass --resume, --overwrite or another --out")
+            raise InputError(
+                f"{self.folder} already holds {names}: pass --resume, --overwrite or another --out"
+            )
         elif resume and kept.exists():
             before = saved_options(folder, study)
-            fixed = {name: value for name, value in options.items() if name not in later}
-            if differing := [f"{k} was {before.get(k)}, is {v}" for k, v in fixed.items() if before.get(k) != v]:
-                raise InputError(f"--resume: the run in {self.folder} had other options ({'; '.join(differing)})")
+            fixed = {
+                name: value for name, value in options.items() if name not in later
+            }
+            if differing := [
+                f"{k} was {before.get(k)}, is {v}"
+                for k, v in fixed.items()
+                if before.get(k) != v
+            ]:
+                raise InputError(
+                    f"--resume: the run in {self.folder} had other options ({'; '.join(differing)})"
+                )
         self._further = self._further if resume else []
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(options, indent=1))
@@ -82,7 +101,9 @@ class RunOutput:
     def save(self, results: xr.Dataset | xr.DataTree) -> None:
         """Write the numbers, with consolidated metadata: else xarray warns everyone who opens them."""
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Consolidated metadata")  # not yet in zarr's format 3
+            warnings.filterwarnings(
+                "ignore", "Consolidated metadata"
+            )  # not yet in zarr's format 3
             results.to_zarr(self.store, mode="w", consolidated=True)
 
     def beside(self, ending: str) -> Path:

@@ -29,20 +29,33 @@ WITHIN = "contrast"
 
 def costs(right: xr.DataArray, ablation: str) -> xr.DataArray:
     """Accuracy lost: (training, draw, condition, image)."""
-    return right.sel(ablation=NOTHING, drop=True) - right.sel(ablation=ablation, drop=True)
+    return right.sel(ablation=NOTHING, drop=True) - right.sel(
+        ablation=ablation, drop=True
+    )
 
 
 def differences(right: xr.DataArray) -> dict[str, xr.DataArray]:
     """By type, how much more it costs than as many random heads: (training, draw, condition, image)."""
-    return {kind: costs(right, kind) - costs(right, f"random for {kind}") for kind in PAIR}
+    return {
+        kind: costs(right, kind) - costs(right, f"random for {kind}") for kind in PAIR
+    }
 
 
 def head_costs(heads: xr.Dataset) -> xr.DataArray:
     """What each head by itself costs: (training, layer, head, draw, condition, image)."""
-    names = [[f"{layer}:{head}" for head in heads["head"].values] for layer in heads.layer.values]
-    labels = xr.DataArray(names, {"layer": heads.layer, "head": heads["head"]}, ("layer", "head"))
-    right = heads.right.reindex(ablation=[NOTHING, *labels.values.ravel()])  # NaN of heads that a layer lacks
-    cost = right.sel(ablation=NOTHING, drop=True) - right.sel(ablation=labels).drop_vars("ablation")
+    names = [
+        [f"{layer}:{head}" for head in heads["head"].values]
+        for layer in heads.layer.values
+    ]
+    labels = xr.DataArray(
+        names, {"layer": heads.layer, "head": heads["head"]}, ("layer", "head")
+    )
+    right = heads.right.reindex(
+        ablation=[NOTHING, *labels.values.ravel()]
+    )  # NaN of heads that a layer lacks
+    cost = right.sel(ablation=NOTHING, drop=True) - right.sel(
+        ablation=labels
+    ).drop_vars("ablation")
     return cost.transpose("training", "layer", "head", "draw", "condition", "image")
 
 
@@ -68,17 +81,24 @@ def beyond_these_trainings(values: xr.DataArray) -> tuple[float, float]:
     if count < 2:
         return np.nan, np.nan
     by_image = values.mean(["training", "draw"])
-    variance = float(by_training.var(ddof=1)) / count + float(by_image.var(ddof=1)) / by_image.size
+    variance = (
+        float(by_training.var(ddof=1)) / count
+        + float(by_image.var(ddof=1)) / by_image.size
+    )
     half = float(student.ppf(0.975, count - 1)) * variance**0.5
     return float(by_training.mean()) - half, float(by_training.mean()) + half
 
 
-def by_side(values: xr.DataArray, above: str, below: str, neither: str) -> list[tuple[str, str]]:
+def by_side(
+    values: xr.DataArray, above: str, below: str, neither: str
+) -> list[tuple[str, str]]:
     """On which conditions the interval lies above zero, below it or about it: the words for it, and the conditions."""
     found: dict[str, list[str]] = {above: [], below: [], neither: []}
     for condition in values.condition.values:
         _, low, high = mean_and_interval(values.sel(condition=condition))
-        found[above if low > 0 else below if high < 0 else neither].append(str(condition))
+        found[above if low > 0 else below if high < 0 else neither].append(
+            str(condition)
+        )
     return [(words, ", ".join(names)) for words, names in found.items() if names]
 
 

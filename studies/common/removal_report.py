@@ -29,19 +29,42 @@ def table(tree: xr.DataTree) -> str:
     for mode in right.mode.values:
         of_mode = right.sel(mode=mode, drop=True)
         for kind, difference in differences(of_mode).items():
-            lines.append(f"\n{MODES[mode]} the {kind} heads: accuracy lost, with 95 % intervals")
-            lines.append(f"  {'':<10}{'accuracy':>9}  {'these heads':<25}{'as many at random':<25}{'difference':<25}")
+            lines.append(
+                f"\n{MODES[mode]} the {kind} heads: accuracy lost, with 95 % intervals"
+            )
+            lines.append(
+                f"  {'':<10}{'accuracy':>9}  {'these heads':<25}{'as many at random':<25}{'difference':<25}"
+            )
             for condition in right.condition.values:
                 whole = float(of_mode.sel(ablation=NOTHING, condition=condition).mean())
-                cells = [costs(of_mode, kind), costs(of_mode, f"random for {kind}"), difference]
-                words = [interval_in_words(cell.sel(condition=condition)) for cell in cells]
-                lines.append(f"  {condition:<10}{whole:>9.3f}  " + "".join(f"{word:<25}" for word in words))
+                cells = [
+                    costs(of_mode, kind),
+                    costs(of_mode, f"random for {kind}"),
+                    difference,
+                ]
+                words = [
+                    interval_in_words(cell.sel(condition=condition)) for cell in cells
+                ]
+                lines.append(
+                    f"  {condition:<10}{whole:>9.3f}  "
+                    + "".join(f"{word:<25}" for word in words)
+                )
     cost = head_costs(heads)
-    lines.append(f"\n{MODES[str(right.mode.values[0])]} one head: accuracy lost, mean over the heads of a type")
+    lines.append(
+        f"\n{MODES[str(right.mode.values[0])]} one head: accuracy lost, mean over the heads of a type"
+    )
     lines.append(f"  {'':<10}" + "".join(f"{kind:<25}" for kind in PAIR))
     for condition in cost.condition.values:
-        means = [cost.sel(condition=condition).where(heads.head_type == kind).mean(["layer", "head"]) for kind in PAIR]
-        lines.append(f"  {condition:<10}" + "".join(f"{interval_in_words(mean):<25}" for mean in means))
+        means = [
+            cost.sel(condition=condition)
+            .where(heads.head_type == kind)
+            .mean(["layer", "head"])
+            for kind in PAIR
+        ]
+        lines.append(
+            f"  {condition:<10}"
+            + "".join(f"{interval_in_words(mean):<25}" for mean in means)
+        )
     return "\n".join(lines)
 
 
@@ -49,7 +72,9 @@ def sentence(tree: xr.DataTree) -> str:
     """What the intervals support, and nothing more."""
     right = tree["types"].right.load()
     return "\n".join(
-        _sentence(right.sel(mode=mode, drop=True), words) for mode, words in MODES.items() if mode in right.mode
+        _sentence(right.sel(mode=mode, drop=True), words)
+        for mode, words in MODES.items()
+        if mode in right.mode
     )
 
 
@@ -61,12 +86,24 @@ def _sentence(right: xr.DataArray, words: str) -> str:
     excess = (difference - difference.sel(condition=CLEAN)).drop_sel(condition=CLEAN)
     beside_random = by_side(difference, "more on", "less on", "not distinguishable on")
     beside_clean = by_side(excess, "larger on", "smaller on", "not distinguishable on")
-    own, against = ("; ".join(map(" ".join, found)) for found in (beside_random, beside_clean))
+    own, against = (
+        "; ".join(map(" ".join, found)) for found in (beside_random, beside_clean)
+    )
     conditions = [str(name) for name in right.condition.values]
-    others = [name for name in conditions if beyond_zero(beyond_these_trainings(difference.sel(condition=name)))]
+    others = [
+        name
+        for name in conditions
+        if beyond_zero(beyond_these_trainings(difference.sel(condition=name)))
+    ]
     count = int(there.sum())
-    seen = f"a difference on {', '.join(others)}" if others else "no difference on any condition"
-    said = f"t intervals support {seen}" if count > 1 else "one training gives no interval"
+    seen = (
+        f"a difference on {', '.join(others)}"
+        if others
+        else "no difference on any condition"
+    )
+    said = (
+        f"t intervals support {seen}" if count > 1 else "one training gives no interval"
+    )
     these = f"In these {count} trainings" if count > 1 else "In one training"
     sizes = f"sets of random heads ({right.sizes['draw']} in each) and {right.sizes['image']} images"
     return (

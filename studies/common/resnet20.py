@@ -26,7 +26,10 @@ class BasicBlock(nn.Module):
         """(B, C_in, H, W) -> (B, C, H / stride, W / stride)."""
         residual = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
         before = self.new_channels // 2
-        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, self.new_channels - before))
+        shortcut = F.pad(
+            x[:, :, :: self.stride, :: self.stride],
+            (0, 0, 0, 0, before, self.new_channels - before),
+        )
         return F.relu(residual + shortcut)
 
 
@@ -105,10 +108,14 @@ def load_weights(model: ResNet20, file: str | Path) -> ResNet20:
     try:
         model.load_state_dict(timm.models.load_state_dict(str(file)))
     except Exception as error:
-        raise InputError(f"--weights: expected weights of ResNet-20 in {str(file)!r}: {error}") from error
+        raise InputError(
+            f"--weights: expected weights of ResNet-20 in {str(file)!r}: {error}"
+        ) from error
     return model
 
 
 def _stage(channels_in: int, channels: int, stride: int, blocks: int) -> nn.Sequential:
     first = BasicBlock(channels_in, channels, stride)
-    return nn.Sequential(first, *(BasicBlock(channels, channels, 1) for _ in range(blocks - 1)))
+    return nn.Sequential(
+        first, *(BasicBlock(channels, channels, 1) for _ in range(blocks - 1))
+    )

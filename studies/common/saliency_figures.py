@@ -37,7 +37,9 @@ MEASURES = {
 
 def in_words(method: str) -> str:
     """A method's name, for readers."""
-    return {"gradcam": "Grad-CAM", "input_x_gradient": "input x gradient"}.get(method, method.replace("_", " "))
+    return {"gradcam": "Grad-CAM", "input_x_gradient": "input x gradient"}.get(
+        method, method.replace("_", " ")
+    )
 
 
 def draw_faithfulness(tree: xr.DataTree) -> Figure:
@@ -46,26 +48,46 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
     measures = [name for name in MEASURES if name in runs[0][1]]
     size = max(6.4, 3.1 * len(runs) + 0.6), 2.1 * len(measures) + 1.1
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(len(measures), len(runs), squeeze=False, sharey="row", sharex="col")
+    axes = figure.subplots(
+        len(measures), len(runs), squeeze=False, sharey="row", sharex="col"
+    )
     for column, (name, node) in enumerate(runs):
         scores = node.dataset
         for row, measure in enumerate(measures):
             panel = axes[row, column]
             panel.spines[["top", "right"]].set_visible(False)
             for place, method in enumerate(scores.attribution.values):
-                middle = (len(scores.attribution) - 2) / 2  # chance, the last, has no bars
-                _line(panel, scores[measure].sel(attribution=method), method, place - middle)
+                middle = (
+                    len(scores.attribution) - 2
+                ) / 2  # chance, the last, has no bars
+                _line(
+                    panel,
+                    scores[measure].sel(attribution=method),
+                    method,
+                    place - middle,
+                )
             if column == 0:
-                tolerance = json.loads(scores[measure].attrs.get("options", "{}")).get("tolerance", 0)
+                tolerance = json.loads(scores[measure].attrs.get("options", "{}")).get(
+                    "tolerance", 0
+                )
                 panel.set_ylabel(MEASURES[measure].format(f"{tolerance:g}"))
-        axes[0, column].set_title(f"{name}\naccuracy {float(scores.top1[-1]):.3f}", fontsize=10)
+        axes[0, column].set_title(
+            f"{name}\naccuracy {float(scores.top1[-1]):.3f}", fontsize=10
+        )
         axes[-1, column].set_xlabel("epoch")
         axes[-1, column].set_xticks(scores.epoch.values)
-    shown = [m for m in COLORS if any(m in node.dataset["attribution"] for _, node in runs)]
-    handles = [Line2D([], [], color=COLORS[m], ls="--" if m == "chance" else "-", lw=2) for m in shown]
+    shown = [
+        m for m in COLORS if any(m in node.dataset["attribution"] for _, node in runs)
+    ]
+    handles = [
+        Line2D([], [], color=COLORS[m], ls="--" if m == "chance" else "-", lw=2)
+        for m in shown
+    ]
     title = f"means over {runs[0][1].sizes['image']} images; bars: 95 % intervals"
     labels = [in_words(method) for method in shown]
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, title=title)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=4, frameon=False, title=title
+    )
     return figure
 
 
@@ -79,7 +101,9 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
             panel.axhline(mean.item(), color=COLORS[method], ls="--", lw=1)
         return
     interval = evaluation.mean_interval(values).transpose(..., "epoch").values
-    aside = 0.06 * place * max(1, (epochs[-1] - epochs[0]) / 4)  # else the bars would hide each other
+    aside = (
+        0.06 * place * max(1, (epochs[-1] - epochs[0]) / 4)
+    )  # else the bars would hide each other
     panel.errorbar(
         epochs + aside,
         mean,
@@ -95,12 +119,16 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
 def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
     """Images, and what the trained models look at: class attention where there is any, beside Grad-CAM (Fig. 1)."""
     columns = list(_columns(tree))
-    figure = Figure(figsize=(1.75 * (1 + len(columns)), 1.75 * count + 0.9), layout="constrained")
+    figure = Figure(
+        figsize=(1.75 * (1 + len(columns)), 1.75 * count + 0.9), layout="constrained"
+    )
     axes = figure.subplots(count, 1 + len(columns), squeeze=False)
     for row in range(count):
         _image(axes[row, 0], probed.images[row])
         said = "truth" if probed.numbers else "model"
-        axes[row, 0].set_ylabel(f"{said}: {_short(probed.classes[int(probed.labels[row])])}")
+        axes[row, 0].set_ylabel(
+            f"{said}: {_short(probed.classes[int(probed.labels[row])])}"
+        )
         for column, (title, maps) in enumerate(columns, 1):
             _map(axes[row, column], maps.isel(image=row), probed, row)
             if row == 0:
@@ -115,27 +143,44 @@ def _columns(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
         last = node.dataset.saliency.isel(epoch=-1)
         methods = [m for m in last.attribution.values if m != "chance"]
         if len(tree.children) > 1:
-            methods = [m for m in ("gradcam", "class_attention") if m in methods] or methods[:1]
+            methods = [
+                m for m in ("gradcam", "class_attention") if m in methods
+            ] or methods[:1]
         for method in methods:
-            yield "\n".join([*name.split(", "), in_words(method)]), last.sel(attribution=method)
+            yield (
+                "\n".join([*name.split(", "), in_words(method)]),
+                last.sel(attribution=method),
+            )
 
 
-def draw_by_class(recording: xr.DataTree, scores: xr.Dataset, probed: Probed, count: int) -> Figure:
+def draw_by_class(
+    recording: xr.DataTree, scores: xr.Dataset, probed: Probed, count: int
+) -> Figure:
     """Images, and the attention of their three likeliest classes' own tokens (Fig. 2)."""
-    nodes = [node.dataset for node in recording.subtree if "attention_by_class" in node.dataset]
+    nodes = [
+        node.dataset
+        for node in recording.subtree
+        if "attention_by_class" in node.dataset
+    ]
     last = nodes[0].isel(epoch=-1, layer=0).load()
     ranks = last.sizes["class"]
-    figure = Figure(figsize=(1.75 * (1 + ranks) + 0.4, 1.95 * count + 0.6), layout="constrained")
+    figure = Figure(
+        figsize=(1.75 * (1 + ranks) + 0.4, 1.95 * count + 0.6), layout="constrained"
+    )
     axes = figure.subplots(count, 1 + ranks, squeeze=False)
     for row in range(count):
         _image(axes[row, 0], probed.images[row])
-        axes[row, 0].set_title(f"truth: {_short(probed.classes[int(probed.labels[row])])}", fontsize=9)
+        axes[row, 0].set_title(
+            f"truth: {_short(probed.classes[int(probed.labels[row])])}", fontsize=9
+        )
         for rank in range(ranks):
             which = int(last.class_index[row, rank])
             share = float(scores.probability.isel(epoch=-1, image=row)[which])
             name = probed.classes[which] if which < len(probed.classes) else str(which)
             _map(axes[row, 1 + rank], last.attention_by_class[row, rank], probed, row)
-            axes[row, 1 + rank].set_title(f"{_short(name)} ({100 * share:.1f} %)", fontsize=9)
+            axes[row, 1 + rank].set_title(
+                f"{_short(name)} ({100 * share:.1f} %)", fontsize=9
+            )
     figure.supxlabel(_legend(probed), fontsize=9)
     return figure
 
@@ -151,7 +196,9 @@ def _map(panel: Axes, values: xr.DataArray, probed: Probed, index: int) -> None:
     """A map over the whole image, which it hides, with the object's outline."""
     one = slice(index, index + 1)
     masks = None if probed.masks is None else probed.masks[one]
-    tcnn_probe.plot.saliency_overlay(values, probed.images[one], panel, masks=masks, alpha=1)
+    tcnn_probe.plot.saliency_overlay(
+        values, probed.images[one], panel, masks=masks, alpha=1
+    )
 
 
 def _legend(probed: Probed) -> str:

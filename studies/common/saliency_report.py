@@ -20,8 +20,12 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
     for name, node in tree.children.items():
         last = node.dataset.isel(epoch=-1)
         measures = [measure for measure in columns if measure in last]
-        lines.append(f"\n{name}: accuracy {float(last.top1):.3f} after epoch {int(last.epoch)}")
-        lines.append(f"{'':21}" + "".join(f"{columns[measure]:>20}" for measure in measures))
+        lines.append(
+            f"\n{name}: accuracy {float(last.top1):.3f} after epoch {int(last.epoch)}"
+        )
+        lines.append(
+            f"{'':21}" + "".join(f"{columns[measure]:>20}" for measure in measures)
+        )
         for method in last.attribution.values:
             cells = []
             for measure in measures:
@@ -32,20 +36,34 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
     count = next(iter(tree.children.values())).sizes["image"]
     lines.append(f"\nmeans over {count} images, 95 % intervals over them; one seed")
     if any("pointing_game" in node for node in tree.children.values()):
-        lines.append(f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of it")
+        lines.append(
+            f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of it"
+        )
     for name, node in tree.children.items():
         last = node.dataset.isel(epoch=-1)
-        if "pointing_game" in last and {"class_attention", "gradcam"} <= set(last.attribution.values):
+        if "pointing_game" in last and {"class_attention", "gradcam"} <= set(
+            last.attribution.values
+        ):
             for measure in ("pointing_game", "pointing_game_exact"):
-                lines += [f"{columns[measure]}, {name}: {beside_gradcam(last[measure])}"]
+                lines += [
+                    f"{columns[measure]}, {name}: {beside_gradcam(last[measure])}"
+                ]
     return "\n".join(lines)
 
 
 def beside_gradcam(hits: xr.DataArray) -> str:
     """Class attention's hits beside Grad-CAM's, image by image."""
-    ours, theirs = (hits.sel(attribution=method) for method in ("class_attention", "gradcam"))
+    ours, theirs = (
+        hits.sel(attribution=method) for method in ("class_attention", "gradcam")
+    )
     low, high = evaluation.mean_interval(ours - theirs).values
-    verdict = "is ahead" if low > 0 else "is behind" if high < 0 else "and Grad-CAM are not distinguishable"
+    verdict = (
+        "is ahead"
+        if low > 0
+        else "is behind"
+        if high < 0
+        else "and Grad-CAM are not distinguishable"
+    )
     return (
         f"class attention {float(ours.mean()):.2f}, Grad-CAM {float(theirs.mean()):.2f}, "
         f"difference {float((ours - theirs).mean()):+.2f} [{low:+.2f}, {high:+.2f}]: class attention {verdict}"

@@ -54,30 +54,67 @@ def parse_single(
         images: whether a trained model has to be shown images.
     """
     add = parser.add_argument_group("model and images").add_argument
-    add("--model", help=f"timm name of a model with weights, such as {example} (default: a small one is trained)")
+    add(
+        "--model",
+        help=f"timm name of a model with weights, such as {example} (default: a small one is trained)",
+    )
     help_ = "the weights of --model: timm's, or those in FILE; nothing is trained"
-    add("--pretrained", nargs="?", const=True, default=False, metavar="FILE", help=help_)
+    add(
+        "--pretrained", nargs="?", const=True, default=False, metavar="FILE", help=help_
+    )
     if images:
-        add("--image", type=image_file, nargs="+", metavar="FILE", help="images for --model")
-    add("--img-size", type=from_least(28), help=f"height and width of the images (default: {size}; of --model its own)")
-    add("--limit", type=from_least(40), help="use only so many digits, a quarter of them for validation")
-    add("--clutter", type=from_least(0), help="fragments of other digits in each scene (default: 0)")
+        add(
+            "--image",
+            type=image_file,
+            nargs="+",
+            metavar="FILE",
+            help="images for --model",
+        )
+    add(
+        "--img-size",
+        type=from_least(28),
+        help=f"height and width of the images (default: {size}; of --model its own)",
+    )
+    add(
+        "--limit",
+        type=from_least(40),
+        help="use only so many digits, a quarter of them for validation",
+    )
+    add(
+        "--clutter",
+        type=from_least(0),
+        help="fragments of other digits in each scene (default: 0)",
+    )
     training = parser.add_argument_group("training on the digits")
     add = training.add_argument
     add("--epochs", type=from_least(2), help=f"(default: {epochs})")
     add("--batch-size", type=from_least(1), help="images per step (default: 32)")
-    add("--lr", type=positive_number, default=lr, help=f"peak learning rate (default: {lr:g})")
+    add(
+        "--lr",
+        type=positive_number,
+        default=lr,
+        help=f"peak learning rate (default: {lr:g})",
+    )
     add_machine(training, small=f"{small_epochs} epochs, seconds")
     add_output(parser)
     args = parsed(parser, arguments, study)
     if bool(args.model) != bool(args.pretrained):
-        parser.error("--model and --pretrained belong together: no model of timm's is trained here")
+        parser.error(
+            "--model and --pretrained belong together: no model of timm's is trained here"
+        )
     if images and bool(args.model) != bool(args.image):
-        parser.error("--model and --image belong together: a trained model is shown images of yours")
+        parser.error(
+            "--model and --image belong together: a trained model is shown images of yours"
+        )
     if not args.model:
         defaults = {"img_size": size, "clutter": 0, "batch_size": 32, "epochs": epochs}
         if args.small:
-            defaults |= {"img_size": 32, "limit": 240, "batch_size": 16, "epochs": small_epochs}
+            defaults |= {
+                "img_size": 32,
+                "limit": 240,
+                "batch_size": 16,
+                "epochs": small_epochs,
+            }
         fill_in(args, defaults)
     return args
 
@@ -148,18 +185,30 @@ def begin_single(
     Raises:
         InputError: with the reason.
     """
-    options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
+    options = {
+        name: value for name, value in vars(args).items() if name not in NOT_SAVED
+    }
     torch.manual_seed(args.seed)
     loaders = images = None
     with refused(ValueError, RuntimeError, OSError):
         if args.model:
             model = pretrained_model(args).eval()
-            images = as_images(args.image, model) if getattr(args, "image", None) else None
+            images = (
+                as_images(args.image, model) if getattr(args, "image", None) else None
+            )
         else:
-            torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
-            sizes = {"size": args.img_size, "batch_size": args.batch_size, "clutter": args.clutter}
+            torch.set_num_threads(
+                1
+            )  # more bring it little, and cost it tenfold where the machine is shared
+            sizes = {
+                "size": args.img_size,
+                "batch_size": args.batch_size,
+                "clutter": args.clutter,
+            }
             loaders = digits_loaders(**sizes, seed=args.seed, limit=args.limit)
             model = small_model(args.img_size)
         before(model)
-        output = RunOutput(args.out, study, options, resume=args.resume, overwrite=args.overwrite)
+        output = RunOutput(
+            args.out, study, options, resume=args.resume, overwrite=args.overwrite
+        )
     return SingleModel(args, model, output, loaders, images)

@@ -12,7 +12,16 @@ from torch import Tensor
 from common.ending import InputError
 from common.folder import ClassFolders, open_folder
 
-__all__ = ["MEAN", "STD", "SmallImages", "atomic_save", "decoded", "normalized", "split", "views"]
+__all__ = [
+    "MEAN",
+    "STD",
+    "SmallImages",
+    "atomic_save",
+    "decoded",
+    "normalized",
+    "split",
+    "views",
+]
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's, with which the published weights were trained."""
@@ -58,13 +67,19 @@ def decoded(folder: str, cache: Path) -> tuple[SmallImages, SmallImages]:
     return parts[0], parts[1]
 
 
-def split(images: SmallImages, held_out: int, seed: int = 0) -> tuple[SmallImages, SmallImages]:
+def split(
+    images: SmallImages, held_out: int, seed: int = 0
+) -> tuple[SmallImages, SmallImages]:
     """Training images, and others of them, drawn at random, for choices that must not look at test images."""
     order = np.random.default_rng(seed).permutation(len(images))
-    return images.part(np.sort(order[held_out:])), images.part(np.sort(order[:held_out]))
+    return images.part(np.sort(order[held_out:])), images.part(
+        np.sort(order[:held_out])
+    )
 
 
-def views(images: SmallImages, rows: NDArray[np.int64], view: NDArray[np.int64], seed: int = 0) -> NDArray[np.uint8]:
+def views(
+    images: SmallImages, rows: NDArray[np.int64], view: NDArray[np.int64], seed: int = 0
+) -> NDArray[np.uint8]:
     """Crops of 32 x 32 from images with a border of 4 zeros, half of them flipped.
 
     View v of image i is the same whenever it is asked for, so that features of it can be kept.
@@ -79,9 +94,13 @@ def views(images: SmallImages, rows: NDArray[np.int64], view: NDArray[np.int64],
         shape (B, H, W, 3).
     """
     height, width = images.pixels.shape[1:3]
-    moves = np.stack([_moves(seed, int(v), len(images)) for v in range(int(view.max()) + 1)])[view, rows]
+    moves = np.stack(
+        [_moves(seed, int(v), len(images)) for v in range(int(view.max()) + 1)]
+    )[view, rows]
     taken = np.zeros((len(rows), height, width, 3), np.uint8)
-    padded = np.pad(images.pixels[rows], ((0, 0), (_BORDER, _BORDER), (_BORDER, _BORDER), (0, 0)))
+    padded = np.pad(
+        images.pixels[rows], ((0, 0), (_BORDER, _BORDER), (_BORDER, _BORDER), (0, 0))
+    )
     for number, (top, left, flip) in enumerate(moves):
         crop = padded[number, top : top + height, left : left + width]
         taken[number] = crop[:, ::-1] if flip else crop

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from common.small_images import SmallImages, normalized, views
 
-__all__ = ["LABEL_SMOOTHING", "accuracy", "fine_tune_cnn", "order_of_images", "rate_factor"]
+__all__ = [
+    "LABEL_SMOOTHING",
+    "accuracy",
+    "fine_tune_cnn",
+    "order_of_images",
+    "rate_factor",
+]
 
 LABEL_SMOOTHING = 0.1  # DeiT's, whose recipe the T-CNN paper follows
 WARMUP = 0.05
@@ -25,7 +31,9 @@ def rate_factor(step: int, steps: int) -> float:
     return 0.5 * (1 + np.cos(np.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def order_of_images(count: int, steps: int, batch_size: int, seed: int) -> Iterator[tuple[NDArray, NDArray]]:
+def order_of_images(
+    count: int, steps: int, batch_size: int, seed: int
+) -> Iterator[tuple[NDArray, NDArray]]:
     """Numbers and views of the images of each step: a permutation per epoch, and view e in epoch e.
 
     Args:
@@ -60,17 +68,26 @@ def fine_tune_cnn(
 ) -> None:
     """Fine-tune the whole CNN in place with AdamW; ``report`` gets each epoch and the accuracy on held-out images."""
     model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, weight_decay=weight_decay, fused=True
+    )
     steps_per_epoch = max(1, len(images) // batch_size)
     steps = epochs * steps_per_epoch
-    for step, (rows, view) in enumerate(order_of_images(len(images), steps, batch_size, seed=0)):
+    for step, (rows, view) in enumerate(
+        order_of_images(len(images), steps, batch_size, seed=0)
+    ):
         model.train()
         optimizer.param_groups[0]["lr"] = lr * rate_factor(step, steps)
-        pixels, labels = normalized(views(images, rows, view)), torch.from_numpy(images.labels[rows])
+        pixels, labels = (
+            normalized(views(images, rows, view)),
+            torch.from_numpy(images.labels[rows]),
+        )
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             scores = model(pixels)
-        F.cross_entropy(scores.float(), labels, label_smoothing=LABEL_SMOOTHING).backward()
+        F.cross_entropy(
+            scores.float(), labels, label_smoothing=LABEL_SMOOTHING
+        ).backward()
         optimizer.step()
         if (step + 1) % steps_per_epoch == 0:
             report((step + 1) // steps_per_epoch, accuracy(model, held_out))

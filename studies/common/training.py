@@ -30,7 +30,16 @@ from common.options import (
 from common.output import RunOutput
 from tcnn_model import EpochResult, finetune, reparameterize, unstride
 
-__all__ = ["CONTROLS", "Training", "add_controls", "add_training", "begin", "count_controls", "settle", "warmup"]
+__all__ = [
+    "CONTROLS",
+    "Training",
+    "add_controls",
+    "add_training",
+    "begin",
+    "count_controls",
+    "settle",
+    "warmup",
+]
 
 PAPER_BATCH = 1024
 """Images of a step that the paper's rates of 1e-4 and 0.1 are for."""
@@ -43,7 +52,9 @@ CONTROLS = {
 """What figures and tables call the models of :meth:`Training.controls`."""
 
 
-def add_training(parser: argparse.ArgumentParser, *, small: str, several: str = "") -> None:
+def add_training(
+    parser: argparse.ArgumentParser, *, small: str, several: str = ""
+) -> None:
     """Options for the model, the data and the training.
 
     Args:
@@ -60,24 +71,48 @@ def add_training(parser: argparse.ArgumentParser, *, small: str, several: str = 
     )
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--epochs", type=from_least(1), help="of fine-tuning (default: 6; 50 for --data)")
+    add(
+        "--epochs",
+        type=from_least(1),
+        help="of fine-tuning (default: 6; 50 for --data)",
+    )
     add(
         "--cnn-epochs",
         type=from_least(1),
         help="of the CNN before, unless --pretrained (default: 15; --epochs for --data)",
     )
-    add("--batch-size", type=from_least(1), help="images per step (default: 32; 256 for --data; the paper's is 1024)")
+    add(
+        "--batch-size",
+        type=from_least(1),
+        help="images per step (default: 32; 256 for --data; the paper's is 1024)",
+    )
     add(
         "--lr",
         type=positive_number,
         help="of fine-tuning (default: 1e-3; for --data the paper's, 1e-4 for batches of 1024, less for smaller ones)",
     )
-    add("--cnn-lr", type=positive_number, help="of training the CNN (default: 1e-2; for --data 0.1 for batches of 256)")
+    add(
+        "--cnn-lr",
+        type=positive_number,
+        help="of training the CNN (default: 1e-2; for --data 0.1 for batches of 256)",
+    )
     qk_lr = "of queries and keys (default: --lr; for --data what sums to the paper's 3.1, however few the steps)"
     add("--qk-lr", type=positive_number, help=qk_lr)
-    add("--gating-lr", type=positive_number, help="of the gates (default: 0.1; for --data the paper's, as --lr)")
-    add("--gating-min-lr", type=positive_number, help="rate that the gates end at (default: annealed as the weights')")
-    add("--drop-path", type=float, help="stochastic depth in fine-tuning (default: the model's own)")
+    add(
+        "--gating-lr",
+        type=positive_number,
+        help="of the gates (default: 0.1; for --data the paper's, as --lr)",
+    )
+    add(
+        "--gating-min-lr",
+        type=positive_number,
+        help="rate that the gates end at (default: annealed as the weights')",
+    )
+    add(
+        "--drop-path",
+        type=float,
+        help="stochastic depth in fine-tuning (default: the model's own)",
+    )
     add_machine(group, small=small)
 
 
@@ -111,16 +146,33 @@ def settle(
     if args.pretrained or not on_digits:
         need_model(parser, args)
     check_data_options(parser, args)
-    defaults = {"img_size": 64, "epochs": 6, "cnn_epochs": 15, "batch_size": 32, "clutter": 6}
+    defaults = {
+        "img_size": 64,
+        "epochs": 6,
+        "cnn_epochs": 15,
+        "batch_size": 32,
+        "clutter": 6,
+    }
     defaults |= {"lr": 1e-3, "gating_lr": 0.1, "cnn_lr": 1e-2}
     defaults |= digits or {}
     if args.small:
-        defaults |= {"img_size": 32, "epochs": 4, "cnn_epochs": 4, "batch_size": 16, "limit": 280, "clutter": 0}
+        defaults |= {
+            "img_size": 32,
+            "epochs": 4,
+            "cnn_epochs": 4,
+            "batch_size": 16,
+            "limit": 280,
+            "clutter": 0,
+        }
         defaults |= {"lr": 3e-3, "cnn_lr": 2e-2}
     if not on_digits:
         defaults = {"img_size": 224, "epochs": 50, "batch_size": 256}
         share = (args.batch_size or defaults["batch_size"]) / PAPER_BATCH
-        defaults |= {"lr": 1e-4 * share, "gating_lr": 0.1 * share, "cnn_lr": 0.4 * share}
+        defaults |= {
+            "lr": 1e-4 * share,
+            "gating_lr": 0.1 * share,
+            "cnn_lr": 0.4 * share,
+        }
     fill_in(args, defaults)
     if args.cnn_epochs is None:
         args.cnn_epochs = args.epochs
@@ -146,13 +198,22 @@ def begin(
     Raises:
         InputError: with the reason.
     """
-    options = {name: value for name, value in vars(args).items() if name not in NOT_SAVED}
+    options = {
+        name: value for name, value in vars(args).items() if name not in NOT_SAVED
+    }
     torch.manual_seed(args.seed)
     with refused(ValueError, RuntimeError, OSError):
         cnn, loaders = model_and_data(args)
         reparameterize(cnn.to(args.device))
         before(cnn)
-        output = RunOutput(args.out, study, options, later=later, resume=args.resume, overwrite=args.overwrite)
+        output = RunOutput(
+            args.out,
+            study,
+            options,
+            later=later,
+            resume=args.resume,
+            overwrite=args.overwrite,
+        )
     return Training(args, cnn, loaders, output, stages)
 
 
@@ -161,9 +222,17 @@ def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
     if args.data != "digits":
         return own_model_and_data(args, args.img_size)
     size, batch_size = args.img_size, args.batch_size
-    loaders = digits_loaders(size=size, batch_size=batch_size, seed=args.seed, limit=args.limit, clutter=args.clutter)
+    loaders = digits_loaders(
+        size=size,
+        batch_size=batch_size,
+        seed=args.seed,
+        limit=args.limit,
+        clutter=args.clutter,
+    )
     if args.model is None:
-        torch.set_num_threads(1)  # more bring it little, and cost it tenfold where the machine is shared
+        torch.set_num_threads(
+            1
+        )  # more bring it little, and cost it tenfold where the machine is shared
         return small_resnet(getattr(args, "small_resnet", "ResNet")), loaders
     digits = [str(digit) for digit in range(10)]
     cnn = own_model(args, digits, in_chans=1)
@@ -193,7 +262,9 @@ class Training:
     loaders: Loaders
     output: RunOutput
     stages: int
-    _numbers: Iterator[int] = field(default_factory=lambda: count(1))  # of all trainings of the study
+    _numbers: Iterator[int] = field(
+        default_factory=lambda: count(1)
+    )  # of all trainings of the study
 
     @property
     def chance(self) -> float:
@@ -208,7 +279,9 @@ class Training:
             reparameterize(cnn.to(args.device))
         return replace(self, args=args, cnn=cnn, loaders=loaders)
 
-    def train_cnn(self, file: str = "cnn", title: str = "training the CNN") -> list[EpochResult]:
+    def train_cnn(
+        self, file: str = "cnn", title: str = "training the CNN"
+    ) -> list[EpochResult]:
         """Train the CNN to the end; see :meth:`cnn_epochs`."""
         return list(self.cnn_epochs(file, title))
 
@@ -221,13 +294,23 @@ class Training:
         if self.args.pretrained:
             next(self._numbers)
             return
-        recipe = {"epochs": self.args.cnn_epochs, "lr": self.args.cnn_lr, "seed": self.args.seed}
+        recipe = {
+            "epochs": self.args.cnn_epochs,
+            "lr": self.args.cnn_lr,
+            "seed": self.args.seed,
+        }
         if self.args.data != "digits":
             recipe |= {"opt": "momentum", "weight_decay": 1e-4}
         yield from self._train(self.cnn, file, title, **recipe)
 
     def fine_tune(
-        self, model: nn.Module, file: str, title: str, *, seed: int | None = None, **changed: Any
+        self,
+        model: nn.Module,
+        file: str,
+        title: str,
+        *,
+        seed: int | None = None,
+        **changed: Any,
     ) -> Iterator[EpochResult]:
         """Fine-tune a model, the CNN or what was made of it, with the recipe that all have.
 
@@ -238,9 +321,14 @@ class Training:
             seed: ``--seed`` unless given.
             **changed: of the recipe, such as ``epochs``, if a study compares recipes.
         """
-        recipe = {"epochs": self.args.epochs, "lr": self.args.lr, "gating_lr": self.args.gating_lr}
+        recipe = {
+            "epochs": self.args.epochs,
+            "lr": self.args.lr,
+            "gating_lr": self.args.gating_lr,
+        }
         recipe |= {
-            "qk_lr": self.args.qk_lr or (None if self.args.data == "digits" else "papers"),
+            "qk_lr": self.args.qk_lr
+            or (None if self.args.data == "digits" else "papers"),
             "gating_min_lr": self.args.gating_min_lr,
             "drop_path_rate": self.args.drop_path,
             "seed": self.args.seed if seed is None else seed,
@@ -254,12 +342,18 @@ class Training:
         """
         models = {"control": ("the CNN goes on (control)", copy.deepcopy(self.cnn))}
         if self.args.unstrided:
-            models["unstrided"] = ("the CNN goes on at stride 1 (control)", unstride(self.cnn))
+            models["unstrided"] = (
+                "the CNN goes on at stride 1 (control)",
+                unstride(self.cnn),
+            )
         if self.args.matched_start:
             torch.manual_seed(self.args.seed)
             limit = reparameterize(self.cnn, locality_strength=20.0, gating=20.0)
             models["matched"] = ("the T-CNN from the CNN at stride 1 (control)", limit)
-        return {name: (model, list(self.fine_tune(model, name, title))) for name, (title, model) in models.items()}
+        return {
+            name: (model, list(self.fine_tune(model, name, title)))
+            for name, (title, model) in models.items()
+        }
 
     def both(self, name: str, title: str, **changed: Any) -> list[list[EpochResult]]:
         """The CNN as it is (control) and its T-CNN, fine-tuned with one recipe; nothing is recorded.
@@ -270,9 +364,14 @@ class Training:
             **changed: of the recipe, as for :meth:`fine_tune`.
         """
         torch.manual_seed(self.args.seed)
-        models = {"control": ("the CNN", copy.deepcopy(self.cnn)), "tcnn": ("the T-CNN", reparameterize(self.cnn))}
+        models = {
+            "control": ("the CNN", copy.deepcopy(self.cnn)),
+            "tcnn": ("the T-CNN", reparameterize(self.cnn)),
+        }
         return [
-            list(self.fine_tune(model, f"{file}_{name}", f"{words}, {title}", **changed))
+            list(
+                self.fine_tune(model, f"{file}_{name}", f"{words}, {title}", **changed)
+            )
             for file, (words, model) in models.items()
         ]
 
@@ -309,17 +408,23 @@ class Training:
         """Train plain attention on the stages of the small ResNet before its last one, every head recorded."""
         torch.manual_seed(self.args.seed)
         model = small_vit(self.cnn, self.args.img_size)
-        return _recorded(model, store, self.fine_tune(model, "vit", "a vision transformer"))
+        return _recorded(
+            model, store, self.fine_tune(model, "vit", "a vision transformer")
+        )
 
     def on_shuffled_labels(self, seed: int) -> "Training":
         """The same, of digits whose labels are dealt out anew, so that nothing in an image tells its label."""
         train, validation = self.loaders
         dataset = copy.copy(train.dataset)
-        dataset.labels = dataset.labels[torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))]
+        dataset.labels = dataset.labels[
+            torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+        ]
         shuffled = DataLoader(dataset, train.batch_size, shuffle=True, drop_last=True)
         return replace(self, loaders=(shuffled, validation))
 
-    def _train(self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any) -> Iterator[EpochResult]:
+    def _train(
+        self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any
+    ) -> Iterator[EpochResult]:
         number = next(self._numbers)
         with refused(ValueError):
             yield from finetune(
@@ -349,4 +454,6 @@ def _recorded(
             recorder.mark(if_marked="skip", **scalars(result), **asdict(result))
             after(model, result)
         dataset = recorder.dataset.load()
-    return dataset.assign_coords(layer=dataset.layer.astype(object))  # zarr warns of fixed-width text
+    return dataset.assign_coords(
+        layer=dataset.layer.astype(object)
+    )  # zarr warns of fixed-width text

@@ -56,11 +56,15 @@ class Convolution:
             rows, cols = self.axes(*x.shape[2:])
             x = F.pad(x, (cols.before, cols.after, rows.before, rows.after))
             padding = (0, 0)
-        return F.conv2d(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
+        return F.conv2d(
+            x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups
+        )
 
     def axes(self, height: int, width: int) -> tuple[Axis, Axis]:
         """Return the two spatial axes for an input of height x width pixels."""
-        return axes((height, width), self.kernel_size, self.stride, self.padding, self.dilation)
+        return axes(
+            (height, width), self.kernel_size, self.stride, self.padding, self.dilation
+        )
 
 
 def describe(module: nn.Module) -> Convolution:
@@ -79,17 +83,23 @@ def describe(module: nn.Module) -> Convolution:
     """
     # First, as torch gives a parametrized module a class of its own.
     if nn.utils.parametrize.is_parametrized(module):
-        raise ValueError("its weight is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first")
+        raise ValueError(
+            "its weight is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
+        )
     if not isinstance(module, nn.Conv2d):
         raise TypeError(f"expected a torch.nn.Conv2d, got {type(module).__name__}")
     if module.padding_mode != "zeros":
         raise ValueError(f"expected padding_mode='zeros', got {module.padding_mode!r}")
     if "weight" not in module._parameters:
-        raise ValueError("its weight is computed at each forward (weight or spectral norm): remove the norm first")
+        raise ValueError(
+            "its weight is computed at each forward (weight or spectral norm): remove the norm first"
+        )
     # Libraries such as accelerate assign a forward to the instance, which hides that of the class.
     for name in ("forward", "_conv_forward"):
         if name in vars(module):
-            raise ValueError(f"its {name} was replaced by another, which would be lost: take that off first")
+            raise ValueError(
+                f"its {name} was replaced by another, which would be lost: take that off first"
+            )
     if type(module) is nn.Conv2d:
         geometry = (module.stride, module.padding, module.dilation, module.groups)
         return _from_call(module, _bind(None, module.weight, module.bias, *geometry))
@@ -110,31 +120,49 @@ def _from_trial(module: nn.Conv2d) -> Convolution:
     for image in images:
         output, arguments = _run(trial, image)
         if len(arguments) != 1:
-            raise ValueError(f"{kind} makes {len(arguments)} calls of conv2d in its forward; expected one")
+            raise ValueError(
+                f"{kind} makes {len(arguments)} calls of conv2d in its forward; expected one"
+            )
         outputs.append(output)
         calls += arguments
-    padded = any(call["input"].shape != image.shape for call, image in zip(calls, images, strict=True))
+    padded = any(
+        call["input"].shape != image.shape
+        for call, image in zip(calls, images, strict=True)
+    )
     if padded and any(_zeros(call["padding"]) != (0, 0) for call in calls):
         raise ValueError(f"{kind} pads its input twice")
     # timm's Conv2dSame pads in its forward; whether it pads by that rule the comparison shows.
-    convolution = _from_call(trial, {**calls[0], "padding": "same"} if padded else calls[0])
+    convolution = _from_call(
+        trial, {**calls[0], "padding": "same"} if padded else calls[0]
+    )
     for image, output in zip(images, outputs, strict=True):
         expected = convolution(image)
-        if expected.shape != output.shape or not (on_meta or torch.allclose(expected, output)):
-            raise ValueError(f"{kind} computes something else than one convolution with zero or 'same' padding")
+        if expected.shape != output.shape or not (
+            on_meta or torch.allclose(expected, output)
+        ):
+            raise ValueError(
+                f"{kind} computes something else than one convolution with zero or 'same' padding"
+            )
     return _with_parameters_of(module, trial, convolution)
 
 
 def _images(module: nn.Conv2d) -> list[Tensor]:
     """Make small random images, one of each residue of the stride and at least two."""
     generator = torch.Generator("cpu").manual_seed(0)
-    dilation, kernel_size, stride = (_pair(size) for size in (module.dilation, module.kernel_size, module.stride))
+    dilation, kernel_size, stride = (
+        _pair(size) for size in (module.dilation, module.kernel_size, module.stride)
+    )
     # Large enough for windows with and without padding.
-    height, width = (2 * d * (k - 1) + 2 * s for d, k, s in zip(dilation, kernel_size, stride, strict=True))
+    height, width = (
+        2 * d * (k - 1) + 2 * s
+        for d, k, s in zip(dilation, kernel_size, stride, strict=True)
+    )
     images = []
     for residue in range(1 + max(module.stride)):
         shape = (2, module.in_channels, height + residue, width + residue)
-        image = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        image = torch.randn(
+            shape, generator=generator, dtype=torch.float64, device="cpu"
+        )
         images.append(image.to(module.weight.device, module.weight.dtype))
     return images
 
@@ -146,7 +174,9 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.arguments: list[dict[str, Any]] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is F.conv2d:
             self.arguments.append(_bind(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
@@ -159,7 +189,9 @@ def _run(module: nn.Module, x: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
         try:
             output = module(x)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"{type(module).__name__} does not run on an image alone ({error})") from error
+            raise ValueError(
+                f"{type(module).__name__} does not run on an image alone ({error})"
+            ) from error
     return output, calls.arguments
 
 
@@ -191,7 +223,9 @@ def _from_call(module: nn.Conv2d, call: dict[str, Any]) -> Convolution:
     dilation = _pair(call["dilation"])
     if padding == "same":
         # At stride 1 and with odd extents TensorFlow's rule is symmetric padding, whatever the size of the image.
-        total_y, total_x = (d * (k - 1) for d, k in zip(dilation, call["weight"].shape[2:], strict=True))
+        total_y, total_x = (
+            d * (k - 1) for d, k in zip(dilation, call["weight"].shape[2:], strict=True)
+        )
         if stride == (1, 1) and total_y % 2 == total_x % 2 == 0:
             padding = (total_y // 2, total_x // 2)
     return Convolution(
@@ -201,14 +235,22 @@ def _from_call(module: nn.Conv2d, call: dict[str, Any]) -> Convolution:
         padding=padding if padding == "same" else _zeros(padding),
         dilation=dilation,
         groups=call["groups"],
-        trainable=(module.weight.requires_grad, module.bias is not None and module.bias.requires_grad),
+        trainable=(
+            module.weight.requires_grad,
+            module.bias is not None and module.bias.requires_grad,
+        ),
         training=module.training,
     )
 
 
-def _with_parameters_of(module: nn.Conv2d, trial: nn.Module, convolution: Convolution) -> Convolution:
+def _with_parameters_of(
+    module: nn.Conv2d, trial: nn.Module, convolution: Convolution
+) -> Convolution:
     """Return the description of a copy with the parameters of the original, if they are applied as they are."""
-    originals = {id(copied): module.get_parameter(name) for name, copied in trial.named_parameters()}
+    originals = {
+        id(copied): module.get_parameter(name)
+        for name, copied in trial.named_parameters()
+    }
     applied = {id(convolution.weight), id(convolution.bias)}
     dropped = {name: p for name, p in trial.named_parameters() if id(p) not in applied}
     computed_trains = _computed_trains(module, dropped)
@@ -217,7 +259,11 @@ def _with_parameters_of(module: nn.Conv2d, trial: nn.Module, convolution: Convol
         return originals.get(id(tensor), tensor.to(module.weight))
 
     def trains(tensor: Tensor) -> bool:
-        return originals[id(tensor)].requires_grad if id(tensor) in originals else computed_trains
+        return (
+            originals[id(tensor)].requires_grad
+            if id(tensor) in originals
+            else computed_trains
+        )
 
     weight, bias = convolution.weight, convolution.bias
     return replace(

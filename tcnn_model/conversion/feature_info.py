@@ -11,7 +11,9 @@ from tcnn_model.conversion.tracing import Call
 __all__ = ["updated_feature_info"]
 
 
-def updated_feature_info(model: nn.Module, before: Iterable[Call], after: Iterable[Call]) -> Any:
+def updated_feature_info(
+    model: nn.Module, before: Iterable[Call], after: Iterable[Call]
+) -> Any:
     """Return the ``feature_info`` of a converted model: stages on a doubled grid reduce half as much.
 
     Args:
@@ -24,9 +26,13 @@ def updated_feature_info(model: nn.Module, before: Iterable[Call], after: Iterab
         or an object with such a list as ``info``.
     """
     info = getattr(model, "feature_info", None)
-    if isinstance(getattr(type(model), "feature_info", None), property) or not isinstance(_entries(info), list | tuple):
+    if isinstance(
+        getattr(type(model), "feature_info", None), property
+    ) or not isinstance(_entries(info), list | tuple):
         return None
-    rows_before, rows_after = ({call.name: call.outputs[0] for call in calls} for calls in (before, after))
+    rows_before, rows_after = (
+        {call.name: call.outputs[0] for call in calls} for calls in (before, after)
+    )
     info = copy.deepcopy(info)
     changed = False
     for entry in _entries(info):
@@ -49,7 +55,12 @@ def _entries(info: Any) -> Any:
 def _rows(grids: Mapping[str, int], module: str) -> int:
     """Return the rows of a stage's map, or 1 if it is not found."""
     # timm's extractors rename stages.3 to stages_3 (FeatureListNet) or model.stages.3 (FeatureGetterNet).
-    names = (module, module.replace(".", "_"), f"model.{module}", f"graph_module.{module}")
+    names = (
+        module,
+        module.replace(".", "_"),
+        f"model.{module}",
+        f"graph_module.{module}",
+    )
     for name in names:
         if name in grids:
             return grids[name]

@@ -92,7 +92,12 @@ def reparameterize(
     if stride not in ("unit", "keep"):
         raise ValueError(f"expected stride='unit' or 'keep', got {stride!r}")
     convert = partial(
-        _convert, locality_strength=locality_strength, gating=gating, qk_dim=qk_dim, qk_scale=qk_scale, backend=backend
+        _convert,
+        locality_strength=locality_strength,
+        gating=gating,
+        qk_dim=qk_dim,
+        qk_scale=qk_scale,
+        backend=backend,
     )
     return _converted(model, layers, stride, input_size, inplace, convert)
 
@@ -147,14 +152,22 @@ def _converted(
         )
 
     def replacements(source: nn.Module) -> dict[str, nn.Module]:
-        modules = {name: at_unit_stride(call, source.get_submodule(name)) for name, call in steps.items()}
+        modules = {
+            name: at_unit_stride(call, source.get_submodule(name))
+            for name, call in steps.items()
+        }
         if convert is not None:
-            modules |= {name: convert(name, source.get_submodule(name), steps.get(name)) for name in selected}
+            modules |= {
+                name: convert(name, source.get_submodule(name), steps.get(name))
+                for name in selected
+            }
         return modules
 
     check_phases(steps.values())
     if inplace and "" in selected:
-        raise ValueError("the model is itself the convolution to replace, which cannot be done in place")
+        raise ValueError(
+            "the model is itself the convolution to replace, which cannot be done in place"
+        )
     rehearsal = _exchange(rehearsal, replacements(rehearsal))
     calls_after = _check_grids(rehearsal, size, steps)
     feature_info = updated_feature_info(model, calls, calls_after)
@@ -167,20 +180,34 @@ def _converted(
 
 def _check_types(model: object, layers: object) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__} {model!r}")
+        raise TypeError(
+            f"expected a torch.nn.Module, got {type(model).__name__} {model!r}"
+        )
     if layers is None or callable(layers) or isinstance(layers, str):
         return
-    if not isinstance(layers, Collection) or not all(isinstance(name, str) for name in layers):
-        raise TypeError(f"expected layers to be None, a name, a collection of names or a predicate, got {layers!r}")
+    if not isinstance(layers, Collection) or not all(
+        isinstance(name, str) for name in layers
+    ):
+        raise TypeError(
+            f"expected layers to be None, a name, a collection of names or a predicate, got {layers!r}"
+        )
 
 
-def _choose(model: nn.Module, calls: list[Call], layers: LayerFilter | None) -> list[str]:
+def _choose(
+    model: nn.Module, calls: list[Call], layers: LayerFilter | None
+) -> list[str]:
     """Return the names of the convolutions to reparameterize."""
-    convolutions = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
-    spatial = {name: conv for name, conv in convolutions.items() if max(conv.kernel_size) > 1}
+    convolutions = {
+        name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)
+    }
+    spatial = {
+        name: conv for name, conv in convolutions.items() if max(conv.kernel_size) > 1
+    }
     if layers is None:
         if present := gpsa_layers(model):
-            raise ValueError(f"already reparameterized ({', '.join(present)}): name further convolutions with layers=")
+            raise ValueError(
+                f"already reparameterized ({', '.join(present)}): name further convolutions with layers="
+            )
         selected = _last_stage(calls)
         if not selected:
             raise ValueError(
@@ -198,11 +225,15 @@ def _choose(model: nn.Module, calls: list[Call], layers: LayerFilter | None) -> 
         # convolutions in it.
         names = (layers,) if isinstance(layers, str) else tuple(layers)
         named = {name: convolutions[name] for name in names if name in convolutions}
-        selected = list(select_layers(spatial | named, names, what="k x k convolutions"))
+        selected = list(
+            select_layers(spatial | named, names, what="k x k convolutions")
+        )
     traced = {call.name for call in calls}
     unused = [name for name in selected if name not in traced]
     if unused:
-        raise ValueError(f"not used by the model's feature extractor, so not known at which resolution: {unused}")
+        raise ValueError(
+            f"not used by the model's feature extractor, so not known at which resolution: {unused}"
+        )
     return selected
 
 
@@ -210,10 +241,18 @@ def _unsupported(calls: list[Call]) -> str:
     """Name, for an error, the layers that convolve at the final resolution but are no nn.Conv2d (CondConv2d)."""
     layers = []
     for call in calls:
-        convolves = call.convolves and not isinstance(call.module, nn.Conv2d) and call.module._parameters
+        convolves = (
+            call.convolves
+            and not isinstance(call.module, nn.Conv2d)
+            and call.module._parameters
+        )
         if convolves and call.outputs == calls[-1].outputs:
             layers.append(f"{call.name} ({type(call.module).__name__})")
-    return f", and {_first_names(layers)} are no nn.Conv2d with filters of their own" if layers else ""
+    return (
+        f", and {_first_names(layers)} are no nn.Conv2d with filters of their own"
+        if layers
+        else ""
+    )
 
 
 def _last_stage(calls: list[Call]) -> list[str]:
@@ -237,7 +276,11 @@ def _last_stage(calls: list[Call]) -> list[str]:
     # The stride of a block may be a pool behind its convolution (ResNet-D, anti-aliased networks), which itself works
     # at the previous resolution.
     blocks = {_parent(call.name) for call in reductions}
-    reducing_blocks = {c.name for c in calls if c.name in blocks and c.outputs == final and c.inputs in previous}
+    reducing_blocks = {
+        c.name
+        for c in calls
+        if c.name in blocks and c.outputs == final and c.inputs in previous
+    }
 
     def belongs(call: Call) -> bool:
         # A stage reduces by 2, or nearly 3 where sizes are odd; the patch embedding of a transformer is no stage.
@@ -255,9 +298,17 @@ def _strided_steps(calls: list[Call], selected: list[str]) -> dict[str, Call]:
     The block of an operation is the smallest module around it with a k x k convolution in it: a module that has only
     pools and 1 x 1 convolutions is a part of the module around it.
     """
-    strided = [call for call in calls if is_strided(call) and (call.name in selected or not call.in_attention)]
+    strided = [
+        call
+        for call in calls
+        if is_strided(call) and (call.name in selected or not call.in_attention)
+    ]
     around_selected = set[str]().union(*map(_ancestors, selected))
-    spatial = [c.name for c in calls if (c.convolves and c.module._parameters) or isinstance(c.module, GPSA)]
+    spatial = [
+        c.name
+        for c in calls
+        if (c.convolves and c.module._parameters) or isinstance(c.module, GPSA)
+    ]
     blocks = around_selected.union(*map(_ancestors, spatial))
     runs = {(call.name, call.inputs, call.outputs) for call in calls}
 
@@ -265,15 +316,26 @@ def _strided_steps(calls: list[Call], selected: list[str]) -> dict[str, Call]:
         block = max(_ancestors(call.name) & blocks, key=len)
         return block in around_selected and (block, call.inputs, call.outputs) in runs
 
-    steps = {(call.inputs, call.outputs) for call in strided if call.name in selected or in_selected_block(call)}
+    steps = {
+        (call.inputs, call.outputs)
+        for call in strided
+        if call.name in selected or in_selected_block(call)
+    }
     return {call.name: call for call in strided if (call.inputs, call.outputs) in steps}
 
 
 def _convert(name: str, conv: nn.Module, step: Call | None, **options: Any) -> GPSA:
     """Return the GPSA layer for a convolution, at stride 1 if it makes a step in resolution that is taken out."""
     try:
-        if conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks or conv._backward_pre_hooks:
-            raise ValueError("it carries hooks, which would be lost: remove them first and attach them afterwards")
+        if (
+            conv._forward_hooks
+            or conv._forward_pre_hooks
+            or conv._backward_hooks
+            or conv._backward_pre_hooks
+        ):
+            raise ValueError(
+                "it carries hooks, which would be lost: remove them first and attach them afterwards"
+            )
         convolution = describe(conv)
         if step is not None:
             convolution = replace(convolution, stride=(1, 1))
@@ -303,7 +365,9 @@ def _exchange(model: nn.Module, replacements: dict[str, nn.Module]) -> nn.Module
     return model
 
 
-def _check_grids(model: nn.Module, size: InputSize, steps: dict[str, Call]) -> list[Call]:
+def _check_grids(
+    model: nn.Module, size: InputSize, steps: dict[str, Call]
+) -> list[Call]:
     """Run the rehearsal again, and raise unless the network runs and each changed step keeps the grid of its input."""
     try:
         calls = trace(model, size)
@@ -317,13 +381,17 @@ def _check_grids(model: nn.Module, size: InputSize, steps: dict[str, Call]) -> l
     after = {call.name: call for call in calls}
     for name in steps:
         if after[name].outputs != after[name].inputs:
-            raise ValueError(f"{name} does not keep its grid at stride 1; use stride='keep'")
+            raise ValueError(
+                f"{name} does not keep its grid at stride 1; use stride='keep'"
+            )
     return calls
 
 
 def _first_names(names: list[str]) -> str:
     """Join the first few names."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )
 
 
 def _is_spatial(call: Call) -> bool:

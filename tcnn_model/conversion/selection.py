@@ -14,7 +14,9 @@ LayerFilter = str | Collection[str] | Callable[[str, nn.Module], bool]
 M = TypeVar("M", bound=nn.Module)
 
 
-def select_layers(candidates: Mapping[str, M], layers: LayerFilter, *, what: str) -> dict[str, M]:
+def select_layers(
+    candidates: Mapping[str, M], layers: LayerFilter, *, what: str
+) -> dict[str, M]:
     """Return the candidates that ``layers`` selects, in the candidates' order.
 
     Args:
@@ -27,9 +29,13 @@ def select_layers(candidates: Mapping[str, M], layers: LayerFilter, *, what: str
         ValueError: If a name or glob matches no candidate, or the predicate matches none.
     """
     if callable(layers):
-        selected = {name: module for name, module in candidates.items() if layers(name, module)}
+        selected = {
+            name: module for name, module in candidates.items() if layers(name, module)
+        }
         if not selected:
-            raise ValueError(f"the predicate chose none of the {len(candidates)} {what}")
+            raise ValueError(
+                f"the predicate chose none of the {len(candidates)} {what}"
+            )
         return selected
     names: set[str] = set()
     for pattern in (layers,) if isinstance(layers, str) else layers:
@@ -38,16 +44,30 @@ def select_layers(candidates: Mapping[str, M], layers: LayerFilter, *, what: str
             raise ValueError(f"no {what} match {pattern!r}{_hint(pattern, candidates)}")
         names.update(matches)
     if not names:
-        raise ValueError(f"layers is empty: name at least one of the {len(candidates)} {what}, or pass None")
+        raise ValueError(
+            f"layers is empty: name at least one of the {len(candidates)} {what}, or pass None"
+        )
     return {name: module for name, module in candidates.items() if name in names}
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
     """Return the names that are the pattern, lie in a module of that name, or match it as a glob."""
-    return [n for n in names if n == pattern or n.startswith(f"{pattern}.") or fnmatch.fnmatchcase(n, pattern)]
+    return [
+        n
+        for n in names
+        if n == pattern
+        or n.startswith(f"{pattern}.")
+        or fnmatch.fnmatchcase(n, pattern)
+    ]
 
 
 def _hint(pattern: str, names: Collection[str]) -> str:
     # Lower than difflib's 0.6: a user may give no more than the end of a long path.
-    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5) or list(names)[-3:]
-    return f"; did you mean {', '.join(map(repr, close))}?" if close else f": the model has none, so {pattern!r} cannot"
+    close = (
+        difflib.get_close_matches(pattern, names, n=3, cutoff=0.5) or list(names)[-3:]
+    )
+    return (
+        f"; did you mean {', '.join(map(repr, close))}?"
+        if close
+        else f": the model has none, so {pattern!r} cannot"
+    )

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["FAILURES", "Call", "InputSize", "Shapes", "copy_in_its_modes", "find_input_size", "meta_copy", "trace"]
+__all__ = [
+    "FAILURES",
+    "Call",
+    "InputSize",
+    "Shapes",
+    "copy_in_its_modes",
+    "find_input_size",
+    "meta_copy",
+    "trace",
+]
 
 Grid = tuple[int, int]
 InputSize = tuple[int, int, int]
@@ -55,7 +64,9 @@ def copy_in_its_modes(model: nn.Module) -> nn.Module:
     try:
         duplicate = copy.deepcopy(model)
     except RuntimeError as error:
-        computed = [name for name, tensor in _plain_tensors(model).items() if not tensor.is_leaf]
+        computed = [
+            name for name, tensor in _plain_tensors(model).items() if not tensor.is_leaf
+        ]
         if not computed:
             raise
         raise ValueError(
@@ -114,12 +125,26 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
         if not isinstance(module, nn.Softmax):
             operations.running.pop()
         x = inputs[0] if inputs else None
-        if isinstance(x, Tensor) and isinstance(output, Tensor) and x.ndim == output.ndim == 4:
-            calls.append(Call(names[module], module, (x.shape[2], x.shape[3]), (output.shape[2], output.shape[3])))
+        if (
+            isinstance(x, Tensor)
+            and isinstance(output, Tensor)
+            and x.ndim == output.ndim == 4
+        ):
+            calls.append(
+                Call(
+                    names[module],
+                    module,
+                    (x.shape[2], x.shape[3]),
+                    (output.shape[2], output.shape[3]),
+                )
+            )
 
     handles: list[RemovableHandle] = []
     for module in names:
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        handles += [
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave),
+        ]
     try:
         parameter = next(model.parameters(), torch.empty(0))
         images = torch.empty(2, *input_size, dtype=parameter.dtype, device="meta")
@@ -130,7 +155,11 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
             handle.remove()
     attention = tuple(f"{name}." for name in operations.attention)
     return [
-        replace(call, in_attention=call.name.startswith(attention), convolves=call.name in operations.convolving)
+        replace(
+            call,
+            in_attention=call.name.startswith(attention),
+            convolves=call.name in operations.convolving,
+        )
         for call in calls
     ]
 
@@ -138,7 +167,9 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
 class Shapes(TorchFunctionMode):
     """Mode in which norms return their input, so that a network without storage gives its shapes much sooner."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if args and getattr(func, "__name__", "") in _NORMS:
             return args[0]
         return func(*args, **(kwargs or {}))
@@ -153,7 +184,9 @@ class _Operations(Shapes):
         self.attention: set[str] = set()
         self.convolving: set[str] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         module = self.running[-1] if self.running else ""
@@ -184,9 +217,15 @@ def find_input_size(model: nn.Module, input_size: InputSize | None = None) -> In
     """
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, height, width = config.get("input_size") or (3, 224, 224)
-    first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels)
+    first = next(
+        (m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels
+    )
     # The channels differ for in_chans=1, and for stems that turn space into depth before their first convolution.
-    candidates = [(first, height, width), (channels, height, width)] if input_size is None else [input_size]
+    candidates = (
+        [(first, height, width), (channels, height, width)]
+        if input_size is None
+        else [input_size]
+    )
     for candidate in candidates:
         try:
             trace(model, candidate)
@@ -194,7 +233,11 @@ def find_input_size(model: nn.Module, input_size: InputSize | None = None) -> In
             reason = error
         else:
             return candidate
-    stranded = [name for name, tensor in _plain_tensors(model).items() if tensor.device.type != "meta"]
+    stranded = [
+        name
+        for name, tensor in _plain_tensors(model).items()
+        if tensor.device.type != "meta"
+    ]
     if stranded and "device" in str(reason):
         raise ValueError(
             f"could not run {type(model).__name__} without storage: {stranded[0]} is a tensor that is neither a "

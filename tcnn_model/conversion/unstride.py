@@ -22,7 +22,9 @@ _TRIAL_PIXELS = 24
 
 def is_strided(call: Call) -> bool:
     """Return whether a call is a single operation (not a block of them) that reduces resolution by its own stride."""
-    has_layers = any(True for child in call.module.children() for _ in child.parameters())
+    has_layers = any(
+        True for child in call.module.children() for _ in child.parameters()
+    )
     return call.reduces and max(_stride(call.module)) > 1 and not has_layers
 
 
@@ -44,7 +46,9 @@ def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
         ValueError: If it would not keep the grid at stride 1.
     """
     rows, cols = _missing_pixels(call)
-    unit = copy.copy(module)  # shallow: the parameters are shared, which keeps ties and an optimizer's state
+    unit = copy.copy(
+        module
+    )  # shallow: the parameters are shared, which keeps ties and an optimizer's state
     _set_unit_stride(unit)
     if (rows, cols) == (0, 0):
         return unit
@@ -65,7 +69,9 @@ def _both_sides(rows: int, cols: int) -> tuple[int, int, int, int]:
 
 def _padded_to_its_grid(conv: nn.Conv2d) -> nn.Conv2d:
     """Change a convolution of stride 1 so that its padding keeps the grid; a wrapper would rename its parameters."""
-    rows, cols = (d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True))
+    rows, cols = (
+        d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)
+    )
     # nn.Conv2d computes this in its constructor, and its forward reads it for padding modes other than zeros.
     conv._reversed_padding_repeated_twice = list(_both_sides(rows, cols))
     if rows % 2 == cols % 2 == 0:
@@ -119,7 +125,9 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
     """Return the first pixels (y, x) from which every s-th output at stride 1 is the strided output."""
     # Every device is named: the caller may have set torch.set_default_device.
     generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(1, _channels(strided), pixels, pixels, generator=generator, device="cpu")
+    x = torch.randn(
+        1, _channels(strided), pixels, pixels, generator=generator, device="cpu"
+    )
     sparse = _run(call, strided, x)
     dense = _run(call, at_unit_stride(call, strided), x)
     height, width = sparse.shape[2:]
@@ -129,9 +137,13 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
         y, x = phase
         part = dense[:, :, y::sy, x::sx][:, :, :height, :width]
         # Outputs at a wrong phase differ by about their size; float32 rounding stays a thousand times below 1e-3.
-        return part.shape == sparse.shape and bool((part - sparse).abs().max() <= 1e-3 * sparse.abs().max())
+        return part.shape == sparse.shape and bool(
+            (part - sparse).abs().max() <= 1e-3 * sparse.abs().max()
+        )
 
-    return {phase for phase in itertools.product(range(sy), range(sx)) if matches(phase)}
+    return {
+        phase for phase in itertools.product(range(sy), range(sx)) if matches(phase)
+    }
 
 
 def _with_random_values(module: nn.Module) -> nn.Module:
@@ -148,7 +160,9 @@ def _missing_pixels(call: Call) -> tuple[int, int]:
     """Return the rows and columns by which the operation at stride 1 falls short of its input's grid."""
     unit = copy.copy(call.module)
     _set_unit_stride(unit)
-    dtype = next((t.dtype for t in [*unit.parameters(), *unit.buffers()]), torch.float32)
+    dtype = next(
+        (t.dtype for t in [*unit.parameters(), *unit.buffers()]), torch.float32
+    )
     x = torch.empty(1, _channels(unit), *call.inputs, dtype=dtype, device="meta")
     with torch.no_grad():
         output = _run(call, unit, x)
@@ -160,7 +174,9 @@ def _run(call: Call, operation: nn.Module, x: Tensor) -> Tensor:
         return operation(x)
     except FAILURES as error:
         kind = type(call.module).__name__
-        raise ValueError(f"{call.name} ({kind}) cannot be tried by itself ({error}); use stride='keep'") from error
+        raise ValueError(
+            f"{call.name} ({kind}) cannot be tried by itself ({error}); use stride='keep'"
+        ) from error
 
 
 def _channels(module: nn.Module) -> int:

@@ -46,7 +46,9 @@ class GatedAttention:
         y, x = self.y, self.x
         for name, axis in (("y", y), ("x", x)):
             if not isinstance(axis, Axis):
-                raise TypeError(f"expected {name} to be a tcnn_model.Axis, got {axis!r}")
+                raise TypeError(
+                    f"expected {name} to be a tcnn_model.Axis, got {axis!r}"
+                )
         for name, tensor in (
             ("queries", self.query),
             ("keys", self.key),
@@ -55,17 +57,27 @@ class GatedAttention:
         ):
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                 actual = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)
-                raise TypeError(f"expected {name} to be a tensor of a floating dtype, got {actual}")
+                raise TypeError(
+                    f"expected {name} to be a tensor of a floating dtype, got {actual}"
+                )
         if min(y.length, x.length, y.queries, x.queries) < 1:
-            raise ValueError(f"empty grid: {y.queries} x {x.queries} queries on {y.length} x {x.length} pixels")
+            raise ValueError(
+                f"empty grid: {y.queries} x {x.queries} queries on {y.length} x {x.length} pixels"
+            )
         shape = tuple(self.query.shape)
         if len(shape) != 4 or shape[2] != y.queries * x.queries:
-            expected = f"(B, heads, {y.queries} * {x.queries} = {y.queries * x.queries}, d)"
+            expected = (
+                f"(B, heads, {y.queries} * {x.queries} = {y.queries * x.queries}, d)"
+            )
             raise ValueError(f"expected queries of shape {expected}, got {shape}")
         batch, heads, _, dim = shape
         if min(heads, dim) < 1:
-            raise ValueError(f"expected at least one head of at least one channel, got queries {shape}")
-        _check_shape("keys", self.key, (batch, heads, y.length * x.length, dim), grid=(y, x))
+            raise ValueError(
+                f"expected at least one head of at least one channel, got queries {shape}"
+            )
+        _check_shape(
+            "keys", self.key, (batch, heads, y.length * x.length, dim), grid=(y, x)
+        )
         _check_shape("position", self.position, (heads, 3))
         _check_shape("gate", self.gate, (heads,))
         check_alike(self.query, keys=self.key)
@@ -73,7 +85,9 @@ class GatedAttention:
         device = self.query.device
         for name, tensor in (("position", self.position), ("gate", self.gate)):
             if tensor.device != device:
-                raise ValueError(f"expected {name} on the device of the queries, {device}, got {tensor.device}")
+                raise ValueError(
+                    f"expected {name} on the device of the queries, {device}, got {tensor.device}"
+                )
 
     @property
     def scale(self) -> float:
@@ -84,7 +98,9 @@ class GatedAttention:
         """Return positional attention along y, (heads, y.queries, y.keys), and along x, (heads, x.queries, x.keys)."""
         return positional_factors(self.position, self.y, self.x)
 
-    def factors_on_pixels(self, dtype: torch.dtype, *, logarithm: bool = False) -> tuple[Tensor, Tensor]:
+    def factors_on_pixels(
+        self, dtype: torch.dtype, *, logarithm: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return the factors, or their logarithms, without the padding.
 
         Values on the padding are zero, so attention that falls there contributes nothing to the output.
@@ -92,7 +108,14 @@ class GatedAttention:
         Returns:
             Factors of shapes (heads, y.queries, H) and (heads, x.queries, W).
         """
-        return positional_factors(self.position, self.y, self.x, logarithm=logarithm, padding=False, dtype=dtype)
+        return positional_factors(
+            self.position,
+            self.y,
+            self.x,
+            logarithm=logarithm,
+            padding=False,
+            dtype=dtype,
+        )
 
     def on_pixels(self, queries: Tensor) -> Tensor:
         """Return the attention A of selected queries over the real pixels, in float32 at least.
@@ -160,7 +183,9 @@ def check_values(attention: GatedAttention, values: Tensor) -> None:
         )
     ):
         expected = f"({batch}, 1 or {heads}, {y.length} * {x.length} = {pixels}, C)"
-        raise ValueError(f"expected values of shape {expected}, got {tuple(values.shape)}")
+        raise ValueError(
+            f"expected values of shape {expected}, got {tuple(values.shape)}"
+        )
     check_alike(attention.query, values=values)
 
 
@@ -174,7 +199,15 @@ def check_alike(query: Tensor, **tensors: Tensor) -> None:
             )
 
 
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], *, grid: tuple[Axis, Axis] | None = None) -> None:
+def _check_shape(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    *,
+    grid: tuple[Axis, Axis] | None = None,
+) -> None:
     if tuple(tensor.shape) != shape:
         pixels = f" on {grid[0].length} x {grid[1].length} pixels" if grid else ""
-        raise ValueError(f"expected {name} of shape {shape}{pixels}, got {tuple(tensor.shape)}")
+        raise ValueError(
+            f"expected {name} of shape {shape}{pixels}, got {tuple(tensor.shape)}"
+        )

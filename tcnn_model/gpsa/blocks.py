@@ -40,7 +40,11 @@ def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, 
     for head in range(0, heads, heads_per_block):
         for start in range(0, queries, block):
             for image in range(batch):
-                yield image, slice(head, head + heads_per_block), slice(start, start + block)
+                yield (
+                    image,
+                    slice(head, head + heads_per_block),
+                    slice(start, start + block),
+                )
 
 
 @torch.library.custom_op("tcnn_model::mix_and_apply", mutates_args=())
@@ -80,15 +84,23 @@ def mix_and_apply(
         image, heads, queries = block
         if image == 0:
             positional = _positional(rows, cols, heads, queries)
-        content = torch.softmax(wide_query[block] @ wide_key[image, heads].transpose(1, 2), -1)
+        content = torch.softmax(
+            wide_query[block] @ wide_key[image, heads].transpose(1, 2), -1
+        )
         mixed = content.lerp_(positional, gate[heads, None, None]).to(values.dtype)
         if taps is None:
             for head, weights in enumerate(mixed, heads.start):
-                _product(weights, values[image, head % values.shape[1]], out=output[image, head, queries])
+                _product(
+                    weights,
+                    values[image, head % values.shape[1]],
+                    out=output[image, head, queries],
+                )
         else:
             for attention, group_taps in _head_groups(mixed, taps[heads]):
                 weighted = _weighted(values[image, 0], group_taps)
-                _add_product(_side_by_side(attention), weighted, to=output[image, 0, queries])
+                _add_product(
+                    _side_by_side(attention), weighted, to=output[image, 0, queries]
+                )
     return output.to(values.dtype)
 
 
@@ -157,11 +169,15 @@ def _backward(
             groups = _head_groups(mixed, taps[heads], d_mixed, d_taps[heads])
             for attention, group_taps, d_attention, d_group_taps in groups:
                 d_weighted = _side_by_side(attention).T @ upstream
-                d_weighted = d_weighted.view(len(attention), key.shape[2], *group_taps.shape[1:])
+                d_weighted = d_weighted.view(
+                    len(attention), key.shape[2], *group_taps.shape[1:]
+                )
                 d_values[image, 0] += (d_weighted * group_taps[:, None]).sum((0, 3))
                 d_group_taps += (d_weighted * values[image, 0, :, :, None]).sum(1)
                 d_side = upstream @ _weighted(values[image, 0], group_taps).T
-                d_attention.copy_(d_side.unflatten(1, (len(attention), -1)).transpose(0, 1))
+                d_attention.copy_(
+                    d_side.unflatten(1, (len(attention), -1)).transpose(0, 1)
+                )
         d_mixed = widen(d_mixed)
 
         # The factor 1 - share is the same for all logits of a head, and so is applied to the products instead.
@@ -191,7 +207,9 @@ def _backward(
 
 @_backward.register_fake
 def _(d_output: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(d_output.new_empty(0) if x is None else torch.empty_like(x) for x in inputs)
+    return tuple(
+        d_output.new_empty(0) if x is None else torch.empty_like(x) for x in inputs
+    )
 
 
 def _save_inputs(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -204,7 +222,9 @@ def _differentiate(ctx, d_output: Tensor) -> tuple[Tensor | None, ...]:  # type:
 
 
 def _refuse(ctx, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
-    raise RuntimeError("attention in blocks can be differentiated once; for second derivatives use backend='dense'")
+    raise RuntimeError(
+        "attention in blocks can be differentiated once; for second derivatives use backend='dense'"
+    )
 
 
 mix_and_apply.register_autograd(_differentiate, setup_context=_save_inputs)
@@ -228,10 +248,17 @@ def _add_product(left: Tensor, right: Tensor, *, to: Tensor) -> None:
         to += left @ right.contiguous()
 
 
-def _head_groups(attention: Tensor, taps: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _head_groups(
+    attention: Tensor, taps: Tensor, *tensors: Tensor
+) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors (heads, ...) into groups of heads whose weighted values stay in a core's cache."""
-    heads_per_group = max(1, _WEIGHTED_ELEMENTS // (attention.shape[2] * taps[0].numel()))
-    return zip(*(tensor.split(heads_per_group) for tensor in (attention, taps, *tensors)), strict=True)
+    heads_per_group = max(
+        1, _WEIGHTED_ELEMENTS // (attention.shape[2] * taps[0].numel())
+    )
+    return zip(
+        *(tensor.split(heads_per_group) for tensor in (attention, taps, *tensors)),
+        strict=True,
+    )
 
 
 def _weighted(values: Tensor, taps: Tensor) -> Tensor:

@@ -38,14 +38,22 @@ def accelerate(model: nn.Module) -> "Acceleration":
         ValueError: If the model has no such layers, they are accelerated already, or they are of a subclass, which may
             compute something else. The model is then unchanged.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, convit.GPSA | convit.MHSA)}
+    layers = {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, convit.GPSA | convit.MHSA)
+    }
     if not layers:
-        raise ValueError(f"no ConViT attention in {type(model).__name__}: accelerate() is for timm's convit_* models")
+        raise ValueError(
+            f"no ConViT attention in {type(model).__name__}: accelerate() is for timm's convit_* models"
+        )
     for name, layer in layers.items():
         if isinstance(layer, (_GPSA, _MHSA)):
             raise ValueError(f"{name!r} is accelerated already")
         if type(layer) not in _ACCELERATED:
-            raise ValueError(f"{name!r} is a {type(layer).__qualname__}, a subclass which may compute something else")
+            raise ValueError(
+                f"{name!r} is a {type(layer).__qualname__}, a subclass which may compute something else"
+            )
     return Acceleration(list(layers.values()))
 
 
@@ -68,7 +76,10 @@ class Acceleration:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.remove()
 
@@ -89,7 +100,9 @@ def convit_attention(layer: convit.GPSA, qk: Tensor) -> GatedAttention:
     tokens = qk.shape[1]
     side = math.isqrt(tokens)
     if side * side != tokens:
-        raise ValueError(f"ConViT's positional attention needs a square grid of tokens, got {tokens} tokens")
+        raise ValueError(
+            f"ConViT's positional attention needs a square grid of tokens, got {tokens} tokens"
+        )
     query, key = qk.unflatten(2, (2, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
     position = layer.pos_proj.weight.flip(1)
     if layer.pos_proj.bias is not None:
@@ -97,7 +110,9 @@ def convit_attention(layer: convit.GPSA, qk: Tensor) -> GatedAttention:
         # DistributedDataParallel raises for parameters without a gradient.
         position = position.add(layer.pos_proj.bias[:, None], alpha=0)
     axis = Axis(side)
-    return GatedAttention(query, key, widest(position), torch.sigmoid(layer.gating_param), axis, axis)
+    return GatedAttention(
+        query, key, widest(position), torch.sigmoid(layer.gating_param), axis, axis
+    )
 
 
 class _GPSA(convit.GPSA):  # type: ignore[misc]  # timm is not typed
@@ -119,7 +134,9 @@ class _MHSA(convit.MHSA):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Any:
         if self.training and self.attn_drop.p > 0:
             return super().forward(x)
-        query, key, values = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, values = (
+            self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        )
         output = F.scaled_dot_product_attention(query, key, values)
         return self.proj_drop(self.proj(output.transpose(1, 2).flatten(2)))
 

@@ -14,7 +14,14 @@ from tcnn_model.gpsa.positional import Axis, apply_separable
 from tcnn_model.gpsa.precision import at_least_float32, autocast_dtype, without_autocast
 from tcnn_model.gpsa.statistics import AttentionStatistics, apply_and_measure, measure
 
-__all__ = ["Backend", "attend", "attend_and_measure", "attend_weighted", "check_backend", "gpsa"]
+__all__ = [
+    "Backend",
+    "attend",
+    "attend_and_measure",
+    "attend_weighted",
+    "check_backend",
+    "gpsa",
+]
 
 Backend = Literal["auto", "dense", "blocks", "fused", "triton"]
 
@@ -106,7 +113,9 @@ def gpsa(
     return attend(attention, values, backend=backend)
 
 
-def attend(attention: GatedAttention, values: Tensor, *, backend: Backend = "auto") -> Tensor:
+def attend(
+    attention: GatedAttention, values: Tensor, *, backend: Backend = "auto"
+) -> Tensor:
     """Apply an attention to values: the output of :func:`gpsa`, shape (B, heads, N_query, C)."""
     attention, values, backend = _prepare(attention, values, backend)
     with without_autocast(values):
@@ -126,7 +135,9 @@ def attend_weighted(attention: GatedAttention, values: Tensor, taps: Tensor) -> 
     """
     attention, values, _ = _prepare(attention, values, "blocks")
     with without_autocast(values):
-        return _blocks(attention, values.contiguous(), taps.to(values.dtype).contiguous())[:, 0]
+        return _blocks(
+            attention, values.contiguous(), taps.to(values.dtype).contiguous()
+        )[:, 0]
 
 
 def attend_and_measure(
@@ -136,21 +147,33 @@ def attend_and_measure(
     attention, values, backend = _prepare(attention, values, backend)
     with without_autocast(values):
         if backend == "triton":
-            output, statistics = kernels.gated_attention(attention, values, statistics=True)
+            output, statistics = kernels.gated_attention(
+                attention, values, statistics=True
+            )
             assert statistics is not None
             return output, statistics
-        inputs = (values, attention.query, attention.key, attention.position, attention.gate)
+        inputs = (
+            values,
+            attention.query,
+            attention.key,
+            attention.position,
+            attention.gate,
+        )
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             return _APPLY[backend](attention, values), measure(attention)
         return apply_and_measure(attention, values)
 
 
-def _prepare(attention: GatedAttention, values: Tensor, backend: Backend) -> tuple[GatedAttention, Tensor, Backend]:
+def _prepare(
+    attention: GatedAttention, values: Tensor, backend: Backend
+) -> tuple[GatedAttention, Tensor, Backend]:
     """Return the arguments as autocast lowers them and the backend to use; raise if that is not applicable."""
     # Position and gate are not lowered: softmaxes over far pixels need the range, gates near 1 the digits.
     dtype = autocast_dtype(attention.query)
     if dtype != attention.query.dtype:
-        attention = replace(attention, query=attention.query.to(dtype), key=attention.key.to(dtype))
+        attention = replace(
+            attention, query=attention.query.to(dtype), key=attention.key.to(dtype)
+        )
     values = values.to(autocast_dtype(values))
     check_values(attention, values)
     if check_backend(backend) == "auto":
@@ -158,7 +181,9 @@ def _prepare(attention: GatedAttention, values: Tensor, backend: Backend) -> tup
     if backend == "fused" and (reason := _why_not_fused(attention, values)):
         raise ValueError(f"backend='fused' {reason}; use 'blocks' or 'auto'")
     if backend == "triton" and not kernels.available(values.device):
-        raise ValueError(f"backend='triton' needs Triton and a CUDA device; the tensors are on {values.device}")
+        raise ValueError(
+            f"backend='triton' needs Triton and a CUDA device; the tensors are on {values.device}"
+        )
     # Blocks and kernels are not launched on an empty batch; matrices of no rows need no special case.
     return attention, values, backend if len(values) else "dense"
 
@@ -166,7 +191,9 @@ def _prepare(attention: GatedAttention, values: Tensor, backend: Backend) -> tup
 def check_backend(backend: Backend) -> Backend:
     """Return the backend; raise if it does not exist."""
     if backend not in get_args(Backend):
-        raise ValueError(f"expected backend to be one of {', '.join(get_args(Backend))}; got {backend!r}")
+        raise ValueError(
+            f"expected backend to be one of {', '.join(get_args(Backend))}; got {backend!r}"
+        )
     return backend
 
 
@@ -174,7 +201,11 @@ def _choose(attention: GatedAttention, values: Tensor) -> Backend:
     if _why_not_fused(attention, values) is None:
         return "fused"
     # The kernels take float64 too, but their tiles are not tuned for it (kernels/launch.py).
-    if values.is_cuda and kernels.available(values.device) and values.dtype != torch.float64:
+    if (
+        values.is_cuda
+        and kernels.available(values.device)
+        and values.dtype != torch.float64
+    ):
         return "triton"
     return "dense" if attention.key.shape[2] <= _DENSE_KEYS else "blocks"
 
@@ -200,11 +231,21 @@ def _dense(attention: GatedAttention, values: Tensor) -> Tensor:
     return mixed @ values
 
 
-def _blocks(attention: GatedAttention, values: Tensor, taps: Tensor | None = None) -> Tensor:
+def _blocks(
+    attention: GatedAttention, values: Tensor, taps: Tensor | None = None
+) -> Tensor:
     dtype = at_least_float32(values.dtype)
     log_rows, log_cols = attention.factors_on_pixels(dtype, logarithm=True)
     scaled = attention.query * attention.scale
-    return mix_and_apply(scaled, attention.key, values, log_rows, log_cols, attention.gate.to(dtype), taps)
+    return mix_and_apply(
+        scaled,
+        attention.key,
+        values,
+        log_rows,
+        log_cols,
+        attention.gate.to(dtype),
+        taps,
+    )
 
 
 def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
@@ -212,9 +253,14 @@ def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
     on_grid = values.unflatten(2, (attention.y.length, attention.x.length))
     positional = apply_separable(rows, cols, on_grid).flatten(2, 3)
     # Where channels are not the innermost, torch falls back to an N x N matrix.
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (attention.query, attention.key, values))
+    q, k, v = (
+        t if t.stride(-1) == 1 else t.contiguous()
+        for t in (attention.query, attention.key, values)
+    )
     content = F.scaled_dot_product_attention(q, k, v)
-    return torch.lerp(content, positional, attention.gate[:, None, None].to(values.dtype))
+    return torch.lerp(
+        content, positional, attention.gate[:, None, None].to(values.dtype)
+    )
 
 
 def _triton(attention: GatedAttention, values: Tensor) -> Tensor:

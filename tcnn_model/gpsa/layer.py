@@ -97,7 +97,9 @@ class GPSA(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(padding, str) and padding != "same":
-            raise ValueError(f"padding must be one integer, two, or 'same'; got {padding!r}")
+            raise ValueError(
+                f"padding must be one integer, two, or 'same'; got {padding!r}"
+            )
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"groups must divide in_channels and out_channels; got groups={groups}, "
@@ -118,10 +120,14 @@ class GPSA(nn.Module):
             raise ValueError(f"qk_dim must be an integer of at least 1; got {qk_dim}")
         alpha = _per_head("locality_strength", locality_strength, self.heads)
         if not bool((alpha > 0).all()):
-            raise ValueError(f"locality_strength must be positive; got {locality_strength}")
+            raise ValueError(
+                f"locality_strength must be positive; got {locality_strength}"
+            )
         initial_gating = _per_head("gating", gating, self.heads)
         if not 0 <= qk_scale < math.inf:
-            raise ValueError(f"qk_scale must be a finite number of at least 0; got {qk_scale}")
+            raise ValueError(
+                f"qk_scale must be a finite number of at least 0; got {qk_scale}"
+            )
         self.backend: Backend = check_backend(backend)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -152,11 +158,18 @@ class GPSA(nn.Module):
         nn.init.eye_(self.value)
         self.raw_locality.copy_(inverse_softplus(alpha))
         # With "same" padding queries sit at the centre of the kernel, whatever the size of the image.
-        center = [d * (k - 1) // 2 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        center = [
+            d * (k - 1) // 2
+            for d, k in zip(self.dilation, self.kernel_size, strict=True)
+        ]
         first_y, first_x = center if isinstance(self.padding, str) else self.padding
         dy, dx = self.dilation
         height, width = self.kernel_size
-        offsets = [(r * dy - first_y, c * dx - first_x) for r in range(height) for c in range(width)]
+        offsets = [
+            (r * dy - first_y, c * dx - first_x)
+            for r in range(height)
+            for c in range(width)
+        ]
         self.center.copy_(torch.tensor(offsets))
         self.gating.copy_(gating)
 
@@ -236,7 +249,9 @@ class GPSA(nn.Module):
         Raises:
             ValueError: If the padded input is smaller than the kernel.
         """
-        y, x = axes((height, width), self.kernel_size, self.stride, self.padding, self.dilation)
+        y, x = axes(
+            (height, width), self.kernel_size, self.stride, self.padding, self.dilation
+        )
         if y.queries < 1 or x.queries < 1 or height < 1 or width < 1:
             raise ValueError(
                 f"feature map smaller than the kernel: expected at least {y.extent} x {x.extent} pixels after "
@@ -249,7 +264,9 @@ class GPSA(nn.Module):
         query, key = self._queries_and_keys(x)
         return self.attention_between(query, key, (x.shape[2], x.shape[3]))
 
-    def attention_between(self, query: Tensor, key: Tensor, size: tuple[int, int]) -> GatedAttention:
+    def attention_between(
+        self, query: Tensor, key: Tensor, size: tuple[int, int]
+    ) -> GatedAttention:
         """Describe the attention of queries (B, heads, N_query, d) to keys (B, heads, H * W, d) on a map of (H, W)."""
         y, x = self.axes(*size)
         return GatedAttention(query, key, self.position, self.gate, y, x)
@@ -276,7 +293,9 @@ class GPSA(nn.Module):
         if self._weights_first(x):
             output = self._weighted(attention, values)
         else:
-            output = self.combine(attend(attention, values, backend=self.backend), attention)
+            output = self.combine(
+                attend(attention, values, backend=self.backend), attention
+            )
         # A convolution's output has the memory format of its input, which later layers may rely on (channels_last).
         return output.contiguous(memory_format=_memory_format(x))
 
@@ -286,14 +305,23 @@ class GPSA(nn.Module):
 
     def combine(self, gathered: Tensor, attention: GatedAttention) -> Tensor:
         """Apply W_out of all heads and the bias: (B, heads, N_query, C_in) -> (B, C_out, H_out, W_out)."""
-        gathered = self.head_outputs(gathered).unflatten(2, (attention.y.queries, attention.x.queries))
+        gathered = self.head_outputs(gathered).unflatten(
+            2, (attention.y.queries, attention.x.queries)
+        )
         if self.groups == 1:
             taps = self.weight.permute(0, 2, 3, 1).flatten(1)  # (C_out, heads * C_in)
-            side_by_side = gathered.permute(0, 2, 3, 1, 4).flatten(3)  # (B, H_out, W_out, heads * C_in)
+            side_by_side = gathered.permute(0, 2, 3, 1, 4).flatten(
+                3
+            )  # (B, H_out, W_out, heads * C_in)
             return F.linear(side_by_side, taps, self.bias).permute(0, 3, 1, 2)
         # With channels before heads this is the "soft" counterpart of F.unfold, and takes the convolution's weight.
         unfolded = gathered.permute(0, 4, 1, 2, 3).flatten(1, 2)
-        return F.conv2d(unfolded, self.weight.flatten(1)[:, :, None, None], self.bias, groups=self.groups)
+        return F.conv2d(
+            unfolded,
+            self.weight.flatten(1)[:, :, None, None],
+            self.bias,
+            groups=self.groups,
+        )
 
     def _weights_first(self, x: Tensor) -> bool:
         """Return whether W_out is applied to the values before attention gathers them.
@@ -302,22 +330,37 @@ class GPSA(nn.Module):
         outputs of single heads, which are then never formed.
         """
         seam = self.head_outputs
-        hooked = type(seam) is not nn.Identity or seam._forward_hooks or seam._forward_pre_hooks
+        hooked = (
+            type(seam) is not nn.Identity
+            or seam._forward_hooks
+            or seam._forward_pre_hooks
+        )
         large = x.device.type == "cpu" and len(x) > 0 and x[0].numel() >= _WEIGHTED_FROM
-        return self.groups == self.in_channels and self.backend == "auto" and large and not hooked
+        return (
+            self.groups == self.in_channels
+            and self.backend == "auto"
+            and large
+            and not hooked
+        )
 
     def _weighted(self, attention: GatedAttention, values: Tensor) -> Tensor:
         """Return the result of :meth:`combine` without forming the outputs of single heads."""
-        taps = self.weight.flatten(1).unflatten(0, (self.in_channels, -1)).permute(2, 0, 1)
+        taps = (
+            self.weight.flatten(1).unflatten(0, (self.in_channels, -1)).permute(2, 0, 1)
+        )
         output = attend_weighted(attention, values, taps)
         if self.bias is not None:
             output = output + self.bias
-        return output.transpose(1, 2).unflatten(2, (attention.y.queries, attention.x.queries))
+        return output.transpose(1, 2).unflatten(
+            2, (attention.y.queries, attention.x.queries)
+        )
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys of all heads, (B, heads, N_query, d) and (B, heads, H * W, d)."""
         if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ValueError(f"expected an input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}")
+            raise ValueError(
+                f"expected an input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}"
+            )
         query_pixels = _at_queries(x, *self.axes(x.shape[2], x.shape[3]))
         query = self._split_heads(_project(query_pixels, self.query))
         key = self._split_heads(_project(x, self.key))
@@ -325,7 +368,9 @@ class GPSA(nn.Module):
 
     def _split_heads(self, features: Tensor) -> Tensor:
         """Split the heads of (B, heads * d, H, W): (B, heads, H * W, d)."""
-        return features.flatten(2).unflatten(1, (self.heads, self.qk_dim)).transpose(2, 3)
+        return (
+            features.flatten(2).unflatten(1, (self.heads, self.qk_dim)).transpose(2, 3)
+        )
 
     def extra_repr(self) -> str:
         """Return the arguments, as ``print(model)`` shows them."""
@@ -338,7 +383,11 @@ class GPSA(nn.Module):
 
 def gpsa_layers(model: nn.Module) -> dict[str, GPSA]:
     """Return the :class:`GPSA` layers of a model by their module names, in the model's order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, GPSA)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, GPSA)
+    }
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
@@ -360,7 +409,9 @@ def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
 def _memory_format(x: Tensor) -> torch.memory_format:
     """Return the memory format of ``x`` (B, C, H, W)."""
     # A map of one channel or one pixel is contiguous in both formats; torch's convolution then takes the standard one.
-    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    channels_last = (
+        x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    )
     return torch.channels_last if channels_last else torch.contiguous_format
 
 
@@ -372,7 +423,9 @@ def inverse_softplus(y: Tensor) -> Tensor:
 def _per_head(name: str, values: float | Sequence[float], heads: int) -> Tensor:
     tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     if tensor.shape not in ((), (heads,)) or not bool(tensor.isfinite().all()):
-        raise ValueError(f"{name} must be one finite number or one for each of the {heads} heads; got {values}")
+        raise ValueError(
+            f"{name} must be one finite number or one for each of the {heads} heads; got {values}"
+        )
     return tensor.expand(heads).clone()
 
 

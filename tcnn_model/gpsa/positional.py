@@ -17,7 +17,14 @@ from torch import Tensor
 
 from tcnn_model.gpsa.precision import widest
 
-__all__ = ["Axis", "Padding", "apply_separable", "axes", "gaussian_position", "positional_factors"]
+__all__ = [
+    "Axis",
+    "Padding",
+    "apply_separable",
+    "axes",
+    "gaussian_position",
+    "positional_factors",
+]
 
 Pair = tuple[int, int]
 Padding = Pair | Literal["same"]
@@ -49,7 +56,12 @@ class Axis:
     def __post_init__(self) -> None:
         """Raise unless the numbers describe an axis."""
         padding = 0 if self.padding == "same" else self.padding
-        for number, minimum in ((self.length, 0), (padding, 0), (self.stride, 1), (self.extent, 1)):
+        for number, minimum in (
+            (self.length, 0),
+            (padding, 0),
+            (self.stride, 1),
+            (self.extent, 1),
+        ):
             # Sizes are SymInt while torch.export or torch.compile traces with dynamic shapes.
             if not isinstance(number, (int, torch.SymInt)) or number < minimum:
                 raise ValueError(
@@ -65,7 +77,11 @@ class Axis:
     @property
     def after(self) -> int:
         """Zero pixels after the last pixel."""
-        return self._same - self._same // 2 if isinstance(self.padding, str) else self.padding
+        return (
+            self._same - self._same // 2
+            if isinstance(self.padding, str)
+            else self.padding
+        )
 
     @property
     def _same(self) -> int:
@@ -90,20 +106,28 @@ class Axis:
         It is 0 with numeric padding. With "same" padding, whose width depends on the image, it is the centre of the
         kernel.
         """
-        return (self.extent - 1) // 2 - self.before if isinstance(self.padding, str) else 0
+        return (
+            (self.extent - 1) // 2 - self.before if isinstance(self.padding, str) else 0
+        )
 
     def query_positions(self, like: Tensor) -> Tensor:
         """Return the query pixels, shape (queries,), with the dtype and device of ``like``."""
         first = self.first_query
         end = first + self.queries * self.stride
-        return torch.arange(first, end, self.stride, dtype=like.dtype, device=like.device)
+        return torch.arange(
+            first, end, self.stride, dtype=like.dtype, device=like.device
+        )
 
     def key_positions(self, like: Tensor) -> Tensor:
         """Return the key pixels, shape (keys,), with the dtype and device of ``like``."""
-        return torch.arange(-self.before, self.length + self.after, dtype=like.dtype, device=like.device)
+        return torch.arange(
+            -self.before, self.length + self.after, dtype=like.dtype, device=like.device
+        )
 
 
-def axes(size: Pair, kernel_size: Pair, stride: Pair, padding: Padding, dilation: Pair) -> tuple[Axis, Axis]:
+def axes(
+    size: Pair, kernel_size: Pair, stride: Pair, padding: Padding, dilation: Pair
+) -> tuple[Axis, Axis]:
     """Return the vertical and the horizontal axis of a convolution-like layer on a map of ``size`` (H, W)."""
     paddings = (padding, padding) if isinstance(padding, str) else padding
     extents = [d * (k - 1) + 1 for d, k in zip(dilation, kernel_size, strict=True)]
@@ -121,7 +145,9 @@ def gaussian_position(locality_strength: Tensor, center: Tensor) -> Tensor:
     Returns:
         ``-alpha (1, -2 Delta_1, -2 Delta_2)``, shape (heads, 3).
     """
-    return -locality_strength[:, None] * torch.cat([torch.ones_like(center[:, :1]), -2 * center], dim=1)
+    return -locality_strength[:, None] * torch.cat(
+        [torch.ones_like(center[:, :1]), -2 * center], dim=1
+    )
 
 
 def positional_factors(
@@ -187,8 +213,12 @@ def apply_separable(rows: Tensor, cols: Tensor, values: Tensor) -> Tensor:
     queries_y = rows.shape[1]
     queries_x = cols.shape[1]
     # One matrix product per head and axis: everything that the axis does not touch becomes columns.
-    columns = values.permute(1, 2, 0, 3, 4).reshape(heads, height, batch * width * channels)
+    columns = values.permute(1, 2, 0, 3, 4).reshape(
+        heads, height, batch * width * channels
+    )
     along_rows = (rows @ columns).view(heads, queries_y, batch, width, channels)
-    columns = along_rows.permute(0, 3, 2, 1, 4).reshape(heads, width, batch * queries_y * channels)
+    columns = along_rows.permute(0, 3, 2, 1, 4).reshape(
+        heads, width, batch * queries_y * channels
+    )
     output = (cols @ columns).view(heads, queries_x, batch, queries_y, channels)
     return output.permute(2, 0, 3, 1, 4)

@@ -5,7 +5,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_float32", "autocast_dtype", "widen", "widest", "widest_dtype", "without_autocast"]
+__all__ = [
+    "at_least_float32",
+    "autocast_dtype",
+    "widen",
+    "widest",
+    "widest_dtype",
+    "without_autocast",
+]
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -33,7 +40,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     # torch.is_autocast_enabled raises for "meta"; autocast lowers float32 only, so float64 stays as it is.
     enabled = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if enabled and x.dtype == torch.float32 else x.dtype
+    return (
+        torch.get_autocast_dtype(device)
+        if enabled and x.dtype == torch.float32
+        else x.dtype
+    )
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

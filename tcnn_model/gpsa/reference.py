@@ -41,12 +41,22 @@ def gpsa_attention_reference(
     ky, kx = kernel_size
     sy, sx = stride
     dy, dx = dilation
-    (top, bottom), (left, right) = zero_padding((height, width), kernel_size, stride, padding, dilation)
+    (top, bottom), (left, right) = zero_padding(
+        (height, width), kernel_size, stride, padding, dilation
+    )
     out_h = math.floor((height + top + bottom - dy * (ky - 1) - 1) / sy + 1)
     out_w = math.floor((width + left + right - dx * (kx - 1) - 1) / sx + 1)
-    pixels = [(j, i) for j in range(-top, height + bottom) for i in range(-left, width + right)]
+    pixels = [
+        (j, i)
+        for j in range(-top, height + bottom)
+        for i in range(-left, width + right)
+    ]
     # "same" puts the query at the centre of the kernel; with numeric padding its base is the pixel s (y, x).
-    y0, x0 = (dy * (ky - 1) // 2 - top, dx * (kx - 1) // 2 - left) if padding == "same" else (0, 0)
+    y0, x0 = (
+        (dy * (ky - 1) // 2 - top, dx * (kx - 1) // 2 - left)
+        if padding == "same"
+        else (0, 0)
+    )
     bases = [(sy * m + y0, sx * n + x0) for m in range(out_h) for n in range(out_w)]
 
     def feature(position: tuple[int, int]) -> Tensor:
@@ -55,10 +65,18 @@ def gpsa_attention_reference(
         return x[:, :, j, i] if inside else x.new_zeros(batch, x.shape[1])
 
     keys = torch.stack([feature(pixel) for pixel in pixels], dim=1)  # (B, N_key, C_in)
-    queries = torch.stack([feature(base) for base in bases], dim=1)  # (B, N_query, C_in)
-    real = torch.tensor([0 <= j < height and 0 <= i < width for j, i in pixels], device=x.device)
-    delta = x.new_tensor([[(j - b, i - a) for j, i in pixels] for b, a in bases])  # (N_query, N_key, 2)
-    r = torch.cat([delta.pow(2).sum(-1, keepdim=True), delta], dim=-1)  # (||delta||^2, delta_1, delta_2), Eq. (4)
+    queries = torch.stack(
+        [feature(base) for base in bases], dim=1
+    )  # (B, N_query, C_in)
+    real = torch.tensor(
+        [0 <= j < height and 0 <= i < width for j, i in pixels], device=x.device
+    )
+    delta = x.new_tensor(
+        [[(j - b, i - a) for j, i in pixels] for b, a in bases]
+    )  # (N_query, N_key, 2)
+    r = torch.cat(
+        [delta.pow(2).sum(-1, keepdim=True), delta], dim=-1
+    )  # (||delta||^2, delta_1, delta_2), Eq. (4)
 
     d = query.shape[0] // heads
     attention = []
@@ -120,17 +138,28 @@ def gpsa_reference(
     """
     kernel_size = (weight.shape[2], weight.shape[3])
     a = gpsa_attention_reference(
-        x, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation, **attention
+        x,
+        kernel_size=kernel_size,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        **attention,
     )
-    rows, columns = zero_padding((x.shape[2], x.shape[3]), kernel_size, stride, padding, dilation)
+    rows, columns = zero_padding(
+        (x.shape[2], x.shape[3]), kernel_size, stride, padding, dilation
+    )
     padded = torch.nn.functional.pad(x, (*columns, *rows)).flatten(2).transpose(1, 2)
     out_per_group, in_per_group = weight.shape[0] // groups, weight.shape[1]
     output = x.new_zeros(x.shape[0], a.shape[2], weight.shape[0])
     for h in range(a.shape[1]):
-        w_out = x.new_zeros(x.shape[1], weight.shape[0])  # block-diagonal if the convolution is grouped
+        w_out = x.new_zeros(
+            x.shape[1], weight.shape[0]
+        )  # block-diagonal if the convolution is grouped
         for g in range(groups):
             inputs = slice(g * in_per_group, (g + 1) * in_per_group)
             outputs = slice(g * out_per_group, (g + 1) * out_per_group)
-            w_out[inputs, outputs] = weight[outputs, :, h // kernel_size[1], h % kernel_size[1]].T
+            w_out[inputs, outputs] = weight[
+                outputs, :, h // kernel_size[1], h % kernel_size[1]
+            ].T
         output = output + a[:, h] @ padded @ value.T @ w_out
     return (output if bias is None else output + bias).transpose(1, 2)

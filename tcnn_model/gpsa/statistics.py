@@ -42,7 +42,9 @@ def measure(attention: GatedAttention) -> AttentionStatistics:
     return _measure(attention, None)[1]
 
 
-def apply_and_measure(attention: GatedAttention, values: Tensor) -> tuple[Tensor, AttentionStatistics]:
+def apply_and_measure(
+    attention: GatedAttention, values: Tensor
+) -> tuple[Tensor, AttentionStatistics]:
     """Apply an attention to values and measure it, in one pass without gradients.
 
     Args:
@@ -58,18 +60,24 @@ def apply_and_measure(attention: GatedAttention, values: Tensor) -> tuple[Tensor
 
 
 @torch.no_grad()
-def _measure(attention: GatedAttention, values: Tensor | None) -> tuple[Tensor | None, AttentionStatistics]:
+def _measure(
+    attention: GatedAttention, values: Tensor | None
+) -> tuple[Tensor | None, AttentionStatistics]:
     with without_autocast(attention.query):
         return _measure_in_blocks(attention, values)
 
 
-def _measure_in_blocks(attention: GatedAttention, values: Tensor | None) -> tuple[Tensor | None, AttentionStatistics]:
+def _measure_in_blocks(
+    attention: GatedAttention, values: Tensor | None
+) -> tuple[Tensor | None, AttentionStatistics]:
     dtype = at_least_float32(attention.query.dtype)
     query = attention.query.to(dtype) * attention.scale
     key = attention.key.to(dtype)
     rows, cols = attention.factors()
     per_query = query.shape[:3]
-    log_sum_exp, entropy, content_entropy, distance = (query.new_empty(per_query) for _ in range(4))
+    log_sum_exp, entropy, content_entropy, distance = (
+        query.new_empty(per_query) for _ in range(4)
+    )
     received = query.new_zeros(*per_query[:2], key.shape[2])
     output = None if values is None else values.new_empty(*per_query, values.shape[3])
     for block in blocks_of_queries(query, key):
@@ -82,13 +90,17 @@ def _measure_in_blocks(attention: GatedAttention, values: Tensor | None) -> tupl
         highest = logits.amax(-1, keepdim=True)
         log_largest = content.amax(-1).log()
         log_sum_exp[block] = highest[..., 0] - log_largest
-        content_entropy[block] = -log_largest - content.mul(logits.sub_(highest)).sum(-1)
+        content_entropy[block] = -log_largest - content.mul(logits.sub_(highest)).sum(
+            -1
+        )
         mixed = content.lerp_(position.attention, position.gate)
         if output is not None and values is not None:
             value_heads = heads if values.shape[1] > 1 else slice(None)
             output[block] = mixed.to(values.dtype) @ values[image, value_heads]
         entropy[block] = _entropy(mixed) + position.entropy_on_padding
-        distance[block] = (mixed * position.distance).sum(-1) + position.distance_on_padding
+        distance[block] = (mixed * position.distance).sum(
+            -1
+        ) + position.distance_on_padding
         received[image, heads] += mixed.sum(1)
     # The entropy of a product distribution is the sum of the entropies of its factors.
     along_y = _entropy(rows).to(dtype)[:, :, None]
@@ -116,18 +128,29 @@ class _PositionalBlock:
 
 
 def _positional_block(
-    attention: GatedAttention, rows: Tensor, cols: Tensor, heads: slice, queries: slice, dtype: torch.dtype
+    attention: GatedAttention,
+    rows: Tensor,
+    cols: Tensor,
+    heads: slice,
+    queries: slice,
+    dtype: torch.dtype,
 ) -> _PositionalBlock:
     y, x = attention.y, attention.x
     gate = attention.gate[heads, None, None].to(dtype)
     index = torch.arange(y.queries * x.queries, device=rows.device)[queries]
     row = index // x.queries
     col = index % x.queries
-    extended = (rows[heads][:, row, :, None] * cols[heads][:, col, None, :]).to(dtype)  # with the padding
+    extended = (rows[heads][:, row, :, None] * cols[heads][:, col, None, :]).to(
+        dtype
+    )  # with the padding
     offset_y = y.key_positions(rows) - y.query_positions(rows)[row, None]
     offset_x = x.key_positions(cols) - x.query_positions(cols)[col, None]
     distance = torch.hypot(offset_y[:, :, None], offset_x[:, None, :]).to(dtype)
-    real = (..., slice(y.before, y.before + y.length), slice(x.before, x.before + x.length))
+    real = (
+        ...,
+        slice(y.before, y.before + y.length),
+        slice(x.before, x.before + x.length),
+    )
     # On the padding A = gate * P, as content attention does not reach it.
     on_padding = gate[..., None] * extended
     on_padding[real] = 0
@@ -143,4 +166,9 @@ def _positional_block(
 def _entropy(attention: Tensor) -> Tensor:
     """Return -sum A log A over the last dimension, with 0 log 0 = 0."""
     # Several times faster than torch.special.entr. The smallest number stands for 0, whose logarithm is not finite.
-    return -attention.clamp_min(torch.finfo(attention.dtype).tiny).log_().mul_(attention).sum(-1)
+    return (
+        -attention.clamp_min(torch.finfo(attention.dtype).tiny)
+        .log_()
+        .mul_(attention)
+        .sum(-1)
+    )

@@ -66,13 +66,17 @@ def _queries(
     m = start_m + tl.arange(0, QUERIES)
     clamped = tl.minimum(m, n_q - 1)
     d = tl.arange(0, DIM)
-    q_rows = block(q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES)
+    q_rows = block(
+        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES
+    )
     q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
     k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     grad += (b * o_b + h * o_h) * UNIT
     table += h * TABLE * n_q
-    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(table, clamped, n_q)
+    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
+        table, clamped, n_q
+    )
     highest = tl.load(content + bh * n_q + clamped)
     share = 1 / tl.load(content + rows + bh * n_q + clamped)
     mean_y = tl.load(table + MEAN_Y * n_q + clamped)
@@ -91,7 +95,9 @@ def _queries(
     acc_k = tl.zeros((QUERIES, DIM), ACC)  # sum of C k
     for start in range(0, n_k, KEYS):
         k_rows = block(k, start, n_k - 1, k_n * UNIT, KEYS)
-        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+        k_tile = tl.load(
+            k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
+        )
         da = _grad_attention(
             grad, v, o_n * UNIT, v_n * UNIT, start_m, start, n_q, n_k, channels,
             QUERIES, KEYS, CHANNELS, ACC, PRECISION, INTERPRETED,
@@ -99,7 +105,9 @@ def _queries(
         y, x = key_pixels(start, n_k - 1, width, KEYS, ACC)
         ty = y[None, :] - ref_y[:, None]
         tx = x[None, :] - ref_x[:, None]
-        p = position_logits(ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None])
+        p = position_logits(
+            ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None]
+        )
         p = tl.exp2(p) * da
         mass += tl.sum(p, 1)
         uy = ty - mean_y[:, None]
@@ -107,7 +115,13 @@ def _queries(
         cov_y += tl.sum(p * uy, 1)
         cov_x += tl.sum(p * ux, 1)
         cov_square += tl.sum(p * (uy * uy + (ux * ux - variance[:, None])), 1)
-        s = dot(q_tile, tl.trans(k_tile), tl.zeros((QUERIES, KEYS), ACC), PRECISION, INTERPRETED)
+        s = dot(
+            q_tile,
+            tl.trans(k_tile),
+            tl.zeros((QUERIES, KEYS), ACC),
+            PRECISION,
+            INTERPRETED,
+        )
         c = tl.exp2(s * scale - highest[:, None]) * share[:, None]
         c = tl.where((start + tl.arange(0, KEYS) < n_k)[None, :], c, 0.0)
         # The mean of dA under C is known only at the end. The estimate from the keys so far is subtracted before the
@@ -117,7 +131,13 @@ def _queries(
         estimate = weighted / tl.where(total > 0, total, 1.0)
         acc += (mean - estimate)[:, None] * acc_k
         mean = estimate
-        acc = dot((c * (da - mean[:, None])).to(k_tile.dtype), k_tile, acc, PRECISION, INTERPRETED)
+        acc = dot(
+            (c * (da - mean[:, None])).to(k_tile.dtype),
+            k_tile,
+            acc,
+            PRECISION,
+            INTERPRETED,
+        )
         acc_k = dot(c.to(k_tile.dtype), k_tile, acc_k, PRECISION, INTERPRETED)
     valid = m < n_q
     g = tl.load(gate + h).to(tl.float64)
@@ -163,17 +183,31 @@ def _keys(
     for start in range(0, n_q, QUERIES):
         m = start + tl.arange(0, QUERIES)
         q_rows = block(q, start, n_q - 1, q_n * UNIT, QUERIES)
-        q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+        q_tile = tl.load(
+            q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
+        )
         da = _grad_attention(
             v, grad, v_n * UNIT, o_n * UNIT, start_n, start, n_k, n_q, channels,
             KEYS, QUERIES, CHANNELS, ACC, PRECISION, INTERPRETED,
         )  # fmt: skip
-        s = dot(k_tile, tl.trans(q_tile), tl.zeros((KEYS, QUERIES), ACC), PRECISION, INTERPRETED)
+        s = dot(
+            k_tile,
+            tl.trans(q_tile),
+            tl.zeros((KEYS, QUERIES), ACC),
+            PRECISION,
+            INTERPRETED,
+        )
         clamped = tl.minimum(m, n_q - 1)
         highest = tl.load(content + bh * n_q + clamped)
         share = 1 / tl.load(content + rows + bh * n_q + clamped)
-        mean = tl.load(content_mean + bh * n_q + m, mask=m < n_q, other=0.0)  # past the end da is zero too
-        ds = tl.exp2(s * scale - highest[None, :]) * share[None, :] * (da - mean[None, :])
+        mean = tl.load(
+            content_mean + bh * n_q + m, mask=m < n_q, other=0.0
+        )  # past the end da is zero too
+        ds = (
+            tl.exp2(s * scale - highest[None, :])
+            * share[None, :]
+            * (da - mean[None, :])
+        )
         acc = dot(ds.to(q_tile.dtype), q_tile, acc, PRECISION, INTERPRETED)
     g = tl.load(gate + h).to(tl.float64)
     acc *= (scale / LOG2E) * (1 - g).to(ACC)
@@ -196,7 +230,9 @@ def _values(
     tile = tl.program_id(0) % tiles_c
     rest = tl.program_id(0) // tiles_c
     start_n = (rest % blocks_n) * KEYS
-    group = (rest // blocks_n).to(tl.int64)  # image and, unless the values are shared, head
+    group = (rest // blocks_n).to(
+        tl.int64
+    )  # image and, unless the values are shared, head
     n = start_n + tl.arange(0, KEYS)
     d = tl.arange(0, DIM)
     c = tile * CHANNELS + tl.arange(0, CHANNELS)
@@ -206,26 +242,51 @@ def _values(
         bh = group * shared_by + shared
         b = bh // heads
         h = bh % heads
-        k_rows = block(k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, KEYS)
-        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+        k_rows = block(
+            k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, KEYS
+        )
+        k_tile = tl.load(
+            k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
+        )
         g = tl.load(gate + h).to(tl.float64)
         log_gate = log2_of(g.to(ACC))
         head_table = table + h * TABLE * n_q
         for start in range(0, n_q, QUERIES):
             m = start + tl.arange(0, QUERIES)
             clamped = tl.minimum(m, n_q - 1)
-            q_rows = block(q + (b * q_b + h * q_h) * UNIT, start, n_q - 1, q_n * UNIT, QUERIES)
-            q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
-            grad_rows = block(grad + (b * o_b + h * o_h) * UNIT, start, n_q - 1, o_n * UNIT, QUERIES)
+            q_rows = block(
+                q + (b * q_b + h * q_h) * UNIT, start, n_q - 1, q_n * UNIT, QUERIES
+            )
+            q_tile = tl.load(
+                q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
+            )
+            grad_rows = block(
+                grad + (b * o_b + h * o_h) * UNIT, start, n_q - 1, o_n * UNIT, QUERIES
+            )
             valid = (m < n_q)[:, None] & (c < channels)[None, :]
             grad_tile = tl.load(grad_rows[:, None] + c[None, :], mask=valid, other=0.0)
-            ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(head_table, clamped, n_q)
+            ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
+                head_table, clamped, n_q
+            )
             highest = tl.load(content + bh * n_q + clamped)
             share = (1 - g).to(ACC) / tl.load(content + rows + bh * n_q + clamped)
-            s = dot(k_tile, tl.trans(q_tile), tl.zeros((KEYS, QUERIES), ACC), PRECISION, INTERPRETED)
+            s = dot(
+                k_tile,
+                tl.trans(q_tile),
+                tl.zeros((KEYS, QUERIES), ACC),
+                PRECISION,
+                INTERPRETED,
+            )
             ty = y[:, None] - ref_y[None, :]
             tx = x[:, None] - ref_x[None, :]
-            p = position_logits(ty, tx, slope_y[None, :], slope_x[None, :], curvature, (normaliser + log_gate)[None, :])
+            p = position_logits(
+                ty,
+                tx,
+                slope_y[None, :],
+                slope_x[None, :],
+                curvature,
+                (normaliser + log_gate)[None, :],
+            )
             a = tl.exp2(s * scale - highest[None, :]) * share[None, :] + tl.exp2(p)
             acc = dot(a.to(grad_tile.dtype), grad_tile, acc, PRECISION, INTERPRETED)
     out = dv + (group * n_k + start_n) * channels + tl.arange(0, KEYS) * channels
@@ -234,7 +295,14 @@ def _values(
 
 
 def backward_queries(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, table: Tensor, grid: Grid, grad: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normaliser: Tensor,
+    gate: Tensor,
+    table: Tensor,
+    grid: Grid,
+    grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients that are sums over keys.
 
@@ -268,11 +336,22 @@ def backward_queries(
         dim=q.shape[3], channels=v.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
     )  # fmt: skip
     sums = partial.sum((0, 2), dtype=torch.float64)
-    return dq[..., :dim], gate.double()[:, None] * sums[:, :3], sums[:, 3].contiguous(), content_mean
+    return (
+        dq[..., :dim],
+        gate.double()[:, None] * sums[:, :3],
+        sums[:, 3].contiguous(),
+        content_mean,
+    )
 
 
 def backward_keys(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, grad: Tensor, content_mean: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normaliser: Tensor,
+    gate: Tensor,
+    grad: Tensor,
+    content_mean: Tensor,
 ) -> Tensor:
     """Compute the gradient of k, shape (B, heads, N_k, d).
 
@@ -297,7 +376,14 @@ def backward_keys(
 
 
 def backward_values(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, table: Tensor, grid: Grid, grad: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normaliser: Tensor,
+    gate: Tensor,
+    table: Tensor,
+    grid: Grid,
+    grad: Tensor,
 ) -> Tensor:
     """Compute the gradient of v, in its shape: summed over the heads that share it.
 
@@ -310,7 +396,12 @@ def backward_values(
     batch, heads, n_q, _ = q.shape
     size = launch.blocks("values", q, dim, channels)
     dv = launch.empty(batch, value_heads, n_k, grad.shape[3], like=v)
-    programs = batch * value_heads * triton.cdiv(n_k, size.keys) * triton.cdiv(channels, size.channels)
+    programs = (
+        batch
+        * value_heads
+        * triton.cdiv(n_k, size.keys)
+        * triton.cdiv(channels, size.channels)
+    )
     _values[(programs,)](
         q, k, normaliser, gate, table, grad, dv, *launch.strides(q), *launch.strides(k), *launch.strides(grad),
         heads, heads // value_heads, n_q, n_k, batch * heads * n_q, grid.x.length, dim**-0.5 * LOG2E.value,

@@ -42,7 +42,9 @@ def _lse(
     h = bh % heads
     start_m = (tl.program_id(0) % blocks_m) * QUERIES
     d = tl.arange(0, DIM)
-    q_rows = block(q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES)
+    q_rows = block(
+        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES
+    )
     q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
     k += (b * k_b + h * k_h) * UNIT
     highest = tl.full((QUERIES,), -1e30, ACC)  # finite: -inf - (-inf) would be NaN
@@ -50,22 +52,39 @@ def _lse(
     logits = tl.zeros((QUERIES,), ACC)  # sum of weight * (logit - highest)
     for start in range(0, n_k, KEYS):
         k_rows = block(k, start, n_k - 1, k_n * UNIT, KEYS)
-        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
-        s = dot(q_tile, tl.trans(k_tile), tl.zeros((QUERIES, KEYS), ACC), PRECISION, INTERPRETED) * scale
+        k_tile = tl.load(
+            k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
+        )
+        s = (
+            dot(
+                q_tile,
+                tl.trans(k_tile),
+                tl.zeros((QUERIES, KEYS), ACC),
+                PRECISION,
+                INTERPRETED,
+            )
+            * scale
+        )
         s = tl.where((start + tl.arange(0, KEYS) < n_k)[None, :], s, -1e30)
         new_highest = tl.maximum(highest, tl.max(s, 1))
         s -= new_highest[:, None]
         weight = tl.exp2(s)
         rescale = tl.exp2(highest - new_highest)
         if STATISTICS:
-            logits = rescale * (logits + (highest - new_highest) * total) + tl.sum(weight * s, 1)
+            logits = rescale * (logits + (highest - new_highest) * total) + tl.sum(
+                weight * s, 1
+            )
         total = rescale * total + tl.sum(weight, 1)
         highest = new_highest
     m = start_m + tl.arange(0, QUERIES)
     tl.store(normaliser + bh * n_q + m, highest, mask=m < n_q)
     tl.store(normaliser + rows + bh * n_q + m, total, mask=m < n_q)
     if STATISTICS:
-        tl.store(entropy + bh * n_q + m, (tl.log2(total) - logits / total) / LOG2E, mask=m < n_q)
+        tl.store(
+            entropy + bh * n_q + m,
+            (tl.log2(total) - logits / total) / LOG2E,
+            mask=m < n_q,
+        )
 
 
 @triton.jit
@@ -89,12 +108,16 @@ def _mix(
     clamped = tl.minimum(m, n_q - 1)
     d = tl.arange(0, DIM)
     c = tile * CHANNELS + tl.arange(0, CHANNELS)
-    q_rows = block(q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES)
+    q_rows = block(
+        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES
+    )
     q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
     k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     table += h * TABLE * n_q
-    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(table, clamped, n_q)
+    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
+        table, clamped, n_q
+    )
     g = tl.load(gate + h).to(tl.float64)  # for the digits of 1 - g, with a gate near 1
     # A = 2^(s - highest) * share + 2^(position logit + log2 g) saves a product and a sum for each weight.
     normaliser += log2_of(g.to(ACC))
@@ -109,15 +132,25 @@ def _mix(
     for start in range(0, n_k, KEYS):
         n = start + tl.arange(0, KEYS)
         k_rows = block(k, start, n_k - 1, k_n * UNIT, KEYS)
-        k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+        k_tile = tl.load(
+            k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
+        )
         v_rows = block(v, start, n_k - 1, v_n * UNIT, KEYS)
         valid = (n < n_k)[:, None] & (c < channels)[None, :]
         v_tile = tl.load(v_rows[:, None] + c[None, :], mask=valid, other=0.0)
-        s = dot(q_tile, tl.trans(k_tile), tl.zeros((QUERIES, KEYS), ACC), PRECISION, INTERPRETED)
+        s = dot(
+            q_tile,
+            tl.trans(k_tile),
+            tl.zeros((QUERIES, KEYS), ACC),
+            PRECISION,
+            INTERPRETED,
+        )
         y, x = key_pixels(start, n_k - 1, width, KEYS, ACC)
         ty = y[None, :] - ref_y[:, None]
         tx = x[None, :] - ref_x[:, None]
-        p = position_logits(ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None])
+        p = position_logits(
+            ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None]
+        )
         a = tl.exp2(s * scale - highest[:, None]) * share[:, None] + tl.exp2(p)
         acc = dot(a.to(v_tile.dtype), v_tile, acc, PRECISION, INTERPRETED)
         if STATISTICS:
@@ -128,9 +161,16 @@ def _mix(
                 dy = ty + offset_y[:, None]
                 dx = tx + offset_x[:, None]
                 far += tl.sum(a * tl.sqrt(dy * dy + dx * dx), 1)
-                tl.atomic_add(received + bh * n_k + n, tl.sum(a, 0), mask=n < n_k, sem="relaxed")
+                tl.atomic_add(
+                    received + bh * n_k + n, tl.sum(a, 0), mask=n < n_k, sem="relaxed"
+                )
     step = o_n * UNIT
-    out_rows = out + (b * o_b + h * o_h) * UNIT + start_m.to(tl.int64) * step + tl.arange(0, QUERIES) * step
+    out_rows = (
+        out
+        + (b * o_b + h * o_h) * UNIT
+        + start_m.to(tl.int64) * step
+        + tl.arange(0, QUERIES) * step
+    )
     written = (m < n_q)[:, None] & (c < channels)[None, :]
     tl.store(out_rows[:, None] + c[None, :], acc.to(v.dtype.element_ty), mask=written)
     if STATISTICS:
@@ -141,7 +181,9 @@ def _mix(
             tl.store(distance + bh * n_q + m, far, mask=m < n_q)
 
 
-def content_normaliser(q: Tensor, k: Tensor, *, statistics: bool = False) -> tuple[Tensor, Tensor | None]:
+def content_normaliser(
+    q: Tensor, k: Tensor, *, statistics: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Compute the normaliser of content attention, and optionally its entropy.
 
     Args:
@@ -157,7 +199,9 @@ def content_normaliser(q: Tensor, k: Tensor, *, statistics: bool = False) -> tup
     batch, heads, n_q, dim = q.shape
     q, k = launch.aligned(q), launch.aligned(k)
     size = launch.blocks("lse", q, dim)
-    normaliser = launch.empty(2, batch, heads, n_q, like=q, dtype=at_least_float32(q.dtype))
+    normaliser = launch.empty(
+        2, batch, heads, n_q, like=q, dtype=at_least_float32(q.dtype)
+    )
     entropy = launch.empty(batch, heads, n_q, like=normaliser) if statistics else None
     _lse[(batch * heads * triton.cdiv(n_q, size.queries),)](
         q, k, normaliser, normaliser if entropy is None else entropy, *launch.strides(q), *launch.strides(k),
@@ -203,8 +247,12 @@ def mix(
     measured = (normaliser,) * 3
     padding = (normaliser,) * 2
     if statistics:
-        entropy, distance = (launch.empty(batch, heads, n_q, like=normaliser) for _ in range(2))
-        received = normaliser.new_zeros(batch, heads, n_k)  # zeros, as programs add to it
+        entropy, distance = (
+            launch.empty(batch, heads, n_q, like=normaliser) for _ in range(2)
+        )
+        received = normaliser.new_zeros(
+            batch, heads, n_k
+        )  # zeros, as programs add to it
         measured = (entropy, distance, received)
         padding = padding_statistics(gate, table, grid)
     _mix[(batch * heads * triton.cdiv(n_q, size.queries) * triton.cdiv(channels, size.channels),)](

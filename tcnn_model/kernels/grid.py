@@ -23,11 +23,21 @@ class Line(NamedTuple):
     @classmethod
     def of(cls, axis: Axis) -> "Line":
         """Return the numbers of ``axis``."""
-        return cls(axis.length, axis.stride, axis.before, axis.keys, axis.queries, axis.first_query)
+        return cls(
+            axis.length,
+            axis.stride,
+            axis.before,
+            axis.keys,
+            axis.queries,
+            axis.first_query,
+        )
 
     def query_positions(self, device: torch.device) -> Tensor:
         """Return the pixels of the queries, shape (queries,), float64."""
-        return torch.arange(self.queries, dtype=torch.float64, device=device) * self.stride + self.first_query
+        return (
+            torch.arange(self.queries, dtype=torch.float64, device=device) * self.stride
+            + self.first_query
+        )
 
     def key_positions(self, device: torch.device) -> Tensor:
         """Return the pixels of the keys, padding included, shape (keys,), float64."""

@@ -62,7 +62,10 @@ _BLOCKS: dict[int, dict[Pass, Blocks]] = {
         "keys": Blocks(64, 64, 32, warps=8, stages=2),
         "values": Blocks(32, 64, 128, warps=8, stages=2),
     },
-    8: dict.fromkeys(("lse", "mix", "queries", "keys", "values"), Blocks(32, 32, 32, warps=4, stages=1)),
+    8: dict.fromkeys(
+        ("lse", "mix", "queries", "keys", "values"),
+        Blocks(32, 32, 32, warps=4, stages=1),
+    ),
 }
 # Bytes of shared memory that the sizes above may take: Hopper has 227 KB, Ampere 99 or 163.
 _ROOMY = 200_000
@@ -81,10 +84,20 @@ def blocks(which: Pass, like: Tensor, dim: int, channels: int = 0) -> Blocks:
     if _forced:
         return _forced[-1]
     size = _BLOCKS[like.dtype.itemsize][which]
-    if dim > 128:  # q, k and the sums over d grow with d, and share registers with the tile
-        size = size._replace(queries=min(size.queries, 64), keys=min(size.keys, 64), stages=2)
-    if like.is_cuda and torch.cuda.get_device_properties(like.device).shared_memory_per_block_optin < _ROOMY:
-        size = size._replace(channels=min(size.channels, 128), stages=min(size.stages, 2))
+    if (
+        dim > 128
+    ):  # q, k and the sums over d grow with d, and share registers with the tile
+        size = size._replace(
+            queries=min(size.queries, 64), keys=min(size.keys, 64), stages=2
+        )
+    if (
+        like.is_cuda
+        and torch.cuda.get_device_properties(like.device).shared_memory_per_block_optin
+        < _ROOMY
+    ):
+        size = size._replace(
+            channels=min(size.channels, 128), stages=min(size.stages, 2)
+        )
     return size._replace(channels=min(size.channels, power_of_two(channels)))
 
 
@@ -148,7 +161,9 @@ def aligned(tensor: Tensor) -> Tensor:
     rows of odd length would be read element by element.
     """
     step = unit(tensor.dtype)
-    strides_fit = tensor.stride(3) == 1 and all(s % step == 0 for s in tensor.stride()[:3])
+    strides_fit = tensor.stride(3) == 1 and all(
+        s % step == 0 for s in tensor.stride()[:3]
+    )
     if strides_fit and tensor.shape[3] % step == 0 and tensor.data_ptr() % 16 == 0:
         return tensor
     return torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % step)).contiguous()

@@ -27,7 +27,9 @@ def available(device: torch.device) -> bool:
     """Return whether the kernels run on ``device``: with Triton, and a GPU or (TRITON_INTERPRET=1) its interpreter."""
     if find_spec("triton") is None:
         return False
-    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    return device.type == "cuda" or (
+        device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    )
 
 
 def gated_attention(
@@ -54,12 +56,24 @@ def gated_attention(
     x = list(Line.of(attention.x))
     keys = Grid.unpack(y, x).extended
     if keys > _MAX_KEYS:
-        raise ValueError(f"expected at most {_MAX_KEYS} keys, padding included, got {keys}")
+        raise ValueError(
+            f"expected at most {_MAX_KEYS} keys, padding included, got {keys}"
+        )
     position = widest(attention.position)
-    arguments = (attention.query, attention.key, values, position, widen(attention.gate), y, x)
+    arguments = (
+        attention.query,
+        attention.key,
+        values,
+        position,
+        widen(attention.gate),
+        y,
+        x,
+    )
     if not statistics:
         return _forward(*arguments)[0], None
-    out, normaliser, table, entropy, content_entropy, distance, received = _forward_with_statistics(*arguments)
+    out, normaliser, table, entropy, content_entropy, distance, received = (
+        _forward_with_statistics(*arguments)
+    )
     # Kernels count in bits; statistics are in nats.
     highest, total = normaliser.detach()
     return out, AttentionStatistics(
@@ -79,7 +93,9 @@ _MAX_KEYS = 2**22  # tiles.key_pixels
 def _output(q: Tensor, v: Tensor) -> Tensor:
     """Allocate the output of ``forward.mix``."""
     # torch.compile relies on the strides of a fake result, which therefore are those of the real output.
-    return launch.padded_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], like=v).transpose(1, 2)
+    return launch.padded_empty(
+        q.shape[0], q.shape[2], q.shape[1], v.shape[3], like=v
+    ).transpose(1, 2)
 
 
 def _normaliser(q: Tensor) -> Tensor:
@@ -88,7 +104,13 @@ def _normaliser(q: Tensor) -> Tensor:
 
 @torch.library.custom_op("tcnn_model::gated_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, gate: Tensor, y: list[int], x: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    gate: Tensor,
+    y: list[int],
+    x: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     from tcnn_model.kernels import forward, tables
 
@@ -102,7 +124,13 @@ def _forward(
 
 @torch.library.custom_op("tcnn_model::gated_attention_statistics", mutates_args=())
 def _forward_with_statistics(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, gate: Tensor, y: list[int], x: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    gate: Tensor,
+    y: list[int],
+    x: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from tcnn_model.kernels import forward, tables
 
@@ -110,14 +138,18 @@ def _forward_with_statistics(
     with torch.cuda.device_of(q):
         table = tables.positional_table(position, grid, at_least_float32(q.dtype))
         normaliser, content_entropy = forward.content_normaliser(q, k, statistics=True)
-        out, measured = forward.mix(q, k, v, normaliser, gate, table, grid, statistics=True)
+        out, measured = forward.mix(
+            q, k, v, normaliser, gate, table, grid, statistics=True
+        )
     assert content_entropy is not None
     assert measured is not None
     entropy, distance, received = measured
     return out, normaliser, table, entropy, content_entropy, distance, received
 
 
-@torch.library.custom_op("tcnn_model::gated_attention_backward_queries", mutates_args=())
+@torch.library.custom_op(
+    "tcnn_model::gated_attention_backward_queries", mutates_args=()
+)
 def _backward_queries(
     q: Tensor,
     k: Tensor,
@@ -132,12 +164,20 @@ def _backward_queries(
     from tcnn_model.kernels import backward
 
     with torch.cuda.device_of(q):
-        return backward.backward_queries(q, k, v, normaliser, gate, table, Grid.unpack(y, x), grad)
+        return backward.backward_queries(
+            q, k, v, normaliser, gate, table, Grid.unpack(y, x), grad
+        )
 
 
 @torch.library.custom_op("tcnn_model::gated_attention_backward_keys", mutates_args=())
 def _backward_keys(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, grad: Tensor, content_mean: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normaliser: Tensor,
+    gate: Tensor,
+    grad: Tensor,
+    content_mean: Tensor,
 ) -> Tensor:
     from tcnn_model.kernels import backward
 
@@ -160,7 +200,9 @@ def _backward_values(
     from tcnn_model.kernels import backward
 
     with torch.cuda.device_of(q):
-        return backward.backward_values(q, k, v, normaliser, gate, table, Grid.unpack(y, x), grad)
+        return backward.backward_values(
+            q, k, v, normaliser, gate, table, Grid.unpack(y, x), grad
+        )
 
 
 @_forward.register_fake
@@ -174,10 +216,21 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     normaliser = _normaliser(q)
     table = normaliser.new_empty(q.shape[1], 12, q.shape[2])
     per_query = (normaliser.new_empty(q.shape[:3]) for _ in range(3))
-    return _output(q, v), normaliser, table, *per_query, normaliser.new_empty(k.shape[:3])
+    return (
+        _output(q, v),
+        normaliser,
+        table,
+        *per_query,
+        normaliser.new_empty(k.shape[:3]),
+    )
 
 
-@register_flop_formula([torch.ops.tcnn_model.gated_attention, torch.ops.tcnn_model.gated_attention_statistics])
+@register_flop_formula(
+    [
+        torch.ops.tcnn_model.gated_attention,
+        torch.ops.tcnn_model.gated_attention_statistics,
+    ]
+)
 def _flops(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
     """Count twice the multiply-adds of the products with keys and with values; arguments are shapes, not tensors."""
     return int(2 * math.prod(q[:3]) * k[2] * (q[3] + v[3]))
@@ -188,7 +241,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, *rest: Any) -> Any:
     heads = q.shape[1]
     position = q.new_empty((heads, 3), dtype=torch.float64)
     gate = q.new_empty((heads,), dtype=torch.float64)
-    return launch.padded_empty(*q.shape, like=q), position, gate, torch.empty_like(normaliser[0])
+    return (
+        launch.padded_empty(*q.shape, like=q),
+        position,
+        gate,
+        torch.empty_like(normaliser[0]),
+    )
 
 
 @_backward_keys.register_fake
@@ -213,8 +271,12 @@ def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, normaliser, gate, table = ctx.saved_tensors
     needs_q, needs_k, needs_v, needs_position, needs_gate, *_ = ctx.needs_input_grad
     dq = dk = dv = dposition = dgate = None
-    if needs_q or needs_k or needs_position or needs_gate:  # k needs the mean that comes with the other three
-        dq, dposition, dgate, mean = _backward_queries(q, k, v, normaliser, gate, table, grad, ctx.y, ctx.x)
+    if (
+        needs_q or needs_k or needs_position or needs_gate
+    ):  # k needs the mean that comes with the other three
+        dq, dposition, dgate, mean = _backward_queries(
+            q, k, v, normaliser, gate, table, grad, ctx.y, ctx.x
+        )
         dgate = dgate.to(gate.dtype)
         if needs_k:
             dk = _backward_keys(q, k, v, normaliser, gate, grad, mean)
@@ -229,9 +291,15 @@ for _operator in _differentiable:
 
 
 def _refuse(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-    raise RuntimeError("the kernels can be differentiated once; for second derivatives use backend='dense'")
+    raise RuntimeError(
+        "the kernels can be differentiated once; for second derivatives use backend='dense'"
+    )
 
 
-_backward: tuple[Callable[..., Any], ...] = (_backward_queries, _backward_keys, _backward_values)
+_backward: tuple[Callable[..., Any], ...] = (
+    _backward_queries,
+    _backward_keys,
+    _backward_values,
+)
 for _operator in _backward:
     _operator.register_autograd(_refuse)  # type: ignore[attr-defined]

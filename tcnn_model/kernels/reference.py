@@ -53,8 +53,12 @@ def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor
     """Return the table of positional attention, shape (heads, 12, N_q), rows as named in tiles.py."""
     curvature, slope_y, slope_x = (position.double() * _LOG2E).unbind(-1)
     shape = (len(position), grid.y.queries, grid.x.queries)
-    y = [column[:, :, None].expand(shape) for column in _line(curvature, slope_y, grid.y)]
-    x = [column[:, None, :].expand(shape) for column in _line(curvature, slope_x, grid.x)]
+    y = [
+        column[:, :, None].expand(shape) for column in _line(curvature, slope_y, grid.y)
+    ]
+    x = [
+        column[:, None, :].expand(shape) for column in _line(curvature, slope_x, grid.x)
+    ]
     reference_y, steepness_y, normaliser_y, mean_y, variance_y, offset_y, entropy_y = y
     reference_x, steepness_x, normaliser_x, mean_x, variance_x, offset_x, entropy_x = x
     rows = [
@@ -84,21 +88,29 @@ def _keys(grid: Grid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _positional(table: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return positional attention on the keys at (y, x), and t_y, t_x from the reference: each (heads, N_q, keys)."""
-    reference_y, reference_x, slope_y, slope_x, curvature, normaliser = table[:, :6, :, None].unbind(1)
+    reference_y, reference_x, slope_y, slope_x, curvature, normaliser = table[
+        :, :6, :, None
+    ].unbind(1)
     ty = y - reference_y
     tx = x - reference_x
-    logits = ty * (curvature * ty + slope_y) + (tx * (curvature * tx + slope_x) + normaliser)
+    logits = ty * (curvature * ty + slope_y) + (
+        tx * (curvature * tx + slope_x) + normaliser
+    )
     return torch.exp2(logits), ty, tx
 
 
-def _measure(attention: Tensor, ty: Tensor, tx: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+def _measure(
+    attention: Tensor, ty: Tensor, tx: Tensor, table: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the contribution of keys to entropy and attention distance."""
     offset_y, offset_x = table[:, 9:11, :, None].unbind(1)
     distance = torch.hypot(ty + offset_y, tx + offset_x)
     return -torch.xlogy(attention, attention).sum(-1), (attention * distance).sum(-1)
 
 
-def padding_statistics(gate: Tensor, table: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def padding_statistics(
+    gate: Tensor, table: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor]:
     """Return the entropy (nats) and attention distance on the padding, (heads, N_q) each."""
     y, x, real = _keys(grid, table)
     p, ty, tx = _positional(table, y[~real], x[~real])
@@ -110,7 +122,9 @@ def _logits(q: Tensor, k: Tensor) -> Tensor:
     return q.to(dtype) @ k.to(dtype).mT * (q.shape[-1] ** -0.5 * _LOG2E)
 
 
-def content_normaliser(q: Tensor, k: Tensor, *, statistics: bool = False) -> tuple[Tensor, Tensor | None]:
+def content_normaliser(
+    q: Tensor, k: Tensor, *, statistics: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Return the highest logit and sum of 2^(logit - highest), (2, B, heads, N_q); and the entropy, (B, heads, N_q)."""
     logits = _logits(q, k)
     highest = logits.amax(-1)
@@ -157,7 +171,14 @@ def mix(
 
 
 def backward_queries(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, table: Tensor, grid: Grid, grad: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normaliser: Tensor,
+    gate: Tensor,
+    table: Tensor,
+    grid: Grid,
+    grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, position (heads, 3) and gate (heads,), and the mean of dA under C, (B, heads, N_q)."""
     _, c, p, ty, tx = _attention(q, k, normaliser, gate, table, grid)
@@ -170,13 +191,26 @@ def backward_queries(
     ux = tx - mean_x[..., None]
     mass, cov_y, cov_x = ((p * da * u).sum(-1) for u in (1, uy, ux))
     cov_square = (p * da * (uy**2 + ux**2 - variance[..., None])).sum(-1)
-    cov_square = cov_square + 2 * ((offset_y + mean_y) * cov_y + (offset_x + mean_x) * cov_x)
+    cov_square = cov_square + 2 * (
+        (offset_y + mean_y) * cov_y + (offset_x + mean_x) * cov_x
+    )
     sums = torch.stack((cov_square, cov_y, cov_x), -1).sum((0, 2), dtype=torch.float64)
-    return dq.to(q.dtype), gate.double()[:, None] * sums, (mass - mean).sum((0, 2), dtype=torch.float64), mean
+    return (
+        dq.to(q.dtype),
+        gate.double()[:, None] * sums,
+        (mass - mean).sum((0, 2), dtype=torch.float64),
+        mean,
+    )
 
 
 def backward_keys(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, grad: Tensor, content_mean: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normaliser: Tensor,
+    gate: Tensor,
+    grad: Tensor,
+    content_mean: Tensor,
 ) -> Tensor:
     """Return the gradient of k, shape (B, heads, N_k, d)."""
     c = _content(q, k, normaliser)
@@ -186,7 +220,14 @@ def backward_keys(
 
 
 def backward_values(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: Tensor, gate: Tensor, table: Tensor, grid: Grid, grad: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normaliser: Tensor,
+    gate: Tensor,
+    table: Tensor,
+    grid: Grid,
+    grad: Tensor,
 ) -> Tensor:
     """Return the gradient of v, in its shape: summed over the heads that share it."""
     a = _attention(q, k, normaliser, gate, table, grid)[0]

@@ -41,7 +41,9 @@ _KEYS = 32  # at a time
 
 
 @triton.jit
-def _line(curvature, slope, query, before, keys, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def _line(
+    curvature, slope, query, before, keys, QUERIES: tl.constexpr, KEYS: tl.constexpr
+):
     """Measure an axis in float64: reference pixel, slope there, log2 normaliser, mean and variance of t, entropy."""
     best = tl.full((QUERIES,), float("-inf"), tl.float64)
     reference = tl.zeros((QUERIES,), tl.float64)
@@ -51,7 +53,9 @@ def _line(curvature, slope, query, before, keys, QUERIES: tl.constexpr, KEYS: tl
         logit = delta * (curvature * delta + slope)
         highest = tl.max(logit, 1)
         # The first of several keys with the highest logit, as torch.argmax takes it.
-        first_key = tl.min(tl.where(logit == highest[:, None], key[None, :], float("inf")), 1)
+        first_key = tl.min(
+            tl.where(logit == highest[:, None], key[None, :], float("inf")), 1
+        )
         reference = tl.where(highest > best, first_key, reference)
         best = tl.maximum(best, highest)
     reference_slope = 2 * curvature * (reference - query) + slope
@@ -62,7 +66,9 @@ def _line(curvature, slope, query, before, keys, QUERIES: tl.constexpr, KEYS: tl
     for start in range(0, keys, KEYS):
         n = start + tl.arange(0, KEYS)
         t = (n - before).to(tl.float64)[None, :] - reference[:, None]
-        logit = tl.where((n < keys)[None, :], t * (curvature * t + reference_slope[:, None]), -1e9)
+        logit = tl.where(
+            (n < keys)[None, :], t * (curvature * t + reference_slope[:, None]), -1e9
+        )
         weight = tl.exp2(logit)
         total += tl.sum(weight, 1)
         first += tl.sum(weight * t, 1)
@@ -71,7 +77,14 @@ def _line(curvature, slope, query, before, keys, QUERIES: tl.constexpr, KEYS: tl
     normaliser = tl.log2(total)
     mean = first / total
     variance = second / total - mean * mean
-    return reference, reference_slope, normaliser, mean, variance, normaliser - logits / total
+    return (
+        reference,
+        reference_slope,
+        normaliser,
+        mean,
+        variance,
+        normaliser - logits / total,
+    )
 
 
 @triton.jit
@@ -100,7 +113,9 @@ def _table(
     tl.store(out + REFERENCE_X * n_q, ref_x, mask=valid)
     tl.store(out + SLOPE_Y * n_q, at_y, mask=valid)
     tl.store(out + SLOPE_X * n_q, at_x, mask=valid)
-    tl.store(out + CURVATURE * n_q, tl.zeros((QUERIES,), tl.float64) + curvature, mask=valid)
+    tl.store(
+        out + CURVATURE * n_q, tl.zeros((QUERIES,), tl.float64) + curvature, mask=valid
+    )
     tl.store(out + NORMALISER * n_q, -norm_y - norm_x, mask=valid)
     tl.store(out + MEAN_Y * n_q, mean_y, mask=valid)
     tl.store(out + MEAN_X * n_q, mean_x, mask=valid)
@@ -120,7 +135,9 @@ def _padding(
     m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     clamped = tl.minimum(m, n_q - 1)
     table += h * TABLE * n_q
-    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(table, clamped, n_q)
+    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
+        table, clamped, n_q
+    )
     offset_y = tl.load(table + OFFSET_Y * n_q + clamped)
     offset_x = tl.load(table + OFFSET_X * n_q + clamped)
     log_gate = log2_of(tl.load(gate + h).to(ACC))
@@ -134,7 +151,9 @@ def _padding(
         outside = outside & (start + tl.arange(0, KEYS) < extended)
         ty = y[None, :] - ref_y[:, None]
         tx = x[None, :] - ref_x[:, None]
-        logit = position_logits(ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None])
+        logit = position_logits(
+            ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None]
+        )
         logit = tl.where(outside[None, :], logit + log_gate, -1e9)
         logit = tl.maximum(logit, -1e9)
         weight = tl.exp2(logit)
@@ -157,7 +176,9 @@ def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor
     Returns:
         Table of shape (heads, 12, N_q), rows as named in tiles.py.
     """
-    table = launch.empty(len(position), TABLE.value, grid.queries, like=position, dtype=dtype)
+    table = launch.empty(
+        len(position), TABLE.value, grid.queries, like=position, dtype=dtype
+    )
     programs = (triton.cdiv(grid.queries, _QUERIES), len(position))
     y, x = grid
     _table[programs](
@@ -169,7 +190,9 @@ def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor
     return table
 
 
-def padding_statistics(gate: Tensor, table: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def padding_statistics(
+    gate: Tensor, table: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor]:
     """Compute the entropy (nats) and attention distance on the padding, the same for every image.
 
     Args:
@@ -180,7 +203,9 @@ def padding_statistics(gate: Tensor, table: Tensor, grid: Grid) -> tuple[Tensor,
     Returns:
         Two tensors of shape (heads, N_q).
     """
-    entropy, distance = (launch.empty(len(gate), grid.queries, like=table) for _ in range(2))
+    entropy, distance = (
+        launch.empty(len(gate), grid.queries, like=table) for _ in range(2)
+    )
     programs = (triton.cdiv(grid.queries, _QUERIES), len(gate))
     y, x = grid
     _padding[programs](

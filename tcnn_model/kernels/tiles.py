@@ -14,7 +14,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Rows of the table that tables.py makes, (heads, TABLE, N_q): the parameters of a query's positional attention.
 REFERENCE_Y = tl.constexpr(0)  # pixel of the highest positional attention
 REFERENCE_X = tl.constexpr(1)
-SLOPE_Y = tl.constexpr(2)  # logit of a key t pixels from the reference: t (curvature t + slope), along each axis
+SLOPE_Y = tl.constexpr(
+    2
+)  # logit of a key t pixels from the reference: t (curvature t + slope), along each axis
 SLOPE_X = tl.constexpr(3)
 CURVATURE = tl.constexpr(4)
 NORMALISER = tl.constexpr(5)  # -log2 of the sum over keys of both axes
@@ -78,4 +80,6 @@ def query_tables(table, m, n_q):
 def position_logits(ty, tx, slope_y, slope_x, curvature, normaliser):
     """Return log2 P of keys ``t`` pixels from the reference."""
     # Counted from the reference, logits are small where P is large, so that float32 keeps P to a few ulp.
-    return ty * (curvature * ty + slope_y) + (tx * (curvature * tx + slope_x) + normaliser)
+    return ty * (curvature * ty + slope_y) + (
+        tx * (curvature * tx + slope_x) + normaliser
+    )

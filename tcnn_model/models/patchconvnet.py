@@ -12,8 +12,20 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import DropPath, LayerNorm2d, LayerScale2d, SqueezeExcite, get_norm_layer, trunc_normal_
-from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
+from timm.layers import (
+    DropPath,
+    LayerNorm2d,
+    LayerScale2d,
+    SqueezeExcite,
+    get_norm_layer,
+    trunc_normal_,
+)
+from timm.models import (
+    build_model_with_cfg,
+    checkpoint_seq,
+    generate_default_cfgs,
+    register_model,
+)
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -22,13 +34,22 @@ from tcnn_model.pooling.attention_pool import AttentionPool2d, ClassScores
 _WIDTHS = {"s": 384, "b": 768, "l": 1024}
 _SIZES = ("s20", "s36", "s60", "s120", "b36", "b60", "b120", "l60", "l120")
 
-__all__ = ["PatchConvNet", *(f"patchconvnet_{size}{kind}" for size in _SIZES for kind in ("", "_multi"))]  # pyright: ignore
+__all__ = [
+    "PatchConvNet",
+    *(f"patchconvnet_{size}{kind}" for size in _SIZES for kind in ("", "_multi")),
+]  # pyright: ignore
 
 
 class Block(nn.Module):
     """Residual block: norm, 1 x 1, GELU, depthwise 3 x 3, GELU, squeeze and excite, 1 x 1, LayerScale."""
 
-    def __init__(self, dim: int, norm_layer: Callable[[int], nn.Module], drop_path: float, init_values: float) -> None:
+    def __init__(
+        self,
+        dim: int,
+        norm_layer: Callable[[int], nn.Module],
+        drop_path: float,
+        init_values: float,
+    ) -> None:
         super().__init__()
         self.norm = norm_layer(dim)
         self.conv1 = nn.Conv2d(dim, dim, 1)
@@ -86,30 +107,54 @@ class PatchConvNet(nn.Module):
     ) -> None:
         super().__init__()
         if embed_dim % 8:
-            raise ValueError(f"expected a width that is a multiple of 8, got embed_dim={embed_dim}")
+            raise ValueError(
+                f"expected a width that is a multiple of 8, got embed_dim={embed_dim}"
+            )
         if global_pool not in ("attn", ""):
             raise ValueError(f"expected global_pool='attn' or '', got {global_pool!r}")
         if per_class and not (num_classes and global_pool):
-            raise ValueError(f"tokens for each class need classes and a pool, got {num_classes=}, {global_pool=}")
+            raise ValueError(
+                f"tokens for each class need classes and a pool, got {num_classes=}, {global_pool=}"
+            )
         if num_classes and not global_pool:
-            raise ValueError(f"a feature map, unpooled, has no classifier: expected num_classes=0, got {num_classes}")
+            raise ValueError(
+                f"a feature map, unpooled, has no classifier: expected num_classes=0, got {num_classes}"
+            )
         self.num_classes = num_classes
         self.global_pool = global_pool
         self.embed_dim = embed_dim
-        self.num_features = self.head_hidden_size = embed_dim  # the names that timm reads
+        self.num_features = self.head_hidden_size = (
+            embed_dim  # the names that timm reads
+        )
         self.grad_checkpointing = False
         widths = [in_chans, embed_dim // 8, embed_dim // 4, embed_dim // 2, embed_dim]
         stem: list[nn.Module] = []
         for in_channels, out_channels in pairwise(widths):
-            stem += [nn.Conv2d(in_channels, out_channels, 3, 2, 1, bias=False), nn.GELU()]
-        self.stem = nn.Sequential(*stem[:-1])  # no activation after the last convolution
-        norm = partial(LayerNorm2d, eps=1e-6) if norm_layer == "layernorm2d" else get_norm_layer(norm_layer)
-        self.blocks = nn.Sequential(*(Block(embed_dim, norm, drop_path_rate, init_values) for _ in range(depth)))
-        self.feature_info = [{"num_chs": embed_dim, "reduction": 16, "module": f"blocks.{i}"} for i in range(depth)]
+            stem += [
+                nn.Conv2d(in_channels, out_channels, 3, 2, 1, bias=False),
+                nn.GELU(),
+            ]
+        self.stem = nn.Sequential(
+            *stem[:-1]
+        )  # no activation after the last convolution
+        norm = (
+            partial(LayerNorm2d, eps=1e-6)
+            if norm_layer == "layernorm2d"
+            else get_norm_layer(norm_layer)
+        )
+        self.blocks = nn.Sequential(
+            *(Block(embed_dim, norm, drop_path_rate, init_values) for _ in range(depth))
+        )
+        self.feature_info = [
+            {"num_chs": embed_dim, "reduction": 16, "module": f"blocks.{i}"}
+            for i in range(depth)
+        ]
         self.pool: Any = nn.Identity()
         if global_pool:
             classes = num_classes if per_class else None
-            self.pool = AttentionPool2d(embed_dim, classes, mlp_ratio=mlp_ratio, init_values=init_values)
+            self.pool = AttentionPool2d(
+                embed_dim, classes, mlp_ratio=mlp_ratio, init_values=init_values
+            )
         self.head_drop = nn.Dropout(drop_rate)
         self.head = self._new_head()
 
@@ -127,7 +172,9 @@ class PatchConvNet(nn.Module):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the patterns of layers for timm's layer-wise learning rates."""
         # (99999,) is timm's convention for "after all numbered layers".
-        blocks = r"^blocks" if coarse else [(r"^blocks\.(\d+)", None), (r"^pool", (99999,))]
+        blocks = (
+            r"^blocks" if coarse else [(r"^blocks\.(\d+)", None), (r"^pool", (99999,))]
+        )
         return {"stem": r"^stem", "blocks": blocks}
 
     @torch.jit.ignore
@@ -140,7 +187,9 @@ class PatchConvNet(nn.Module):
         """Return the linear layer, or :class:`~tcnn_model.pooling.attention_pool.ClassScores`."""
         return self.head
 
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+    def reset_classifier(
+        self, num_classes: int, global_pool: str | None = None
+    ) -> None:
         """Replace the classifier, and with ``per_class`` the tokens, by untrained ones.
 
         Args:
@@ -161,12 +210,16 @@ class PatchConvNet(nn.Module):
             self.pool.reset_tokens(num_classes)
         self.global_pool = pooling
         self.num_classes = num_classes
-        self.head = self._new_head().to(next(self.stem.parameters())).train(self.training)
+        self.head = (
+            self._new_head().to(next(self.stem.parameters())).train(self.training)
+        )
 
     def _new_head(self) -> nn.Module:
         if not self.num_classes:
             return nn.Identity()
-        head = (ClassScores if self.per_class else nn.Linear)(self.embed_dim, self.num_classes)
+        head = (ClassScores if self.per_class else nn.Linear)(
+            self.embed_dim, self.num_classes
+        )
         trunc_normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
         return head
@@ -195,14 +248,19 @@ class PatchConvNet(nn.Module):
         selected, last = feature_take_indices(len(self.blocks), indices)
         x = self.stem(x)
         intermediates = []
-        for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+        for index, block in enumerate(
+            self.blocks[: last + 1] if stop_early else self.blocks
+        ):
             x = checkpoint_seq([block], x) if self._checkpoints else block(x)
             if index in selected:
                 intermediates.append(x)
         return intermediates if intermediates_only else (x, intermediates)
 
     def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+        self,
+        indices: int | list[int] = 1,
+        prune_norm: bool = False,
+        prune_head: bool = True,
     ) -> list[int]:
         """Drop the blocks after the last selected block and, if ``prune_head``, pooling and classifier."""
         selected, last = feature_take_indices(len(self.blocks), indices)
@@ -246,7 +304,9 @@ _PUBLISHED = (
 )
 
 
-def checkpoint_filter_fn(state: Mapping[str, Tensor], model: PatchConvNet) -> dict[str, Tensor]:
+def checkpoint_filter_fn(
+    state: Mapping[str, Tensor], model: PatchConvNet
+) -> dict[str, Tensor]:
     """Rename weights of the original implementation (facebookresearch/deit); weights under our names stay.
 
     Its K classifiers ``head.k`` become the rows of one. If the model has a token for each class, weights of a single
@@ -303,7 +363,9 @@ def _entrypoint(size: str, kind: str) -> Callable[..., nn.Module]:
             "embed_dim": _WIDTHS[size[0]],
             "depth": depth,
             "per_class": bool(kind),
-            "init_values": 1e-4 if size in ("s20", "s36", "s60") else 1e-6,  # as published, smaller in deeper models
+            "init_values": 1e-4
+            if size in ("s20", "s36", "s60")
+            else 1e-6,  # as published, smaller in deeper models
             **kwargs,
         }
         return build_model_with_cfg(
@@ -323,4 +385,6 @@ def _entrypoint(size: str, kind: str) -> Callable[..., nn.Module]:
 
 for _size in _SIZES:
     for _kind in ("", "_multi"):
-        globals()[f"patchconvnet_{_size}{_kind}"] = register_model(_entrypoint(_size, _kind))
+        globals()[f"patchconvnet_{_size}{_kind}"] = register_model(
+            _entrypoint(_size, _kind)
+        )

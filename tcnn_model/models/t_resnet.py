@@ -15,7 +15,14 @@ from torch import nn
 
 from tcnn_model.conversion.reparameterize import reparameterize
 
-_RS = ("resnetrs50", "resnetrs101", "resnetrs152", "resnetrs200", "resnetrs270", "resnetrs350")  # Tables 1 and 2
+_RS = (
+    "resnetrs50",
+    "resnetrs101",
+    "resnetrs152",
+    "resnetrs200",
+    "resnetrs270",
+    "resnetrs350",
+)  # Tables 1 and 2
 _D = ("resnet50d", "resnet101d", "resnet152d", "resnet200d")  # Table 5
 _BASES = (*_RS, *_D, "resnet50")  # Table 3
 
@@ -41,7 +48,9 @@ default_cfgs = generate_default_cfgs(
 
 def _entrypoint(base: str) -> Callable[..., nn.Module]:
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        options = {name: kwargs.pop(name) for name in _CONVERSION_ARGUMENTS if name in kwargs}
+        options = {
+            name: kwargs.pop(name) for name in _CONVERSION_ARGUMENTS if name in kwargs
+        }
         cnn: Any = timm.models.model_entrypoint(base)(pretrained=pretrained, **kwargs)
         model: Any = reparameterize(cnn, layers="layer4", inplace=True, **options)
         # timm's push_to_hf_hub writes the architecture that is named here, by which a checkpoint is loaded again.

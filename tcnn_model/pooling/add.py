@@ -10,9 +10,20 @@ from timm.layers import ClassifierHead, SelectAdaptivePool2d
 from timm.models.vgg import VGG, ConvMlp
 from torch import Tensor, nn
 
-from tcnn_model.conversion.tracing import FAILURES, InputSize, Shapes, copy_in_its_modes, find_input_size, meta_copy
+from tcnn_model.conversion.tracing import (
+    FAILURES,
+    InputSize,
+    Shapes,
+    copy_in_its_modes,
+    find_input_size,
+    meta_copy,
+)
 from tcnn_model.pooling.attention_pool import AttentionPool2d
-from tcnn_model.pooling.pooled_model import GlobalAttentionPool, exchange_classifier, pooled_class
+from tcnn_model.pooling.pooled_model import (
+    GlobalAttentionPool,
+    exchange_classifier,
+    pooled_class,
+)
 
 __all__ = ["add_attention_pool", "specialize"]
 
@@ -59,12 +70,18 @@ def add_attention_pool(
             then unchanged.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__} {model!r}")
+        raise TypeError(
+            f"expected a torch.nn.Module, got {type(model).__name__} {model!r}"
+        )
     for name, module in model.named_modules():
         if isinstance(module, AttentionPool2d):
-            raise ValueError(f"{type(model).__name__} pools by attention already: {name or 'itself'}")
+            raise ValueError(
+                f"{type(model).__name__} pools by attention already: {name or 'itself'}"
+            )
     if per_class and getattr(model, "num_classes", None) == 0:
-        raise ValueError("tokens for each class need classes, and num_classes is 0: call reset_classifier first")
+        raise ValueError(
+            "tokens for each class need classes, and num_classes is 0: call reset_classifier first"
+        )
     options = {"mlp_ratio": mlp_ratio, "init_values": init_values, "drop": drop}
     # The rehearsal decides and is checked before the first change to the user's model.
     rehearsal = meta_copy(model)
@@ -102,12 +119,20 @@ def specialize(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         ValueError: If the model has no :class:`~tcnn_model.AttentionPool2d`, has a token for each class already, or has
             no linear classifier. The model is then unchanged.
     """
-    pools = {name: module for name, module in model.named_modules() if isinstance(module, AttentionPool2d)}
+    pools = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, AttentionPool2d)
+    }
     if len(pools) != 1:
-        raise ValueError(f"expected a model with one AttentionPool2d, got {type(model).__name__} with {len(pools)}")
+        raise ValueError(
+            f"expected a model with one AttentionPool2d, got {type(model).__name__} with {len(pools)}"
+        )
     ((name, pool),) = pools.items()
     if pool.per_class:
-        raise ValueError(f"{name} has a token for each of {pool.num_classes} classes already")
+        raise ValueError(
+            f"{name} has a token for each of {pool.num_classes} classes already"
+        )
     result = model if inplace else copy_in_its_modes(model)
     exchange_classifier(result)
     attention: Any = result.get_submodule(name)
@@ -138,7 +163,9 @@ def _find_pool(model: nn.Module, size: InputSize) -> _Place:
         pooled = output.shape in (x.shape[:2], (*x.shape[:2], 1, 1))
         # A layer with weights may reduce a map to 1 x 1 too, as the 7 x 7 convolution of a VGG does, and is no pool.
         if spatial and pooled and not module.state_dict():
-            contains_pool = places and (not name or places[-1].name.startswith(f"{name}."))
+            contains_pool = places and (
+                not name or places[-1].name.startswith(f"{name}.")
+            )
             # Modules end after those inside them. timm's SelectAdaptivePool2d is exchanged whole; any other module
             # around a pool is a head without a classifier, or a model that is nothing but a pool.
             if contains_pool and not isinstance(module, SelectAdaptivePool2d):
@@ -153,12 +180,16 @@ def _find_pool(model: nn.Module, size: InputSize) -> _Place:
         with torch.no_grad(), Shapes():
             model(_images(model, size))
     except FAILURES as error:
-        raise ValueError(f"could not run {type(model).__name__}: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"could not run {type(model).__name__}: {type(error).__name__}: {error}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
     if not places or later or not places[-1].name:
-        raise ValueError(f"no module of {type(model).__name__} pools its last feature map (B, d, H, W){_why(model)}")
+        raise ValueError(
+            f"no module of {type(model).__name__} pools its last feature map (B, d, H, W){_why(model)}"
+        )
     return places[-1]
 
 
@@ -181,13 +212,17 @@ def _without_conv_mlp(model: nn.Module) -> None:
     if not isinstance(model, VGG) or not isinstance(model.pre_logits, ConvMlp):
         return
     old = model.head
-    head = ClassifierHead(model.num_features, model.num_classes, old.global_pool.pool_type, old.drop.p)
+    head = ClassifierHead(
+        model.num_features, model.num_classes, old.global_pool.pool_type, old.drop.p
+    )
     if model.num_classes:
         nn.init.normal_(head.fc.weight, 0, 0.01)  # as timm's VGG._init_weights
         nn.init.zeros_(head.fc.bias)
     model.head = head.to(_like(model)).train(old.training)
     model.pre_logits = nn.Identity().train(old.training)
-    model.head_hidden_size = model.num_features  # in timm the width of the fully connected layers
+    model.head_hidden_size = (
+        model.num_features
+    )  # in timm the width of the fully connected layers
 
 
 def _check_hooks(model: Any, place: _Place, per_class: bool) -> None:
@@ -200,17 +235,23 @@ def _check_hooks(model: Any, place: _Place, per_class: bool) -> None:
         removed += [*model.pre_logits.modules(), *model.head.modules()]
     for name, module in model.named_modules():
         if module in removed and (module._forward_hooks or module._forward_pre_hooks):
-            raise ValueError(f"{name} carries hooks, which would be lost: remove them first, attach them afterwards")
+            raise ValueError(
+                f"{name} carries hooks, which would be lost: remove them first, attach them afterwards"
+            )
 
 
-def _install(model: nn.Module, place: _Place, per_class: bool, options: dict[str, float]) -> None:
+def _install(
+    model: nn.Module, place: _Place, per_class: bool, options: dict[str, float]
+) -> None:
     classes = None
     if per_class:
         exchange_classifier(model)
         classes = _classes(model)
     replaced = model.get_submodule(place.name)
     attention = AttentionPool2d(place.channels, classes, **options).to(_like(model))
-    pool = GlobalAttentionPool(attention, replaced, place.flatten).train(replaced.training)
+    pool = GlobalAttentionPool(attention, replaced, place.flatten).train(
+        replaced.training
+    )
     model.set_submodule(place.name, pool)
     base: Any = type(model)
     pooled = pooled_class(base)
@@ -246,7 +287,9 @@ def _shapes(model: Any, size: InputSize) -> list[tuple[int, ...]]:
     return [tuple(output.shape) for output in outputs]
 
 
-def _check(model: nn.Module, size: InputSize, before: list[tuple[int, ...]], per_class: bool) -> None:
+def _check(
+    model: nn.Module, size: InputSize, before: list[tuple[int, ...]], per_class: bool
+) -> None:
     """Run the rehearsal again, and raise unless all shapes but those of the tokens' features are as before."""
     expected = list(before)
     if per_class and len(before) > 1:
@@ -255,6 +298,10 @@ def _check(model: nn.Module, size: InputSize, before: list[tuple[int, ...]], per
     try:
         after = _shapes(model, size)
     except FAILURES as error:
-        raise ValueError(f"with attention as its pool {type(model).__name__} does not run: {error}") from error
+        raise ValueError(
+            f"with attention as its pool {type(model).__name__} does not run: {error}"
+        ) from error
     if after != expected:
-        raise ValueError(f"with attention as its pool the model gives shapes {after}, where {expected} were expected")
+        raise ValueError(
+            f"with attention as its pool the model gives shapes {after}, where {expected} were expected"
+        )

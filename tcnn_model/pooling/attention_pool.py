@@ -42,7 +42,9 @@ class PatchAttention(nn.Module):
         self.num_heads = num_heads
         self.tokens = tokens
         self.scale = (dim // num_heads) ** -0.5
-        self.fused_attn = use_fused_attn()  # timm's switch, also set by TIMM_FUSED_ATTN=0
+        self.fused_attn = (
+            use_fused_attn()
+        )  # timm's switch, also set by TIMM_FUSED_ATTN=0
         self.q = nn.Linear(dim, dim, bias=qkv_bias, **factory)
         self.k = nn.Linear(dim, dim, bias=qkv_bias, **factory)
         self.v = nn.Linear(dim, dim, bias=qkv_bias, **factory)
@@ -55,7 +57,9 @@ class PatchAttention(nn.Module):
         """Make a layer that shares the layers of a ``cait.ClassAttn``."""
         original: Any = attention
         # On the meta device, as the layers made here are replaced at once.
-        layer = cls(original.q.in_features, original.num_heads, tokens=tokens, device="meta")
+        layer = cls(
+            original.q.in_features, original.num_heads, tokens=tokens, device="meta"
+        )
         for name, child in original.named_children():
             setattr(layer, name, child)
         layer.fused_attn = original.fused_attn
@@ -66,7 +70,9 @@ class PatchAttention(nn.Module):
         tokens = x[:, : self.tokens]
         patches = x[:, self.tokens :]
         features = (self.q(tokens), self.k(patches), self.v(patches))
-        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in features)
+        q, k, v = (
+            y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in features
+        )
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.0
             gathered = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
@@ -110,9 +116,15 @@ class AttentionPool2d(nn.Module):
     ) -> None:
         super().__init__()
         if channels < 1 or (num_classes is not None and num_classes < 1):
-            raise ValueError(f"expected at least one channel and one class, got {channels} and {num_classes}")
+            raise ValueError(
+                f"expected at least one channel and one class, got {channels} and {num_classes}"
+            )
         norm = partial(nn.LayerNorm, eps=1e-6)  # as in timm's CaiT
-        attention = {} if num_classes is None else {"attn_block": partial(PatchAttention, tokens=num_classes)}
+        attention = (
+            {}
+            if num_classes is None
+            else {"attn_block": partial(PatchAttention, tokens=num_classes)}
+        )
         self.channels = channels
         self.num_classes = num_classes
         self.cls_token = nn.Parameter(torch.empty(1, num_classes or 1, channels))
@@ -146,7 +158,9 @@ class AttentionPool2d(nn.Module):
         if num_classes < 1:
             raise ValueError(f"expected at least one class, got {num_classes}")
         tokens = self.cls_token.new_empty(1, num_classes, self.channels)
-        self.cls_token = nn.Parameter(nn.init.trunc_normal_(tokens, std=0.02), self.cls_token.requires_grad)
+        self.cls_token = nn.Parameter(
+            nn.init.trunc_normal_(tokens, std=0.02), self.cls_token.requires_grad
+        )
         self.num_classes = self.block.attn.tokens = num_classes
 
     def specialize(self, num_classes: int) -> None:
@@ -156,7 +170,9 @@ class AttentionPool2d(nn.Module):
             ValueError: If there is a token for each class already, or there are no classes.
         """
         if self.per_class:
-            raise ValueError(f"there is a token for each of {self.num_classes} classes already")
+            raise ValueError(
+                f"there is a token for each of {self.num_classes} classes already"
+            )
         if num_classes < 1:
             raise ValueError(f"expected at least one class, got {num_classes}")
         self.block.attn = PatchAttention.of(self.block.attn, num_classes)
@@ -174,7 +190,9 @@ class AttentionPool2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool a feature map: (B, d, H, W) -> (B, d), or (B, K, d) with a token per class."""
-        tokens = self.block(x.flatten(2).transpose(1, 2), self.cls_token.expand(x.shape[0], -1, -1))
+        tokens = self.block(
+            x.flatten(2).transpose(1, 2), self.cls_token.expand(x.shape[0], -1, -1)
+        )
         tokens = self.norm(tokens)
         return tokens if self.per_class else tokens[:, 0]
 
@@ -195,13 +213,27 @@ class ClassScores(nn.Linear):
         Raises:
             ValueError: If it is any other layer, or its weight is computed from other parameters.
         """
-        pointwise = isinstance(classifier, nn.Conv2d) and (*classifier.kernel_size, classifier.groups) == (1, 1, 1)
-        if not (isinstance(classifier, nn.Linear) or pointwise) or "weight" not in classifier._parameters:
-            raise ValueError(f"expected a classifier that is a Linear or a 1 x 1 convolution, got {classifier}")
+        pointwise = isinstance(classifier, nn.Conv2d) and (
+            *classifier.kernel_size,
+            classifier.groups,
+        ) == (1, 1, 1)
+        if (
+            not (isinstance(classifier, nn.Linear) or pointwise)
+            or "weight" not in classifier._parameters
+        ):
+            raise ValueError(
+                f"expected a classifier that is a Linear or a 1 x 1 convolution, got {classifier}"
+            )
         weight: Any = classifier.weight
         bias: Any = classifier.bias
-        scores = cls(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-        scores.weight = weight if weight.ndim == 2 else nn.Parameter(weight.detach().flatten(1), weight.requires_grad)
+        scores = cls(
+            weight.shape[1], weight.shape[0], bias=bias is not None, device="meta"
+        )
+        scores.weight = (
+            weight
+            if weight.ndim == 2
+            else nn.Parameter(weight.detach().flatten(1), weight.requires_grad)
+        )
         scores.bias = bias
         return scores.train(classifier.training)
 

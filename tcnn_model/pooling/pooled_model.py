@@ -7,7 +7,12 @@ from torch import Tensor, nn
 
 from tcnn_model.pooling.attention_pool import AttentionPool2d, ClassScores
 
-__all__ = ["AttentionPooled", "GlobalAttentionPool", "exchange_classifier", "pooled_class"]
+__all__ = [
+    "AttentionPooled",
+    "GlobalAttentionPool",
+    "exchange_classifier",
+    "pooled_class",
+]
 
 
 class GlobalAttentionPool(nn.Module):
@@ -21,10 +26,14 @@ class GlobalAttentionPool(nn.Module):
 
     pool_type = "attn"
 
-    def __init__(self, attention: AttentionPool2d, replaced: nn.Module, flatten: bool) -> None:
+    def __init__(
+        self, attention: AttentionPool2d, replaced: nn.Module, flatten: bool
+    ) -> None:
         super().__init__()
         self.attention = attention
-        self.replaced = (replaced,)  # in a tuple, as it does not run and must not become a submodule
+        self.replaced = (
+            replaced,
+        )  # in a tuple, as it does not run and must not become a submodule
         self.flatten = flatten
 
     def is_identity(self) -> bool:
@@ -63,7 +72,9 @@ class AttentionPooled(nn.Module):
             return y.reshape(x.shape[0], attention.num_classes, -1)
         return y
 
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None, **options: Any) -> None:
+    def reset_classifier(
+        self, num_classes: int, global_pool: str | None = None, **options: Any
+    ) -> None:
         """Replace the classifier, as timm does; the attention pool stays, with new tokens if each class has one.
 
         Args:
@@ -117,7 +128,9 @@ def pooled_class(base: Any) -> Any:
     """Return the subclass of a timm model's class that pools by attention; any other class is returned itself."""
     if not hasattr(base, "reset_classifier") or not hasattr(base, "forward_head"):
         return base
-    return type(f"AttentionPooled{base.__name__}", (AttentionPooled, base), {"_base": base})
+    return type(
+        f"AttentionPooled{base.__name__}", (AttentionPooled, base), {"_base": base}
+    )
 
 
 def _restore(base: Any) -> nn.Module:
@@ -132,11 +145,19 @@ def exchange_classifier(model: Any) -> None:
         ValueError: If the model has no ``get_classifier``, or its classifier has no rows or carries hooks.
     """
     if not hasattr(model, "get_classifier"):
-        raise ValueError(f"{type(model).__name__} does not say which layer is its classifier: no get_classifier()")
+        raise ValueError(
+            f"{type(model).__name__} does not say which layer is its classifier: no get_classifier()"
+        )
     classifier = model.get_classifier()
-    name = next((name for name, module in model.named_modules() if module is classifier), None)
+    name = next(
+        (name for name, module in model.named_modules() if module is classifier), None
+    )
     if name is None:
-        raise ValueError(f"expected one classifier, got {type(classifier).__name__} from get_classifier()")
+        raise ValueError(
+            f"expected one classifier, got {type(classifier).__name__} from get_classifier()"
+        )
     if classifier._forward_hooks or classifier._forward_pre_hooks:
-        raise ValueError(f"{name} carries hooks, which would be lost: remove them first and attach them afterwards")
+        raise ValueError(
+            f"{name} carries hooks, which would be lost: remove them first and attach them afterwards"
+        )
     model.set_submodule(name, ClassScores.of(classifier))

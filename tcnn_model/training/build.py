@@ -24,7 +24,11 @@ from tcnn_model.training.config import GRAFIT, Config
 from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.grafit import Grafit, GrafitTask
 from tcnn_model.training.loop import Training
-from tcnn_model.training.optimization import create_optimizer, create_schedules, set_drop_path
+from tcnn_model.training.optimization import (
+    create_optimizer,
+    create_schedules,
+    set_drop_path,
+)
 from tcnn_model.training.seeding import seed_everything, seed_of
 from tcnn_model.training.sharding import gathered, shard, without_sync
 from tcnn_model.training.sources import DIGITS
@@ -34,7 +38,9 @@ from tcnn_model.training.weights import create_from_weights, create_of_size
 __all__ = ["build_model", "build_training", "convert"]
 
 
-def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Module, dict[str, Any]]:
+def build_model(
+    config: Config, classes: int, images: int = 0
+) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model of a run, and timm's configuration of its images.
 
     Args:
@@ -47,20 +53,38 @@ def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Modul
             effect on it.
     """
     if config.num_classes is not None and config.num_classes < classes:
-        raise ValueError(f"num_classes: the data has {classes} classes, got {config.num_classes}")
+        raise ValueError(
+            f"num_classes: the data has {classes} classes, got {config.num_classes}"
+        )
     options = config.model_options or {}
     outputs = config.num_classes or classes
     seed_everything(config.seed)
     try:
         if config.weights is not None:
-            model = create_from_weights(config.model, config.weights, outputs, img_size=config.img_size, **options)
+            model = create_from_weights(
+                config.model,
+                config.weights,
+                outputs,
+                img_size=config.img_size,
+                **options,
+            )
         else:
             model = create_of_size(
-                config.model, config.img_size, pretrained=config.pretrained, num_classes=outputs, **options
+                config.model,
+                config.img_size,
+                pretrained=config.pretrained,
+                num_classes=outputs,
+                **options,
             )
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"timm cannot make the model {config.model!r}: {error}") from error
-    if config.layer_scale is not None and config.weights is None and not config.pretrained:
+        raise ValueError(
+            f"timm cannot make the model {config.model!r}: {error}"
+        ) from error
+    if (
+        config.layer_scale is not None
+        and config.weights is None
+        and not config.pretrained
+    ):
         _set_layer_scale(model, config.layer_scale)
     data = resolve_model_data_config(model)
     # The digits have 8 pixels a side; a CNN's last stage still needs a few pixels to attend to.
@@ -73,27 +97,51 @@ def build_model(config: Config, classes: int, images: int = 0) -> tuple[nn.Modul
     if config.attention_pool is not None:
         model = _pool_by_attention(model, config.attention_pool, data["input_size"])
     if config.drop_path is not None:
-        blocks = set_drop_path(model, config.drop_path, uniform=config.uniform_drop_path)
+        blocks = set_drop_path(
+            model, config.drop_path, uniform=config.uniform_drop_path
+        )
         if not blocks and config.drop_path:
-            raise ValueError(f"drop_path={config.drop_path}, but {config.model} has no block with a drop_path")
+            raise ValueError(
+                f"drop_path={config.drop_path}, but {config.model} has no block with a drop_path"
+            )
     if config.reparameterize_at is not None and not gpsa_layers(model):
         # A model that cannot be converted at this size is refused now, not after the epochs of the CNN.
-        _reparameterize(model if config.reparameterize_at == 0 else copy.deepcopy(model), config)
+        _reparameterize(
+            model if config.reparameterize_at == 0 else copy.deepcopy(model), config
+        )
     if config.grad_checkpointing:
         model.set_grad_checkpointing(True)
     if config.objective == GRAFIT:
-        model = Grafit(model, _outputs(model), images, dim=config.embedding_dim, temperature=config.temperature)
+        model = Grafit(
+            model,
+            _outputs(model),
+            images,
+            dim=config.embedding_dim,
+            temperature=config.temperature,
+        )
     return model, data
 
 
-def _pool_by_attention(model: nn.Module, tokens: str, input_size: InputSize) -> nn.Module:
+def _pool_by_attention(
+    model: nn.Module, tokens: str, input_size: InputSize
+) -> nn.Module:
     """Pool by attention, with a single token or with one for each class; a single one that was trained is copied."""
-    pools = [module for module in model.modules() if isinstance(module, AttentionPool2d)]
+    pools = [
+        module for module in model.modules() if isinstance(module, AttentionPool2d)
+    ]
     if not pools:
-        return add_attention_pool(model, per_class=tokens == "class", input_size=input_size, inplace=True)
+        return add_attention_pool(
+            model, per_class=tokens == "class", input_size=input_size, inplace=True
+        )
     if pools[0].per_class and tokens == "single":
-        raise ValueError("attention_pool: the model has a token for each class already, and cannot have a single one")
-    return model if pools[0].per_class or tokens == "single" else specialize(model, inplace=True)
+        raise ValueError(
+            "attention_pool: the model has a token for each class already, and cannot have a single one"
+        )
+    return (
+        model
+        if pools[0].per_class or tokens == "single"
+        else specialize(model, inplace=True)
+    )
 
 
 def _set_layer_scale(model: nn.Module, value: float) -> None:
@@ -104,14 +152,22 @@ def _set_layer_scale(model: nn.Module, value: float) -> None:
     """
     # The names in timm: a layer's gamma (ViT, ConvNeXt, PatchConvNet), gamma_1 (CaiT), ls1 (ResMLP).
     names = re.compile(r"(.*\.)?(gamma(_\d)?|ls\d)")
-    scales = [parameter for name, parameter in model.named_parameters() if names.fullmatch(name)]
+    scales = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if names.fullmatch(name)
+    ]
     if not scales:
-        raise ValueError(f"layer_scale={value:g}, but {type(model).__name__} has no LayerScale")
+        raise ValueError(
+            f"layer_scale={value:g}, but {type(model).__name__} has no LayerScale"
+        )
     for scale in scales:
         nn.init.constant_(scale, value)
 
 
-def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -> Training:
+def build_training(
+    config: Config, model: nn.Module, steps: int, ranks: Ranks
+) -> Training:
     """Build a training of the model; rates are those of the settings as they are.
 
     Args:
@@ -124,25 +180,36 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
         ValueError: A setting does not work on this device, or with several processes.
     """
     if config.objective == GRAFIT and ranks.count > 1:
-        raise ValueError(f"objective: grafit has one memory and runs on one process, got {ranks.count}")
+        raise ValueError(
+            f"objective: grafit has one memory and runs on one process, got {ranks.count}"
+        )
     model.to(ranks.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
     # torch's SyncBatchNorm is written for GPUs.
     if config.sync_bn and ranks.count > 1:
         if ranks.device.type == "cpu":
-            raise ValueError("sync_bn: torch shares the statistics of batch norms between GPUs only, got the CPU")
+            raise ValueError(
+                "sync_bn: torch shares the statistics of batch norms between GPUs only, got the CPU"
+            )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     frozen = _freeze(model, config.freeze or [])
     sharded = config.distribute == "fsdp" and ranks.count > 1
     # torch's foreach functions refuse lists that mix sharded weights with the buffers of batch norms, which are whole.
-    ema = ModelEmaV3(model, decay=config.ema, foreach=not sharded) if config.ema else None
+    ema = (
+        ModelEmaV3(model, decay=config.ema, foreach=not sharded) if config.ema else None
+    )
     if sharded:
         for module in _with_average(model, ema):
             shard(module)
     mix = None
     if config.mixed:
-        mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=_outputs(model))
+        mix = Mixup(
+            config.mixup,
+            config.cutmix,
+            label_smoothing=config.label_smoothing,
+            num_classes=_outputs(model),
+        )
     training = Training(
         model=model,
         task=lambda images, targets: {},
@@ -160,7 +227,9 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
         no_sync=partial(without_sync, model) if sharded else nullcontext,
         gathered=gathered if sharded else nullcontext,
         over_ranks=ranks.total,
-        agree=partial(distribute_bn, world_size=ranks.count) if ranks.count > 1 else lambda model: None,
+        agree=partial(distribute_bn, world_size=ranks.count)
+        if ranks.count > 1
+        else lambda model: None,
         rank=ranks.rank,
     )
     _attach(training, config, steps, ranks)
@@ -176,7 +245,9 @@ def convert(training: Training, config: Config, steps: int, ranks: Ranks) -> boo
     if gpsa_layers(training.model):
         return False
     for model in _with_average(training.model, training.ema):
-        _reparameterize(model, config)  # with the same seed: the moving average gets the same new weights
+        _reparameterize(
+            model, config
+        )  # with the same seed: the moving average gets the same new weights
     state = training.optimizer.state
     training.optimizer = _optimizer(config, training.model)
     if config.keep_optimizer:
@@ -224,7 +295,9 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
     )
     if isinstance(training.model, Grafit):
         assert training.ema is not None  # its settings demand one
-        training.task = GrafitTask(training.model, training.ema.module, config.repeated_augmentation)
+        training.task = GrafitTask(
+            training.model, training.ema.module, config.repeated_augmentation
+        )
         return
     forward: Any = torch.compile(training.model) if config.compile else training.model
     if ranks.count > 1 and config.distribute == "ddp":
@@ -232,9 +305,15 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
             forward, device_ids=[ranks.device] if ranks.device.type == "cuda" else None
         )
         training.no_sync = forward.no_sync
-    criterion = create_criterion(config.loss, label_smoothing=config.label_smoothing, mixed=config.mixed)
+    criterion = create_criterion(
+        config.loss, label_smoothing=config.label_smoothing, mixed=config.mixed
+    )
     training.task = create_task(
-        training.model, forward, criterion, teacher=_teacher(config, training.model), distillation=config.distillation
+        training.model,
+        forward,
+        criterion,
+        teacher=_teacher(config, training.model),
+        distillation=config.distillation,
     )
 
 
@@ -242,8 +321,12 @@ def _teacher(config: Config, model: nn.Module) -> nn.Module | None:
     if config.teacher is None:
         return None
     if config.teacher_weights is not None:
-        return create_from_weights(config.teacher, config.teacher_weights, _outputs(model))
-    teacher: nn.Module = timm.create_model(config.teacher, pretrained=True, num_classes=_outputs(model))
+        return create_from_weights(
+            config.teacher, config.teacher_weights, _outputs(model)
+        )
+    teacher: nn.Module = timm.create_model(
+        config.teacher, pretrained=True, num_classes=_outputs(model)
+    )
     return teacher
 
 
@@ -261,7 +344,9 @@ def _freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     for pattern in patterns:
         names = matching(parameters, pattern)
         if not names:
-            raise ValueError(f"freeze: no parameters match {pattern!r}; there are {', '.join([*parameters][:3])}, ...")
+            raise ValueError(
+                f"freeze: no parameters match {pattern!r}; there are {', '.join([*parameters][:3])}, ..."
+            )
         for name in names:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):

@@ -8,7 +8,13 @@ from typing import Any, BinaryIO
 
 import torch
 
-__all__ = ["check_sums", "load_tensors", "read_checkpoint", "write_checkpoint", "write_file"]
+__all__ = [
+    "check_sums",
+    "load_tensors",
+    "read_checkpoint",
+    "write_checkpoint",
+    "write_file",
+]
 
 
 def write_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
@@ -77,10 +83,14 @@ def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
         check_sums(path)
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch and zipfile raise many kinds for damaged files
-        raise ValueError(f"{Path(path).name} is damaged, or no checkpoint of tcnn_model: {error!r}") from error
+        raise ValueError(
+            f"{Path(path).name} is damaged, or no checkpoint of tcnn_model: {error!r}"
+        ) from error
 
 
-def read_checkpoint(path: str | Path, settings: dict[str, Any], device: torch.device) -> dict[str, Any] | None:
+def read_checkpoint(
+    path: str | Path, settings: dict[str, Any], device: torch.device
+) -> dict[str, Any] | None:
     """Return the state that was written, or None if there is no file.
 
     Args:
@@ -98,9 +108,17 @@ def read_checkpoint(path: str | Path, settings: dict[str, Any], device: torch.de
     required = {"settings", "model", "optimizer", "history"}
     if not isinstance(state, dict) or not required <= state.keys():
         expected = ", ".join(sorted(required))
-        raise ValueError(f"{path.name} is damaged, or no checkpoint of tcnn_model: expected {expected} in it")
+        raise ValueError(
+            f"{path.name} is damaged, or no checkpoint of tcnn_model: expected {expected} in it"
+        )
     before = state["settings"]
-    changes = [f"{name}: {before.get(name)} there, {v} now" for name, v in settings.items() if before.get(name) != v]
+    changes = [
+        f"{name}: {before.get(name)} there, {v} now"
+        for name, v in settings.items()
+        if before.get(name) != v
+    ]
     if changes:
-        raise ValueError(f"checkpoint {path.name} is of a run with other settings ({'; '.join(changes)})")
+        raise ValueError(
+            f"checkpoint {path.name} is of a run with other settings ({'; '.join(changes)})"
+        )
     return state

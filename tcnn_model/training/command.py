@@ -40,17 +40,26 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tcnn-finetune: {error}", file=sys.stderr)
         return 3
     except StopRequested as stop:
-        print(f"stopped {stop}; go on with: tcnn-finetune --resume --out {folder}", file=sys.stderr)
+        print(
+            f"stopped {stop}; go on with: tcnn-finetune --resume --out {folder}",
+            file=sys.stderr,
+        )
         return 130 if stop.signal == signal.SIGINT else 0
     except KeyboardInterrupt:
         begun = folder is not None and (folder / "config.toml").exists()
-        hint = f"; go on from the last checkpoint with: tcnn-finetune --resume --out {folder}" if begun else ""
+        hint = (
+            f"; go on from the last checkpoint with: tcnn-finetune --resume --out {folder}"
+            if begun
+            else ""
+        )
         print(f"tcnn-finetune: interrupted{hint}", file=sys.stderr)
         return 130
     return 0
 
 
-def train(config: Config, *, resume: bool = False, progress: bool = True) -> Iterator[EpochResult]:
+def train(
+    config: Config, *, resume: bool = False, progress: bool = True
+) -> Iterator[EpochResult]:
     """Run a training in its folder; yield each result once the watchers have seen it.
 
     Args:
@@ -82,7 +91,9 @@ def train(config: Config, *, resume: bool = False, progress: bool = True) -> Ite
 
 
 def _prepare(config: Config, ranks: Ranks) -> tuple[Training, Images]:
-    sources = open_sources(config.data, config.dataset, (config.train_split, config.val_split))
+    sources = open_sources(
+        config.data, config.dataset, (config.train_split, config.val_split)
+    )
     model, data = build_model(config, _count(sources[0], config), len(sources[0]))
     images = Images(*sources, create_transforms(config, data), config, ranks)
     steps = images.per_epoch // config.accumulate
@@ -108,7 +119,12 @@ def _count(source: Source, config: Config) -> int:
 
 
 def _epochs(
-    training: Training, images: Images, config: Config, folder: Folder, stopping: Stopping, progress: bool
+    training: Training,
+    images: Images,
+    config: Config,
+    folder: Folder,
+    stopping: Stopping,
+    progress: bool,
 ) -> Iterator[EpochResult]:
     steps = images.per_epoch // config.accumulate
 
@@ -135,7 +151,9 @@ def _epochs(
             yield result
     except NonFiniteLossError as error:
         path = folder.keep_batch(error.images, error.targets, str(error))
-        raise NonFiniteLossError(f"{error}; the batch is in {path}", error.images, error.targets) from error
+        raise NonFiniteLossError(
+            f"{error}; the batch is in {path}", error.images, error.targets
+        ) from error
     finally:
         watching.close()
 
@@ -148,5 +166,7 @@ def _summary(training: Training, images: Images, folder: Folder) -> None:
         f"its weights: {folder.path / 'best.pt'} (--weights takes them); all epochs: {folder.path / 'epochs.csv'}",
     ]
     if images.unreadable:
-        lines.append(f"{len(images.unreadable)} images were skipped, as they cannot be read")
+        lines.append(
+            f"{len(images.unreadable)} images were skipped, as they cannot be read"
+        )
     say("\n".join(lines), folder.ranks)

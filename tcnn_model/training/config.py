@@ -15,7 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GRAFIT", "Config", "as_toml", "parse", "read_toml", "recipe_names", "recipe_settings"]
+__all__ = [
+    "GRAFIT",
+    "Config",
+    "as_toml",
+    "parse",
+    "read_toml",
+    "recipe_names",
+    "recipe_settings",
+]
 
 
 _RECIPES = Path(__file__).with_name("recipes")
@@ -49,35 +57,82 @@ def _option(group: str, text: str, default: Any = None) -> Any:
 class Config:
     """Every setting of a training. A recipe sets some of them, then a TOML file, then the command line."""
 
-    model: str = _option("model", "timm's name of it (t_resnetrs50, patchconvnet_s60, ... are registered too)", "")
-    recipe: str | None = _option("model", "one of RECIPES, or a TOML file: the command takes the settings from it")
+    model: str = _option(
+        "model",
+        "timm's name of it (t_resnetrs50, patchconvnet_s60, ... are registered too)",
+        "",
+    )
+    recipe: str | None = _option(
+        "model",
+        "one of RECIPES, or a TOML file: the command takes the settings from it",
+    )
     pretrained: bool = _option("model", "start from timm's weights", False)
     weights: str | None = _option("model", "start from the weights in this file")
-    model_options: dict[str, Any] | None = _option("model", "further options of timm.create_model")  # noqa: RUF009
-    num_classes: int | None = _option("model", "outputs (default: as many as the data has classes)")
-    img_size: int | None = _option("model", "height and width of images (default: the recipe's, else the model's)")
-    layer_scale: float | None = _option("model", "initial value of every LayerScale (default: the model's own)")
-    attention_pool: str | None = _option("model", "pool by attention: single, one token; class, one for each class")
-    reparameterize_at: int | None = _option("model", "make the CNN a T-CNN after so many epochs; 0: at the beginning")
-    keep_optimizer: bool = _option("model", "the optimizer keeps its state then, but for new weights", False)
-    unstride: bool = _option("model", "take the last stage's stride out: the control without attention", False)
+    model_options: dict[str, Any] | None = _option(  # noqa: RUF009 (a field, which is made once)
+        "model", "further options of timm.create_model"
+    )
+    num_classes: int | None = _option(
+        "model", "outputs (default: as many as the data has classes)"
+    )
+    img_size: int | None = _option(
+        "model", "height and width of images (default: the recipe's, else the model's)"
+    )
+    layer_scale: float | None = _option(
+        "model", "initial value of every LayerScale (default: the model's own)"
+    )
+    attention_pool: str | None = _option(
+        "model", "pool by attention: single, one token; class, one for each class"
+    )
+    reparameterize_at: int | None = _option(
+        "model", "make the CNN a T-CNN after so many epochs; 0: at the beginning"
+    )
+    keep_optimizer: bool = _option(
+        "model", "the optimizer keeps its state then, but for new weights", False
+    )
+    unstride: bool = _option(
+        "model",
+        "take the last stage's stride out: the control without attention",
+        False,
+    )
     freeze: list[str] | None = _option("model", "names or globs of what is not trained")  # noqa: RUF009
-    grad_checkpointing: bool = _option("model", "keep less memory for the backward, and compute more", False)
+    grad_checkpointing: bool = _option(
+        "model", "keep less memory for the backward, and compute more", False
+    )
 
     data: str = _option(
-        "data", "folder (or tar) with the images; digits: scikit-learn's; parity: the same, even or odd", "digits"
+        "data",
+        "folder (or tar) with the images; digits: scikit-learn's; parity: the same, even or odd",
+        "digits",
     )
-    dataset: str = _option("data", "timm's kind of data set: hfds/NAME, torch/NAME, wds/ (default: folder or tar)", "")
-    train_split: str = _option("data", "split to train on, a folder or tar file (default: train/)", "train")
-    val_split: str = _option("data", "split to validate on (default: val/ or validation/)", "validation")
-    limit: int | None = _option("data", "use only so many training images, and as many to validate on")
-    max_unreadable: float = _option("data", "share of images that may be unreadable: named and skipped", 0.0)
+    dataset: str = _option(
+        "data",
+        "timm's kind of data set: hfds/NAME, torch/NAME, wds/ (default: folder or tar)",
+        "",
+    )
+    train_split: str = _option(
+        "data", "split to train on, a folder or tar file (default: train/)", "train"
+    )
+    val_split: str = _option(
+        "data", "split to validate on (default: val/ or validation/)", "validation"
+    )
+    limit: int | None = _option(
+        "data", "use only so many training images, and as many to validate on"
+    )
+    max_unreadable: float = _option(
+        "data", "share of images that may be unreadable: named and skipped", 0.0
+    )
     workers: int = _option("data", "processes that load images", 0)
 
     epochs: int = _option("optimization", "to train", 10)
     batch_size: int = _option("optimization", "images of a step in a process", 64)
-    accumulate: int = _option("optimization", "steps whose gradients are added up before the weights change", 1)
-    paper_batch: int | None = _option("optimization", "images that the rates are for: they scale with yours")
+    accumulate: int = _option(
+        "optimization",
+        "steps whose gradients are added up before the weights change",
+        1,
+    )
+    paper_batch: int | None = _option(
+        "optimization", "images that the rates are for: they scale with yours"
+    )
     opt: str = _option("optimization", "timm's name of an optimizer", "adamw")
     lr: float = _option("optimization", "peak learning rate", 1e-4)
     momentum: float = _option("optimization", "of SGD", 0.9)
@@ -86,72 +141,130 @@ class Config:
     warmup_epochs: int = _option("optimization", "of linear warm-up", 5)
     warmup_lr: float = _option("optimization", "where it begins", 0.0)
     min_lr: float = _option("optimization", "where the schedule ends", 0.0)
-    gating_lr: float = _option("optimization", "peak rate of the gates of GPSA layers", 0.1)
-    qk_lr: float | None = _option("optimization", "peak rate of GPSA's queries and keys (default: as the weights)")
-    gating_warmup_epochs: int | None = _option("optimization", "of the gates (default: as the weights)")
-    gating_min_lr: float | None = _option("optimization", "rate that the gates end at (default: as the weights)")
+    gating_lr: float = _option(
+        "optimization", "peak rate of the gates of GPSA layers", 0.1
+    )
+    qk_lr: float | None = _option(
+        "optimization", "peak rate of GPSA's queries and keys (default: as the weights)"
+    )
+    gating_warmup_epochs: int | None = _option(
+        "optimization", "of the gates (default: as the weights)"
+    )
+    gating_min_lr: float | None = _option(
+        "optimization", "rate that the gates end at (default: as the weights)"
+    )
     clip_grad: float | None = _option("optimization", "largest norm of the gradient")
-    ema: float | None = _option("optimization", "decay of a moving average of the weights, also validated")
+    ema: float | None = _option(
+        "optimization", "decay of a moving average of the weights, also validated"
+    )
 
-    objective: str = _option("objective", "classification, or grafit: fine representations from coarse labels", CLASSES)
+    objective: str = _option(
+        "objective",
+        "classification, or grafit: fine representations from coarse labels",
+        CLASSES,
+    )
     embedding_dim: int = _option("objective", "dimensions of Grafit's embeddings", 256)
     temperature: float = _option("objective", "of Grafit's neighbours", 0.05)
 
     loss: str = _option("regularization", "ce or bce", "ce")
     label_smoothing: float = _option("regularization", "in [0, 1)", 0.1)
-    drop_path: float | None = _option("regularization", "stochastic depth (default: the model's own)")
-    uniform_drop_path: bool = _option("regularization", "the same in every block, not a ramp from 0", False)
+    drop_path: float | None = _option(
+        "regularization", "stochastic depth (default: the model's own)"
+    )
+    uniform_drop_path: bool = _option(
+        "regularization", "the same in every block, not a ramp from 0", False
+    )
     mixup: float = _option("regularization", "alpha of mixup", 0.0)
     cutmix: float = _option("regularization", "alpha of CutMix", 0.0)
-    teacher: str | None = _option("regularization", "timm's name of a model to distil from")
-    teacher_weights: str | None = _option("regularization", "its weights (default: timm's)")
-    distillation: str = _option("regularization", "hard, or token for models that have a distillation token", "hard")
+    teacher: str | None = _option(
+        "regularization", "timm's name of a model to distil from"
+    )
+    teacher_weights: str | None = _option(
+        "regularization", "its weights (default: timm's)"
+    )
+    distillation: str = _option(
+        "regularization",
+        "hard, or token for models that have a distillation token",
+        "hard",
+    )
 
-    crop: str = _option("augmentation", "rrc: random resized crop; simple: resize, then a crop 4 pixels off", "rrc")
+    crop: str = _option(
+        "augmentation",
+        "rrc: random resized crop; simple: resize, then a crop 4 pixels off",
+        "rrc",
+    )
     hflip: float = _option("augmentation", "chance of a mirrored image", 0.5)
     auto_augment: str | None = _option("augmentation", "timm's RandAugment, 3a, ...")
-    color_jitter: float = _option("augmentation", "of brightness, contrast and saturation", 0.0)
-    random_erasing: float = _option("augmentation", "chance of an erased rectangle", 0.0)
-    repeated_augmentation: int = _option("augmentation", "views of an image in an epoch, of a part of the images", 1)
-    crop_pct: float | None = _option("augmentation", "share of the image in validation (default: the model's)")
+    color_jitter: float = _option(
+        "augmentation", "of brightness, contrast and saturation", 0.0
+    )
+    random_erasing: float = _option(
+        "augmentation", "chance of an erased rectangle", 0.0
+    )
+    repeated_augmentation: int = _option(
+        "augmentation", "views of an image in an epoch, of a part of the images", 1
+    )
+    crop_pct: float | None = _option(
+        "augmentation", "share of the image in validation (default: the model's)"
+    )
 
     device: str | None = _option("machine", "(default: cuda if there is one)")
     amp: str | None = _option("machine", "autocast: bfloat16 or float16")
     channels_last: bool = _option("machine", "memory layout", False)
     compile: bool = _option("machine", "torch.compile", False)
-    distribute: str = _option("machine", "over processes: ddp, each has the model; fsdp, each has a part of it", "ddp")
+    distribute: str = _option(
+        "machine",
+        "over processes: ddp, each has the model; fsdp, each has a part of it",
+        "ddp",
+    )
     sync_bn: bool = _option("machine", "batch norms over all processes", False)
 
     out: str = _option("run", "folder of the run", "run")
     seed: int = _option("run", "of everything that is random", 0)
-    checkpoint_steps: int | None = _option("run", "a checkpoint each so many steps, beside those of epochs")
+    checkpoint_steps: int | None = _option(
+        "run", "a checkpoint each so many steps, beside those of epochs"
+    )
     keep: int = _option("run", "so many epochs' checkpoints stay", 2)
     tensorboard: bool = _option("run", "write the scalars for TensorBoard too", False)
     watcher: str | None = _option(
-        "run", "module:class that watches; none for nobody", "tcnn_probe.callbacks.finetuning:Recording"
+        "run",
+        "module:class that watches; none for nobody",
+        "tcnn_probe.callbacks.finetuning:Recording",
     )
 
     def __post_init__(self) -> None:
         for name, minimum in _MINIMA.items():
             if getattr(self, name) < minimum:
-                raise ValueError(f"{name}: expected {minimum} or more, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name}: expected {minimum} or more, got {getattr(self, name)}"
+                )
         if not 0 <= self.warmup_epochs < self.epochs:
             raise ValueError(
                 f"warmup_epochs: expected fewer than the {self.epochs} epochs, got {self.warmup_epochs}: "
                 f"give fewer, or more epochs"
             )
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing: expected a number in [0, 1), got {self.label_smoothing}")
+            raise ValueError(
+                f"label_smoothing: expected a number in [0, 1), got {self.label_smoothing}"
+            )
         if self.mixed and self.batch_size % 2:
-            raise ValueError(f"batch_size: mixup and CutMix take images in pairs, got {self.batch_size}")
+            raise ValueError(
+                f"batch_size: mixup and CutMix take images in pairs, got {self.batch_size}"
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: expected one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}"
+                )
 
         # timm may run code from files that these name; --weights does not.
-        loading = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"} & set(self.model_options or {})
+        loading = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"} & set(
+            self.model_options or {}
+        )
         if loading:
-            raise ValueError(f"model_options: give weights as --weights, not as {', '.join(sorted(loading))}")
+            raise ValueError(
+                f"model_options: give weights as --weights, not as {', '.join(sorted(loading))}"
+            )
 
         # FSDP's parameters are sharded by then, and cannot be exchanged.
         if self.distribute == "fsdp" and self.reparameterize_at:
@@ -185,11 +298,15 @@ class Config:
             return self
         share = self.batch_size * self.accumulate * processes / self.paper_batch
         qk_lr = None if self.qk_lr is None else self.qk_lr * share
-        return replace(self, lr=self.lr * share, gating_lr=self.gating_lr * share, qk_lr=qk_lr)
+        return replace(
+            self, lr=self.lr * share, gating_lr=self.gating_lr * share, qk_lr=qk_lr
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return every setting that has a value."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {
+            name: value for name, value in asdict(self).items() if value is not None
+        }
 
 
 def parse(arguments: list[str] | None) -> tuple[Config, bool]:
@@ -200,17 +317,29 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
     Raises:
         ValueError: A setting does not exist, or has a value that is out of range.
     """
-    parser = argparse.ArgumentParser("tcnn-finetune", description="Train a model of timm as the papers do.")
+    parser = argparse.ArgumentParser(
+        "tcnn-finetune", description="Train a model of timm as the papers do."
+    )
     text = Config.__dataclass_fields__["model"].metadata["help"]
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=text)
-    parser.add_argument("--config", type=Path, help="TOML file with settings, named as the options with _ for -")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with its settings")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="TOML file with settings, named as the options with _ for -",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in --out, with its settings",
+    )
     _add_options(parser)
     options = vars(parser.parse_args(arguments))
     file, resume = options.pop("config"), options.pop("resume")
     if resume:
         if "recipe" in options or file:
-            raise ValueError("--resume goes on with the settings of the run: leave --recipe and --config out")
+            raise ValueError(
+                "--resume goes on with the settings of the run: leave --recipe and --config out"
+            )
         run_settings = Path(options.get("out", Config.out)) / "config.toml"
         if not run_settings.exists():
             raise ValueError(f"--resume: there is no run in {run_settings.parent}")
@@ -229,7 +358,9 @@ def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
     """Put options of the command line in settings of files, which may be somebody else's and import nothing."""
     watcher = settings.get("watcher")
     if "watcher" not in options and watcher not in (None, "none", Config.watcher):
-        raise ValueError(f"watcher: a file may not name {watcher!r}, which would be imported: give it as --watcher")
+        raise ValueError(
+            f"watcher: a file may not name {watcher!r}, which would be imported: give it as --watcher"
+        )
     further = {**settings.get("model_options", {}), **options.get("model_options", {})}
     return Config(**{**settings, **options, "model_options": further or None})
 
@@ -251,13 +382,19 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         if "default" not in text and setting.default not in (None, False, ""):
             text += f" (default: {setting.default})"
         flag = f"--{setting.name.replace('_', '-')}"
-        groups[group].add_argument(flag, default=argparse.SUPPRESS, help=text, **_argument(kinds[setting.name]))
+        groups[group].add_argument(
+            flag, default=argparse.SUPPRESS, help=text, **_argument(kinds[setting.name])
+        )
 
 
 def _argument(kind: Any) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` for a setting of this type."""
-    if isinstance(kind, types.UnionType):  # None is the default of such a setting, and cannot be given
-        kind = next(member for member in typing.get_args(kind) if member is not type(None))
+    if isinstance(
+        kind, types.UnionType
+    ):  # None is the default of such a setting, and cannot be given
+        kind = next(
+            member for member in typing.get_args(kind) if member is not type(None)
+        )
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if kind == list[str]:
@@ -268,7 +405,13 @@ def _argument(kind: Any) -> dict[str, Any]:
 
 
 class _Pairs(argparse.Action):
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+    def __call__(
+        self,
+        parser: Any,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: Any = None,
+    ) -> None:
         setattr(namespace, self.dest, dict(values))
 
 
@@ -323,7 +466,9 @@ def recipe_settings(name: str, model: str) -> dict[str, Any]:
     while "base" in chain[0]:
         base = chain[0]["base"]
         if base in names:
-            raise ValueError(f"recipe {name}: its bases lead back to it: {' -> '.join([*names, base])}")
+            raise ValueError(
+                f"recipe {name}: its bases lead back to it: {' -> '.join([*names, base])}"
+            )
         chain.insert(0, _recipe(base))
         names.append(base)
     settings: dict[str, Any] = {}
@@ -343,7 +488,9 @@ def _recipe(name: str) -> dict[str, Any]:
     elif name in recipe_names():
         text = (_RECIPES / f"{name}.toml").read_text()
     else:
-        raise ValueError(f"no recipe {name!r}; there are {', '.join(recipe_names())}, or give a file *.toml")
+        raise ValueError(
+            f"no recipe {name!r}; there are {', '.join(recipe_names())}, or give a file *.toml"
+        )
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -357,7 +504,9 @@ def as_toml(settings: Mapping[str, Any]) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
-        pairs = [f"{json.dumps(name)} = {_value(content)}" for name, content in value.items()]
+        pairs = [
+            f"{json.dumps(name)} = {_value(content)}" for name, content in value.items()
+        ]
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"

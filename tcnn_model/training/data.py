@@ -26,7 +26,9 @@ Key = tuple[int, int, int]  # epoch, place in it, number of the image
 Transform = Callable[[Image.Image], Tensor]
 
 
-def create_transforms(config: Config, model_data: dict[str, Any]) -> tuple[Transform, Transform]:
+def create_transforms(
+    config: Config, model_data: dict[str, Any]
+) -> tuple[Transform, Transform]:
     """Create timm's transforms for training and validation.
 
     The "simple" crop is DeiT III's (thesis, Sec. 6.2.2), which timm lacks: the shorter side is resized to the image
@@ -38,7 +40,10 @@ def create_transforms(config: Config, model_data: dict[str, Any]) -> tuple[Trans
     """
     from timm.data import create_transform
 
-    shared = {name: model_data[name] for name in ("input_size", "mean", "std", "interpolation")}
+    shared = {
+        name: model_data[name]
+        for name in ("input_size", "mean", "std", "interpolation")
+    }
     train = create_transform(
         **shared,
         is_training=True,
@@ -50,10 +55,17 @@ def create_transforms(config: Config, model_data: dict[str, Any]) -> tuple[Trans
     )
     if config.crop == "simple":
         size = shared["input_size"][-1]
-        resize = transforms.Resize(size, transforms.InterpolationMode(shared["interpolation"]))
+        resize = transforms.Resize(
+            size, transforms.InterpolationMode(shared["interpolation"])
+        )
         # timm's first transform is the random resized crop.
-        train.transforms[:1] = [resize, transforms.RandomCrop(size, padding=4, padding_mode="reflect")]
-    validate = create_transform(**shared, is_training=False, crop_pct=config.crop_pct or model_data["crop_pct"])
+        train.transforms[:1] = [
+            resize,
+            transforms.RandomCrop(size, padding=4, padding_mode="reflect"),
+        ]
+    validate = create_transform(
+        **shared, is_training=False, crop_pct=config.crop_pct or model_data["crop_pct"]
+    )
     return train, validate
 
 
@@ -86,7 +98,15 @@ class _Seeded(Dataset[_Sample]):
         numbered: Whether a label has the number of its image beside it.
     """
 
-    def __init__(self, source: Source, transform: Transform, seed: int, *, training: bool, numbered: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        transform: Transform,
+        seed: int,
+        *,
+        training: bool,
+        numbered: bool,
+    ) -> None:
         self.source, self.transform, self.seed = source, transform, seed
         self.training, self.numbered = training, numbered
 
@@ -98,10 +118,18 @@ class _Seeded(Dataset[_Sample]):
             try:
                 image, label = self.source.read(number)
             except Exception as error:  # decoders raise many kinds for damaged files, AttributeError among them
-                unreadable.append(_Unreadable(self.source.name(number), f"{type(error).__name__}: {error}"))
+                unreadable.append(
+                    _Unreadable(
+                        self.source.name(number), f"{type(error).__name__}: {error}"
+                    )
+                )
                 continue
             with own_randomness(seed_of(self.seed, epoch, place)):
-                return _Sample(self.transform(image), (label, number) if self.numbered else label, unreadable)
+                return _Sample(
+                    self.transform(image),
+                    (label, number) if self.numbered else label,
+                    unreadable,
+                )
         return _Sample(None, -1, unreadable)
 
 
@@ -111,8 +139,12 @@ def _ignore_ctrl_c(_: int) -> None:
 
 
 def _collate(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, list[_Unreadable]]:
-    readable = [(sample.image, sample.label) for sample in samples if sample.image is not None]
-    images = torch.stack([image for image, _ in readable]) if readable else torch.empty(0)
+    readable = [
+        (sample.image, sample.label) for sample in samples if sample.image is not None
+    ]
+    images = (
+        torch.stack([image for image, _ in readable]) if readable else torch.empty(0)
+    )
     labels = torch.tensor([label for _, label in readable], dtype=torch.long)
     return images, labels, [image for sample in samples for image in sample.unreadable]
 
@@ -154,7 +186,10 @@ class Images:
 
     def __post_init__(self) -> None:
         config, count = self.config, self.ranks.count
-        self._sizes = [min(len(source), config.limit or len(source)) for source in (self.train, self.validate)]
+        self._sizes = [
+            min(len(source), config.limit or len(source))
+            for source in (self.train, self.validate)
+        ]
         self._batch = config.batch_size * count
         together = self._batch * config.accumulate
         if self._sizes[0] < together:
@@ -175,7 +210,9 @@ class Images:
         generator = torch.Generator().manual_seed(seed_of(self.config.seed, epoch))
         numbers = _spread(len(self.train), self._sizes[0])
         shuffled = numbers[torch.randperm(len(numbers), generator=generator)]
-        return shuffled.repeat_interleave(self.config.repeated_augmentation)[: len(shuffled)]
+        return shuffled.repeat_interleave(self.config.repeated_augmentation)[
+            : len(shuffled)
+        ]
 
     def training(self, first: int) -> Iterable[tuple[Tensor, Tensor]]:
         """Return the batches of the epoch for this process, without the first ones."""
@@ -184,23 +221,35 @@ class Images:
         for batch in range(first, self.per_epoch):
             start = batch * self._batch
             # Each count-th place, so that the images of a batch do not depend on the number of processes.
-            places = range(start + self.ranks.rank, start + self._batch, self.ranks.count)
+            places = range(
+                start + self.ranks.rank, start + self._batch, self.ranks.count
+            )
             keys.append([(self._epoch, place, int(order[place])) for place in places])
         return _Counted(self._load(self.train, self.transforms[0], keys), len(keys))
 
     def validation(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Return the share of this process in the validation images: each is in one process, and once."""
-        numbers = _spread(len(self.validate), self._sizes[1])[self.ranks.rank :: self.ranks.count].tolist()
+        numbers = _spread(len(self.validate), self._sizes[1])[
+            self.ranks.rank :: self.ranks.count
+        ].tolist()
         places = [(0, number, number) for number in numbers]
         size = self.config.batch_size
         keys = [places[start : start + size] for start in range(0, len(places), size)]
         return _Counted(self._load(self.validate, self.transforms[1], keys), len(keys))
 
-    def _load(self, source: Source, transform: Transform, keys: list[list[Key]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _load(
+        self, source: Source, transform: Transform, keys: list[list[Key]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         training = source is self.train
         numbered = training and self.config.objective == GRAFIT
         loader = DataLoader(
-            _Seeded(source, transform, self.config.seed, training=training, numbered=numbered),
+            _Seeded(
+                source,
+                transform,
+                self.config.seed,
+                training=training,
+                numbered=numbered,
+            ),
             batch_sampler=keys,
             num_workers=self.config.workers,
             collate_fn=_collate,
@@ -211,7 +260,9 @@ class Images:
         for images, labels, unreadable in loader:
             self._warn(unreadable)
             if training and len(labels) < self.config.batch_size:
-                raise OSError(f"{STAND_INS} images in a row cannot be read, the last one {unreadable[-1].name}")
+                raise OSError(
+                    f"{STAND_INS} images in a row cannot be read, the last one {unreadable[-1].name}"
+                )
             if len(labels):
                 yield images, labels
 
@@ -220,7 +271,9 @@ class Images:
             if image.name not in self.unreadable:
                 self.unreadable[image.name] = image.reason
                 warnings.warn(
-                    f"skipped {image.name}, which cannot be read: {image.reason}", RuntimeWarning, stacklevel=2
+                    f"skipped {image.name}, which cannot be read: {image.reason}",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
         allowed = self.config.max_unreadable * sum(self._sizes)
         if len(self.unreadable) > allowed:

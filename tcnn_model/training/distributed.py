@@ -41,7 +41,9 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Return True if the flag is set in any process."""
-        return flag if self.count == 1 else bool(self.total(torch.tensor(float(flag))) > 0)
+        return (
+            flag if self.count == 1 else bool(self.total(torch.tensor(float(flag))) > 0)
+        )
 
     def wait(self) -> None:
         """Wait until all processes have come here."""
@@ -56,12 +58,21 @@ def joined(device: str | None) -> Iterator[Ranks]:
     Raises:
         ValueError: The device is not on this machine.
     """
-    count, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    count, local = (
+        int(os.environ.get("WORLD_SIZE", 1)),
+        int(os.environ.get("LOCAL_RANK", 0)),
+    )
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device: expected cpu, as torch finds no GPU with CUDA on this machine, got {name}")
+        raise ValueError(
+            f"device: expected cpu, as torch finds no GPU with CUDA on this machine, got {name}"
+        )
     try:
-        target = torch.device(name, local) if count > 1 and name == "cuda" else torch.device(name)
+        target = (
+            torch.device(name, local)
+            if count > 1 and name == "cuda"
+            else torch.device(name)
+        )
     except RuntimeError as error:  # an unknown name
         raise ValueError(f"device: {error}") from error
     if target.type == "cuda":

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-__all__ = ["AveragedResult", "EpochResult", "best_result", "evaluate", "totals", "with_bar"]
+__all__ = [
+    "AveragedResult",
+    "EpochResult",
+    "best_result",
+    "evaluate",
+    "totals",
+    "with_bar",
+]
 
 
 @dataclass(frozen=True)
@@ -72,11 +79,20 @@ def evaluate(
     try:
         total = torch.zeros(3, dtype=torch.float64, device=target)
         for images, labels in with_bar(loader, "validating", progress):
-            images, labels = images.to(target, non_blocking=True), labels.to(target, non_blocking=True)
-            with torch.autocast(target.type, torch.bfloat16 if amp is True else amp or None, enabled=bool(amp)):
+            images, labels = (
+                images.to(target, non_blocking=True),
+                labels.to(target, non_blocking=True),
+            )
+            with torch.autocast(
+                target.type,
+                torch.bfloat16 if amp is True else amp or None,
+                enabled=bool(amp),
+            ):
                 logits = model(images)
             loss = F.cross_entropy(logits.float(), labels)
-            total += totals(logits, loss, labels)  # no .item(): on a GPU it would wait for each batch
+            total += totals(
+                logits, loss, labels
+            )  # no .item(): on a GPU it would wait for each batch
             after_batch()
     finally:
         for module, training in modes.items():
@@ -97,7 +113,13 @@ def totals(logits: Tensor, loss: Tensor, targets: Tensor) -> Tensor:
     labels = targets if targets.ndim == 1 else targets.argmax(1)
     # Of mixed images the class that has the larger share counts as right.
     correct = (logits.argmax(1) == labels).sum()
-    return torch.stack([loss.double() * len(labels), correct.double(), correct.new_tensor(len(labels)).double()])
+    return torch.stack(
+        [
+            loss.double() * len(labels),
+            correct.double(),
+            correct.new_tensor(len(labels)).double(),
+        ]
+    )
 
 
 def with_bar(batches: Iterable[Any], description: str, progress: bool) -> Iterator[Any]:

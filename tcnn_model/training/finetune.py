@@ -122,26 +122,53 @@ def finetune(
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"expected label_smoothing in [0, 1), got {label_smoothing}")
     if len(train_loader) == 0 or len(val_loader) == 0:
-        raise ValueError(f"empty loader: {len(train_loader)} training and {len(val_loader)} validation batches")
+        raise ValueError(
+            f"empty loader: {len(train_loader)} training and {len(val_loader)} validation batches"
+        )
     if seed is not None:
         check_repeatable(train_loader)
-    rates: dict[str, Any] = {"warmup_epochs": warmup_epochs, "gating_warmup_epochs": gating_warmup_epochs}
+    rates: dict[str, Any] = {
+        "warmup_epochs": warmup_epochs,
+        "gating_warmup_epochs": gating_warmup_epochs,
+    }
     rates |= {"gating_min_lr": gating_min_lr, "epochs": epochs}
-    optimizing: dict[str, Any] = {"opt": opt, "lr": lr, "gating_lr": gating_lr, "weight_decay": weight_decay}
-    optimizing["qk_lr"] = papers_qk_lr(epochs * len(train_loader)) if qk_lr == "papers" else qk_lr
-    settings: dict[str, Any] = {**rates, **optimizing, "label_smoothing": label_smoothing, "seed": seed}
+    optimizing: dict[str, Any] = {
+        "opt": opt,
+        "lr": lr,
+        "gating_lr": gating_lr,
+        "weight_decay": weight_decay,
+    }
+    optimizing["qk_lr"] = (
+        papers_qk_lr(epochs * len(train_loader)) if qk_lr == "papers" else qk_lr
+    )
+    settings: dict[str, Any] = {
+        **rates,
+        **optimizing,
+        "label_smoothing": label_smoothing,
+        "seed": seed,
+    }
     settings |= {"drop_path_rate": drop_path_rate, "steps_per_epoch": len(train_loader)}
     target = next(model.parameters()).device if device is None else torch.device(device)
-    saved = None if checkpoint is None else read_checkpoint(checkpoint, settings, target)
-    if drop_path_rate is not None and set_drop_path(model, drop_path_rate) == 0 and drop_path_rate > 0:
-        raise ValueError(f"drop_path_rate={drop_path_rate}, but {type(model).__name__} has no block with a drop_path")
+    saved = (
+        None if checkpoint is None else read_checkpoint(checkpoint, settings, target)
+    )
+    if (
+        drop_path_rate is not None
+        and set_drop_path(model, drop_path_rate) == 0
+        and drop_path_rate > 0
+    ):
+        raise ValueError(
+            f"drop_path_rate={drop_path_rate}, but {type(model).__name__} has no block with a drop_path"
+        )
     model.to(target)
     optimizer = create_optimizer(model, **optimizing)
     training = Training(
         model=model,
         task=Classification(model, LabelSmoothingCrossEntropy(label_smoothing)),
         optimizer=optimizer,
-        schedules=create_schedules(optimizer, steps=len(train_loader), reaching_peak=True, **rates),
+        schedules=create_schedules(
+            optimizer, steps=len(train_loader), reaching_peak=True, **rates
+        ),
         device=target,
         amp=torch.bfloat16 if amp else None,
         seed=seed,
@@ -153,10 +180,14 @@ def finetune(
 
     def save() -> None:
         if checkpoint is not None:
-            write_checkpoint(checkpoint, {"settings": settings, **training.state_dict()})
+            write_checkpoint(
+                checkpoint, {"settings": settings, **training.state_dict()}
+            )
 
     loaders = _Loaders(train_loader, val_loader, seed)
-    results = run(training, loaders, epochs, after_epoch=save, progress=progress, name=name)
+    results = run(
+        training, loaders, epochs, after_epoch=save, progress=progress, name=name
+    )
     return _with_sums(results, sums, name if progress else None)
 
 
@@ -167,8 +198,16 @@ def _with_sums(
     for result in results:
         yield FinetuningResult(**(asdict(result) | sums[result.epoch]))
     if name is not None:
-        words = {"lr_sum": "weights", "qk_lr_sum": "queries and keys", "gating_lr_sum": "gates (in lambda)"}
-        known = [f"{words[key]} {value:.3g}" for key, value in sums[-1].items() if not math.isnan(value)]
+        words = {
+            "lr_sum": "weights",
+            "qk_lr_sum": "queries and keys",
+            "gating_lr_sum": "gates (in lambda)",
+        }
+        known = [
+            f"{words[key]} {value:.3g}"
+            for key, value in sums[-1].items()
+            if not math.isnan(value)
+        ]
         said = "sums of learning rates, in initial standard deviations"
         tqdm.write(f"{name}: {said}: {', '.join(known)}")
 

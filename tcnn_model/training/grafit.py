@@ -49,7 +49,9 @@ def neighbour_scores(
         temperature: The thesis's sigma.
         itself: True where a neighbour is the image itself, shape (B, N): it is left out.
     """
-    scaled = F.normalize(embeddings, dim=-1) @ F.normalize(memory, dim=-1).T / temperature
+    scaled = (
+        F.normalize(embeddings, dim=-1) @ F.normalize(memory, dim=-1).T / temperature
+    )
     if itself is not None:
         scaled = scaled.masked_fill(itself, -torch.inf)
     shares = scaled.softmax(-1)
@@ -74,7 +76,15 @@ class Grafit(nn.Module):
     memory: Tensor
     labels: Tensor
 
-    def __init__(self, trunk: Any, classes: int, images: int, *, dim: int = 256, temperature: float = 0.05) -> None:
+    def __init__(
+        self,
+        trunk: Any,
+        classes: int,
+        images: int,
+        *,
+        dim: int = 256,
+        temperature: float = 0.05,
+    ) -> None:
         super().__init__()
         trunk.reset_classifier(0)
         self.trunk, self.num_classes, self.temperature = trunk, classes, temperature
@@ -90,7 +100,9 @@ class Grafit(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute log-probabilities of the coarse classes by the images in the memory, shape (B, K)."""
-        return self.scores(self.embed(images).float())  # half precision is too coarse for cosines / 0.05
+        return self.scores(
+            self.embed(images).float()
+        )  # half precision is too coarse for cosines / 0.05
 
     def scores(self, embeddings: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Score embeddings, shape (B, D); those of training images, with their numbers (B,), without themselves."""
@@ -134,17 +146,23 @@ class GrafitTask:
         """
         labels, numbers = targets.unflatten(0, (-1, self.views)).unbind(-1)
         if (numbers != numbers[:, :1]).any():
-            raise ValueError(f"expected {self.views} views of each image, one after the other: is an image unreadable?")
+            raise ValueError(
+                f"expected {self.views} views of each image, one after the other: is an image unreadable?"
+            )
         with torch.no_grad():
             goals = self.target.embed(images)
         embeddings = self.model.embed(images)
         predictions = self.model.predictor(embeddings)
-        with torch.autocast(images.device.type, enabled=False):  # the memory has float32
+        with torch.autocast(
+            images.device.type, enabled=False
+        ):  # the memory has float32
             first = self._by_image(embeddings)[:, 0]
             self.model.remember(numbers[:, 0], labels[:, 0], first.detach())
             scores = self.model.scores(first, numbers[:, 0])
             knn_loss = F.nll_loss(scores, labels[:, 0])
-            loss = knn_loss + instance_loss(self._by_image(predictions), self._by_image(goals))
+            loss = knn_loss + instance_loss(
+                self._by_image(predictions), self._by_image(goals)
+            )
         return {"loss": loss, "output": scores, "targets": labels[:, 0]}
 
     def _by_image(self, embeddings: Tensor) -> Tensor:
@@ -153,4 +171,9 @@ class GrafitTask:
 
 def _perceptron(width: int, dim: int) -> nn.Sequential:
     hidden = 16 * dim  # BYOL: 4,096 for 256
-    return nn.Sequential(nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, dim))
+    return nn.Sequential(
+        nn.Linear(width, hidden),
+        nn.BatchNorm1d(hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, dim),
+    )

@@ -111,13 +111,19 @@ class Training:
 
     def __post_init__(self) -> None:
         # Gradients of float16 would underflow; bfloat16 has the range of float32.
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp == torch.float16)
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=self.amp == torch.float16
+        )
 
     @property
     def lr(self) -> float:
         """Rate of the weights, now; NaN if only gates are trained."""
         names = ("decayed", "undecayed")
-        rates = [group["lr"] for group in self.optimizer.param_groups if group["name"] in names]
+        rates = [
+            group["lr"]
+            for group in self.optimizer.param_groups
+            if group["name"] in names
+        ]
         return rates[0] if rates else math.nan
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +133,9 @@ class Training:
             "optimizer": gather_state(self.optimizer.state_dict()),
             "schedules": [_plain(schedule.state_dict()) for schedule in self.schedules],
             "scaler": self.scaler.state_dict(),
-            "ema": None if self.ema is None else gather_state(self.ema.module.state_dict()),
+            "ema": None
+            if self.ema is None
+            else gather_state(self.ema.module.state_dict()),
             "history": [asdict(result) for result in self.history],
             "epoch": self.epoch,
             "step": self.step,
@@ -147,7 +155,9 @@ class Training:
         kind = EpochResult if self.ema is None else AveragedResult
         self.history = [kind(**result) for result in state["history"]]
         self.epoch, self.step = state["epoch"], state["step"]
-        self.total = state["total"].to("cpu") * (self.rank == 0)  # the sum over processes, to be counted once
+        self.total = state["total"].to("cpu") * (
+            self.rank == 0
+        )  # the sum over processes, to be counted once
 
     def train_mode(self) -> None:
         """Set training mode, except for frozen modules."""
@@ -156,7 +166,11 @@ class Training:
             module.eval()
 
     def validate(
-        self, model: nn.Module, batches: "Batches", progress: bool, after_batch: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        batches: "Batches",
+        progress: bool,
+        after_batch: Callable[[], None] = lambda: None,
     ) -> tuple[float, float]:
         """Compute loss and accuracy of the model, or of the average of its weights."""
         # Batch norms of each process have seen other images. Those of the first are saved, so they are validated too.
@@ -179,13 +193,17 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         for number, (images, targets) in enumerate(batches):
             if self.seed is not None:
-                seed_everything(seed_of(self.seed, self.epoch, self.step, number, self.rank))
+                seed_everything(
+                    seed_of(self.seed, self.epoch, self.step, number, self.rank)
+                )
             last = number == len(batches) - 1
             # Gradients are added up over processes once a step.
             with nullcontext() if last else self.no_sync():
                 self._backward(images, targets, len(batches))
         if self.clip_grad is not None:
-            self.scaler.unscale_(self.optimizer)  # the norm is that of the true gradient
+            self.scaler.unscale_(
+                self.optimizer
+            )  # the norm is that of the true gradient
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -206,7 +224,9 @@ class Training:
         total_loss = float(self.over_ranks(loss.detach()))
         if not math.isfinite(total_loss):
             place = f"epoch {self.epoch}, step {self.step + 1}"
-            raise NonFiniteLossError(f"the loss is {total_loss:g} in {place}", images, targets)
+            raise NonFiniteLossError(
+                f"the loss is {total_loss:g} in {place}", images, targets
+            )
         self.scaler.scale(loss / parts).backward()
         self.total += totals(logits, loss, result.get("targets", targets)).cpu()
 
@@ -239,10 +259,14 @@ def run(
         progress: Whether to show bars.
         name: Name of the bar.
     """
-    within = training.step > 0  # the model is then no longer that of the last epoch of the history
+    within = (
+        training.step > 0
+    )  # the model is then no longer that of the last epoch of the history
     first = max(len(training.history) - (not within), 0)
     yield from training.history[:first]
-    with tqdm(total=epochs, initial=first, desc=name, unit="epoch", disable=not progress) as bar:
+    with tqdm(
+        total=epochs, initial=first, desc=name, unit="epoch", disable=not progress
+    ) as bar:
         for epoch in range(first, epochs + 1):
             known = training.history[epoch] if epoch < len(training.history) else None
             if known is not None:
@@ -255,29 +279,49 @@ def run(
                 before_epoch(epoch)
                 _train_epoch(training, batches, epoch, after_step, progress)
                 trained = _means(training)
-            validated = training.validate(training.model, batches, progress, while_validating)
+            validated = training.validate(
+                training.model, batches, progress, while_validating
+            )
             result = EpochResult(epoch, *trained, *validated, training.lr)
             if training.ema is not None:
-                average = training.validate(training.ema.module, batches, progress, while_validating)
-                result = AveragedResult(**asdict(result), ema_val_loss=average[0], ema_top1=average[1])
+                average = training.validate(
+                    training.ema.module, batches, progress, while_validating
+                )
+                result = AveragedResult(
+                    **asdict(result), ema_val_loss=average[0], ema_top1=average[1]
+                )
             bar.set_postfix(top1=f"{result.top1:.3f}", refresh=False)
             bar.update(epoch > first)
             if known is None:
                 training.history.append(result)
-                training.epoch, training.step, training.total = epoch + 1, 0, torch.zeros_like(training.total)
+                training.epoch, training.step, training.total = (
+                    epoch + 1,
+                    0,
+                    torch.zeros_like(training.total),
+                )
                 after_epoch()
             yield result
 
 
 def _train_epoch(
-    training: Training, batches: Batches, epoch: int, after_step: Callable[[], None], progress: bool
+    training: Training,
+    batches: Batches,
+    epoch: int,
+    after_step: Callable[[], None],
+    progress: bool,
 ) -> None:
     training.epoch = epoch
     training.train_mode()
     steps = math.ceil(batches.per_epoch / training.accumulate)
     batches.begin(epoch)
     images = iter(batches.training(training.step * training.accumulate))
-    with tqdm(total=steps, initial=training.step, desc=f"epoch {epoch}", leave=False, disable=not progress) as bar:
+    with tqdm(
+        total=steps,
+        initial=training.step,
+        desc=f"epoch {epoch}",
+        leave=False,
+        disable=not progress,
+    ) as bar:
         while group := tuple(islice(images, training.accumulate)):
             training.make_step(group, (epoch - 1) * steps + training.step)
             bar.update()
@@ -285,7 +329,11 @@ def _train_epoch(
             if rate and progress:
                 loss, top1, _ = (training.total / training.total[2]).tolist()
                 images_a_step = sum(len(targets) for _, targets in group)
-                figures = {"images/s": f"{rate * images_a_step:.0f}", "loss": f"{loss:.3f}", "top1": f"{top1:.3f}"}
+                figures = {
+                    "images/s": f"{rate * images_a_step:.0f}",
+                    "loss": f"{loss:.3f}",
+                    "top1": f"{top1:.3f}",
+                }
                 bar.set_postfix(figures, refresh=False)
             after_step()
 
@@ -297,4 +345,8 @@ def _means(training: Training) -> tuple[float, float]:
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     # Checkpoints are read with weights_only, which refuses the objects that a schedule may hold.
-    return {key: value for key, value in state.items() if isinstance(value, bool | int | float | str | list | None)}
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, bool | int | float | str | list | None)
+    }

@@ -63,21 +63,50 @@ def parameter_groups(
     """
     layers = gpsa_layers(model)
     gates = [layer.gating for layer in layers.values() if layer.gating.requires_grad]
-    undecayed = {f"{name}.{p}" if name else p for name in layers for p in ("gating", "raw_locality", "center")}
-    pools = (name for name, module in model.named_modules() if isinstance(module, AttentionPool2d))
+    undecayed = {
+        f"{name}.{p}" if name else p
+        for name in layers
+        for p in ("gating", "raw_locality", "center")
+    }
+    pools = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, AttentionPool2d)
+    )
     undecayed |= {f"{name}.cls_token" if name else "cls_token" for name in pools}
     undecayed |= set(getattr(model, "no_weight_decay", set)())
-    groups: list[dict[str, Any]] = [{"name": "gates", "params": gates, "weight_decay": 0.0, "lr": gating_lr}]
-    queries_and_keys = [p for layer in layers.values() for p in (layer.query, layer.key) if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"name": "gates", "params": gates, "weight_decay": 0.0, "lr": gating_lr}
+    ]
+    queries_and_keys = [
+        p
+        for layer in layers.values()
+        for p in (layer.query, layer.key)
+        if p.requires_grad
+    ]
     if qk_lr is not None:
         groups.append(
-            {"name": "queries and keys", "params": queries_and_keys, "weight_decay": weight_decay, "lr": qk_lr}
+            {
+                "name": "queries and keys",
+                "params": queries_and_keys,
+                "weight_decay": weight_decay,
+                "lr": qk_lr,
+            }
         )
     grouped = {id(p) for group in groups for p in group["params"]}
-    for group in param_groups_weight_decay(model, weight_decay, no_weight_decay_list=undecayed):
+    for group in param_groups_weight_decay(
+        model, weight_decay, no_weight_decay_list=undecayed
+    ):
         params = [p for p in group["params"] if id(p) not in grouped]
         decay = group["weight_decay"]
-        groups.append({"name": "decayed" if decay else "undecayed", "params": params, "weight_decay": decay, "lr": lr})
+        groups.append(
+            {
+                "name": "decayed" if decay else "undecayed",
+                "params": params,
+                "weight_decay": decay,
+                "lr": lr,
+            }
+        )
     return [group for group in groups if group["params"]]
 
 
@@ -93,7 +122,10 @@ def papers_qk_lr(steps: int) -> float:
 
 
 def rate_sums(
-    model: nn.Module, optimizer: torch.optim.Optimizer, schedules: Sequence[Any], marks: Sequence[int]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedules: Sequence[Any],
+    marks: Sequence[int],
 ) -> list[dict[str, float]]:
     """Sum the learning rates that a training will have, in units of the standard deviation that weights have now.
 
@@ -112,19 +144,35 @@ def rate_sums(
     """
     layers = gpsa_layers(model).values()
     gates = [layer.gating for layer in layers]
-    queries_and_keys = [parameter for layer in layers for parameter in (layer.query, layer.key)]
+    queries_and_keys = [
+        parameter for layer in layers for parameter in (layer.query, layer.key)
+    ]
     attention = {id(parameter) for parameter in (*gates, *queries_and_keys)}
-    weights = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad and id(p) not in attention]
+    weights = [
+        p
+        for p in model.parameters()
+        if p.ndim > 1 and p.requires_grad and id(p) not in attention
+    ]
     parts = {"lr_sum": weights, "qk_lr_sum": queries_and_keys, "gating_lr_sum": gates}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    trained = {name: groups[id(part[0])] for name, part in parts.items() if part and id(part[0]) in groups}
-    units = {name: 1.0 if name == "gating_lr_sum" else _deviation(parts[name]) for name in trained}
+    trained = {
+        name: groups[id(part[0])]
+        for name, part in parts.items()
+        if part and id(part[0]) in groups
+    }
+    units = {
+        name: 1.0 if name == "gating_lr_sum" else _deviation(parts[name])
+        for name in trained
+    }
     before = [group["lr"] for group in optimizer.param_groups]
     # The schedules run dry, and set the rates that the training will have.
     totals, sums = dict.fromkeys(trained, 0.0), []
     for step in range(marks[-1] + 1):
         if step in marks:
-            known = {name: total / units[name] if units[name] else math.nan for name, total in totals.items()}
+            known = {
+                name: total / units[name] if units[name] else math.nan
+                for name, total in totals.items()
+            }
             sums.append(dict.fromkeys(parts, math.nan) | known)
         for schedule in schedules:
             schedule.step_update(step)
@@ -137,7 +185,9 @@ def rate_sums(
 
 def _deviation(parameters: Sequence[Tensor]) -> float:
     """Compute the standard deviation of all numbers of several tensors about zero."""
-    squares = sum(float(parameter.detach().double().square().sum()) for parameter in parameters)
+    squares = sum(
+        float(parameter.detach().double().square().sum()) for parameter in parameters
+    )
     return math.sqrt(squares / sum(parameter.numel() for parameter in parameters))
 
 
@@ -158,7 +208,9 @@ def create_optimizer(
     groups = parameter_groups(model, lr, gating_lr, weight_decay, qk_lr=qk_lr)
     kinds = {parameter.device.type for group in groups for parameter in group["params"]}
     fused = {"fused": True} if opt in _FUSED and kinds <= {"cpu", "cuda"} else {}
-    optimizer: torch.optim.Optimizer = create_optimizer_v2(groups, opt=opt, lr=lr, momentum=momentum, **fused)
+    optimizer: torch.optim.Optimizer = create_optimizer_v2(
+        groups, opt=opt, lr=lr, momentum=momentum, **fused
+    )
     return optimizer
 
 
@@ -170,7 +222,11 @@ class _Groups:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for group in self._optimizer.param_groups if (group["name"] == "gates") == self._gates]
+        return [
+            group
+            for group in self._optimizer.param_groups
+            if (group["name"] == "gates") == self._gates
+        ]
 
 
 def create_schedules(
@@ -207,7 +263,10 @@ def create_schedules(
     )
     # A schedule of timm has one warm-up and one floor for all groups of its optimizer, so the gates need their own.
     schedules = []
-    for view, (warmup, floor) in ((_Groups(optimizer, False), weights), (_Groups(optimizer, True), gates)):
+    for view, (warmup, floor) in (
+        (_Groups(optimizer, False), weights),
+        (_Groups(optimizer, True), gates),
+    ):
         if view.param_groups:
             schedule, _ = create_scheduler_v2(
                 view,
@@ -249,20 +308,36 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
     blocks = [(block, names) for block, names in modules if names]
     trunk = [block for block, _ in blocks if not _is_class_attention(block)]
     last = max(len(trunk) - 1, 1)
-    rates = {id(block): rate if uniform else rate * number / last for number, block in enumerate(trunk)}
+    rates = {
+        id(block): rate if uniform else rate * number / last
+        for number, block in enumerate(trunk)
+    }
     for block, names in blocks:
         p = rates.get(id(block), 0.0)
         for name in names:
-            setattr(block, name, DropPath(p).train(block.training) if p else nn.Identity())
+            setattr(
+                block, name, DropPath(p).train(block.training) if p else nn.Identity()
+            )
     return len(trunk)
 
 
 def _drop_paths(block: nn.Module) -> list[str]:
     """Return the names of a residual block's stochastic depths, set or not (None in timm's ResNets)."""
-    names = [name for name in {**vars(block), **block._modules} if re.fullmatch(r"drop_path\d?", name)]
-    return [name for name in names if isinstance(getattr(block, name), DropPath | nn.Identity | None)]
+    names = [
+        name
+        for name in {**vars(block), **block._modules}
+        if re.fullmatch(r"drop_path\d?", name)
+    ]
+    return [
+        name
+        for name in names
+        if isinstance(getattr(block, name), DropPath | nn.Identity | None)
+    ]
 
 
 def _is_class_attention(block: nn.Module) -> bool:
     """Return True if attention updates class tokens alone: in blocks of CaiT, XCiT, VOLO and attention pools."""
-    return any(isinstance(child, ClassAttn | VOLOClassAttention | PatchAttention) for child in block.children())
+    return any(
+        isinstance(child, ClassAttn | VOLOClassAttention | PatchAttention)
+        for child in block.children()
+    )

@@ -44,7 +44,11 @@ def seed_of(*parts: int) -> int:
 @contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
     """Draw from generators of this seed, on the CPU, and leave the global ones as they were."""
-    python, array, tensor = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+    python, array, tensor = (
+        random.getstate(),
+        np.random.get_state(),  # noqa: NPY002 (the state that is put back)
+        torch.default_generator.get_state(),
+    )
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 (NumPy takes 32 bits)
     torch.default_generator.manual_seed(seed)

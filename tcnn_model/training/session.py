@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from tcnn_model.training.build import convert
-from tcnn_model.training.checkpoint import load_tensors, read_checkpoint, write_checkpoint, write_file
+from tcnn_model.training.checkpoint import (
+    load_tensors,
+    read_checkpoint,
+    write_checkpoint,
+    write_file,
+)
 from tcnn_model.training.config import Config, as_toml
 from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.evaluation import best_result
@@ -78,7 +83,9 @@ class Folder:
         self.scaled = config.scaled(ranks.count)
         self._checkpoints = self.path / "checkpoints"
         self._within = self._checkpoints / "within.pt"
-        self._settings = {name: value for name, value in config.as_dict().items() if name not in FREE}
+        self._settings = {
+            name: value for name, value in config.as_dict().items() if name not in FREE
+        }
         self._settings["processes"] = ranks.count
         self._steps = 0
         self._best: int | None = None
@@ -99,7 +106,9 @@ class Folder:
                 except BlockingIOError:
                     refused = True
             if self.ranks.any(refused):
-                raise ValueError(f"another process trains in {self.path}: wait until it ends, or give another --out")
+                raise ValueError(
+                    f"another process trains in {self.path}: wait until it ends, or give another --out"
+                )
             yield
 
     def check_free(self) -> None:
@@ -109,7 +118,9 @@ class Folder:
             ValueError: It does.
         """
         if (self.path / "config.toml").exists():
-            raise ValueError(f"{self.path} holds a run already: --resume goes on with it, or give another --out")
+            raise ValueError(
+                f"{self.path} holds a run already: --resume goes on with it, or give another --out"
+            )
 
     def begin(self) -> None:
         """Write the settings, once all processes have looked at what was there."""
@@ -133,7 +144,10 @@ class Folder:
             training.load_state_dict(state)
         self.ranks.wait()  # other processes may still be reading what is deleted next
         if self.ranks.first:
-            partials = [self.path / f"{name}.partial" for name in ("config.toml", "epochs.csv", "best.pt")]
+            partials = [
+                self.path / f"{name}.partial"
+                for name in ("config.toml", "epochs.csv", "best.pt")
+            ]
             for partial in [*partials, *self._checkpoints.glob("*.pt.partial")]:
                 partial.unlink(missing_ok=True)
             if training.history:
@@ -148,7 +162,10 @@ class Folder:
         self._steps += 1
         if stopping.asked():
             self._stop(training, stopping)
-        elif self.config.checkpoint_steps and self._steps % self.config.checkpoint_steps == 0:
+        elif (
+            self.config.checkpoint_steps
+            and self._steps % self.config.checkpoint_steps == 0
+        ):
             self._write_checkpoint(training, self._within)
 
     def while_validating(self, training: Training, stopping: Stopping) -> None:
@@ -169,22 +186,30 @@ class Folder:
             StopRequested: The run is to stop, and has epochs to go.
         """
         epoch = training.history[-1].epoch
-        state = self._write_checkpoint(training, self._checkpoints / f"epoch-{epoch:04d}.pt")
+        state = self._write_checkpoint(
+            training, self._checkpoints / f"epoch-{epoch:04d}.pt"
+        )
         if self.ranks.first:
             self._settle(training, state)
         if epoch < self.config.epochs and stopping.asked():
             raise StopRequested(f"after epoch {epoch}", stopping.signal)
 
-    def keep_batch(self, images: torch.Tensor, targets: torch.Tensor, where: str) -> Path:
+    def keep_batch(
+        self, images: torch.Tensor, targets: torch.Tensor, where: str
+    ) -> Path:
         """Write the batch that gave a loss that is no number."""
         path = self.path / f"nonfinite-{self.ranks.rank}.pt"
-        write_checkpoint(path, {"images": images.cpu(), "targets": targets.cpu(), "where": where})
+        write_checkpoint(
+            path, {"images": images.cpu(), "targets": targets.cpu(), "where": where}
+        )
         return path
 
     def _stop(self, training: Training, stopping: Stopping) -> None:
         if training.step > 0:  # otherwise the checkpoint of the last epoch has it all
             self._write_checkpoint(training, self._within)
-        raise StopRequested(f"in epoch {training.epoch}, after step {training.step}", stopping.signal)
+        raise StopRequested(
+            f"in epoch {training.epoch}, after step {training.step}", stopping.signal
+        )
 
     def _settle(self, training: Training, state: dict[str, Any] | None = None) -> None:
         """Bring the other files in line with the checkpoints of epochs, in an order in which nothing can get lost.
@@ -212,7 +237,9 @@ class Folder:
         writer.writerows(asdict(result) for result in training.history)
         _write(self.path / "epochs.csv", table.getvalue())
 
-        if training.step == 0:  # otherwise this checkpoint is later than that of the last epoch
+        if (
+            training.step == 0
+        ):  # otherwise this checkpoint is later than that of the last epoch
             self._within.unlink(missing_ok=True)
         for epoch in sorted(checkpoints)[: -self.config.keep]:
             checkpoints[epoch].unlink()
@@ -225,13 +252,21 @@ class Folder:
     def _write_checkpoint(self, training: Training, path: Path) -> dict[str, Any]:
         state = training.state_dict()
         if self.ranks.first:
-            converted = any(name.endswith(".raw_locality") for name, _ in training.model.named_parameters())
-            write_checkpoint(path, {**state, "settings": self._settings, "converted": converted})
+            converted = any(
+                name.endswith(".raw_locality")
+                for name, _ in training.model.named_parameters()
+            )
+            write_checkpoint(
+                path, {**state, "settings": self._settings, "converted": converted}
+            )
         return state
 
     def _epochs(self) -> dict[int, Path]:
         """Checkpoints by epoch; other files in their folder are left alone."""
-        matches = [(_EPOCH.fullmatch(path.name), path) for path in self._checkpoints.glob("epoch-*.pt")]
+        matches = [
+            (_EPOCH.fullmatch(path.name), path)
+            for path in self._checkpoints.glob("epoch-*.pt")
+        ]
         return {int(match[1]): path for match, path in matches if match}
 
     def _latest(self, device: torch.device) -> dict[str, Any] | None:
@@ -259,7 +294,9 @@ def _file_lock(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except PermissionError as error:  # what POSIX also allows for a lock that is held
+        except (
+            PermissionError
+        ) as error:  # what POSIX also allows for a lock that is held
             raise BlockingIOError(*error.args) from error
         except BlockingIOError:
             raise

@@ -11,15 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["gather_state", "gathered", "shard", "shard_optimizer", "shard_state", "without_sync"]
+__all__ = [
+    "gather_state",
+    "gathered",
+    "shard",
+    "shard_optimizer",
+    "shard_state",
+    "without_sync",
+]
 
 
 def shard(model: nn.Module) -> None:
     """Spread a model over the processes, in place: its blocks, each gathered when it runs, and all that remains."""
-    from torch.distributed.fsdp import fully_shard  # slow to import, and needed by no run on one process
+    from torch.distributed.fsdp import (
+        fully_shard,
+    )  # slow to import, and needed by no run on one process
 
     for child in model.children():
-        if not isinstance(child, nn.Sequential | nn.ModuleList):  # timm keeps blocks in either
+        if not isinstance(
+            child, nn.Sequential | nn.ModuleList
+        ):  # timm keeps blocks in either
             continue
         for block in child:
             if next(block.parameters(), None) is not None:
@@ -43,7 +54,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for part in parts:
-            part.set_reshard_after_forward(part is not model, recurse=False)  # torch's default for a root, and others
+            part.set_reshard_after_forward(
+                part is not model, recurse=False
+            )  # torch's default for a root, and others
             part.reshard()
 
 
@@ -69,19 +82,26 @@ def gather_state(state: Any) -> Any:
 def shard_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return a state for a model, each tensor spread as the model's is."""
     pattern = model.state_dict()
-    return {name: _like(value, pattern[name]) if name in pattern else value for name, value in state.items()}
+    return {
+        name: _like(value, pattern[name]) if name in pattern else value
+        for name, value in state.items()
+    }
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Spread the state that an optimizer has loaded as its parameters are."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:  # steps are counted in whole scalars
+            if (
+                isinstance(value, Tensor) and value.shape == parameter.shape
+            ):  # steps are counted in whole scalars
                 state[name] = _like(value, parameter)
 
 
 def _like(value: Tensor, pattern: Tensor) -> Tensor:
-    if not hasattr(pattern, "full_tensor"):  # a DTensor has it; buffers are plain tensors
+    if not hasattr(
+        pattern, "full_tensor"
+    ):  # a DTensor has it; buffers are plain tensors
         return value
     from torch.distributed.tensor import distribute_tensor
 

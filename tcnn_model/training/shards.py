@@ -48,10 +48,16 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
         for number, shard in enumerate(self._shards):
             places += [(number, *sample) for sample in _samples(shard, field)]
         # An array, because workers of a DataLoader would copy the pages of a list of tuples as they count references.
-        self._places = np.array(places, dtype=np.int64).reshape(-1, 4)  # shard, first byte, size, label
+        self._places = np.array(places, dtype=np.int64).reshape(
+            -1, 4
+        )  # shard, first byte, size, label
         labels = np.unique(self._places[:, 3]).tolist()
         # Labels with gaps have no names: timm would take their places for the labels.
-        self.class_to_idx = {str(label): label for label in labels} if labels == [*range(len(labels))] else {}
+        self.class_to_idx = (
+            {str(label): label for label in labels}
+            if labels == [*range(len(labels))]
+            else {}
+        )
 
     def __len__(self) -> int:
         return len(self._places)
@@ -62,11 +68,15 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
             file.seek(first)
             return io.BytesIO(file.read(size)), label
 
-    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+    def _filename(
+        self, index: int, basename: bool = False, absolute: bool = False
+    ) -> str:
         """Return the shard, and the name of the image in it."""
         shard, first = self._shards[self._places[index, 0]], self._places[index, 1]
         with tarfile.open(shard, "r:") as tar:
-            path = shard / next(member.name for member in tar if member.offset_data == first)
+            path = shard / next(
+                member.name for member in tar if member.offset_data == first
+            )
         if basename:
             return path.name
         return str(path.absolute() if absolute else path)
@@ -79,14 +89,22 @@ def _shards_of(root: str, splits: Sequence[str]) -> tuple[list[Path], str]:
     if info:
         names = info.get("filenames", [])
     elif ".tar" in splits[0]:
-        names = _expanded(splits[0].partition("|")[0])  # timm allows the number of images behind a bar
+        names = _expanded(
+            splits[0].partition("|")[0]
+        )  # timm allows the number of images behind a bar
     else:
         synonyms = "|".join(map(re.escape, splits))
         split = re.compile(rf"(.*[-_.])?({synonyms})([-_.].*)?\.tar")
-        names = sorted(path.name for path in folder.glob("*.tar") if split.fullmatch(path.name))
+        names = sorted(
+            path.name for path in folder.glob("*.tar") if split.fullmatch(path.name)
+        )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
-        expected = f"the shard {missing[0]}" if missing else f"a split {splits[0]!r}, in {_INFO[0]} or names of shards"
+        expected = (
+            f"the shard {missing[0]}"
+            if missing
+            else f"a split {splits[0]!r}, in {_INFO[0]} or names of shards"
+        )
         raise ValueError(
             f"expected {expected} in the folder {root}: shards are read from a disk, so copy them there first"
         )
@@ -118,24 +136,48 @@ def _samples(shard: Path, field: str) -> Iterator[tuple[int, int, int]]:
     """Yield first byte, size and label of each image."""
     try:
         with tarfile.open(shard, "r:") as tar:
-            matches = [(_SAMPLE.fullmatch(member.name), member) for member in tar if member.isfile()]
-            files = [(match[1], match[2].lower(), member) for match, member in matches if match]
+            matches = [
+                (_SAMPLE.fullmatch(member.name), member)
+                for member in tar
+                if member.isfile()
+            ]
+            files = [
+                (match[1], match[2].lower(), member)
+                for match, member in matches
+                if match
+            ]
             # The files of a sample stand together, as webdataset needs it to read them in a stream.
             for key, group in groupby(files, key=lambda file: file[0]):
                 parts = {ending: member for _, ending, member in group}
-                image = next((parts[ending] for ending in _IMAGES if ending in parts), None)
+                image = next(
+                    (parts[ending] for ending in _IMAGES if ending in parts), None
+                )
                 label = _label(tar, parts, field)
                 if image is None or label is None:
-                    place = f"{field or 'label'!r} of .json" if field or "cls" not in parts else ".cls"
-                    missing = f"an integer in {place}" if image else f"an image, {' or '.join(_IMAGES)},"
-                    raise ValueError(f"expected {missing} for {key} in {shard}, found {', '.join(parts)}")
+                    place = (
+                        f"{field or 'label'!r} of .json"
+                        if field or "cls" not in parts
+                        else ".cls"
+                    )
+                    missing = (
+                        f"an integer in {place}"
+                        if image
+                        else f"an image, {' or '.join(_IMAGES)},"
+                    )
+                    raise ValueError(
+                        f"expected {missing} for {key} in {shard}, found {', '.join(parts)}"
+                    )
                 if label >= 0:  # timm, too, leaves out the others
                     yield image.offset_data, image.size, label
     except tarfile.TarError as error:
-        raise ValueError(f"{shard} is not a whole, uncompressed tar file: {error}") from error
+        raise ValueError(
+            f"{shard} is not a whole, uncompressed tar file: {error}"
+        ) from error
 
 
-def _label(tar: tarfile.TarFile, parts: Mapping[str, tarfile.TarInfo], field: str) -> int | None:
+def _label(
+    tar: tarfile.TarFile, parts: Mapping[str, tarfile.TarInfo], field: str
+) -> int | None:
     """Read the label of a sample: its ``.cls``, unless a field of its JSON is named."""
     ending = "json" if field or "cls" not in parts else "cls"
     if ending not in parts:

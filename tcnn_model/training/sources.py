@@ -14,7 +14,10 @@ __all__ = ["DIGITS", "Source", "open_sources"]
 DIGITS = ("digits", "parity")
 
 # The names that timm takes for each other in `create_dataset`, the first as our documents write it.
-SPLITS = {"train": ("train", "training"), "validation": ("val", "validation", "valid", "eval", "evaluation")}
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("val", "validation", "valid", "eval", "evaluation"),
+}
 
 # timm's data sets whose images come in a stream, without numbers.
 _STREAMS = ("tfds", "hfids")
@@ -46,7 +49,9 @@ class _Digits:
 
         digits = load_digits()
         numbers = range(len(digits.target))
-        split = train_test_split(numbers, test_size=0.25, random_state=0, stratify=digits.target)
+        split = train_test_split(
+            numbers, test_size=0.25, random_state=0, stratify=digits.target
+        )
         self._numbers = split[0] if training else split[1]
         # The digits have 17 grey levels, from 0 to 16.
         self._images = np.clip(digits.images * 16, 0, 255).astype(np.uint8)
@@ -70,8 +75,12 @@ class _Timm:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._reader = getattr(dataset, "reader", None)  # torchvision's data sets have none
-        labels = getattr(self._reader, "class_to_idx", None) or getattr(dataset, "class_to_idx", None)
+        self._reader = getattr(
+            dataset, "reader", None
+        )  # torchvision's data sets have none
+        labels = getattr(self._reader, "class_to_idx", None) or getattr(
+            dataset, "class_to_idx", None
+        )
         self.classes = tuple(sorted(labels, key=labels.__getitem__)) if labels else None
 
     def __len__(self) -> int:
@@ -100,7 +109,9 @@ class _Timm:
             raise OSError("not a regular file")
 
 
-def open_sources(data: str, dataset: str, splits: tuple[str, str]) -> tuple[Source, Source]:
+def open_sources(
+    data: str, dataset: str, splits: tuple[str, str]
+) -> tuple[Source, Source]:
     """Open the images for training and for validation.
 
     Args:
@@ -112,20 +123,29 @@ def open_sources(data: str, dataset: str, splits: tuple[str, str]) -> tuple[Sour
         ValueError: The data are not as expected; the message says what was found.
     """
     if data in DIGITS:
-        return _Digits(True, parity=data == "parity"), _Digits(False, parity=data == "parity")
+        return _Digits(True, parity=data == "parity"), _Digits(
+            False, parity=data == "parity"
+        )
     if _kind(dataset) in _STREAMS:
-        raise ValueError(f"{dataset} gives images in a stream, and a run that is exact needs their numbers: use hfds/")
+        raise ValueError(
+            f"{dataset} gives images in a stream, and a run that is exact needs their numbers: use hfds/"
+        )
     roots = (data, data) if dataset else _roots(data, splits)
     train = _open(roots[0], dataset, splits[0])
     validation = _open(roots[1], dataset, splits[1])
-    for source, split, root in ((train, splits[0], roots[0]), (validation, splits[1], roots[1])):
+    for source, split, root in (
+        (train, splits[0], roots[0]),
+        (validation, splits[1], roots[1]),
+    ):
         if len(source) == 0:
             raise ValueError(f"the split {split!r} in {root} has no images")
     _check_same_classes(train.classes, validation.classes)
     return train, validation
 
 
-def _check_same_classes(train: Sequence[str] | None, validation: Sequence[str] | None) -> None:
+def _check_same_classes(
+    train: Sequence[str] | None, validation: Sequence[str] | None
+) -> None:
     if train is None or validation is None or train == validation:
         return
     only_train = sorted({*train} - {*validation})[:5]
@@ -149,9 +169,13 @@ def _open(root: str, dataset: str, split: str) -> _Timm:
 
             return _Timm(ImageDataset(root, reader=ShardReader(root, _names(split))))
         # The folder of a split was found above, so timm need not look for one inside of it.
-        return _Timm(create_dataset(dataset, root=root, split=split, search_split=False))
+        return _Timm(
+            create_dataset(dataset, root=root, split=split, search_split=False)
+        )
     except (RuntimeError, OSError, AssertionError, ImportError) as error:
-        raise ValueError(f"cannot open the split {split!r} of {dataset or 'the folder'} in {root}: {error}") from error
+        raise ValueError(
+            f"cannot open the split {split!r} of {dataset or 'the folder'} in {root}: {error}"
+        ) from error
 
 
 def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
@@ -160,12 +184,18 @@ def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
     if not root.exists():
         raise ValueError(f"there is no folder {data}")
     if root.is_file():
-        raise ValueError(f"{data} is one file: give a folder that has one for training and one for validation")
+        raise ValueError(
+            f"{data} is one file: give a folder that has one for training and one for validation"
+        )
     train, validation = _split(root, splits[0]), _split(root, splits[1])
     if train is None or validation is None:
         names = " and ".join(f"{SPLITS.get(split, (split,))[0]}/" for split in splits)
         # An archive often unpacks to a folder in a folder.
-        inner = [folder for folder in _folders(root) if all(_split(folder, split) for split in splits)]
+        inner = [
+            folder
+            for folder in _folders(root)
+            if all(_split(folder, split) for split in splits)
+        ]
         hint = f"; did you mean {inner[0]}?" if inner else ""
         raise ValueError(f"expected {names} in {data}, found {_listing(root)}{hint}")
     for folder in (train, validation):
@@ -175,7 +205,9 @@ def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
 
 
 def _split(root: Path, split: str) -> Path | None:
-    candidates = [root / f"{name}{ending}" for name in _names(split) for ending in ("", ".tar")]
+    candidates = [
+        root / f"{name}{ending}" for name in _names(split) for ending in ("", ".tar")
+    ]
     return next((path for path in candidates if path.is_dir() or path.is_file()), None)
 
 
@@ -190,7 +222,9 @@ def _names(split: str) -> tuple[str, ...]:
 def _check_classes(folder: Path) -> None:
     classes = _folders(folder)
     if len(classes) < 2:
-        raise ValueError(f"expected a folder for each class, two or more, in {folder}, found {_listing(folder)}")
+        raise ValueError(
+            f"expected a folder for each class, two or more, in {folder}, found {_listing(folder)}"
+        )
     for images in classes:
         paths = [path for path in images.iterdir() if not path.name.startswith(".")]
         if paths and all(path.is_dir() for path in paths):
@@ -200,12 +234,18 @@ def _check_classes(folder: Path) -> None:
 
 
 def _folders(root: Path) -> list[Path]:
-    return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return sorted(
+        path
+        for path in root.iterdir()
+        if path.is_dir() and not path.name.startswith(".")
+    )
 
 
 def _listing(folder: Path) -> str:
     """Name the first files of a folder, for messages."""
-    names = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
+    names = sorted(
+        f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir()
+    )
     if len(names) > 5:
         names[5:] = ["..."]
     return ", ".join(names) or "nothing"

@@ -6,7 +6,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.loss import (
+    BinaryCrossEntropy,
+    LabelSmoothingCrossEntropy,
+    SoftTargetCrossEntropy,
+)
 from torch import Tensor, nn
 
 __all__ = ["Classification", "create_criterion", "create_task"]
@@ -22,7 +26,9 @@ class Classification:
         criterion: Function from scores and targets to a loss.
     """
 
-    def __init__(self, forward: Callable[[Tensor], Tensor], criterion: Criterion) -> None:
+    def __init__(
+        self, forward: Callable[[Tensor], Tensor], criterion: Criterion
+    ) -> None:
         self.forward, self.criterion = forward, criterion
 
     def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
@@ -34,7 +40,13 @@ class Classification:
 class _HardLogitDistillation(Classification):
     """The mean of the labels' loss and that of a teacher's decisions (DeiT, thesis Sec. 3.3, "hard-label")."""
 
-    def __init__(self, forward: Callable[[Tensor], Tensor], criterion: Criterion, teacher: Any, norm: Any) -> None:
+    def __init__(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        criterion: Criterion,
+        teacher: Any,
+        norm: Any,
+    ) -> None:
         super().__init__(forward, criterion)
         self.teacher, self._norm = teacher, norm
 
@@ -42,8 +54,12 @@ class _HardLogitDistillation(Classification):
         result = super().__call__(images, targets)
         with torch.no_grad():
             # The images are normalised for the student.
-            decisions = self.teacher(self.teacher.normalize_input(images, *self._norm)).argmax(1)
-        loss = (result["loss"] + F.cross_entropy(result["output"].float(), decisions)) / 2
+            decisions = self.teacher(
+                self.teacher.normalize_input(images, *self._norm)
+            ).argmax(1)
+        loss = (
+            result["loss"] + F.cross_entropy(result["output"].float(), decisions)
+        ) / 2
         return {**result, "loss": loss}
 
 
@@ -61,7 +77,11 @@ def create_criterion(loss: str, *, label_smoothing: float, mixed: bool) -> nn.Mo
     if loss == "bce":
         criterion: nn.Module = BinaryCrossEntropy(0.0 if mixed else label_smoothing)
     elif loss == "ce":
-        criterion = SoftTargetCrossEntropy() if mixed else LabelSmoothingCrossEntropy(label_smoothing)
+        criterion = (
+            SoftTargetCrossEntropy()
+            if mixed
+            else LabelSmoothingCrossEntropy(label_smoothing)
+        )
     else:
         raise ValueError(f"expected loss 'ce' or 'bce', got {loss!r}")
     return criterion
@@ -94,17 +114,27 @@ def create_task(
     try:
         from timm.task import DistillationTeacher, TokenDistillationTask
     except ImportError as error:
-        raise ImportError("distillation needs timm.task: pip install -U timm") from error
+        raise ImportError(
+            "distillation needs timm.task: pip install -U timm"
+        ) from error
     device = next(model.parameters()).device
     judge = DistillationTeacher(teacher, device=device).requires_grad_(False).to(device)
     if distillation == "token":
         # timm's default is soft distillation.
         half = {"distill_loss_weight": 0.5, "task_loss_weight": 0.5}
-        task: Any = TokenDistillationTask(forward, judge, criterion, distill_type="hard", device=device, **half)
+        task: Any = TokenDistillationTask(
+            forward, judge, criterion, distill_type="hard", device=device, **half
+        )
         return task
     if distillation != "hard":
-        raise ValueError(f"expected distillation 'hard' or 'token', got {distillation!r}")
+        raise ValueError(
+            f"expected distillation 'hard' or 'token', got {distillation!r}"
+        )
     config = getattr(model, "pretrained_cfg", None) or {}
-    mean = torch.tensor(config.get("mean", IMAGENET_DEFAULT_MEAN), device=device).view(1, -1, 1, 1)
-    std = torch.tensor(config.get("std", IMAGENET_DEFAULT_STD), device=device).view(1, -1, 1, 1)
+    mean = torch.tensor(config.get("mean", IMAGENET_DEFAULT_MEAN), device=device).view(
+        1, -1, 1, 1
+    )
+    std = torch.tensor(config.get("std", IMAGENET_DEFAULT_STD), device=device).view(
+        1, -1, 1, 1
+    )
     return _HardLogitDistillation(forward, criterion, judge, (mean, std))

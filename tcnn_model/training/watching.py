@@ -32,15 +32,22 @@ class Watching:
                 self._create = pkgutil.resolve_name(config.watcher)
             except ImportError as error:
                 # tcnn_probe watches by default, and tcnn_model can be installed without it.
-                say(f"nobody watches this run ({error}): epochs.csv has what it comes to", folder.ranks)
-        self._board = _board(folder) if config.tensorboard and folder.ranks.first else None
+                say(
+                    f"nobody watches this run ({error}): epochs.csv has what it comes to",
+                    folder.ranks,
+                )
+        self._board = (
+            _board(folder) if config.tensorboard and folder.ranks.first else None
+        )
         self.attach()
 
     def attach(self) -> None:
         """Watch the model as it now is."""
         self._leave()
         if self._create is not None:
-            self._watcher = self._create(self._training.model, self._folder.path, self._config.as_dict())
+            self._watcher = self._create(
+                self._training.model, self._folder.path, self._config.as_dict()
+            )
 
     def __call__(self, scalars: dict[str, float]) -> None:
         """Show an epoch."""
@@ -68,5 +75,9 @@ def _board(folder: Folder) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ValueError(f"--tensorboard needs the package tensorboard: pip install tensorboard ({error})") from error
-    return SummaryWriter(str(folder.path / "tensorboard"), purge_step=0)  # a resumed run shows all of its epochs again
+        raise ValueError(
+            f"--tensorboard needs the package tensorboard: pip install tensorboard ({error})"
+        ) from error
+    return SummaryWriter(
+        str(folder.path / "tensorboard"), purge_step=0
+    )  # a resumed run shows all of its epochs again

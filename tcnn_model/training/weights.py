@@ -61,25 +61,46 @@ def create_from_weights(
     try:
         model = create_of_size(name, img_size, num_classes=classes, **options)
         size = (3, img_size, img_size) if img_size else None
-        tokens = next((value for key, value in state.items() if key.endswith("attention.cls_token")), None)
+        tokens = next(
+            (
+                value
+                for key, value in state.items()
+                if key.endswith("attention.cls_token")
+            ),
+            None,
+        )
         if tokens is not None:
-            model = add_attention_pool(model, per_class=tokens.shape[1] > 1, input_size=size, inplace=True)
+            model = add_attention_pool(
+                model, per_class=tokens.shape[1] > 1, input_size=size, inplace=True
+            )
         gated = any(key.endswith(".raw_locality") for key in state)
         if gated and not gpsa_layers(model):
             model = reparameterize(model, input_size=size, inplace=True)
-        if isinstance(model, Cait):  # timm resizes the position embeddings of its other transformers
+        if isinstance(
+            model, Cait
+        ):  # timm resizes the position embeddings of its other transformers
             state = {**state, "pos_embed": _resized(state["pos_embed"], model)}
         if gated or tokens is not None or _shapes(state) == _shapes(model.state_dict()):
             model.load_state_dict(state)
         else:
             overlay = {"state_dict": state, "num_classes": classes, "label_offset": 0}
             model = create_of_size(
-                name, img_size, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=classes, **options
+                name,
+                img_size,
+                pretrained=True,
+                pretrained_cfg_overlay=overlay,
+                num_classes=classes,
+                **options,
             )
             # Otherwise timm keeps all weights in there, and copies them with the model.
-            model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "state_dict": None}
+            model.pretrained_cfg = model.default_cfg = {
+                **model.pretrained_cfg,
+                "state_dict": None,
+            }
     except (RuntimeError, TypeError, KeyError) as error:
-        raise ValueError(f"weights: those in {path} are not for {name}: {error}") from error
+        raise ValueError(
+            f"weights: those in {path} are not for {name}: {error}"
+        ) from error
     if classes != num_classes:
         model.reset_classifier(num_classes)
     return model
@@ -89,15 +110,25 @@ def _read_weights(path: str) -> State:
     if not Path(path).is_file():
         raise ValueError(f"weights: there is no file {path}")
     try:
-        if zipfile.is_zipfile(path):  # torch's old format and safetensors have no checksums
+        if zipfile.is_zipfile(
+            path
+        ):  # torch's old format and safetensors have no checksums
             check_sums(path)
         # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
         state: State = load_state_dict(path, weights_only=True)
-    except Exception as error:  # torch and safetensors raise many kinds for damaged files
+    except (
+        Exception
+    ) as error:  # torch and safetensors raise many kinds for damaged files
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"weights: {path} is damaged, or holds more than weights: {reason}") from error
+        raise ValueError(
+            f"weights: {path} is damaged, or holds more than weights: {reason}"
+        ) from error
     if {"memory", "predictor.0.weight"} <= state.keys():
-        return {name.removeprefix("trunk."): value for name, value in state.items() if name.startswith("trunk.")}
+        return {
+            name.removeprefix("trunk."): value
+            for name, value in state.items()
+            if name.startswith("trunk.")
+        }
     return state
 
 
@@ -108,11 +139,16 @@ def _count_classes(name: str, state: Mapping[str, Tensor]) -> int:
     if f"{layer}.weight" in state:
         return len(state[f"{layer}.weight"])
     # The published PatchConvNets with a token for each class have a classifier for each.
-    return sum(re.fullmatch(rf"{re.escape(layer)}\.\d+\.weight", key) is not None for key in state)
+    return sum(
+        re.fullmatch(rf"{re.escape(layer)}\.\d+\.weight", key) is not None
+        for key in state
+    )
 
 
 def _resized(positions: Tensor, model: Cait) -> Tensor:
-    return resample_abs_pos_embed(positions, list(model.patch_embed.grid_size), num_prefix_tokens=0)
+    return resample_abs_pos_embed(
+        positions, list(model.patch_embed.grid_size), num_prefix_tokens=0
+    )
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

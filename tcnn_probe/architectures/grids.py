@@ -54,7 +54,15 @@ class Windows:
         if not self.padded_first:
             cells = F.pad(cells, padding, value=-1)
         if self.spread:
-            cut = cells.unflatten(0, (high, -1)).unflatten(2, (wide, -1)).permute(1, 3, 0, 2)
+            cut = (
+                cells.unflatten(0, (high, -1))
+                .unflatten(2, (wide, -1))
+                .permute(1, 3, 0, 2)
+            )
         else:
-            cut = cells.unflatten(0, (-1, high)).unflatten(2, (-1, wide)).permute(0, 2, 1, 3)
+            cut = (
+                cells.unflatten(0, (-1, high))
+                .unflatten(2, (-1, wide))
+                .permute(0, 2, 1, 3)
+            )
         return cut.flatten(2).flatten(0, 1)

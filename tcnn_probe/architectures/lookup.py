@@ -14,7 +14,15 @@ from tcnn_probe.architectures.torch_layers import TORCH_LAYERS
 from tcnn_probe.architectures.torchvision_layers import TORCHVISION_LAYERS
 from tcnn_probe.architectures.transformers_layers import TRANSFORMERS_LAYERS
 
-__all__ = ["RECORDS", "as_rows", "from_rows", "head_count", "heads_axis", "known", "looks_like_attention"]
+__all__ = [
+    "RECORDS",
+    "as_rows",
+    "from_rows",
+    "head_count",
+    "heads_axis",
+    "known",
+    "looks_like_attention",
+]
 
 RECORDS: dict[str, LayerRecord] = {
     **OWN_LAYERS,
@@ -29,7 +37,14 @@ RECORDS: dict[str, LayerRecord] = {
 _FACTS_OF_THE_FORWARD = frozenset({"branches", "head_parameters"})
 
 # torch, timm and transformers each have their own name for it.
-_HEAD_COUNTS = ("num_heads", "n_heads", "nhead", "heads", "n_head", "num_attention_heads")
+_HEAD_COUNTS = (
+    "num_heads",
+    "n_heads",
+    "nhead",
+    "heads",
+    "n_head",
+    "num_attention_heads",
+)
 
 
 def known(module: nn.Module) -> LayerRecord:
@@ -56,7 +71,10 @@ def _record(cls: type, forward: Any) -> LayerRecord:
 
 def looks_like_attention(module: nn.Module) -> bool:
     """Tell whether a module's class is named as those of attention are."""
-    return re.search("(Attn|Attention|MHSA|XCA)(?!.*Projection)", type(module).__name__) is not None
+    return (
+        re.search("(Attn|Attention|MHSA|XCA)(?!.*Projection)", type(module).__name__)
+        is not None
+    )
 
 
 def head_count(module: nn.Module) -> int | None:
@@ -65,7 +83,9 @@ def head_count(module: nn.Module) -> int | None:
     return next((n for n in sizes if isinstance(n, int) and n), None)
 
 
-def heads_axis(leading: Sequence[int], module: nn.Module, known_axis: int | None = None) -> tuple[int | str, int]:
+def heads_axis(
+    leading: Sequence[int], module: nn.Module, known_axis: int | None = None
+) -> tuple[int | str, int]:
     """Find the axis of heads among the sizes before N_query, and the number of heads.
 
     Args:
@@ -76,16 +96,22 @@ def heads_axis(leading: Sequence[int], module: nn.Module, known_axis: int | None
     Returns:
         The axis, "merged" if heads are part of the first axis, or "one" if there is none; and the number of heads.
     """
-    axis: int | str | None = known_axis if known_axis is not None else known(module).heads_axis
+    axis: int | str | None = (
+        known_axis if known_axis is not None else known(module).heads_axis
+    )
     count = head_count(module) or 0
     if axis is None:
         if count and count in leading[1:]:
-            axis = len(leading) - 1 - leading[::-1].index(count)  # windows of the same number come before the heads
+            axis = (
+                len(leading) - 1 - leading[::-1].index(count)
+            )  # windows of the same number come before the heads
         elif len(leading) > 1:
             axis = 1
         else:
             axis = "merged" if count and leading[0] % count == 0 else "one"
-    return axis, 1 if axis == "one" else count if axis == "merged" else leading[int(axis)]
+    return axis, 1 if axis == "one" else count if axis == "merged" else leading[
+        int(axis)
+    ]
 
 
 def as_rows(x: Tensor, module: nn.Module, known_axis: int | None = None) -> Tensor:
@@ -99,11 +125,20 @@ def as_rows(x: Tensor, module: nn.Module, known_axis: int | None = None) -> Tens
     return x.flatten(0, -4) if x.ndim > 4 else x
 
 
-def from_rows(rows: Tensor, leading: Sequence[int], module: nn.Module, known_axis: int | None = None) -> Tensor:
+def from_rows(
+    rows: Tensor,
+    leading: Sequence[int],
+    module: nn.Module,
+    known_axis: int | None = None,
+) -> Tensor:
     """Return (rows, heads, N, d) as (..., N, d) with these leading sizes, the inverse of :func:`as_rows`."""
     axis, count = heads_axis(leading, module, known_axis)
     if axis == "one":
         return rows.reshape(*leading, *rows.shape[-2:])
-    place, sizes = (1, [-1, count, *leading[1:]]) if axis == "merged" else (int(axis), [*leading])
-    x = rows.reshape(*sizes[:place], *sizes[place + 1 :], *rows.shape[1:]).movedim(-3, place)
+    place, sizes = (
+        (1, [-1, count, *leading[1:]]) if axis == "merged" else (int(axis), [*leading])
+    )
+    x = rows.reshape(*sizes[:place], *sizes[place + 1 :], *rows.shape[1:]).movedim(
+        -3, place
+    )
     return x.flatten(0, 1) if axis == "merged" else x

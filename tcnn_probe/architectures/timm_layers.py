@@ -14,7 +14,9 @@ __all__ = ["TIMM_LAYERS"]
 # Grids that a layer knows by itself.
 
 
-def _square(side: Callable[[Any, int], int]) -> Callable[[Any, int], tuple[TokenGrid, TokenGrid]]:
+def _square(
+    side: Callable[[Any, int], int],
+) -> Callable[[Any, int], tuple[TokenGrid, TokenGrid]]:
     """Give queries and keys the same square grid, whose side is a function of the layer and the number of keys."""
 
     def grids(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
@@ -26,22 +28,34 @@ def _square(side: Callable[[Any, int], int]) -> Callable[[Any, int], tuple[Token
 
 def _halo(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
     """Put a block of queries, which can be strided, in the middle of its window of keys."""
-    side, stride, halo = layer.block_size_ds, float(layer.block_stride), float(layer.halo_size)
-    return TokenGrid(side, side, (stride, stride), (halo, halo)), TokenGrid(layer.win_size, layer.win_size)
+    side, stride, halo = (
+        layer.block_size_ds,
+        float(layer.block_stride),
+        float(layer.halo_size),
+    )
+    return TokenGrid(side, side, (stride, stride), (halo, halo)), TokenGrid(
+        layer.win_size, layer.win_size
+    )
 
 
 def _every_second(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
     """Put the queries on every ``stride``-th row and column of the keys."""
     (height, width), stride = layer.resolution, layer.stride
     spacing = float(stride), float(stride)
-    return TokenGrid(-(-height // stride), -(-width // stride), spacing), TokenGrid(height, width)
+    return TokenGrid(-(-height // stride), -(-width // stride), spacing), TokenGrid(
+        height, width
+    )
 
 
 def _padded_evenly(layer: Any) -> bool:
     """Tell whether convolutions padded by 1 on each side make the keys, and the queries are not pooled."""
     # With padding "same", strided windows begin at another pixel for even sizes than for odd ones.
     pooling = getattr(layer.key, "down_conv", None)
-    return pooling is not None and tuple(pooling.padding) == (1, 1) and not layer.has_query_strides
+    return (
+        pooling is not None
+        and tuple(pooling.padding) == (1, 1)
+        and not layer.has_query_strides
+    )
 
 
 def _always(layer: Any) -> bool:
@@ -60,14 +74,24 @@ def _channels_first(inputs: Sequence[Any]) -> tuple[int, int]:
 
 
 def _swin(block: Any, inputs: Sequence[Any]) -> Windows:
-    return Windows(_channels_last(inputs), to_2tuple(block.window_size), to_2tuple(block.shift_size))
+    return Windows(
+        _channels_last(inputs),
+        to_2tuple(block.window_size),
+        to_2tuple(block.shift_size),
+    )
 
 
-def _maxvit(grid: Callable[[Sequence[Any]], tuple[int, int]]) -> Callable[[Any, Sequence[Any]], Windows]:
+def _maxvit(
+    grid: Callable[[Sequence[Any]], tuple[int, int]],
+) -> Callable[[Any, Sequence[Any]], Windows]:
     """Cut blocks, or grids of every n-th row and column."""
 
     def windows(block: Any, inputs: Sequence[Any]) -> Windows:
-        return Windows(grid(inputs), to_2tuple(block.partition_size), spread=not block.partition_block)
+        return Windows(
+            grid(inputs),
+            to_2tuple(block.partition_size),
+            spread=not block.partition_block,
+        )
 
     return windows
 
@@ -92,7 +116,9 @@ def _scale_parameters(
     mixer: str, mlp: str, *scales: str, main: str | int = "norm1", axis: int = -1
 ) -> Sequence[ResidualBranch]:
     """Describe a block that multiplies its branches by parameters."""
-    return ResidualBranch(scales[0], mixer, main, axis), ResidualBranch(scales[1], mlp, "norm2")
+    return ResidualBranch(scales[0], mixer, main, axis), ResidualBranch(
+        scales[1], mlp, "norm2"
+    )
 
 
 def _of_cait(main: str | int = "norm1") -> Sequence[ResidualBranch]:
@@ -124,7 +150,9 @@ _QKV = HeadParameters(
 Layers that look alike differ in this: LeViT interleaves queries, keys and values head by head, Nest the heads in each
 channel. So a class is listed here once its source was read.
 """
-_QKV_OF_CONVIT = HeadParameters({**_QKV.rows, "pos_proj": 1, "gating_param": 1}, output="proj")
+_QKV_OF_CONVIT = HeadParameters(
+    {**_QKV.rows, "pos_proj": 1, "gating_param": 1}, output="proj"
+)
 
 _CHANNELS = "attention between channels, not between tokens"
 _CROSS_COVARIANCE = "attention between channels (cross-covariance), not between tokens"
@@ -136,9 +164,13 @@ _ATTENTION: Mapping[str, LayerRecord] = {
     "timm.layers.attention.Attention": LayerRecord(head_parameters=_QKV),
     "timm.layers.attention.AttentionRope": LayerRecord(head_parameters=_QKV),
     # The query is a parameter of the layer, so no patch asks.
-    "timm.layers.attention_pool.AttentionPoolLatent": LayerRecord(latent_queries=_LATENTS, head_parameters=_QKV),
+    "timm.layers.attention_pool.AttentionPoolLatent": LayerRecord(
+        latent_queries=_LATENTS, head_parameters=_QKV
+    ),
     "timm.layers.attention_pool.AttentionPoolPrr": LayerRecord(latent_queries=_LATENTS),
-    "timm.layers.attention2d.MultiQueryAttention2d": LayerRecord(strided=_padded_evenly),
+    "timm.layers.attention2d.MultiQueryAttention2d": LayerRecord(
+        strided=_padded_evenly
+    ),
     # Heads are folded into the batch before the blocks are unfolded: (batch * heads, blocks, N_query, N_key).
     "timm.layers.halo_attn.HaloAttn": LayerRecord(heads_axis="merged", own_grids=_halo),
     "timm.models.beit.Attention": LayerRecord(head_parameters=_QKV),
@@ -148,9 +180,13 @@ _ATTENTION: Mapping[str, LayerRecord] = {
     "timm.models.convit.MHSA": LayerRecord(head_parameters=_QKV),
     "timm.models.davit.WindowAttention": LayerRecord(head_parameters=_QKV),
     # Queries come from a strided convolution plus the pixel that it is centred at.
-    "timm.models.efficientformer_v2.Attention2dDownsample": LayerRecord(strided=_always),
+    "timm.models.efficientformer_v2.Attention2dDownsample": LayerRecord(
+        strided=_always
+    ),
     # A loop over heads, in each of which the softmax has no axis of heads; it has num_heads all the same.
-    "timm.models.efficientvit_msra.CascadedGroupAttention": LayerRecord(heads_axis="one"),
+    "timm.models.efficientvit_msra.CascadedGroupAttention": LayerRecord(
+        heads_axis="one"
+    ),
     "timm.models.eva.EvaAttention": LayerRecord(head_parameters=_QKV),
     "timm.models.fastvit.Attention": LayerRecord(head_parameters=_QKV),
     # (B, heads, windows, N, N), where the number of windows can be that of the heads.
@@ -161,13 +197,19 @@ _ATTENTION: Mapping[str, LayerRecord] = {
     # The downsampling takes every second row and column of the queries by slicing.
     "timm.models.levit.AttentionDownsample": LayerRecord(own_grids=_every_second),
     "timm.models.metaformer.Attention": LayerRecord(head_parameters=_QKV),
-    "timm.models.mvitv2.MultiScaleAttention": LayerRecord(strided=_always, head_parameters=_QKV),
+    "timm.models.mvitv2.MultiScaleAttention": LayerRecord(
+        strided=_always, head_parameters=_QKV
+    ),
     "timm.models.mvitv2.MultiScaleAttentionPoolFirst": LayerRecord(strided=_always),
     # (B, heads, blocks, N, N); the blocks of an image are square.
-    "timm.models.nest.Attention": LayerRecord(heads_axis=1, own_grids=_square(lambda layer, keys: isqrt(keys))),
+    "timm.models.nest.Attention": LayerRecord(
+        heads_axis=1, own_grids=_square(lambda layer, keys: isqrt(keys))
+    ),
     "timm.models.pvt_v2.Attention": LayerRecord(head_parameters=_QKV),
     "timm.models.swin_transformer.WindowAttention": LayerRecord(head_parameters=_QKV),
-    "timm.models.swin_transformer_v2.WindowAttention": LayerRecord(head_parameters=_QKV),
+    "timm.models.swin_transformer_v2.WindowAttention": LayerRecord(
+        head_parameters=_QKV
+    ),
     "timm.models.tnt.Attention": LayerRecord(head_parameters=_QKV),
     "timm.models.twins.GlobalSubSampleAttn": LayerRecord(head_parameters=_QKV),
     "timm.models.twins.LocallyGroupedAttn": LayerRecord(
@@ -177,7 +219,9 @@ _ATTENTION: Mapping[str, LayerRecord] = {
     ),
     # Older versions of timm define here what is now timm.layers.attention.Attention.
     "timm.models.vision_transformer.Attention": LayerRecord(head_parameters=_QKV),
-    "timm.models.vision_transformer_relpos.RelPosAttention": LayerRecord(head_parameters=_QKV),
+    "timm.models.vision_transformer_relpos.RelPosAttention": LayerRecord(
+        head_parameters=_QKV
+    ),
     "timm.models.vision_transformer_sam.Attention": LayerRecord(head_parameters=_QKV),
     "timm.models.volo.Attention": LayerRecord(head_parameters=_QKV),
     "timm.models.volo.ClassAttention": LayerRecord(head_parameters=_QKV),
@@ -219,28 +263,42 @@ _BLOCKS: Mapping[str, LayerRecord] = {
     "timm.models.davit.SpatialBlock": LayerRecord(windows=_davit),
     "timm.models.efficientformer.MetaBlock1d": LayerRecord(branches=_layer_scales()),
     # It has no norms: the mixer and the MLP take the main branch themselves.
-    "timm.models.efficientformer.MetaBlock2d": LayerRecord(branches=_layer_scales("token_mixer", "mlp")),
+    "timm.models.efficientformer.MetaBlock2d": LayerRecord(
+        branches=_layer_scales("token_mixer", "mlp")
+    ),
     "timm.models.eva.EvaBlock": LayerRecord(branches=_of_cait()),
     "timm.models.focalnet.FocalNetBlock": LayerRecord(branches=_layer_scales()),
     "timm.models.gcvit.GlobalContextVitBlock": LayerRecord(branches=_layer_scales()),
-    "timm.models.maxxvit.PartitionAttentionCl": LayerRecord(windows=_maxvit(_channels_last), branches=_layer_scales()),
-    "timm.models.maxxvit.PartitionAttention2d": LayerRecord(windows=_maxvit(_channels_first), branches=_layer_scales()),
+    "timm.models.maxxvit.PartitionAttentionCl": LayerRecord(
+        windows=_maxvit(_channels_last), branches=_layer_scales()
+    ),
+    "timm.models.maxxvit.PartitionAttention2d": LayerRecord(
+        windows=_maxvit(_channels_first), branches=_layer_scales()
+    ),
     # The layers between tokens work on (B, C, N), so channels are on axis 1 there.
     "timm.models.mlp_mixer.MixerBlock": LayerRecord(
         branches=_scale_parameters("mlp_tokens", "mlp_channels", "", "", axis=1)
     ),
     "timm.models.mlp_mixer.ResBlock": LayerRecord(
-        branches=_scale_parameters("linear_tokens", "mlp_channels", "ls1", "ls2", axis=1)
+        branches=_scale_parameters(
+            "linear_tokens", "mlp_channels", "ls1", "ls2", axis=1
+        )
     ),
     # Windows hold every n-th pixel of the map, which is cut inside of the block.
     "timm.models.mobilevit.MobileVitBlock": LayerRecord(spread_evenly=True),
     "timm.models.swin_transformer.SwinTransformerBlock": LayerRecord(windows=_swin),
-    "timm.models.swin_transformer_v2.SwinTransformerV2Block": LayerRecord(windows=_swin),
-    "timm.models.swin_transformer_v2_cr.SwinTransformerV2CrBlock": LayerRecord(windows=_swin),
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block": LayerRecord(
+        windows=_swin
+    ),
+    "timm.models.swin_transformer_v2_cr.SwinTransformerV2CrBlock": LayerRecord(
+        windows=_swin
+    ),
     # Patches come from unfolded pixels: no feature map has their grid. The pixels inside a patch have none either.
     "timm.models.tnt.Block": LayerRecord(spread_evenly=False),
     "timm.models.vision_transformer.Block": LayerRecord(branches=_layer_scales()),
-    "timm.models.vision_transformer_relpos.RelPosBlock": LayerRecord(branches=_layer_scales()),
+    "timm.models.vision_transformer_relpos.RelPosBlock": LayerRecord(
+        branches=_layer_scales()
+    ),
     "timm.models.xcit.XCABlock": LayerRecord(
         branches=(
             ResidualBranch("gamma1", "attn", "norm1"),
@@ -252,6 +310,9 @@ _BLOCKS: Mapping[str, LayerRecord] = {
 
 TIMM_LAYERS: Mapping[str, LayerRecord] = {
     **_ATTENTION,
-    **{name: LayerRecord(no_attention_matrix=reason) for name, reason in _WITHOUT_ATTENTION_MATRIX.items()},
+    **{
+        name: LayerRecord(no_attention_matrix=reason)
+        for name, reason in _WITHOUT_ATTENTION_MATRIX.items()
+    },
     **_BLOCKS,
 }

@@ -12,6 +12,8 @@ _APART = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
 
 TORCH_LAYERS: Mapping[str, LayerRecord] = {
     "torch.nn.modules.activation.MultiheadAttention": LayerRecord(
-        head_parameters=HeadParameters(dict.fromkeys(_TOGETHER, 3) | dict.fromkeys(_APART, 1), output="out_proj"),
+        head_parameters=HeadParameters(
+            dict.fromkeys(_TOGETHER, 3) | dict.fromkeys(_APART, 1), output="out_proj"
+        ),
     ),
 }

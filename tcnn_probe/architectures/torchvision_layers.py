@@ -14,9 +14,15 @@ __all__ = ["TORCHVISION_LAYERS"]
 
 def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
     """Return the windows of an input (B, H, W, C), which is padded before it is rolled."""
-    grid, window = (inputs[0].shape[1], inputs[0].shape[2]), to_2tuple(layer.window_size)
+    grid, window = (
+        (inputs[0].shape[1], inputs[0].shape[2]),
+        to_2tuple(layer.window_size),
+    )
     # A window as large as the grid is not shifted.
-    shifts = [0 if cut >= length else shift for cut, length, shift in zip(window, grid, layer.shift_size, strict=True)]
+    shifts = [
+        0 if cut >= length else shift
+        for cut, length, shift in zip(window, grid, layer.shift_size, strict=True)
+    ]
     return Windows(grid, window, (shifts[0], shifts[1]), padded_first=True)
 
 
@@ -24,12 +30,16 @@ def _maxvit(layer: Any, inputs: Sequence[Any]) -> Windows:
     """Return the windows of an input (B, C, H, W): blocks, or grids where the axes of each partition are swapped."""
     spread = not isinstance(layer.partition_swap, nn.Identity)
     side = layer.g if spread else layer.p
-    return Windows((inputs[0].shape[2], inputs[0].shape[3]), (side, side), spread=spread)
+    return Windows(
+        (inputs[0].shape[2], inputs[0].shape[3]), (side, side), spread=spread
+    )
 
 
 TORCHVISION_LAYERS: Mapping[str, LayerRecord] = {
     # The attention cuts its own windows; the version 2 derives from it.
-    "torchvision.models.swin_transformer.ShiftedWindowAttention": LayerRecord(windows=_swin),
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": LayerRecord(
+        windows=_swin
+    ),
     # The softmax is in a layer inside, which sees single windows only.
     "torchvision.models.maxvit.PartitionAttentionLayer": LayerRecord(windows=_maxvit),
 }

@@ -13,8 +13,15 @@ __all__ = ["TRANSFORMERS_LAYERS"]
 
 def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
     """Return the windows of tokens (B, N, C), padded before they are rolled; their grid is one of the inputs."""
-    size = next(pair for pair in inputs if isinstance(pair, (tuple, list)) and len(pair) == 2)
-    return Windows(to_2tuple(size), to_2tuple(layer.window_size), to_2tuple(layer.shift_size), padded_first=True)
+    size = next(
+        pair for pair in inputs if isinstance(pair, (tuple, list)) and len(pair) == 2
+    )
+    return Windows(
+        to_2tuple(size),
+        to_2tuple(layer.window_size),
+        to_2tuple(layer.shift_size),
+        padded_first=True,
+    )
 
 
 TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
@@ -25,5 +32,7 @@ TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
     ),
     # The block cuts the windows, and its attention sees single windows only.
     "transformers.models.swin.modeling_swin.SwinLayer": LayerRecord(windows=_swin),
-    "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": LayerRecord(windows=_swin),
+    "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": LayerRecord(
+        windows=_swin
+    ),
 }

@@ -174,7 +174,11 @@ class Attention(ABC):
 
     def own_key(self, query: int) -> int | None:
         """Index among the keys of a class or distillation token that is a query; None if it is not one of them."""
-        return query if self.layout.asking == "tokens" and query < self.layout.prefix else None
+        return (
+            query
+            if self.layout.asking == "tokens" and query < self.layout.prefix
+            else None
+        )
 
     def content(self) -> Tensor:
         """Return the part of A that images decide: (rows, heads, N_query, keys). All of it, but for gated attention."""
@@ -183,7 +187,9 @@ class Attention(ABC):
     def row(self, query: int, images: Sequence[int]) -> Tensor:
         """Return the attention of one query in some images: shape (images, windows, heads, N_key)."""
         one_query = slice(query, query + 1)
-        return torch.stack([self.weights(one_query, image)[0, :, :, 0] for image in images])
+        return torch.stack(
+            [self.weights(one_query, image)[0, :, :, 0] for image in images]
+        )
 
     def received(self, images: Sequence[int]) -> Tensor:
         """Return the mean over queries of A_ij, how much each key is looked at: (images, windows, heads, N_key)."""
@@ -251,7 +257,11 @@ class SoftmaxAttention(Attention):
         if self.layout.asking == "latents":
             return 0 if alone or getattr(self.module, "pool", None) == "token" else None
         queries = self.layout.queries
-        leads = queries.prefix > 0 if queries is not None else self.queries <= self.layout.prefix
+        leads = (
+            queries.prefix > 0
+            if queries is not None
+            else self.queries <= self.layout.prefix
+        )
         return 0 if alone or (leads and self.class_token) else None
 
     @property
@@ -259,11 +269,19 @@ class SoftmaxAttention(Attention):
         """Index of the distillation token among the queries; None without one."""
         queries = self.layout.queries
         has_second = queries is not None and queries.prefix > 1
-        return 1 if has_second and self.distillation_token and self.class_query == 0 else None
+        return (
+            1
+            if has_second and self.distillation_token and self.class_query == 0
+            else None
+        )
 
     def weights(self, queries: slice = _ALL, image: int | None = None) -> Tensor:
         """Return the attention of some queries, see :class:`Attention`."""
-        rows = _ALL if image is None else slice(image * self.windows, (image + 1) * self.windows)
+        rows = (
+            _ALL
+            if image is None
+            else slice(image * self.windows, (image + 1) * self.windows)
+        )
         return self.logits.weights(rows, queries).unflatten(0, (-1, self.windows))
 
     def statistics(self) -> dict[str, Any]:
@@ -279,10 +297,17 @@ class SoftmaxAttention(Attention):
         # So many queries of one row at a time, or so many queries of rows that are taken whole.
         at_once = max(1, self.block // (self.heads * self.keys))
         windows = min(self.windows, max(1, at_once // self.queries))
-        images = max(1, at_once // (self.queries * windows)) if windows == self.windows else 1
+        images = (
+            max(1, at_once // (self.queries * windows))
+            if windows == self.windows
+            else 1
+        )
         sizes = (self.images, images), (self.windows, windows), (self.queries, at_once)
         for starts in product(*(range(0, count, step) for count, step in sizes)):
-            ends = [min(start + step, count) for start, (count, step) in zip(starts, sizes, strict=True)]
+            ends = [
+                min(start + step, count)
+                for start, (count, step) in zip(starts, sizes, strict=True)
+            ]
             yield Block(*map(slice, starts, ends))
 
     def rows_of(self, block: Block) -> slice:
@@ -303,4 +328,6 @@ def weigh(attention: Tensor, values: Tensor) -> Tensor:
         Shape (rows, heads, N_query, d).
     """
     by_image = values.unflatten(0, (-1, attention.shape[1]))
-    return torch.einsum("bwhqk,bwhkd->bwhqd", attention.to(values.dtype), by_image).flatten(0, 1)
+    return torch.einsum(
+        "bwhqk,bwhkd->bwhqd", attention.to(values.dtype), by_image
+    ).flatten(0, 1)

@@ -22,7 +22,13 @@ from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 from tcnn_probe.attention.statistics import gated_statistics
 
-__all__ = ["GATED_LAYERS", "ConViTLayer", "GatedAttention", "gated_attention_of", "seams_of"]
+__all__ = [
+    "GATED_LAYERS",
+    "ConViTLayer",
+    "GatedAttention",
+    "gated_attention_of",
+    "seams_of",
+]
 
 GATED_LAYERS = (GPSALayer, ConViTLayer)
 
@@ -95,12 +101,19 @@ class GatedAttention(Attention):
             content = parts.content(queries)
             y, x = parts.y, parts.x
             padding = (x.before, x.after, y.before, y.after)
-            content = F.pad(content.unflatten(-1, (y.length, x.length)), padding).flatten(-2)
+            content = F.pad(
+                content.unflatten(-1, (y.length, x.length)), padding
+            ).flatten(-2)
             rows, columns = parts.factors()
             index = torch.arange(self.queries, device=content.device)[queries]
-            positional = rows[:, index // x.queries, :, None] * columns[:, index % x.queries, None, :]
+            positional = (
+                rows[:, index // x.queries, :, None]
+                * columns[:, index % x.queries, None, :]
+            )
             positional = positional.flatten(2).to(content).expand_as(content)
-            return torch.lerp(content, positional, parts.gate.to(content)[:, None, None]).unsqueeze(1)
+            return torch.lerp(
+                content, positional, parts.gate.to(content)[:, None, None]
+            ).unsqueeze(1)
 
     def statistics(self) -> Mapping[str, Any]:
         """Return entropies of A and its parts, distances, the scale on which to read them, and sums over images."""
@@ -110,10 +123,16 @@ class GatedAttention(Attention):
         """Compare the layer's output for the first image with what A makes of the values."""
         layer: Any = self.module
         of_convit = isinstance(layer, ConViTLayer)
-        if of_convit and layer.training and (layer.attn_drop.p > 0 or layer.proj_drop.p > 0):
+        if (
+            of_convit
+            and layer.training
+            and (layer.attn_drop.p > 0 or layer.proj_drop.p > 0)
+        ):
             return None
         gathered, _ = apply_and_measure(self._of_image(0), _values(layer, self.x[:1]))
-        return relative_difference(self.output(gathered), output[:1]), tolerance(output.dtype)
+        return relative_difference(self.output(gathered), output[:1]), tolerance(
+            output.dtype
+        )
 
     def received(self, images: Sequence[int]) -> Tensor:
         """Return the mean over queries of A_ij, how much each key is looked at: (images, 1, heads, N_key).
@@ -121,10 +140,18 @@ class GatedAttention(Attention):
         Padding, which no output depends on, holds zeros.
         """
         which = torch.as_tensor(images, device=self.source.device)
-        parts = replace(self.parts, query=self.parts.query[which], key=self.parts.key[which])
+        parts = replace(
+            self.parts, query=self.parts.query[which], key=self.parts.key[which]
+        )
         y, x = parts.y, parts.x
-        received = (measure(parts).received / self.queries).unflatten(-1, (y.length, x.length))
-        return F.pad(received, (x.before, x.after, y.before, y.after)).flatten(-2).unsqueeze(1)
+        received = (measure(parts).received / self.queries).unflatten(
+            -1, (y.length, x.length)
+        )
+        return (
+            F.pad(received, (x.before, x.after, y.before, y.after))
+            .flatten(-2)
+            .unsqueeze(1)
+        )
 
     @property
     def map_size(self) -> tuple[int, int]:
@@ -135,7 +162,9 @@ class GatedAttention(Attention):
         """Return the real pixels of (..., N_key): shape (..., height, width)."""
         y, x = self.parts.y, self.parts.x
         extended = rows.unflatten(-1, (y.keys, x.keys))
-        return extended[..., y.before : y.before + y.length, x.before : x.before + x.length]
+        return extended[
+            ..., y.before : y.before + y.length, x.before : x.before + x.length
+        ]
 
     def content(self) -> Tensor:
         """Return the content part C = softmax(q k^T / sqrt(d)): shape (B, heads, N_query, H * W), real pixels only."""
@@ -156,7 +185,9 @@ class GatedAttention(Attention):
         with without_autocast(values):
             rows, columns = parts.factors_on_pixels(values.dtype)
             pixels = values.unflatten(2, (parts.y.length, parts.x.length))
-            positional = apply_separable(rows[heads], columns[heads], pixels).flatten(2, 3)
+            positional = apply_separable(rows[heads], columns[heads], pixels).flatten(
+                2, 3
+            )
             gate = parts.gate[heads, None, None].to(values.dtype)
             return torch.lerp(weigh(content[: len(self.x)], values), positional, gate)
 
@@ -175,7 +206,9 @@ class GatedAttention(Attention):
         if image is None:
             return self.parts
         which = slice(image, image + 1)
-        return replace(self.parts, query=self.parts.query[which], key=self.parts.key[which])
+        return replace(
+            self.parts, query=self.parts.query[which], key=self.parts.key[which]
+        )
 
 
 def seams_of(layer: Any) -> dict[nn.Module, str]:
@@ -185,7 +218,10 @@ def seams_of(layer: Any) -> dict[nn.Module, str]:
 
 
 def gated_attention_of(
-    layer: Any, x: Tensor, formed: Mapping[str, Sequence[Tensor]] | None = None, name: str = ""
+    layer: Any,
+    x: Tensor,
+    formed: Mapping[str, Sequence[Tensor]] | None = None,
+    name: str = "",
 ) -> GatedAttention:
     """Describe the attention of a gated layer for an input.
 
@@ -197,13 +233,21 @@ def gated_attention_of(
             others have on these do not run twice.
         name: Name of the layer.
     """
-    once = {role: tensors[0] for role, tensors in (formed or {}).items() if len(tensors) == 1}
+    once = {
+        role: tensors[0]
+        for role, tensors in (formed or {}).items()
+        if len(tensors) == 1
+    }
 
     def describe() -> tcnn_model.GatedAttention:
         if isinstance(layer, ConViTLayer):
-            return convit_attention(layer, once["qk"] if "qk" in once else layer.qk.forward(x))
+            return convit_attention(
+                layer, once["qk"] if "qk" in once else layer.qk.forward(x)
+            )
         if "head_queries" in once and "head_keys" in once:
-            return layer.attention_between(once["head_queries"], once["head_keys"], x.shape[2:])
+            return layer.attention_between(
+                once["head_queries"], once["head_keys"], x.shape[2:]
+            )
         return layer.gated_attention(x)
 
     parts = describe()
@@ -215,11 +259,19 @@ def gated_attention_of(
         (float(y.stride), float(across.stride)),
         (float(y.first_query), float(across.first_query)),
     )
-    keys = Tokens(0, y.keys, across.keys, origin=(-float(y.before), -float(across.before)))
+    keys = Tokens(
+        0, y.keys, across.keys, origin=(-float(y.before), -float(across.before))
+    )
     batch, heads, count, _ = parts.query.shape
     layout = Layout(queries, keys)
     return GatedAttention(
-        module=layer, name=name, images=batch, layout=layout, describe=lambda: parts, sizes=(batch, heads, count), x=x
+        module=layer,
+        name=name,
+        images=batch,
+        layout=layout,
+        describe=lambda: parts,
+        sizes=(batch, heads, count),
+        x=x,
     )
 
 

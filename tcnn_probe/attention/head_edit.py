@@ -15,7 +15,14 @@ from tcnn_probe.attention.gated import GatedAttention, gated_attention_of
 from tcnn_probe.attention.reconstruction import values_of
 from tcnn_probe.hooks.interception import SeenAttention, describe, multihead_arguments
 
-__all__ = ["AttendingCall", "HeadEdit", "edit_call", "edit_gated", "edit_gated_output", "owned_edits"]
+__all__ = [
+    "AttendingCall",
+    "HeadEdit",
+    "edit_call",
+    "edit_gated",
+    "edit_gated_output",
+    "owned_edits",
+]
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,9 @@ class HeadEdit:
 def owned_edits(edits: Sequence[HeadEdit]) -> list[HeadEdit]:
     """Give each head to the last edit that names it."""
     owners = {head: edit for edit in edits for head in edit.heads}
-    by_edit = [(edit, [head for head in edit.heads if owners[head] is edit]) for edit in edits]
+    by_edit = [
+        (edit, [head for head in edit.heads if owners[head] is edit]) for edit in edits
+    ]
     return [edit.only(heads) for edit, heads in by_edit if heads]
 
 
@@ -71,7 +80,13 @@ class AttendingCall:
         known_axis: Axis of the heads, where the function says so.
     """
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
+    def __init__(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Any = None,
+    ) -> None:
         self.known_axis: int | None = None
         self._project: Callable[[Tensor], Any] | None = None
         if func is F.multi_head_attention_forward:
@@ -82,7 +97,13 @@ class AttendingCall:
         self._describe = partial(describe, func, self._output, args, dict(kwargs))
         self.heads = self._output if self._output.ndim > 2 else self._output[None]
         self.is_softmax = func is not F.scaled_dot_product_attention
-        key = self._output if self.is_softmax else args[1] if len(args) > 1 else kwargs["key"]
+        key = (
+            self._output
+            if self.is_softmax
+            else args[1]
+            if len(args) > 1
+            else kwargs["key"]
+        )
         self.keys = key.shape[-1] if self.is_softmax else key.shape[-2]
 
     @cached_property
@@ -100,12 +121,16 @@ class AttendingCall:
             return self._output
         edited = edited.view(self._output.shape)
         if self.is_softmax and not self._output.requires_grad:
-            return self._output.copy_(edited)  # in place, where who follows it to the values knows it to be
+            return self._output.copy_(
+                edited
+            )  # in place, where who follows it to the values knows it to be
         return edited
 
     def _run_multihead(self, func: Any, arguments: dict[str, Any]) -> None:
         weight, bias = arguments["out_proj_weight"], arguments["out_proj_bias"]
-        arguments["out_proj_weight"] = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        arguments["out_proj_weight"] = torch.eye(
+            weight.shape[1], dtype=weight.dtype, device=weight.device
+        )
         arguments["out_proj_bias"] = None
         beside, weights = func(**arguments)  # (N, B, heads * d), or without B
         heads = beside.unflatten(-1, (arguments["num_heads"], -1)).movedim(0, -2)
@@ -114,7 +139,11 @@ class AttendingCall:
             merged = edited.reshape(heads.shape).movedim(-2, 0).flatten(-2)
             return F.linear(merged, weight, bias), weights
 
-        self.heads, self.known_axis, self.is_softmax = heads if heads.ndim == 4 else heads[None], 1, False
+        self.heads, self.known_axis, self.is_softmax = (
+            heads if heads.ndim == 4 else heads[None],
+            1,
+            False,
+        )
         own_keys = (arguments["bias_k"] is not None) + bool(arguments["add_zero_attn"])
         self.keys = len(arguments["key"]) + own_keys
         self._project = project
@@ -129,15 +158,25 @@ def edit_call(call: AttendingCall, module: nn.Module, edits: Sequence[HeadEdit])
         assert edit.attention is not None
         if call.is_softmax:
             images = len(rows) // edit.attention.shape[1]
-            return edit.attention.expand(images, *edit.attention.shape[1:]).flatten(0, 1)
-        return weigh(edit.attention, values_of(call.request, module)[:, list(edit.heads)])
+            return edit.attention.expand(images, *edit.attention.shape[1:]).flatten(
+                0, 1
+            )
+        return weigh(
+            edit.attention, values_of(call.request, module)[:, list(edit.heads)]
+        )
 
     edited = _edit_rows(rows, edits, exchange)
-    heads = call.heads if edited is rows else from_rows(edited, call.heads.shape[:-2], module, call.known_axis)
+    heads = (
+        call.heads
+        if edited is rows
+        else from_rows(edited, call.heads.shape[:-2], module, call.known_axis)
+    )
     return call.finish(heads)
 
 
-def edit_gated(attention: GatedAttention, edits: Sequence[HeadEdit], heads: Tensor) -> Tensor:
+def edit_gated(
+    attention: GatedAttention, edits: Sequence[HeadEdit], heads: Tensor
+) -> Tensor:
     """Return the outputs of a gated layer's heads, (B, heads, N_query, d), edited."""
 
     def exchange(edit: HeadEdit) -> Tensor:
@@ -153,7 +192,9 @@ def edit_gated_output(layer: nn.Module, x: Tensor, edits: Sequence[HeadEdit]) ->
     return attention.output(edit_gated(attention, edits, attention.head_outputs()))
 
 
-def _edit_rows(heads: Tensor, edits: Sequence[HeadEdit], exchange: Callable[[HeadEdit], Tensor]) -> Tensor:
+def _edit_rows(
+    heads: Tensor, edits: Sequence[HeadEdit], exchange: Callable[[HeadEdit], Tensor]
+) -> Tensor:
     """Edit (rows, heads, N_query, d); ``exchange`` gives what heads with another attention give."""
     for edit in edits:
         index = torch.tensor(list(edit.heads), device=heads.device)
@@ -162,7 +203,11 @@ def _edit_rows(heads: Tensor, edits: Sequence[HeadEdit], exchange: Callable[[Hea
         elif edit.give == "mean":
             is_edited = torch.zeros(heads.shape[1], dtype=torch.bool)
             is_edited[list(edit.heads)] = True
-            heads = torch.where(is_edited.to(heads.device)[:, None, None], heads.mean(-2, keepdim=True), heads)
+            heads = torch.where(
+                is_edited.to(heads.device)[:, None, None],
+                heads.mean(-2, keepdim=True),
+                heads,
+            )
         else:
             heads = heads.index_fill(1, index, 0)
     return heads

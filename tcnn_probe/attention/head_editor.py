@@ -17,10 +17,26 @@ from torch.overrides import TorchFunctionMode
 from tcnn_model import GPSA
 from tcnn_probe.architectures.lookup import as_rows, heads_axis
 from tcnn_probe.attention.attention import Attention, SoftmaxAttention
-from tcnn_probe.attention.gated import GATED_LAYERS, ConViTLayer, GatedAttention, gated_attention_of
-from tcnn_probe.attention.head_edit import AttendingCall, HeadEdit, edit_call, edit_gated, owned_edits
+from tcnn_probe.attention.gated import (
+    GATED_LAYERS,
+    ConViTLayer,
+    GatedAttention,
+    gated_attention_of,
+)
+from tcnn_probe.attention.head_edit import (
+    AttendingCall,
+    HeadEdit,
+    edit_call,
+    edit_gated,
+    owned_edits,
+)
 from tcnn_probe.attention.layout import Layout
-from tcnn_probe.attention.reconstruction import DeferredLogits, discrepancy, is_between_channels, logits_of
+from tcnn_probe.attention.reconstruction import (
+    DeferredLogits,
+    discrepancy,
+    is_between_channels,
+    logits_of,
+)
 from tcnn_probe.hooks.calls import Call, Calls, add_hook, innermost_call
 from tcnn_probe.hooks.interception import (
     SeenAttention,
@@ -37,7 +53,14 @@ __all__ = ["HeadEditor", "HeadListener", "LayerCall", "name_of_gating"]
 # Edits need no grids: where queries and keys lie is not looked for.
 _UNKNOWN = Layout(None, None, "edits of heads need no grid")
 _SIGMOID = {torch.sigmoid, Tensor.sigmoid, torch.special.expit}
-_SAME_NUMBERS = {Tensor.view, Tensor.reshape, Tensor.unsqueeze, Tensor.to, Tensor.float, Tensor.double}
+_SAME_NUMBERS = {
+    Tensor.view,
+    Tensor.reshape,
+    Tensor.unsqueeze,
+    Tensor.to,
+    Tensor.float,
+    Tensor.double,
+}
 _LOCK = threading.RLock()
 
 
@@ -84,9 +107,15 @@ class LayerCall(Call):
     def ask(self, attention: Attention) -> list[HeadEdit]:
         """Ask the listeners once for each attention."""
         if attention.number not in self.edits:
-            answers = [(listener, listener.attends(attention)) for listener in self.listeners]
-            self.answered |= {listener for listener, edit in answers if edit is not None}
-            self.edits[attention.number] = owned_edits([edit for _, edit in answers if edit is not None])
+            answers = [
+                (listener, listener.attends(attention)) for listener in self.listeners
+            ]
+            self.answered |= {
+                listener for listener, edit in answers if edit is not None
+            }
+            self.edits[attention.number] = owned_edits(
+                [edit for _, edit in answers if edit is not None]
+            )
         return self.edits[attention.number]
 
     def gates(self) -> "_GateEditor | None":
@@ -94,7 +123,11 @@ class LayerCall(Call):
         forced: dict[int, float] = {}
         for listener in self.listeners:
             forced |= listener.gates()
-        return _GateEditor(getattr(self.module, name_of_gating(self.module)), forced) if forced else None
+        return (
+            _GateEditor(getattr(self.module, name_of_gating(self.module)), forced)
+            if forced
+            else None
+        )
 
 
 class HeadEditor(Calls[LayerCall]):
@@ -119,14 +152,18 @@ class HeadEditor(Calls[LayerCall]):
         with _LOCK:
             editor = EDITORS.get(module)
             if editor is not None and listener in editor._listeners:
-                editor._listeners = tuple(entry for entry in editor._listeners if entry is not listener)
+                editor._listeners = tuple(
+                    entry for entry in editor._listeners if entry is not listener
+                )
                 if not editor._listeners:
                     del EDITORS[module]
                     editor.detach()
 
     @classmethod
     @contextmanager
-    def attached_to(cls, module: nn.Module, listeners: Sequence[HeadListener]) -> Iterator[None]:
+    def attached_to(
+        cls, module: nn.Module, listeners: Sequence[HeadListener]
+    ) -> Iterator[None]:
         """Ask these listeners, inside."""
         try:
             for listener in listeners:
@@ -140,7 +177,9 @@ class HeadEditor(Calls[LayerCall]):
         """Hook the layer and, of a GPSA layer, the seam at which its heads lie side by side."""
         super().attach()
         if isinstance(self.module, GPSA):
-            self._handles.append(add_hook(self.module.head_outputs, self._edit_head_outputs, after=True))
+            self._handles.append(
+                add_hook(self.module.head_outputs, self._edit_head_outputs, after=True)
+            )
 
     def begins(self, call: LayerCall) -> None:
         """Begin to edit."""
@@ -150,13 +189,22 @@ class HeadEditor(Calls[LayerCall]):
     def returns(self, call: LayerCall, output: Any) -> Any:
         """Tell the listeners, and put terms into the output."""
         if call.waiting:
-            call.objection = call.objection or "a softmax that weighs no values in a matrix product"
+            call.objection = (
+                call.objection or "a softmax that weighs no values in a matrix product"
+            )
         for listener in call.listeners:
             listener.returned(call, output)
-        with_terms = [edit for edits in call.edits.values() for edit in edits if edit.terms is not None]
+        with_terms = [
+            edit
+            for edits in call.edits.values()
+            for edit in edits
+            if edit.terms is not None
+        ]
         if not with_terms:
             return None
-        edited_output = images_first(call.module, first_tensor(output, call.listeners[0].layer))
+        edited_output = images_first(
+            call.module, first_tensor(output, call.listeners[0].layer)
+        )
         for edit in with_terms:
             assert edit.terms is not None
             edited_output = edit.terms(call, edited_output, edit.heads)
@@ -166,9 +214,13 @@ class HeadEditor(Calls[LayerCall]):
     def reading(self) -> Iterator[None]:
         """Inside, whatever is computed of the layer is what its forwards compute."""
         running, frame = self.current(), sys._getframe()
-        while frame.f_back is not None:  # the outermost frame, which outlives the reading
+        while (
+            frame.f_back is not None
+        ):  # the outermost frame, which outlives the reading
             frame = frame.f_back
-        call = running or LayerCall(self.module, (), {}, frame, listeners=self._listeners)
+        call = running or LayerCall(
+            self.module, (), {}, frame, listeners=self._listeners
+        )
         try:
             self._running[threading.get_ident()] = call
             with _EditingMode(call):
@@ -177,7 +229,9 @@ class HeadEditor(Calls[LayerCall]):
             if running is None:
                 self._leave()
 
-    def _edit_head_outputs(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+    def _edit_head_outputs(
+        self, module: nn.Module, args: Any, kwargs: Any, output: Tensor
+    ) -> Tensor | None:
         call = self.current()
         return None if call is None else _edit_gated_heads(call, output)
 
@@ -190,26 +244,40 @@ class _EditingMode(TorchFunctionMode):
         self._call, self._gates = call, call.gates()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs, call = kwargs or {}, self._call
         if call.over:
             return func(*args, **kwargs)
         if self._gates is not None and self._gates.is_given_gates(func, args):
             return self._gates(func, args, kwargs)
-        if isinstance(call.module, ConViTLayer) and func is F.linear and args[1] is call.module.proj.weight:
+        if (
+            isinstance(call.module, ConViTLayer)
+            and func is F.linear
+            and args[1] is call.module.proj.weight
+        ):
             heads = args[0].unflatten(-1, (call.module.num_heads, -1)).transpose(1, 2)
             beside = _edit_gated_heads(call, heads).transpose(1, 2).flatten(2)
             return func(beside, *args[1:], **kwargs)
         if isinstance(call.module, GATED_LAYERS):
             return func(*args, **kwargs)
         if func in (F.multi_head_attention_forward, F.scaled_dot_product_attention):
-            return self._edit(AttendingCall(func, args, kwargs)) if self._is_asking() else func(*args, **kwargs)
+            return (
+                self._edit(AttendingCall(func, args, kwargs))
+                if self._is_asking()
+                else func(*args, **kwargs)
+            )
         output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             request = describe(func, output, args, kwargs)
         if isinstance(request, SeenProduct):
-            for number, objection in call.tracker.weighed_by(request, call.waiting).items():
+            for number, objection in call.tracker.weighed_by(
+                request, call.waiting
+            ).items():
                 del call.waiting[number]
                 call.objection = call.objection or objection
         elif isinstance(request, SeenCopy):
@@ -222,7 +290,9 @@ class _EditingMode(TorchFunctionMode):
         call, module = self._call, self._call.module
         leading, queries = attending.heads.shape[:-2], attending.heads.shape[-2]
         heads = heads_axis(leading, module, attending.known_axis)[1]
-        if queries == attending.keys and is_between_channels(attending.keys, heads, call.inputs):
+        if queries == attending.keys and is_between_channels(
+            attending.keys, heads, call.inputs
+        ):
             return attending.finish(attending.heads)
         rows = as_rows(attending.heads, module, attending.known_axis)
         shape = (len(rows), heads, queries, attending.keys)
@@ -231,7 +301,9 @@ class _EditingMode(TorchFunctionMode):
             images=len(rows),
             layout=_UNKNOWN,
             number=call.attentions,
-            logits=DeferredLogits(shape, rows, lambda: logits_of(attending.request, module)),
+            logits=DeferredLogits(
+                shape, rows, lambda: logits_of(attending.request, module)
+            ),
             compare=lambda: discrepancy(attending.request, module),
         )
         call.attentions += 1
@@ -263,7 +335,14 @@ def _edit_gated_heads(call: LayerCall, heads: Tensor) -> Tensor:
 
     batch, head_count, queries, _ = heads.shape
     sizes = (batch, head_count, queries)
-    attention = GatedAttention(module=call.module, images=batch, layout=_UNKNOWN, describe=describe, sizes=sizes, x=x)
+    attention = GatedAttention(
+        module=call.module,
+        images=batch,
+        layout=_UNKNOWN,
+        describe=describe,
+        sizes=sizes,
+        x=x,
+    )
     call.attentions = 1
     return edit_gated(attention, call.ask(attention), heads)
 
@@ -289,7 +368,9 @@ class _GateEditor:
             return False
         return bool(args) and any(args[0] is form for form in self._forms)
 
-    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Return what such a function gives, edited."""
         output = func(*args, **kwargs)
         if func in _SAME_NUMBERS:
@@ -308,7 +389,9 @@ def first_tensor(output: Any, layer: str) -> Tensor:
     """Return the output of a layer, or the first of several."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
-        raise TypeError(f"expected {layer!r} to give a tensor, or several; got {type(first).__name__}")
+        raise TypeError(
+            f"expected {layer!r} to give a tensor, or several; got {type(first).__name__}"
+        )
     return first
 
 
@@ -319,5 +402,9 @@ def with_first_tensor(output: Any, first: Tensor) -> Any:
 
 def images_first(module: nn.Module, output: Tensor) -> Tensor:
     """Return a layer's output with the images along its first axis; applied again, as it was."""
-    is_swapped = isinstance(module, nn.MultiheadAttention) and not module.batch_first and output.ndim == 3
+    is_swapped = (
+        isinstance(module, nn.MultiheadAttention)
+        and not module.batch_first
+        and output.ndim == 3
+    )
     return output.transpose(0, 1) if is_swapped else output

@@ -44,11 +44,17 @@ class Tokens:
         """Rows and columns."""
         return self.height, self.width
 
-    def positions(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    def positions(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """Return row and column of each token, shape (count,); those before the grid are put on its first cell."""
-        place = torch.arange(-self.prefix, self.height * self.width, device=device).clamp_(min=0)
+        place = torch.arange(
+            -self.prefix, self.height * self.width, device=device
+        ).clamp_(min=0)
         y, x = place // self.width, place % self.width
-        return (y * self.spacing[0] + self.origin[0]).to(dtype), (x * self.spacing[1] + self.origin[1]).to(dtype)
+        return (y * self.spacing[0] + self.origin[0]).to(dtype), (
+            x * self.spacing[1] + self.origin[1]
+        ).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,9 @@ class Layout:
         """Number of class and register tokens before the grid of keys."""
         return self.keys.prefix if self.keys else 0
 
-    def distances(self, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def distances(
+        self, queries: slice, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """Return distances ``||delta_ij||`` from some queries to all keys, shape (queries, keys).
 
         Rows and columns of class and register tokens hold meaningless numbers.
@@ -83,7 +91,9 @@ class Layout:
         assert self.keys is not None
         query_y, query_x = self.queries.positions(dtype, device)
         key_y, key_x = self.keys.positions(dtype, device)
-        return torch.hypot(key_y - query_y[queries, None], key_x - query_x[queries, None])
+        return torch.hypot(
+            key_y - query_y[queries, None], key_x - query_x[queries, None]
+        )
 
 
 @dataclass(frozen=True)
@@ -108,9 +118,13 @@ class GivenTokens:
         if self.prefix is not None:
             whole_number(self.prefix, "prefix_tokens")
         if self.class_token not in (None, "first", "last", "none"):
-            raise ValueError(f"expected class_token='first', 'last' or 'none', got {self.class_token!r}")
+            raise ValueError(
+                f"expected class_token='first', 'last' or 'none', got {self.class_token!r}"
+            )
         if grid is not None and not (
-            isinstance(grid, tuple) and len(grid) == 2 and all(isinstance(n, int) and n > 0 for n in grid)
+            isinstance(grid, tuple)
+            and len(grid) == 2
+            and all(isinstance(n, int) and n > 0 for n in grid)
         ):
             raise ValueError(f"expected grid=(rows, columns) of patches, got {grid!r}")
 
@@ -147,9 +161,13 @@ def special_tokens(modules: Iterable[nn.Module], user: GivenTokens) -> SpecialTo
     model = next((m for m in modules if hasattr(m, "num_prefix_tokens")), None)
     count = getattr(model, "num_prefix_tokens", None)
     around = user.around or ((count, 0) if isinstance(count, int) else None)
-    class_token = bool(getattr(model, "has_class_token", getattr(model, "cls_token", True) is not None))
+    class_token = bool(
+        getattr(model, "has_class_token", getattr(model, "cls_token", True) is not None)
+    )
     if user.class_token is not None:
         class_token = user.class_token != "none"
     names = ("dist_token", "distillation_token")
-    distilled = any(isinstance(getattr(m, name, None), Tensor) for m in modules for name in names)
+    distilled = any(
+        isinstance(getattr(m, name, None), Tensor) for m in modules for name in names
+    )
     return SpecialTokens(around, class_token, distilled, user)

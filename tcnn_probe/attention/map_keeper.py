@@ -48,11 +48,15 @@ class MapSelection:
 
     def heads_of(self, count: int) -> list[int]:
         """Return the selected heads of a layer with ``count`` heads."""
-        return [head for head in range(count) if self.heads is None or head in self.heads]
+        return [
+            head for head in range(count) if self.heads is None or head in self.heads
+        ]
 
     def select_heads(self, values: Tensor) -> Tensor:
         """Return the values of the selected heads, dimension 1."""
-        return values if self.heads is None else values[:, self.heads_of(values.shape[1])]
+        return (
+            values if self.heads is None else values[:, self.heads_of(values.shape[1])]
+        )
 
 
 @dataclass
@@ -119,12 +123,18 @@ class MapKeeper(AttentionListener):
             arrays[name] = maps_of(attention, indices, self._selection)
         if "class_attention" in arrays:
             arrays["class_attention"] = arrays["class_attention"][:, :, 0]
-        if "attention" in arrays and queries is not None and self._selection.queries is None:
+        if (
+            "attention" in arrays
+            and queries is not None
+            and self._selection.queries is None
+        ):
             arrays["attention"] = arrays["attention"].unflatten(2, queries)
         gate = attention.gate
         if gate is not None:
             gate = self._selection.select_heads(gate[None])[0].double().cpu()
-        self._shown.append(LayerMaps(attention.name, attention.heads, keys, queries, arrays, gate))
+        self._shown.append(
+            LayerMaps(attention.name, attention.heads, keys, queries, arrays, gate)
+        )
 
     def ends(self, layers: Collection[str], output: Any) -> None:
         """Keep what turned out to be attention."""
@@ -150,17 +160,34 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
     """Return the grids of keys and queries over the whole image; and why there is none."""
     layout, cut = attention.layout, attention.cut
     if not attention.in_windows:
-        return attention.map_size, None if layout.queries is None else layout.queries.size, layout.reason
+        return (
+            attention.map_size,
+            None if layout.queries is None else layout.queries.size,
+            layout.reason,
+        )
     if cut is None or cut.cells().shape != (attention.windows, attention.keys):
-        return None, None, f"where its {attention.windows} windows lie in the image is unknown"
-    return cut.grid, cut.grid if attention.queries == attention.keys else None, layout.reason
+        return (
+            None,
+            None,
+            f"where its {attention.windows} windows lie in the image is unknown",
+        )
+    return (
+        cut.grid,
+        cut.grid if attention.queries == attention.keys else None,
+        layout.reason,
+    )
 
 
-def _maps_of_images(attention: Attention, queries: Indices, selection: MapSelection) -> Tensor:
+def _maps_of_images(
+    attention: Attention, queries: Indices, selection: MapSelection
+) -> Tensor:
     """Return attention of some queries to all cells of the image's grid: (B, heads, queries, rows, columns)."""
     slices = [slice(index, index + 1) for index in queries]
     if isinstance(queries, range):
-        slices = [slice(start, min(start + _QUERIES_AT_ONCE, queries.stop)) for start in queries[::_QUERIES_AT_ONCE]]
+        slices = [
+            slice(start, min(start + _QUERIES_AT_ONCE, queries.stop))
+            for start in queries[::_QUERIES_AT_ONCE]
+        ]
     maps = []
     for part in slices:
         weights = selection.select_heads(attention.weights(part)[:, 0])
@@ -168,19 +195,27 @@ def _maps_of_images(attention: Attention, queries: Indices, selection: MapSelect
     return torch.cat(maps, 2)
 
 
-def _maps_in_windows(attention: Attention, queries: Indices, selection: MapSelection) -> Tensor:
+def _maps_in_windows(
+    attention: Attention, queries: Indices, selection: MapSelection
+) -> Tensor:
     """Return attention of some cells of the image's grid to all its cells: (B, heads, queries, rows, columns)."""
     assert attention.cut is not None
     cells = attention.cut.cells()
     rows, columns = attention.cut.grid
     is_real = cells >= 0
-    place = torch.empty(rows * columns, dtype=torch.long)  # of each cell, among the tokens of all windows
+    place = torch.empty(
+        rows * columns, dtype=torch.long
+    )  # of each cell, among the tokens of all windows
     place[cells[is_real]] = torch.arange(cells.numel()).view_as(cells)[is_real]
     tokens = place[list(queries)]
     window, token = tokens // attention.keys, tokens % attention.keys
-    weights = attention.weights().cpu()[:, window, :, token].permute(1, 2, 0, 3)  # (B, heads, queries, tokens)
+    weights = (
+        attention.weights().cpu()[:, window, :, token].permute(1, 2, 0, 3)
+    )  # (B, heads, queries, tokens)
     weights = selection.select_heads(weights)
-    maps = weights.new_zeros(*weights.shape[:3], rows * columns + 1)  # the last cell takes the padding
+    maps = weights.new_zeros(
+        *weights.shape[:3], rows * columns + 1
+    )  # the last cell takes the padding
     seen_cells = cells[window].where(is_real[window], rows * columns)
     maps.scatter_(-1, seen_cells.expand_as(weights), weights)
     return maps[..., :-1].unflatten(-1, (rows, columns))

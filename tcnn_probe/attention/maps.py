@@ -53,9 +53,21 @@ _ATTRS = {
         "units": "1",
         "description": "A_cj of the token of class c over the keys on the grid.",
     },
-    "pixel": {"long_name": "centre", "units": "pixel", "description": "Centre of what the cell sees in the image."},
-    "input": {"long_name": "image", "units": "1", "description": "What the model was given."},
-    "gate": {"long_name": "gate", "units": "1", "description": "sigma(lambda), share of positional attention."},
+    "pixel": {
+        "long_name": "centre",
+        "units": "pixel",
+        "description": "Centre of what the cell sees in the image.",
+    },
+    "input": {
+        "long_name": "image",
+        "units": "1",
+        "description": "What the model was given.",
+    },
+    "gate": {
+        "long_name": "gate",
+        "units": "1",
+        "description": "sigma(lambda), share of positional attention.",
+    },
 }
 
 
@@ -118,8 +130,13 @@ def attention_maps(
     batch_size = whole_number(batch_size, "batch_size", 1)
     size = images.shape[2], images.shape[3]
     if heads is not None:
-        heads = [whole_number(head, "heads") for head in (heads if isinstance(heads, Collection) else [heads])]
-    selection = MapSelection(_checked_queries(queries, size), heads, ReceptiveFields(size))
+        heads = [
+            whole_number(head, "heads")
+            for head in (heads if isinstance(heads, Collection) else [heads])
+        ]
+    selection = MapSelection(
+        _checked_queries(queries, size), heads, ReceptiveFields(size)
+    )
     tokens = GivenTokens(prefix_tokens, class_token, grid)
     names = layer_names(model)
     selected_layers = wanted_layers(model, layers)
@@ -127,8 +144,12 @@ def attention_maps(
     bar = progress_bar(len(images), "attention maps", progress)
     with untouched(model), torch.no_grad(), bar:
         for which, batch in batches(model, images, batch_size):
-            listener = MapKeeper(selection, copies=-(-len(images) // len(batch)), max_bytes=max_bytes)
-            stream = AttentionStream(model, listener, layers=selected_layers, tokens=tokens)
+            listener = MapKeeper(
+                selection, copies=-(-len(images) // len(batch)), max_bytes=max_bytes
+            )
+            stream = AttentionStream(
+                model, listener, layers=selected_layers, tokens=tokens
+            )
             with closing(stream), selection.fields:
                 model(batch)
             listener.check()
@@ -141,16 +162,31 @@ def attention_maps(
             f"no layer of this {type(model).__name__} has attention maps{reasons or ': no softmax attention was seen'}"
         )
     if listener.missing:
-        reasons = "; ".join(f"{layer}: {reason}" for layer, reason in listener.missing.items())
-        warnings.warn(f"no attention maps of {len(listener.missing)} layers: {reasons}", RuntimeWarning, stacklevel=2)
+        reasons = "; ".join(
+            f"{layer}: {reason}" for layer, reason in listener.missing.items()
+        )
+        warnings.warn(
+            f"no attention maps of {len(listener.missing)} layers: {reasons}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     order = {name: place for place, name in enumerate(names.values())}
     maps_by_layer = [_joined(parts) for parts in zip(*maps_by_batch, strict=True)]
     maps_by_layer.sort(key=lambda maps: (order[maps.layer.split("#")[0]], maps.layer))
     datasets = _by_grid(maps_by_layer, selection)
-    pixels = (images.float() if images.dtype == torch.bfloat16 else images).cpu().numpy()  # numpy has no bfloat16
-    root = xr.Dataset({"input": (("image", "channel", "input_y", "input_x"), pixels, _ATTRS["input"])})
-    table = {"layers": json.dumps([maps.layer for maps in maps_by_layer]), "missing": json.dumps(missing)}
-    return xr.DataTree.from_dict({"/": root.assign_attrs(provenance(model) | table), **datasets})
+    pixels = (
+        (images.float() if images.dtype == torch.bfloat16 else images).cpu().numpy()
+    )  # numpy has no bfloat16
+    root = xr.Dataset(
+        {"input": (("image", "channel", "input_y", "input_x"), pixels, _ATTRS["input"])}
+    )
+    table = {
+        "layers": json.dumps([maps.layer for maps in maps_by_layer]),
+        "missing": json.dumps(missing),
+    }
+    return xr.DataTree.from_dict(
+        {"/": root.assign_attrs(provenance(model) | table), **datasets}
+    )
 
 
 def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
@@ -159,33 +195,55 @@ def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
     try:
         pixels = [(operator.index(y), operator.index(x)) for y, x in queries]
     except (TypeError, ValueError):
-        raise ValueError(f"expected queries=[(y, x), ...], pairs of integers, or 'class'; got {queries!r}") from None
-    outside = [pixel for pixel in pixels if not (0 <= pixel[0] < size[0] and 0 <= pixel[1] < size[1])]
+        raise ValueError(
+            f"expected queries=[(y, x), ...], pairs of integers, or 'class'; got {queries!r}"
+        ) from None
+    outside = [
+        pixel
+        for pixel in pixels
+        if not (0 <= pixel[0] < size[0] and 0 <= pixel[1] < size[1])
+    ]
     if outside or not pixels:
         got = outside[0] if outside else queries
-        raise ValueError(f"expected queries (y, x) inside of images of {size[0]} x {size[1]} pixels, got {got!r}")
+        raise ValueError(
+            f"expected queries (y, x) inside of images of {size[0]} x {size[1]} pixels, got {got!r}"
+        )
     return pixels
 
 
 def _joined(parts: Sequence[LayerMaps]) -> LayerMaps:
     """Return the maps of all batches."""
-    arrays = {name: torch.cat([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+    arrays = {
+        name: torch.cat([part.arrays[name] for part in parts])
+        for name in parts[0].arrays
+    }
     return replace(parts[0], arrays=arrays)
 
 
-def _by_grid(maps_by_layer: Sequence[LayerMaps], selection: MapSelection) -> dict[str, xr.Dataset]:
+def _by_grid(
+    maps_by_layer: Sequence[LayerMaps], selection: MapSelection
+) -> dict[str, xr.Dataset]:
     """Return a dataset for each grid; layers with nothing but class tokens' rows on it are apart."""
     nodes: dict[tuple[Any, ...], list[LayerMaps]] = {}
     for maps in maps_by_layer:
         has_queries = "attention" in maps.arrays
-        key = (not has_queries, maps.heads, maps.keys, maps.queries if has_queries else None)
+        key = (
+            not has_queries,
+            maps.heads,
+            maps.keys,
+            maps.queries if has_queries else None,
+        )
         nodes.setdefault(key, []).append(maps)
     tree: dict[str, xr.Dataset] = {}
-    for (_, heads, keys, queries), layers in sorted(nodes.items(), key=lambda node: node[0][0]):
+    for (_, heads, keys, queries), layers in sorted(
+        nodes.items(), key=lambda node: node[0][0]
+    ):
         name = f"{heads}x{keys[0]}x{keys[1]}"
         if queries not in (keys, None):
             name += f"_from_{queries[0]}x{queries[1]}"
-        tree[name if name not in tree else f"{name}_class"] = _dataset(layers, selection)
+        tree[name if name not in tree else f"{name}_class"] = _dataset(
+            layers, selection
+        )
     return tree
 
 
@@ -194,25 +252,42 @@ def _dataset(layers: Sequence[LayerMaps], selection: MapSelection) -> xr.Dataset
     first = layers[0]
     heads = selection.heads_of(first.heads)
     coords: dict[str, Any] = {"layer": [maps.layer for maps in layers], "head": heads}
-    query_dims: dict[str, tuple[str, ...]] = {"class_attention": (), "attention_by_class": ("class",)}
-    query_dims["attention"] = ("query_y", "query_x") if selection.queries is None else ("query",)
+    query_dims: dict[str, tuple[str, ...]] = {
+        "class_attention": (),
+        "attention_by_class": ("class",),
+    }
+    query_dims["attention"] = (
+        ("query_y", "query_x") if selection.queries is None else ("query",)
+    )
     variables: dict[str, Any] = {}
     for name, dims in query_dims.items():
         arrays = [maps.arrays[name] for maps in layers if name in maps.arrays]
         if arrays:
             absent = torch.full_like(arrays[0], torch.nan)
             stacked = torch.stack([maps.arrays.get(name, absent) for maps in layers], 1)
-            variables[name] = (("image", "layer", "head", *dims, "y", "x"), stacked.numpy(), _ATTRS[name])
+            variables[name] = (
+                ("image", "layer", "head", *dims, "y", "x"),
+                stacked.numpy(),
+                _ATTRS[name],
+            )
     gates = [maps.gate for maps in layers]
     if any(gate is not None for gate in gates):
         absent = torch.full((len(heads),), torch.nan, dtype=torch.float64)
         values = torch.stack([absent if gate is None else gate for gate in gates])
         variables["gate"] = (("layer", "head"), values.numpy(), _ATTRS["gate"])
-    for dim, (start, spacing), cells in zip("yx", selection.fields.places(first.keys), first.keys, strict=True):
-        coords[f"pixel_{dim}"] = (dim, start + spacing * np.arange(cells), _ATTRS["pixel"])
+    for dim, (start, spacing), cells in zip(
+        "yx", selection.fields.places(first.keys), first.keys, strict=True
+    ):
+        coords[f"pixel_{dim}"] = (
+            dim,
+            start + spacing * np.arange(cells),
+            _ATTRS["pixel"],
+        )
     if selection.queries and first.queries is not None:
         nearest = np.array(selection.cells(first.keys))
         places = [*nearest.T, *np.array(selection.queries).T]
-        for name, values in zip(("query_y", "query_x", "from_y", "from_x"), places, strict=True):
+        for name, values in zip(
+            ("query_y", "query_x", "from_y", "from_x"), places, strict=True
+        ):
             coords[name] = ("query", values)
     return xr.Dataset(variables, coords)

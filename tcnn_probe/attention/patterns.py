@@ -17,7 +17,14 @@ from tcnn_probe.attention.layout import Tokens
 if TYPE_CHECKING:
     from tcnn_probe.attention.attention import Attention, Block, SoftmaxAttention
 
-__all__ = ["QUERIES", "Pattern", "PatternSum", "gated_patterns", "pattern_of_query", "sample_queries"]
+__all__ = [
+    "QUERIES",
+    "Pattern",
+    "PatternSum",
+    "gated_patterns",
+    "pattern_of_query",
+    "sample_queries",
+]
 
 # Queries of a layer whose attention is summed: the sums take QUERIES * N_key numbers a head, 100 kB at 196 keys.
 QUERIES = 64
@@ -49,8 +56,16 @@ class Pattern:
         """Return the sums over the images of both; None if these have different sizes."""
         if self.size != pattern.size or self.attention.shape != pattern.attention.shape:
             return None
-        attention, entropy = self.attention + pattern.attention, self.entropy + pattern.entropy
-        return replace(self, attention=attention, entropy=entropy, images=self.images + pattern.images)
+        attention, entropy = (
+            self.attention + pattern.attention,
+            self.entropy + pattern.entropy,
+        )
+        return replace(
+            self,
+            attention=attention,
+            entropy=entropy,
+            images=self.images + pattern.images,
+        )
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +120,9 @@ class PatternSum:
         """
         images = max(0, min(block.images.stop, self._images) - block.images.start)
         spans = [(part.start, part.stop) for part in (block.windows, block.queries)]
-        sampled, index = _rows_of_block(self._sampling, images, len(self._sum), *spans, weights.device)
+        sampled, index = _rows_of_block(
+            self._sampling, images, len(self._sum), *spans, weights.device
+        )
         if not index.numel():
             return
         rows = weights.flatten(0, 2).index_select(0, index)
@@ -122,17 +139,28 @@ class PatternSum:
         """
         if prefix is not None:
             self._sum[..., : prefix.shape[-1]] = self._sum_of_sampled(prefix)
-        total = self._sum_of_sampled(entropy[..., None]).sum((1, 2)) / self._queries.numel()
+        total = (
+            self._sum_of_sampled(entropy[..., None]).sum((1, 2)) / self._queries.numel()
+        )
         pattern = Pattern(self._sum, total, self._images)
         queries, keys = self._attention.layout.queries, self._attention.layout.keys
         if queries is None or keys is None:
             return pattern
-        return replace(pattern, queries=_places(queries)[self._queries.flatten().numpy()], keys=_places(keys))
+        return replace(
+            pattern,
+            queries=_places(queries)[self._queries.flatten().numpy()],
+            keys=_places(keys),
+        )
 
     def _sum_of_sampled(self, values: Tensor) -> Tensor:
         """Sum (rows, heads, N_query, n) over images, for the sampled queries: (heads, queries, n)."""
-        windows, queries = self._windows[:, None].to(values.device), self._queries.to(values.device)
-        sampled = self._attention.by_image(values)[: self._images, windows, :, queries]  # (w, q, images, heads, n)
+        windows, queries = (
+            self._windows[:, None].to(values.device),
+            self._queries.to(values.device),
+        )
+        sampled = self._attention.by_image(values)[
+            : self._images, windows, :, queries
+        ]  # (w, q, images, heads, n)
         return sampled.sum(2, dtype=self._sum.dtype).flatten(0, 1).transpose(0, 1)
 
 
@@ -156,14 +184,29 @@ def _rows_of_block(
     window, query = sample_queries(*sampling)
     window, query = window[:, None] - windows[0], query - queries[0]
     block_windows, block_queries = windows[1] - windows[0], queries[1] - queries[0]
-    inside = (window >= 0) & (window < block_windows) & (query >= 0) & (query < block_queries)
-    sampled = inside.flatten().nonzero()[:, 0].tolist()  # neighbours, as blocks cut windows and queries in order
-    row = torch.arange(images)[:, None] * block_windows + window.expand_as(query)[inside]
-    index = (row[:, None] * heads + torch.arange(heads)[:, None]) * block_queries + query[inside]
-    return slice(sampled[0], sampled[-1] + 1) if sampled else slice(0), index.flatten().to(device)
+    inside = (
+        (window >= 0)
+        & (window < block_windows)
+        & (query >= 0)
+        & (query < block_queries)
+    )
+    sampled = (
+        inside.flatten().nonzero()[:, 0].tolist()
+    )  # neighbours, as blocks cut windows and queries in order
+    row = (
+        torch.arange(images)[:, None] * block_windows + window.expand_as(query)[inside]
+    )
+    index = (
+        row[:, None] * heads + torch.arange(heads)[:, None]
+    ) * block_queries + query[inside]
+    return slice(sampled[0], sampled[-1] + 1) if sampled else slice(
+        0
+    ), index.flatten().to(device)
 
 
-def pattern_of_query(attention: "Attention", weights: Tensor, entropy: Tensor) -> Pattern:
+def pattern_of_query(
+    attention: "Attention", weights: Tensor, entropy: Tensor
+) -> Pattern:
     """Return sums over the images that count for one query of each window, such as a class token.
 
     Args:
@@ -173,11 +216,15 @@ def pattern_of_query(attention: "Attention", weights: Tensor, entropy: Tensor) -
     """
     counted, dtype = weights[: attention.limit], widest_dtype(weights.device)
     total_entropy = entropy[: attention.limit].mean(1).sum(0, dtype=dtype)
-    return Pattern(counted.sum(0, dtype=dtype).transpose(0, 1), total_entropy, len(counted))
+    return Pattern(
+        counted.sum(0, dtype=dtype).transpose(0, 1), total_entropy, len(counted)
+    )
 
 
 @torch.no_grad()
-def gated_patterns(attention: GatedAttention, limit: int | None, block: int) -> tuple[Pattern, Pattern]:
+def gated_patterns(
+    attention: GatedAttention, limit: int | None, block: int
+) -> tuple[Pattern, Pattern]:
     """Return sums over the first ``limit`` images, or all, of gated attention A and of its content part C.
 
     Over the real pixels: what A has on the padding is the same for all images, and counts for nothing.
@@ -194,12 +241,16 @@ def gated_patterns(attention: GatedAttention, limit: int | None, block: int) -> 
     query_places = query_cells * [y.stride, x.stride] + [y.first_query, x.first_query]
     key_places = np.indices((y.length, x.length)).reshape(2, -1).T
     sampled = sampled.to(query.device)
-    positional = attention.positional_on_pixels(sampled).to(at_least_float32(query.dtype))
+    positional = attention.positional_on_pixels(sampled).to(
+        at_least_float32(query.dtype)
+    )
     whole_sum, content_sum = (_AttentionSum(positional.shape, query) for _ in range(2))
     step = max(1, block // positional.numel())
     for start in range(0, images, step):
         batch = slice(start, min(start + step, images))
-        weights = replace(attention, query=query[batch], key=attention.key[batch]).content(sampled)
+        weights = replace(
+            attention, query=query[batch], key=attention.key[batch]
+        ).content(sampled)
         scratch = torch.empty_like(weights)
         content_sum.add(weights, scratch)
         weights.lerp_(positional, attention.gate.to(weights)[:, None, None])
@@ -217,25 +268,33 @@ class _AttentionSum:
     """
 
     def __init__(self, shape: Sequence[int], like: Tensor) -> None:
-        self._attention = torch.zeros(shape, dtype=widest_dtype(like.device), device=like.device)
+        self._attention = torch.zeros(
+            shape, dtype=widest_dtype(like.device), device=like.device
+        )
         self._entropy = self._attention.new_zeros(len(self._attention))
 
     def add(self, weights: Tensor, scratch: Tensor) -> None:
         """Add the attention of some images; ``scratch`` has as many elements and is overwritten."""
         self._attention += weights[0] if len(weights) == 1 else weights.sum(0)
         smallest = torch.finfo(weights.dtype).tiny
-        logarithms = scratch.view(weights.shape).copy_(weights).clamp_(min=smallest).log_()
+        logarithms = (
+            scratch.view(weights.shape).copy_(weights).clamp_(min=smallest).log_()
+        )
         self._entropy -= logarithms.mul_(weights).sum((0, 2, 3))
 
     def pattern(self, images: int) -> Pattern:
         """Return the sums over so many images."""
-        return Pattern(self._attention, self._entropy / self._attention.shape[1], images)
+        return Pattern(
+            self._attention, self._entropy / self._attention.shape[1], images
+        )
 
 
 @lru_cache(maxsize=64)
 def _places(tokens: Tokens) -> np.ndarray:
     """Return row and column of each token, (count, 2); NaN for those before the grid."""
-    places = torch.stack(tokens.positions(torch.float64, torch.device("cpu")), 1).numpy()
+    places = torch.stack(
+        tokens.positions(torch.float64, torch.device("cpu")), 1
+    ).numpy()
     places[: tokens.prefix] = np.nan
     places.flags.writeable = False  # all attentions with this grid share it
     return places

@@ -54,23 +54,39 @@ class ReceptiveFields(Uncompiled):
         """Return the centres of the fields of a map's rows and columns; an unknown map divides the image evenly."""
         fields = self._fields.get(grid)
         if fields is None:
-            steps = [pixels / cells for pixels, cells in zip(self._size, grid, strict=True)]
-            return Places((steps[0] - 1) / 2, steps[0]), Places((steps[1] - 1) / 2, steps[1])
-        rows, columns = (Places((field.low + field.high) / 2, field.spacing) for field in fields)
+            steps = [
+                pixels / cells for pixels, cells in zip(self._size, grid, strict=True)
+            ]
+            return Places((steps[0] - 1) / 2, steps[0]), Places(
+                (steps[1] - 1) / 2, steps[1]
+            )
+        rows, columns = (
+            Places((field.low + field.high) / 2, field.spacing) for field in fields
+        )
         return rows, columns
 
     def cell(self, grid: Grid, pixel: tuple[int, int]) -> Grid:
         """Return the cell of a map whose centre is nearest to a pixel (y, x) of the image."""
         cells = []
-        for at, (first, spacing), count in zip(pixel, self.places(grid), grid, strict=True):
-            cells.append(min(max(math.floor((at - first) / spacing + 0.5), 0), count - 1))
+        for at, (first, spacing), count in zip(
+            pixel, self.places(grid), grid, strict=True
+        ):
+            cells.append(
+                min(max(math.floor((at - first) / spacing + 0.5), 0), count - 1)
+            )
         return cells[0], cells[1]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Let torch compute, and follow operations that change where cells look."""
-        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator, such as flex_attention
+        if not isinstance(
+            func, torch._ops.OpOverload
+        ):  # a higher-order operator, such as flex_attention
             return func(*args, **(kwargs or {}))
-        with self:  # in inference mode a convolution comes as a whole, and not as its parts
+        with (
+            self
+        ):  # in inference mode a convolution comes as a whole, and not as its parts
             output = func.decompose(*args, **(kwargs or {}))
         if output is not NotImplemented:
             return output
@@ -87,20 +103,37 @@ class ReceptiveFields(Uncompiled):
             self._slides(args[0], output, 1, 1, (before[2], before[0]))
         return output
 
-    def _slides(self, x: Any, output: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1) -> None:
+    def _slides(
+        self,
+        x: Any,
+        output: Any,
+        kernel: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        dilation: Any = 1,
+    ) -> None:
         """Note the fields of a map over which a kernel has slid."""
         before = self._fields.get((x.shape[2], x.shape[3]))
         if before is None:
             return
         grid, after = (output.shape[2], output.shape[3]), []
-        by_side = zip(before, *map(_pair, (kernel, stride or kernel, padding, dilation)), strict=True)
+        by_side = zip(
+            before,
+            *map(_pair, (kernel, stride or kernel, padding, dilation)),
+            strict=True,
+        )
         for (low, high, spacing), size, step, pad, spread in by_side:
             reach = spread * (size - 1) - pad
-            after.append(_Fields(low - pad * spacing, high + reach * spacing, spacing * step))
+            after.append(
+                _Fields(low - pad * spacing, high + reach * spacing, spacing * step)
+            )
         earlier = self._fields.get(grid, after)
         if [field.spacing for field in earlier] == [field.spacing for field in after]:
             pairs = zip(earlier, after, strict=True)
-            after = [_Fields(min(a.low, b.low), max(a.high, b.high), a.spacing) for a, b in pairs]
+            after = [
+                _Fields(min(a.low, b.low), max(a.high, b.high), a.spacing)
+                for a, b in pairs
+            ]
         self._fields[grid] = after
 
 
@@ -109,4 +142,8 @@ _PADS = {aten.constant_pad_nd, aten.reflection_pad2d, aten.replication_pad2d}
 
 def _pair(values: int | Sequence[int]) -> Sequence[int]:
     """Return values for rows and columns, of a number that torch takes for both."""
-    return (values, values) if isinstance(values, int) else tuple(values) * (2 // len(values))
+    return (
+        (values, values)
+        if isinstance(values, int)
+        else tuple(values) * (2 // len(values))
+    )

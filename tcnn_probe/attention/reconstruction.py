@@ -15,7 +15,12 @@ from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.architectures.lookup import as_rows, known
 from tcnn_probe.attention.attention import SoftmaxAttention
 from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.token_grid import FeatureMaps, find_layout, pool_layout, token_counts
+from tcnn_probe.attention.token_grid import (
+    FeatureMaps,
+    find_layout,
+    pool_layout,
+    token_counts,
+)
 from tcnn_probe.hooks.forwards import Running
 from tcnn_probe.hooks.interception import SeenAttention
 
@@ -63,18 +68,31 @@ class Logits(ABC):
         masked: Whether logits may be minus infinity.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], source: Tensor, *, masked: bool) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int, int], source: Tensor, *, masked: bool
+    ) -> None:
         self.shape, self.source, self.masked = shape, source, masked
 
     @abstractmethod
-    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        rows: slice,
+        queries: slice,
+        keys: slice = _ALL,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return a part of them, float32 or float64, contiguous, and free to be overwritten; in ``out`` if given."""
 
     def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
         """Return their softmax; 0 for queries that may see no key at all, as torch's own attention has it."""
         logits = self(rows, queries)
         weights = torch.softmax(logits, -1)
-        return weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0) if self.masked else weights
+        return (
+            weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0)
+            if self.masked
+            else weights
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,26 +119,45 @@ class ProductLogits(Logits):
         mask: Numbers to add, or True where a query may see a key; broadcasts to (rows, heads, N_query, N_key).
     """
 
-    def __init__(self, query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> None:
+    def __init__(
+        self, query: Tensor, key: Tensor, scale: float, mask: Tensor | None
+    ) -> None:
         rows, heads, queries, _ = query.shape
-        super().__init__((rows, heads, queries, key.shape[2]), query, masked=mask is not None)
+        super().__init__(
+            (rows, heads, queries, key.shape[2]), query, masked=mask is not None
+        )
         self._query, self._key, self._scale = query, key, scale
         self._mask = None if mask is None else mask.expand(self.shape)
 
-    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        rows: slice,
+        queries: slice,
+        keys: slice = _ALL,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return a part of them, see :class:`Logits`; only that part of the products is formed."""
         query = self._query[rows, :, queries].to(self.dtype)
         key = self._key[rows, :, keys].to(self.dtype)
         logits = query.new_empty(*query.shape[:3], key.shape[2]) if out is None else out
         by_row = (logits, query, key)
         if query.shape[0] > _FEW_ROWS:
-            by_row = (logits.flatten(0, 1)[None], query.flatten(0, 1)[None], key.flatten(0, 1)[None])
+            by_row = (
+                logits.flatten(0, 1)[None],
+                query.flatten(0, 1)[None],
+                key.flatten(0, 1)[None],
+            )
         for row, q, k in zip(*by_row, strict=True):
             torch.baddbmm(row, q, k.transpose(1, 2), beta=0, alpha=self._scale, out=row)
         if self._mask is None:
             return logits
         mask = self._mask[rows, :, queries, keys]
-        return logits.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else logits.add_(mask)
+        return (
+            logits.masked_fill_(~mask, -torch.inf)
+            if mask.dtype == torch.bool
+            else logits.add_(mask)
+        )
 
 
 class GivenLogits(Logits):
@@ -134,7 +171,14 @@ class GivenLogits(Logits):
         rows, heads, queries, keys = logits.shape
         super().__init__((rows, heads, queries, keys), logits, masked=True)
 
-    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        rows: slice,
+        queries: slice,
+        keys: slice = _ALL,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return a copy of a part of them, see :class:`Logits`."""
         part = self.source[rows, :, queries, keys]
         return (self.new_empty(*part.shape) if out is None else out).copy_(part)
@@ -149,11 +193,23 @@ class DeferredLogits(Logits):
         rebuild: Function that gives the logits.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], source: Tensor, rebuild: Callable[[], Logits]) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        source: Tensor,
+        rebuild: Callable[[], Logits],
+    ) -> None:
         super().__init__(shape, source, masked=True)
         self._rebuild = rebuild
 
-    def __call__(self, rows: slice, queries: slice, keys: slice = _ALL, *, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        rows: slice,
+        queries: slice,
+        keys: slice = _ALL,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return a part of them, see :class:`Logits`."""
         return self._rebuilt(rows, queries, keys, out=out)
 
@@ -192,9 +248,15 @@ def softmax_attention_of(
         layout = Layout(None, None, request.not_on_grid)
     elif layout is None:
         layout = find_layout(queries, keys, windows, running, maps)
-        if layout.keys is None and cut is not None and queries == keys == cut.window[0] * cut.window[1]:
+        if (
+            layout.keys is None
+            and cut is not None
+            and queries == keys == cut.window[0] * cut.window[1]
+        ):
             layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
-        tokens_behind = any((maps.around(count) or (0, 0))[1] for count in (queries, keys))
+        tokens_behind = any(
+            (maps.around(count) or (0, 0))[1] for count in (queries, keys)
+        )
         if layout.keys is not None and windows == 1 and tokens_behind:
             logits = logits_of(_grid_last(request, maps), module)
     if windows == 1 and cut is not None and cut.grid == cut.window:
@@ -230,8 +292,14 @@ def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
         before, after = maps.around(count) or (0, 0)
         if not after or count <= before + after:
             return x
-        first, grid, behind, last = x.split([before, count - before - after, after - 1, 1], dim)
-        in_order = [last, first, behind, grid] if maps.class_token_is_last(count) else [first, behind, last, grid]
+        first, grid, behind, last = x.split(
+            [before, count - before - after, after - 1, 1], dim
+        )
+        in_order = (
+            [last, first, behind, grid]
+            if maps.class_token_is_last(count)
+            else [first, behind, last, grid]
+        )
         return torch.cat(in_order, dim)
 
     def ordered_matrix(x: Tensor | None) -> Tensor | None:
@@ -246,7 +314,9 @@ def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
 
 
 @torch.no_grad()
-def discrepancy(request: SeenAttention, module: nn.Module) -> tuple[Tensor, float] | None:
+def discrepancy(
+    request: SeenAttention, module: nn.Module
+) -> tuple[Tensor, float] | None:
     """Compare the first row of the rebuilt attention with what torch gave the model.
 
     Returns:
@@ -266,7 +336,9 @@ def discrepancy(request: SeenAttention, module: nn.Module) -> tuple[Tensor, floa
         rebuilt = torch.nan_to_num(rebuilt) @ values
         if request.finish is not None:
             rebuilt = request.finish(rebuilt)
-            expected = request.output[:, :1] if request.output.ndim == 3 else request.output
+            expected = (
+                request.output[:, :1] if request.output.ndim == 3 else request.output
+            )
         else:
             output = request.output if request.output.ndim > 2 else request.output[None]
             expected = as_rows(output, module, request.heads)[first, :, queries]
@@ -285,9 +357,14 @@ def logits_of(request: SeenAttention, module: nn.Module) -> Logits:
     query, key, _ = _broadcast(request)
     mask = request.mask
     if mask is not None:
-        mask = as_rows(mask.expand(*query.shape[:-1], key.shape[-2]), module, request.heads)
+        mask = as_rows(
+            mask.expand(*query.shape[:-1], key.shape[-2]), module, request.heads
+        )
     return ProductLogits(
-        as_rows(query, module, request.heads), as_rows(key, module, request.heads), request.scale, mask
+        as_rows(query, module, request.heads),
+        as_rows(key, module, request.heads),
+        request.scale,
+        mask,
     )
 
 
@@ -320,7 +397,10 @@ def tolerance(dtype: torch.dtype) -> float:
 def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
     """Return the largest difference as a share of the largest finite expected value, shape () in float32."""
     broken = ~expected.isfinite()  # by what the model was given
-    difference, size = (x.masked_fill(broken, 0).abs().amax().float() for x in (rebuilt - expected, expected))
+    difference, size = (
+        x.masked_fill(broken, 0).abs().amax().float()
+        for x in (rebuilt - expected, expected)
+    )
     return difference / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 
@@ -352,7 +432,11 @@ class Verification:
         """
         compared, self._open = self._open, []
         shares = {layer: float(difference) for layer, difference, _ in compared}
-        wrong = {layer: shares[layer] for layer, _, largest in compared if not shares[layer] <= largest}
+        wrong = {
+            layer: shares[layer]
+            for layer, _, largest in compared
+            if not shares[layer] <= largest
+        }
         if wrong:
             raise ReconstructionError(
                 f"attention rebuilt from what reached it differs from the model's own output, by these shares of its "

@@ -39,10 +39,16 @@ _LOWEST = -1e30
 def softmax_statistics(attention: "SoftmaxAttention") -> dict[str, Any]:
     """Return what recordings keep of a softmax attention: its means, the uniform scale, and its pattern."""
     means, pattern = softmax_means(attention)
-    return {**means, **uniform_softmax_attention(attention), "content_information": pattern}
+    return {
+        **means,
+        **uniform_softmax_attention(attention),
+        "content_information": pattern,
+    }
 
 
-def gated_statistics(attention: GatedAttention, limit: int | None, block: int) -> dict[str, Any]:
+def gated_statistics(
+    attention: GatedAttention, limit: int | None, block: int
+) -> dict[str, Any]:
     """Return what recordings keep of a gated attention: its means, the uniform scale, and the patterns of A and C.
 
     Args:
@@ -71,7 +77,9 @@ def gated_means(attention: GatedAttention) -> dict[str, Tensor]:
     measured = measure(attention)
     names = ("entropy", "content_entropy", "positional_entropy", "attention_distance")
     means = {name: getattr(measured, name).mean(-1) for name in names}
-    means["positional_entropy"] = means["positional_entropy"].expand_as(means["entropy"])
+    means["positional_entropy"] = means["positional_entropy"].expand_as(
+        means["entropy"]
+    )
     return means
 
 
@@ -94,7 +102,9 @@ def softmax_means(attention: "SoftmaxAttention") -> tuple[dict[str, Tensor], Pat
     """
     layout, patterns = attention.layout, PatternSum(attention)
     rows, prefix = _rows_over_grid(attention, patterns)
-    entropy, to_prefix = (rows.entropy, None) if prefix is None else _with_prefix(rows, prefix)
+    entropy, to_prefix = (
+        (rows.entropy, None) if prefix is None else _with_prefix(rows, prefix)
+    )
     by_query = {"entropy": rows.zero_if_empty(entropy)}
     pattern = patterns.pattern(by_query["entropy"], to_prefix)
     if layout.queries is not None:
@@ -103,7 +113,10 @@ def softmax_means(attention: "SoftmaxAttention") -> tuple[dict[str, Tensor], Pat
             by_query["prefix_attention"] = to_prefix.sum(-1)[..., on_grid]
         if rows.distance is not None:
             by_query["attention_distance"] = rows.distance[..., on_grid]
-    means = {name: attention.by_image(values.mean(-1)).mean(1) for name, values in by_query.items()}
+    means = {
+        name: attention.by_image(values.mean(-1)).mean(1)
+        for name, values in by_query.items()
+    }
     return means, pattern
 
 
@@ -134,10 +147,16 @@ class _Rows:
 
     def zero_if_empty(self, values: Tensor) -> Tensor:
         """Return values of rows, 0 for those that can see no key at all, as torch's own attention has it."""
-        return values if self.empty is None else values.masked_fill(self.empty & ~values.isfinite(), 0)
+        return (
+            values
+            if self.empty is None
+            else values.masked_fill(self.empty & ~values.isfinite(), 0)
+        )
 
 
-def _rows_over_grid(attention: "SoftmaxAttention", patterns: PatternSum) -> tuple[_Rows, Tensor | None]:
+def _rows_over_grid(
+    attention: "SoftmaxAttention", patterns: PatternSum
+) -> tuple[_Rows, Tensor | None]:
     """Sum over the keys on the grid.
 
     The only large tensors are two buffers, which hold one block; the rest is done for all rows at once.
@@ -155,20 +174,36 @@ def _rows_over_grid(attention: "SoftmaxAttention", patterns: PatternSum) -> tupl
     prefix_logits = logits.new_empty(*logits.shape[:3], prefix) if prefix else None
     distance = None if layout.queries is None else torch.empty_like(top)
     is_small = attention.queries * attention.keys <= _SMALL_TABLE
-    table = _table(layout, logits.dtype, logits.device) if distance is not None and is_small else None
-    buffers = [logits.new_empty(max(attention.block, attention.heads * attention.keys)) for _ in range(2)]
+    table = (
+        _table(layout, logits.dtype, logits.device)
+        if distance is not None and is_small
+        else None
+    )
+    buffers = [
+        logits.new_empty(max(attention.block, attention.heads * attention.keys))
+        for _ in range(2)
+    ]
     for block in attention.blocks():
         rows, queries = attention.rows_of(block), block.queries
         at = rows, slice(None), queries
-        shape = rows.stop - rows.start, attention.heads, queries.stop - queries.start, attention.keys
+        shape = (
+            rows.stop - rows.start,
+            attention.heads,
+            queries.stop - queries.start,
+            attention.keys,
+        )
         s, weights = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
         logits(rows, queries, out=s)
         if prefix_logits is not None:
             prefix_logits[at] = s[..., :prefix]
-            s[..., :prefix] = -torch.inf if logits.masked else _LOWEST  # no attention, in the sums that follow
+            s[..., :prefix] = (
+                -torch.inf if logits.masked else _LOWEST
+            )  # no attention, in the sums that follow
         m = s.amax(-1, keepdim=True)
         top[at] = m[..., 0]
-        if logits.masked:  # rows that see none of these keys, and keys that a row does not see
+        if (
+            logits.masked
+        ):  # rows that see none of these keys, and keys that a row does not see
             s.sub_(m.masked_fill_(m == -torch.inf, 0)).clamp_(min=_LOWEST)
         else:
             s.sub_(m)
@@ -178,16 +213,28 @@ def _rows_over_grid(attention: "SoftmaxAttention", patterns: PatternSum) -> tupl
         total[at] = z
         expected[at] = s.mul_(weights).sum(-1)
         if distance is not None:
-            lengths = layout.distances(queries, logits.dtype, logits.device) if table is None else table[queries]
+            lengths = (
+                layout.distances(queries, logits.dtype, logits.device)
+                if table is None
+                else table[queries]
+            )
             distance[at] = torch.mul(weights, lengths, out=s).sum(-1)
-        grid_share = 1 if prefix_logits is None else (z.log() - (prefix_logits[at] - m).logsumexp(-1)).sigmoid_()
-        patterns.add(block, weights, (grid_share / z).nan_to_num_())  # 0 / 0 where a mask hides all
+        grid_share = (
+            1
+            if prefix_logits is None
+            else (z.log() - (prefix_logits[at] - m).logsumexp(-1)).sigmoid_()
+        )
+        patterns.add(
+            block, weights, (grid_share / z).nan_to_num_()
+        )  # 0 / 0 where a mask hides all
     empty = top == -torch.inf if logits.masked else None
     lse = total.log()
     if empty is not None:
         top, total = top.masked_fill_(empty, _LOWEST), total.masked_fill_(empty, 1)
     mean_distance = None if distance is None else distance.div_(total)
-    return _Rows(top, lse, expected.div_(total).mul_(_LN2), mean_distance, empty), prefix_logits
+    return _Rows(
+        top, lse, expected.div_(total).mul_(_LN2), mean_distance, empty
+    ), prefix_logits
 
 
 def _with_prefix(grid: _Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,13 +247,17 @@ def _with_prefix(grid: _Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
         grid: Sums of the same rows over the keys on the grid.
         logits: Logits of the other keys, shape (rows, heads, N_query, prefix).
     """
-    top = torch.maximum(grid.top, logits.amax(-1))  # a mask can hide keys with the least of all numbers
+    top = torch.maximum(
+        grid.top, logits.amax(-1)
+    )  # a mask can hide keys with the least of all numbers
     lower = (grid.top - top).clamp_(min=_LOWEST)
     logits, lse_grid = logits - top[..., None], grid.lse + lower
     lse = torch.logsumexp(torch.cat([lse_grid[..., None], logits], -1), -1)
     attention = (logits - lse[..., None]).exp()
     finite = logits if grid.empty is None else logits.clamp(min=_LOWEST)
-    expected = (grid.expected + lower) * (lse_grid - lse).exp() + (finite * attention).sum(-1)
+    expected = (grid.expected + lower) * (lse_grid - lse).exp() + (
+        finite * attention
+    ).sum(-1)
     return lse - expected, attention if grid.empty is None else attention.nan_to_num(0)
 
 
@@ -222,7 +273,9 @@ def uniform_softmax_attention(attention: "SoftmaxAttention") -> dict[str, Tensor
     Keys that a mask hides from a query count as keys. Where no grid is known there is no distance.
     """
     queries, keys = attention.layout.queries, attention.layout.keys
-    distance = None if queries is None or keys is None else _distance_between(queries, keys)
+    distance = (
+        None if queries is None or keys is None else _distance_between(queries, keys)
+    )
     values = {"uniform_entropy": math.log(attention.keys), "uniform_distance": distance}
     return _for_images(attention.source, attention.images, values)
 
@@ -241,7 +294,9 @@ def uniform_gated_attention(attention: GatedAttention) -> dict[str, Tensor]:
     return _for_images(attention.query, len(attention.query), values)
 
 
-def uniform_distance(query_y: np.ndarray, key_y: np.ndarray, query_x: np.ndarray, key_x: np.ndarray) -> float:
+def uniform_distance(
+    query_y: np.ndarray, key_y: np.ndarray, query_x: np.ndarray, key_x: np.ndarray
+) -> float:
     """Return the mean distance between all queries and all keys of two rectangular grids, in float64.
 
     Args:
@@ -254,7 +309,9 @@ def uniform_distance(query_y: np.ndarray, key_y: np.ndarray, query_x: np.ndarray
     return float(total / (pairs_y.sum() * pairs_x.sum()))
 
 
-def _for_images(like: Tensor, images: int, values: Mapping[str, float | None]) -> dict[str, Tensor]:
+def _for_images(
+    like: Tensor, images: int, values: Mapping[str, float | None]
+) -> dict[str, Tensor]:
     dtype = widest_dtype(like.device)
     return {
         name: torch.full((images,), value, dtype=dtype, device=like.device)
@@ -265,14 +322,20 @@ def _for_images(like: Tensor, images: int, values: Mapping[str, float | None]) -
 
 def _offsets(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the distances along one axis and the number of pairs at each: no N x N table for a grid of N."""
-    distances, pairs = np.unique(np.abs(keys[None, :] - queries[:, None]), return_counts=True)
+    distances, pairs = np.unique(
+        np.abs(keys[None, :] - queries[:, None]), return_counts=True
+    )
     return distances, pairs.astype(np.float64)
 
 
 @lru_cache(maxsize=256)
 def _distance_on_axes(y: Axis, x: Axis) -> float:
     like = torch.empty(0, dtype=torch.float64)
-    places = [positions(like).numpy() for axis in (y, x) for positions in (axis.query_positions, axis.key_positions)]
+    places = [
+        positions(like).numpy()
+        for axis in (y, x)
+        for positions in (axis.query_positions, axis.key_positions)
+    ]
     return uniform_distance(*places)
 
 

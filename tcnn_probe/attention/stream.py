@@ -12,9 +12,18 @@ from tcnn_model.gpsa.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.gated import GATED_LAYERS, gated_attention_of, seams_of
-from tcnn_probe.attention.head_edit import AttendingCall, HeadEdit, edit_call, edit_gated_output
+from tcnn_probe.attention.head_edit import (
+    AttendingCall,
+    HeadEdit,
+    edit_call,
+    edit_gated_output,
+)
 from tcnn_probe.attention.layout import GivenTokens, special_tokens
-from tcnn_probe.attention.reconstruction import NoTokenAttentionError, Verification, softmax_attention_of
+from tcnn_probe.attention.reconstruction import (
+    NoTokenAttentionError,
+    Verification,
+    softmax_attention_of,
+)
 from tcnn_probe.attention.token_grid import FeatureMaps
 from tcnn_probe.hooks.forwards import Forward, Forwards
 from tcnn_probe.hooks.interception import (
@@ -157,10 +166,21 @@ class AttentionStream:
         self.layers: dict[str, nn.Module] = {}
         self.unsupported: dict[str, str] = {}
         self.verification = Verification()
-        self._model, self._listener, self._wanted, self._watched = model, listener, layers, frozenset(watched)
+        self._model, self._listener, self._wanted, self._watched = (
+            model,
+            listener,
+            layers,
+            frozenset(watched),
+        )
         self._names = layer_names(model)
-        self._gated = {module for module in self._names if isinstance(module, GATED_LAYERS)}
-        self._seams = {seam: (layer, role) for layer in self._gated for seam, role in seams_of(layer).items()}
+        self._gated = {
+            module for module in self._names if isinstance(module, GATED_LAYERS)
+        }
+        self._seams = {
+            seam: (layer, role)
+            for layer in self._gated
+            for seam, role in seams_of(layer).items()
+        }
         self._maps = FeatureMaps(special_tokens(self._names, tokens or GivenTokens()))
         self._explained: set[nn.Module] = set()
         self._reset()
@@ -203,14 +223,20 @@ class AttentionStream:
             if self._wants(name):
                 self.unsupported[name] = request.reason
         elif isinstance(request, SeenProduct):
-            waiting = {shown: (shown.operand, shown.has_heads) for shown in self._shown if shown.operand is not None}
+            waiting = {
+                shown: (shown.operand, shown.has_heads)
+                for shown in self._shown
+                if shown.operand is not None
+            }
             for shown, objection in self._tracker.weighed_by(request, waiting).items():
                 shown.operand, shown.objection = None, objection
         else:
             return self._show_softmax(forward, request)
         return None
 
-    def returned(self, forward: Forward, module: nn.Module, inputs: Sequence[Any], output: Any) -> Any:
+    def returned(
+        self, forward: Forward, module: nn.Module, inputs: Sequence[Any], output: Any
+    ) -> Any:
         """Take note of feature maps and of the seams of gated layers, and show gated attention."""
         self._counts.pop(module, None)
         self._ran.add(module)
@@ -240,7 +266,8 @@ class AttentionStream:
                 self.unsupported.pop(softmax.layer, None)
             elif softmax.layer not in self.layers:
                 self.unsupported[softmax.layer] = (
-                    softmax.objection or "a softmax that weighs no values in a matrix product"
+                    softmax.objection
+                    or "a softmax that weighs no values in a matrix product"
                 )
         self._explain(ran)
         self._listener.ends(confirmed.keys(), output)
@@ -253,7 +280,9 @@ class AttentionStream:
 
     def _reset(self) -> None:
         self._shown: list[_ShownSoftmax] = []
-        self._counts: Counter[nn.Module] = Counter()  # attentions in the call of a module that is running
+        self._counts: Counter[nn.Module] = (
+            Counter()
+        )  # attentions in the call of a module that is running
         self._ran: set[nn.Module] = set()
         self._tracker = ValueProductTracker()
         self._formed: dict[nn.Module, dict[str, list[Any]]] = {}
@@ -274,7 +303,9 @@ class AttentionStream:
         layer = f"{name}#{number}" if number else name
         with named_in_errors(layer):
             try:
-                attention = softmax_attention_of(request, layer, number, running, self._maps)
+                attention = softmax_attention_of(
+                    request, layer, number, running, self._maps
+                )
             except NoTokenAttentionError as reason:
                 self.unsupported[layer] = str(reason)
                 return None
@@ -282,14 +313,24 @@ class AttentionStream:
                 if self.verification.needed(layer):
                     self.verification.add(layer, attention.discrepancy())
                 edit = self._listener.attends(attention)
-        operand = None if request.logits is None or request.output is None else SeenOperand.of(request.output)
-        has_heads = attention.heads > 1 or (operand is not None and len(operand.shape) > 3)
+        operand = (
+            None
+            if request.logits is None or request.output is None
+            else SeenOperand.of(request.output)
+        )
+        has_heads = attention.heads > 1 or (
+            operand is not None and len(operand.shape) > 3
+        )
         self._shown.append(_ShownSoftmax(layer, module, operand, has_heads))
         if edit is None:
             return None
-        return lambda func, args, kwargs, output: edit_call(AttendingCall(func, args, kwargs, output), module, [edit])
+        return lambda func, args, kwargs, output: edit_call(
+            AttendingCall(func, args, kwargs, output), module, [edit]
+        )
 
-    def _show_gated(self, forward: Forward, layer: nn.Module, inputs: Sequence[Any], output: Any) -> Tensor | None:
+    def _show_gated(
+        self, forward: Forward, layer: nn.Module, inputs: Sequence[Any], output: Any
+    ) -> Tensor | None:
         """Show the attention of a gated layer that has run; return what it gives instead, if it is edited."""
         name, formed = self._names[layer], self._formed.pop(layer, None)
         with forward.unseen(), named_in_errors(name), edited(layer):
@@ -311,5 +352,9 @@ class AttentionStream:
                 continue
             if reason := known(module).no_attention_matrix:
                 self.unsupported[name] = reason
-            elif looks_like_attention(module) and not any(not name or x.startswith(f"{name}.") for x in named):
-                self.unsupported[name] = "no softmax between tokens was seen while it ran"
+            elif looks_like_attention(module) and not any(
+                not name or x.startswith(f"{name}.") for x in named
+            ):
+                self.unsupported[name] = (
+                    "no softmax between tokens was seen while it ran"
+                )

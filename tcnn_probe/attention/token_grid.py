@@ -44,7 +44,9 @@ class FeatureMaps:
         """Begin a forward: of the model, or of one part, which may go on with the images of a part called before."""
         x = next((x for x in inputs if isinstance(x, Tensor)), None)
         is_map = x is not None and x.ndim == 4
-        if whole_model or (is_map and x is not None and tuple(x.shape[2:]) not in self._maps):
+        if whole_model or (
+            is_map and x is not None and tuple(x.shape[2:]) not in self._maps
+        ):
             self.size, self._channels = None, 0
             self._maps.clear()
             self._shapes.clear()
@@ -66,7 +68,10 @@ class FeatureMaps:
                 continue
             self._shapes.add(shape)
             if len(shape) == 4:
-                self._maps |= {shape[2:]: None, shape[1:3]: None}  # (B, C, H, W), (B, H, W, C)
+                self._maps |= {
+                    shape[2:]: None,
+                    shape[1:3]: None,
+                }  # (B, C, H, W), (B, H, W, C)
             elif len(shape) == 3 and (grid := self._cut(shape)) is not None:
                 self._maps[grid] = None
 
@@ -86,13 +91,19 @@ class FeatureMaps:
     def has_class_token(self, count: int) -> bool:
         """Tell whether the first of so many tokens, or the last, is a class token, as far as it shows."""
         joined = self._joined_around(count)
-        if joined is None or self.special.user_facts.around or self.special.user_facts.class_token is not None:
+        if (
+            joined is None
+            or self.special.user_facts.around
+            or self.special.user_facts.class_token is not None
+        ):
             return self.special.class_token
         # A model can hold its class token and its registers in a single parameter. Of several parts before the grid
         # the first one is a class token only if it is a single token: EoMT puts its queries before it.
         before, _ = joined
         can_be_first = len(before) == 1 or before[:1] == (1,)
-        return self.special.class_token and (can_be_first or self.class_token_is_last(count))
+        return self.special.class_token and (
+            can_be_first or self.class_token_is_last(count)
+        )
 
     def class_token_is_last(self, count: int) -> bool:
         """Return whether the last of ``count`` tokens is the class token: put behind the grid alone, none before."""
@@ -101,7 +112,9 @@ class FeatureMaps:
         before, after = self._joined_around(count) or ((), ())
         return 1 not in before and after[-1:] == (1,)
 
-    def _joined_around(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def _joined_around(
+        self, count: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return the lengths of the parts that were joined before the grid and after it."""
         parts = self._parts(count)
         cells = {rows * columns for rows, columns in self.grids()}
@@ -128,14 +141,20 @@ class FeatureMaps:
     def divisions(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield grids of ``count`` tokens with the images' shape, the best match first."""
         if self.size is not None and count > 0:
-            pairs = [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
+            pairs = [
+                (rows, count // rows)
+                for rows in range(1, count + 1)
+                if count % rows == 0
+            ]
             yield from self._sorted(pairs, self.size)
 
     def shows(self, grid: tuple[int, int]) -> bool:
         """Return whether the images can be divided into such a grid of pixels or patches."""
         return self.size is None or _covers(*grid, *self.size)
 
-    def _sorted(self, pairs: Iterable[tuple[int, int]], size: tuple[int, int]) -> list[tuple[int, int]]:
+    def _sorted(
+        self, pairs: Iterable[tuple[int, int]], size: tuple[int, int]
+    ) -> list[tuple[int, int]]:
         fits = [pair for pair in pairs if self.shows(pair)]
         return sorted(fits, key=lambda pair: abs(size[0] / pair[0] - size[1] / pair[1]))
 
@@ -146,7 +165,11 @@ class FeatureMaps:
         side = max(1, isqrt(shape[2] // self._channels))
         rows, columns = self.size[0] // side, self.size[1] // side
         fits = shape[1:] == (rows * columns, side * side * self._channels)
-        return (rows, columns) if fits and self.size == (rows * side, columns * side) else None
+        return (
+            (rows, columns)
+            if fits and self.size == (rows * side, columns * side)
+            else None
+        )
 
 
 def _covers(rows: int, columns: int, height: int, width: int) -> bool:
@@ -156,14 +179,21 @@ def _covers(rows: int, columns: int, height: int, width: int) -> bool:
     """
     if min(rows, columns) < 1:
         return False
-    down = max(height / (rows + 1), width / (columns + 1)) < min(height / rows, width / columns)
+    down = max(height / (rows + 1), width / (columns + 1)) < min(
+        height / rows, width / columns
+    )
     exact = height * columns == width * rows
-    below = [n / (m - 1) if m > 1 else float("inf") for n, m in ((height, rows), (width, columns))]
+    below = [
+        n / (m - 1) if m > 1 else float("inf")
+        for n, m in ((height, rows), (width, columns))
+    ]
     up = max(height / rows, width / columns) < min(below)
     return exact or down or up
 
 
-def find_layout(queries: int, keys: int, windows: int, running: Running, maps: FeatureMaps) -> Layout:
+def find_layout(
+    queries: int, keys: int, windows: int, running: Running, maps: FeatureMaps
+) -> Layout:
     """Find the grids of an attention.
 
     A grid is reported only where something shows it: attributes or inputs of the layer or, if each token can see the
@@ -182,8 +212,20 @@ def find_layout(queries: int, keys: int, windows: int, running: Running, maps: F
     if record.own_grids:
         own_queries, own_keys = record.own_grids(module, keys)
         layout = Layout(Tokens(0, *own_queries), Tokens(0, *own_keys))
-        fits = layout.queries and layout.keys and (layout.queries.count, layout.keys.count) == (queries, keys)
-        return layout if fits else Layout(None, None, f"{queries} queries and {keys} keys: not the layer's own grids")
+        fits = (
+            layout.queries
+            and layout.keys
+            and (layout.queries.count, layout.keys.count) == (queries, keys)
+        )
+        return (
+            layout
+            if fits
+            else Layout(
+                None,
+                None,
+                f"{queries} queries and {keys} keys: not the layer's own grids",
+            )
+        )
     prefixes = _prefixes(maps, keys) if windows == 1 else (0,)
     grids = list(_shown(module, inputs, windows, maps))
     spreads = [known(outer).spread_evenly for outer, _ in reversed(running)]
@@ -193,37 +235,69 @@ def find_layout(queries: int, keys: int, windows: int, running: Running, maps: F
     key_tokens = _find(keys, grids, prefixes)
     if record.latent_queries:
         return Layout(None, key_tokens, record.latent_queries, "latents")
-    if queries != keys and queries <= max(key_tokens.prefix if key_tokens else 0, sum(maps.special.around or ()), 1):
-        return Layout(None, key_tokens, "the queries are class tokens or latents, which lie on no grid")
+    if queries != keys and queries <= max(
+        key_tokens.prefix if key_tokens else 0, sum(maps.special.around or ()), 1
+    ):
+        return Layout(
+            None,
+            key_tokens,
+            "the queries are class tokens or latents, which lie on no grid",
+        )
     if key_tokens is None:
         return _no_grid(queries, keys, windows, maps, words=_is_given_words(running))
     if queries == keys:
         return Layout(key_tokens, key_tokens)
     strided = record.strided is not None and record.strided(module)
     if not strided and queries not in token_counts(inputs):
-        return Layout(None, key_tokens, f"{queries} queries and {keys} keys: which places the queries have is unknown")
-    query_tokens = _find(queries, grids, _prefixes(maps, queries) if windows == 1 else (0,))
+        return Layout(
+            None,
+            key_tokens,
+            f"{queries} queries and {keys} keys: which places the queries have is unknown",
+        )
+    query_tokens = _find(
+        queries, grids, _prefixes(maps, queries) if windows == 1 else (0,)
+    )
     if query_tokens is None:
         return Layout(None, key_tokens, f"{queries} queries: no grid found")
     if query_tokens.prefix != key_tokens.prefix and maps.special.around is None:
-        return Layout(None, None, f"{queries} queries and {keys} keys: which of them are class tokens is unknown")
+        return Layout(
+            None,
+            None,
+            f"{queries} queries and {keys} keys: which of them are class tokens is unknown",
+        )
     aligned = _aligned(query_tokens, key_tokens, strided=strided)
-    return Layout(*aligned) if aligned else Layout(None, key_tokens, "one of the grids does not divide the other")
+    return (
+        Layout(*aligned)
+        if aligned
+        else Layout(None, key_tokens, "one of the grids does not divide the other")
+    )
 
 
-def pool_layout(queries: int, keys: int, running: Running, maps: FeatureMaps) -> Layout | None:
+def pool_layout(
+    queries: int, keys: int, running: Running, maps: FeatureMaps
+) -> Layout | None:
     """Return the grids of an attention inside of a :class:`tcnn_model.AttentionPool2d`; None if it is not inside."""
-    pools = [(module, inputs) for module, inputs in running if isinstance(module, AttentionPool2d)]
+    pools = [
+        (module, inputs)
+        for module, inputs in running
+        if isinstance(module, AttentionPool2d)
+    ]
     pool, inputs = pools[-1] if pools else (None, ())
     if pool is None or queries != (pool.num_classes or 1):
         return None
     prefix = 0 if pool.per_class else 1
-    shown = [(x.shape[2], x.shape[3]) for x in inputs if isinstance(x, Tensor) and x.ndim == 4]
+    shown = [
+        (x.shape[2], x.shape[3])
+        for x in inputs
+        if isinstance(x, Tensor) and x.ndim == 4
+    ]
     key_tokens = _find(keys, shown or maps.grids(), [prefix])
     if key_tokens is None:
         reason = f"{keys} keys: no grid found"
     elif pool.per_class:
-        reason = "the queries are class tokens, one for each class, which lie on no grid"
+        reason = (
+            "the queries are class tokens, one for each class, which lie on no grid"
+        )
     else:
         reason = "the query is the class token, which lies on no grid"
     return Layout(None, key_tokens, reason, "classes" if pool.per_class else "tokens")
@@ -235,18 +309,26 @@ def token_counts(inputs: Iterable[Any]) -> set[int]:
     for x in inputs:
         if isinstance(x, Tensor) and x.ndim == 3:
             counts.add(x.shape[1])
-        elif isinstance(x, Tensor) and x.ndim == 4:  # (B, C, H, W), (B, H, W, C), or (B, heads, N, d)
+        elif (
+            isinstance(x, Tensor) and x.ndim == 4
+        ):  # (B, C, H, W), (B, H, W, C), or (B, heads, N, d)
             counts |= {x.shape[2] * x.shape[3], x.shape[1] * x.shape[2], x.shape[2]}
     return counts
 
 
-def _no_grid(queries: int, keys: int, windows: int, maps: FeatureMaps, *, words: bool) -> Layout:
+def _no_grid(
+    queries: int, keys: int, windows: int, maps: FeatureMaps, *, words: bool
+) -> Layout:
     """Return a layout without grids; with advice where all tokens of images look at each other."""
-    reason = f"{keys} keys: no grid found" + ("" if maps.size else " (the images' size is unknown)")
+    reason = f"{keys} keys: no grid found" + (
+        "" if maps.size else " (the images' size is unknown)"
+    )
     if windows > 1:
         reason += f"; {windows} windows of each image, or as many heads, if the layer has no num_heads to say so"
         return Layout(None, None, reason)
-    smaller = [grid for grid in maps.grids() if 0 < keys - grid[0] * grid[1] <= _MOST_SPECIAL]
+    smaller = [
+        grid for grid in maps.grids() if 0 < keys - grid[0] * grid[1] <= _MOST_SPECIAL
+    ]
     if queries == keys and smaller:
         height, width = max(smaller, key=lambda grid: grid[0] * grid[1])
         prefix = keys - height * width
@@ -255,7 +337,12 @@ def _no_grid(queries: int, keys: int, windows: int, maps: FeatureMaps, *, words:
             reason += " with a class token before the patches, class_token='last' with one behind them"
     else:
         reason += "; grid=(rows, columns) and prefix_tokens= say it"
-    return Layout(None, None, reason, advice=reason if queries == keys and maps.size and not words else "")
+    return Layout(
+        None,
+        None,
+        reason,
+        advice=reason if queries == keys and maps.size and not words else "",
+    )
 
 
 def _is_given_words(running: Running) -> bool:
@@ -264,7 +351,9 @@ def _is_given_words(running: Running) -> bool:
     return any(not x.is_floating_point() and x.ndim > 1 for x in tensors)
 
 
-def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, Tokens] | None:
+def _aligned(
+    queries: Tokens, keys: Tokens, *, strided: bool
+) -> tuple[Tokens, Tokens] | None:
     """Return both in cells of the finer grid; None if the cells of the coarser grid do not all have the same size.
 
     A coarse token stands for the first pixel of its cell if it is strided, and else for the centre of the cell.
@@ -274,9 +363,14 @@ def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, T
     for tokens in (queries, keys):
         sides = tokens.height, tokens.width
         steps = [-(-length // n) for length, n in zip(finer, sides, strict=True)]
-        if strided and any(-(-length // step) != n for length, step, n in zip(finer, steps, sides, strict=True)):
+        if strided and any(
+            -(-length // step) != n
+            for length, step, n in zip(finer, steps, sides, strict=True)
+        ):
             return None
-        if not strided and any(length % n for length, n in zip(finer, sides, strict=True)):
+        if not strided and any(
+            length % n for length, n in zip(finer, sides, strict=True)
+        ):
             return None
         spacing = float(steps[0]), float(steps[1])
         origin = (0.0, 0.0) if strided else ((spacing[0] - 1) / 2, (spacing[1] - 1) / 2)
@@ -299,14 +393,19 @@ def _find(count: int, grids: Iterable[Grid], prefixes: Sequence[int]) -> Tokens 
     return None
 
 
-def _shown(module: nn.Module, inputs: Sequence[Any], windows: int, maps: FeatureMaps) -> Iterator[Grid]:
+def _shown(
+    module: nn.Module, inputs: Sequence[Any], windows: int, maps: FeatureMaps
+) -> Iterator[Grid]:
     """Yield grids that something shows, the surest first."""
     for name in ("window_size", "resolution"):
         if (pair := _pair(getattr(module, name, None))) is not None:
             yield pair
     for x in inputs:
         if isinstance(x, Tensor) and x.ndim == 4:
-            pairs = [(x.shape[2], x.shape[3]), (x.shape[1], x.shape[2])]  # (B, C, H, W), (B, H, W, C)
+            pairs = [
+                (x.shape[2], x.shape[3]),
+                (x.shape[1], x.shape[2]),
+            ]  # (B, C, H, W), (B, H, W, C)
             if windows == 1:
                 yield from (pair for pair in pairs if maps.shows(pair))
             elif maps.images is not None and len(x) == maps.images * windows:
@@ -322,6 +421,10 @@ def _shown(module: nn.Module, inputs: Sequence[Any], windows: int, maps: Feature
 def _pair(value: Any) -> Grid | None:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value, value
-    if isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, int) and v > 0 for v in value):
+    if (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and all(isinstance(v, int) and v > 0 for v in value)
+    ):
         return value[0], value[1]
     return None

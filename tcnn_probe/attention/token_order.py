@@ -30,7 +30,13 @@ from tcnn_probe.attention.reconstruction import values_of
 from tcnn_probe.hooks.interception import SeenAttention, describe
 from tcnn_probe.models import layer_names, untouched
 
-__all__ = ["Claim", "TokenPlaces", "measure_token_places", "objection_to_order", "raster_objections"]
+__all__ = [
+    "Claim",
+    "TokenPlaces",
+    "measure_token_places",
+    "objection_to_order",
+    "raster_objections",
+]
 
 # Small enough that a network is linear in it, large enough for the digits of its dtype.
 _DISTURBANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
@@ -55,7 +61,16 @@ _LEAST_SPREAD = 0.2
 # An untrained network of eight channels agreed with its raster order by 0.72 with one, and by 0.96 with eight.
 _DISTURBANCES_IN_DOUBT = 8
 
-_PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum})
+_PRODUCTS = frozenset(
+    {
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        torch.bmm,
+        Tensor.bmm,
+        torch.einsum,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +103,10 @@ class Claim:
 
 
 def raster_objections(
-    model: nn.Module, image: Tensor, claims: Mapping[str, Claim], forward: Callable[[Tensor], object] | None = None
+    model: nn.Module,
+    image: Tensor,
+    claims: Mapping[str, Claim],
+    forward: Callable[[Tensor], object] | None = None,
 ) -> dict[str, tuple[str, str]]:
     """Compare the grids that are claimed for layers with the places that their tokens have.
 
@@ -108,7 +126,9 @@ def raster_objections(
     for disturbances in (1, _DISTURBANCES_IN_DOUBT):
         places = measure_token_places(model, image, forward, disturbances=disturbances)
         objections = {
-            name: pair for name in places.keys() & claims.keys() if any(pair := _objections(places[name], claims[name]))
+            name: pair
+            for name in places.keys() & claims.keys()
+            if any(pair := _objections(places[name], claims[name]))
         }
         if not objections:
             break
@@ -117,8 +137,16 @@ def raster_objections(
 
 def _objections(places: TokenPlaces, claim: Claim) -> tuple[str, str]:
     queries, keys = claim.layout.queries, claim.layout.keys
-    of_queries = objection_to_order(places.queries, queries, claim.windows, claim.behind[0]) if queries else ""
-    of_keys = objection_to_order(places.keys, keys, claim.windows, claim.behind[1]) if keys else ""
+    of_queries = (
+        objection_to_order(places.queries, queries, claim.windows, claim.behind[0])
+        if queries
+        else ""
+    )
+    of_keys = (
+        objection_to_order(places.keys, keys, claim.windows, claim.behind[1])
+        if keys
+        else ""
+    )
     return of_queries, of_keys
 
 
@@ -146,12 +174,20 @@ def measure_token_places(
     """
     versions = _disturbed(image, disturbances)
     cut = _CutAttention(layer_names(model), len(versions))
-    with untouched(model), _no_trace(model), torch.no_grad(), _following(model, cut), cut:
+    with (
+        untouched(model),
+        _no_trace(model),
+        torch.no_grad(),
+        _following(model, cut),
+        cut,
+    ):
         (forward or model)(versions)
     return cut.places
 
 
-def objection_to_order(places: Tensor, tokens: Tokens, windows: Windows | None = None, behind: int = 0) -> str:
+def objection_to_order(
+    places: Tensor, tokens: Tokens, windows: Windows | None = None, behind: int = 0
+) -> str:
     """Say why tokens do not lie on a grid row by row as they are taken to; "" if they do.
 
     Args:
@@ -165,14 +201,20 @@ def objection_to_order(places: Tensor, tokens: Tokens, windows: Windows | None =
     expected = _expected(grid, windows)
     is_cell = expected.isfinite().all(-1).expand(places.shape[:2])
     if bool((places.isinf().any(-1) & is_cell).any()):
-        return "the tokens are others where the image is the same: their order is random"
+        return (
+            "the tokens are others where the image is the same: their order is random"
+        )
     on_image = places.isfinite().all(-1) & is_cell
     if float(on_image.sum()) < _LEAST_ON_IMAGE * float(is_cell.sum()):
         return "the tokens do not depend on the image"
     for axis, (lines, length) in enumerate((("rows", grid[0]), ("columns", grid[1]))):
-        measured, claimed = _comparable(places[..., axis], expected[..., axis] / length, on_image)
+        measured, claimed = _comparable(
+            places[..., axis], expected[..., axis] / length, on_image
+        )
         # Tokens of a deep pyramid can each see the whole image, which says nothing of their order.
-        if float(measured.std()) < _LEAST_SPREAD * float(claimed.std()) or bool((claimed == claimed[0]).all()):
+        if float(measured.std()) < _LEAST_SPREAD * float(claimed.std()) or bool(
+            (claimed == claimed[0]).all()
+        ):
             continue
         agreement = float(torch.corrcoef(torch.stack([measured, claimed]))[0, 1])
         if agreement < _LEAST_CORRELATION:
@@ -188,9 +230,21 @@ def _disturbed(image: Tensor, disturbances: int) -> Tensor:
     noise = torch.randn((disturbances + 1, *image.shape), generator=generator).to(image)
     size = _DISTURBANCE.get(image.dtype, _DISTURBANCE_OF_HALF)
     base = image.detach() + noise[0]
-    rows, columns = (torch.linspace(0, 1, length).to(image) for length in image.shape[-2:])
+    rows, columns = (
+        torch.linspace(0, 1, length).to(image) for length in image.shape[-2:]
+    )
     fades = (torch.ones_like(image), rows[:, None], columns)
-    return torch.stack([base, base, *(base + size * fade * disturbance for fade in fades for disturbance in noise[1:])])
+    return torch.stack(
+        [
+            base,
+            base,
+            *(
+                base + size * fade * disturbance
+                for fade in fades
+                for disturbance in noise[1:]
+            ),
+        ]
+    )
 
 
 class _CutAttention(TorchFunctionMode):
@@ -203,10 +257,16 @@ class _CutAttention(TorchFunctionMode):
         self.running: list[nn.Module] = []
         self.asked: Counter[nn.Module] = Counter()
         self._names = names
-        self._operands: Any = WeakTensorKeyDictionary()  # logits: the queries and keys that they are products of
+        self._operands: Any = (
+            WeakTensorKeyDictionary()
+        )  # logits: the queries and keys that they are products of
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
@@ -214,27 +274,45 @@ class _CutAttention(TorchFunctionMode):
         if isinstance(visible, SeenAttention) and self.running:
             return self._cut(visible, output)
         if isinstance(output, Tensor):
-            arguments = [x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+            arguments = [
+                x
+                for arg in args
+                for x in (arg if isinstance(arg, (tuple, list)) else (arg,))
+            ]
             self._follow(func, output, [x for x in arguments if isinstance(x, Tensor)])
         return output
 
-    def _follow(self, func: Callable[..., Any], output: Tensor, inputs: Sequence[Tensor]) -> None:
+    def _follow(
+        self, func: Callable[..., Any], output: Tensor, inputs: Sequence[Tensor]
+    ) -> None:
         """Remember of which queries and keys logits are made, also after scaling, masking and reshaping."""
         if func in _PRODUCTS and len(inputs) == 2:
             self._operands[output] = (inputs[0], inputs[1])
             return
-        sources = [x for x in inputs if x in self._operands and x.numel() == output.numel()]
+        sources = [
+            x for x in inputs if x in self._operands and x.numel() == output.numel()
+        ]
         if sources:
             self._operands[output] = self._operands[sources[0]]
 
     def _cut(self, visible: SeenAttention, output: Any) -> Any:
-        module = next(m for m in reversed(self.running) if not isinstance(m, (nn.Softmax, nn.Dropout)))
+        module = next(
+            m
+            for m in reversed(self.running)
+            if not isinstance(m, (nn.Softmax, nn.Dropout))
+        )
         number = self.asked[module]
         self.asked[module] += 1
-        query, key = (visible.query, visible.key) if visible.logits is None else self._operands_of(visible.logits)
+        query, key = (
+            (visible.query, visible.key)
+            if visible.logits is None
+            else self._operands_of(visible.logits)
+        )
         places = None
         if query is not None and key is not None:
-            of_queries, of_keys = (_places(x, self._versions, module, visible.heads) for x in (query, key))
+            of_queries, of_keys = (
+                _places(x, self._versions, module, visible.heads) for x in (query, key)
+            )
             if of_queries is not None and of_keys is not None:
                 places = TokenPlaces(of_queries, of_keys)
                 name = self._names.get(module, "")
@@ -251,7 +329,9 @@ class _CutAttention(TorchFunctionMode):
         return query, _tokens(second, leading, keys, transposed=True)
 
 
-def _tokens(operand: Tensor, leading: Sequence[int], count: int, *, transposed: bool) -> Tensor | None:
+def _tokens(
+    operand: Tensor, leading: Sequence[int], count: int, *, transposed: bool
+) -> Tensor | None:
     """Return an operand of a product as (*leading, count, d); None if its shape does not say which axis is which."""
     if operand.shape[-1] == count and (transposed or operand.shape[-2] != count):
         operand = operand.mT
@@ -263,7 +343,9 @@ def _tokens(operand: Tensor, leading: Sequence[int], count: int, *, transposed: 
     return None
 
 
-def _kept(visible: SeenAttention, output: Any, module: nn.Module, places: TokenPlaces | None) -> Any:
+def _kept(
+    visible: SeenAttention, output: Any, module: nn.Module, places: TokenPlaces | None
+) -> Any:
     """Return what attention gives if each query attends to the key at its own place."""
     if visible.logits is not None:
         shape = visible.logits.shape
@@ -296,12 +378,19 @@ def _own_key(queries: int, keys: int, places: TokenPlaces | None) -> Tensor:
     return nearest * distances.isfinite().any(-1, keepdim=True)
 
 
-def _places(tokens: Tensor, versions: int, module: nn.Module, heads: int | None) -> Tensor | None:
+def _places(
+    tokens: Tensor, versions: int, module: nn.Module, heads: int | None
+) -> Tensor | None:
     """Return the place of each of some tokens (..., N, d), shape (windows, N, 2); None if images are not apart."""
     rows = as_rows(tokens, module, heads) if tokens.ndim > 2 else tokens[:, None]
     if rows.shape[0] % versions:
         return None
-    images = rows.to(at_least_float32(rows.dtype)).transpose(1, 2).flatten(2).unflatten(0, (versions, -1))
+    images = (
+        rows.to(at_least_float32(rows.dtype))
+        .transpose(1, 2)
+        .flatten(2)
+        .unflatten(0, (versions, -1))
+    )
     plain, again = images[:2]
     change, by_row, by_column = (images[2:] - plain).unflatten(0, (3, -1))
     size = change.square().sum((0, -1))
@@ -315,14 +404,20 @@ def _places(tokens: Tensor, versions: int, module: nn.Module, heads: int | None)
 
 def _expected(grid: tuple[int, int], windows: Windows | None) -> Tensor:
     """Return the cell of each token in raster order, shape (windows or 1, N, 2); NaN for padding."""
-    cells = torch.arange(grid[0] * grid[1])[None] if windows is None else windows.cells()
-    places = torch.stack([cells.div(grid[1], rounding_mode="floor"), cells % grid[1]], -1).float()
+    cells = (
+        torch.arange(grid[0] * grid[1])[None] if windows is None else windows.cells()
+    )
+    places = torch.stack(
+        [cells.div(grid[1], rounding_mode="floor"), cells % grid[1]], -1
+    ).float()
     return places.masked_fill(cells[..., None] < 0, torch.nan)
 
 
 def _comparable(measured: Tensor, expected: Tensor, on_image: Tensor) -> Tensor:
     """Return measured and expected places of the tokens on the image, shape (2, tokens)."""
-    pairs = torch.stack([measured, expected.to(measured).expand_as(measured)]).masked_fill(~on_image, torch.nan)
+    pairs = torch.stack(
+        [measured, expected.to(measured).expand_as(measured)]
+    ).masked_fill(~on_image, torch.nan)
     if len(expected) < len(measured):  # nobody says where the windows are
         pairs = pairs - pairs.nanmean(-1, keepdim=True)
     return pairs[:, on_image]
@@ -367,7 +462,9 @@ def _no_trace(model: nn.Module) -> Iterator[None]:
                 module._forward_hooks = type(module._forward_hooks)()
             yield
         finally:
-            for module, known, tensors in zip(modules, attributes, buffers, strict=True):
+            for module, known, tensors in zip(
+                modules, attributes, buffers, strict=True
+            ):
                 vars(module).clear()
                 vars(module).update(known)
                 module._buffers.clear()

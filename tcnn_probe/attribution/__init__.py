@@ -4,7 +4,11 @@
 consist of, with plain tensors.
 """
 
-from tcnn_probe.attribution.agreement import energy_inside, pointing_game, rank_correlation
+from tcnn_probe.attribution.agreement import (
+    energy_inside,
+    pointing_game,
+    rank_correlation,
+)
 from tcnn_probe.attribution.captum_methods import captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.deletion import area_under, deletion_curve, insertion_curve

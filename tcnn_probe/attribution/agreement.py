@@ -47,11 +47,15 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
     """
     _check(maps, masks)
     if not tolerance >= 0:
-        raise ValueError(f"expected a tolerance of at least 0 pixels, got {tolerance!r}")
+        raise ValueError(
+            f"expected a tolerance of at least 0 pixels, got {tolerance!r}"
+        )
     near = torch.stack([_within(mask, tolerance) for mask in masks])
     flat = maps.flatten(1)
     best = flat == flat.amax(1, keepdim=True)
-    hits = (best & near.flatten(1)).sum(1).double() / best.sum(1)  # with a NaN there is no maximum: 0 / 0
+    hits = (best & near.flatten(1)).sum(1).double() / best.sum(
+        1
+    )  # with a NaN there is no maximum: 0 / 0
     return hits.masked_fill(~masks.flatten(1).any(1), torch.nan)
 
 
@@ -83,7 +87,9 @@ def _within(mask: Tensor, distance: float) -> Tensor:
     # scipy is imported where it is used: it takes a quarter of a second.
     from scipy.ndimage import distance_transform_edt
 
-    return torch.from_numpy(distance_transform_edt(~mask.cpu().numpy()) <= distance).to(mask.device)
+    return torch.from_numpy(distance_transform_edt(~mask.cpu().numpy()) <= distance).to(
+        mask.device
+    )
 
 
 def _check(maps: Tensor, masks: Tensor) -> None:

@@ -15,8 +15,23 @@ from tcnn_probe.models import scores_of
 __all__ = ["captum_class", "captum_maps"]
 
 # Parameters of captum's that are filled in here, or that would change what is returned.
-_FILLED_IN = {"self", "model", "forward_func", "device_ids", "inputs", "target", "additional_forward_args", "kwargs"}
-_FILLED_IN |= {"internal_batch_size", "perturbations_per_eval", "show_progress", "return_convergence_delta", "verbose"}
+_FILLED_IN = {
+    "self",
+    "model",
+    "forward_func",
+    "device_ids",
+    "inputs",
+    "target",
+    "additional_forward_args",
+    "kwargs",
+}
+_FILLED_IN |= {
+    "internal_batch_size",
+    "perturbations_per_eval",
+    "show_progress",
+    "return_convergence_delta",
+    "verbose",
+}
 # Options, and the parameters of captum's that they stand for; "inputs" is a parameter of all methods.
 _OURS = {
     "layer": "layer",
@@ -38,7 +53,11 @@ def captum_class(method: Any) -> Any:
     if not isinstance(cls, type) or not issubclass(cls, attr.Attribution):
         return None
     # Abstract classes of captum's take neither a model nor a function.
-    return cls if {"forward_func", "model"} & inspect.signature(cls).parameters.keys() else None
+    return (
+        cls
+        if {"forward_func", "model"} & inspect.signature(cls).parameters.keys()
+        else None
+    )
 
 
 def captum_maps(
@@ -79,15 +98,26 @@ def captum_maps(
     """
     cls = captum_class(method)
     if cls is None:
-        raise ValueError(f"expected a class of captum.attr that attributes, or its name, got {method!r}")
-    known = {*inspect.signature(cls).parameters, *inspect.signature(cls.attribute).parameters}
+        raise ValueError(
+            f"expected a class of captum.attr that attributes, or its name, got {method!r}"
+        )
+    known = {
+        *inspect.signature(cls).parameters,
+        *inspect.signature(cls.attribute).parameters,
+    }
     allowed = known - _FILLED_IN - {*_OURS.values()}
     allowed |= {option for option, parameter in _OURS.items() if parameter in known}
     if strange := sorted(options.keys() - allowed):
-        raise TypeError(f"captum's {cls.__name__} has no option {strange[0]!r} here; it has {sorted(allowed)}")
+        raise TypeError(
+            f"captum's {cls.__name__} has no option {strange[0]!r} here; it has {sorted(allowed)}"
+        )
     layer, occludes = None, "sliding_window_shapes" in known
     # captum takes from these what a class or its ``attribute`` has a parameter for.
-    values = {"target": target, "baselines": background(options.get("baseline", 0.0), images), **options}
+    values = {
+        "target": target,
+        "baselines": background(options.get("baseline", 0.0), images),
+        **options,
+    }
     values["internal_batch_size"] = max(batch_size, len(images))
     values["perturbations_per_eval"] = max(1, batch_size // len(images))
     if occludes:
@@ -99,26 +129,38 @@ def captum_maps(
         attributions = _attribute(cls, model, images, values)
     name = "" if layer is None else layer.name
     if not isinstance(attributions, Tensor) or attributions.ndim != 4:
-        got = f"shape {tuple(attributions.shape)}" if isinstance(attributions, Tensor) else "several tensors"
+        got = (
+            f"shape {tuple(attributions.shape)}"
+            if isinstance(attributions, Tensor)
+            else "several tensors"
+        )
         raise ValueError(
             f"expected a layer that gives a feature map (B, C, H, W), or tokens on a known grid; {name!r} gives {got}"
         )
     maps = attributions.detach().to(torch.promote_types(images.dtype, torch.float32))
-    maps = maps[:, 0] if occludes else maps.sum(1)  # a window covers all channels, and counts once
+    maps = (
+        maps[:, 0] if occludes else maps.sum(1)
+    )  # a window covers all channels, and counts once
     if layer is not None:
         size = images.shape[2], images.shape[3]
-        maps = to_pixels(maps, size, options.get("interpolation", "bilinear"), layer.fields)
+        maps = to_pixels(
+            maps, size, options.get("interpolation", "bilinear"), layer.fields
+        )
     return (maps.abs() if options.get("absolute") else maps), name
 
 
-def _attribute(cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any]) -> Any:
+def _attribute(
+    cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any]
+) -> Any:
     """Run a captum method, and remove the attributes that DeepLift and LRP leave on modules, after exceptions too."""
     from captum.attr import PerturbationAttribution
 
     by_gradient = not issubclass(cls, PerturbationAttribution)
     before = [(module, {*vars(module)}) for module in model.modules()]
     # captum knows no outputs but tensors, and some of its classes take modules alone.
-    handle = model.register_forward_hook(lambda module, inputs, output: scores_of(output))
+    handle = model.register_forward_hook(
+        lambda module, inputs, output: scores_of(output)
+    )
     try:
         with torch.set_grad_enabled(by_gradient):
             method = cls(model, **_accepted(cls, values))
@@ -133,7 +175,11 @@ def _attribute(cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any
 
 def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Return those of the values that a function has a parameter for."""
-    return {name: values[name] for name in inspect.signature(function).parameters if name in values}
+    return {
+        name: values[name]
+        for name in inspect.signature(function).parameters
+        if name in values
+    }
 
 
 def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, ...]]:
@@ -146,7 +192,11 @@ def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, .
         stride = [max(1, length // 2) for length in side]
     step = to_2tuple(stride)
     if any(not 0 < length <= limit for length, limit in zip(side, size, strict=True)):
-        raise ValueError(f"expected a window within the image's {tuple(size)} pixels, got {window}")
+        raise ValueError(
+            f"expected a window within the image's {tuple(size)} pixels, got {window}"
+        )
     if any(not 0 < length <= limit for length, limit in zip(step, side, strict=True)):
-        raise ValueError(f"expected a stride from 1 to the window's {side} pixels, got {stride}")
+        raise ValueError(
+            f"expected a stride from 1 to the window's {side} pixels, got {stride}"
+        )
     return {"sliding_window_shapes": (channels, *side), "strides": (channels, *step)}

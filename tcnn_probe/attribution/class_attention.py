@@ -8,7 +8,11 @@ from torch import Tensor, nn
 from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, MapSelection
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionStream
-from tcnn_probe.attribution.layer_choice import WITHOUT_CLASS_TOKEN, UnsupportedMethodError, find_layer
+from tcnn_probe.attribution.layer_choice import (
+    WITHOUT_CLASS_TOKEN,
+    UnsupportedMethodError,
+    find_layer,
+)
 from tcnn_probe.attribution.pixels import to_pixels
 from tcnn_probe.models import check_model
 
@@ -47,7 +51,9 @@ def class_attention(
     check_model(model)
     layer = find_layer(model, layer)[0] if isinstance(layer, nn.Module) else layer
     size = images.shape[2], images.shape[3]
-    selection = MapSelection((), None, ReceptiveFields(size))  # class tokens alone, all heads
+    selection = MapSelection(
+        (), None, ReceptiveFields(size)
+    )  # class tokens alone, all heads
     # Maps of this one forward, which are returned: no limit of memory applies.
     keeper = MapKeeper(selection, copies=1, max_bytes=sys.maxsize)
     stream = AttentionStream(model, keeper)
@@ -60,22 +66,35 @@ def class_attention(
     name = _choose(maps_by_layer, layer, keeper.missing)
     maps = maps_by_layer[name].arrays.get("class_attention")
     if maps is None:
-        maps = maps_by_layer[name].arrays["attention_by_class"][range(len(images)), :, target.cpu()]
+        maps = maps_by_layer[name].arrays["attention_by_class"][
+            range(len(images)), :, target.cpu()
+        ]
     return to_pixels(maps.mean(1), size, interpolation, selection.fields), name
 
 
-def _choose(maps_by_layer: dict[str, LayerMaps], layer: str | None, missing: dict[str, str]) -> str:
+def _choose(
+    maps_by_layer: dict[str, LayerMaps], layer: str | None, missing: dict[str, str]
+) -> str:
     """Return the name of the layer to show."""
     if layer is not None:
         if layer not in maps_by_layer:
             why = f": {missing[layer]}" if layer in missing else ""
             names = list(maps_by_layer)
-            raise ValueError(f"expected a layer with maps of class tokens: one of {names}, got {layer!r}{why}")
+            raise ValueError(
+                f"expected a layer with maps of class tokens: one of {names}, got {layer!r}{why}"
+            )
         return layer
     if not maps_by_layer:
-        reasons = "; ".join(dict.fromkeys(missing.values())) or "no softmax attention was seen"
-        raise UnsupportedMethodError(f"no layer has a map of class attention ({reasons}); {WITHOUT_CLASS_TOKEN}")
+        reasons = (
+            "; ".join(dict.fromkeys(missing.values()))
+            or "no softmax attention was seen"
+        )
+        raise UnsupportedMethodError(
+            f"no layer has a map of class attention ({reasons}); {WITHOUT_CLASS_TOKEN}"
+        )
     for name, maps in maps_by_layer.items():
-        if maps.queries is None:  # class tokens alone ask: the layer was made to be looked at
+        if (
+            maps.queries is None
+        ):  # class tokens alone ask: the layer was made to be looked at
             return name
     return list(maps_by_layer)[-1]

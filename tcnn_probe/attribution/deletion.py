@@ -41,7 +41,9 @@ def deletion_curve(
         Share of pixels replaced, (S + 1,), and probabilities, (B, S + 1), NaN for a map with a NaN; float64.
     """
     end = background(baseline, images)
-    return _curve(model, images, end, maps, target, steps=steps, batch_size=batch_size, seed=seed)
+    return _curve(
+        model, images, end, maps, target, steps=steps, batch_size=batch_size, seed=seed
+    )
 
 
 def insertion_curve(
@@ -68,7 +70,16 @@ def insertion_curve(
         Share of pixels put in, (S + 1,), and probabilities, (B, S + 1), as of :func:`deletion_curve`.
     """
     beginning = background(start, images)
-    return _curve(model, beginning, images, maps, target, steps=steps, batch_size=batch_size, seed=seed)
+    return _curve(
+        model,
+        beginning,
+        images,
+        maps,
+        target,
+        steps=steps,
+        batch_size=batch_size,
+        seed=seed,
+    )
 
 
 def area_under(shares: Tensor, curve: Tensor) -> Tensor:
@@ -82,7 +93,9 @@ def pixel_order(maps: Tensor, seed: int = 0) -> Tensor:
     Pixels of equal saliency are in random order, the same for all images: a constant map gives a random order.
     """
     values = -maps.flatten(1).double().cpu().numpy()
-    chance = np.broadcast_to(np.random.default_rng(seed).random(values.shape[1]), values.shape)
+    chance = np.broadcast_to(
+        np.random.default_rng(seed).random(values.shape[1]), values.shape
+    )
     order = np.lexsort((chance, values), axis=-1)
     return torch.from_numpy(np.argsort(order, axis=-1))
 
@@ -107,12 +120,18 @@ def _curve(
     for rows, old in batches(model, before, batch_size):
         new = after[rows].to(old)
         place = order[rows].to(old.device).view(len(old), 1, *old.shape[2:])
-        at_once = max(1, batch_size // len(old))  # several steps of few images fill a batch
+        at_once = max(
+            1, batch_size // len(old)
+        )  # several steps of few images fill a batch
         for first in range(0, steps + 1, at_once):
             now = counts[first : first + at_once]
             mixed = torch.cat([torch.where(place < count, new, old) for count in now])
             classes = target[rows].cpu().repeat(len(now))[:, None]
-            probabilities = class_scores(model, mixed).cpu().double().softmax(1).gather(1, classes)
-            curve[rows, first : first + len(now)] = probabilities.view(len(now), len(old)).T
+            probabilities = (
+                class_scores(model, mixed).cpu().double().softmax(1).gather(1, classes)
+            )
+            curve[rows, first : first + len(now)] = probabilities.view(
+                len(now), len(old)
+            ).T
     curve[maps.flatten(1).isnan().any(1).cpu()] = torch.nan
     return torch.tensor(counts, dtype=torch.float64) / pixels, curve

@@ -12,7 +12,11 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tcnn_probe.attribution.agreement import energy_inside, pointing_game, rank_correlation
+from tcnn_probe.attribution.agreement import (
+    energy_inside,
+    pointing_game,
+    rank_correlation,
+)
 from tcnn_probe.attribution.deletion import area_under, deletion_curve, insertion_curve
 from tcnn_probe.attribution.perturbation import infidelity, sensitivity
 from tcnn_probe.attribution.saliency import (
@@ -59,23 +63,59 @@ class Metric:
     def attrs(self) -> dict[str, str]:
         """Attributes of the measure's variable."""
         names = ("long_name", "units", "range", "better", "source")
-        return {name: getattr(self, name) for name in names} | {"definition": first_paragraph(self.function)}
+        return {name: getattr(self, name) for name in names} | {
+            "definition": first_paragraph(self.function)
+        }
 
 
 _RISE = "Petsiuk et al. 2018, RISE: Randomized Input Sampling for Explanation of Black-box Models"
 _YEH = "Yeh et al. 2019, On the (In)fidelity and Sensitivity of Explanations; by captum"
 _ZHANG = "Zhang et al. 2018, Top-down Neural Attention by Excitation Backprop"
 METRICS: Mapping[str, Metric] = {
-    "deletion_auc": Metric(deletion_curve, "maps", "area under the deletion curve", "0 to 1", "lower", _RISE),
-    "insertion_auc": Metric(insertion_curve, "maps", "area under the insertion curve", "0 to 1", "higher", _RISE),
+    "deletion_auc": Metric(
+        deletion_curve,
+        "maps",
+        "area under the deletion curve",
+        "0 to 1",
+        "lower",
+        _RISE,
+    ),
+    "insertion_auc": Metric(
+        insertion_curve,
+        "maps",
+        "area under the insertion curve",
+        "0 to 1",
+        "higher",
+        _RISE,
+    ),
     "energy_inside": Metric(
-        energy_inside, "masks", "positive saliency inside the mask", "0 to 1", "higher", "Wang et al. 2020, Score-CAM"
+        energy_inside,
+        "masks",
+        "positive saliency inside the mask",
+        "0 to 1",
+        "higher",
+        "Wang et al. 2020, Score-CAM",
     ),
-    "pointing_game": Metric(pointing_game, "masks", "most salient pixel on the mask", "0 to 1", "higher", _ZHANG),
+    "pointing_game": Metric(
+        pointing_game,
+        "masks",
+        "most salient pixel on the mask",
+        "0 to 1",
+        "higher",
+        _ZHANG,
+    ),
     "infidelity": Metric(
-        infidelity, "maps", "infidelity", "from 0", "lower", _YEH, units="score of the class, squared"
+        infidelity,
+        "maps",
+        "infidelity",
+        "from 0",
+        "lower",
+        _YEH,
+        units="score of the class, squared",
     ),
-    "sensitivity": Metric(sensitivity, "method", "sensitivity", "from 0", "lower", _YEH),
+    "sensitivity": Metric(
+        sensitivity, "method", "sensitivity", "from 0", "lower", _YEH
+    ),
     "rank_correlation": Metric(
         rank_correlation,
         "others",
@@ -154,13 +194,22 @@ def faithfulness(
     selected = _select_metrics(metrics, attributions, masks is not None)
     if target is None:
         target = _targets_of(attributions)
-    settings = {"steps": steps, "baseline": baseline, "start": start, "tolerance": tolerance, "samples": samples}
+    settings = {
+        "steps": steps,
+        "baseline": baseline,
+        "start": start,
+        "tolerance": tolerance,
+        "samples": samples,
+    }
     settings |= {"radius": radius, "seed": seed}
     variables: dict[str, xr.Variable] = {}
     total = len(attributions) * (1 + len(selected)) * len(images)
     with untouched(model), progress_bar(total, "faithfulness", progress) as bar:
         targets = find_targets(model, images, target, batch_size)
-        maps = [maps_of(x, model, images, targets, batch_size, bar.update)[0] for x in attributions]
+        maps = [
+            maps_of(x, model, images, targets, batch_size, bar.update)[0]
+            for x in attributions
+        ]
         for name, metric in selected.items():
             parameters = inspect.signature(metric.function).parameters
             used = {key: settings[key] for key in parameters if key in settings}
@@ -169,17 +218,25 @@ def faithfulness(
                 if metric.takes == "masks":
                     score = metric.function(judged, masks, **used)
                 elif metric.takes == "others":
-                    score = torch.stack([metric.function(judged, reference) for reference in maps])
+                    score = torch.stack(
+                        [metric.function(judged, reference) for reference in maps]
+                    )
                 elif metric.takes == "method" and attribution.explain is None:
                     score = torch.full((len(images),), torch.nan, dtype=torch.float64)
                 else:
                     subject: Any = judged
                     if metric.takes == "method":
                         subject = partial(_explain, attribution, model, batch_size)
-                    score = metric.function(model, images, subject, targets, batch_size=batch_size, **used)
+                    score = metric.function(
+                        model, images, subject, targets, batch_size=batch_size, **used
+                    )
                 scores.append(area_under(*score) if isinstance(score, tuple) else score)
                 bar.update(len(images))
-            dims = ("attribution", *(["other"] if metric.takes == "others" else []), "image")
+            dims = (
+                "attribution",
+                *(["other"] if metric.takes == "others" else []),
+                "image",
+            )
             attrs = metric.attrs | {"options": as_json(used)}
             variables[name] = xr.Variable(dims, torch.stack(scores).numpy(), attrs)
     if "sensitivity" in selected:
@@ -187,7 +244,11 @@ def faithfulness(
         variables["sensitivity"].attrs["missing"] = json.dumps(missing)
 
     names = np.array([x.name for x in attributions], dtype=object)
-    coords = {"attribution": names, "image": range(len(images)), "target": ("image", targets.numpy())}
+    coords = {
+        "attribution": names,
+        "image": range(len(images)),
+        "target": ("image", targets.numpy()),
+    }
     if "rank_correlation" in selected:
         coords["other"] = names
     attrs = provenance(model, "captum")
@@ -196,7 +257,9 @@ def faithfulness(
 
 
 def _select_metrics(
-    metrics: str | Collection[str] | None, attributions: Sequence[Attribution], has_masks: bool
+    metrics: str | Collection[str] | None,
+    attributions: Sequence[Attribution],
+    has_masks: bool,
 ) -> dict[str, Metric]:
     """Return the metrics by name; raise ValueError for one that cannot be computed."""
     maps_only = [x.name for x in attributions if x.explain is None]
@@ -206,25 +269,39 @@ def _select_metrics(
             "method": len(maps_only) == len(attributions),
             "others": len(attributions) == 1,
         }
-        names = [name for name, metric in METRICS.items() if not lacking.get(metric.takes)]
+        names = [
+            name for name, metric in METRICS.items() if not lacking.get(metric.takes)
+        ]
     else:
         names = [metrics] if isinstance(metrics, str) else list(metrics)
     for name in names:
         if name not in METRICS:
             raise ValueError(f"expected metrics among {list(METRICS)}, got {name!r}")
         if METRICS[name].takes == "masks" and not has_masks:
-            raise ValueError(f"{name!r} needs masks, which say where the objects are: masks=, shape (B, H, W)")
+            raise ValueError(
+                f"{name!r} needs masks, which say where the objects are: masks=, shape (B, H, W)"
+            )
         if METRICS[name].takes == "method" and maps_only and metrics is not None:
-            raise ValueError(f"{name!r} needs methods, by name or as functions; {maps_only[0]!r} was {_MAPS_ALONE}")
+            raise ValueError(
+                f"{name!r} needs methods, by name or as functions; {maps_only[0]!r} was {_MAPS_ALONE}"
+            )
     return {name: METRICS[name] for name in names}
 
 
-def _explain(attribution: Attribution, model: nn.Module, batch_size: int, images: Tensor, targets: Tensor) -> Tensor:
+def _explain(
+    attribution: Attribution,
+    model: nn.Module,
+    batch_size: int,
+    images: Tensor,
+    targets: Tensor,
+) -> Tensor:
     assert attribution.explain is not None
     return attribution.explain(model, images, targets, batch_size)[0]
 
 
-def _find_attributions(saliency: Any, images: Tensor, options: Mapping[str, Mapping[str, Any]]) -> list[Attribution]:
+def _find_attributions(
+    saliency: Any, images: Tensor, options: Mapping[str, Mapping[str, Any]]
+) -> list[Attribution]:
     """Return the attributions to judge: the user's maps, and methods to compute now."""
     if isinstance(saliency, xr.DataArray):
         saliency = {saliency.attrs.get("method", "saliency"): saliency}
@@ -236,24 +313,36 @@ def _find_attributions(saliency: Any, images: Tensor, options: Mapping[str, Mapp
         raise ValueError("expected at least one method, got none")
     attributions = []
     for name, value in saliency.items():
-        if isinstance(value, str) or (callable(value) and not isinstance(value, (Tensor, xr.DataArray))):
+        if isinstance(value, str) or (
+            callable(value) and not isinstance(value, (Tensor, xr.DataArray))
+        ):
             own_options = {name_of(value): options[name]} if name in options else {}
-            attributions.append(replace(find_methods(value, own_options)[0], name=str(name)))
+            attributions.append(
+                replace(find_methods(value, own_options)[0], name=str(name))
+            )
         else:
             attributions.append(_user_maps(value, images, str(name)))
     computed = [attribution.name for attribution in attributions if attribution.explain]
     for name in options:
         if name not in computed:
-            raise ValueError(f"options for {name!r}, which is none of the methods to compute: {computed}")
+            raise ValueError(
+                f"options for {name!r}, which is none of the methods to compute: {computed}"
+            )
     return attributions
 
 
 def _targets_of(attributions: Sequence[Attribution]) -> Tensor | None:
     """Return the classes that the user's maps explain, shape (B,); None if no map says."""
-    known = [(attribution.name, attribution.targets) for attribution in attributions if attribution.targets is not None]
+    known = [
+        (attribution.name, attribution.targets)
+        for attribution in attributions
+        if attribution.targets is not None
+    ]
     for name, targets in known[1:]:
         if not torch.equal(targets, known[0][1]):
-            raise ValueError(f"the maps {known[0][0]!r} and {name!r} are of different targets: say which with target=")
+            raise ValueError(
+                f"the maps {known[0][0]!r} and {name!r} are of different targets: say which with target="
+            )
     return known[0][1] if known else None
 
 
@@ -261,7 +350,9 @@ def _as_masks(masks: Any, images: Tensor) -> Tensor:
     """Return masks as a bool tensor, shape (B, H, W), on the CPU."""
     tensor = _as_tensor(masks, images, "masks")
     if tensor.dtype != torch.bool:
-        raise TypeError(f"expected masks of dtype bool, True on the object, got {tensor.dtype}")
+        raise TypeError(
+            f"expected masks of dtype bool, True on the object, got {tensor.dtype}"
+        )
     return tensor
 
 
@@ -270,21 +361,35 @@ def _user_maps(maps: Any, images: Tensor, name: str) -> Attribution:
     targets = None
     if isinstance(maps, xr.DataArray):
         if {*maps.dims} != {"image", "y", "x"}:
-            raise ValueError(f"expected maps of {name!r} with the dims (image, y, x), got {maps.dims}")
-        targets = torch.from_numpy(np.array(maps.target)) if "target" in maps.coords else None
+            raise ValueError(
+                f"expected maps of {name!r} with the dims (image, y, x), got {maps.dims}"
+            )
+        targets = (
+            torch.from_numpy(np.array(maps.target)) if "target" in maps.coords else None
+        )
         maps = maps.transpose("image", "y", "x")
     tensor = _as_tensor(maps, images, f"maps of {name!r}")
     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return Attribution(name, {"definition": "given as maps"}, maps=tensor, targets=targets)
+    return Attribution(
+        name, {"definition": "given as maps"}, maps=tensor, targets=targets
+    )
 
 
 def _as_tensor(values: Any, images: Tensor, what: str) -> Tensor:
     """Return a tensor on the CPU, shape (B, H, W) as the images."""
     try:
-        tensor = values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+        tensor = (
+            values.detach().cpu()
+            if isinstance(values, Tensor)
+            else torch.from_numpy(np.array(values))
+        )
     except (TypeError, ValueError) as error:
-        raise TypeError(f"expected {what}, an array (B, H, W), got {values!r}") from error
+        raise TypeError(
+            f"expected {what}, an array (B, H, W), got {values!r}"
+        ) from error
     expected = (len(images), *images.shape[2:])
     if tuple(tensor.shape) != expected:
-        raise ValueError(f"expected {what} of shape {expected}, got {tuple(tensor.shape)}")
+        raise ValueError(
+            f"expected {what} of shape {expected}, got {tuple(tensor.shape)}"
+        )
     return tensor

@@ -16,7 +16,13 @@ from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.attention.token_grid import FeatureMaps
 from tcnn_probe.models import check_model, class_scores, layer_names
 
-__all__ = ["WITHOUT_CLASS_TOKEN", "MapLayer", "UnsupportedMethodError", "find_layer", "map_layer"]
+__all__ = [
+    "WITHOUT_CLASS_TOKEN",
+    "MapLayer",
+    "UnsupportedMethodError",
+    "find_layer",
+    "map_layer",
+]
 
 WITHOUT_CLASS_TOKEN = "'gradcam', 'integrated_gradients', 'input_x_gradient' and 'occlusion' need no class token"
 
@@ -53,9 +59,15 @@ class MapLayer:
         tokens, stand_in = self.tokens, nn.Identity()
 
         def pass_through(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            before, cells, after = output.flatten(1, -2).tensor_split((tokens.prefix, tokens.count), 1)
-            feature_map = stand_in(cells.transpose(1, 2).unflatten(2, (tokens.height, tokens.width)))
-            return torch.cat([before, feature_map.flatten(2).transpose(1, 2), after], 1).view_as(output)
+            before, cells, after = output.flatten(1, -2).tensor_split(
+                (tokens.prefix, tokens.count), 1
+            )
+            feature_map = stand_in(
+                cells.transpose(1, 2).unflatten(2, (tokens.height, tokens.width))
+            )
+            return torch.cat(
+                [before, feature_map.flatten(2).transpose(1, 2), after], 1
+            ).view_as(output)
 
         handle = self.module.register_forward_hook(pass_through)
         try:
@@ -87,10 +99,14 @@ def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module
         if module is layer or name == layer:
             return name, module
     label = repr(layer) if isinstance(layer, str) else f"this {type(layer).__name__}"
-    raise ValueError(f"the model has no layer {label}; model.named_modules() has their names")
+    raise ValueError(
+        f"the model has no layer {label}; model.named_modules() has their names"
+    )
 
 
-def map_layer(model: nn.Module, image: Tensor, layer: str | nn.Module | None = None) -> MapLayer:
+def map_layer(
+    model: nn.Module, image: Tensor, layer: str | nn.Module | None = None
+) -> MapLayer:
     """Find the named layer, or the last one with a map of more than one pixel on which the score depends.
 
     Feature maps (B, C, H, W) are such maps, and tokens, (B, N, C) or (B, H, W, C), whose grid is known. After the last
@@ -113,10 +129,21 @@ def map_layer(model: nn.Module, image: Tensor, layer: str | nn.Module | None = N
             stream.close()
         outputs.place_prefixes(stream)
         if name is not None and module is not None:
-            tensors = [output.value for output in outputs.kept if output.module is module and not output.is_map]
-            return MapLayer(name, module, fields, outputs.tokens(tensors[0]) if tensors else None)
+            tensors = [
+                output.value
+                for output in outputs.kept
+                if output.module is module and not output.is_map
+            ]
+            return MapLayer(
+                name, module, fields, outputs.tokens(tensors[0]) if tensors else None
+            )
         last = outputs.last(score)
-    return MapLayer(last.name, last.module, fields, None if last.is_map else outputs.tokens(last.value))
+    return MapLayer(
+        last.name,
+        last.module,
+        fields,
+        None if last.is_map else outputs.tokens(last.value),
+    )
 
 
 class _Outputs(AttentionListener):
@@ -134,8 +161,15 @@ class _Outputs(AttentionListener):
         self._layer = layer
         self._grids: dict[int, Tokens] = {}
         # The patches inside of an attention pool are projected for its queries: the map is what enters the pool.
-        pools = {part for module in self.names if isinstance(module, AttentionPool2d) for part in module.modules()}
-        self._composite = {module for module in self.names if [*module.children()]} - pools
+        pools = {
+            part
+            for module in self.names
+            if isinstance(module, AttentionPool2d)
+            for part in module.modules()
+        }
+        self._composite = {
+            module for module in self.names if [*module.children()]
+        } - pools
 
     def attends(self, attention: Attention) -> None:
         """Keep the grids of an attention in the image, by their numbers of tokens."""
@@ -143,11 +177,19 @@ class _Outputs(AttentionListener):
         if attention.cut is not None:
             grids.append(attention.cut.grid)
         elif attention.gate is not None and attention.map_size is not None:
-            grids.append(attention.map_size)  # the layout's grid of keys has the padding, which is no token
+            grids.append(
+                attention.map_size
+            )  # the layout's grid of keys has the padding, which is no token
         elif attention.windows == 1:
             layout = attention.layout
-            self._grids |= {tokens.count: tokens for tokens in (layout.queries, layout.keys) if tokens}
-        self._grids |= {rows * columns: Tokens(0, rows, columns) for rows, columns in grids}
+            self._grids |= {
+                tokens.count: tokens
+                for tokens in (layout.queries, layout.keys)
+                if tokens
+            }
+        self._grids |= {
+            rows * columns: Tokens(0, rows, columns) for rows, columns in grids
+        }
 
     def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
         """Keep a feature map, tokens that a composite module has made of tokens, and the layer's output."""
@@ -168,10 +210,15 @@ class _Outputs(AttentionListener):
 
     def last(self, score: Tensor) -> _Output:
         """Return the last feature map, or the last tokens after it on which the score depends."""
-        place = max((place for place, output in enumerate(self.kept) if output.is_map), default=-1)
+        place = max(
+            (place for place, output in enumerate(self.kept) if output.is_map),
+            default=-1,
+        )
         candidates = self.kept[place + 1 :]
         values = [output.value for output in candidates]
-        gradients = torch.autograd.grad(score, values, allow_unused=True) if values else ()
+        gradients = (
+            torch.autograd.grad(score, values, allow_unused=True) if values else ()
+        )
         for output, gradient in reversed([*zip(candidates, gradients, strict=True)]):
             if gradient is None or not gradient.any():
                 continue
@@ -198,11 +245,22 @@ class _Outputs(AttentionListener):
         count = value.shape[1]
         if count in self._grids:
             return self._grids[count]
-        return next((Tokens(0, *grid) for grid in self.maps.grids() if grid[0] * grid[1] == count), None)
+        return next(
+            (
+                Tokens(0, *grid)
+                for grid in self.maps.grids()
+                if grid[0] * grid[1] == count
+            ),
+            None,
+        )
 
     def _is_map(self, x: Any) -> bool:
         """Return whether this is a feature map (B, C, H, W) of more than one pixel."""
-        return isinstance(x, Tensor) and x.ndim == 4 and self._is_grid(x.shape[2], x.shape[3])
+        return (
+            isinstance(x, Tensor)
+            and x.ndim == 4
+            and self._is_grid(x.shape[2], x.shape[3])
+        )
 
     def _are_tokens(self, x: Any) -> bool:
         """Return whether these are tokens: (B, N, C), or (B, H, W, C) as Swin has them."""

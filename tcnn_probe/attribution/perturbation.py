@@ -57,7 +57,11 @@ def infidelity(
         # captum asks for an attribution of each channel: equal shares, as a square covers all of them.
         by_channel = maps[rows].to(batch)[:, None].expand_as(batch) / batch.shape[1]
         common = _common_options(batch, target[rows], samples, batch_size)
-        values.append(metrics.infidelity(scores, cover, batch, by_channel, normalize=normalize, **common))
+        values.append(
+            metrics.infidelity(
+                scores, cover, batch, by_channel, normalize=normalize, **common
+            )
+        )
     return torch.cat(values).cpu().double()
 
 
@@ -97,12 +101,20 @@ def sensitivity(
     if not radius > 0:
         raise ValueError(f"expected a positive radius, got {radius!r}")
     samples = whole_number(samples, "samples", 1)
-    noise = torch.rand(samples, *images.shape[1:], generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    noise = (
+        torch.rand(
+            samples, *images.shape[1:], generator=torch.Generator().manual_seed(seed)
+        )
+        * 2
+        - 1
+    )
 
     def maps_of(inputs: Tensor | tuple[Tensor, ...], target: Tensor) -> tuple[Tensor]:
         # captum gives a tensor for the original images, a tuple for the changed ones.
         shaken = inputs[0] if isinstance(inputs, tuple) else inputs
-        return (explain(shaken.clone(), target).contiguous(),)  # a method of the user's may change its images
+        return (
+            explain(shaken.clone(), target).contiguous(),
+        )  # a method of the user's may change its images
 
     values = []
     for rows, batch in batches(model, images, batch_size):
@@ -118,28 +130,49 @@ def random_squares(samples: int, size: tuple[int, int], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     squares = torch.zeros(samples, *size, dtype=torch.bool)
     for square in squares:
-        side = int(torch.randint(1, max(1, min(size) // 2) + 1, (), generator=generator))
-        y, x = (int(torch.randint(0, length - side + 1, (), generator=generator)) for length in size)
+        side = int(
+            torch.randint(1, max(1, min(size) // 2) + 1, (), generator=generator)
+        )
+        y, x = (
+            int(torch.randint(0, length - side + 1, (), generator=generator))
+            for length in size
+        )
         square[y : y + side, x : x + side] = True
     return squares
 
 
-def _cover(squares: Iterator[Tensor], count: int, baseline: Any, images: Tensor) -> tuple[Tensor, Tensor]:
+def _cover(
+    squares: Iterator[Tensor], count: int, baseline: Any, images: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the next squares, and the images that they cover."""
     inside = _next(squares, count, images).expand_as(images)
-    return inside.to(images.dtype), torch.where(inside, background(baseline, images), images)
+    return inside.to(images.dtype), torch.where(
+        inside, background(baseline, images), images
+    )
 
 
-def _shake(noise: Iterator[Tensor], count: int, radius: float, images: Tensor) -> Tensor:
+def _shake(
+    noise: Iterator[Tensor], count: int, radius: float, images: Tensor
+) -> Tensor:
     return images + radius * _next(noise, count, images).to(images.dtype)
 
 
 def _next(samples: Iterator[Tensor], count: int, images: Tensor) -> Tensor:
     """Return a sample for each image; captum repeats each of ``count`` images for several samples at a time."""
-    return torch.stack([*islice(samples, len(images) // count)]).to(images.device).repeat(count, 1, 1, 1)
+    return (
+        torch.stack([*islice(samples, len(images) // count)])
+        .to(images.device)
+        .repeat(count, 1, 1, 1)
+    )
 
 
-def _common_options(images: Tensor, target: Tensor, samples: int, batch_size: int) -> dict[str, Any]:
+def _common_options(
+    images: Tensor, target: Tensor, samples: int, batch_size: int
+) -> dict[str, Any]:
     """Return the options that both of captum's metrics share."""
     at_once = min(max(batch_size, len(images)), len(images) * samples)
-    return {"target": target.to(images.device), "n_perturb_samples": samples, "max_examples_per_batch": at_once}
+    return {
+        "target": target.to(images.device),
+        "n_perturb_samples": samples,
+        "max_examples_per_batch": at_once,
+    }

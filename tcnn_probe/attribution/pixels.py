@@ -12,20 +12,26 @@ __all__ = ["background", "to_pixels"]
 _BLUR = 11, 5.0  # kernel and standard deviation in pixels, as in RISE's published code
 
 
-def to_pixels(maps: Tensor, size: tuple[int, int], interpolation: str, fields: ReceptiveFields) -> Tensor:
+def to_pixels(
+    maps: Tensor, size: tuple[int, int], interpolation: str, fields: ReceptiveFields
+) -> Tensor:
     """Interpolate maps of cells, shape (B, h, w), to the images' resolution: (B, H, W), float32 at least.
 
     A cell lies at the centre of its receptive field. Beyond the outermost cells their values go on.
     """
     if interpolation not in ("bilinear", "nearest"):
-        raise ValueError(f"expected interpolation='bilinear' or 'nearest', got {interpolation!r}")
+        raise ValueError(
+            f"expected interpolation='bilinear' or 'nearest', got {interpolation!r}"
+        )
     maps = maps.to(torch.promote_types(maps.dtype, torch.float32))
     if tuple(maps.shape[1:]) == size:
         return maps
     places = fields.places((maps.shape[1], maps.shape[2]))
     for dim, (length, (first, spacing)) in enumerate(zip(size, places, strict=True), 1):
         last = maps.shape[dim] - 1
-        at = ((torch.arange(length, dtype=torch.float64) - first) / spacing).clamp(0, last)
+        at = ((torch.arange(length, dtype=torch.float64) - first) / spacing).clamp(
+            0, last
+        )
         if interpolation == "nearest":
             at = (at + 0.5).floor().clamp(max=last)
         before = at.long()
@@ -48,7 +54,9 @@ def background(value: Any, images: Tensor) -> Tensor:
         return image.expand(images.shape[1:]).expand_as(images)
     except RuntimeError as error:
         shapes = f"{tuple(images.shape[1:])}, got shape {tuple(image.shape)}"
-        raise ValueError(f"expected a number, or a baseline image that broadcasts to {shapes}") from error
+        raise ValueError(
+            f"expected a number, or a baseline image that broadcasts to {shapes}"
+        ) from error
 
 
 def _blurred(images: Tensor) -> Tensor:
@@ -57,5 +65,8 @@ def _blurred(images: Tensor) -> Tensor:
 
     width, sigma = _BLUR
     # Kernels of torchvision are odd, give x first, and reflect: no wider than the image.
-    kernel = [min(width, 2 * ((side - 1) // 2) + 1) for side in (images.shape[3], images.shape[2])]
+    kernel = [
+        min(width, 2 * ((side - 1) // 2) + 1)
+        for side in (images.shape[3], images.shape[2])
+    ]
     return gaussian_blur(images, kernel, [sigma, sigma])

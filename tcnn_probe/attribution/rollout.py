@@ -9,14 +9,19 @@ from tcnn_model.pooling.attention_pool import PatchAttention
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import attention_stream
-from tcnn_probe.attribution.layer_choice import WITHOUT_CLASS_TOKEN, UnsupportedMethodError
+from tcnn_probe.attribution.layer_choice import (
+    WITHOUT_CLASS_TOKEN,
+    UnsupportedMethodError,
+)
 from tcnn_probe.attribution.pixels import to_pixels
 
 __all__ = ["rollout"]
 
 
 @torch.no_grad()
-def rollout(model: nn.Module, images: Tensor, target: Tensor, *, interpolation: str = "bilinear") -> tuple[Tensor, str]:
+def rollout(
+    model: nn.Module, images: Tensor, target: Tensor, *, interpolation: str = "bilinear"
+) -> tuple[Tensor, str]:
     """Compute the class token's row of A_L ... A_1; A_l = (W_l + I) / 2, W_l the attention of layer l, mean over heads.
 
     One N x N matrix an image is held, whatever the depth. Class attention with the token as its only query (CaiT,
@@ -38,11 +43,16 @@ def rollout(model: nn.Module, images: Tensor, target: Tensor, *, interpolation: 
     """
     flow = _TokenFlow(len(images))
     size = images.shape[2], images.shape[3]
-    with ReceptiveFields(size) as fields, attention_stream(model, flow.follow) as stream:
+    with (
+        ReceptiveFields(size) as fields,
+        attention_stream(model, flow.follow) as stream,
+    ):
         model(images)
     without_values = [name for name in flow.layers if name not in stream.layers]
     if without_values:
-        raise UnsupportedMethodError(f"rollout followed a softmax that weighs no values: {without_values}")
+        raise UnsupportedMethodError(
+            f"rollout followed a softmax that weighs no values: {without_values}"
+        )
     return to_pixels(flow.map(), size, interpolation, fields), ""
 
 
@@ -52,8 +62,12 @@ class _TokenFlow:
     def __init__(self, images: int) -> None:
         self.layers: list[str] = []
         self._images = images
-        self._shares: Tensor | None = None  # (B, N, N): of each token, in terms of the first layer's tokens
-        self._class_row: Tensor | None = None  # (B, 1 + N): of a class token outside of the N, by itself and these
+        self._shares: Tensor | None = (
+            None  # (B, N, N): of each token, in terms of the first layer's tokens
+        )
+        self._class_row: Tensor | None = (
+            None  # (B, 1 + N): of a class token outside of the N, by itself and these
+        )
         self._last: Attention | None = None
 
     def follow(self, attention: Attention) -> None:
@@ -70,17 +84,28 @@ class _TokenFlow:
             )
         self.layers.append(name)
         count = None if self._shares is None else self._shares.shape[1]
-        if count is None and (attention.queries == 1 or isinstance(attention.module, PatchAttention)):
+        if count is None and (
+            attention.queries == 1 or isinstance(attention.module, PatchAttention)
+        ):
             raise UnsupportedMethodError(
                 f"rollout follows tokens from layer to layer; here only {name!r} attends: use 'class_attention'"
             )
         is_square = attention.queries == attention.keys and self._class_row is None
-        if is_square and count is not None and attention.keys == count + 1 and attention.layout.prefix == 1:
+        if (
+            is_square
+            and count is not None
+            and attention.keys == count + 1
+            and attention.layout.prefix == 1
+        ):
             self._join_class_token()
             count += 1
         if is_square and count in (None, attention.keys):
             self._mix(attention)
-        elif attention.queries == 1 and count is not None and attention.keys in (count, count + 1):
+        elif (
+            attention.queries == 1
+            and count is not None
+            and attention.keys in (count, count + 1)
+        ):
             self._gather(attention)
         else:
             raise UnsupportedMethodError(
@@ -97,13 +122,19 @@ class _TokenFlow:
     def _mix(self, attention: Attention) -> None:
         before = self._shares
         if before is None:
-            eye = torch.eye(attention.keys, dtype=attention.dtype, device=attention.device)
+            eye = torch.eye(
+                attention.keys, dtype=attention.dtype, device=attention.device
+            )
             before = eye.expand(self._images, -1, -1)
         after = torch.empty_like(before, memory_format=torch.contiguous_format)
-        step = max(1, attention.block // (attention.images * attention.heads * attention.keys))
+        step = max(
+            1, attention.block // (attention.images * attention.heads * attention.keys)
+        )
         for start in range(0, attention.queries, step):
             rows = slice(start, start + step)
-            after[:, rows] = (attention.weights(rows)[:, 0].mean(1) @ before + before[:, rows]) / 2
+            after[:, rows] = (
+                attention.weights(rows)[:, 0].mean(1) @ before + before[:, rows]
+            ) / 2
         self._shares, self._last = after, attention
 
     def _gather(self, attention: Attention) -> None:
@@ -122,7 +153,9 @@ class _TokenFlow:
     def map(self) -> Tensor:
         """Return the map of the class token, shape (B, h, w)."""
         if self._last is None or self._shares is None:
-            raise UnsupportedMethodError(f"no attention was seen in this model; {WITHOUT_CLASS_TOKEN}")
+            raise UnsupportedMethodError(
+                f"no attention was seen in this model; {WITHOUT_CLASS_TOKEN}"
+            )
         patches, query = self._last.layout.keys, self._last.class_query
         if patches is None:
             raise UnsupportedMethodError(

@@ -17,7 +17,14 @@ from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.layer_choice import UnsupportedMethodError
 from tcnn_probe.attribution.rollout import rollout
 from tcnn_probe.images import as_images
-from tcnn_probe.models import batches, class_indices, class_scores, progress_bar, untouched, whole_number
+from tcnn_probe.models import (
+    batches,
+    class_indices,
+    class_scores,
+    progress_bar,
+    untouched,
+    whole_number,
+)
 from tcnn_probe.provenance import provenance
 
 __all__ = [
@@ -63,7 +70,11 @@ METHODS: Mapping[str, Method] = {
         "Touvron et al. 2021, Augmenting Convolutional networks with attention-based aggregation, section 3",
         units="1",
     ),
-    "rollout": Method(rollout, "Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers", units="1"),
+    "rollout": Method(
+        rollout,
+        "Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers",
+        units="1",
+    ),
     "gradcam": Method(
         "LayerGradCam",
         "Selvaraju et al. 2017, Grad-CAM",
@@ -103,7 +114,9 @@ class Attribution:
 
     name: str
     about: Mapping[str, str]
-    explain: Callable[[nn.Module, Tensor, Tensor, int], tuple[Tensor, str]] | None = None
+    explain: Callable[[nn.Module, Tensor, Tensor, int], tuple[Tensor, str]] | None = (
+        None
+    )
     maps: Tensor | None = None
     targets: Tensor | None = None
 
@@ -112,7 +125,10 @@ def saliency(
     model: nn.Module,
     images: Any,
     target: int | Sequence[int] | Tensor | None = None,
-    method: str | type | OwnMethod | Sequence[str | type | OwnMethod] = "class_attention",
+    method: str
+    | type
+    | OwnMethod
+    | Sequence[str | type | OwnMethod] = "class_attention",
     *,
     batch_size: int = 32,
     progress: bool | None = None,
@@ -172,34 +188,57 @@ def saliency(
         with progress_bar(len(images) * len(methods), "saliency", progress) as bar:
             for attribution in methods:
                 try:
-                    maps, layer = maps_of(attribution, model, images, targets, batch_size, bar.update)
+                    maps, layer = maps_of(
+                        attribution, model, images, targets, batch_size, bar.update
+                    )
                 except UnsupportedMethodError as error:
                     unsupported[attribution.name] = error
                     continue
                 name = attribution.name
-                attrs = {"long_name": "saliency", "method": name, "layer": layer, **attribution.about}
+                attrs = {
+                    "long_name": "saliency",
+                    "method": name,
+                    "layer": layer,
+                    **attribution.about,
+                }
                 attrs |= provenance(model, "captum")
-                labelled[name] = xr.DataArray(maps.numpy(), coords, ("image", "y", "x"), name, attrs)
+                labelled[name] = xr.DataArray(
+                    maps.numpy(), coords, ("image", "y", "x"), name, attrs
+                )
     if not labelled:
         raise next(iter(unsupported.values()))
     for name, reason in unsupported.items():
         warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=2)
-    return labelled[methods[0].name].rename("saliency") if is_single else xr.Dataset(labelled)
+    return (
+        labelled[methods[0].name].rename("saliency")
+        if is_single
+        else xr.Dataset(labelled)
+    )
 
 
 @torch.no_grad()
 def find_targets(
-    model: nn.Module, images: Tensor, target: int | Sequence[int] | Tensor | None, batch_size: int
+    model: nn.Module,
+    images: Tensor,
+    target: int | Sequence[int] | Tensor | None,
+    batch_size: int,
 ) -> Tensor:
     """Return classes, shape (B,): the user's, one for all images or one an image, or the model's prediction."""
     if target is None:
-        predictions = [class_scores(model, batch).argmax(1).cpu() for _, batch in batches(model, images, batch_size)]
+        predictions = [
+            class_scores(model, batch).argmax(1).cpu()
+            for _, batch in batches(model, images, batch_size)
+        ]
         return torch.cat(predictions)
     classes = class_scores(model, next(batches(model, images, 1))[1]).shape[1]
-    features = " (features, as the model has num_classes=0)" * (getattr(model, "num_classes", None) == 0)
+    features = " (features, as the model has num_classes=0)" * (
+        getattr(model, "num_classes", None) == 0
+    )
     indices = class_indices(target, f"targets{features}", classes)
     if indices.ndim and indices.shape != images.shape[:1]:
-        raise ValueError(f"expected one target, or {len(images)}: one an image; got shape {tuple(indices.shape)}")
+        raise ValueError(
+            f"expected one target, or {len(images)}: one an image; got shape {tuple(indices.shape)}"
+        )
     return indices.expand(len(images)).clone()
 
 
@@ -218,31 +257,48 @@ def maps_of(
         return attribution.maps, ""
     parts, layer = [], ""
     for rows, batch in batches(model, images, batch_size):
-        maps, layer = attribution.explain(model, batch, targets[rows].to(batch.device), batch_size)
+        maps, layer = attribution.explain(
+            model, batch, targets[rows].to(batch.device), batch_size
+        )
         parts.append(maps.to(torch.promote_types(maps.dtype, torch.float32)).cpu())
         done(len(batch))
     return torch.cat(parts), layer
 
 
-def find_methods(method: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Attribution]:
+def find_methods(
+    method: Any, options: Mapping[str, Mapping[str, Any]]
+) -> list[Attribution]:
     """Return the methods for a name, a class of captum or a function, or a list of these; options go by name."""
     methods = method
-    if isinstance(method, str) or callable(method) or not isinstance(method, Sequence) or not method:
+    if (
+        isinstance(method, str)
+        or callable(method)
+        or not isinstance(method, Sequence)
+        or not method
+    ):
         methods = [method]
-    attributions = [_find_method(method, options.get(name_of(method), {})) for method in methods]
+    attributions = [
+        _find_method(method, options.get(name_of(method), {})) for method in methods
+    ]
     names = [attribution.name for attribution in attributions]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"expected methods of different names, got {name!r} twice")
     for name in options:
         if name not in names:
-            raise ValueError(f"options for {name!r}, which is none of the methods {names}")
+            raise ValueError(
+                f"options for {name!r}, which is none of the methods {names}"
+            )
     return attributions
 
 
 def name_of(method: Any) -> str:
     """Return the name of a method: the string itself, or the name of the function or its class."""
-    return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
+    return (
+        method
+        if isinstance(method, str)
+        else getattr(method, "__name__", type(method).__name__)
+    )
 
 
 def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
@@ -251,11 +307,15 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
     function = known.computed_by if known else method
     cls = captum_class(function) if isinstance(function, str | type) else None
     if cls is not None:
-        known = known or Method(method, "", "As captum computes it, sum over channels.", units="")
+        known = known or Method(
+            method, "", "As captum computes it, sum over channels.", units=""
+        )
         options = {**known.options, **options}
         about = _about(known, options, f"captum's {cls.__name__}")
         maps = partial(captum_maps, cls, **options)
-        return Attribution(name, about, lambda m, x, target, n: maps(m, x, target, batch_size=n))
+        return Attribution(
+            name, about, lambda m, x, target, n: maps(m, x, target, batch_size=n)
+        )
     if not callable(function):
         raise ValueError(
             f"expected a method, one of {list(METHODS)}, a class of captum.attr or its name, or a function "
@@ -263,21 +323,35 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
         )
     if known is None:
         if options:
-            raise TypeError(f"{name!r} is a function of yours: bind its options yourself, as functools.partial does")
-        return Attribution(name, _about(Method(method, "", units=""), {}), partial(_by_user, method, name))
+            raise TypeError(
+                f"{name!r} is a function of yours: bind its options yourself, as functools.partial does"
+            )
+        return Attribution(
+            name,
+            _about(Method(method, "", units=""), {}),
+            partial(_by_user, method, name),
+        )
     unknown = sorted(options.keys() - inspect.signature(function).parameters.keys())
     if unknown:
         raise TypeError(f"{name!r} has no option {unknown[0]!r}")
-    return Attribution(name, _about(known, options), lambda m, x, target, _: function(m, x, target, **options))
+    return Attribution(
+        name,
+        _about(known, options),
+        lambda m, x, target, _: function(m, x, target, **options),
+    )
 
 
 def _about(method: Method, options: Mapping[str, Any], by: str = "") -> dict[str, str]:
     """Return the attributes of a method's maps."""
     return {
         "units": method.units,
-        "definition": method.definition or first_paragraph(method.computed_by) or "a method of the user's",
+        "definition": method.definition
+        or first_paragraph(method.computed_by)
+        or "a method of the user's",
         "source": "; by ".join(part for part in (method.source, by) if part),
-        "options": as_json({name: value for name, value in options.items() if name != "layer"}),
+        "options": as_json(
+            {name: value for name, value in options.items() if name != "layer"}
+        ),
     }
 
 
@@ -288,16 +362,32 @@ def first_paragraph(described: object) -> str:
 
 def as_json(options: Mapping[str, Any]) -> str:
     """Encode options as an attribute; arrays by their shape."""
-    return json.dumps(options, default=lambda x: f"of shape {tuple(x.shape)}" if hasattr(x, "shape") else str(x))
+    return json.dumps(
+        options,
+        default=lambda x: (
+            f"of shape {tuple(x.shape)}" if hasattr(x, "shape") else str(x)
+        ),
+    )
 
 
 def _by_user(
-    method: OwnMethod, name: str, model: nn.Module, images: Tensor, target: Tensor, batch_size: int
+    method: OwnMethod,
+    name: str,
+    model: nn.Module,
+    images: Tensor,
+    target: Tensor,
+    batch_size: int,
 ) -> tuple[Tensor, str]:
     with torch.enable_grad():
         maps = method(model, images, target)
     expected = (len(images), *images.shape[2:])
     if not isinstance(maps, Tensor) or tuple(maps.shape) != expected:
-        got = f"shape {tuple(maps.shape)}" if isinstance(maps, Tensor) else type(maps).__name__
-        raise TypeError(f"expected the method {name!r} to give a tensor of shape {expected}, got {got}")
+        got = (
+            f"shape {tuple(maps.shape)}"
+            if isinstance(maps, Tensor)
+            else type(maps).__name__
+        )
+        raise TypeError(
+            f"expected the method {name!r} to give a tensor of shape {expected}, got {got}"
+        )
     return maps.detach(), ""

@@ -25,8 +25,17 @@ class Recording:
 
     def __init__(self, model: Any, folder: Path, settings: Mapping[str, Any]) -> None:
         self._model, self._store = model, folder / "recording.zarr"
-        local = ("data", "weights", "teacher_weights", "out", "watcher", "device")  # meaningless elsewhere, or private
-        self._attrs = {name: value for name, value in settings.items() if name not in local}
+        local = (
+            "data",
+            "weights",
+            "teacher_weights",
+            "out",
+            "watcher",
+            "device",
+        )  # meaningless elsewhere, or private
+        self._attrs = {
+            name: value for name, value in settings.items() if name not in local
+        }
         try:
             self._recorder = Recorder(model, self._store, attrs=self._attrs)
         except OtherLayersError:
@@ -42,7 +51,9 @@ class Recording:
                 raise
             print(f"no heads are recorded, only scalars: {error}", file=sys.stderr)
             self._recorder.remove()
-            self._recorder = Recorder(self._model, self._store, probes=[], attrs=self._attrs)
+            self._recorder = Recorder(
+                self._model, self._store, probes=[], attrs=self._attrs
+            )
             self._recorder.mark(if_marked="skip", **scalars)
 
     def close(self) -> None:

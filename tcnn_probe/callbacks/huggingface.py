@@ -22,14 +22,22 @@ class RecordCallback(TrainerCallback):  # type: ignore[misc]
         self.recorder: Recorder | None = None
         self._training = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any
+    ) -> None:
         """Attach the recorder."""
         self.recorder, self._training = Recorder(model, **self._options), True
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, *, metrics: Any = None, **kwargs: Any
+    ) -> None:
         """Mark the step."""
-        if self.recorder is not None and self._training:  # Trainer.evaluate is also called after a training
-            self.recorder.mark(if_marked="skip", step=state.global_step, **float_metrics(metrics or {}))
+        if (
+            self.recorder is not None and self._training
+        ):  # Trainer.evaluate is also called after a training
+            self.recorder.mark(
+                if_marked="skip", step=state.global_step, **float_metrics(metrics or {})
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach the recorder."""

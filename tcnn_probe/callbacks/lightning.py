@@ -21,15 +21,29 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
         self._options = {"store": store, "along": "epoch", **options}
         self.recorder: Recorder | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> None:
         """Attach the recorder, after the sanity check."""
         self.recorder = Recorder(pl_module, **self._options)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> None:
         """Mark the epoch or step."""
-        if self.recorder is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            number = trainer.global_step if self._options["along"] == "step" else trainer.current_epoch
-            values = float_metrics(trainer.callback_metrics) | {self._options["along"]: number}
+        if (
+            self.recorder is not None
+            and trainer.state.fn == "fit"
+            and not trainer.sanity_checking
+        ):
+            number = (
+                trainer.global_step
+                if self._options["along"] == "step"
+                else trainer.current_epoch
+            )
+            values = float_metrics(trainer.callback_metrics) | {
+                self._options["along"]: number
+            }
             self.recorder.mark(if_marked="skip", **values)
 
     def on_train_end(self, *_: Any) -> None:

@@ -10,14 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnn_probe.evaluation.checks import as_labels, as_pixels, check_labels
-from tcnn_probe.evaluation.classifier import Classifier, Model, Normalization, as_classifier, restored
+from tcnn_probe.evaluation.classifier import (
+    Classifier,
+    Model,
+    Normalization,
+    as_classifier,
+    restored,
+)
 from tcnn_probe.models import whole_number
 
 __all__ = ["Ascent", "as_attacks", "fgsm", "pgd"]
 
 
 def fgsm(
-    model: Model, images: Any, labels: Any, *, epsilon: float = 1 / 255, normalization: Normalization | None = None
+    model: Model,
+    images: Any,
+    labels: Any,
+    *,
+    epsilon: float = 1 / 255,
+    normalization: Normalization | None = None,
 ) -> Tensor:
     """Take one step of length ε along the sign of the loss's gradient, x + ε sign ∇ₓL(x, y), clipped to [0, 1].
 
@@ -34,7 +45,15 @@ def fgsm(
         ValueError, TypeError: See :func:`pgd`.
     """
     length: dict[str, Any] = {"epsilon": epsilon, "step": epsilon}
-    return pgd(model, images, labels, **length, steps=1, random_start=False, normalization=normalization)
+    return pgd(
+        model,
+        images,
+        labels,
+        **length,
+        steps=1,
+        random_start=False,
+        normalization=normalization,
+    )
 
 
 def pgd(
@@ -107,19 +126,32 @@ class Ascent:
         for name, length in (("epsilon", self.epsilon), ("step", self.step)):
             if not 0 < length <= 1:
                 hint = f"; did you mean {length:g} / 255?" if 1 < length <= 255 else ""
-                raise ValueError(f"expected {name} above 0 and at most 1, the range of pixels, got {length!r}{hint}")
+                raise ValueError(
+                    f"expected {name} above 0 and at most 1, the range of pixels, got {length!r}{hint}"
+                )
         whole_number(self.steps, "steps", 1)
 
     @torch.enable_grad()
-    def __call__(self, classifier: Classifier, images: Tensor, labels: Tensor, seed: int, first: int) -> Tensor:
+    def __call__(
+        self,
+        classifier: Classifier,
+        images: Tensor,
+        labels: Tensor,
+        seed: int,
+        first: int,
+    ) -> Tensor:
         """Attack images that were checked, shape (B, C, H, W). Call it within ``restored``."""
         adversarial = classifier.place(images)
         low, high = _box(adversarial, self.epsilon)
         if self.random_start:
-            offset = _random_start(adversarial.shape, self.epsilon, seed, first).to(adversarial)
+            offset = _random_start(adversarial.shape, self.epsilon, seed, first).to(
+                adversarial
+            )
             adversarial = (adversarial + offset).clamp(low, high)
         for _ in range(self.steps):
-            direction = _gradient(classifier, adversarial, labels).sign()  # sign(NaN) is 0 in torch: no step there
+            direction = _gradient(
+                classifier, adversarial, labels
+            ).sign()  # sign(NaN) is 0 in torch: no step there
             adversarial = (adversarial + self.step * direction).clamp(low, high)
         return adversarial.to(images.device)
 
@@ -128,7 +160,9 @@ def _one_step(epsilon: float = 1 / 255) -> Ascent:
     return Ascent(epsilon, step=epsilon, steps=1, random_start=False)
 
 
-def as_attacks(attacks: str | Collection[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, Ascent]:
+def as_attacks(
+    attacks: str | Collection[str] | Mapping[str, Mapping[str, Any]],
+) -> dict[str, Ascent]:
     """Build attacks, FGSM first, from names or from options by name."""
     known: dict[str, Callable[..., Ascent]] = {"fgsm": _one_step, "pgd": Ascent}
     names = [attacks] if isinstance(attacks, str) else list(attacks)
@@ -136,7 +170,11 @@ def as_attacks(attacks: str | Collection[str] | Mapping[str, Mapping[str, Any]])
         if name not in known:
             raise ValueError(f"expected attacks among {', '.join(known)}; got {name!r}")
     options = attacks if isinstance(attacks, Mapping) else {}
-    return {name: attack(**options.get(name, {})) for name, attack in known.items() if name in names}
+    return {
+        name: attack(**options.get(name, {}))
+        for name, attack in known.items()
+        if name in names
+    }
 
 
 def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
@@ -149,10 +187,18 @@ def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
     logits = scores.to(torch.promote_types(scores.dtype, torch.float32))
     # The sum: an image's gradient does not depend on the batch size. Labels are copied, since tensors that were made in
     # inference mode cannot be saved for backward.
-    loss = scale * F.cross_entropy(logits, labels.to(scores.device, copy=True), reduction="sum")
-    gradient = torch.autograd.grad(loss, images, allow_unused=True)[0] if loss.requires_grad else None
+    loss = scale * F.cross_entropy(
+        logits, labels.to(scores.device, copy=True), reduction="sum"
+    )
+    gradient = (
+        torch.autograd.grad(loss, images, allow_unused=True)[0]
+        if loss.requires_grad
+        else None
+    )
     if gradient is None:
-        raise TypeError("expected scores that can be differentiated by the images; the model detaches them")
+        raise TypeError(
+            "expected scores that can be differentiated by the images; the model detaches them"
+        )
     return gradient
 
 
@@ -168,5 +214,12 @@ def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 def _random_start(shape: torch.Size, epsilon: float, seed: int, first: int) -> Tensor:
     """Draw offsets uniformly from [-epsilon, epsilon), float64, each image from a generator of its own."""
-    generators = [np.random.default_rng((seed, number)) for number in range(first, first + shape[0])]
-    return torch.from_numpy(np.stack([rng.uniform(-epsilon, epsilon, tuple(shape[1:])) for rng in generators]))
+    generators = [
+        np.random.default_rng((seed, number))
+        for number in range(first, first + shape[0])
+    ]
+    return torch.from_numpy(
+        np.stack(
+            [rng.uniform(-epsilon, epsilon, tuple(shape[1:])) for rng in generators]
+        )
+    )

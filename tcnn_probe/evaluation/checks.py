@@ -9,7 +9,14 @@ from torch import Tensor
 from tcnn_probe.images import as_batch, as_pictures
 from tcnn_probe.models import class_indices, whole_number
 
-__all__ = ["as_labels", "as_pixels", "check_distinct", "check_labels", "check_range", "whole_numbers"]
+__all__ = [
+    "as_labels",
+    "as_pixels",
+    "check_distinct",
+    "check_labels",
+    "check_range",
+    "whole_numbers",
+]
 
 _SLACK = 1e-4  # undoing a normalisation in float32 leaves values this far outside of [0, 1], by rounding
 
@@ -29,33 +36,47 @@ def as_pixels(images: Any) -> Tensor:
     if pictures is not None:
         sizes = {picture.size for picture in pictures}
         if len(sizes) > 1:
-            raise ValueError(f"expected pictures of one size, got {sorted(sizes)} (width, height): resize or crop them")
-        images = np.stack([np.asarray(picture, np.float32) / 255 for picture in pictures]).transpose(0, 3, 1, 2)
+            raise ValueError(
+                f"expected pictures of one size, got {sorted(sizes)} (width, height): resize or crop them"
+            )
+        images = np.stack(
+            [np.asarray(picture, np.float32) / 255 for picture in pictures]
+        ).transpose(0, 3, 1, 2)
     expected = "a floating-point tensor (B, C, H, W) in [0, 1], before normalisation; or pictures"
     images = as_batch(images, expected).detach()
     low, high = float(images.amin()), float(images.amax())
     check_range(low, high)
-    return images if low >= 0 and high <= 1 else images.clamp(0, 1)  # no copy of images that are in range
+    return (
+        images if low >= 0 and high <= 1 else images.clamp(0, 1)
+    )  # no copy of images that are in range
 
 
 def as_labels(labels: Any, images: int) -> Tensor:
     """Return the classes of so many images, shape (B,), int64."""
     indices = class_indices(labels, "labels")
     if indices.shape != (images,):
-        raise ValueError(f"expected {images} labels, one for each image, got shape {tuple(indices.shape)}")
+        raise ValueError(
+            f"expected {images} labels, one for each image, got shape {tuple(indices.shape)}"
+        )
     return indices
 
 
 def check_labels(labels: Tensor, classes: int, name: str = "the model") -> None:
     """Raise ValueError for labels (B,) beyond the model's classes, or (B, K) with another number of classes."""
     if labels.ndim == 2 and labels.shape[1] != classes:
-        raise ValueError(f"expected labels (B, {classes}), {name} having {classes} classes; got (B, {labels.shape[1]})")
+        raise ValueError(
+            f"expected labels (B, {classes}), {name} having {classes} classes; got (B, {labels.shape[1]})"
+        )
     if labels.ndim == 1 and labels.max() >= classes:
         highest = int(labels.max())
-        raise ValueError(f"expected labels from 0 to {classes - 1}, {name} having {classes} classes; got {highest}")
+        raise ValueError(
+            f"expected labels from 0 to {classes - 1}, {name} having {classes} classes; got {highest}"
+        )
 
 
-def whole_numbers(numbers: Any, name: str, low: int = 0, high: int | None = None) -> tuple[int, ...]:
+def whole_numbers(
+    numbers: Any, name: str, low: int = 0, high: int | None = None
+) -> tuple[int, ...]:
     """Check an integer, or several that differ; return them as a tuple."""
     if not isinstance(numbers, Collection) or isinstance(numbers, str):
         numbers = (numbers,)

@@ -15,7 +15,9 @@ from tcnn_probe.models import class_scores, floating_tensor, untouched, unwrap
 __all__ = ["Classifier", "Model", "Normalization", "as_classifier", "restored"]
 
 Model = Callable[[Tensor], Any]
-Normalization = tuple[float | Sequence[float] | Tensor, float | Sequence[float] | Tensor]
+Normalization = tuple[
+    float | Sequence[float] | Tensor, float | Sequence[float] | Tensor
+]
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,17 @@ class Classifier:
     def place(self, images: Tensor) -> Tensor:
         """Copy images to the model's device, in float32 or more: attacks need steps that half precision rounds away."""
         device = self._reference(images).device if self.device is None else self.device
-        return images.detach().to(device, torch.promote_types(images.dtype, torch.float32), copy=True)
+        return images.detach().to(
+            device, torch.promote_types(images.dtype, torch.float32), copy=True
+        )
 
     def __call__(self, images: Tensor) -> Tensor:
         """Score placed images (B, C, H, W) in [0, 1]: shape (B, K), -inf for classes that do not count."""
         mean = images.new_tensor(self.mean).view(-1, 1, 1)
         std = images.new_tensor(self.std).view(-1, 1, 1)
-        scores = class_scores(self.model, ((images - mean) / std).to(self._reference(images).dtype))
+        scores = class_scores(
+            self.model, ((images - mean) / std).to(self._reference(images).dtype)
+        )
         if self.classes is None:
             return scores
         classes = torch.tensor(self.classes)
@@ -47,7 +53,9 @@ class Classifier:
 
     def _reference(self, images: Tensor) -> Tensor:
         """Return a tensor with the dtype and device that the model takes: of the model, or else the images."""
-        tensor = floating_tensor(self.model) if isinstance(self.model, nn.Module) else None
+        tensor = (
+            floating_tensor(self.model) if isinstance(self.model, nn.Module) else None
+        )
         return images if tensor is None else tensor
 
 
@@ -60,9 +68,18 @@ def as_classifier(
 ) -> Classifier:
     """Join a model with a normalization, None for that of timm's configuration."""
     if not callable(model):
-        raise TypeError(f"expected a module or a function from images to scores, got {type(model).__name__}")
+        raise TypeError(
+            f"expected a module or a function from images to scores, got {type(model).__name__}"
+        )
     if normalization is None:
-        config = getattr(unwrap(model) if isinstance(model, nn.Module) else model, "pretrained_cfg", None) or {}
+        config = (
+            getattr(
+                unwrap(model) if isinstance(model, nn.Module) else model,
+                "pretrained_cfg",
+                None,
+            )
+            or {}
+        )
         if config.get("mean") is None or config.get("std") is None:
             raise ValueError(
                 "the model does not say how its images are normalised (it has no pretrained_cfg of timm's): give "
@@ -70,8 +87,13 @@ def as_classifier(
             )
         normalization = config["mean"], config["std"]
     try:  # flattened: normalisations of shape (C, 1, 1) are common
-        mean, std = (torch.as_tensor(numbers, dtype=torch.float64).cpu().flatten() for numbers in normalization)
-        valid = {len(mean), len(std)} <= {1, channels} and bool((mean.isfinite() & std.isfinite() & (std > 0)).all())
+        mean, std = (
+            torch.as_tensor(numbers, dtype=torch.float64).cpu().flatten()
+            for numbers in normalization
+        )
+        valid = {len(mean), len(std)} <= {1, channels} and bool(
+            (mean.isfinite() & std.isfinite() & (std > 0)).all()
+        )
     except (TypeError, ValueError):  # no two values, or none that are numbers
         valid = False
     if not valid:
@@ -90,5 +112,7 @@ def restored(*models: Model) -> Iterator[None]:
             if isinstance(model, nn.Module):
                 stack.enter_context(untouched(model))
         stack.enter_context(hidden_from_recorders())
-        stack.enter_context(torch.inference_mode(False))  # attacks need gradients, whatever mode the caller is in
+        stack.enter_context(
+            torch.inference_mode(False)
+        )  # attacks need gradients, whatever mode the caller is in
         yield

@@ -12,7 +12,11 @@ from torch import Tensor
 from tcnn_probe.evaluation.checks import check_range
 from tcnn_probe.evaluation.corruptions.frost_pictures import read_photographs
 from tcnn_probe.evaluation.corruptions.resampling import scale_of
-from tcnn_probe.evaluation.corruptions.table import CORRUPTIONS, Corruption, named_corruption
+from tcnn_probe.evaluation.corruptions.table import (
+    CORRUPTIONS,
+    Corruption,
+    named_corruption,
+)
 from tcnn_probe.models import whole_number
 
 __all__ = ["corrupt"]
@@ -23,7 +27,13 @@ Images = TypeVar("Images", Tensor, NDArray[Any], Image.Image)
 
 
 def corrupt(
-    images: Images, corruption: str, severity: int, *, seed: int = 0, first: int = 0, frost: Any = None
+    images: Images,
+    corruption: str,
+    severity: int,
+    *,
+    seed: int = 0,
+    first: int = 0,
+    frost: Any = None,
 ) -> Images:
     """Corrupt images by one of the 15 corruptions of ImageNet-C.
 
@@ -59,25 +69,47 @@ def corrupt(
             unknown.
     """
     if isinstance(images, Image.Image):
-        return Image.fromarray(corrupt(np.asarray(images), corruption, severity, seed=seed, first=first, frost=frost))
+        return Image.fromarray(
+            corrupt(
+                np.asarray(images),
+                corruption,
+                severity,
+                seed=seed,
+                first=first,
+                frost=frost,
+            )
+        )
     method = named_corruption(corruption)
     options: dict[str, Any] = method.at(whole_number(severity, "severity", 1, 5))
     seed, first = whole_number(seed, "seed"), whole_number(first, "first")
     if method.name == "frost" and frost is not None:
         options["photographs"] = read_photographs(frost)
     batch = _as_batch(images)
-    corrupted: Any = torch.empty_like(batch) if isinstance(batch, Tensor) else np.empty_like(batch)
+    corrupted: Any = (
+        torch.empty_like(batch) if isinstance(batch, Tensor) else np.empty_like(batch)
+    )
     scale, in_bytes = scale_of(batch.shape[1:]), batch.dtype == np.uint8
     for number, image in enumerate(batch):
-        values = image.double().numpy() if isinstance(image, Tensor) else image.astype(np.float64)
+        values = (
+            image.double().numpy()
+            if isinstance(image, Tensor)
+            else image.astype(np.float64)
+        )
         pixels = values / 255 if in_bytes else np.clip(values, 0, 1)
         random = _random_state(method, seed, first + number)
         result = np.clip(method.function(pixels, random, scale, **options), 0, 1)
         if in_bytes:
             result = np.rint(result * 255)
-        corrupted[number] = torch.from_numpy(result) if isinstance(batch, Tensor) else result
+        corrupted[number] = (
+            torch.from_numpy(result) if isinstance(batch, Tensor) else result
+        )
     if isinstance(images, Tensor):
-        return corrupted.permute(0, 3, 1, 2).reshape(images.shape).contiguous().to(images.device)
+        return (
+            corrupted.permute(0, 3, 1, 2)
+            .reshape(images.shape)
+            .contiguous()
+            .to(images.device)
+        )
     return corrupted.reshape(images.shape)
 
 
@@ -90,12 +122,18 @@ def _random_state(corruption: Corruption, seed: int, number: int) -> RandomState
 def _as_batch(images: Any) -> Any:
     """View a tensor, on the CPU, or an array as (B, H, W, C)."""
     if not isinstance(images, Tensor | np.ndarray):
-        raise TypeError(f"expected a tensor, an array or an image of PIL, got {type(images).__name__}")
-    batch: Any = _tensor_view(images) if isinstance(images, Tensor) else _array_view(images)
+        raise TypeError(
+            f"expected a tensor, an array or an image of PIL, got {type(images).__name__}"
+        )
+    batch: Any = (
+        _tensor_view(images) if isinstance(images, Tensor) else _array_view(images)
+    )
     if min(batch.shape[1:3]) < _SMALLEST_SIDE or not len(batch):
         size = f"{_SMALLEST_SIDE} x {_SMALLEST_SIDE}"
         shape = tuple(images.shape)
-        raise ValueError(f"expected at least one image, of at least {size} pixels; got shape {shape}")
+        raise ValueError(
+            f"expected at least one image, of at least {size} pixels; got shape {shape}"
+        )
     if batch.dtype != np.uint8:
         check_range(float(batch.min()), float(batch.max()))
     return batch
@@ -103,17 +141,30 @@ def _as_batch(images: Any) -> Any:
 
 def _tensor_view(images: Tensor) -> Tensor:
     if not images.is_floating_point():
-        raise TypeError(f"expected a floating-point tensor with values in [0, 1], got {images.dtype}")
+        raise TypeError(
+            f"expected a floating-point tensor with values in [0, 1], got {images.dtype}"
+        )
     if images.ndim not in (3, 4) or images.shape[-3] not in (1, 3):
         shapes = "(C, H, W) or (B, C, H, W) with 1 or 3 channels"
-        raise ValueError(f"expected a tensor of shape {shapes}, got shape {tuple(images.shape)}")
-    return (images if images.ndim == 4 else images[None]).detach().permute(0, 2, 3, 1).cpu()
+        raise ValueError(
+            f"expected a tensor of shape {shapes}, got shape {tuple(images.shape)}"
+        )
+    return (
+        (images if images.ndim == 4 else images[None])
+        .detach()
+        .permute(0, 2, 3, 1)
+        .cpu()
+    )
 
 
 def _array_view(images: NDArray[Any]) -> NDArray[Any]:
     if images.dtype != np.uint8 and images.dtype.kind != "f":
-        raise TypeError(f"expected an array of uint8, or of floats in [0, 1], got {images.dtype}")
-    if images.ndim not in (2, 3, 4) or (images.ndim > 2 and images.shape[-1] not in (1, 3)):
+        raise TypeError(
+            f"expected an array of uint8, or of floats in [0, 1], got {images.dtype}"
+        )
+    if images.ndim not in (2, 3, 4) or (
+        images.ndim > 2 and images.shape[-1] not in (1, 3)
+    ):
         raise ValueError(
             "expected an array of shape (H, W), (H, W, C) or (B, H, W, C) with 1 or 3 channels, got shape "
             f"{images.shape}; a batch without channels is images[..., None], and channels come first in tensors only"

@@ -40,18 +40,28 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
     check_results(results, name, "label")
     predictions = results[name]
     if "model" not in predictions.dims:
-        raise ValueError(f"expected {name!r} with the dimension 'model', got {predictions.dims}")
-    truth = results.label.broadcast_like(predictions.isel(model=0, drop=True)).expand_dims(model=[GROUND_TRUTH])
+        raise ValueError(
+            f"expected {name!r} with the dimension 'model', got {predictions.dims}"
+        )
+    truth = results.label.broadcast_like(
+        predictions.isel(model=0, drop=True)
+    ).expand_dims(model=[GROUND_TRUTH])
     predictions = xr.concat([truth, predictions], "model")
     rows = []
-    for number in range(len(predictions.model)):  # not all pairs at once, which would be the square of the memory
+    for number in range(
+        len(predictions.model)
+    ):  # not all pairs at once, which would be the square of the memory
         row = predictions.isel(model=number, drop=True)
         differ = (predictions != row).where(predictions.notnull() & row.notnull())
         rows.append(mean_by(differ.rename(name), by))
     names = predictions.model.rename(model="other").variable
     differ = xr.concat(rows, names).transpose("model", "other", ..., "image")
     phrase = "two models decide differently"
-    differ.attrs = {"long_name": phrase, "units": "1", "definition": "share of conditions (severities, seeds, ...)"}
+    differ.attrs = {
+        "long_name": phrase,
+        "units": "1",
+        "definition": "share of conditions (severities, seeds, ...)",
+    }
     shares = differ.mean("image")
     shares.attrs = {"long_name": f"share of images of which {phrase}", "units": "1"}
     return xr.Dataset({"disagreement": shares, "differ": differ}, attrs=results.attrs)
@@ -92,12 +102,18 @@ def mcnemar(first: xr.DataArray, second: xr.DataArray) -> xr.Dataset:
         trials = int(wins + losses)
         return binomtest(int(wins), trials).pvalue if trials else 1.0
 
-    p_value = xr.apply_ufunc(test, first_only, second_only, vectorize=True, output_dtypes=[float])
+    p_value = xr.apply_ufunc(
+        test, first_only, second_only, vectorize=True, output_dtypes=[float]
+    )
     p_value.attrs = {"long_name": "p-value of McNemar's exact test", "units": "1"}
-    return xr.Dataset({"first_only": first_only, "second_only": second_only, "p_value": p_value})
+    return xr.Dataset(
+        {"first_only": first_only, "second_only": second_only, "p_value": p_value}
+    )
 
 
-def calibration_error(confidence: xr.DataArray, correct: xr.DataArray, bins: int = 15) -> xr.DataArray:
+def calibration_error(
+    confidence: xr.DataArray, correct: xr.DataArray, bins: int = 15
+) -> xr.DataArray:
     """Compute the expected calibration error (Guo et al. 2017, On Calibration of Modern Neural Networks, Eq. 3).
 
     ::
@@ -124,11 +140,15 @@ def calibration_error(confidence: xr.DataArray, correct: xr.DataArray, bins: int
     if bins < 1:
         raise ValueError(f"expected bins from 1, got {bins}")
     if bool(((confidence < 0) | (confidence > 1)).any()):
-        raise ValueError("expected confidences in [0, 1], as ds.confidence: the softmax of scores, not scores")
+        raise ValueError(
+            "expected confidences in [0, 1], as ds.confidence: the softmax of scores, not scores"
+        )
     edges = np.linspace(0, 1, bins + 1)[1:-1]
 
     def error(confidence: NDArray[np.floating], correct: NDArray[np.bool_]) -> float:
-        gaps = np.bincount(np.searchsorted(edges, confidence), correct - confidence.astype(float), bins)
+        gaps = np.bincount(
+            np.searchsorted(edges, confidence), correct - confidence.astype(float), bins
+        )
         return float(np.abs(gaps).sum() / len(confidence))
 
     errors = xr.apply_ufunc(
@@ -141,13 +161,23 @@ def calibration_error(confidence: xr.DataArray, correct: xr.DataArray, bins: int
         output_dtypes=[float],
     )
     return errors.rename("calibration_error").assign_attrs(
-        long_name="expected calibration error", units="1", definition=f"{bins} bins of equal width"
+        long_name="expected calibration error",
+        units="1",
+        definition=f"{bins} bins of equal width",
     )
 
 
 def _check_right(answers: xr.DataArray) -> None:
     if not isinstance(answers, xr.DataArray) or answers.dtype != bool:
-        got = answers.dtype if isinstance(answers, xr.DataArray) else type(answers).__name__
-        raise TypeError(f"expected whether each image is right, bool, as ds.correct; got {got}")
+        got = (
+            answers.dtype
+            if isinstance(answers, xr.DataArray)
+            else type(answers).__name__
+        )
+        raise TypeError(
+            f"expected whether each image is right, bool, as ds.correct; got {got}"
+        )
     if "image" not in answers.dims:
-        raise ValueError(f"expected whether each image is right, with the dimension 'image'; got {answers.dims}")
+        raise ValueError(
+            f"expected whether each image is right, with the dimension 'image'; got {answers.dims}"
+        )

@@ -17,7 +17,14 @@ from tcnn_probe.models import unwrap, whole_number
 
 __all__ = ["Variant", "imagenet_variant"]
 
-_NAMES = ("imagenet", "imagenet-a", "imagenet-c", "imagenet-r", "imagenet-real", "imagenet-v2")
+_NAMES = (
+    "imagenet",
+    "imagenet-a",
+    "imagenet-c",
+    "imagenet-r",
+    "imagenet-real",
+    "imagenet-v2",
+)
 _CLASSES = 1000
 
 
@@ -89,7 +96,10 @@ def imagenet_variant(
         raise ValueError(f"expected one of {', '.join(_NAMES)}; got {name!r}")
     folder, label = Path(root), name
     if name == "imagenet-c":
-        folder, label = folder / str(corruption) / str(severity), f"{name}/{corruption}/{severity}"
+        folder, label = (
+            folder / str(corruption) / str(severity),
+            f"{name}/{corruption}/{severity}",
+        )
         model, size = None, 224
     elif corruption is not None or severity is not None:
         raise ValueError(f"only imagenet-c has a corruption and a severity, not {name}")
@@ -97,11 +107,24 @@ def imagenet_variant(
         raise FileNotFoundError(f"there is no folder {folder}")
     transform = _transform(model, size, uncropped=name == "imagenet-c")
     classes = _classes(name)
-    samples = _samples_of_real(folder) if name == "imagenet-real" else _samples_by_class(folder, classes, name)
+    samples = (
+        _samples_of_real(folder)
+        if name == "imagenet-real"
+        else _samples_by_class(folder, classes, name)
+    )
     batch_size = whole_number(batch_size, "batch_size", 1)
     # A generator of its own: without one, each iteration of a DataLoader advances torch's global state.
-    loader = DataLoader(_Images(samples, transform), batch_size, num_workers=workers, generator=torch.Generator())
-    return Variant(label, loader, tuple(sorted(classes.values())) if len(classes) < _CLASSES else None)
+    loader = DataLoader(
+        _Images(samples, transform),
+        batch_size,
+        num_workers=workers,
+        generator=torch.Generator(),
+    )
+    return Variant(
+        label,
+        loader,
+        tuple(sorted(classes.values())) if len(classes) < _CLASSES else None,
+    )
 
 
 class _Images(Dataset[tuple[Tensor, Any]]):
@@ -120,7 +143,9 @@ class _Images(Dataset[tuple[Tensor, Any]]):
         path, label = self.samples[index]
         with Image.open(path) as image:
             pixels = self.transform(image.convert("RGB"))
-        return pixels, label if isinstance(label, int) else torch.isin(torch.arange(_CLASSES), torch.tensor(label))
+        return pixels, label if isinstance(label, int) else torch.isin(
+            torch.arange(_CLASSES), torch.tensor(label)
+        )
 
 
 def _read_timm_info(file: str) -> str:
@@ -131,7 +156,10 @@ def _classes(name: str) -> dict[str, int]:
     """Return the class index of each folder."""
     if name == "imagenet-v2":
         return {str(index): index for index in range(_CLASSES)}
-    indices = {wnid: index for index, wnid in enumerate(_read_timm_info("imagenet_synsets.txt").split())}
+    indices = {
+        wnid: index
+        for index, wnid in enumerate(_read_timm_info("imagenet_synsets.txt").split())
+    }
     if name in ("imagenet-a", "imagenet-r"):
         subset = _read_timm_info(f"{name.replace('-', '_')}_synsets.txt").split()
         return {wnid: indices[wnid] for wnid in subset}
@@ -145,12 +173,20 @@ def _list_images(folder: Path, classes: dict[str, int] | None) -> list[tuple[str
     try:
         return create_reader("", str(folder), class_map=classes).samples
     except RuntimeError as error:
-        raise ValueError(f"expected images in the folders of {folder}: {error}") from error
+        raise ValueError(
+            f"expected images in the folders of {folder}: {error}"
+        ) from error
 
 
-def _samples_by_class(folder: Path, classes: dict[str, int], name: str) -> list[tuple[str, int]]:
+def _samples_by_class(
+    folder: Path, classes: dict[str, int], name: str
+) -> list[tuple[str, int]]:
     """List images of folders named by class; refuse other folders, and warn of missing ones."""
-    present = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    present = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.is_dir() and not path.name.startswith(".")
+    )
     unknown = [wnid for wnid in present if wnid not in classes]
     if unknown or not present:
         raise ValueError(
@@ -169,7 +205,10 @@ def _samples_by_class(folder: Path, classes: dict[str, int], name: str) -> list[
 def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
     """List images of the validation set with all right classes (ImageNet-ReaL), without those that have none."""
     labels_by_number = json.loads(_read_timm_info("imagenet_real_labels.json"))
-    labels = {f"ILSVRC2012_val_{number:08d}": classes for number, classes in enumerate(labels_by_number, 1)}
+    labels = {
+        f"ILSVRC2012_val_{number:08d}": classes
+        for number, classes in enumerate(labels_by_number, 1)
+    }
     samples = []
     for path, _ in _list_images(folder, None):
         name = Path(path).stem
@@ -183,18 +222,26 @@ def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
     return samples
 
 
-def _transform(model: nn.Module | None, size: int | tuple[int, int] | None, uncropped: bool) -> Any:
+def _transform(
+    model: nn.Module | None, size: int | tuple[int, int] | None, uncropped: bool
+) -> Any:
     """Build timm's transform from a PIL image to a tensor (3, H, W) in [0, 1]: uncropped or as configured."""
     from timm.data import create_transform, resolve_data_config
 
-    pretrained_cfg = None if model is None else getattr(unwrap(model), "pretrained_cfg", None)
+    pretrained_cfg = (
+        None if model is None else getattr(unwrap(model), "pretrained_cfg", None)
+    )
     if model is not None and not pretrained_cfg:
-        raise ValueError("the model has no pretrained_cfg of timm's: give size instead of model")
+        raise ValueError(
+            "the model has no pretrained_cfg of timm's: give size instead of model"
+        )
     if size is None and model is None:
         size = 224
     args: dict[str, Any] = {"crop_pct": 1.0 if uncropped else None}
     if size is not None:
         args["input_size"] = (3, size, size) if isinstance(size, int) else (3, *size)
-    config = resolve_data_config(args, pretrained_cfg=pretrained_cfg, use_test_size=True)
+    config = resolve_data_config(
+        args, pretrained_cfg=pretrained_cfg, use_test_size=True
+    )
     # No normalisation: corruptions and attacks work in pixel space, and the model's is applied after them.
     return create_transform(**config | {"mean": (0.0,) * 3, "std": (1.0,) * 3})

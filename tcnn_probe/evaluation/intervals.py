@@ -10,7 +10,10 @@ __all__ = ["mean_interval"]
 
 
 def mean_interval(
-    values: xr.DataArray, dim: str | Sequence[str] = "image", *, confidence: float = 0.95
+    values: xr.DataArray,
+    dim: str | Sequence[str] = "image",
+    *,
+    confidence: float = 0.95,
 ) -> xr.DataArray:
     """Confidence interval for the mean along a dimension, or along several that cross.
 
@@ -43,7 +46,9 @@ def mean_interval(
     dims = [dim] if isinstance(dim, str) else list(dim)
     for name in dims:
         if name not in values.dims:
-            raise ValueError(f"expected a dimension of a sample, one of {values.dims}, got {name!r}")
+            raise ValueError(
+                f"expected a dimension of a sample, one of {values.dims}, got {name!r}"
+            )
     if not dims:
         raise ValueError("expected a dimension of a sample, got none")
     if not 0 < confidence < 1:
@@ -60,7 +65,9 @@ def mean_interval(
     return intervals.assign_coords(bound=["low", "high"])
 
 
-def _interval(table: NDArray[np.float64], confidence: float, decisions: bool) -> NDArray[np.float64]:
+def _interval(
+    table: NDArray[np.float64], confidence: float, decisions: bool
+) -> NDArray[np.float64]:
     """Low and high, for a table with an axis for each dimension."""
     from scipy.stats import binomtest, t
 
@@ -68,13 +75,23 @@ def _interval(table: NDArray[np.float64], confidence: float, decisions: bool) ->
     if len(known) < 2:
         return np.full(2, np.nan)
     if decisions and table.ndim == 1:
-        exact = binomtest(int(known.sum()), len(known)).proportion_ci(confidence, method="exact")
+        exact = binomtest(int(known.sum()), len(known)).proportion_ci(
+            confidence, method="exact"
+        )
         return np.array([exact.low, exact.high])
-    bounds = (0.0, 1.0) if decisions else (-1.0, 1.0) if np.isin(known, (-1, 0, 1)).all() else None
+    bounds = (
+        (0.0, 1.0)
+        if decisions
+        else (-1.0, 1.0)
+        if np.isin(known, (-1, 0, 1)).all()
+        else None
+    )
     center, variances, freedoms = known.mean(), [], []
     for axis, size in enumerate(table.shape):
         means = _means_by_label(table, axis)
-        if bounds is not None and axis == np.argmax(table.shape):  # the images, which are the most
+        if bounds is not None and axis == np.argmax(
+            table.shape
+        ):  # the images, which are the most
             means = np.append(means, bounds)
             center = means.mean()
         if size > 1 and len(means) > 1:

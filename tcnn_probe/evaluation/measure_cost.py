@@ -15,17 +15,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tcnn_probe.models import floating_tensor, progress_bar, untouched, unwrap, whole_number
+from tcnn_probe.models import (
+    floating_tensor,
+    progress_bar,
+    untouched,
+    unwrap,
+    whole_number,
+)
 from tcnn_probe.provenance import versions
 
 __all__ = ["cost"]
 
 _ABOUT = {
     "parameters": ("1", "numbers that are trained; buffers are not counted"),
-    "multiply_adds": ("1", "products of matrices and convolutions in one forward of one image, half of their FLOPs"),
-    "peak_memory": ("MiB", "tensors that a forward of a batch holds at its peak, beside parameters and images"),
-    "images_per_second": ("s-1", "batch size over the median time of a forward in eval mode, without gradients"),
-    "training_images_per_second": ("s-1", "batch size over the median time of a forward in training mode and backward"),
+    "multiply_adds": (
+        "1",
+        "products of matrices and convolutions in one forward of one image, half of their FLOPs",
+    ),
+    "peak_memory": (
+        "MiB",
+        "tensors that a forward of a batch holds at its peak, beside parameters and images",
+    ),
+    "images_per_second": (
+        "s-1",
+        "batch size over the median time of a forward in eval mode, without gradients",
+    ),
+    "training_images_per_second": (
+        "s-1",
+        "batch size over the median time of a forward in training mode and backward",
+    ),
 }
 
 
@@ -69,18 +87,27 @@ def cost(
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:
         raise ValueError("expected one model at least, got none")
-    batch_size, rounds = whole_number(batch_size, "batch_size", 1), whole_number(rounds, "rounds", 1)
+    batch_size, rounds = (
+        whole_number(batch_size, "batch_size", 1),
+        whole_number(rounds, "rounds", 1),
+    )
     images = {name: _images(model, size, batch_size) for name, model in members.items()}
     costs: defaultdict[str, list[float]] = defaultdict(list)
     speeds = {"images_per_second": _forward}
     if training:
         speeds["training_images_per_second"] = _training_step
-    with progress_bar(len(members) * (2 + len(speeds) * (rounds + 1)), "cost", progress, "forward") as bar:
+    with progress_bar(
+        len(members) * (2 + len(speeds) * (rounds + 1)), "cost", progress, "forward"
+    ) as bar:
         for name, model in members.items():
             with untouched(model), FlopCounterMode(display=False) as counter:
                 model(images[name][:1])
-            costs["parameters"].append(sum(parameter.numel() for parameter in model.parameters()))
-            costs["multiply_adds"].append(counter.get_total_flops() / 2)  # torch counts two for each multiply-add
+            costs["parameters"].append(
+                sum(parameter.numel() for parameter in model.parameters())
+            )
+            costs["multiply_adds"].append(
+                counter.get_total_flops() / 2
+            )  # torch counts two for each multiply-add
             costs["peak_memory"].append(_peak(model, images[name]) / 2**20)
             bar.update(2)
         for speed, run in speeds.items():
@@ -91,22 +118,40 @@ def cost(
                 for name, model in members.items():
                     seconds[name].append(run(model, images[name]))
                     bar.update()
-            costs[speed] = [batch_size / statistics.median(times[1:]) for times in seconds.values()]
-    ds = xr.Dataset({name: ("model", values) for name, values in costs.items()}, {"model": list(members)})
+            costs[speed] = [
+                batch_size / statistics.median(times[1:]) for times in seconds.values()
+            ]
+    ds = xr.Dataset(
+        {name: ("model", values) for name, values in costs.items()},
+        {"model": list(members)},
+    )
     for name in costs:
         units, description = _ABOUT[name]
-        ds[name].attrs.update(units=units, long_name=name.replace("_", " "), description=description)
+        ds[name].attrs.update(
+            units=units, long_name=name.replace("_", " "), description=description
+        )
     batch = next(iter(images.values()))
-    device = torch.cuda.get_device_name(batch.device) if batch.is_cuda else f"CPU, {torch.get_num_threads()} threads"
-    return ds.assign_attrs(versions() | {"device": device, "dtype": str(batch.dtype), "batch_size": batch_size})
+    device = (
+        torch.cuda.get_device_name(batch.device)
+        if batch.is_cuda
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    return ds.assign_attrs(
+        versions()
+        | {"device": device, "dtype": str(batch.dtype), "batch_size": batch_size}
+    )
 
 
-def _images(model: nn.Module, size: int | tuple[int, ...] | None, batch_size: int) -> Tensor:
+def _images(
+    model: nn.Module, size: int | tuple[int, ...] | None, batch_size: int
+) -> Tensor:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     config = getattr(unwrap(model), "pretrained_cfg", None) or {}
     if size is None and "input_size" not in config:
-        raise ValueError(f"timm does not know the image size of {type(model).__name__}: give size=")
+        raise ValueError(
+            f"timm does not know the image size of {type(model).__name__}: give size="
+        )
     channels, *sides = config.get("input_size", (3, size, size))
     if size is not None:
         sides = [size, size] if isinstance(size, int) else list(size)
@@ -115,7 +160,9 @@ def _images(model: nn.Module, size: int | tuple[int, ...] | None, batch_size: in
     for side in (channels, *sides):
         whole_number(side, "size", 1)
     weight = floating_tensor(model)
-    options: dict[str, Any] = {} if weight is None else {"device": weight.device, "dtype": weight.dtype}
+    options: dict[str, Any] = (
+        {} if weight is None else {"device": weight.device, "dtype": weight.dtype}
+    )
     return torch.randn(batch_size, channels, *sides, **options)
 
 
@@ -152,7 +199,9 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 def _peak(model: nn.Module, images: Tensor) -> int:
     """Measure the bytes that a forward adds at its peak."""
     if images.is_cuda:
-        _forward(model, images)  # allocates workspaces and caches, which stay and are no cost of a further forward
+        _forward(
+            model, images
+        )  # allocates workspaces and caches, which stay and are no cost of a further forward
         before = torch.cuda.memory_allocated(images.device)
         torch.cuda.reset_peak_memory_stats(images.device)
         _forward(model, images)
@@ -171,10 +220,15 @@ class _PeakMemory(TorchDispatchMode):
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in uncounted)
         self._now = self.peak = 0
 
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
+            if (
+                isinstance(tensor, Tensor)
+                and (storage := tensor.untyped_storage()) not in self._known
+            ):
                 self._known.add(storage)
                 self._now += storage.nbytes()
                 self.peak = max(self.peak, self._now)

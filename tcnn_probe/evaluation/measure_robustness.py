@@ -15,8 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tcnn_probe.evaluation.adversarial import Ascent, as_attacks
-from tcnn_probe.evaluation.checks import as_labels, as_pixels, check_distinct, check_labels, whole_numbers
-from tcnn_probe.evaluation.classifier import Classifier, Model, Normalization, as_classifier, restored
+from tcnn_probe.evaluation.checks import (
+    as_labels,
+    as_pixels,
+    check_distinct,
+    check_labels,
+    whole_numbers,
+)
+from tcnn_probe.evaluation.classifier import (
+    Classifier,
+    Model,
+    Normalization,
+    as_classifier,
+    restored,
+)
 from tcnn_probe.evaluation.corrupt_images import corrupt
 from tcnn_probe.evaluation.corruptions.frost_pictures import read_photographs
 from tcnn_probe.evaluation.corruptions.table import CORRUPTIONS, named_corruptions
@@ -105,11 +117,22 @@ def robustness(
         device,
     )
     batches, count = _as_batches(images, labels, batch_size)
-    variant_batches = sum(len(variant.loader) for variant in test_sets if isinstance(variant.loader, Sized))
-    total = None if count is None else (count * measurement.passes() + variant_batches) * len(members)
+    variant_batches = sum(
+        len(variant.loader)
+        for variant in test_sets
+        if isinstance(variant.loader, Sized)
+    )
+    total = (
+        None
+        if count is None
+        else (count * measurement.passes() + variant_batches) * len(members)
+    )
     parts: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
     first = 0
-    with restored(*members.values()), progress_bar(total, "robustness", progress, "batch") as bar:
+    with (
+        restored(*members.values()),
+        progress_bar(total, "robustness", progress, "batch") as bar,
+    ):
         measurement.update_progress = bar.update
         for pixels, targets in batches:
             for name, part in measurement.batch(pixels, targets, first).items():
@@ -117,12 +140,18 @@ def robustness(
             first += len(pixels)
         if not first:
             raise ValueError("expected batches (images, labels), got none")
-        by_variant = {variant.name: measurement.variant(variant) for variant in test_sets}
+        by_variant = {
+            variant.name: measurement.variant(variant) for variant in test_sets
+        }
     nan = dict(measurement.nan_scores)
     if nan:
-        warnings.warn(f"scores with NaN, counted as wrong: {nan}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"scores with NaN, counted as wrong: {nan}", RuntimeWarning, stacklevel=2
+        )
     decisions = {name: np.concatenate(rows, -1) for name, rows in parts.items()}
-    return as_dataset(decisions, by_variant, measurement.coordinates(), measurement.attrs())
+    return as_dataset(
+        decisions, by_variant, measurement.coordinates(), measurement.attrs()
+    )
 
 
 @dataclass
@@ -143,30 +172,44 @@ class _Measurement:
 
     def passes(self) -> int:
         """Count the passes of an image through a model; what is not random is measured once for all seeds."""
-        random = [bool(CORRUPTIONS[name].random) for name in self.corruptions] * len(self.severities)
+        random = [bool(CORRUPTIONS[name].random) for name in self.corruptions] * len(
+            self.severities
+        )
         random += [ascent.random_start for ascent in self.attacks.values()]
         return 1 + len(random) + sum(random) * (len(self.seeds) - 1)
 
-    def batch(self, images: Tensor, labels: Tensor, first: int) -> dict[str, NDArray[Any]]:
+    def batch(
+        self, images: Tensor, labels: Tensor, first: int
+    ) -> dict[str, NDArray[Any]]:
         """Return predictions and confidences, clean and perturbed, (model, ..., B), and the labels, (B,)."""
         if labels.ndim != 1:
-            raise ValueError("expected one label for each image, (B,); only variants have several")
+            raise ValueError(
+                "expected one label for each image, (B,); only variants have several"
+            )
         classifiers = self._classifiers(images, None)
-        arrays = {"label": labels.numpy()} | _named("clean_", self._decide(classifiers, images, labels))
+        arrays = {"label": labels.numpy()} | _named(
+            "clean_", self._decide(classifiers, images, labels)
+        )
         if self.corruptions:
             arrays |= _named("", self._corrupted(classifiers, images, labels, first))
         if self.attacks:
-            arrays |= _named("adversarial_", self._attacked(classifiers, images, labels, first))
+            arrays |= _named(
+                "adversarial_", self._attacked(classifiers, images, labels, first)
+            )
         return arrays
 
     def variant(self, variant: Variant) -> NDArray[Any]:
         """Return the right answers to a test set, bool (model, image)."""
         rows = []
         for images, labels in _as_batches(variant.loader, None, 1)[0]:
-            predictions, _ = self._decide(self._classifiers(images, variant.classes), images, labels)
+            predictions, _ = self._decide(
+                self._classifiers(images, variant.classes), images, labels
+            )
             rows.append(_right(predictions, labels.numpy()))
         if not rows:
-            raise ValueError(f"expected images of the variant {variant.name!r}, got none")
+            raise ValueError(
+                f"expected images of the variant {variant.name!r}, got none"
+            )
         return np.concatenate(rows, -1)
 
     def coordinates(self) -> dict[str, Any]:
@@ -185,7 +228,10 @@ class _Measurement:
     def attrs(self) -> dict[str, str]:
         """Return the options, the number of scores with NaN, and versions."""
         options = {
-            "models": {name: getattr(model, "__name__", type(model).__name__) for name, model in self.models.items()},
+            "models": {
+                name: getattr(model, "__name__", type(model).__name__)
+                for name, model in self.models.items()
+            },
             "normalization": self.normalized,
             "nan_scores": self.nan_scores,
             "attacks": {name: vars(ascent) for name, ascent in self.attacks.items()},
@@ -193,42 +239,69 @@ class _Measurement:
         about = versions() | {"frost": "made" if self.frost is None else "given"}
         return about | {name: json.dumps(option) for name, option in options.items()}
 
-    def _classifiers(self, images: Tensor, classes: tuple[int, ...] | None) -> dict[str, Classifier]:
+    def _classifiers(
+        self, images: Tensor, classes: tuple[int, ...] | None
+    ) -> dict[str, Classifier]:
         classifiers = {}
         for name, model in self.models.items():
             normalization = self.normalizations[name]
-            classifier = as_classifier(model, normalization, images.shape[1], classes, self.device)
+            classifier = as_classifier(
+                model, normalization, images.shape[1], classes, self.device
+            )
             self.normalized[name] = [classifier.mean, classifier.std]
             classifiers[name] = classifier
         return classifiers
 
-    def _corrupted(self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int) -> Decisions:
+    def _corrupted(
+        self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int
+    ) -> Decisions:
         rows: list[Decisions] = []
-        for name, severity, seed in product(self.corruptions, self.severities, self.seeds):
-            if seed != self.seeds[0] and not CORRUPTIONS[name].random:  # the same for all seeds
+        for name, severity, seed in product(
+            self.corruptions, self.severities, self.seeds
+        ):
+            if (
+                seed != self.seeds[0] and not CORRUPTIONS[name].random
+            ):  # the same for all seeds
                 rows.append(rows[-1])
                 continue
-            corrupted = corrupt(images, name, severity, seed=seed, first=first, frost=self.frost)
+            corrupted = corrupt(
+                images, name, severity, seed=seed, first=first, frost=self.frost
+            )
             rows.append(self._decide(classifiers, corrupted, labels))
-        return _stacked(rows, (len(self.corruptions), len(self.severities), len(self.seeds)))
+        return _stacked(
+            rows, (len(self.corruptions), len(self.severities), len(self.seeds))
+        )
 
-    def _attacked(self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int) -> Decisions:
+    def _attacked(
+        self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int
+    ) -> Decisions:
         rows: list[Decisions] = []
         for ascent, seed in product(self.attacks.values(), self.seeds):
-            if seed != self.seeds[0] and not ascent.random_start:  # the same for all seeds
+            if (
+                seed != self.seeds[0] and not ascent.random_start
+            ):  # the same for all seeds
                 rows.append(rows[-1])
                 continue
             predictions, confidences = [], []
-            for name, classifier in classifiers.items():  # each model is shown the images that fool this model
+            for (
+                name,
+                classifier,
+            ) in (
+                classifiers.items()
+            ):  # each model is shown the images that fool this model
                 adversarial = ascent(classifier, images, labels, seed, first)
-                prediction, confidence = self._decide({name: classifier}, adversarial, labels)
+                prediction, confidence = self._decide(
+                    {name: classifier}, adversarial, labels
+                )
                 predictions.append(prediction)
                 confidences.append(confidence)
             rows.append((np.concatenate(predictions), np.concatenate(confidences)))
         return _stacked(rows, (len(self.attacks), len(self.seeds)))
 
     @torch.no_grad()
-    def _decide(self, classifiers: Classifiers, images: Tensor, labels: Tensor) -> Decisions:
+    def _decide(
+        self, classifiers: Classifiers, images: Tensor, labels: Tensor
+    ) -> Decisions:
         """Return each model's best class, (model, B), -1 where a score is NaN; and the softmax of its score."""
         predictions, confidences = [], []
         for name, classifier in classifiers.items():
@@ -256,22 +329,30 @@ def _stacked(rows: list[Decisions], shape: tuple[int, ...]) -> Decisions:
     predictions = np.stack([row[0] for row in rows], 1)
     confidences = np.stack([row[1] for row in rows], 1)
     models, _, images = predictions.shape
-    return predictions.reshape(models, *shape, images), confidences.reshape(models, *shape, images)
+    return predictions.reshape(models, *shape, images), confidences.reshape(
+        models, *shape, images
+    )
 
 
 def _right(predictions: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
     """Compare predictions (model, B) with labels (B,), or with the set of labels of each image, bool (B, K)."""
     if labels.ndim == 1:
         return predictions == labels
-    return np.take_along_axis(labels.T, predictions, 0) & (predictions >= 0)  # -1 would take the last class
+    return np.take_along_axis(labels.T, predictions, 0) & (
+        predictions >= 0
+    )  # -1 would take the last class
 
 
-def _by_model(normalization: Any, models: Mapping[str, Model]) -> dict[str, Normalization | None]:
+def _by_model(
+    normalization: Any, models: Mapping[str, Model]
+) -> dict[str, Normalization | None]:
     if not isinstance(normalization, Mapping):
         return dict.fromkeys(models, normalization)
     for name in normalization:
         if name not in models:
-            raise ValueError(f"expected normalization by the models' names, {', '.join(models)}; got {name!r}")
+            raise ValueError(
+                f"expected normalization by the models' names, {', '.join(models)}; got {name!r}"
+            )
     return {name: normalization.get(name) for name in models}
 
 
@@ -279,12 +360,16 @@ def _as_variants(variants: Any) -> tuple[Variant, ...]:
     variants = (variants,) if isinstance(variants, Variant) else tuple(variants)
     for variant in variants:
         if not isinstance(variant, Variant):
-            raise TypeError(f"expected variants, as imagenet_variant gives them, got {type(variant).__name__}")
+            raise TypeError(
+                f"expected variants, as imagenet_variant gives them, got {type(variant).__name__}"
+            )
     check_distinct([variant.name for variant in variants], "variants")
     return variants
 
 
-def _as_batches(images: Any, labels: Any, batch_size: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int | None]:
+def _as_batches(
+    images: Any, labels: Any, batch_size: int
+) -> tuple[Iterator[tuple[Tensor, Tensor]], int | None]:
     """Iterate over batches of images and labels, checked one by one; return their number too, None if unknown."""
     if isinstance(images, Tensor | np.ndarray):
         step = whole_number(batch_size, "batch_size", 1)
@@ -302,10 +387,14 @@ def _as_batches(images: Any, labels: Any, batch_size: int) -> tuple[Iterator[tup
 
 def _as_batch(batch: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise TypeError(f"expected batches (images, labels), got {type(batch).__name__}")
+        raise TypeError(
+            f"expected batches (images, labels), got {type(batch).__name__}"
+        )
     pixels, labels = as_pixels(batch[0]), batch[1]
     if not isinstance(labels, Tensor) or labels.dtype != torch.bool:
         return pixels, as_labels(labels, len(pixels))
     if labels.ndim != 2 or len(labels) != len(pixels):
-        raise ValueError(f"expected labels of {len(pixels)} images, (B,), or, bool, (B, K); got {tuple(labels.shape)}")
+        raise ValueError(
+            f"expected labels of {len(pixels)} images, (B,), or, bool, (B, K); got {tuple(labels.shape)}"
+        )
     return pixels, labels.detach().cpu()

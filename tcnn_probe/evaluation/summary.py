@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 
 from tcnn_probe.evaluation.intervals import mean_interval
 
-__all__ = ["as_dataset", "check_results", "improvement", "mean_by", "mean_corruption_error", "prefix_of", "share_right"]
+__all__ = [
+    "as_dataset",
+    "check_results",
+    "improvement",
+    "mean_by",
+    "mean_corruption_error",
+    "prefix_of",
+    "share_right",
+]
 
 _RULE = "the highest score is the label's; of equal scores the first is the highest; a NaN among them is wrong"
 
@@ -53,34 +61,80 @@ def as_dataset(
             continue
         correct = predictions == label
         arrays = {
-            "prediction": (predictions, f"prediction {subject}", "class of the highest score; -1: NaN in the scores"),
-            "confidence": (decisions[f"{prefix}confidence"], f"confidence {subject}", "largest softmax of the scores"),
+            "prediction": (
+                predictions,
+                f"prediction {subject}",
+                "class of the highest score; -1: NaN in the scores",
+            ),
+            "confidence": (
+                decisions[f"{prefix}confidence"],
+                f"confidence {subject}",
+                "largest softmax of the scores",
+            ),
             "correct": (correct, f"right {subject}", _RULE),
         }
         for name, (values, long_name, definition) in arrays.items():
             about = {"long_name": long_name, "definition": definition}
             variables[f"{prefix}{name}"] = (*dims, "image"), values, about
-        variables |= _means(f"{prefix}accuracy", dims, correct.mean(-1), len(label), subject)
+        variables |= _means(
+            f"{prefix}accuracy", dims, correct.mean(-1), len(label), subject
+        )
     if variants:
         images = np.array([correct.shape[1] for correct in variants.values()])
         shares = np.stack([correct.mean(1) for correct in variants.values()], 1)
-        variables |= _means("variant_accuracy", ("model", "variant"), shares, images, "on other test sets")
-        variables["variant_images"] = "variant", images, {"long_name": "images of the variant"}
+        variables |= _means(
+            "variant_accuracy",
+            ("model", "variant"),
+            shares,
+            images,
+            "on other test sets",
+        )
+        variables["variant_images"] = (
+            "variant",
+            images,
+            {"long_name": "images of the variant"},
+        )
     names = np.array(list(variants), dtype=object)
-    coords = {**coordinates, "variant": names, "image": range(len(label)), "label": ("image", label)}
+    coords = {
+        **coordinates,
+        "variant": names,
+        "image": range(len(label)),
+        "label": ("image", label),
+    }
     ds = xr.Dataset(variables, coords, attrs | {"prediction": _RULE})
-    unused = set(ds.dims).difference(*(variable.dims for variable in ds.data_vars.values()))
+    unused = set(ds.dims).difference(
+        *(variable.dims for variable in ds.data_vars.values())
+    )
     return ds.drop_dims(unused)
 
 
-def _means(name: str, dims: tuple[str, ...], shares: Any, images: Any, subject: str) -> dict[str, Any]:
+def _means(
+    name: str, dims: tuple[str, ...], shares: Any, images: Any, subject: str
+) -> dict[str, Any]:
     """Describe the share of right answers and its binomial standard error, for so many images."""
-    attrs = {"long_name": f"accuracy {subject}", "units": "1", "definition": f"share of images for which {_RULE}"}
-    error = {"long_name": f"standard error of {name}", "units": "1", "definition": "sqrt(p (1 - p) / n), n images"}
-    return {name: (dims, shares, attrs), f"{name}_se": (dims, np.sqrt(shares * (1 - shares) / images), error)}
+    attrs = {
+        "long_name": f"accuracy {subject}",
+        "units": "1",
+        "definition": f"share of images for which {_RULE}",
+    }
+    error = {
+        "long_name": f"standard error of {name}",
+        "units": "1",
+        "definition": "sqrt(p (1 - p) / n), n images",
+    }
+    return {
+        name: (dims, shares, attrs),
+        f"{name}_se": (dims, np.sqrt(shares * (1 - shares) / images), error),
+    }
 
 
-def improvement(results: xr.Dataset, baseline: str, by: str | None = "group", *, relative: bool = True) -> xr.Dataset:
+def improvement(
+    results: xr.Dataset,
+    baseline: str,
+    by: str | None = "group",
+    *,
+    relative: bool = True,
+) -> xr.Dataset:
     """Compare each model's accuracy with a baseline's: ``accuracy / baseline's - 1`` (T-CNN paper, Fig. 3).
 
     Args:
@@ -128,7 +182,11 @@ def improvement(results: xr.Dataset, baseline: str, by: str | None = "group", *,
     else:
         bounds = mean_interval(compared - reference)
     kind = "relative improvement of accuracy" if relative else "improvement of accuracy"
-    gains.attrs = {"units": "1", "long_name": kind, "description": f"{kind} over that of {baseline!r}"}
+    gains.attrs = {
+        "units": "1",
+        "long_name": kind,
+        "description": f"{kind} over that of {baseline!r}",
+    }
     bounds.attrs = {"units": "1", "long_name": "95 % interval over images"}
     return xr.Dataset({"improvement": gains, "interval": bounds})
 
@@ -136,9 +194,9 @@ def improvement(results: xr.Dataset, baseline: str, by: str | None = "group", *,
 def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[Any]:
     """Return Fieller's interval for mean(answers) / mean(baseline) - 1, of two arrays (N,) of the same images.
 
-    It holds each ratio q for which a t test finds the mean of ``answers - q baseline`` compatible with 0. If answers are
-    right or wrong, two images are added, one that only the model has right and one that only the baseline has, as in
-    Bonett and Price's interval for the difference.
+    It holds each ratio q for which a t test finds the mean of ``answers - q baseline`` compatible with 0. If answers
+    are right or wrong, two images are added, one that only the model has right and one that only the baseline has, as
+    in Bonett and Price's interval for the difference.
     """
     from scipy.stats import t
 
@@ -148,7 +206,10 @@ def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[An
     if np.isin(pairs, (0, 1)).all():
         pairs = np.concatenate([pairs, np.eye(2)], axis=1)
     count = pairs.shape[1]
-    (first, second), covariance = pairs.mean(1), np.cov(pairs) * t.ppf(0.975, count - 1) ** 2 / count
+    (first, second), covariance = (
+        pairs.mean(1),
+        np.cov(pairs) * t.ppf(0.975, count - 1) ** 2 / count,
+    )
     square = second**2 - covariance[1, 1]
     middle = first * second - covariance[0, 1]
     inside = middle**2 - square * (first**2 - covariance[0, 0])
@@ -195,13 +256,22 @@ def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
     for prefix, rates in (("", errors), ("relative_", loss)):
         sums = rates.sum({"severity"} & set(rates.dims), skipna=False)
         baseline_sums = sums.sel(model=baseline, drop=True)
-        ratio = (sums / baseline_sums.where(baseline_sums != 0)).transpose("model", "corruption", ...)
+        ratio = (sums / baseline_sums.where(baseline_sums != 0)).transpose(
+            "model", "corruption", ...
+        )
         # skipna=False: a corruption under which the baseline makes no errors must not drop out of the means.
         summary[f"{prefix}corruption_error"] = ratio
-        summary[f"{prefix}group_corruption_error"] = ratio.groupby("group").mean("corruption", skipna=False)
-        summary[f"{prefix}mean_corruption_error"] = ratio.mean("corruption", skipna=False)
+        summary[f"{prefix}group_corruption_error"] = ratio.groupby("group").mean(
+            "corruption", skipna=False
+        )
+        summary[f"{prefix}mean_corruption_error"] = ratio.mean(
+            "corruption", skipna=False
+        )
     for name, variable in summary.data_vars.items():
-        variable.attrs = {"long_name": f"{name}, of {baseline}'s".replace("_", " "), "units": "1"}
+        variable.attrs = {
+            "long_name": f"{name}, of {baseline}'s".replace("_", " "),
+            "units": "1",
+        }
     return summary
 
 
@@ -211,29 +281,41 @@ def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
     check_results(results, name)
     for dim in ("model", "image"):
         if dim not in results[name].dims:
-            raise ValueError(f"expected {name!r} with the dimension {dim!r}, got {results[name].dims}")
+            raise ValueError(
+                f"expected {name!r} with the dimension {dim!r}, got {results[name].dims}"
+            )
     return mean_by(results[name].compute(), by).transpose("model", ..., "image")
 
 
 def prefix_of(by: str | None) -> str:
     """Return the prefix of the variables with this coordinate: "clean_", "" or "adversarial_"; see `improvement`."""
     if by not in _PREFIXES:
-        raise ValueError(f"expected by to be one of {', '.join(map(repr, _PREFIXES))}, got {by!r}")
+        raise ValueError(
+            f"expected by to be one of {', '.join(map(repr, _PREFIXES))}, got {by!r}"
+        )
     return _PREFIXES[by]
 
 
 def mean_by(values: xr.DataArray, by: str | None) -> xr.DataArray:
     """Average over all dimensions but ``by``, "model" and "image", with the groups as published: (..., by, image)."""
     if by is not None and by not in values.coords:
-        raise ValueError(f"expected {values.name!r} with the coordinate {by!r}, got {tuple(values.coords)}")
+        raise ValueError(
+            f"expected {values.name!r} with the coordinate {by!r}, got {tuple(values.coords)}"
+        )
     means = values.astype(float)
     dim = "corruption" if by == "group" else by
     if dim is not None and dim not in means.dims:  # a single label was selected
         means = means.expand_dims(dim)
     if by == "group":
         groups = np.atleast_1d(means.group.values)
-        means = means.assign_coords(group=("corruption", groups)).groupby("group").mean("corruption")
-        means = means.sel(group=list(dict.fromkeys(groups.tolist())))  # groupby sorts them
+        means = (
+            means.assign_coords(group=("corruption", groups))
+            .groupby("group")
+            .mean("corruption")
+        )
+        means = means.sel(
+            group=list(dict.fromkeys(groups.tolist()))
+        )  # groupby sorts them
     return means.mean(set(means.dims) - {"model", "image", by}).transpose(..., "image")
 
 
@@ -241,17 +323,25 @@ def check_results(results: object, *names: str) -> None:
     """Raise unless these are a Dataset (not a variable of it) with all of the variables."""
     if not isinstance(results, xr.Dataset):
         got = type(results).__name__
-        raise TypeError(f"expected the results of evaluation.robustness, an xarray.Dataset; got {got}")
+        raise TypeError(
+            f"expected the results of evaluation.robustness, an xarray.Dataset; got {got}"
+        )
     for name in names:
         if name not in results.variables:
-            raise ValueError(f"expected the results of evaluation.robustness with {name!r}, got {list(results)}")
+            raise ValueError(
+                f"expected the results of evaluation.robustness with {name!r}, got {list(results)}"
+            )
 
 
 def _model_names(values: xr.DataArray, baseline: str) -> list[str]:
     """Return the names of all models; raise ValueError unless the baseline is among them."""
     if "model" not in values.dims:
-        raise ValueError(f"expected accuracies with the dimension 'model', got {values.dims}")
+        raise ValueError(
+            f"expected accuracies with the dimension 'model', got {values.dims}"
+        )
     models = [str(name) for name in values.model.values]
     if baseline not in models:
-        raise ValueError(f"expected the baseline to be one of the models {models}, got {baseline!r}")
+        raise ValueError(
+            f"expected the baseline to be one of the models {models}, got {baseline!r}"
+        )
     return models

@@ -11,7 +11,14 @@ import xarray as xr
 
 from tcnn_probe.heads.features import By, Features, features_of
 from tcnn_probe.heads.mixture import fit_mixture
-from tcnn_probe.heads.thresholds import CONCENTRATED, GATED, TYPES, Thresholds, content_types, gate_types
+from tcnn_probe.heads.thresholds import (
+    CONCENTRATED,
+    GATED,
+    TYPES,
+    Thresholds,
+    content_types,
+    gate_types,
+)
 
 __all__ = ["head_types"]
 
@@ -30,7 +37,10 @@ _DEFINITIONS: Mapping[By, Mapping[str, str]] = {
         "content": "gate <= {gate[0]:.4g}",
     },
 }
-_OTHER_LABELS = {"mixed": "all others", "": "no such head, or something that is needed is NaN (see unlabelled)"}
+_OTHER_LABELS = {
+    "mixed": "all others",
+    "": "no such head, or something that is needed is NaN (see unlabelled)",
+}
 _TYPES: Mapping[By, tuple[Sequence[str], Callable[..., np.ndarray]]] = {
     "content": (TYPES, content_types),
     "gate": (GATED, gate_types),
@@ -105,12 +115,16 @@ def head_types(
     for name, probability in posterior.items():
         types.coords[f"posterior_{name}"] = types.dims, probability, _about(name)
     dims = ds.attention_distance.dims
-    return types.isel({dim: 0 for dim in ("layer", "head") if dim not in dims}).transpose(*dims)
+    return types.isel(
+        {dim: 0 for dim in ("layer", "head") if dim not in dims}
+    ).transpose(*dims)
 
 
 def _attrs(method: str, by: By, thresholds: Thresholds) -> dict[str, Any]:
     values = asdict(thresholds) | {"concentrated": CONCENTRATED}
-    definitions = {name: text.format(**values) for name, text in _DEFINITIONS[by].items()} | _OTHER_LABELS
+    definitions = {
+        name: text.format(**values) for name, text in _DEFINITIONS[by].items()
+    } | _OTHER_LABELS
     return {
         "long_name": "type of head",
         "description": "What kind of attention a head has: see definitions.",
@@ -146,8 +160,13 @@ def _by_mixture(
     components = _types(by, mixture.means_, thresholds)
     probabilities = mixture.predict_proba(points)
     by_type = {name: probabilities[:, components == name].sum(1) for name in names}
-    order = ("mixed", *(name for name in names if name != "mixed"))  # argmax takes the first of equal probabilities
-    labels[finite] = np.array(order, dtype=object)[np.argmax([by_type[name] for name in order], axis=0)]
+    order = (
+        "mixed",
+        *(name for name in names if name != "mixed"),
+    )  # argmax takes the first of equal probabilities
+    labels[finite] = np.array(order, dtype=object)[
+        np.argmax([by_type[name] for name in order], axis=0)
+    ]
     posterior = {}
     for name in names:
         posterior[name] = np.full(finite.shape, np.nan)

@@ -19,13 +19,25 @@ __all__ = ["NEAR_ZERO", "cross_patch"]
 NEAR_ZERO = 0.05
 """Weights below this share of the largest are near zero (thesis, Fig. 4.3)."""
 _ABOUT = {
-    "weight": ("1", "weight of the key patch for the query patch; of MLP-Mixer the product of its two layers"),
-    "near_zero": ("1", f"share of weights below {NEAR_ZERO:.0%} of the largest, in absolute value (thesis, Fig. 4.3)"),
-    "attention_distance": ("cell", "support radius: mean over queries of sum_j |A_ij| ||delta_ij|| / sum_j |A_ij|"),
+    "weight": (
+        "1",
+        "weight of the key patch for the query patch; of MLP-Mixer the product of its two layers",
+    ),
+    "near_zero": (
+        "1",
+        f"share of weights below {NEAR_ZERO:.0%} of the largest, in absolute value (thesis, Fig. 4.3)",
+    ),
+    "attention_distance": (
+        "cell",
+        "support radius: mean over queries of sum_j |A_ij| ||delta_ij|| / sum_j |A_ij|",
+    ),
     "uniform_distance": ("cell", "the same if all weights were equal"),
     "entropy": ("nat", "mean over queries of the entropy of |A_ij| / sum_j |A_ij|"),
     "uniform_entropy": ("nat", "log N, the same if all weights were equal"),
-    "translation_equivariance": ("1", "share of the variance of A_ij that depends on the offset from i to j alone"),
+    "translation_equivariance": (
+        "1",
+        "share of the variance of A_ij that depends on the offset from i to j alone",
+    ),
     "content_information": ("nat", "0: no image changes the weights"),
     "images": ("1", "how many images it is of: all"),
 }
@@ -60,16 +72,24 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
         if isinstance(module, ResBlock | MixerBlock):
             matrices[name] = _matrix(module)
     if not matrices:
-        raise ValueError(f"expected blocks of timm's ResMLP or MLP-Mixer, got {type(unwrap(model)).__name__}")
+        raise ValueError(
+            f"expected blocks of timm's ResMLP or MLP-Mixer, got {type(unwrap(model)).__name__}"
+        )
     if grid is None:
         grid = getattr(getattr(unwrap(model), "stem", None), "grid_size", None)
     patches = len(next(iter(matrices.values())))
     if grid is None or math.prod(grid) != patches:
-        raise ValueError(f"expected grid=(rows, columns) of {patches} patches, got {grid}")
+        raise ValueError(
+            f"expected grid=(rows, columns) of {patches} patches, got {grid}"
+        )
     layers = [_measure(matrix, grid) for matrix in matrices.values()]
     ds = xr.concat(layers, xr.Variable("layer", list(matrices)))
     for name, (units, description) in _ABOUT.items():
-        ds[name].attrs = {"units": units, "long_name": name.replace("_", " "), "description": description}
+        ds[name].attrs = {
+            "units": units,
+            "long_name": name.replace("_", " "),
+            "description": description,
+        }
     return ds
 
 
@@ -88,7 +108,9 @@ def _matrix(block: ResBlock | MixerBlock) -> np.ndarray:
 def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
     from scipy.special import entr
 
-    places = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(-1, 2)
+    places = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(
+        -1, 2
+    )
     distances = np.linalg.norm(places[:, None] - places, axis=-1)
     magnitudes = np.abs(matrix)
     total = magnitudes.sum(1, keepdims=True)
@@ -96,7 +118,9 @@ def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
     by_head = {
         "attention_distance": (shares * distances).sum(1).mean(),
         "entropy": entr(shares).sum(1).mean(),
-        "translation_equivariance": translation_equivariance(matrix[None], places, places)[0],
+        "translation_equivariance": translation_equivariance(
+            matrix[None], places, places
+        )[0],
         "content_information": 0.0,
     }
     by_layer = {
@@ -105,5 +129,12 @@ def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
         "uniform_entropy": math.log(len(matrix)),
         "images": math.inf,
     }
-    weight = {"weight": (("query_y", "query_x", "y", "x"), matrix.reshape(*grid, *grid))}
-    return xr.Dataset(weight | {name: ("head", [value]) for name, value in by_head.items()} | by_layer, {"head": [0]})
+    weight = {
+        "weight": (("query_y", "query_x", "y", "x"), matrix.reshape(*grid, *grid))
+    }
+    return xr.Dataset(
+        weight
+        | {name: ("head", [value]) for name, value in by_head.items()}
+        | by_layer,
+        {"head": [0]},
+    )

@@ -21,7 +21,11 @@ FEATURES: Mapping[By, Sequence[str]] = {
         "attention_distance / uniform_distance",
         "translation_equivariance",
     ),
-    "gate": ("gate", "positional_entropy / uniform_entropy", "attention_distance / uniform_distance"),
+    "gate": (
+        "gate",
+        "positional_entropy / uniform_entropy",
+        "attention_distance / uniform_distance",
+    ),
 }
 """Features that types depend on, in the order of the points."""
 _SCALES = ("uniform_entropy", "uniform_distance")
@@ -33,8 +37,12 @@ class Features:
     """Features of every head of a recording."""
 
     points: np.ndarray  # (..., F) for F features; NaN where there is no head
-    exists: xr.DataArray  # bool, dims (marks, "layer", "head"): layers may have different numbers of heads
-    missing: Mapping[str, Mapping[str, str]]  # reasons why the recording lacks a variable, by variable and layer
+    exists: (
+        xr.DataArray
+    )  # bool, dims (marks, "layer", "head"): layers may have different numbers of heads
+    missing: Mapping[
+        str, Mapping[str, str]
+    ]  # reasons why the recording lacks a variable, by variable and layer
     names: Sequence[str]  # names of the features
 
     def reasons(self, unlabelled: np.ndarray) -> dict[str, str]:
@@ -43,11 +51,16 @@ class Features:
         for number, layer in enumerate(map(str, self.exists.layer.values)):
             exists = self.exists.values[..., number, :]
             reasons = [] if exists.any() else ["nothing finite is recorded of it"]
-            undefined = ~np.isfinite(self.points[..., number, :, :]) & (exists & unlabelled[..., number, :])[..., None]
+            undefined = (
+                ~np.isfinite(self.points[..., number, :, :])
+                & (exists & unlabelled[..., number, :])[..., None]
+            )
             for feature, name in enumerate(self.names):
                 if undefined[..., feature].any():
                     cause = self.missing.get(name.split(" ")[0], {}).get(layer)
-                    reasons.append(f"{name} is not finite" + (f" ({cause})" if cause else ""))
+                    reasons.append(
+                        f"{name} is not finite" + (f" ({cause})" if cause else "")
+                    )
             if reasons:
                 by_layer[layer] = "; ".join(reasons)
         return by_layer
@@ -59,41 +72,70 @@ def features_of(ds: xr.Dataset, by: By) -> Features:
     variables = [name.split(" ")[0] for name in names]
     ds = _load(ds, [*variables, *_SCALES, *(["images"] if by == "content" else [])], by)
     distance = ds.attention_distance
-    scales = {"positional_entropy": ds.uniform_entropy, "attention_distance": ds.uniform_distance}
+    scales = {
+        "positional_entropy": ds.uniform_entropy,
+        "attention_distance": ds.uniform_distance,
+    }
     if by == "content":
         # GPSA's content part is over real pixels, without the padding; log of their number.
-        keys = ds.get("uniform_content_entropy", ds.uniform_entropy).fillna(ds.uniform_entropy)
+        keys = ds.get("uniform_content_entropy", ds.uniform_entropy).fillna(
+            ds.uniform_entropy
+        )
         scales["entropy"] = keys
         # Not log min(images, keys), a tighter bound: by that, two images and many would type a head differently.
         scales["content_information"] = keys.where(ds.images > 1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = [ds[name] / scales[name] if name in scales else ds[name] for name in variables]
+        shares = [
+            ds[name] / scales[name] if name in scales else ds[name]
+            for name in variables
+        ]
     # A head exists if any of its numbers is finite at any mark.
-    exists = reduce(or_, (np.isfinite(ds[name]) for name in variables)).any(distance.dims[:-2])
-    *features, exists = (array.broadcast_like(distance).transpose(*distance.dims) for array in (*shares, exists))
+    exists = reduce(or_, (np.isfinite(ds[name]) for name in variables)).any(
+        distance.dims[:-2]
+    )
+    *features, exists = (
+        array.broadcast_like(distance).transpose(*distance.dims)
+        for array in (*shares, exists)
+    )
     missing = json.loads(ds.attrs.get("missing", "{}"))
     if by == "content":
         single = (ds.images == 1).any([dim for dim in ds.images.dims if dim != "layer"])
         reason = "of one image nothing is known: give at least two to each mark"
         reasons = dict.fromkeys(map(str, ds.layer.values[single]), reason)
-        missing["content_information"] = reasons | missing.get("content_information", {})
-    return Features(np.stack([feature.values for feature in features], -1), exists, missing, names)
+        missing["content_information"] = reasons | missing.get(
+            "content_information", {}
+        )
+    return Features(
+        np.stack([feature.values for feature in features], -1), exists, missing, names
+    )
 
 
 def _load(ds: xr.Dataset, required: Sequence[str], by: By) -> xr.Dataset:
     """Load the variables that count, with the dims (marks, "layer", "head")."""
     if not isinstance(ds, xr.Dataset):
-        hint = "; of a tree, tree['heads'].dataset" if isinstance(ds, xr.DataTree) else ""
-        raise TypeError(f"expected an xarray.Dataset that tcnn_probe.record has made{hint}, got {type(ds).__name__}")
+        hint = (
+            "; of a tree, tree['heads'].dataset" if isinstance(ds, xr.DataTree) else ""
+        )
+        raise TypeError(
+            f"expected an xarray.Dataset that tcnn_probe.record has made{hint}, got {type(ds).__name__}"
+        )
     for name in required:
         if name not in ds:
-            hint = "; by='gate' does without" if by == "content" and "gate" in ds else ""
+            hint = (
+                "; by='gate' does without" if by == "content" and "gate" in ds else ""
+            )
             got = [str(name) for name in ds.data_vars]
-            raise ValueError(f"by={by!r} expects {name!r} in the dataset, got the variables {got}: {_RECORD}{hint}")
+            raise ValueError(
+                f"by={by!r} expects {name!r} in the dataset, got the variables {got}: {_RECORD}{hint}"
+            )
     for dim in ("layer", "head"):
         if dim not in ds.coords:
-            raise ValueError(f"expected the coordinate {dim!r}, as recorded, got {list(ds.coords)}")
-    ds = ds[[*dict.fromkeys(required), *({"uniform_content_entropy"} & set(ds.data_vars))]].compute()
+            raise ValueError(
+                f"expected the coordinate {dim!r}, as recorded, got {list(ds.coords)}"
+            )
+    ds = ds[
+        [*dict.fromkeys(required), *({"uniform_content_entropy"} & set(ds.data_vars))]
+    ].compute()
     for dim in ("head", "layer"):
         if dim not in ds.dims:  # a single one was selected
             ds = ds.expand_dims(dim)

@@ -15,7 +15,9 @@ _INITIALISATIONS = 3  # EM ends in local optima
 _SMALLEST_DEVIATION = 0.03  # of shares: without it a few heads that are nearly equal would be a perfect component
 
 
-def fit_mixture(points: np.ndarray, *, seed: int = 0) -> "tuple[GaussianMixture, list[float]]":
+def fit_mixture(
+    points: np.ndarray, *, seed: int = 0
+) -> "tuple[GaussianMixture, list[float]]":
     """Fit one to three Gaussians with full covariances, as many as the Bayesian information criterion selects.
 
     Features are shares of the same size and are not rescaled: scaled to unit variance, heads that differ by a
@@ -36,14 +38,23 @@ def fit_mixture(points: np.ndarray, *, seed: int = 0) -> "tuple[GaussianMixture,
     from sklearn.mixture import GaussianMixture
 
     if points.ndim != 2 or not len(points) or not np.isfinite(points).all():
-        raise ValueError(f"expected finite points of shape (n, F), n >= 1, got the shape {points.shape}")
+        raise ValueError(
+            f"expected finite points of shape (n, F), n >= 1, got the shape {points.shape}"
+        )
     ordered = points[np.lexsort(points.T)].astype(np.float64)
     distinct = len(np.unique(ordered.round(6), axis=0))
     if len(ordered) == 1:
         ordered = ordered.repeat(2, axis=0)  # GaussianMixture.fit requires two samples
-    options = {"reg_covar": _SMALLEST_DEVIATION**2, "n_init": _INITIALISATIONS, "max_iter": 500, "random_state": seed}
+    options = {
+        "reg_covar": _SMALLEST_DEVIATION**2,
+        "n_init": _INITIALISATIONS,
+        "max_iter": 500,
+        "random_state": seed,
+    }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ConvergenceWarning: the recorded `converged_` says the same
+        warnings.simplefilter(
+            "ignore"
+        )  # ConvergenceWarning: the recorded `converged_` says the same
         counts = range(1, min(_COMPONENTS, distinct) + 1)
         mixtures = [GaussianMixture(count, **options).fit(ordered) for count in counts]
     criteria = [float(mixture.bic(ordered)) for mixture in mixtures]

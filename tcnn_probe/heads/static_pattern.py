@@ -34,7 +34,9 @@ def information(mean: np.ndarray, entropy: np.ndarray) -> np.ndarray:
     return -np.einsum("hij,hij->h", mean, logarithms) / mean.shape[1] - entropy
 
 
-def translation_equivariance(mean: ArrayLike, queries: ArrayLike, keys: ArrayLike) -> np.ndarray:
+def translation_equivariance(
+    mean: ArrayLike, queries: ArrayLike, keys: ArrayLike
+) -> np.ndarray:
     """Compute the share of a static pattern that depends on the offset from query to key alone, as in a convolution.
 
     This is the variance that the means over pairs of equal offset explain, corrected for chance: 1 - [W / (n - g)] /
@@ -72,14 +74,18 @@ def translation_equivariance(mean: ArrayLike, queries: ArrayLike, keys: ArrayLik
         if total > 0:
             explained = (np.bincount(group, values) ** 2 / count).sum()
             # Rounding can make the explained sum the larger one.
-            shares[head] = 1 - (max(total - explained, 0) / free) / (total / (group.size - 1))
+            shares[head] = 1 - (max(total - explained, 0) / free) / (
+                total / (group.size - 1)
+            )
         elif not np.isfinite(total):
             shares[head] = np.nan
     return shares
 
 
 @lru_cache(maxsize=16)  # most layers of a model have the same grid
-def _offsets_of_pairs(queries: bytes, keys: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _offsets_of_pairs(
+    queries: bytes, keys: bytes
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Group pairs of places on the grid by offset: their indices, the group of each, and the size of each group.
 
     Places are the bytes of float64 arrays, which can be keys of the cache.

@@ -6,7 +6,14 @@ from numbers import Real
 
 import numpy as np
 
-__all__ = ["CONCENTRATED", "GATED", "TYPES", "Thresholds", "content_types", "gate_types"]
+__all__ = [
+    "CONCENTRATED",
+    "GATED",
+    "TYPES",
+    "Thresholds",
+    "content_types",
+    "gate_types",
+]
 
 TYPES = ("convolutional", "averaging", "content", "mixed")
 """Types of heads by their attention."""
@@ -46,18 +53,26 @@ class Thresholds:
         for name in ("distance", "equivariance"):
             limit = getattr(self, name)
             if not isinstance(limit, Real):
-                raise TypeError(f"expected a number as the threshold for {name}, got {limit!r}")
+                raise TypeError(
+                    f"expected a number as the threshold for {name}, got {limit!r}"
+                )
             if not 0 <= float(limit) < np.inf:
-                raise ValueError(f"expected a finite threshold of at least 0 for {name}, got {limit!r}")
+                raise ValueError(
+                    f"expected a finite threshold of at least 0 for {name}, got {limit!r}"
+                )
         for name, bound in _UPPER_BOUNDS.items():
             limits = getattr(self, name)
             try:
                 low, high = map(float, limits)
             except (TypeError, ValueError) as error:
-                raise TypeError(f"expected two thresholds for {name}, got {limits!r}") from error
+                raise TypeError(
+                    f"expected two thresholds for {name}, got {limits!r}"
+                ) from error
             if not 0 <= low < high <= bound or high == np.inf:
                 span = "0 and 1" if bound == 1 else "0 and infinity"
-                raise ValueError(f"expected two thresholds for {name}, ascending and between {span}, got {limits!r}")
+                raise ValueError(
+                    f"expected two thresholds for {name}, ascending and between {span}, got {limits!r}"
+                )
             object.__setattr__(self, name, (low, high))
 
 
@@ -83,19 +98,30 @@ def content_types(
     Returns:
         Strings of :data:`TYPES`, dtype object; "" where a number on which the type depends is not finite.
     """
-    static, dynamic = information <= thresholds.information[0], information >= thresholds.information[1]
+    static, dynamic = (
+        information <= thresholds.information[0],
+        information >= thresholds.information[1],
+    )
     uneven = static & (evenness <= thresholds.entropy[0])
     types = np.full(np.shape(information), "mixed", dtype=object)
     types[dynamic] = "content"
     types[static & (evenness >= thresholds.entropy[1])] = "averaging"
-    types[uneven & (reach <= thresholds.distance) & (equivariance >= thresholds.equivariance)] = "convolutional"
+    types[
+        uneven
+        & (reach <= thresholds.distance)
+        & (equivariance >= thresholds.equivariance)
+    ] = "convolutional"
     # Evenness decides about static heads only, reach and equivariance about those that are uneven.
     defined = np.isfinite(information) & (dynamic | ~static | np.isfinite(evenness))
-    types[~(defined & (~uneven | (np.isfinite(reach) & np.isfinite(equivariance))))] = ""
+    types[~(defined & (~uneven | (np.isfinite(reach) & np.isfinite(equivariance))))] = (
+        ""
+    )
     return types
 
 
-def gate_types(gate: np.ndarray, spread: np.ndarray, reach: np.ndarray, thresholds: Thresholds) -> np.ndarray:
+def gate_types(
+    gate: np.ndarray, spread: np.ndarray, reach: np.ndarray, thresholds: Thresholds
+) -> np.ndarray:
     """Classify heads by their gate (T-CNN, Eq. 7); arrays have the same shape.
 
     ``content``: the gate is at or below the first threshold, which does not show that attention depends on the image.

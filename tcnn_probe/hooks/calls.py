@@ -74,7 +74,9 @@ class Calls(Generic[C]):
         """Hook the module."""
         self._attached = True
         self._handles.append(add_hook(self.module, self._begin))
-        self._handles.append(add_hook(self.module, self._return, after=True, first=True))
+        self._handles.append(
+            add_hook(self.module, self._return, after=True, first=True)
+        )
         self._handles.append(add_hook(self.module, self._end, after=True, always=True))
 
     def detach(self) -> None:
@@ -87,15 +89,21 @@ class Calls(Generic[C]):
             self._leave()
             for call in list(self._running.values()):
                 call.over = not call.goes_on()
-            while self._handles and all(call.over for call in list(self._running.values())):
+            while self._handles and all(
+                call.over for call in list(self._running.values())
+            ):
                 self._handles.pop().remove()
 
     def current(self) -> C | None:
         """Return the call that is running in this thread."""
         call = self._running.get(threading.get_ident())
-        return call if call is not None and is_under(sys._getframe(), call.frame) else None
+        return (
+            call if call is not None and is_under(sys._getframe(), call.frame) else None
+        )
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         if (call := self.current()) is not None:
             call.depth += call.module is module
             return
@@ -103,21 +111,35 @@ class Calls(Generic[C]):
         if not self._attached:
             self.detach()
         elif (frame := innermost_call(sys._getframe())) is not None:
-            self._running[threading.get_ident()] = call = self._kind(module, args, kwargs, frame)
+            self._running[threading.get_ident()] = call = self._kind(
+                module, args, kwargs, frame
+            )
             try:
                 self.begins(call)
             except BaseException:
                 self._leave()
                 raise
 
-    def _return(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+    def _return(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Any,
+    ) -> Any:
         call = self.current()
         if call is None or not self._is_of(call, module):
             return None
         take_off(call.modes)
         return self.returns(call, output)
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
+    def _end(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Any = None,
+    ) -> None:
         call = self.current()
         if call is None or not self._is_of(call, module):
             if call is not None:
@@ -133,7 +155,9 @@ class Calls(Generic[C]):
     def _is_of(self, call: C, module: nn.Module) -> bool:
         """Return whether a hook is that of the call, not of one within it."""
         # Frames are compared only where they must be: torch.compile may end a call in another frame.
-        return call.module is module and (not call.depth or innermost_call(sys._getframe()) is call.frame)
+        return call.module is module and (
+            not call.depth or innermost_call(sys._getframe()) is call.frame
+        )
 
     def _leave(self) -> None:
         call = self._running.pop(threading.get_ident(), None)
@@ -157,10 +181,18 @@ class CopySafeHook:
 
     def _do(self, module: nn.Module, *call: Any) -> Any:
         if self._act is not None:
-            if len(call) == 1 + self._after:  # torch leaves kwargs out while another thread adds or removes the hook
+            if (
+                len(call) == 1 + self._after
+            ):  # torch leaves kwargs out while another thread adds or removes the hook
                 call = (call[0], {}, *call[1:])
             return self._act(module, *call)
-        for where in ("pre_hooks", "pre_hooks_with_kwargs", "hooks", "hooks_with_kwargs", "hooks_always_called"):
+        for where in (
+            "pre_hooks",
+            "pre_hooks_with_kwargs",
+            "hooks",
+            "hooks_with_kwargs",
+            "hooks_always_called",
+        ):
             getattr(module, f"_forward_{where}").pop(self.number, None)
         return None
 
@@ -207,7 +239,9 @@ def add_hook(
     """
     hook = (_CompiledAway if compiled else CopySafeHook)(act, after=after)
     if after:
-        handle = module.register_forward_hook(hook, prepend=first, with_kwargs=True, always_call=always)
+        handle = module.register_forward_hook(
+            hook, prepend=first, with_kwargs=True, always_call=always
+        )
     else:
         handle = module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
     hook.number = handle.id
@@ -253,4 +287,7 @@ def _bottom(frame: FrameType) -> FrameType:
 
 def _calls_a_module(frame: FrameType) -> bool:
     # By file, as torch.compile resumes _call_impl under other names; not "inner", which ends before the last hooks run.
-    return frame.f_code.co_filename == torch_module.__file__ and frame.f_code.co_name != "inner"
+    return (
+        frame.f_code.co_filename == torch_module.__file__
+        and frame.f_code.co_name != "inner"
+    )

@@ -19,7 +19,13 @@ from torch.nn.modules import module as global_hooks
 
 from tcnn_probe.hooks.calls import Call, Calls, add_hook, is_under
 from tcnn_probe.hooks.interception import Answer, Interception, Seen
-from tcnn_probe.hooks.modes import hidden_depth, is_transformed, put_on, take_off, unseen
+from tcnn_probe.hooks.modes import (
+    hidden_depth,
+    is_transformed,
+    put_on,
+    take_off,
+    unseen,
+)
 
 __all__ = ["Forward", "Forwards", "Listener", "Running"]
 
@@ -36,7 +42,9 @@ class Listener(Protocol):
     def asked(self, forward: "Forward", request: Seen) -> Answer | None:
         """Hear that the last of the running modules asked torch for something; perhaps answer with an edit."""
 
-    def returned(self, forward: "Forward", module: nn.Module, inputs: Sequence[Any], output: Any) -> Any:
+    def returned(
+        self, forward: "Forward", module: nn.Module, inputs: Sequence[Any], output: Any
+    ) -> Any:
         """Hear that a module has returned; anything but None replaces its output."""
 
     def ends(self, output: Any) -> None:
@@ -66,8 +74,14 @@ class Forwards(Calls["Forward"]):
         self._attached = True
         for entry, is_whole in dict(_entries(self.module)).items():
             # Compiled away from parts, it breaks no graph; the hook of the whole model stops to look.
-            self._handles.append(add_hook(entry, self._begin, first=True, compiled=not is_whole))
-            self._handles.append(add_hook(entry, self._end, after=True, always=True, compiled=not is_whole))
+            self._handles.append(
+                add_hook(entry, self._begin, first=True, compiled=not is_whole)
+            )
+            self._handles.append(
+                add_hook(
+                    entry, self._end, after=True, always=True, compiled=not is_whole
+                )
+            )
 
     def begins(self, call: "Forward") -> None:
         """Follow the forward if no other is followed, and the listener wants it."""
@@ -101,8 +115,12 @@ class Forwards(Calls["Forward"]):
                 else:
                     self._listener.fails()
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if module in self._names and hidden_depth() == self._depth:  # not in a shallow copy
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        if (
+            module in self._names and hidden_depth() == self._depth
+        ):  # not in a shallow copy
             super()._begin(module, args, kwargs)
 
     def _leave(self) -> None:
@@ -110,7 +128,9 @@ class Forwards(Calls["Forward"]):
             super()._leave()
             followed = self._followed
             # Also a forward that was interrupted by what torch tells no hook of: Ctrl-C, SystemExit in a thread.
-            if followed is not None and (followed.thread == threading.get_ident() or not followed.goes_on()):
+            if followed is not None and (
+                followed.thread == threading.get_ident() or not followed.goes_on()
+            ):
                 self._followed = None
                 followed.over = True
                 followed.leave()
@@ -125,7 +145,9 @@ class Forward(Call):
     """The exception in whose handler the model was called, if any."""
 
     def __post_init__(self) -> None:
-        self._stack: list[tuple[nn.Module, Sequence[Any]]] = [(self.module, self.inputs)]
+        self._stack: list[tuple[nn.Module, Sequence[Any]]] = [
+            (self.module, self.inputs)
+        ]
         self._is_quiet, self._depth = False, hidden_depth()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -140,9 +162,13 @@ class Forward(Call):
     def follow(self, names: Mapping[nn.Module, str], listener: Listener) -> None:
         """Tell a listener of what runs in it."""
         self._names, self._listener = names, listener
-        self._handles.append(global_hooks.register_module_forward_pre_hook(self._called))
         self._handles.append(
-            global_hooks.register_module_forward_hook(self._returned, with_kwargs=True, always_call=True)
+            global_hooks.register_module_forward_pre_hook(self._called)
+        )
+        self._handles.append(
+            global_hooks.register_module_forward_hook(
+                self._returned, with_kwargs=True, always_call=True
+            )
         )
         self.modes = put_on(Interception(self._asked))
 
@@ -172,7 +198,9 @@ class Forward(Call):
     @torch.compiler.disable
     def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         # With an exception torch leaves out the keyword arguments, and the output may be None.
-        if not self._is_followed(module) or not any(running is module for running, _ in self._stack[:0:-1]):
+        if not self._is_followed(module) or not any(
+            running is module for running, _ in self._stack[:0:-1]
+        ):
             return None
         while self._stack.pop()[0] is not module:
             pass
@@ -185,7 +213,9 @@ class Forward(Call):
     def _asked(self, request: Seen) -> Answer | None:
         if self._is_quiet or hidden_depth() > self._depth:
             return None
-        if not is_under(sys._getframe(), self.frame):  # interrupted: something else runs now
+        if not is_under(
+            sys._getframe(), self.frame
+        ):  # interrupted: something else runs now
             return None
         if self.running[-1][0] not in self._names:
             return None
@@ -194,7 +224,11 @@ class Forward(Call):
 
     def _is_followed(self, module: nn.Module) -> bool:
         """Return whether it is a module of the model, or one with weights of its own that runs in the middle of it."""
-        if self._is_quiet or self.thread != threading.get_ident() or hidden_depth() > self._depth:
+        if (
+            self._is_quiet
+            or self.thread != threading.get_ident()
+            or hidden_depth() > self._depth
+        ):
             return False
         return module in self._names or next(module.parameters(), None) is not None
 

@@ -101,7 +101,10 @@ class SeenOperand:
 
     def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
         """Return whether an operand is this softmax or, with ``heads``, may be made of it by dropout or mixing them."""
-        same = self.shape[-2:] == operand.shape[-2:] and self.shape.numel() == operand.shape.numel()
+        same = (
+            self.shape[-2:] == operand.shape[-2:]
+            and self.shape.numel() == operand.shape.numel()
+        )
         return same and (heads or self.place == operand.place)
 
 
@@ -149,7 +152,11 @@ class Interception(TorchFunctionMode):
         self._on_request = on_request
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
@@ -159,7 +166,13 @@ class Interception(TorchFunctionMode):
         return self._hand_on(func, output, args, kwargs)
 
     @torch.compiler.disable
-    def _hand_on(self, func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _hand_on(
+        self,
+        func: Callable[..., Any],
+        output: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         with torch._C.DisableTorchFunction():
             if is_transformed(args):
                 return output
@@ -169,7 +182,9 @@ class Interception(TorchFunctionMode):
         return output if answer is None else answer(func, args, kwargs, output)
 
 
-def describe(func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen | None:
+def describe(
+    func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Seen | None:
     """Describe a call of a torch function as attention, a product, a scaled tensor or tokens joined; else None."""
     describe_call = _DESCRIBE.get(func)
     return None if describe_call is None else describe_call(output, *args, **kwargs)
@@ -190,9 +205,14 @@ def _fused(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # Grouped-query attention: each key and value serves several heads of queries.
     if enable_gqa and key.shape[-3] != query.shape[-3]:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+        key, value = (
+            x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
+            for x in (key, value)
+        )
     if is_causal:
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        attn_mask = torch.ones(
+            query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
+        ).tril()
     return SeenAttention(
         query=query,
         key=key,
@@ -204,8 +224,18 @@ def _fused(
     )
 
 
-def _softmax(output: Tensor, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> SeenAttention | None:  # noqa: A002
-    if input.ndim < 3 or dim not in (-1, input.ndim - 1) or not input.is_floating_point():
+def _softmax(
+    output: Tensor,
+    input: Tensor,  # noqa: A002 (torch's name for it)
+    dim: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> SeenAttention | None:
+    if (
+        input.ndim < 3
+        or dim not in (-1, input.ndim - 1)
+        or not input.is_floating_point()
+    ):
         return None
     return SeenAttention(logits=input, output=output)
 
@@ -217,39 +247,67 @@ def multihead_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
     return bound.arguments
 
 
-def _multihead(output: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any) -> SeenAttention:
+def _multihead(
+    output: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any
+) -> SeenAttention:
     """Repeat what torch's multi-head attention does before it attends; tokens come first, (N, B, d)."""
     arguments = SimpleNamespace(**multihead_arguments(*args, **kwargs))
-    tokens, attn_mask = [arguments.query, arguments.key, arguments.value], arguments.attn_mask
+    tokens, attn_mask = (
+        [arguments.query, arguments.key, arguments.value],
+        arguments.attn_mask,
+    )
     has_no_batch = arguments.query.ndim == 2
     if has_no_batch:
         tokens = [x.unsqueeze(1) for x in tokens]
     if arguments.use_separate_proj_weight or arguments.in_proj_weight is None:
-        weights = [arguments.q_proj_weight, arguments.k_proj_weight, arguments.v_proj_weight]
+        weights = [
+            arguments.q_proj_weight,
+            arguments.k_proj_weight,
+            arguments.v_proj_weight,
+        ]
     else:
         weights = arguments.in_proj_weight.chunk(3)
-    biases = [None] * 3 if arguments.in_proj_bias is None else arguments.in_proj_bias.chunk(3)
-    q, k, v = (F.linear(x, w, b) for x, w, b in zip(tokens, weights, biases, strict=True))
+    biases = (
+        [None] * 3
+        if arguments.in_proj_bias is None
+        else arguments.in_proj_bias.chunk(3)
+    )
+    q, k, v = (
+        F.linear(x, w, b) for x, w, b in zip(tokens, weights, biases, strict=True)
+    )
     if arguments.bias_k is not None and arguments.bias_v is not None:
         biased = (k, arguments.bias_k), (v, arguments.bias_v)
-        k, v = (torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in biased)
-    q, k, v = (x.unflatten(-1, (arguments.num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # (B, heads, N, d)
+        k, v = (
+            torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in biased
+        )
+    q, k, v = (
+        x.unflatten(-1, (arguments.num_heads, -1)).permute(1, 2, 0, 3)
+        for x in (q, k, v)
+    )  # (B, heads, N, d)
     if arguments.add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     extra = k.shape[2] - len(tokens[1])
 
     def finish(attended: Tensor) -> Tensor:
-        merged = attended.permute(2, 0, 1, 3).flatten(2).to(arguments.out_proj_weight.dtype)
+        merged = (
+            attended.permute(2, 0, 1, 3).flatten(2).to(arguments.out_proj_weight.dtype)
+        )
         projected = F.linear(merged, arguments.out_proj_weight, arguments.out_proj_bias)
         return projected.squeeze(1) if has_no_batch else projected
 
     masks = []
     if attn_mask is not None:
         attn_mask = _additive(F.pad(attn_mask, (0, extra)), q.dtype)
-        masks.append(attn_mask.unflatten(0, (-1, arguments.num_heads)) if attn_mask.ndim == 3 else attn_mask)
+        masks.append(
+            attn_mask.unflatten(0, (-1, arguments.num_heads))
+            if attn_mask.ndim == 3
+            else attn_mask
+        )
     padding = arguments.key_padding_mask
     if padding is not None:
-        padding = F.pad(padding.reshape(-1, padding.shape[-1]), (0, extra))[:, None, None, :]
+        padding = F.pad(padding.reshape(-1, padding.shape[-1]), (0, extra))[
+            :, None, None, :
+        ]
         masks.append(_additive(padding, q.dtype))
     return SeenAttention(
         query=q,
@@ -257,10 +315,16 @@ def _multihead(output: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any) 
         value=v,
         scale=q.shape[-1] ** -0.5,
         mask=sum(masks[1:], masks[0]) if masks else None,
-        output=output[0] if arguments.dropout_p == 0 or not arguments.training else None,
+        output=output[0]
+        if arguments.dropout_p == 0 or not arguments.training
+        else None,
         finish=finish,
         heads=1,
-        not_on_grid=_CAUSAL if arguments.is_causal else "keys of the layer's own follow the tokens" if extra else "",
+        not_on_grid=_CAUSAL
+        if arguments.is_causal
+        else "keys of the layer's own follow the tokens"
+        if extra
+        else "",
     )
 
 
@@ -268,27 +332,44 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask to be added, of a mask in which True hides a key."""
     if mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        mask, -torch.inf
+    )
 
 
 def _product(output: Tensor, first: Tensor, *rest: Any, **kwargs: Any) -> SeenProduct:
-    second = rest[0] if rest else kwargs.get("other", kwargs.get("mat2"))  # torch.matmul's name, and torch.bmm's
+    second = (
+        rest[0] if rest else kwargs.get("other", kwargs.get("mat2"))
+    )  # torch.matmul's name, and torch.bmm's
     if not isinstance(second, Tensor) or second.ndim < 2 or first.ndim < 2:
         return SeenProduct([], weakref.ref(output))
     left, right = SeenOperand.of(first), SeenOperand.of(second)
     transposed = SeenOperand(second.mT.shape, right.place)
-    pairs = [(left, right), (transposed, left)]  # attention times values; or values times attention, both transposed
+    pairs = [
+        (left, right),
+        (transposed, left),
+    ]  # attention times values; or values times attention, both transposed
     return SeenProduct(pairs, weakref.ref(output))
 
 
-def _einsum(output: Tensor, equation: Any, *operands: Any, **kwargs: Any) -> SeenProduct:
-    flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    pairs = list(permutations([SeenOperand.of(x) for x in flat if isinstance(x, Tensor)], 2))
+def _einsum(
+    output: Tensor, equation: Any, *operands: Any, **kwargs: Any
+) -> SeenProduct:
+    flat = (
+        operands[0]
+        if len(operands) == 1 and isinstance(operands[0], (list, tuple))
+        else operands
+    )
+    pairs = list(
+        permutations([SeenOperand.of(x) for x in flat if isinstance(x, Tensor)], 2)
+    )
     if isinstance(equation, str):
         inputs, _, result = equation.replace(" ", "").partition("->")
         labels = permutations(inputs.split(","), 2)
         # Attention weighs values where the sum is over its last axis.
-        is_summed = [left[-1:] in right and left[-1:] not in result for left, right in labels]
+        is_summed = [
+            left[-1:] in right and left[-1:] not in result for left, right in labels
+        ]
         pairs = [pair for pair, summed in zip(pairs, is_summed, strict=True) if summed]
     return SeenProduct(pairs, weakref.ref(output))
 
@@ -296,11 +377,16 @@ def _einsum(output: Tensor, equation: Any, *operands: Any, **kwargs: Any) -> See
 def _copy(output: Tensor, *inputs: Any, **kwargs: Any) -> SeenCopy:
     sources = [(x, SeenOperand.of(x)) for x in inputs if isinstance(x, Tensor)]
     # A parameter, such as a temperature, is the same for all images, whatever its shape.
-    operands = [replace(operand, shared=operand.shared or isinstance(x, nn.Parameter)) for x, operand in sources]
+    operands = [
+        replace(operand, shared=operand.shared or isinstance(x, nn.Parameter))
+        for x, operand in sources
+    ]
     return SeenCopy(operands, weakref.ref(output))
 
 
-def _join(output: Tensor, tensors: Sequence[Tensor], dim: int = 0, *args: Any, **kwargs: Any) -> SeenJoin | None:
+def _join(
+    output: Tensor, tensors: Sequence[Tensor], dim: int = 0, *args: Any, **kwargs: Any
+) -> SeenJoin | None:
     # Tokens are (B, N, C), or (N, B, C) as torch's own layers have them.
     if output.ndim != 3 or dim not in (0, 1, -2, -3):
         return None
@@ -315,10 +401,17 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
     torch.ops.higher_order.flex_attention: _flex,
     F.scaled_dot_product_attention: _fused,
     F.multi_head_attention_forward: _multihead,
-    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax),
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _product),
+    **dict.fromkeys(
+        (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax
+    ),
+    **dict.fromkeys(
+        (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm),
+        _product,
+    ),
     torch.einsum: _einsum,
-    **dict.fromkeys((torch.mul, Tensor.mul, torch.div, Tensor.div, Tensor.repeat, torch.tile), _copy),
+    **dict.fromkeys(
+        (torch.mul, Tensor.mul, torch.div, Tensor.div, Tensor.repeat, torch.tile), _copy
+    ),
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _join),
 }
 
@@ -345,7 +438,9 @@ class ValueProductTracker:
         if any(_contains(self._summaries, source) for source in copy.sources):
             self._summaries.append(entry)
 
-    def weighed_by(self, product: SeenProduct, softmaxes: Mapping[Key, tuple[SeenOperand, bool]]) -> dict[Key, str]:
+    def weighed_by(
+        self, product: SeenProduct, softmaxes: Mapping[Key, tuple[SeenOperand, bool]]
+    ) -> dict[Key, str]:
         """Return which softmaxes weigh something in a product.
 
         Args:
@@ -375,9 +470,13 @@ class ValueProductTracker:
         return ""
 
 
-def _contains(tensors: list[tuple[SeenOperand, weakref.ref[Tensor]]], operand: SeenOperand) -> bool:
+def _contains(
+    tensors: list[tuple[SeenOperand, weakref.ref[Tensor]]], operand: SeenOperand
+) -> bool:
     """Return whether an operand is one of the tensors that are still alive, perhaps with its axes in another order."""
     return any(
-        tensor.place == operand.place and tensor.shape.numel() == operand.shape.numel() and alive() is not None
+        tensor.place == operand.place
+        and tensor.shape.numel() == operand.shape.numel()
+        and alive() is not None
         for tensor, alive in tensors
     )

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx import Proxy
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,7 +83,9 @@ class Uncompiled(TorchDispatchMode):
             frame = frame.f_back
         return frame is not None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
@@ -89,10 +96,16 @@ class Uncompiled(TorchDispatchMode):
 
 def something_is_compiled() -> bool:
     """Return whether torch.compile was called, or has compiled anything, in this process."""
-    frames, backends = sys.modules.get("torch._dynamo.utils"), sys.modules.get("torch._dynamo.eval_frame")
+    frames, backends = (
+        sys.modules.get("torch._dynamo.utils"),
+        sys.modules.get("torch._dynamo.eval_frame"),
+    )
     ran = frames is not None and frames.counters["frames"]["total"] > 0
     # What torch.compiler.disable was called on has None for a backend.
-    return ran or any(backend is not None for backend in getattr(backends, "cached_backends", {}).values())
+    return ran or any(
+        backend is not None
+        for backend in getattr(backends, "cached_backends", {}).values()
+    )
 
 
 def put_on(*modes: Mode) -> list[Mode]:
@@ -112,9 +125,17 @@ def take_off(modes: list[Mode]) -> None:
 
 def _take_off(mode: Mode) -> None:
     above: list[Any] = []
-    functions: tuple[Any, Any, Any] = _get_current_function_mode_stack, _pop_mode, _push_mode
+    functions: tuple[Any, Any, Any] = (
+        _get_current_function_mode_stack,
+        _pop_mode,
+        _push_mode,
+    )
     if isinstance(mode, TorchDispatchMode):
-        functions = dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode
+        functions = (
+            dispatch._get_current_dispatch_mode_stack,
+            dispatch._pop_mode,
+            dispatch._push_mode,
+        )
     stack, pop, push = functions
     while stack() and stack()[-1] is not mode:
         above.append(pop())
@@ -143,7 +164,10 @@ def balanced_modes() -> Iterator[None]:
 
 def _modes() -> list[Any]:
     """Return the function modes and dispatch modes that are on in this thread."""
-    return [*_get_current_function_mode_stack(), *dispatch._get_current_dispatch_mode_stack()]
+    return [
+        *_get_current_function_mode_stack(),
+        *dispatch._get_current_dispatch_mode_stack(),
+    ]
 
 
 @contextmanager
@@ -164,11 +188,19 @@ def is_transformed(inputs: Iterable[Any]) -> bool:
     """Return whether a call is not the user's own on numbers: run again by checkpointing, traced or transformed."""
     if torch._C._current_graph_task_id() != -1:  # in a backward pass
         return True
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
+    if (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._is_tracing()
+    ):
         return True
-    if torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
+    if torch.compiler.is_compiling() or any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
+    ):
         return True
-    return any(isinstance(x, (Proxy, FakeTensor)) or (isinstance(x, Tensor) and x.is_meta) for x in inputs)
+    return any(
+        isinstance(x, (Proxy, FakeTensor)) or (isinstance(x, Tensor) and x.is_meta)
+        for x in inputs
+    )
 
 
 @contextmanager

@@ -15,7 +15,12 @@ from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.modes import put_on
 from tcnn_probe.interventions.edits import Ablated, Mode
 from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
-from tcnn_probe.interventions.references import AttentionReference, GivenImages, TermReference, as_batches
+from tcnn_probe.interventions.references import (
+    AttentionReference,
+    GivenImages,
+    TermReference,
+    as_batches,
+)
 from tcnn_probe.models import check_model, layer_names, untouched, whole_number
 
 __all__ = ["Ablation", "ablate"]
@@ -93,12 +98,21 @@ def ablate(
     """
     check_model(model)
     if mode not in get_args(Mode):
-        raise ValueError(f"expected mode to be one of {', '.join(get_args(Mode))}; got {mode!r}")
-    for name, value, modes in (("source", source, ("replaced",)), ("images", images, _MODES_OVER_IMAGES)):
+        raise ValueError(
+            f"expected mode to be one of {', '.join(get_args(Mode))}; got {mode!r}"
+        )
+    for name, value, modes in (
+        ("source", source, ("replaced",)),
+        ("images", images, _MODES_OVER_IMAGES),
+    ):
         if value is not None and mode not in modes:
-            raise ValueError(f"{name}= is for mode={' or '.join(map(repr, modes))}, got it with mode={mode!r}")
+            raise ValueError(
+                f"{name}= is for mode={' or '.join(map(repr, modes))}, got it with mode={mode!r}"
+            )
     if mode == "replaced" and source is None:
-        raise ValueError("mode='replaced' needs source=, the model whose heads are put in")
+        raise ValueError(
+            "mode='replaced' needs source=, the model whose heads are put in"
+        )
     if mode in ("static", "shuffled") and images is None:
         raise ValueError(f"mode={mode!r} needs images=, of which attention is taken")
     seed = None if seed is None else whole_number(seed, "seed")
@@ -116,9 +130,20 @@ class Ablation:
     """The handle of :func:`ablate`. It acts at once, and again when it is entered after its end."""
 
     def __init__(
-        self, model: nn.Module, ablated: list[Ablated], mode: Mode, images: Iterable[Tensor] | None, seed: int | None
+        self,
+        model: nn.Module,
+        ablated: list[Ablated],
+        mode: Mode,
+        images: Iterable[Tensor] | None,
+        seed: int | None,
     ) -> None:
-        self._model, self._ablated, self._mode, self._images, self._seed = model, ablated, mode, images, seed
+        self._model, self._ablated, self._mode, self._images, self._seed = (
+            model,
+            ablated,
+            mode,
+            images,
+            seed,
+        )
         self._forwards: _Forwards | None = None
         self._exits, self._entered = ExitStack(), False
         self._begin()
@@ -147,21 +172,28 @@ class Ablation:
 
     def __enter__(self) -> Self:
         if self._entered:
-            raise RuntimeError("this ablation is entered already; call ablate() again for another")
+            raise RuntimeError(
+                "this ablation is entered already; call ablate() again for another"
+            )
         if self._forwards is None:
             self._begin()
         self._entered = True
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         forwards = self._forwards
         self.remove()
         if error is not None or forwards is None or not forwards.has_run:
             return
         attended = {entry.pattern for entry in self._ablated if entry.has_attended}
-        missed = [entry.pattern for entry in self._ablated if entry.pattern not in attended]
+        missed = [
+            entry.pattern for entry in self._ablated if entry.pattern not in attended
+        ]
         if missed:
             raise RuntimeError(
                 f"the model ran, and {missed[0]!r} was not ablated: it did not run, or asked for no attention that "
@@ -170,10 +202,16 @@ class Ablation:
 
     def _begin(self) -> None:
         self._ablated = [entry.fresh() for entry in self._ablated]
-        if self._images is not None and self._ablated and self._ablated[0].reference is None:
+        if (
+            self._images is not None
+            and self._ablated
+            and self._ablated[0].reference is None
+        ):
             _collect_references(self._model, self._ablated, self._images, self._seed)
             self._ablated = [entry.fresh() for entry in self._ablated]
-        self._forwards = self._exits.enter_context(_edited_model(self._model, self._ablated))
+        self._forwards = self._exits.enter_context(
+            _edited_model(self._model, self._ablated)
+        )
 
 
 class _Forwards(Calls[Call]):
@@ -209,7 +247,10 @@ def _edited_model(model: nn.Module, ablated: Sequence[Ablated]) -> Iterator[_For
 
 
 def _collect_references(
-    model: nn.Module, ablated: Sequence[Ablated], images: Iterable[Tensor], seed: int | None
+    model: nn.Module,
+    ablated: Sequence[Ablated],
+    images: Iterable[Tensor],
+    seed: int | None,
 ) -> None:
     """Run the model on the given images, and keep what each mode takes of them."""
     references = []
@@ -217,7 +258,9 @@ def _collect_references(
         if entry.mode == "mean":
             entry.reference = TermReference()
         else:
-            entry.reference = AttentionReference(shuffled=entry.mode == "shuffled", seed=seed)
+            entry.reference = AttentionReference(
+                shuffled=entry.mode == "shuffled", seed=seed
+            )
         references.append(entry.reference)
     size = None
     with _edited_model(model, ablated), untouched(model), torch.no_grad():
@@ -230,13 +273,24 @@ def _collect_references(
         reference.finish(size)
 
 
-def _layer_of_source(entry: Ablated, source: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
+def _layer_of_source(
+    entry: Ablated, source: nn.Module, layers: dict[str, nn.Module]
+) -> nn.Module:
     """Return the layer of another model whose heads are put in."""
     layer = layers.get(entry.layer.split("#")[0])
     if layer is None:
-        raise ValueError(f"the source, {type(source).__name__}, has no layer {entry.layer!r} to take heads from")
-    expected, got = ({name: tuple(p.shape) for name, p in m.named_parameters()} for m in (entry.module, layer))
+        raise ValueError(
+            f"the source, {type(source).__name__}, has no layer {entry.layer!r} to take heads from"
+        )
+    expected, got = (
+        {name: tuple(p.shape) for name, p in m.named_parameters()}
+        for m in (entry.module, layer)
+    )
     if expected != got or head_count(entry.module) != head_count(layer):
-        different = sorted({*expected.items()} ^ {*got.items()}) or "another number of heads"
-        raise ValueError(f"expected {entry.layer!r} of the source to have the same shapes, got {different}")
+        different = (
+            sorted({*expected.items()} ^ {*got.items()}) or "another number of heads"
+        )
+        raise ValueError(
+            f"expected {entry.layer!r} of the source to have the same shapes, got {different}"
+        )
     return layer

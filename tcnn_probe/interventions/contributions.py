@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.head_edit import HeadEdit
-from tcnn_probe.attention.head_editor import HeadEditor, HeadListener, first_tensor, images_first
+from tcnn_probe.attention.head_editor import (
+    HeadEditor,
+    HeadListener,
+    first_tensor,
+    images_first,
+)
 from tcnn_probe.attention.reconstruction import tolerance
 from tcnn_probe.hooks.calls import CopySafeHook
 from tcnn_probe.hooks.modes import hidden_from_recorders
@@ -51,18 +56,27 @@ class Terms:
         output = self._run()
         difference = output - self._run(without=heads) - self.of(heads)[0]
         # Not finite is what the model was given, not what the heads add.
-        difference, size = (x.nan_to_num(0, 0, 0).abs().amax() for x in (difference, output))
+        difference, size = (
+            x.nan_to_num(0, 0, 0).abs().amax() for x in (difference, output)
+        )
         if bool(difference > tolerance(output.dtype) * size):
             raise ValueError(
                 f"the heads of {self.layer!r} do not add up: something that mixes them, such as a norm, follows, so "
                 f"that none has a term of its own; mode='zero', or 'mean' over queries, can be done"
             )
 
-    def _run(self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()) -> Tensor:
+    def _run(
+        self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()
+    ) -> Tensor:
         """Return what the layer gives with ``only`` some of its heads, or all, and ``without`` others."""
         twin = _frozen(self.module, {})
-        vars(twin).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())
-        listeners = [*(_GatesOnly(listener) for listener in self.gates), _ZeroOthers(self.number, only, without)]
+        vars(twin).update(
+            _forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict()
+        )
+        listeners = [
+            *(_GatesOnly(listener) for listener in self.gates),
+            _ZeroOthers(self.number, only, without),
+        ]
         with hidden_from_recorders(), HeadEditor.attached_to(twin, listeners):
             output = twin(*self.args, **self.kwargs)
         return images_first(twin, first_tensor(output, self.layer))
@@ -81,14 +95,22 @@ class _GatesOnly(HeadListener):
 class _ZeroOthers(HeadListener):
     """Zeros for all heads of one attention but ``only`` some, and for those in ``without``."""
 
-    def __init__(self, number: int, only: Sequence[int] | None, without: Sequence[int]) -> None:
+    def __init__(
+        self, number: int, only: Sequence[int] | None, without: Sequence[int]
+    ) -> None:
         self._number, self._only, self._without = number, only, without
 
     def attends(self, attention: Attention) -> HeadEdit | None:
         if attention.number != self._number:
             return None
         audible = range(attention.heads) if self._only is None else self._only
-        return HeadEdit([head for head in range(attention.heads) if head not in audible or head in self._without])
+        return HeadEdit(
+            [
+                head
+                for head in range(attention.heads)
+                if head not in audible or head in self._without
+            ]
+        )
 
 
 def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -96,12 +118,27 @@ def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     if module not in copies:
         copies[module] = twin = module.__new__(type(module))
         vars(twin).update(vars(module))
-        parameters = {name: None if p is None else p.detach() for name, p in module._parameters.items()}
-        children = {name: None if m is None else _frozen(m, copies) for name, m in module._modules.items()}
-        vars(twin).update(training=False, _parameters=parameters, _buffers={**module._buffers}, _modules=children)
+        parameters = {
+            name: None if p is None else p.detach()
+            for name, p in module._parameters.items()
+        }
+        children = {
+            name: None if m is None else _frozen(m, copies)
+            for name, m in module._modules.items()
+        }
+        vars(twin).update(
+            training=False,
+            _parameters=parameters,
+            _buffers={**module._buffers},
+            _modules=children,
+        )
         for name, hooks in vars(module).items():
             if name.startswith(("_forward_", "_backward_")):
                 # Hooks before and after a forward can be part of it (spectral norm, quantisation); our own are not.
-                foreign = [(n, h) for n, h in hooks.items() if "back" not in name and not isinstance(h, CopySafeHook)]
+                foreign = [
+                    (n, h)
+                    for n, h in hooks.items()
+                    if "back" not in name and not isinstance(h, CopySafeHook)
+                ]
                 vars(twin)[name] = OrderedDict(foreign)
     return copies[module]

@@ -13,11 +13,17 @@ from tcnn_probe.attention.head_edit import HeadEdit
 from tcnn_probe.attention.head_editor import HeadListener, LayerCall, name_of_gating
 from tcnn_probe.attention.reconstruction import ReconstructionError
 from tcnn_probe.interventions.contributions import Terms
-from tcnn_probe.interventions.references import AttentionReference, ReferenceStatistics, TermReference
+from tcnn_probe.interventions.references import (
+    AttentionReference,
+    ReferenceStatistics,
+    TermReference,
+)
 
 __all__ = ["Ablated", "Heads", "Mode", "kind_of"]
 
-Mode = Literal["positional", "content", "zero", "mean", "static", "shuffled", "replaced"]
+Mode = Literal[
+    "positional", "content", "zero", "mean", "static", "shuffled", "replaced"
+]
 
 Heads = tuple[int, ...] | slice
 """Heads of a layer: indices, or a slice of those that it has."""
@@ -54,7 +60,13 @@ class Ablated(HeadListener):
         count: int | None = None,
         source: nn.Module | None = None,
     ) -> None:
-        self.pattern, self.layer, self.module, self.number, self.heads = pattern, layer, module, number, heads
+        self.pattern, self.layer, self.module, self.number, self.heads = (
+            pattern,
+            layer,
+            module,
+            number,
+            heads,
+        )
         self.mode, self.strict, self.count, self.source = mode, strict, count, source
         self.has_run = self.has_attended = False
 
@@ -83,7 +95,9 @@ class Ablated(HeadListener):
             return tuple(range(count)[self.heads])
         missing = [head for head in self.heads if head >= count]
         if missing:
-            raise ValueError(f"{self.layer!r} has {count} heads, from 0 to {count - 1}; got head {missing[0]}")
+            raise ValueError(
+                f"{self.layer!r} has {count} heads, from 0 to {count - 1}; got head {missing[0]}"
+            )
         return self.heads
 
     @property
@@ -101,13 +115,19 @@ class Ablated(HeadListener):
     def returned(self, call: LayerCall, output: Any) -> None:
         """Refuse what turns out not to have been done."""
         if call.objection:
-            raise RuntimeError(f"{self.layer!r} edited {call.objection}: choose other layers")
+            raise RuntimeError(
+                f"{self.layer!r} edited {call.objection}: choose other layers"
+            )
         has_attended = self in call.answered
         self.has_run = True
         self.has_attended |= has_attended
         if self.strict and not has_attended:
-            of_number = f" of this number, only {call.attentions}" if self.number else ""
-            raise RuntimeError(f"{self.layer!r} ran and asked for no attention between tokens{of_number}")
+            of_number = (
+                f" of this number, only {call.attentions}" if self.number else ""
+            )
+            raise RuntimeError(
+                f"{self.layer!r} ran and asked for no attention between tokens{of_number}"
+            )
 
 
 class Zeroed(Ablated):
@@ -163,11 +183,16 @@ class GivenAttention(Ablated):
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
         """Return the given attention; while the given images pass, keep theirs."""
         if self.reference.is_finished:
-            return HeadEdit(heads, attention=self.reference.attention_for(attention, heads, self.layer))
+            return HeadEdit(
+                heads,
+                attention=self.reference.attention_for(attention, heads, self.layer),
+            )
         if self.reference.is_collecting:
             with torch.no_grad():
                 _check_reconstruction(attention)
-                self.reference.add(attention.number, heads, attention.content(), self.layer)
+                self.reference.add(
+                    attention.number, heads, attention.content(), self.layer
+                )
         return HeadEdit(())
 
 
@@ -198,11 +223,15 @@ class AveragedOverImages(Ablated):
         numbers = range(call.attentions) if self.number is None else [self.number]
         with_gates = [listener for listener in call.listeners if listener.gates()]
         for number in numbers:
-            terms = Terms(call.module, self.layer, number, call.args, call.kwargs, with_gates)
+            terms = Terms(
+                call.module, self.layer, number, call.args, call.kwargs, with_gates
+            )
             if not self.is_additive:
                 terms.check(self.indices[:1])
                 self.is_additive = True
-            self.reference.add(number, terms.of(*([head] for head in self.indices)), self.layer)
+            self.reference.add(
+                number, terms.of(*([head] for head in self.indices)), self.layer
+            )
 
 
 class Replaced(Ablated):
@@ -216,10 +245,14 @@ class Replaced(Ablated):
         number, source = attention.number, self.source
         assert source is not None
 
-        def add_terms_of_source(call: LayerCall, output: Tensor, owned: Sequence[int]) -> Tensor:
+        def add_terms_of_source(
+            call: LayerCall, output: Tensor, owned: Sequence[int]
+        ) -> Tensor:
             terms = Terms(source, self.layer, number, call.args, call.kwargs)
             if not self.is_additive:
-                Terms(call.module, self.layer, number, call.args, call.kwargs).check(owned)
+                Terms(call.module, self.layer, number, call.args, call.kwargs).check(
+                    owned
+                )
                 terms.check(owned)
                 self.is_additive = True
             return output + terms.of(owned)[0].to(output.dtype)

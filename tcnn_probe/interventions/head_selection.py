@@ -20,7 +20,9 @@ __all__ = ["HeadSelection", "select_heads"]
 HeadSelection = str | Iterable[str] | Mapping[str, Any] | xr.DataArray | None
 
 
-def select_heads(model: nn.Module, heads: HeadSelection, mode: Mode, *, with_images: bool = False) -> list[Ablated]:
+def select_heads(
+    model: nn.Module, heads: HeadSelection, mode: Mode, *, with_images: bool = False
+) -> list[Ablated]:
     """Return the ablated heads of each layer that ``heads`` stands for, see :func:`tcnn_probe.ablate`.
 
     Args:
@@ -37,7 +39,9 @@ def select_heads(model: nn.Module, heads: HeadSelection, mode: Mode, *, with_ima
     kind = kind_of(mode, with_images=with_images)
     selected = []
     for pattern, indices in _by_layer(heads):
-        for entry in _ablated_layers(modules, pattern, _as_heads(indices, pattern), mode, kind):
+        for entry in _ablated_layers(
+            modules, pattern, _as_heads(indices, pattern), mode, kind
+        ):
             if entry.count is not None:
                 entry.among(entry.count)  # refuses heads that the layer lacks
             selected.append(entry)
@@ -66,18 +70,28 @@ def _by_layer(heads: HeadSelection) -> Iterable[tuple[str | None, Any]]:
 def _of_array(array: xr.DataArray) -> Iterator[tuple[str, Any]]:
     """Yield layers, and the heads at which a boolean array over (layer, head) is True, at the last of several marks."""
     if array.dtype != bool:
-        raise TypeError(f"expected a boolean DataArray, such as head_types(ds) == 'content'; got dtype {array.dtype}")
+        raise TypeError(
+            f"expected a boolean DataArray, such as head_types(ds) == 'content'; got dtype {array.dtype}"
+        )
     marks = [dim for dim in array.dims if dim not in ("layer", "head")]
-    if len(marks) > 1 or "layer" not in array.coords or (marks and not array.sizes[marks[0]]):
+    if (
+        len(marks) > 1
+        or "layer" not in array.coords
+        or (marks and not array.sizes[marks[0]])
+    ):
         raise ValueError(
             f"expected a DataArray over layer and head, with their names along layer, and over one more dimension at "
             f"most, whose last mark counts; got dims {array.dims} with coordinates {tuple(array.coords)}"
         )
     array = array.isel(dict.fromkeys(marks, -1))
     is_by_layer = "head" not in array.dims and "head" not in array.coords
-    array = array.expand_dims([dim for dim in ("layer", "head") if dim not in array.dims])
+    array = array.expand_dims(
+        [dim for dim in ("layer", "head") if dim not in array.dims]
+    )
     numbers = array["head"].values  # positions where there is no coordinate
-    for layer, row in zip(array["layer"].values, array.transpose("layer", "head").values, strict=True):
+    for layer, row in zip(
+        array["layer"].values, array.transpose("layer", "head").values, strict=True
+    ):
         if np.any(row):
             yield str(layer), None if is_by_layer else numbers[row].astype(int)
 
@@ -87,8 +101,13 @@ def _as_heads(heads: Any, layer: str | None) -> Heads:
     if heads is None:
         return slice(None)
     if isinstance(heads, slice):
-        if any(part is not None and part < 0 for part in (heads.start, heads.stop, heads.step)):
-            raise ValueError(f"expected heads of {layer!r} counted from 0, got {heads!r}")
+        if any(
+            part is not None and part < 0
+            for part in (heads.start, heads.stop, heads.step)
+        ):
+            raise ValueError(
+                f"expected heads of {layer!r} counted from 0, got {heads!r}"
+            )
         return heads
     are_several = isinstance(heads, Iterable) and not isinstance(heads, str)
     indices = np.array([*heads] if are_several else [heads]).tolist()
@@ -97,33 +116,53 @@ def _as_heads(heads: Any, layer: str | None) -> Heads:
 
 
 def _ablated_layers(
-    modules: Mapping[str, nn.Module], pattern: str | None, heads: Heads, mode: Mode, kind: type[Ablated]
+    modules: Mapping[str, nn.Module],
+    pattern: str | None,
+    heads: Heads,
+    mode: Mode,
+    kind: type[Ablated],
 ) -> Iterator[Ablated]:
     """Yield these heads of each layer of a name or glob, or of all layers that can be ablated so."""
     attention = _attention_layers(modules)
     name, number = _split(pattern, modules)
-    if name in modules and (name in attention or not any(_within(layer, name) for layer in attention)):
+    if name in modules and (
+        name in attention or not any(_within(layer, name) for layer in attention)
+    ):
         layer, module = f"{name}#{number}" if number else name, modules[name]
         reason = known(module).no_attention_matrix or kind.reason_against(module, mode)
         if reason:
-            raise ValueError(f"{layer!r} ({type(module).__name__}) cannot be ablated so: {reason}")
+            raise ValueError(
+                f"{layer!r} ({type(module).__name__}) cannot be ablated so: {reason}"
+            )
         if number and isinstance(module, GATED_LAYERS):
-            raise ValueError(f"the model has no attention {layer!r}: {name!r} has one only")
+            raise ValueError(
+                f"the model has no attention {layer!r}: {name!r} has one only"
+            )
         count = None if number else _known_count(module)
         yield kind(layer, layer, module, number, heads, mode, strict=True, count=count)
         return
-    matching = attention if pattern is None else select_layers(attention, pattern or "*", what="attention layers")
-    reasons = {name: kind.reason_against(module, mode) for name, module in matching.items()}
+    matching = (
+        attention
+        if pattern is None
+        else select_layers(attention, pattern or "*", what="attention layers")
+    )
+    reasons = {
+        name: kind.reason_against(module, mode) for name, module in matching.items()
+    }
     able = {name: module for name, module in matching.items() if reasons[name] is None}
     if not able:
         reason = next((f": {reason}" for reason in reasons.values()), "")
-        hint = "" if matching else "; a layer that is not called attention has to be named"
+        hint = (
+            "" if matching else "; a layer that is not called attention has to be named"
+        )
         where = "this model" if pattern is None else repr(pattern)
         raise ValueError(f"no layer of {where} can do mode={mode!r}{reason}{hint}")
     for name, module in able.items():
         stands_for = "every layer" if pattern is None else pattern
         strict, count = len(able) == 1, _known_count(module)
-        yield kind(stands_for, name, module, None, heads, mode, strict=strict, count=count)
+        yield kind(
+            stands_for, name, module, None, heads, mode, strict=strict, count=count
+        )
 
 
 def _known_count(module: nn.Module) -> int | None:
@@ -133,7 +172,9 @@ def _known_count(module: nn.Module) -> int | None:
 def _split(pattern: str | None, modules: Mapping[str, nn.Module]) -> tuple[str, int]:
     """Split a name from the number of the layer's attention: "attn#1" is the second attention of each call."""
     if pattern is not None and not isinstance(pattern, str):
-        raise TypeError(f"expected the name of a layer, or a glob, in heads; got {reprlib.repr(pattern)}")
+        raise TypeError(
+            f"expected the name of a layer, or a glob, in heads; got {reprlib.repr(pattern)}"
+        )
     base, _, number = (pattern or "").rpartition("#")
     if pattern in modules or base not in modules or not number.isdecimal():
         return ("*" if pattern is None else pattern), 0
@@ -146,9 +187,21 @@ def _attention_layers(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     Their class is called so, or they have heads and neither contain nor belong to a module that is called so. Of
     several, inside of each other, it is the innermost.
     """
-    by_class = [name for name, m in modules.items() if isinstance(m, GPSA) or looks_like_attention(m)]
-    by_heads = [name for name, m in modules.items() if head_count(m) is not None and name not in by_class]
-    by_heads = [name for name in by_heads if not any(_within(a, name) or _within(name, a) for a in by_class)]
+    by_class = [
+        name
+        for name, m in modules.items()
+        if isinstance(m, GPSA) or looks_like_attention(m)
+    ]
+    by_heads = [
+        name
+        for name, m in modules.items()
+        if head_count(m) is not None and name not in by_class
+    ]
+    by_heads = [
+        name
+        for name in by_heads
+        if not any(_within(a, name) or _within(name, a) for a in by_class)
+    ]
     candidates = [*by_class, *by_heads]
     return {
         name: module

@@ -13,7 +13,13 @@ from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.images import as_images, as_pictures
 
-__all__ = ["AttentionReference", "GivenImages", "ReferenceStatistics", "TermReference", "as_batches"]
+__all__ = [
+    "AttentionReference",
+    "GivenImages",
+    "ReferenceStatistics",
+    "TermReference",
+    "as_batches",
+]
 
 GivenImages = Tensor | Iterable[Any]
 
@@ -50,7 +56,9 @@ class ReferenceStatistics:
         """Refuse images of another size than the given ones."""
         size = next((x.shape[1:] for x in inputs if isinstance(x, Tensor)), None)
         if self.is_finished and size is not None and self.size not in (None, size):
-            raise ValueError(f"expected images of the size of images=, {tuple(self.size)}; got {tuple(size)}")
+            raise ValueError(
+                f"expected images of the size of images=, {tuple(self.size)}; got {tuple(size)}"
+            )
 
     def _by_image(self, rows: Tensor, layer: str) -> Tensor:
         """Return (images * windows, ...) as (images, windows, ...)."""
@@ -78,13 +86,22 @@ class AttentionReference(ReferenceStatistics):
         self._attention: dict[int, Tensor] = {}
         self._counts: dict[int, int] = {}
 
-    def add(self, number: int, heads: Sequence[int], weights: Tensor, layer: str) -> None:
+    def add(
+        self, number: int, heads: Sequence[int], weights: Tensor, layer: str
+    ) -> None:
         """Add the attention of the batch that is running, (images * windows, all heads, N_query, N_key)."""
-        attention = self._by_image(weights[:, list(heads)].to(at_least_float32(weights.dtype)), layer)
+        attention = self._by_image(
+            weights[:, list(heads)].to(at_least_float32(weights.dtype)), layer
+        )
         if number in self._attention:
             attention = torch.cat([self._attention[number], attention])
-        self._attention[number] = attention if self._shuffled else attention.sum(0, keepdim=True)
-        self._heads[number], self._counts[number] = heads, self._counts.get(number, 0) + self.images
+        self._attention[number] = (
+            attention if self._shuffled else attention.sum(0, keepdim=True)
+        )
+        self._heads[number], self._counts[number] = (
+            heads,
+            self._counts.get(number, 0) + self.images,
+        )
         if self._counts[number] > self.total:
             raise ValueError(
                 f"{layer!r} is called several times for the same images: which of its attention is to be exchanged for "
@@ -95,17 +112,29 @@ class AttentionReference(ReferenceStatistics):
         """End the collection: sums become means, if means are wanted."""
         super().finish(size)
         if not self._shuffled:
-            self._attention = {number: total / self._counts[number] for number, total in self._attention.items()}
+            self._attention = {
+                number: total / self._counts[number]
+                for number, total in self._attention.items()
+            }
 
-    def attention_for(self, attention: Attention, heads: Sequence[int], layer: str) -> Tensor:
+    def attention_for(
+        self, attention: Attention, heads: Sequence[int], layer: str
+    ) -> Tensor:
         """Return what some heads are to attend to in the place of their own attention.
 
         Returns:
             Shape (images, or 1 for all alike, windows, heads, N_query, N_key).
         """
-        number, rows, queries, keys = attention.number, attention.rows, attention.queries, attention.content_keys
+        number, rows, queries, keys = (
+            attention.number,
+            attention.rows,
+            attention.queries,
+            attention.content_keys,
+        )
         if number not in self._attention:
-            raise ValueError(f"{layer!r} did not attend when attention was taken over images=")
+            raise ValueError(
+                f"{layer!r} did not attend when attention was taken over images="
+            )
         reference = self._attention[number]
         windows, _, *size = reference.shape[1:]
         if rows % windows or size != [queries, keys]:
@@ -116,14 +145,18 @@ class AttentionReference(ReferenceStatistics):
         places = [self._heads[number].index(head) for head in heads]
         if not self._shuffled:
             return reference[:, :, places]
-        donors = self._order(len(reference))[torch.arange(rows // windows) % len(reference)]
+        donors = self._order(len(reference))[
+            torch.arange(rows // windows) % len(reference)
+        ]
         return reference[donors.to(reference.device)][:, :, places]
 
     def _order(self, images: int) -> Tensor:
         """Return the image whose attention each image gets."""
         order = torch.arange(images)
         if self._seed is not None:
-            cycle = torch.randperm(images, generator=torch.Generator().manual_seed(self._seed))
+            cycle = torch.randperm(
+                images, generator=torch.Generator().manual_seed(self._seed)
+            )
             order[cycle] = cycle.roll(1)
         return order
 
@@ -137,15 +170,22 @@ class TermReference(ReferenceStatistics):
 
     def add(self, number: int, terms: Sequence[Tensor], layer: str) -> None:
         """Add the terms of each head in one attention of the layer's call, (images * windows, ...) each."""
-        sums = [self._by_image(term, layer).sum(0, dtype=at_least_float32(term.dtype)) for term in terms]
+        sums = [
+            self._by_image(term, layer).sum(0, dtype=at_least_float32(term.dtype))
+            for term in terms
+        ]
         stacked = torch.stack(sums)
         before, count = self._sums.get(number, (torch.zeros_like(stacked), 0))
         self._sums[number] = before + stacked, count + self.images
 
-    def add_to(self, output: Tensor, number: int, places: Sequence[int], layer: str) -> Tensor:
+    def add_to(
+        self, output: Tensor, number: int, places: Sequence[int], layer: str
+    ) -> Tensor:
         """Return the output, (B * windows, ...), with the means of the heads at some places added."""
         if number not in self._sums:
-            raise ValueError(f"{layer!r} did not run when means were taken over images=")
+            raise ValueError(
+                f"{layer!r} did not run when means were taken over images="
+            )
         sums, count = self._sums[number]
         mean = (sums[list(places)].sum(0) / count).to(output)
         windows = mean.shape[0]
@@ -154,7 +194,11 @@ class TermReference(ReferenceStatistics):
                 f"expected images of the size of images=: {layer!r} gave {tuple(mean.shape)} for one of these, and now "
                 f"{tuple(output.shape)} for all"
             )
-        return output + mean[0] if windows == 1 else (output.unflatten(0, (-1, windows)) + mean).flatten(0, 1)
+        return (
+            output + mean[0]
+            if windows == 1
+            else (output.unflatten(0, (-1, windows)) + mean).flatten(0, 1)
+        )
 
 
 def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
@@ -164,15 +208,21 @@ def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
         TypeError, ValueError: A batch that holds no images, or images of several sizes.
     """
     if isinstance(images, Dataset) and not isinstance(images, IterableDataset):
-        raise TypeError(f"expected batches of images, got single ones: {type(images).__name__}; give its DataLoader")
-    if isinstance(images, Mapping) or (not isinstance(images, Tensor) and as_pictures(images) is not None):
+        raise TypeError(
+            f"expected batches of images, got single ones: {type(images).__name__}; give its DataLoader"
+        )
+    if isinstance(images, Mapping) or (
+        not isinstance(images, Tensor) and as_pictures(images) is not None
+    ):
         images = as_images(images, model)
     like, size = next(model.parameters(), None), None
     for item in [images] if isinstance(images, Tensor) else images:
         batch = _as_batch(item, model)
         size = batch.shape[1:] if size is None else size
         if size != batch.shape[1:]:
-            raise ValueError(f"expected images of one size, got {tuple(size)} and {tuple(batch.shape[1:])}")
+            raise ValueError(
+                f"expected images of one size, got {tuple(size)} and {tuple(batch.shape[1:])}"
+            )
         yield batch if like is None else batch.to(like.device, like.dtype)
     if size is None:
         raise ValueError("expected images, got none")
@@ -182,12 +232,20 @@ def _as_batch(item: Any, model: nn.Module) -> Tensor:
     """Return images, or the first of a loader's pair; a batch of one, of one image for a model of feature maps."""
     batch = item[0] if isinstance(item, (tuple, list)) and item else item
     if not isinstance(batch, Tensor) or not batch.numel():
-        got = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
-        raise TypeError(f"expected batches of images as the model takes them, got {got}")
+        got = (
+            f"shape {tuple(batch.shape)}"
+            if isinstance(batch, Tensor)
+            else type(batch).__name__
+        )
+        raise TypeError(
+            f"expected batches of images as the model takes them, got {got}"
+        )
     if batch.ndim < 2 or not batch.is_floating_point():
         raise TypeError(
             f"expected batches of images, floating point; of a pair (images, labels) give the first: got "
             f"{batch.dtype} of shape {tuple(batch.shape)}"
         )
-    is_single = batch.ndim == 3 and any(isinstance(module, nn.Conv2d | GPSA) for module in model.modules())
+    is_single = batch.ndim == 3 and any(
+        isinstance(module, nn.Conv2d | GPSA) for module in model.modules()
+    )
     return batch[None] if is_single else batch

@@ -77,16 +77,26 @@ def attention_grid(
     from matplotlib.figure import FigureBase
 
     if figure is not None and not isinstance(figure, FigureBase):
-        raise TypeError(f"expected figure to be matplotlib's Figure or SubFigure, got {type(figure).__name__}")
-    maps = select_dims(check_array(maps, "maps"), "maps", ("head", "y", "x"), ("layer",))
+        raise TypeError(
+            f"expected figure to be matplotlib's Figure or SubFigure, got {type(figure).__name__}"
+        )
+    maps = select_dims(
+        check_array(maps, "maps"), "maps", ("head", "y", "x"), ("layer",)
+    )
     maps = maps.expand_dims("layer") if "layer" not in maps.dims else maps
     maps = maps.transpose("layer", "head", "y", "x")
     grids = [_without_padding(layer) for layer in maps.values]
-    gates = np.full(maps.shape[:2], np.nan) if gate is None else _align_gates(gate, maps)
+    gates = (
+        np.full(maps.shape[:2], np.nan) if gate is None else _align_gates(gate, maps)
+    )
     picture = None if image is None else image_array(image[None])[0]
-    sizes = [grid.shape[1:] for grid in grids] if picture is None else [picture.shape[1:]]
+    sizes = (
+        [grid.shape[1:] for grid in grids] if picture is None else [picture.shape[1:]]
+    )
     if query is not None:
-        query = check_pixel(query, min(size[0] for size in sizes), min(size[1] for size in sizes))
+        query = check_pixel(
+            query, min(size[0] for size in sizes), min(size[1] for size in sizes)
+        )
     heads = maps.shape[1]
     rows_per_layer = math.ceil(heads / col_wrap)
     rows, columns = len(grids) * rows_per_layer, math.ceil(heads / rows_per_layer)
@@ -98,28 +108,54 @@ def attention_grid(
     gridspec = figure.add_gridspec(rows, image_panels + columns)
     lowest: dict[int, Axes] = {}  # the lowest panel of each head, for its label
     for number, grid in enumerate(grids):
-        cell = query and _cell(query, grid.shape[1:] if picture is None else sizes[0], grid.shape[1:])
+        cell = query and _cell(
+            query, grid.shape[1:] if picture is None else sizes[0], grid.shape[1:]
+        )
         if {"query_y", "query_x"} <= set(maps.coords):
             cell = int(maps.query_y[number]), int(maps.query_x[number])
         panels = []
         for head in range(heads):
             row, column = divmod(head, columns)
-            panels.append(figure.add_subplot(gridspec[number * rows_per_layer + row, image_panels + column]))
+            panels.append(
+                figure.add_subplot(
+                    gridspec[number * rows_per_layer + row, image_panels + column]
+                )
+            )
         _draw_heads(panels, grid, gates[number], cell)
         lowest |= {head: panel for head, panel in enumerate(panels) if panel.images}
         if "layer" in maps.coords:
-            panels[0].set_ylabel(wrap_name(maps.layer.values[number]), fontsize=8, rotation=0, ha="right", va="center")
+            panels[0].set_ylabel(
+                wrap_name(maps.layer.values[number]),
+                fontsize=8,
+                rotation=0,
+                ha="right",
+                va="center",
+            )
     for head, panel in lowest.items():
         panel.set_xlabel(f"head {maps['head'].values[head]}", fontsize=8)
     if picture is not None:
-        _draw_picture(figure.add_subplot(gridspec[:image_panels, :image_panels]), picture, query, grids[0].shape[1:])
-    figure.supxlabel(_CAPTION + ("" if gate is None else _GATE_CAPTION), fontsize=8, wrap=True)
-    subject = "by head" if query is None else f"from pixel (y, x) = ({query[0]}, {query[1]})"
+        _draw_picture(
+            figure.add_subplot(gridspec[:image_panels, :image_panels]),
+            picture,
+            query,
+            grids[0].shape[1:],
+        )
+    figure.supxlabel(
+        _CAPTION + ("" if gate is None else _GATE_CAPTION), fontsize=8, wrap=True
+    )
+    subject = (
+        "by head" if query is None else f"from pixel (y, x) = ({query[0]}, {query[1]})"
+    )
     figure.suptitle(f"attention {subject}" if title is None else title, fontsize=10)
     return figure
 
 
-def _draw_heads(panels: "list[Axes]", maps: NDArray[Any], gates: NDArray[Any], cell: tuple[int, int] | None) -> None:
+def _draw_heads(
+    panels: "list[Axes]",
+    maps: NDArray[Any],
+    gates: NDArray[Any],
+    cell: tuple[int, int] | None,
+) -> None:
     """Draw the heads of a layer, the query's cell in a box."""
     height, width = maps.shape[1:]
     for head, panel in enumerate(panels):
@@ -133,7 +169,12 @@ def _draw_heads(panels: "list[Axes]", maps: NDArray[Any], gates: NDArray[Any], c
             panel.set_title(f"{gates[head]:.2f}", color=RED, fontsize=8, pad=3)
 
 
-def _draw_picture(axes: "Axes", image: NDArray[Any], query: tuple[int, int] | None, grid: tuple[int, ...]) -> None:
+def _draw_picture(
+    axes: "Axes",
+    image: NDArray[Any],
+    query: tuple[int, int] | None,
+    grid: tuple[int, ...],
+) -> None:
     """Draw the image, and in it the query's cell in the first layer's grid."""
     draw_image(axes, image)
     axes.set_xlabel("image", fontsize=8)
@@ -143,7 +184,9 @@ def _draw_picture(axes: "Axes", image: NDArray[Any], query: tuple[int, int] | No
         draw_box(axes, row * height, column * width, height, width)
 
 
-def _cell(query: tuple[int, int], size: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
+def _cell(
+    query: tuple[int, int], size: tuple[int, ...], grid: tuple[int, ...]
+) -> tuple[int, int]:
     """Return the cell of a pixel, in a grid over an image of this size."""
     return query[0] * grid[0] // size[0], query[1] * grid[1] // size[1]
 
@@ -152,7 +195,9 @@ def _without_padding(maps: NDArray[Any]) -> NDArray[Any]:
     """Cut off rows and columns at the end of (head, y, x) that are NaN in every head."""
     _, rows, columns = np.nonzero(~np.isnan(maps))
     if not rows.size:
-        raise ValueError("a layer's maps are all NaN: leave it out, with .sel(layer=[...])")
+        raise ValueError(
+            "a layer's maps are all NaN: leave it out, with .sel(layer=[...])"
+        )
     return maps[:, : rows.max() + 1, : columns.max() + 1]
 
 
@@ -165,8 +210,12 @@ def _align_gates(gate: xr.DataArray, maps: xr.DataArray) -> NDArray[Any]:
             labels = gate[dim].values.tolist()
             for label in maps[dim].values.tolist():
                 if label not in labels:
-                    raise ValueError(f"the gates lack {dim} {label!r} of the maps; they have {labels}")
+                    raise ValueError(
+                        f"the gates lack {dim} {label!r} of the maps; they have {labels}"
+                    )
             gate = gate.sel({dim: maps[dim]})
         elif gate.sizes[dim] != maps.sizes[dim]:
-            raise ValueError(f"expected gates of {maps.sizes[dim]} {dim}s, as the maps have, got {gate.sizes[dim]}")
+            raise ValueError(
+                f"expected gates of {maps.sizes[dim]} {dim}s, as the maps have, got {gate.sizes[dim]}"
+            )
     return gate.transpose("layer", "head").values

@@ -9,7 +9,14 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.plot.style import check_pixel, draw_box, draw_image, draw_map, empty_figure, wrap_name
+from tcnn_probe.plot.style import (
+    check_pixel,
+    draw_box,
+    draw_image,
+    draw_map,
+    empty_figure,
+    wrap_name,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,9 +64,13 @@ def attention_maps(
         ValueError: The maps have no such image, query, layer or head.
     """
     if not isinstance(maps, xr.DataTree) or "input" not in maps:
-        raise TypeError(f"expected what tcnn_probe.attention_maps gives, an xarray.DataTree, got {type(maps).__name__}")
+        raise TypeError(
+            f"expected what tcnn_probe.attention_maps gives, an xarray.DataTree, got {type(maps).__name__}"
+        )
     if not 0 <= image < maps.sizes["image"]:
-        raise ValueError(f"expected one of {maps.sizes['image']} images, from 0, got {image!r}")
+        raise ValueError(
+            f"expected one of {maps.sizes['image']} images, from 0, got {image!r}"
+        )
     picture = maps.dataset["input"].values[image]
     size = picture.shape[1], picture.shape[2]
     query = _check_query(maps, query, size)
@@ -68,7 +79,9 @@ def attention_maps(
     columns = max(row.sizes["head"] for row in rows)
     if figure is None:
         width = _PANEL * (columns + image_panels) + 1.2
-        figure = empty_figure(width, (_PANEL * size[0] / size[1] + 0.05) * len(rows) + 0.8)
+        figure = empty_figure(
+            width, (_PANEL * size[0] / size[1] + 0.05) * len(rows) + 0.8
+        )
     gridspec = figure.add_gridspec(len(rows), image_panels + columns)
     panel = figure.add_subplot(gridspec[:image_panels, :image_panels])
     draw_image(panel, picture)
@@ -83,16 +96,32 @@ def attention_maps(
             if column >= titled:
                 panel.set_title(f"head {head}", fontsize=7, pad=2)
             if column == 0:
-                panel.set_ylabel(wrap_name(row.layer.item()), fontsize=7, rotation=0, ha="right", va="center")
+                panel.set_ylabel(
+                    wrap_name(row.layer.item()),
+                    fontsize=7,
+                    rotation=0,
+                    ha="right",
+                    va="center",
+                )
         titled = max(titled, row.sizes["head"])
-    subject = "of the class token" if isinstance(query, str) else f"from pixel (y, x) = {query}"
+    subject = (
+        "of the class token"
+        if isinstance(query, str)
+        else f"from pixel (y, x) = {query}"
+    )
     figure.suptitle(f"attention {subject}", fontsize=10)
     return figure
 
 
-def _check_query(maps: xr.DataTree, query: Any, size: tuple[int, int]) -> str | tuple[int, int]:
+def _check_query(
+    maps: xr.DataTree, query: Any, size: tuple[int, int]
+) -> str | tuple[int, int]:
     """Return the query as a pixel or "class"; raise ValueError if there are no maps from it."""
-    arrays = [node.dataset["attention"] for node in maps.children.values() if "attention" in node.dataset]
+    arrays = [
+        node.dataset["attention"]
+        for node in maps.children.values()
+        if "attention" in node.dataset
+    ]
     pixels = _query_pixels(arrays[0]) if arrays else []
     if query is None:
         default = (size[0] // 2, size[1] // 2) if arrays else "class"
@@ -109,14 +138,20 @@ def _check_query(maps: xr.DataTree, query: Any, size: tuple[int, int]) -> str | 
     return pixel
 
 
-def _rows(maps: xr.DataTree, query: str | tuple[int, int], layers: Any, heads: Any) -> list[xr.DataArray]:
+def _rows(
+    maps: xr.DataTree, query: str | tuple[int, int], layers: Any, heads: Any
+) -> list[xr.DataArray]:
     """Return maps (head, y, x) of the layers, in the model's order."""
     by_layer: dict[str, xr.DataArray] = {}
     for node in maps.children.values():
         name = "class_attention" if isinstance(query, str) else "attention"
         if name not in node.dataset:
             continue
-        values = node.dataset[name] if isinstance(query, str) else _select_query(node.dataset[name], query)
+        values = (
+            node.dataset[name]
+            if isinstance(query, str)
+            else _select_query(node.dataset[name], query)
+        )
         for layer in values.layer.values.tolist():
             if values.sel(layer=layer).notnull().any():
                 by_layer[layer] = values.sel(layer=layer)
@@ -124,11 +159,15 @@ def _rows(maps: xr.DataTree, query: str | tuple[int, int], layers: Any, heads: A
     names = [layer for layer in json.loads(maps.attrs["layers"]) if layer in by_layer]
     for glob in globs:
         if not fnmatch.filter(names, glob):
-            raise ValueError(f"there are no such maps of the layer {glob!r}; there are of {sorted(by_layer)}")
+            raise ValueError(
+                f"there are no such maps of the layer {glob!r}; there are of {sorted(by_layer)}"
+            )
     if not by_layer:
         raise ValueError("there is no class token in these maps")
     if globs:
-        names = [name for name in names if any(fnmatch.fnmatch(name, glob) for glob in globs)]
+        names = [
+            name for name in names if any(fnmatch.fnmatch(name, glob) for glob in globs)
+        ]
     rows = [by_layer[name] for name in names]
     if heads is not None:
         numbers = [heads] if isinstance(heads, int) else heads
@@ -142,7 +181,13 @@ def _query_pixels(attention: xr.DataArray) -> list[tuple[int, int]]:
     """Return the pixels of the queries; none if the maps have a grid of queries."""
     if "query" not in attention.dims:
         return []
-    return list(zip(attention.from_y.values.tolist(), attention.from_x.values.tolist(), strict=True))
+    return list(
+        zip(
+            attention.from_y.values.tolist(),
+            attention.from_x.values.tolist(),
+            strict=True,
+        )
+    )
 
 
 def _select_query(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArray:
@@ -154,7 +199,9 @@ def _select_query(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArr
         key = int(np.abs(attention[f"pixel_{dim}"].values - pixel).argmin())
         keys[f"query_{dim}"] = key
         # Keys of pooling attention have a coarser or finer grid than queries, over the same image.
-        cells[f"query_{dim}"] = key * attention.sizes[f"query_{dim}"] // attention.sizes[dim]
+        cells[f"query_{dim}"] = (
+            key * attention.sizes[f"query_{dim}"] // attention.sizes[dim]
+        )
     return attention.isel(cells, drop=True).assign_coords(keys)
 
 
@@ -164,18 +211,36 @@ def _draw_map(axes: "Axes", picture: NDArray[Any], maps: xr.DataArray) -> None:
     share = maps.values / max(float(np.nanmax(maps.values)), 1e-30)
     (top, height), (left, width) = _first_cell(maps, "y"), _first_cell(maps, "x")
     extent = left, left + width * share.shape[1], top + height * share.shape[0], top
-    draw_map(axes, share, *picture.shape[1:], extent=extent, vmin=0, vmax=1, alpha=0.35 + 0.6 * share)
+    draw_map(
+        axes,
+        share,
+        *picture.shape[1:],
+        extent=extent,
+        vmin=0,
+        vmax=1,
+        alpha=0.35 + 0.6 * share,
+    )
 
 
 def _draw_query(axes: "Axes", maps: xr.DataArray) -> None:
     """Draw a box around the cell of the query, if there is one."""
     if "query_y" in maps.coords:
         (top, height), (left, width) = _first_cell(maps, "y"), _first_cell(maps, "x")
-        draw_box(axes, top + maps.query_y.item() * height, left + maps.query_x.item() * width, height, width)
+        draw_box(
+            axes,
+            top + maps.query_y.item() * height,
+            left + maps.query_x.item() * width,
+            height,
+            width,
+        )
 
 
 def _first_cell(maps: xr.DataArray, dim: str) -> tuple[float, float]:
     """Return the edge of the first cell along a side of the image, and its length; pixel n is from n to n + 1."""
     centres = maps[f"pixel_{dim}"].values
-    spacing = float(centres[1] - centres[0]) if len(centres) > 1 else 2 * float(centres[0]) + 1
+    spacing = (
+        float(centres[1] - centres[0])
+        if len(centres) > 1
+        else 2 * float(centres[0]) + 1
+    )
     return float(centres[0]) + 0.5 - spacing / 2, spacing

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.plot.style import axes_or_current, axis_label, check_array, legend_beside, sequential_colors
+from tcnn_probe.plot.style import (
+    axes_or_current,
+    axis_label,
+    check_array,
+    legend_beside,
+    sequential_colors,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +69,9 @@ def evolution(
     layers = by_layer.sizes["layer"]
     colors = sequential_colors(layers) if colors is None else list(colors)
     if len(colors) < layers:
-        raise ValueError(f"expected a colour for each of the {layers} layers, got {len(colors)}")
+        raise ValueError(
+            f"expected a colour for each of the {layers} layers, got {len(colors)}"
+        )
     if not values.notnull().any():
         raise ValueError(f"nothing to draw: {values.name or 'the values'} are all NaN")
     axes, along = axes_or_current(ax), values[marks[0]]
@@ -71,7 +79,9 @@ def evolution(
         layer = by_layer.isel(layer=number)
         if not layer.notnull().any():
             continue
-        mean_line = _draw_layer(axes, along.values, layer, marks[0], {"color": colors[number], "ls": ls})
+        mean_line = _draw_layer(
+            axes, along.values, layer, marks[0], {"color": colors[number], "ls": ls}
+        )
         if legend and "layer" in values.dims:
             mean_line.set_label(str(values.layer.values[number]))
     _label(axes, along, values)
@@ -88,19 +98,28 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
     if not axes.get_title():
         lines = " by head (thin), and mean (thick)" if "head" in values.dims else ""
         axes.set_title(axis_label(values).split(" (")[0] + lines, fontsize="small")
-    locator, formatter = axes.xaxis.get_major_locator(), axes.yaxis.get_major_formatter()
+    locator, formatter = (
+        axes.xaxis.get_major_locator(),
+        axes.yaxis.get_major_formatter(),
+    )
     if along.dtype.kind in "iu" and isinstance(locator, MaxNLocator):
         locator.set_params(integer=True, min_n_ticks=1)
     if isinstance(formatter, ScalarFormatter):
-        formatter.set_useOffset(False)  # gates near 1 would read as 0.00 to 0.02, with "+9.8e-1" above
+        formatter.set_useOffset(
+            False
+        )  # gates near 1 would read as 0.00 to 0.02, with "+9.8e-1" above
 
 
-def _draw_layer(axes: "Axes", x: Any, values: xr.DataArray, marks: str, style: dict[str, Any]) -> Any:
+def _draw_layer(
+    axes: "Axes", x: Any, values: xr.DataArray, marks: str, style: dict[str, Any]
+) -> Any:
     """Draw the lines of a layer's heads and that of their mean; return the latter."""
     if len(x) == 1:
         style["marker"] = "o"
     if "head" in values.dims:
         heads = values.transpose(marks, "head").values
-        axes.plot(x, heads[:, ~np.isnan(heads).all(0)], lw=0.6, alpha=0.5, ms=3, **style)
+        axes.plot(
+            x, heads[:, ~np.isnan(heads).all(0)], lw=0.6, alpha=0.5, ms=3, **style
+        )
         values = values.mean("head")
     return axes.plot(x, values.values, lw=2.5, **style)[0]

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["generalization"]
 
 
-def generalization(ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | None = None) -> "Axes":
+def generalization(
+    ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | None = None
+) -> "Axes":
     """Draw the accuracy of each model on another test set against that on the clean images.
 
     ::
@@ -40,7 +42,9 @@ def generalization(ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | N
         TypeError: ``ds`` is no Dataset.
         ValueError: Accuracies are missing, or the variant is; or there are several variants and none is named.
     """
-    check_results(ds, "clean_accuracy", "clean_correct", "variant_accuracy", "variant_images")
+    check_results(
+        ds, "clean_accuracy", "clean_correct", "variant_accuracy", "variant_images"
+    )
     names = [str(name) for name in np.atleast_1d(ds["variant"].values)]
     if variant not in names if variant is not None else len(names) > 1:
         raise ValueError(f"expected variant to be one of {names}, got {variant!r}")
@@ -48,9 +52,14 @@ def generalization(ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | N
     axes, points = axes_or_current(ax), []
     for number, model in enumerate(np.atleast_1d(ds["model"].values)):
         results = selected.sel(model=model) if "model" in ds.dims else selected
-        arrays = xr.broadcast(results.clean_accuracy, results.variant_accuracy, results.variant_images)
+        arrays = xr.broadcast(
+            results.clean_accuracy, results.variant_accuracy, results.variant_images
+        )
         first, second, images = (array.values.ravel() for array in arrays)
-        errors = [_wilson(first, np.full(len(first), ds.sizes["image"])), _wilson(second, images)]
+        errors = [
+            _wilson(first, np.full(len(first), ds.sizes["image"])),
+            _wilson(second, images),
+        ]
         axes.errorbar(
             first, second, errors[1], errors[0], fmt="o", ms=4, elinewidth=0.8, label=str(model),
             color=list(OKABE_ITO.values())[number % len(OKABE_ITO)],
@@ -59,13 +68,25 @@ def generalization(ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | N
     x, y = (np.concatenate(values) for values in zip(*points, strict=True))
     if np.ptp(x) > 0:
         ends = np.array([x.min(), x.max()])
-        axes.plot(ends, np.polynomial.Polynomial.fit(x, y, 1)(ends), "--", color="0.4", lw=1, label="least squares")
-    axes.set(xlabel="accuracy on the clean images", ylabel=f"accuracy on {variant or names[0]}")
+        axes.plot(
+            ends,
+            np.polynomial.Polynomial.fit(x, y, 1)(ends),
+            "--",
+            color="0.4",
+            lw=1,
+            label="least squares",
+        )
+    axes.set(
+        xlabel="accuracy on the clean images",
+        ylabel=f"accuracy on {variant or names[0]}",
+    )
     legend_beside(axes)
     return axes
 
 
-def _wilson(accuracy: NDArray[np.floating], images: NDArray[np.integer]) -> NDArray[np.floating]:
+def _wilson(
+    accuracy: NDArray[np.floating], images: NDArray[np.integer]
+) -> NDArray[np.floating]:
     """Return the lengths of the 95 % Wilson interval below and above each accuracy: (2, points)."""
     from scipy.stats import binomtest
 

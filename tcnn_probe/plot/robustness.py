@@ -56,30 +56,51 @@ def robustness(
     kinds = [None, by] if "clean_correct" in ds else [by]
     if baseline is None:
         right = _categories([share_right(ds, kind) for kind in kinds], by)
-        heights, errors = right.mean("image"), right.std("image", ddof=1) / np.sqrt(right.sizes["image"])
-        low, high, label = heights - errors, heights + errors, "accuracy\n(lines: standard error over images)"
+        heights, errors = (
+            right.mean("image"),
+            right.std("image", ddof=1) / np.sqrt(right.sizes["image"]),
+        )
+        low, high, label = (
+            heights - errors,
+            heights + errors,
+            "accuracy\n(lines: standard error over images)",
+        )
     else:
         gains = [improvement(ds, baseline, kind) for kind in kinds]
         heights = 100 * _categories([gain.improvement for gain in gains], by)
         bounds = 100 * _categories([gain.interval for gain in gains], by)
         low, high = bounds.sel(bound="low"), bounds.sel(bound="high")
         # A long name on a line of its own: the label would be longer than the axis.
-        quantity = f"improvement over {baseline} (%)" if len(baseline) < 12 else f"improvement (%) over\n{baseline}"
+        quantity = (
+            f"improvement over {baseline} (%)"
+            if len(baseline) < 12
+            else f"improvement (%) over\n{baseline}"
+        )
         label = f"{quantity}\n(lines: 95 % interval over images)"
         if bool((heights.notnull() & low.isnull()).any()):
             label = label.replace("images)", "images;\nhatched: no interval)")
     axes = axes_or_current(ax)
     places = {str(name): number for number, name in enumerate(ds["model"].values)}
     _bars(axes, heights, heights - low, high - heights, places)
-    axes.set_xticks(range(heights.sizes["category"]), heights["category"].values, fontsize="small")
+    axes.set_xticks(
+        range(heights.sizes["category"]), heights["category"].values, fontsize="small"
+    )
     if by == "corruption":
         for name in axes.get_xticklabels():
             name.set(rotation=60, ha="right", rotation_mode="anchor")
     axes.set_xlabel("" if by == "group" else by)
     axes.set_ylabel(label, fontsize="small")
     # About 50 letters fit above axes of usual width, 5 of them for each patch of colour.
-    columns = max(1, 50 // (5 + max(len(str(name)) for name in heights["model"].values)))
-    legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize="small", frameon=False)
+    columns = max(
+        1, 50 // (5 + max(len(str(name)) for name in heights["model"].values))
+    )
+    legend = axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        fontsize="small",
+        frameon=False,
+    )
     legend.set_title(f"{'accuracy' if baseline is None else 'improvement'} by {by}")
     legend.set_alignment("left")
     return axes
@@ -89,20 +110,45 @@ def _categories(parts: list[xr.DataArray], by: str) -> xr.DataArray:
     """Join values of clean images, if there are any, and along ``by``, in a dimension "category"."""
     *clean, perturbed = parts
     perturbed = perturbed.rename({by: "category"}).reset_coords(drop=True)
-    perturbed = perturbed.assign_coords(category=[str(label) for label in perturbed["category"].values])
+    perturbed = perturbed.assign_coords(
+        category=[str(label) for label in perturbed["category"].values]
+    )
     parts = [*(part.expand_dims(category=["clean"]) for part in clean), perturbed]
-    return xr.concat(parts, "category", coords="minimal", compat="override", join="exact")
+    return xr.concat(
+        parts, "category", coords="minimal", compat="override", join="exact"
+    )
 
 
-def _bars(axes: "Axes", heights: xr.DataArray, low: xr.DataArray, high: xr.DataArray, places: dict[str, int]) -> None:
+def _bars(
+    axes: "Axes",
+    heights: xr.DataArray,
+    low: xr.DataArray,
+    high: xr.DataArray,
+    places: dict[str, int],
+) -> None:
     """Draw a group of bars for each category, a bar for each model, coloured by its place among all models."""
-    colors, models = list(OKABE_ITO.values()), [str(name) for name in heights["model"].values]
+    colors, models = (
+        list(OKABE_ITO.values()),
+        [str(name) for name in heights["model"].values],
+    )
     width = 0.8 / len(models)
     for number, model in enumerate(models):
-        mean, below, above = (part.isel(model=number).values for part in (heights, low, high))
+        mean, below, above = (
+            part.isel(model=number).values for part in (heights, low, high)
+        )
         x = np.arange(len(mean)) + (number - (len(models) - 1) / 2) * width
-        bars = axes.bar(x, mean, width, color=colors[places[model] % len(colors)], label=model)
-        axes.errorbar(x, mean, np.clip([below, above], 0, None), fmt="none", ecolor="k", elinewidth=0.8, capsize=2)
+        bars = axes.bar(
+            x, mean, width, color=colors[places[model] % len(colors)], label=model
+        )
+        axes.errorbar(
+            x,
+            mean,
+            np.clip([below, above], 0, None),
+            fmt="none",
+            ecolor="k",
+            elinewidth=0.8,
+            capsize=2,
+        )
         for bar in np.array(bars, dtype=object)[np.isfinite(mean) & np.isnan(below)]:
             bar.set(hatch="///", edgecolor="w")
     axes.axhline(0, color="k", lw=0.8)

@@ -5,12 +5,21 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.plot.style import check_array, draw_image, draw_map, empty_figure, image_array, select_dims
+from tcnn_probe.plot.style import (
+    check_array,
+    draw_image,
+    draw_map,
+    empty_figure,
+    image_array,
+    select_dims,
+)
 
 __all__ = ["saliency_overlay"]
 
 
-def saliency_overlay(maps: Any, images: Any, axes: Any = None, *, masks: Any = None, alpha: float = 0.6) -> np.ndarray:
+def saliency_overlay(
+    maps: Any, images: Any, axes: Any = None, *, masks: Any = None, alpha: float = 0.6
+) -> np.ndarray:
     """Draw saliency over images: a row for each image, a column for each method.
 
     ::
@@ -47,16 +56,27 @@ def saliency_overlay(maps: Any, images: Any, axes: Any = None, *, masks: Any = N
             raise ValueError(f"expected a map for each of the {count} images, {got}")
     outlines = None if masks is None else np.asarray(masks, dtype=float)
     if outlines is not None and outlines.shape != (count, *pictures.shape[2:]):
-        raise ValueError(f"expected masks of shape {(count, *pictures.shape[2:])}, got {outlines.shape}")
-    panels = _new_axes(pictures, list(by_method)) if axes is None else _as_grid(axes, count, len(by_method))
-    for column, values in enumerate(by_method.values(), panels.shape[1] - len(by_method)):
+        raise ValueError(
+            f"expected masks of shape {(count, *pictures.shape[2:])}, got {outlines.shape}"
+        )
+    panels = (
+        _new_axes(pictures, list(by_method))
+        if axes is None
+        else _as_grid(axes, count, len(by_method))
+    )
+    for column, values in enumerate(
+        by_method.values(), panels.shape[1] - len(by_method)
+    ):
         for row, image in enumerate(pictures):
             panel = panels[row, column]
             if alpha < 1:
                 draw_image(panel, image)
             draw_map(panel, values[row], *image.shape[1:], alpha=alpha)
             if outlines is not None and np.ptp(outlines[row]):
-                y, x = np.arange(image.shape[1]) + 0.5, np.arange(image.shape[2]) + 0.5  # centres of pixels
+                y, x = (
+                    np.arange(image.shape[1]) + 0.5,
+                    np.arange(image.shape[2]) + 0.5,
+                )  # centres of pixels
                 panel.contour(x, y, outlines[row], [0.5], colors="w", linewidths=0.8)
     return panels
 
@@ -73,20 +93,28 @@ def _by_method(maps: Any) -> dict[str, np.ndarray]:
 
 def _by_image(values: xr.DataArray) -> np.ndarray:
     values = values if "image" in values.dims else values.expand_dims("image")
-    return np.asarray(select_dims(values, "maps", ("image", "y", "x")).transpose("image", "y", "x").values)
+    return np.asarray(
+        select_dims(values, "maps", ("image", "y", "x"))
+        .transpose("image", "y", "x")
+        .values
+    )
 
 
 def _as_grid(axes: Any, rows: int, columns: int) -> np.ndarray:
     panels = np.asarray(axes, dtype=object)
     if panels.size != rows * columns:
-        raise ValueError(f"expected axes for {rows} images and {columns} methods, {rows * columns}, got {panels.size}")
+        raise ValueError(
+            f"expected axes for {rows} images and {columns} methods, {rows * columns}, got {panels.size}"
+        )
     return panels.reshape(rows, columns)
 
 
 def _new_axes(images: np.ndarray, methods: list[str]) -> np.ndarray:
     """Make axes for images and methods, and draw the images in their first column."""
     shape = len(images), 1 + len(methods)
-    figure = empty_figure(1.75 * shape[1], 1.75 * shape[0] * images.shape[2] / images.shape[3] + 0.4)
+    figure = empty_figure(
+        1.75 * shape[1], 1.75 * shape[0] * images.shape[2] / images.shape[3] + 0.4
+    )
     panels = figure.subplots(*shape, squeeze=False)
     for panel, image in zip(panels[:, 0], images, strict=True):
         draw_image(panel, image)

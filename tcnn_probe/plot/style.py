@@ -67,8 +67,16 @@ def legend_beside(axes: "Axes") -> None:
     figure = axes.get_figure(root=True)
     if figure is not None and figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")
-    columns = 1 + (len(axes.get_legend_handles_labels()[0]) - 1) // 14  # 14 lines fit beside axes of usual height
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small", ncols=columns)
+    columns = (
+        1 + (len(axes.get_legend_handles_labels()[0]) - 1) // 14
+    )  # 14 lines fit beside axes of usual height
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        fontsize="small",
+        ncols=columns,
+    )
 
 
 def check_array(values: Any, name: str) -> xr.DataArray:
@@ -79,21 +87,32 @@ def check_array(values: Any, name: str) -> xr.DataArray:
             xr.DataTree: ", for example tree['heads/gate']",
         }
         hint = hints.get(type(values), "")
-        raise TypeError(f"expected {name} as an xarray.DataArray{hint}; got {type(values).__name__}")
+        raise TypeError(
+            f"expected {name} as an xarray.DataArray{hint}; got {type(values).__name__}"
+        )
     return values
 
 
-def select_dims(values: xr.DataArray, name: str, required: Collection[str], optional: Collection[str] = ()) -> Any:
+def select_dims(
+    values: xr.DataArray,
+    name: str,
+    required: Collection[str],
+    optional: Collection[str] = (),
+) -> Any:
     """Drop further dimensions of length 1; raise ValueError if one is longer, or a required one missing."""
     for dim in required:
         if dim not in values.dims:
             got = f"got {values.dims}: no {dim!r}"
-            raise ValueError(f"expected {name} with the dimensions {tuple(required)}, {got}")
+            raise ValueError(
+                f"expected {name} with the dimensions {tuple(required)}, {got}"
+            )
     further = [dim for dim in values.dims if dim not in (*required, *optional)]
     long = tuple(dim for dim in further if values.sizes[dim] != 1)
     if long:
         selection = ", ".join(f"{dim}=..." for dim in long)
-        raise ValueError(f"{name} have further dimensions {long}: choose one of each, with .sel({selection})")
+        raise ValueError(
+            f"{name} have further dimensions {long}: choose one of each, with .sel({selection})"
+        )
     return values.squeeze(further, drop=True)
 
 
@@ -104,7 +123,9 @@ def image_array(images: Any) -> NDArray[Any]:
     array = np.asarray(images, dtype=float)
     if array.ndim != 4 or array.shape[1] not in (1, 3) or 0 in array.shape:
         hint = "; of pictures, give what the model was given: tcnn_probe.images.as_images(pictures, model)"
-        raise ValueError(f"expected images of shape (B, 1 or 3, H, W), got {array.shape}{hint}")
+        raise ValueError(
+            f"expected images of shape (B, 1 or 3, H, W), got {array.shape}{hint}"
+        )
     return array
 
 
@@ -113,16 +134,22 @@ def check_pixel(query: Any, height: int, width: int) -> tuple[int, int]:
     try:
         y, x = map(operator.index, query)
     except (TypeError, ValueError):
-        raise ValueError(f"expected a query (y, x), two integers, got {query!r}") from None
+        raise ValueError(
+            f"expected a query (y, x), two integers, got {query!r}"
+        ) from None
     if not (0 <= y < height and 0 <= x < width):
-        raise ValueError(f"expected a query (y, x) inside {height} x {width} pixels, got {query!r}")
+        raise ValueError(
+            f"expected a query (y, x) inside {height} x {width} pixels, got {query!r}"
+        )
     return y, x
 
 
 def axis_label(values: xr.DataArray) -> str:
     """Return the array's long name, or name, with its unit, unless that is 1."""
     name = str(values.attrs.get("long_name", values.name or "")).replace("_", " ")
-    units = re.sub(r"(?<=[a-z])(-?\d+)", r"$^{\1}$", str(values.attrs.get("units", "1")))
+    units = re.sub(
+        r"(?<=[a-z])(-?\d+)", r"$^{\1}$", str(values.attrs.get("units", "1"))
+    )
     return name if units in ("1", "") else f"{name} ({units})"
 
 
@@ -139,17 +166,29 @@ def wrap_name(name: Any) -> str:
 def draw_image(axes: "Axes", image: NDArray[Any]) -> None:
     """Draw an image (C, H, W) of 1 or 3 channels, from its smallest value (black) to its largest, without ticks."""
     low, high = np.nanmin(image), np.nanmax(image)
-    pixels = (image - low) / max(high - low, 1e-12)  # an image of a single value is black
+    pixels = (image - low) / max(
+        high - low, 1e-12
+    )  # an image of a single value is black
     height, width = image.shape[1:]
     pixels = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
     axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, extent=(0, width, height, 0))
     axes.set(xticks=[], yticks=[])
 
 
-def draw_map(axes: "Axes", values: NDArray[Any], height: float, width: float, **options: Any) -> None:
+def draw_map(
+    axes: "Axes", values: NDArray[Any], height: float, width: float, **options: Any
+) -> None:
     """Draw a map (h, w), of any resolution, over height x width pixels or an ``extent``."""
     # cividis: its lightness grows evenly, and the colour-blind see the same differences.
-    axes.imshow(values, **{"extent": (0, width, height, 0), "interpolation": "nearest", "cmap": "cividis"} | options)
+    axes.imshow(
+        values,
+        **{
+            "extent": (0, width, height, 0),
+            "interpolation": "nearest",
+            "cmap": "cividis",
+        }
+        | options,
+    )
     axes.set(xticks=[], yticks=[], xlim=(0, width), ylim=(height, 0))
 
 
@@ -160,5 +199,14 @@ def draw_box(axes: "Axes", y: float, x: float, height: float, width: float) -> N
 
     edge = [withStroke(linewidth=2.5, foreground="w")]
     axes.add_patch(
-        Rectangle((x, y), width, height, fill=False, edgecolor=RED, lw=1.5, clip_on=False, path_effects=edge)
+        Rectangle(
+            (x, y),
+            width,
+            height,
+            fill=False,
+            edgecolor=RED,
+            lw=1.5,
+            clip_on=False,
+            path_effects=edge,
+        )
     )

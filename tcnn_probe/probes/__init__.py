@@ -3,7 +3,14 @@
 from tcnn_probe.probes.built_in import DEFAULT
 from tcnn_probe.probes.layer_features import features
 from tcnn_probe.probes.mean_attention import mean_attention
-from tcnn_probe.probes.probe import PROBES, ForwardCall, NotMeasuredError, Probe, find_probes, register
+from tcnn_probe.probes.probe import (
+    PROBES,
+    ForwardCall,
+    NotMeasuredError,
+    Probe,
+    find_probes,
+    register,
+)
 
 __all__ = [
     "DEFAULT",

@@ -17,7 +17,16 @@ from tcnn_model import GPSA as GPSALayer
 from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.probes.probe import Probe
-from tcnn_probe.probes.variables import CONTENT, DISTANCE, ENTROPY, HEAD, MAPS, MEAN, UNIFORM, content_information
+from tcnn_probe.probes.variables import (
+    CONTENT,
+    DISTANCE,
+    ENTROPY,
+    HEAD,
+    MAPS,
+    MEAN,
+    UNIFORM,
+    content_information,
+)
 from tcnn_probe.schema import Variable
 
 __all__ = ["CONVIT", "GPSA", "SOFTMAX"]
@@ -41,7 +50,9 @@ def _maps(attention: Attention, images: Sequence[int]) -> dict[str, Tensor]:
     maps = {"attention_received": attention.on_grid(attention.received(images))}
     if queries is not None:
         # The first row and column after the middle, where their number is even.
-        center = queries.prefix + queries.height // 2 * queries.width + queries.width // 2
+        center = (
+            queries.prefix + queries.height // 2 * queries.width + queries.width // 2
+        )
         maps["center_attention"] = attention.on_grid(attention.row(center, images))
     return maps
 
@@ -68,20 +79,39 @@ SOFTMAX = Probe(
 
 
 _GATED_VARIABLES: Mapping[str, Variable] = {
-    "gate": Variable(HEAD, "1", "gate", "sigma(lambda), share of positional attention (T-CNN Eq. 7), as marked."),
-    "locality_strength": Variable(
-        HEAD, "pixel-2", "locality strength", "alpha of the positional attention (T-CNN Eq. 4), as marked."
+    "gate": Variable(
+        HEAD,
+        "1",
+        "gate",
+        "sigma(lambda), share of positional attention (T-CNN Eq. 7), as marked.",
     ),
-    "attention_span": Variable(HEAD, "pixel2", "attention span", "1 / alpha (T-CNN Fig. 4B), as marked."),
+    "locality_strength": Variable(
+        HEAD,
+        "pixel-2",
+        "locality strength",
+        "alpha of the positional attention (T-CNN Eq. 4), as marked.",
+    ),
+    "attention_span": Variable(
+        HEAD, "pixel2", "attention span", "1 / alpha (T-CNN Fig. 4B), as marked."
+    ),
     "center_y": Variable(
-        HEAD, "pixel", "centre of attention, y", "Delta_y, relative to the query (T-CNN Eq. 4), as marked."
+        HEAD,
+        "pixel",
+        "centre of attention, y",
+        "Delta_y, relative to the query (T-CNN Eq. 4), as marked.",
     ),
     "center_x": Variable(
-        HEAD, "pixel", "centre of attention, x", "Delta_x, relative to the query (T-CNN Eq. 4), as marked."
+        HEAD,
+        "pixel",
+        "centre of attention, x",
+        "Delta_x, relative to the query (T-CNN Eq. 4), as marked.",
     ),
     "entropy": ENTROPY,
     "content_entropy": Variable(
-        HEAD, "nat", "entropy of content attention", f"Entropy of softmax(q k / sqrt(d)) over real pixels. {MEAN}"
+        HEAD,
+        "nat",
+        "entropy of content attention",
+        f"Entropy of softmax(q k / sqrt(d)) over real pixels. {MEAN}",
     ),
     "positional_entropy": Variable(
         HEAD,
@@ -91,7 +121,9 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
     ),
     "attention_distance": DISTANCE,
     **CONTENT,
-    "content_part_information": content_information("of the content part of attention, C"),
+    "content_part_information": content_information(
+        "of the content part of attention, C"
+    ),
     **UNIFORM,
     "uniform_content_entropy": Variable(
         ("layer",),
@@ -111,11 +143,22 @@ def _state_of_gpsa(layer: GPSALayer) -> dict[str, Tensor]:
 def _state_of_convit(layer: ConViTLayer) -> dict[str, Tensor]:
     weight = layer.pos_proj.weight
     alpha = -weight[:, 2]
-    return _state(torch.sigmoid(layer.gating_param), alpha, weight[:, 1] / (2 * alpha), weight[:, 0] / (2 * alpha))
+    return _state(
+        torch.sigmoid(layer.gating_param),
+        alpha,
+        weight[:, 1] / (2 * alpha),
+        weight[:, 0] / (2 * alpha),
+    )
 
 
 def _state(gate: Tensor, alpha: Tensor, y: Tensor, x: Tensor) -> dict[str, Tensor]:
-    return {"gate": gate, "locality_strength": alpha, "attention_span": 1 / alpha, "center_y": y, "center_x": x}
+    return {
+        "gate": gate,
+        "locality_strength": alpha,
+        "attention_span": 1 / alpha,
+        "center_y": y,
+        "center_x": x,
+    }
 
 
 GPSA = Probe(
@@ -128,4 +171,6 @@ GPSA = Probe(
     attention=_statistics,
     maps=_maps,
 )
-CONVIT = replace(GPSA, kind="convit-gpsa", module_type=ConViTLayer, state=_state_of_convit)
+CONVIT = replace(
+    GPSA, kind="convit-gpsa", module_type=ConViTLayer, state=_state_of_convit
+)

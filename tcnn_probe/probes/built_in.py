@@ -1,7 +1,11 @@
 """The probes that the library comes with, registered by their names."""
 
 from tcnn_probe.probes.attention_heads import CONVIT, GPSA, SOFTMAX
-from tcnn_probe.probes.class_attention import ATTENTION_BY_CLASS, CLASS_ATTENTION, DISTILLATION_ATTENTION
+from tcnn_probe.probes.class_attention import (
+    ATTENTION_BY_CLASS,
+    CLASS_ATTENTION,
+    DISTILLATION_ATTENTION,
+)
 from tcnn_probe.probes.cross_patch import CROSS_PATCH
 from tcnn_probe.probes.gradient import GRADIENT
 from tcnn_probe.probes.layer_features import FEATURES
@@ -11,7 +15,14 @@ from tcnn_probe.probes.probe import register
 
 __all__ = ["DEFAULT"]
 
-_HEADS = (GPSA, CONVIT, SOFTMAX, CLASS_ATTENTION, DISTILLATION_ATTENTION, ATTENTION_BY_CLASS)
+_HEADS = (
+    GPSA,
+    CONVIT,
+    SOFTMAX,
+    CLASS_ATTENTION,
+    DISTILLATION_ATTENTION,
+    ATTENTION_BY_CLASS,
+)
 
 DEFAULT: tuple[str, ...] = tuple(register(probe).kind for probe in _HEADS)
 """Names of the probes that :func:`tcnn_probe.record` uses unless told otherwise."""

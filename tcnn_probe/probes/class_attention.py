@@ -8,14 +8,24 @@ from torch import Tensor
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import Pattern, pattern_of_query
 from tcnn_probe.probes.probe import Probe
-from tcnn_probe.probes.variables import CLASS_ENTROPY, HEAD, IMAGE_MEAN, MAP_DIMS, content_information
+from tcnn_probe.probes.variables import (
+    CLASS_ENTROPY,
+    HEAD,
+    IMAGE_MEAN,
+    MAP_DIMS,
+    content_information,
+)
 from tcnn_probe.schema import Variable
 
 __all__ = ["ATTENTION_BY_CLASS", "CLASS_ATTENTION", "DISTILLATION_ATTENTION"]
 
 
 def _probe_of_token(
-    kind: str, token: str, prefix: str, entropy: Variable, query_of: Callable[[Attention], int | None]
+    kind: str,
+    token: str,
+    prefix: str,
+    entropy: Variable,
+    query_of: Callable[[Attention], int | None],
 ) -> Probe:
     """Return a probe of a class token of all classes, the latent of an attention pool, or a distillation token.
 
@@ -34,12 +44,16 @@ def _probe_of_token(
         query = query_of(attention)
         if query is None:
             return {}
-        weights = attention.weights(slice(query, query + 1))[:, :, :, 0]  # (B, windows, heads, N_key)
+        weights = attention.weights(slice(query, query + 1))[
+            :, :, :, 0
+        ]  # (B, windows, heads, N_key)
         # 0 log 0 is 0: the logarithm has to be finite where the weight is 0.
         smallest = torch.finfo(weights.dtype).tiny
         row_entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1)
         measured: dict[str, Tensor | Pattern] = {f"{name}entropy": row_entropy.mean(1)}
-        measured[f"{name}content_information"] = pattern_of_query(attention, weights, row_entropy)
+        measured[f"{name}content_information"] = pattern_of_query(
+            attention, weights, row_entropy
+        )
         if before := attention.layout.prefix:
             measured[f"{name}prefix_attention"] = weights[..., :before].sum(-1).mean(1)
         return measured
@@ -52,13 +66,18 @@ def _probe_of_token(
         own_key = attention.own_key(query)
         row = attention.row(query, images)
         other_keys = [key for key in range(keys.prefix) if key != own_key]
-        cut = {f"{name}attention": attention.on_grid(row), to_others: row[..., other_keys].sum(-1)}
+        cut = {
+            f"{name}attention": attention.on_grid(row),
+            to_others: row[..., other_keys].sum(-1),
+        }
         return cut if own_key is None else cut | {to_itself: row[..., own_key]}
 
     map_dims = tuple(dim for dim in MAP_DIMS if dim not in ("y", "x"))
     variables = {
         f"{name}entropy": entropy,
-        f"{name}content_information": content_information(f"of the {token}'s attention"),
+        f"{name}content_information": content_information(
+            f"of the {token}'s attention"
+        ),
         f"{name}prefix_attention": Variable(
             HEAD,
             "1",
@@ -92,7 +111,11 @@ def _probe_of_token(
 
 
 CLASS_ATTENTION = _probe_of_token(
-    "class-attention", "class token", "", CLASS_ENTROPY, lambda attention: attention.class_query
+    "class-attention",
+    "class token",
+    "",
+    CLASS_ENTROPY,
+    lambda attention: attention.class_query,
 )
 DISTILLATION_ATTENTION = _probe_of_token(
     "distillation-attention",
@@ -118,11 +141,15 @@ def _numbers_of_classes(attention: Attention) -> Mapping[str, Tensor | Pattern]:
     }
 
 
-def _maps_of_classes(attention: Attention, images: Sequence[int]) -> Mapping[str, Tensor]:
+def _maps_of_classes(
+    attention: Attention, images: Sequence[int]
+) -> Mapping[str, Tensor]:
     """Return maps of all classes, (images, K, height, width); the recorder keeps those of a few."""
     if attention.layout.keys is None or attention.windows > 1:
         return {}
-    rows = [attention.weights(slice(None), image)[0, 0].mean(0) for image in images]  # (K, N_key): one head has the map
+    rows = [
+        attention.weights(slice(None), image)[0, 0].mean(0) for image in images
+    ]  # (K, N_key): one head has the map
     return {"attention_by_class": attention.on_grid(torch.stack(rows))}
 
 
@@ -131,7 +158,9 @@ ATTENTION_BY_CLASS = Probe(
     "attention-by-class",
     {
         "class_entropy": CLASS_ENTROPY,
-        "class_content_information": content_information("of the class tokens' attention"),
+        "class_content_information": content_information(
+            "of the class tokens' attention"
+        ),
         "attention_by_class": Variable(
             (*_CLASS_DIMS, "y", "x"),
             "1",
@@ -140,10 +169,18 @@ ATTENTION_BY_CLASS = Probe(
             dtype="float32",
         ),
         "class_index": Variable(
-            _CLASS_DIMS, "1", "class", "Index c of the class; -1 where there is none.", dtype="int64"
+            _CLASS_DIMS,
+            "1",
+            "class",
+            "Index c of the class; -1 where there is none.",
+            dtype="int64",
         ),
         "class_score": Variable(
-            _CLASS_DIMS, "1", "class score", "What the model's output gives for the class.", dtype="float32"
+            _CLASS_DIMS,
+            "1",
+            "class score",
+            "What the model's output gives for the class.",
+            dtype="float32",
         ),
     },
     group="",

@@ -14,7 +14,9 @@ __all__ = ["CROSS_PATCH"]
 
 def _state(block: ResBlock | MixerBlock) -> dict[str, Tensor]:
     modules = {
-        "cross_patch_sparsity": block.linear_tokens if isinstance(block, ResBlock) else block.mlp_tokens,
+        "cross_patch_sparsity": block.linear_tokens
+        if isinstance(block, ResBlock)
+        else block.mlp_tokens,
         "fc1_sparsity": block.mlp_channels.fc1,
         "fc2_sparsity": block.mlp_channels.fc2,
     }
@@ -24,7 +26,9 @@ def _state(block: ResBlock | MixerBlock) -> dict[str, Tensor]:
 
 def _share_of_small(module: nn.Module) -> Tensor | None:
     """Return the share of weights in linear layers below 5 % of their layer's largest; None without such layers."""
-    weights = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
+    weights = [
+        layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)
+    ]
     sizes = [weight.to(at_least_float32(weight.dtype)).abs() for weight in weights]
     small = [(size < NEAR_ZERO * size.amax()).flatten() for size in sizes]
     return torch.cat(small).double().mean() if small else None
@@ -43,7 +47,9 @@ def _variable(layers: str) -> Variable:
 CROSS_PATCH = Probe(
     "cross-patch",
     {
-        "cross_patch_sparsity": _variable("the layer between patches (MLP-Mixer: of both, each by its own largest)"),
+        "cross_patch_sparsity": _variable(
+            "the layer between patches (MLP-Mixer: of both, each by its own largest)"
+        ),
         "fc1_sparsity": _variable("the first layer of the MLP on channels"),
         "fc2_sparsity": _variable("the second layer of the MLP on channels"),
     },

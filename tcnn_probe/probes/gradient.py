@@ -29,14 +29,18 @@ def _by_head(gradient: Tensor, blocks: int, heads: int) -> Tensor:
     """Return the sum of squares of each head: shape (blocks * heads * d, ...) or (blocks, heads * d) -> (heads,)."""
     by_head = gradient.reshape(blocks, heads, -1)
     # In float32 at least: squares of half-precision gradients underflow.
-    return torch.linalg.vector_norm(by_head, dim=(0, 2), dtype=at_least_float32(gradient.dtype)).square()
+    return torch.linalg.vector_norm(
+        by_head, dim=(0, 2), dtype=at_least_float32(gradient.dtype)
+    ).square()
 
 
 def _parameters(layer: nn.Module, record: HeadParameters, heads: int) -> Parameters:
     """Yield the parameters of single heads as the layer's record names them."""
     output = getattr(layer, record.output, None) if record.output else None
     if output is not None and not isinstance(output, (nn.Linear, nn.Identity)):
-        raise NotMeasuredError(f"its output projection is {type(output).__name__}, no nn.Linear")
+        raise NotMeasuredError(
+            f"its output projection is {type(output).__name__}, no nn.Linear"
+        )
     for name, blocks in record.rows.items():
         part = getattr(layer, name, None)
         # Buffers, such as the biases of keys of BEiT, are not trained.
@@ -50,7 +54,10 @@ def _parameters(layer: nn.Module, record: HeadParameters, heads: int) -> Paramet
         yield from _columns(output, heads)
     if record.taps:
         weight = getattr(layer, record.taps)
-        yield weight, weight.shape[:2].numel()  # (C_out, C_in, k_h, k_w): a tap is a head
+        yield (
+            weight,
+            weight.shape[:2].numel(),
+        )  # (C_out, C_in, k_h, k_w): a tap is a head
 
 
 def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Parameters:
@@ -58,15 +65,21 @@ def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Paramet
         raise NotMeasuredError(f"{name} is {type(part).__name__}, no nn.Linear")
     rows = part.out_features
     # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
-    if rows % (blocks * heads) or (blocks == 3 and isinstance(output, nn.Linear) and rows != 3 * output.in_features):
-        raise NotMeasuredError(f"{rows} rows of {name} are not {blocks} x {heads} heads of one size")
+    if rows % (blocks * heads) or (
+        blocks == 3 and isinstance(output, nn.Linear) and rows != 3 * output.in_features
+    ):
+        raise NotMeasuredError(
+            f"{rows} rows of {name} are not {blocks} x {heads} heads of one size"
+        )
     yield part.weight, blocks
     yield part.bias, blocks
 
 
 def _columns(layer: nn.Linear, heads: int) -> Parameters:
     if layer.in_features % heads:
-        raise NotMeasuredError(f"{layer.in_features} columns of the output projection do not divide into {heads} heads")
+        raise NotMeasuredError(
+            f"{layer.in_features} columns of the output projection do not divide into {heads} heads"
+        )
     yield layer.weight, layer.out_features
 
 
@@ -84,12 +97,16 @@ class GradientProbe(Probe):
         """Return the parameters that belong to single heads, with functions that sum squares by head."""
         record = known(module).head_parameters
         if record is None:
-            raise NotMeasuredError(f"how the heads of {type(module).__name__} share its parameters is not known")
+            raise NotMeasuredError(
+                f"how the heads of {type(module).__name__} share its parameters is not known"
+            )
         heads: Any = head_count(module)  # every layer with such a record says it
         by_parameter: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
         for parameter, blocks in _parameters(module, record, heads):
             if isinstance(parameter, nn.Parameter):
-                by_parameter.append((parameter, partial(_by_head, blocks=blocks, heads=heads)))
+                by_parameter.append(
+                    (parameter, partial(_by_head, blocks=blocks, heads=heads))
+                )
             elif parameter is not None:
                 raise NotMeasuredError("a weight is computed from other parameters")
         return {"gradient_norm": by_parameter}

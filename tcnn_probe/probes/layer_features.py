@@ -41,9 +41,13 @@ class FeatureProbe(Probe):
             return {name for name in names if _STAGE.fullmatch(name)}
         layers: set[str] = set()
         for pattern in self.patterns:
-            matching = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
+            matching = {
+                name for name in names if name == pattern or fnmatchcase(name, pattern)
+            }
             if not matching:
-                raise ValueError(f"no layers match {pattern!r}: the model has {names[:4]} and {len(names) - 4} others")
+                raise ValueError(
+                    f"no layers match {pattern!r}: the model has {names[:4]} and {len(names) - 4} others"
+                )
             layers |= matching
         return layers
 
@@ -94,11 +98,23 @@ def features(
     """
     numbers = image_numbers(images)
     if not numbers:
-        raise ValueError(f"expected a number of images, or the numbers of some, got {images!r}")
+        raise ValueError(
+            f"expected a number of images, or the numbers of some, got {images!r}"
+        )
     prefix_tokens = whole_number(prefix_tokens, "prefix_tokens")
     tokens = [index(token) for token in tokens]
-    facts = {"tokens": tokens, "prefix_tokens": prefix_tokens, "channel_axis": channel_axis}
-    patterns = None if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    facts = {
+        "tokens": tokens,
+        "prefix_tokens": prefix_tokens,
+        "channel_axis": channel_axis,
+    }
+    patterns = (
+        None
+        if layers is None
+        else [layers]
+        if isinstance(layers, str)
+        else list(layers)
+    )
 
     def places(call: ForwardCall) -> Tensor:
         x = _places(call, channel_axis)
@@ -117,7 +133,9 @@ def features(
 
     def measure(call: ForwardCall) -> dict[str, Tensor]:
         x = places(call)[:, prefix_tokens:]
-        return {"token_cosine": token_cosine(x) if x.shape[1] > 1 else x.new_ones(len(x))}
+        return {
+            "token_cosine": token_cosine(x) if x.shape[1] > 1 else x.new_ones(len(x))
+        }
 
     def maps(call: ForwardCall, rows: Sequence[int]) -> dict[str, Tensor]:
         x = places(call)
@@ -130,7 +148,9 @@ def features(
         "features",
         _VARIABLES,
         nn.Module,
-        facts=lambda _: facts,  # so that other tokens are not written into the same store
+        facts=lambda _: (
+            facts
+        ),  # so that other tokens are not written into the same store
         measure=measure,
         maps=maps,
         coords={"token": ["mean", *map(str, tokens)]},
@@ -144,12 +164,18 @@ def _places(call: ForwardCall, channel_axis: int | None) -> Tensor:
     x = call.output
     if not isinstance(x, Tensor) or x.ndim < 3:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"expected layers that return (B, C, H, W) or (B, N, C), got {got} from {call.name!r}")
+        raise ValueError(
+            f"expected layers that return (B, C, H, W) or (B, N, C), got {got} from {call.name!r}"
+        )
     if channel_axis is None:
         # Channels last where H = W; but a narrow convnet on oblong images may have as many channels as rows.
         looks_last = x.ndim == 4 and x.shape[1] == x.shape[2] != x.shape[3]
-        if looks_last and not any(isinstance(module, nn.Conv2d) for module in call.module.modules()):
-            why = f"{call.name!r} returns {tuple(x.shape)}, which looks like (B, H, W, C)"
+        if looks_last and not any(
+            isinstance(module, nn.Conv2d) for module in call.module.modules()
+        ):
+            why = (
+                f"{call.name!r} returns {tuple(x.shape)}, which looks like (B, H, W, C)"
+            )
             raise ValueError(f"{why}: give channel_axis=-1, or 1 if it is (B, C, H, W)")
         channel_axis = 1 if x.ndim > 3 else -1
     return x.movedim(channel_axis, -1).flatten(1, -2)

@@ -32,7 +32,14 @@ def _state(block: nn.Module) -> dict[str, Tensor]:
     scales = [weight for weight in weights if weight is not None]
     if not scales:
         return {}
-    return {"scale": torch.stack([torch.ones_like(scales[0]) if weight is None else weight for weight in weights])}
+    return {
+        "scale": torch.stack(
+            [
+                torch.ones_like(scales[0]) if weight is None else weight
+                for weight in weights
+            ]
+        )
+    }
 
 
 def _main(call: ForwardCall, branch: ResidualBranch) -> Tensor:
@@ -57,12 +64,17 @@ def _added(call: ForwardCall, branch: ResidualBranch) -> Tensor:
 
 def _norm(x: Tensor) -> Tensor:
     """Return the norm of each image over tokens and channels, shape (B,)."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=at_least_float32(x.dtype))
+    return torch.linalg.vector_norm(
+        x.flatten(1), dim=1, dtype=at_least_float32(x.dtype)
+    )
 
 
 def _measure(call: ForwardCall) -> dict[str, Tensor]:
     call.verify(lambda: _rebuild(call))
-    ratios = [_norm(_added(call, branch)) / _norm(_main(call, branch)) for branch in _branches(call.module)]
+    ratios = [
+        _norm(_added(call, branch)) / _norm(_main(call, branch))
+        for branch in _branches(call.module)
+    ]
     return {"residual_ratio": torch.stack(ratios, 1)}
 
 
@@ -70,9 +82,13 @@ def _rebuild(call: ForwardCall) -> Tensor | None:
     """Return the sum of the main branch and all residual ones, which shows that the table above is right."""
     block, branches = call.module, _branches(call.module)
     # In training, stochastic depth leaves out the branches of some images.
-    if block.training and any(getattr(child, "drop_prob", 0) for child in block.children()):
+    if block.training and any(
+        getattr(child, "drop_prob", 0) for child in block.children()
+    ):
         return None
-    return sum((_added(call, branch)[:1] for branch in branches), _main(call, branches[0])[:1])
+    return sum(
+        (_added(call, branch)[:1] for branch in branches), _main(call, branches[0])[:1]
+    )
 
 
 class LayerScaleProbe(Probe):
@@ -81,9 +97,17 @@ class LayerScaleProbe(Probe):
     def parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the submodules that make up the branches."""
         branches = _branches(module)
-        names = {str(part).removeprefix(":") for b in branches for part in (b.scale, b.output, b.main)}
+        names = {
+            str(part).removeprefix(":")
+            for b in branches
+            for part in (b.scale, b.output, b.main)
+        }
         submodules = {name: getattr(module, name, None) for name in sorted(names)}
-        return {name: part for name, part in submodules.items() if isinstance(part, nn.Module)}
+        return {
+            name: part
+            for name, part in submodules.items()
+            if isinstance(part, nn.Module)
+        }
 
 
 _ORDER = (

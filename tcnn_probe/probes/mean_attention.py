@@ -38,24 +38,48 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         ValueError: No query, a query that is no pair, or a query outside of the grid.
     """
     places = np.asarray(queries, dtype=float)
-    if not places.size or places.shape[1:] != (2,) or not ((places >= 0) & (places < 1)).all():
-        raise ValueError(f"expected queries=[(row, column), ...], from 0 and below 1, got {queries!r}")
+    if (
+        not places.size
+        or places.shape[1:] != (2,)
+        or not ((places >= 0) & (places < 1)).all()
+    ):
+        raise ValueError(
+            f"expected queries=[(row, column), ...], from 0 and below 1, got {queries!r}"
+        )
 
     def measure(attention: Attention) -> dict[str, Tensor]:
         grid = attention.layout.queries
         # A query in a window sees that window alone: there is no map over the image.
         if grid is None or attention.map_size is None or attention.in_windows:
             return {}
-        cells = [int(row * grid.height) * grid.width + int(column * grid.width) for row, column in places.tolist()]
-        rows = [attention.weights(slice(grid.prefix + cell, grid.prefix + cell + 1))[:, 0] for cell in cells]
+        cells = [
+            int(row * grid.height) * grid.width + int(column * grid.width)
+            for row, column in places.tolist()
+        ]
+        rows = [
+            attention.weights(slice(grid.prefix + cell, grid.prefix + cell + 1))[:, 0]
+            for cell in cells
+        ]
         return {"mean_attention": attention.on_grid(torch.cat(rows, 2))}
 
     meaning = (
-        "Mean over the images seen since the previous mark of A_ij, of chosen queries i over the keys on the grid."
+        "Mean over the images seen since the previous mark of A_ij, of chosen queries i "
+        "over the keys on the grid."
     )
-    variable = Variable(("layer", "head", "query", "y", "x"), "1", "mean attention", meaning, dtype="float32")
+    variable = Variable(
+        ("layer", "head", "query", "y", "x"),
+        "1",
+        "mean attention",
+        meaning,
+        dtype="float32",
+    )
     labels = [f"{row:g}, {column:g}" for row, column in places.tolist()]
-    return Probe("mean-attention", {"mean_attention": variable}, attention=measure, coords={"query": labels})
+    return Probe(
+        "mean-attention",
+        {"mean_attention": variable},
+        attention=measure,
+        coords={"query": labels},
+    )
 
 
 MEAN_ATTENTION = mean_attention()

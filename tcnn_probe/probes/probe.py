@@ -11,10 +11,21 @@ from torch import Tensor, nn
 
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import Pattern
-from tcnn_probe.attention.reconstruction import Verification, relative_difference, tolerance
+from tcnn_probe.attention.reconstruction import (
+    Verification,
+    relative_difference,
+    tolerance,
+)
 from tcnn_probe.schema import COORDINATES, COUNTS, Variable
 
-__all__ = ["PROBES", "ForwardCall", "NotMeasuredError", "Probe", "find_probes", "register"]
+__all__ = [
+    "PROBES",
+    "ForwardCall",
+    "NotMeasuredError",
+    "Probe",
+    "find_probes",
+    "register",
+]
 
 PROBES: dict[str, "Probe"] = {}
 """The probes that :func:`tcnn_probe.record` finds by their names."""
@@ -106,7 +117,12 @@ class Probe:
 
     kind: str
     variables: Mapping[str, Variable]
-    module_type: type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None = None
+    module_type: (
+        type[nn.Module]
+        | tuple[type[nn.Module], ...]
+        | Callable[[nn.Module], bool]
+        | None
+    ) = None
     group: str | None = None
     facts: Callable[[Any], Mapping[str, Any]] | None = None
     state: Callable[[Any], Mapping[str, Tensor]] | None = None
@@ -120,23 +136,35 @@ class Probe:
         probe = f"the probe {self.kind!r}"
         measures_gradients = type(self).gradients is not Probe.gradients
         if not any((self.state, self.measure, self.attention, measures_gradients)):
-            raise ValueError(f"{probe} measures nothing: give it state, measure or attention")
-        if not (self.module_type is None or isinstance(self.module_type, tuple) or callable(self.module_type)):
+            raise ValueError(
+                f"{probe} measures nothing: give it state, measure or attention"
+            )
+        if not (
+            self.module_type is None
+            or isinstance(self.module_type, tuple)
+            or callable(self.module_type)
+        ):
             raise TypeError(
                 f"expected {probe} to have a class or a predicate for module_type, got {self.module_type!r}"
             )
         if self.place.split("/")[0] in ("heads", "maps"):
-            raise ValueError(f"{probe} would be recorded under {self.place!r}, as others are: give it another name")
+            raise ValueError(
+                f"{probe} would be recorded under {self.place!r}, as others are: give it another name"
+            )
         names = [self.kind, *self.place.split("/"), *self.variables]
         for variable in self.variables.values():
             if isinstance(variable.dims, tuple):
                 names += variable.dims
         for name in names:
             if name != self.group and not _NAME.fullmatch(name):
-                raise ValueError(f"expected names of letters, digits, '_' and '-' in {probe}, got {name!r}")
+                raise ValueError(
+                    f"expected names of letters, digits, '_' and '-' in {probe}, got {name!r}"
+                )
         for name, variable in self.variables.items():
             if name in COORDINATES or name in COUNTS:
-                raise ValueError(f"{name!r} of {probe} is recorded for every layer: give the variable another name")
+                raise ValueError(
+                    f"{name!r} of {probe} is recorded for every layer: give the variable another name"
+                )
             if not isinstance(variable.dims, tuple) or variable.dims[:1] != ("layer",):
                 raise ValueError(
                     f"expected {name!r} of {probe} to have the dimensions ('layer', ...), got {variable.dims!r}"
@@ -179,12 +207,20 @@ class Probe:
     @cached_property
     def image_variables(self) -> frozenset[str]:
         """Names of its maps."""
-        return frozenset(name for name, variable in self.variables.items() if "image" in variable.dims)
+        return frozenset(
+            name
+            for name, variable in self.variables.items()
+            if "image" in variable.dims
+        )
 
     @cached_property
     def class_variables(self) -> frozenset[str]:
         """Names of those maps that are kept for a few classes."""
-        return frozenset(name for name in self.image_variables if "class" in self.variables[name].dims)
+        return frozenset(
+            name
+            for name in self.image_variables
+            if "class" in self.variables[name].dims
+        )
 
     def applies_to(self, module: nn.Module) -> bool:
         """Return whether the module is of its type."""
@@ -208,7 +244,9 @@ def register(probe: Probe) -> Probe:
         ValueError: Another probe has this kind.
     """
     if PROBES.get(probe.kind, probe) is not probe:
-        raise ValueError(f"there is a probe of the kind {probe.kind!r} already: give yours another name")
+        raise ValueError(
+            f"there is a probe of the kind {probe.kind!r} already: give yours another name"
+        )
     PROBES[probe.kind] = probe
     return probe
 
@@ -244,8 +282,12 @@ def _find_probe(name_or_probe: str | Probe) -> Probe:
     if isinstance(name_or_probe, Probe):
         return name_or_probe
     if not isinstance(name_or_probe, str):
-        raise TypeError(f"expected a tcnn_probe.Probe or the name of one, got {name_or_probe!r}")
+        raise TypeError(
+            f"expected a tcnn_probe.Probe or the name of one, got {name_or_probe!r}"
+        )
     if name_or_probe not in PROBES:
         close = difflib.get_close_matches(name_or_probe, PROBES, n=1) or list(PROBES)
-        raise ValueError(f"no probe {name_or_probe!r}; did you mean {' or '.join(map(repr, close))}?")
+        raise ValueError(
+            f"no probe {name_or_probe!r}; did you mean {' or '.join(map(repr, close))}?"
+        )
     return PROBES[name_or_probe]

@@ -23,13 +23,17 @@ MEAN = "Mean over the images and queries seen since the previous mark."
 IMAGE_MEAN = "Mean over the images seen since the previous mark."
 
 ENTROPY = Variable(
-    HEAD, "nat", "attention entropy", f"-sum_j A_ij log A_ij over all keys, padding and class tokens included. {MEAN}"
+    HEAD,
+    "nat",
+    "attention entropy",
+    f"-sum_j A_ij log A_ij over all keys, padding and class tokens included. {MEAN}",
 )
 CLASS_ENTROPY = Variable(
     HEAD,
     "nat",
     "entropy of class attention",
-    "-sum_j A_0j log A_0j of the class token, over all keys; of several, one for each class, the mean. " + IMAGE_MEAN,
+    "-sum_j A_0j log A_0j of the class token, over all keys; of several, one for each class, the mean. "
+    + IMAGE_MEAN,
 )
 DISTANCE = Variable(
     HEAD,

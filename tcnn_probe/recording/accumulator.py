@@ -18,7 +18,14 @@ from tcnn_probe.probes import Probe
 from tcnn_probe.probes.probe import GradientNorms
 from tcnn_probe.recording.options import Classes
 
-__all__ = ["MAPS_BY_CLASS", "Accumulator", "EpochSums", "GradientSums", "check_measured", "select_classes"]
+__all__ = [
+    "MAPS_BY_CLASS",
+    "Accumulator",
+    "EpochSums",
+    "GradientSums",
+    "check_measured",
+    "select_classes",
+]
 
 _Value = TypeVar("_Value", bound=Tensor | Pattern)
 _Sums = dict[str, tuple[np.ndarray, int]]
@@ -71,7 +78,9 @@ class EpochSums:
             mean = pattern.attention / pattern.images
             means[name] = information(mean, pattern.entropy / pattern.images)
             if pattern.queries is not None and pattern.keys is not None:
-                equivariance = translation_equivariance(mean, pattern.queries, pattern.keys)
+                equivariance = translation_equivariance(
+                    mean, pattern.queries, pattern.keys
+                )
                 if not np.isnan(equivariance).all():  # as on a grid of a single cell
                     means["translation_equivariance"] = equivariance
         return means
@@ -86,13 +95,17 @@ class GradientSums:
         ignores: Function that says whether gradients that arrive now are left out.
     """
 
-    def __init__(self, layer: str, gradients: GradientNorms, ignores: Callable[[], bool]) -> None:
+    def __init__(
+        self, layer: str, gradients: GradientNorms, ignores: Callable[[], bool]
+    ) -> None:
         self._layer, self._ignores = layer, ignores
         self._sums: dict[str, Tensor] = {}
         self._passes: dict[tuple[str, int], Tensor] = {}
         self._hooked: list[tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = []
         self._unhooked = [
-            (parameter, variable, squares) for variable, pairs in gradients.items() for parameter, squares in pairs
+            (parameter, variable, squares)
+            for variable, pairs in gradients.items()
+            for parameter, squares in pairs
         ]
 
     def follow(self) -> None:
@@ -111,7 +124,9 @@ class GradientSums:
         for parameter, handle in self._hooked:
             handle.remove()
             if not parameter._backward_hooks:
-                parameter._backward_hooks = None  # as torch leaves it where no hook ever was
+                parameter._backward_hooks = (
+                    None  # as torch leaves it where no hook ever was
+                )
         self._hooked, self._unhooked = [], []
 
     def reset(self) -> None:
@@ -126,19 +141,32 @@ class GradientSums:
         passes: dict[str, int] = {}
         for (variable, _), number in self._passes.items():
             passes[variable] = max(int(number), passes.get(variable, 0))
-        return {variable: (_as_array(self._sums[variable]), number) for variable, number in passes.items()}
+        return {
+            variable: (_as_array(self._sums[variable]), number)
+            for variable, number in passes.items()
+        }
 
     @torch.compiler.disable
     @torch.no_grad()
-    def _add(self, variable: str, squares: Callable[[Tensor], Tensor], parameter: int, gradient: Tensor) -> None:
+    def _add(
+        self,
+        variable: str,
+        squares: Callable[[Tensor], Tensor],
+        parameter: int,
+        gradient: Tensor,
+    ) -> None:
         """Add a parameter's gradient of one backward pass, unless it overflowed, as under a gradient scaler."""
         if self._ignores():
             return
         with named_in_errors(self._layer):
             total = squares(gradient)
-            finite = total.isfinite().all()  # a tensor: to read it would wait for the device
+            finite = (
+                total.isfinite().all()
+            )  # a tensor: to read it would wait for the device
             _add_tensor(self._sums, variable, widest(torch.where(finite, total, 0)))
-            self._passes[variable, parameter] = self._passes.get((variable, parameter), 0) + finite.long()
+            self._passes[variable, parameter] = (
+                self._passes.get((variable, parameter), 0) + finite.long()
+            )
 
 
 class Accumulator:
@@ -154,7 +182,13 @@ class Accumulator:
         NotMeasuredError: The probe cannot measure this layer.
     """
 
-    def __init__(self, name: str, module: nn.Module, probe: Probe, ignores: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        probe: Probe,
+        ignores: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.name, self.module, self.probe = name, module, probe
         self.gradients = GradientSums(name, probe.gradients(module), ignores)
         self._sums: dict[str, Tensor] = {}
@@ -170,7 +204,9 @@ class Accumulator:
         self._counts.clear()
         self._patterns.clear()
         self.gradients.reset()
-        for total in self._sums.values():  # which stay, so that all epochs have values of one shape
+        for total in (
+            self._sums.values()
+        ):  # which stay, so that all epochs have values of one shape
             total.zero_()
 
     def add(self, measured: Mapping[str, Tensor]) -> None:
@@ -179,13 +215,17 @@ class Accumulator:
         if not tensors or not len(tensors[0]):
             return
         # All variables side by side: one sum and one test for NaN in a forward, not two for each variable.
-        rows = torch.cat([widest(tensor.reshape(len(tensor), -1)) for tensor in tensors], 1)
+        rows = torch.cat(
+            [widest(tensor.reshape(len(tensor), -1)) for tensor in tensors], 1
+        )
         sums = rows.sum(0).split([tensor[0].numel() for tensor in tensors])
         for (name, tensor), total in zip(measured.items(), sums, strict=True):
             _add_tensor(self._sums, name, total.view(tensor.shape[1:]))
             self._counts[name] += len(rows)
         nonfinite = rows.isfinite().logical_not_().any(1).sum()
-        self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite + nonfinite
+        self._nonfinite = (
+            nonfinite if self._nonfinite is None else self._nonfinite + nonfinite
+        )
         self.images += len(rows)
 
     def add_patterns(self, patterns: Mapping[str, Pattern]) -> None:
@@ -210,13 +250,19 @@ class Accumulator:
         patterns: dict[str, Pattern | None] = {}
         for name, pattern in self._patterns.items():
             if pattern is not None:
-                attention, entropy = _as_array(pattern.attention), _as_array(pattern.entropy)
+                attention, entropy = (
+                    _as_array(pattern.attention),
+                    _as_array(pattern.entropy),
+                )
                 pattern = replace(pattern, attention=attention, entropy=entropy)
             patterns[name] = pattern
         return EpochSums(
             images=self.images,
             nonfinite=0 if self._nonfinite is None else int(self._nonfinite),
-            sums={name: (_as_array(self._sums[name]), number) for name, number in self._counts.items()},
+            sums={
+                name: (_as_array(self._sums[name]), number)
+                for name, number in self._counts.items()
+            },
             squares=self.gradients.read(),
             patterns=patterns,
             state=self._read_state(),
@@ -229,15 +275,21 @@ class Accumulator:
             return {}
         arrays = {}
         with named_in_errors(self.name), edited(self.module):
-            state = check_measured(self.probe, self.probe.state(self.module), by_image=False)
+            state = check_measured(
+                self.probe, self.probe.state(self.module), by_image=False
+            )
             for name, value in state.items():
-                if hasattr(value, "full_tensor"):  # a DTensor, which is spread over ranks
+                if hasattr(
+                    value, "full_tensor"
+                ):  # a DTensor, which is spread over ranks
                     value = value.full_tensor()
                 arrays[name] = _as_array(value)
         return arrays
 
 
-def check_measured(probe: Probe, measured: Mapping[str, _Value], *, by_image: bool) -> Mapping[str, _Value]:
+def check_measured(
+    probe: Probe, measured: Mapping[str, _Value], *, by_image: bool
+) -> Mapping[str, _Value]:
     """Return what a probe has measured, if it is what the probe's variables say.
 
     Args:
@@ -250,15 +302,21 @@ def check_measured(probe: Probe, measured: Mapping[str, _Value], *, by_image: bo
         ValueError: A variable is unknown, has other dimensions, or another number of images.
     """
     if not isinstance(measured, Mapping):
-        raise TypeError(f"expected the probe {probe.kind!r} to give {{variable: tensor}}, got {measured!r}")
+        raise TypeError(
+            f"expected the probe {probe.kind!r} to give {{variable: tensor}}, got {measured!r}"
+        )
     images = None
     for name, value in measured.items():
         if name not in probe.variables:
-            raise ValueError(f"the probe {probe.kind!r} measures {name!r}, which its variables do not describe")
+            raise ValueError(
+                f"the probe {probe.kind!r} measures {name!r}, which its variables do not describe"
+            )
         if by_image and isinstance(value, Pattern):
             continue
         if not isinstance(value, Tensor):
-            raise TypeError(f"expected the probe {probe.kind!r} to give a tensor for {name!r}, got {value!r}")
+            raise TypeError(
+                f"expected the probe {probe.kind!r} to give a tensor for {name!r}, got {value!r}"
+            )
         dims = (*["image"] * by_image, *probe.variables[name].dims[1:])
         if value.ndim != len(dims):
             raise ValueError(
@@ -267,13 +325,19 @@ def check_measured(probe: Probe, measured: Mapping[str, _Value], *, by_image: bo
             )
         if by_image:
             if images not in (None, len(value)):
-                raise ValueError(f"the probe {probe.kind!r} measures {images} images, and {len(value)} for {name!r}")
+                raise ValueError(
+                    f"the probe {probe.kind!r} measures {images} images, and {len(value)} for {name!r}"
+                )
             images = len(value)
     return measured
 
 
 def select_classes(
-    maps: Mapping[str, Tensor], classes: Classes, output: Any, rows: Sequence[int], images: int
+    maps: Mapping[str, Tensor],
+    classes: Classes,
+    output: Any,
+    rows: Sequence[int],
+    images: int,
 ) -> tuple[Mapping[str, Tensor], str]:
     """Leave out the maps of classes that are not kept, and add the index and the score of each class that stays.
 
@@ -296,18 +360,32 @@ def select_classes(
     if isinstance(output, Tensor) and tuple(output.shape) == expected:
         scores = output.detach()[list(rows)].to(all_maps)
     if classes.indices:
-        index = torch.tensor(classes.indices, device=all_maps.device).expand(len(all_maps), -1)
+        index = torch.tensor(classes.indices, device=all_maps.device).expand(
+            len(all_maps), -1
+        )
     elif scores is not None:
         index = scores.topk(min(classes.top, scores.shape[1])).indices
     else:
         reason = f"its output is none of shape {expected}"
         if output is None:
             reason = "the model was not called as a whole"
-        return maps, f"{reason}, so its best classes are unknown: classes=[...] keeps maps of those you name"
-    score = torch.full(index.shape, torch.nan).to(all_maps) if scores is None else scores.gather(1, index)
+        return (
+            maps,
+            f"{reason}, so its best classes are unknown: classes=[...] keeps maps of those you name",
+        )
+    score = (
+        torch.full(index.shape, torch.nan).to(all_maps)
+        if scores is None
+        else scores.gather(1, index)
+    )
     rows_of_maps = torch.arange(len(all_maps), device=all_maps.device)[:, None]
     selected = all_maps[rows_of_maps, index]
-    return {**maps, MAPS_BY_CLASS: selected, "class_index": index, "class_score": score}, ""
+    return {
+        **maps,
+        MAPS_BY_CLASS: selected,
+        "class_index": index,
+        "class_score": score,
+    }, ""
 
 
 def _add_sums(totals: _Sums, sums: _Sums) -> None:
@@ -316,7 +394,9 @@ def _add_sums(totals: _Sums, sums: _Sums) -> None:
         totals[name] = total + value, count + number
 
 
-def _add_patterns(totals: dict[str, Pattern | None], patterns: Mapping[str, Pattern | None]) -> None:
+def _add_patterns(
+    totals: dict[str, Pattern | None], patterns: Mapping[str, Pattern | None]
+) -> None:
     for name, pattern in patterns.items():
         if name in totals:
             total = totals[name]

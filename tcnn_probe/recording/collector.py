@@ -18,7 +18,13 @@ from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.modes import edited, hidden_depth, named_in_errors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
-from tcnn_probe.recording.accumulator import MAPS_BY_CLASS, Accumulator, EpochSums, check_measured, select_classes
+from tcnn_probe.recording.accumulator import (
+    MAPS_BY_CLASS,
+    Accumulator,
+    EpochSums,
+    check_measured,
+    select_classes,
+)
 from tcnn_probe.recording.epoch import MIXED_SIZES, EpochReport, LayerReport
 from tcnn_probe.recording.options import Sampling
 
@@ -96,8 +102,15 @@ class Collector(AttentionListener):
         sampling: Sampling,
         tokens: GivenTokens,
     ) -> None:
-        self._model, self._layers, self._probes, self._sampling = model, layers, probes, sampling
-        self._attention_probes = [probe for probe in probes if probe.attention is not None]
+        self._model, self._layers, self._probes, self._sampling = (
+            model,
+            layers,
+            probes,
+            sampling,
+        )
+        self._attention_probes = [
+            probe for probe in probes if probe.attention is not None
+        ]
         self._names = layer_names(model)
         self.model_class = type(unwrap(model)).__name__
         self.order = {name: place for place, name in enumerate(self._names.values())}
@@ -105,17 +118,25 @@ class Collector(AttentionListener):
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
         self.training_forwards = self.pauses = 0
-        self._depth = hidden_depth()  # gradients of code that is hidden from this recorder come from deeper inside
+        self._depth = (
+            hidden_depth()
+        )  # gradients of code that is hidden from this recorder come from deeper inside
         self._map_images: dict[str, frozenset[int]] = {}
         for probe in probes:
-            self._map_images[probe.kind] = frozenset(sampling.images if probe.images is None else probe.images)
-        self._image_hashes = _ImageHashes(frozenset(sampling.images).union(*self._map_images.values()))
+            self._map_images[probe.kind] = frozenset(
+                sampling.images if probe.images is None else probe.images
+            )
+        self._image_hashes = _ImageHashes(
+            frozenset(sampling.images).union(*self._map_images.values())
+        )
         self.lock = threading.RLock()
         self._entered: Counter[nn.Module] = Counter()
         self._measuring: dict[nn.Module, list[Accumulator]] = {}
         self._parts: dict[nn.Module, Mapping[str, nn.Module]] = {}
         self._attach_probes()
-        self._watched_parts = {part for parts in self._parts.values() for part in parts.values()}
+        self._watched_parts = {
+            part for parts in self._parts.values() for part in parts.values()
+        }
         self._epoch = self._begun_in = 0
         self._image_size: object = None
         self._whole_model = False
@@ -170,21 +191,33 @@ class Collector(AttentionListener):
                 self._expect(layer, kind)
         layers = []
         for key, accumulator in self.accumulators.items():
-            sums = EpochSums.together(rank.sums[key] for rank in ranks if key in rank.sums)
-            mixed = [variable for variable, pattern in sums.patterns.items() if pattern is None]
+            sums = EpochSums.together(
+                rank.sums[key] for rank in ranks if key in rank.sums
+            )
+            mixed = [
+                variable
+                for variable, pattern in sums.patterns.items()
+                if pattern is None
+            ]
             if mixed:
-                self._note_missing(accumulator.name, {*mixed, "translation_equivariance"}, MIXED_SIZES)
+                self._note_missing(
+                    accumulator.name, {*mixed, "translation_equivariance"}, MIXED_SIZES
+                )
             probe = accumulator.probe
             facts = dict(probe.facts(accumulator.module)) if probe.facts else {}
             images, maps = accumulator.images, accumulator.maps
-            layers.append(LayerReport(accumulator.name, probe, facts, sums, images, maps))
+            layers.append(
+                LayerReport(accumulator.name, probe, facts, sums, images, maps)
+            )
         return EpochReport(
             layers=layers,
             probes=self._probes,
             sampling=self._sampling,
             model_class=self.model_class,
             order=self.order,
-            missing={variable: dict(layers) for variable, layers in self.missing.items()},
+            missing={
+                variable: dict(layers) for variable, layers in self.missing.items()
+            },
             unsupported=dict(self.stream.unsupported),
             class_counts=self._class_counts(),
             image_hashes=self._image_hashes.read(),
@@ -212,8 +245,12 @@ class Collector(AttentionListener):
         self._clear()
         self._image_hashes.begins(inputs)
         self._image_size = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
-        self._begun_in = self._epoch  # which another thread may mark before this forward ends
-        self._whole_model = self._names[entry] == ""  # the model, or a wrapper around all of it
+        self._begun_in = (
+            self._epoch
+        )  # which another thread may mark before this forward ends
+        self._whole_model = (
+            self._names[entry] == ""
+        )  # the model, or a wrapper around all of it
         return True
 
     def attends(self, attention: Attention) -> None:
@@ -231,24 +268,44 @@ class Collector(AttentionListener):
         if layout.advice:
             self.advice[attention.name] = layout.advice
         if layout.reason:
-            known = {name for probe in self._attention_probes for name in probe.variables}
-            self._note_missing(attention.name, known & {"attention_distance", "uniform_distance"}, layout.reason)
+            known = {
+                name for probe in self._attention_probes for name in probe.variables
+            }
+            self._note_missing(
+                attention.name,
+                known & {"attention_distance", "uniform_distance"},
+                layout.reason,
+            )
 
     def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
         """Measure a module that has run, or keep a part's call for the probes that need it."""
         if module in self._watched_parts:
-            self._calls[module] = ForwardCall(module, self._names[module], inputs, output)
+            self._calls[module] = ForwardCall(
+                module, self._names[module], inputs, output
+            )
         accumulators = self._measuring.get(module, ())
         if not accumulators:
             return
         submodules = self._parts.get(module, {})
-        parts = {name: self._calls[part] for name, part in submodules.items() if part in self._calls}
+        parts = {
+            name: self._calls[part]
+            for name, part in submodules.items()
+            if part in self._calls
+        }
         for accumulator in accumulators:
             probe, layer = accumulator.probe, accumulator.name
             # Parameters count as the forward had them, ablations included.
             with named_in_errors(layer), edited(module):
                 limit = self._room(layer, probe)
-                call = ForwardCall(module, layer, inputs, output, parts, limit, self.stream.verification)
+                call = ForwardCall(
+                    module,
+                    layer,
+                    inputs,
+                    output,
+                    parts,
+                    limit,
+                    self.stream.verification,
+                )
                 assert probe.measure is not None
                 values = check_measured(probe, probe.measure(call), by_image=True)
                 if values:
@@ -275,7 +332,10 @@ class Collector(AttentionListener):
         self._clear()
 
     def _attach_probes(self) -> None:
-        names = {probe.kind: probe.choose_layers(self._names.values()) for probe in self._probes}
+        names = {
+            probe.kind: probe.choose_layers(self._names.values())
+            for probe in self._probes
+        }
         for module, name in self._names.items():
             if self._layers is not None and name not in self._layers:
                 continue
@@ -303,15 +363,23 @@ class Collector(AttentionListener):
     def _accumulator(self, layer: str, module: nn.Module, probe: Probe) -> Accumulator:
         key = layer, probe.kind
         if key not in self.accumulators:
-            self.accumulators[key] = Accumulator(layer, module, probe, self._ignores_gradients)
+            self.accumulators[key] = Accumulator(
+                layer, module, probe, self._ignores_gradients
+            )
             self.order.setdefault(layer, self.order[self._names[module]])
         return self.accumulators[key]
 
     def _expect(self, layer: str, kind: str) -> None:
         """Make an accumulator for a layer that only another rank has measured."""
         if (layer, kind) not in self.accumulators:
-            probe = next(probe for probe in self._attention_probes if probe.kind == kind)
-            module = next(module for module, name in self._names.items() if name == layer.split("#")[0])
+            probe = next(
+                probe for probe in self._attention_probes if probe.kind == kind
+            )
+            module = next(
+                module
+                for module, name in self._names.items()
+                if name == layer.split("#")[0]
+            )
             self._accumulator(layer, module, probe)
 
     def _all(self) -> list[Accumulator]:
@@ -330,7 +398,9 @@ class Collector(AttentionListener):
             accumulator.gradients.follow()
 
     def _measures_forwards(self) -> bool:
-        return bool(self._attention_probes) or any(accumulator.probe.runs for accumulator in self._all())
+        return bool(self._attention_probes) or any(
+            accumulator.probe.runs for accumulator in self._all()
+        )
 
     def _clear(self) -> None:
         self._pending: list[_Measured] = []
@@ -339,7 +409,9 @@ class Collector(AttentionListener):
 
     def _is_full(self) -> bool:
         # Layers may see different numbers of images; a forward is skipped once all have enough.
-        counts = [accumulator.images for accumulator in self._all() if accumulator.probe.runs]
+        counts = [
+            accumulator.images for accumulator in self._all() if accumulator.probe.runs
+        ]
         limit = self._sampling.max_images
         return limit is not None and bool(counts) and min(counts) >= limit
 
@@ -352,10 +424,15 @@ class Collector(AttentionListener):
     def _room(self, layer: str, probe: Probe) -> int | None:
         """Return the number of further images that count; None for all."""
         limit = self._sampling.max_images
-        return None if limit is None else max(0, limit - self._images_before(layer, probe))
+        return (
+            None if limit is None else max(0, limit - self._images_before(layer, probe))
+        )
 
     def _measured(
-        self, probe: Probe, measured: Mapping[str, Tensor | Pattern], call: Attention | ForwardCall
+        self,
+        probe: Probe,
+        measured: Mapping[str, Tensor | Pattern],
+        call: Attention | ForwardCall,
     ) -> _Measured:
         """Complete the measurements of a call with maps of the images that are chosen."""
         layer, patterns, values, images = call.name, {}, {}, 0
@@ -370,7 +447,9 @@ class Collector(AttentionListener):
         maps: Mapping[str, Tensor] = {}
         if probe.maps is not None:
             map_images = self._map_images[probe.kind]
-            rows = [row for row in range(images)[: call.limit] if before + row in map_images]
+            rows = [
+                row for row in range(images)[: call.limit] if before + row in map_images
+            ]
             if rows:
                 maps = probe.maps(call, rows)
         if MAPS_BY_CLASS in maps:
@@ -379,8 +458,14 @@ class Collector(AttentionListener):
         # Without a grid there are no maps. Maps of classes are lacking for reasons of their own.
         if rows and isinstance(call, Attention) and call.layout.reason:
             lacking = probe.image_variables - maps.keys()
-            self._note_missing(layer, lacking - probe.class_variables if maps else lacking, call.layout.reason)
-        return _Measured(layer, call.module, probe, values, patterns, images, before, rows, maps)
+            self._note_missing(
+                layer,
+                lacking - probe.class_variables if maps else lacking,
+                call.layout.reason,
+            )
+        return _Measured(
+            layer, call.module, probe, values, patterns, images, before, rows, maps
+        )
 
     def _add(self, measured: _Measured, output: Any) -> None:
         probe, maps = measured.probe, measured.maps
@@ -388,7 +473,9 @@ class Collector(AttentionListener):
         accumulator.add(measured.values)
         accumulator.add_patterns(measured.patterns)
         if MAPS_BY_CLASS in maps:
-            maps, why = select_classes(maps, self._sampling.classes, output, measured.rows, measured.images)
+            maps, why = select_classes(
+                maps, self._sampling.classes, output, measured.rows, measured.images
+            )
             if why:
                 self._note_missing(measured.layer, probe.class_variables, why)
         accumulator.add_maps([measured.before + row for row in measured.rows], maps)
@@ -405,7 +492,11 @@ class Collector(AttentionListener):
         return counts
 
     def _attention_like(self) -> list[str]:
-        return [name for module, name in self._names.items() if name and looks_like_attention(module)]
+        return [
+            name
+            for module, name in self._names.items()
+            if name and looks_like_attention(module)
+        ]
 
 
 class _ImageHashes:

@@ -33,7 +33,9 @@ __all__ = [
 MAPS_OF_CLASSES = "maps/classes/"
 """Beginning of the paths of groups with maps of classes."""
 
-MIXED_SIZES = "images of several sizes came between two marks: mark() after those of each size"
+MIXED_SIZES = (
+    "images of several sizes came between two marks: mark() after those of each size"
+)
 """Reason why a layer is recorded without content information."""
 
 Groups = Mapping[str, Group]
@@ -97,18 +99,27 @@ class EpochReport:
     attention_like: Sequence[str]
 
 
-def check_same_recording(store: EpochStore, provenance: Mapping[str, str], report: EpochReport) -> None:
+def check_same_recording(
+    store: EpochStore, provenance: Mapping[str, str], report: EpochReport
+) -> None:
     """Refuse a store of another model, other layers, images or classes, as far as these are known before a forward."""
     groups, attrs, sampling = store.groups, store.attrs, report.sampling
     if groups is None or attrs is None:
         return
-    for name, word in (("model_class", "class"), ("model_architecture", "architecture")):
+    for name, word in (
+        ("model_class", "class"),
+        ("model_architecture", "architecture"),
+    ):
         stored, current = attrs.get(name), provenance.get(name)
         if current is not None and stored is not None and stored != current:
-            raise StoreError(f"the store is a recording of another model (of {word} {stored!r}, not {current!r})")
+            raise StoreError(
+                f"the store is a recording of another model (of {word} {stored!r}, not {current!r})"
+            )
     images = json.loads(attrs["images"])
     if images != list(sampling.images):
-        raise StoreError(f"the store keeps maps of the images {images}, and images= asks for {list(sampling.images)}")
+        raise StoreError(
+            f"the store keeps maps of the images {images}, and images= asks for {list(sampling.images)}"
+        )
     if not store.has_layers:
         return
     for path, group in groups.items():
@@ -124,7 +135,9 @@ def check_same_recording(store: EpochStore, provenance: Mapping[str, str], repor
         for layer in group.layers:
             if layer.split("#")[0] not in report.order:
                 reason = f"{layer!r} there, absent in this model"
-                raise OtherLayersError(f"the store is a recording of other layers ({reason})")
+                raise OtherLayersError(
+                    f"the store is a recording of other layers ({reason})"
+                )
     for entry in report.layers:
         _check_same_layer(entry, groups)
 
@@ -133,8 +146,14 @@ def _check_same_layer(entry: LayerReport, groups: Groups) -> None:
     probe, layer = entry.probe, entry.name
     group = groups.get(probe.place, Group({}, {}))
     images = group.coords.get("image")
-    if probe.images is not None and images is not None and list(images) != list(probe.images):
-        raise StoreError(f"the store has {probe.kind} of {len(images)} other images than are asked for")
+    if (
+        probe.images is not None
+        and images is not None
+        and list(images) != list(probe.images)
+    ):
+        raise StoreError(
+            f"the store has {probe.kind} of {len(images)} other images than are asked for"
+        )
     current = {"kind": probe.kind, **entry.facts}
     stored: Any = "absent"
     if layer in group.layers:
@@ -146,10 +165,15 @@ def _check_same_layer(entry: LayerReport, groups: Groups) -> None:
 
 def check_resumed(stored: Groups, current: Groups) -> None:
     """Refuse to add layers or numbers to a store that has others. Maps of a further size are no difference."""
-    numbers = [{path: group for path, group in groups.items() if not group.maps} for groups in (stored, current)]
+    numbers = [
+        {path: group for path, group in groups.items() if not group.maps}
+        for groups in (stored, current)
+    ]
     reason = difference(*numbers)
     if reason is not None:
-        raise StoreError(f"the store is a recording of something else ({reason}): choose another path")
+        raise StoreError(
+            f"the store is a recording of something else ({reason}): choose another path"
+        )
 
 
 def check_scalars(scalars: Iterable[str], groups: Groups) -> None:
@@ -160,9 +184,13 @@ def check_scalars(scalars: Iterable[str], groups: Groups) -> None:
         paths_and_dims |= {path.split("/")[0], *group.sizes}
     for name in scalars:
         if name in variables:
-            raise ValueError(f"{name!r} is the name of a recorded variable: give the scalar another one")
+            raise ValueError(
+                f"{name!r} is the name of a recorded variable: give the scalar another one"
+            )
         if name in paths_and_dims:
-            raise ValueError(f"{name!r} is the name of something else in the recording: give the scalar another one")
+            raise ValueError(
+                f"{name!r} is the name of something else in the recording: give the scalar another one"
+            )
 
 
 def check_order(along: str, number: int | float, marks: Sequence[int | float]) -> None:
@@ -173,10 +201,14 @@ def check_order(along: str, number: int | float, marks: Sequence[int | float]) -
             f"continue it, leave out what is in recorder.epochs, or mark(..., if_marked='skip')"
         )
     if marks and number < marks[-1]:
-        raise ValueError(f"expected {along} to be later than the last one marked, {marks[-1]}, got {number}")
+        raise ValueError(
+            f"expected {along} to be later than the last one marked, {marks[-1]}, got {number}"
+        )
 
 
-def check_epoch(report: EpochReport, layer_filter: LayerFilter | None, groups: Groups | None) -> None:
+def check_epoch(
+    report: EpochReport, layer_filter: LayerFilter | None, groups: Groups | None
+) -> None:
     """Refuse to mark an epoch that lacks something, with the reason, and what to do.
 
     Args:
@@ -192,7 +224,9 @@ def check_epoch(report: EpochReport, layer_filter: LayerFilter | None, groups: G
     _check_forwards(report, groups)
     if not report.layers:
         _raise_no_attention(report, layer_filter)
-    _check_layer_filter([entry.name for entry in report.layers], layer_filter, report.unsupported)
+    _check_layer_filter(
+        [entry.name for entry in report.layers], layer_filter, report.unsupported
+    )
     counts = [entry.images for entry in report.layers if entry.probe.maps is not None]
     images = report.sampling.images
     # How large maps are, and so which groups they need, is not known before the first of them.
@@ -204,12 +238,17 @@ def check_epoch(report: EpochReport, layer_filter: LayerFilter | None, groups: G
 
 def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
     """Refuse an epoch in which no forward, or no backward pass, reached what is to be measured."""
-    mode, training = report.sampling.mode, f"{report.training_forwards} forwards in training mode"
+    mode, training = (
+        report.sampling.mode,
+        f"{report.training_forwards} forwards in training mode",
+    )
     advice = "run some before mark()"
     if mode == "eval mode":
         advice = "run the validation, with model.eval(), before mark()"
     layers = report.layers
-    idle = dict.fromkeys(entry.name for entry in layers if entry.probe.runs and not entry.sums.images)
+    idle = dict.fromkeys(
+        entry.name for entry in layers if entry.probe.runs and not entry.sums.images
+    )
     if groups is not None:
         # A layer that the recording began without is not written, so it may be idle.
         recorded = {layer for group in groups.values() for layer in group.layers}
@@ -219,7 +258,9 @@ def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
             f"nothing to mark: no image in {mode} reached {_shorten(idle)} since the previous mark ({training}); "
             f"{advice}"
         )
-    if layers and not any(entry.probe.runs or entry.probe.state or entry.sums.squares for entry in layers):
+    if layers and not any(
+        entry.probe.runs or entry.probe.state or entry.sums.squares for entry in layers
+    ):
         raise RuntimeError(
             f"nothing to mark: no gradient reached {_shorten([entry.name for entry in layers])} since the previous "
             f"mark; run some backward passes before mark(), and see that the parameters are not frozen"
@@ -233,7 +274,11 @@ def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
 
 
 def _raise_no_attention(report: EpochReport, layer_filter: LayerFilter | None) -> None:
-    unsupported = f"; layers that look like attention: {report.unsupported}" if report.unsupported else ""
+    unsupported = (
+        f"; layers that look like attention: {report.unsupported}"
+        if report.unsupported
+        else ""
+    )
     if layer_filter is not None:
         layers = report.attention_like
         advice = f": such layers of this model are {_shorten(layers)}" if layers else ""
@@ -249,7 +294,9 @@ def _raise_no_attention(report: EpochReport, layer_filter: LayerFilter | None) -
 
 
 def _check_layer_filter(
-    layers: Iterable[str], layer_filter: LayerFilter | None, unsupported: Mapping[str, str]
+    layers: Iterable[str],
+    layer_filter: LayerFilter | None,
+    unsupported: Mapping[str, str],
 ) -> None:
     """Refuse names and globs that chose nothing that was recorded."""
     if layer_filter is None or callable(layer_filter):
@@ -259,10 +306,16 @@ def _check_layer_filter(
     for pattern in (layer_filter,) if isinstance(layer_filter, str) else layer_filter:
         if matching(recorded, pattern):
             continue
-        inside = [layer for layer in unsupported if layer == pattern or layer.startswith(f"{pattern}.")]
+        inside = [
+            layer
+            for layer in unsupported
+            if layer == pattern or layer.startswith(f"{pattern}.")
+        ]
         reasons = {layer: unsupported[layer] for layer in inside}
         why = f": {reasons}" if reasons else ": no attention was seen there"
-        raise RuntimeError(f"layers asked for {pattern!r}, of which nothing was recorded{why}")
+        raise RuntimeError(
+            f"layers asked for {pattern!r}, of which nothing was recorded{why}"
+        )
 
 
 def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str]:
@@ -272,7 +325,11 @@ def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str
     """
     busy = {entry.probe.kind for entry in report.layers}
     # GPSA and softmax are both default probes, and few models have both.
-    idle = [kind for kind in kinds if kind not in busy and not (kind in DEFAULT and busy & {*DEFAULT})]
+    idle = [
+        kind
+        for kind in kinds
+        if kind not in busy and not (kind in DEFAULT and busy & {*DEFAULT})
+    ]
     warned = [f"no layer was found for the probes {idle}"] if idle else []
     for probe in report.probes:
         entries = [entry for entry in report.layers if entry.probe.kind == probe.kind]
@@ -280,19 +337,39 @@ def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str
         unread = sorted(probe.variables.keys() - probe.image_variables - measured)
         has_state = any(entry.sums.state for entry in entries)
         if probe.kind in kinds and probe.state and entries and unread and not has_state:
-            warned.append(f"{report.model_class} has no {unread} for the probe {probe.kind!r} to read")
+            warned.append(
+                f"{report.model_class} has no {unread} for the probe {probe.kind!r} to read"
+            )
     return warned
 
 
 def warn_of_mixed_sizes(report: EpochReport) -> list[str]:
     """Name the layers without content information, as they saw images of several sizes."""
-    layers = list(dict.fromkeys(entry.name for entry in report.layers if None in entry.sums.patterns.values()))
-    return [f"no content_information of {layers[:3]} (of {len(layers)} layers): {MIXED_SIZES}"] if layers else []
+    layers = list(
+        dict.fromkeys(
+            entry.name
+            for entry in report.layers
+            if None in entry.sums.patterns.values()
+        )
+    )
+    return (
+        [
+            f"no content_information of {layers[:3]} (of {len(layers)} layers): {MIXED_SIZES}"
+        ]
+        if layers
+        else []
+    )
 
 
-def warn_of_changed_images(hashes: Mapping[str, str], stored: Mapping[str, str]) -> list[str]:
+def warn_of_changed_images(
+    hashes: Mapping[str, str], stored: Mapping[str, str]
+) -> list[str]:
     """Name the images that are not those whose hashes were stored."""
-    numbers = [int(number) for number, image_hash in hashes.items() if stored.get(number, image_hash) != image_hash]
+    numbers = [
+        int(number)
+        for number, image_hash in hashes.items()
+        if stored.get(number, image_hash) != image_hash
+    ]
     if not numbers:
         return []
     shown = numbers if len(numbers) < 5 else [*numbers[:3], "..."]

@@ -46,13 +46,20 @@ class LayerValues:
     values: dict[str, np.ndarray] = field(default_factory=dict)
     coords: dict[str, Sequence[Any]] = field(default_factory=dict)
 
-    def add(self, probe: Probe, variables: Mapping[str, Variable], values: Mapping[str, np.ndarray]) -> None:
+    def add(
+        self,
+        probe: Probe,
+        variables: Mapping[str, Variable],
+        values: Mapping[str, np.ndarray],
+    ) -> None:
         """Add measurements of a probe."""
         self.table.setdefault("kind", probe.kind)
         self.variables |= variables
         self.values |= values
         sizes = self.sizes()
-        self.coords |= {dim: labels for dim, labels in probe.coords.items() if dim in sizes}
+        self.coords |= {
+            dim: labels for dim, labels in probe.coords.items() if dim in sizes
+        }
         if "head" in sizes:  # a layer may have fewer heads than its group has room for
             self.table["heads"] = sizes["head"]
 
@@ -67,9 +74,15 @@ class LayerValues:
                 )
             for dim, size in zip(dims, value.shape, strict=True):
                 if sizes.setdefault(dim, size) != size:
-                    raise ValueError(f"{self.layer!r} has values of {sizes[dim]} and of {size} along {dim!r}")
-        if "heads" in self.table and any("head" in variable.dims for variable in self.variables.values()):
-            sizes.setdefault("head", self.table["heads"])  # of a layer that has no value yet
+                    raise ValueError(
+                        f"{self.layer!r} has values of {sizes[dim]} and of {size} along {dim!r}"
+                    )
+        if "heads" in self.table and any(
+            "head" in variable.dims for variable in self.variables.values()
+        ):
+            sizes.setdefault(
+                "head", self.table["heads"]
+            )  # of a layer that has no value yet
         return sizes
 
 
@@ -81,10 +94,17 @@ def number_values(layers: Iterable[LayerReport]) -> list[LayerValues]:
         key = probe.place, layer.name
         entry = entries.setdefault(key, LayerValues(*key, maps=False))
         values = sums.state | sums.means()
-        variables = {name: probe.variables[name] for name in probe.variables if name not in probe.image_variables}
+        variables = {
+            name: probe.variables[name]
+            for name in probe.variables
+            if name not in probe.image_variables
+        }
         if probe.runs:
             variables |= COUNTS
-            values |= {"images": np.array(float(sums.images)), "nonfinite_images": np.array(float(sums.nonfinite))}
+            values |= {
+                "images": np.array(float(sums.images)),
+                "nonfinite_images": np.array(float(sums.nonfinite)),
+            }
         entry.add(probe, variables, values)
         entry.table |= layer.facts
     return list(entries.values())
@@ -96,22 +116,45 @@ def map_values(report: EpochReport) -> list[LayerValues]:
     for layer in report.layers:
         probe = layer.probe
         for number, maps in layer.maps.items():
-            images = {name: _as_image(probe.variables[name], value) for name, value in maps.items()}
-            for names in (maps.keys() - probe.class_variables, maps.keys() & probe.class_variables):
-                place = probe.place if probe.images else _place_of_maps([images[name] for name in names])
-                entry = entries.setdefault((place, layer.name), LayerValues(place, layer.name, maps=True))
+            images = {
+                name: _as_image(probe.variables[name], value)
+                for name, value in maps.items()
+            }
+            for names in (
+                maps.keys() - probe.class_variables,
+                maps.keys() & probe.class_variables,
+            ):
+                place = (
+                    probe.place
+                    if probe.images
+                    else _place_of_maps([images[name] for name in names])
+                )
+                entry = entries.setdefault(
+                    (place, layer.name), LayerValues(place, layer.name, maps=True)
+                )
                 for name in sorted(names):
                     _add_image(entry, layer, name, number, images[name], report)
     return [entry for entry in entries.values() if entry.values]
 
 
 def _add_image(
-    entry: LayerValues, layer: LayerReport, name: str, number: int, image: Image, report: EpochReport
+    entry: LayerValues,
+    layer: LayerReport,
+    name: str,
+    number: int,
+    image: Image,
+    report: EpochReport,
 ) -> None:
     variable, array = image
-    numbers = report.sampling.images if layer.probe.images is None else layer.probe.images
+    numbers = (
+        report.sampling.images if layer.probe.images is None else layer.probe.images
+    )
     if name not in entry.values:
-        entry.add(layer.probe, {name: variable}, {name: _empty((len(numbers), *array.shape), variable)})
+        entry.add(
+            layer.probe,
+            {name: variable},
+            {name: _empty((len(numbers), *array.shape), variable)},
+        )
         entry.coords["image"] = list(numbers)
     if "class" in variable.dims:
         classes = report.sampling.classes
@@ -138,7 +181,9 @@ def _place_of_maps(images: Iterable[Image]) -> str:
     for variable, array in images:
         sizes |= zip(variable.dims[2:], array.shape, strict=False)
     # Layers of one shape share an array, of any other shape they could not: heads, windows and grids differ.
-    shape = "x".join(str(sizes[dim]) for dim in ("head", "window", "y", "x") if dim in sizes)
+    shape = "x".join(
+        str(sizes[dim]) for dim in ("head", "window", "y", "x") if dim in sizes
+    )
     return MAPS_OF_CLASSES + shape if "class" in sizes else f"maps/{shape}"
 
 
@@ -148,7 +193,9 @@ def _empty(shape: tuple[int, ...], variable: Variable) -> np.ndarray:
     return np.full(shape, fill, dtype=variable.dtype)
 
 
-def groups_of(entries: Iterable[LayerValues], order: Mapping[str, int]) -> dict[str, Group]:
+def groups_of(
+    entries: Iterable[LayerValues], order: Mapping[str, int]
+) -> dict[str, Group]:
     """Return the groups that hold these layers, in the model's order."""
     groups = {"": Group({}, {})}
     places: dict[str, list[LayerValues]] = {}
@@ -160,15 +207,23 @@ def groups_of(entries: Iterable[LayerValues], order: Mapping[str, int]) -> dict[
         variables: dict[str, Variable] = {}
         table: dict[str, dict[str, Any]] = {}
         for entry in members:
-            table[entry.layer] = table.get(entry.layer, {}) | entry.table  # of its numbers, and of its maps
+            table[entry.layer] = (
+                table.get(entry.layer, {}) | entry.table
+            )  # of its numbers, and of its maps
             variables |= entry.variables
             coords |= entry.coords
             for dim, size in entry.sizes().items():
                 sizes[dim] = max(size, sizes.get(dim, 0))
         # A variable that no layer has a value of lacks the sizes of its dimensions.
-        variables = {name: variable for name, variable in variables.items() if {*variable.dims} <= {"layer", *sizes}}
+        variables = {
+            name: variable
+            for name, variable in variables.items()
+            if {*variable.dims} <= {"layer", *sizes}
+        }
         coords = {dim: labels[: sizes[dim]] for dim, labels in coords.items()}
-        groups[place] = Group(variables, table, sizes, any(entry.maps for entry in members), coords)
+        groups[place] = Group(
+            variables, table, sizes, any(entry.maps for entry in members), coords
+        )
     return groups
 
 
@@ -179,16 +234,26 @@ def drop_unknown_layers(
     known, unknown, warned = [], [], []
     for entry in entries:
         if entry.place not in groups or entry.layer not in groups[entry.place].layers:
-            unknown.append(f"{entry.layer} in {entry.place}" if entry.place else entry.layer)
+            unknown.append(
+                f"{entry.layer} in {entry.place}" if entry.place else entry.layer
+            )
             continue
-        values = {name: value for name, value in entry.values.items() if name in groups[entry.place].variables}
+        values = {
+            name: value
+            for name, value in entry.values.items()
+            if name in groups[entry.place].variables
+        }
         names = sorted(entry.values.keys() - values.keys())
         if names:
-            warned.append(f"not recorded, because the recording began without them: {names} of {entry.layer!r}")
+            warned.append(
+                f"not recorded, because the recording began without them: {names} of {entry.layer!r}"
+            )
         known.append(replace(entry, values=values))
     if unknown:
         layers = f"{unknown[:3]} (of {len(unknown)})"
-        warned.insert(0, f"not recorded, because the recording began without them: {layers}")
+        warned.insert(
+            0, f"not recorded, because the recording began without them: {layers}"
+        )
     return known, warned
 
 
@@ -196,7 +261,9 @@ def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:
     """Name the layers with numbers that are not finite."""
     counts = {}
     for entry in entries:
-        if not entry.maps and not all(np.isfinite(value).all() for value in entry.values.values()):
+        if not entry.maps and not all(
+            np.isfinite(value).all() for value in entry.values.values()
+        ):
             counts[entry.layer] = int(entry.values.get("nonfinite_images", 0))
     if not counts:
         return []
@@ -206,16 +273,24 @@ def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:
     ]
 
 
-def assemble(entries: Collection[LayerValues], groups: Mapping[str, Group]) -> dict[str, dict[str, np.ndarray]]:
+def assemble(
+    entries: Collection[LayerValues], groups: Mapping[str, Group]
+) -> dict[str, dict[str, np.ndarray]]:
     """Return values of every variable of every group; NaN, or -1 of integers, where a layer has none."""
     arrays: dict[str, dict[str, np.ndarray]] = {}
     rows: dict[str, dict[str, int]] = {}
     for place, group in groups.items():
-        arrays[place] = {name: _empty(group.shape(name), variable) for name, variable in group.variables.items()}
+        arrays[place] = {
+            name: _empty(group.shape(name), variable)
+            for name, variable in group.variables.items()
+        }
         rows[place] = {layer: row for row, layer in enumerate(group.layers)}
     for entry in entries:
         row = rows[entry.place][entry.layer]
         for name, value in entry.values.items():
-            region: tuple[int | slice, ...] = row, *(slice(0, size) for size in value.shape)
+            region: tuple[int | slice, ...] = (
+                row,
+                *(slice(0, size) for size in value.shape),
+            )
             arrays[entry.place][name][region] = value
     return arrays

@@ -53,10 +53,16 @@ class Classes:
         if classes is None:
             return cls(0)
         if not isinstance(classes, Collection):
-            return cls(whole_number(classes, "classes, a number of them or the indices of some", 1))
+            return cls(
+                whole_number(
+                    classes, "classes, a number of them or the indices of some", 1
+                )
+            )
         indices = [whole_number(index, "each of classes") for index in classes]
         if not indices:
-            raise ValueError(f"expected the indices of classes, or None for no maps of classes; got {classes!r}")
+            raise ValueError(
+                f"expected the indices of classes, or None for no maps of classes; got {classes!r}"
+            )
         if isinstance(classes, Set):  # which has no order of its own
             indices.sort()
         return cls(0, tuple(dict.fromkeys(indices)))
@@ -69,7 +75,9 @@ class Classes:
     def check(self, layer: str, count: int) -> None:
         """Refuse indices that are not below the number of classes of a layer."""
         if self.indices and max(self.indices) >= count:
-            raise ValueError(f"expected indices of classes below {count}, for {layer!r}, got {max(self.indices)}")
+            raise ValueError(
+                f"expected indices of classes below {count}, for {layer!r}, got {max(self.indices)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -93,14 +101,23 @@ class Sampling:
     classes: Classes
 
     @classmethod
-    def parse(cls, when: When, every: int, max_images: int | None, images: Any, classes: Any) -> "Sampling":
+    def parse(
+        cls, when: When, every: int, max_images: int | None, images: Any, classes: Any
+    ) -> "Sampling":
         """Parse the arguments of ``record()``; ``images`` is a number of images, a list of indices, or None."""
         if when not in _WORDS:
             raise ValueError(f"expected when='eval', 'train' or 'always', got {when!r}")
         step = whole_number(every, "every", 1)
         if max_images is not None:
             max_images = whole_number(max_images, "max_images", 1)
-        return cls(_TRAINING[when], _WORDS[when], step, max_images, image_numbers(images), Classes.parse(classes))
+        return cls(
+            _TRAINING[when],
+            _WORDS[when],
+            step,
+            max_images,
+            image_numbers(images),
+            Classes.parse(classes),
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +135,9 @@ class Mark:
     skips: bool
 
 
-def parse_mark(values: Mapping[str, SupportsFloat], along: str, if_marked: IfMarked) -> Mark:
+def parse_mark(
+    values: Mapping[str, SupportsFloat], along: str, if_marked: IfMarked
+) -> Mark:
     """Parse the arguments of ``mark()``."""
     if if_marked not in get_args(IfMarked):
         raise ValueError(f"expected if_marked='error' or 'skip', got {if_marked!r}")
@@ -132,43 +151,63 @@ def parse_mark(values: Mapping[str, SupportsFloat], along: str, if_marked: IfMar
     number = _parse_number(along, scalars.pop(along))
     for name in scalars:
         if not name.isidentifier():
-            raise ValueError(f"expected letters, digits and underscores in a scalar's name, got {name!r}")
+            raise ValueError(
+                f"expected letters, digits and underscores in a scalar's name, got {name!r}"
+            )
         if name in COORDINATES or name == along:
-            raise ValueError(f"{name!r} is the name of a coordinate: give the scalar another one")
+            raise ValueError(
+                f"{name!r} is the name of a coordinate: give the scalar another one"
+            )
     floats = {name: _parse_float(name, value) for name, value in scalars.items()}
     return Mark(number, floats, if_marked == "skip")
 
 
 def check_along(along: str) -> None:
     """Refuse what is no name for the coordinate of marks."""
-    if not isinstance(along, str) or not along.isidentifier() or along in (*COORDINATES, "if_marked"):
-        raise ValueError(f"expected the name of a coordinate, such as 'epoch' or 'step', for along; got {along!r}")
+    if (
+        not isinstance(along, str)
+        or not along.isidentifier()
+        or along in (*COORDINATES, "if_marked")
+    ):
+        raise ValueError(
+            f"expected the name of a coordinate, such as 'epoch' or 'step', for along; got {along!r}"
+        )
 
 
 def check_mode(mode: str) -> None:
     """Refuse what is no way to open a store."""
     if mode not in get_args(Mode):
-        raise ValueError(f"expected mode='a' (continue), 'w' (replace) or 'x' (only if nothing is there), got {mode!r}")
+        raise ValueError(
+            f"expected mode='a' (continue), 'w' (replace) or 'x' (only if nothing is there), got {mode!r}"
+        )
 
 
 def check_probes(report: "EpochReport", *, chose_layers: bool) -> None:
     """Refuse probes without a layer, as far as this is known before a forward, and maps that no probe has."""
     probes, sampling, classes = report.probes, report.sampling, report.sampling.classes
     kinds = [probe.kind for probe in probes]
-    if sampling.images and not any(probe.maps and probe.images is None for probe in probes):
+    if sampling.images and not any(
+        probe.maps and probe.images is None for probe in probes
+    ):
         raise ValueError(f"images= keeps maps, and none of the probes {kinds} has any")
     if classes.indices:
         if not (report.class_counts and any(probe.class_variables for probe in probes)):
-            raise ValueError(f"classes={classes.plain} chooses maps, and no layer or probe has one for each class")
+            raise ValueError(
+                f"classes={classes.plain} chooses maps, and no layer or probe has one for each class"
+            )
         if not sampling.images:
-            raise ValueError(f"classes={classes.plain} chooses maps, and there are none without images=")
+            raise ValueError(
+                f"classes={classes.plain} chooses maps, and there are none without images="
+            )
         for pool, count in report.class_counts.items():
             classes.check(pool, count)
     # Attention is found in the first forward.
     if probes and not report.layers and not any(probe.attention for probe in probes):
         where = " among those asked for" if chose_layers else ""
         why = f": {report.missing}" if report.missing else ""
-        raise ValueError(f"{report.model_class} has no layer{where} for the probes {kinds}{why}")
+        raise ValueError(
+            f"{report.model_class} has no layer{where} for the probes {kinds}{why}"
+        )
 
 
 def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -177,20 +216,28 @@ def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         json.dumps(plain, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"expected attrs of plain JSON, got {plain!r}: {error}") from error
+        raise TypeError(
+            f"expected attrs of plain JSON, got {plain!r}: {error}"
+        ) from error
     return plain
 
 
 def _parse_number(along: str, value: SupportsFloat | SupportsIndex) -> int | float:
     """Parse an epoch or a value of another coordinate: integers stay integers."""
     # A tensor of floats has __index__ too, which fails.
-    if along == "epoch" or (isinstance(value, SupportsIndex) and not isinstance(value, Tensor)):
+    if along == "epoch" or (
+        isinstance(value, SupportsIndex) and not isinstance(value, Tensor)
+    ):
         try:
             number = operator.index(value)  # type: ignore[arg-type]
         except TypeError as error:
-            raise TypeError(f"expected an integer for {along}, got {value!r}") from error
+            raise TypeError(
+                f"expected an integer for {along}, got {value!r}"
+            ) from error
         if not -(2**63) <= number < 2**63:  # stored as int64
-            raise ValueError(f"expected an integer of 64 bits for {along}, got {number}")
+            raise ValueError(
+                f"expected an integer of 64 bits for {along}, got {number}"
+            )
         return number
     converted = _parse_float(along, value)
     if not np.isfinite(converted):

@@ -136,18 +136,31 @@ class Recorder:
         sampling = Sampling.parse(when, every, max_images, images, classes)
         layer_names = wanted_layers(model, layers)
         found_probes = find_probes(DEFAULT if probes is None else probes)
-        self._model, self._along, self._layer_filter, self._attrs = model, along, layers, parse_attributes(attrs)
-        self._named_kinds = [] if probes is None else [probe.kind for probe in found_probes]
+        self._model, self._along, self._layer_filter, self._attrs = (
+            model,
+            along,
+            layers,
+            parse_attributes(attrs),
+        )
+        self._named_kinds = (
+            [] if probes is None else [probe.kind for probe in found_probes]
+        )
         self._has_marked = self._is_removed = False
         self._groups: Mapping[str, Group] | None = None
         self._warned: set[str] = set()
         self._ranks = _Ranks(distributed)
-        with ExitStack() as undo:  # which leaves no hook and no lock behind if anything below fails
+        with (
+            ExitStack() as undo
+        ):  # which leaves no hook and no lock behind if anything below fails
             with self._ranks.agreed():
-                self._store = EpochStore(store if self._ranks.writes else None, along=along, mode=mode)
+                self._store = EpochStore(
+                    store if self._ranks.writes else None, along=along, mode=mode
+                )
                 undo.callback(self._store.close)
             self._marks = self._ranks.gather(self._store.marks)[0]
-            self._collector = Collector(model, found_probes, layer_names, sampling, tokens)
+            self._collector = Collector(
+                model, found_probes, layer_names, sampling, tokens
+            )
             undo.callback(self._collector.remove)
             report = self._collector.close_epoch()
             check_probes(report, chose_layers=layers is not None)
@@ -164,7 +177,9 @@ class Recorder:
     def layers(self) -> tuple[str, ...]:
         """Names of the layers recorded, in the model's order; attention is found in the first forward."""
         names = {name for name, _ in self._collector.accumulators}
-        return tuple(sorted(names, key=lambda name: (self._collector.order[name], name)))
+        return tuple(
+            sorted(names, key=lambda name: (self._collector.order[name], name))
+        )
 
     @property
     def unsupported(self) -> dict[str, str]:
@@ -174,7 +189,10 @@ class Recorder:
     @property
     def missing(self) -> dict[str, dict[str, str]]:
         """Layers that are recorded without some variable, and why: {variable: {layer: reason}}."""
-        return {variable: dict(layers) for variable, layers in self._collector.missing.items()}
+        return {
+            variable: dict(layers)
+            for variable, layers in self._collector.missing.items()
+        }
 
     @property
     def epochs(self) -> tuple[int | float, ...]:
@@ -220,7 +238,9 @@ class Recorder:
         """
         with self._ranks.agreed():
             if self._is_removed:
-                raise RuntimeError("the recorder was removed: mark() works inside the with block only")
+                raise RuntimeError(
+                    "the recorder was removed: mark() works inside the with block only"
+                )
             mark = parse_mark(values, self._along, if_marked)
         self._check_same_on_all_ranks(mark)
         warned: list[str] = []
@@ -230,9 +250,13 @@ class Recorder:
             sums_of_ranks = self._ranks.gather(sums)
             with self._ranks.agreed():
                 report = self._collector.close_epoch(sums_of_ranks)
-                if self._ranks.writes and not (mark.skips and mark.number in self.epochs):
+                if self._ranks.writes and not (
+                    mark.skips and mark.number in self.epochs
+                ):
                     warned = self._write(mark, report)
-            self._marks = self._ranks.gather(self.epochs)[0]  # the store is open on the first rank only
+            self._marks = self._ranks.gather(self.epochs)[
+                0
+            ]  # the store is open on the first rank only
             self._collector.reset()
         warned += warn_of_idle_probes(self._named_kinds, report)
         self._has_marked, self._named_kinds = True, []  # idle probes are named once
@@ -258,7 +282,10 @@ class Recorder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             self.remove()
@@ -274,8 +301,12 @@ class Recorder:
         layers, marks, along = self.layers, self.epochs, self._along
         missing = []
         for variable, reasons in self.missing.items():
-            missing.append(f"{variable} of {_count(len(reasons), 'layer')}: {next(iter(reasons.values()))}")
-        unsupported = [f"{layer}: {reason}" for layer, reason in self.unsupported.items()]
+            missing.append(
+                f"{variable} of {_count(len(reasons), 'layer')}: {next(iter(reasons.values()))}"
+            )
+        unsupported = [
+            f"{layer}: {reason}" for layer, reason in self.unsupported.items()
+        ]
         none_yet = "none yet: attention is found in the first forward"
         lines = {
             "layers": f"{len(layers)} ({_shorten(layers)})" if layers else none_yet,
@@ -286,20 +317,29 @@ class Recorder:
             "kept in": self._store.name,
         }
         title = f"Recorder of {self._collector.model_class}{', removed' if self._is_removed else ''}"
-        return "\n".join([title, *(f"  {name}: {text}" for name, text in lines.items())])
+        return "\n".join(
+            [title, *(f"  {name}: {text}" for name, text in lines.items())]
+        )
 
     def _check_same_on_all_ranks(self, mark: Mark) -> None:
         numbers = self._ranks.gather(mark.number)
         if len(set(numbers)) > 1:
-            numbers_of_ranks = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
-            raise ValueError(f"expected the same {self._along} on all ranks, got {self._along} {numbers_of_ranks}")
+            numbers_of_ranks = ", ".join(
+                f"{number} on rank {rank}" for rank, number in enumerate(numbers)
+            )
+            raise ValueError(
+                f"expected the same {self._along} on all ranks, got {self._along} {numbers_of_ranks}"
+            )
 
     def _write(self, mark: Mark, report: EpochReport) -> list[str]:
         """Store an epoch, and return warnings; nothing is changed where it is refused."""
         check_order(self._along, mark.number, self.epochs)
         check_epoch(report, self._layer_filter, self._groups)
         entries = number_values(report.layers) + map_values(report)
-        groups, stored = self._groups or groups_of(entries, report.order), self._store.groups
+        groups, stored = (
+            self._groups or groups_of(entries, report.order),
+            self._store.groups,
+        )
         if self._groups is None and stored is not None and self._store.has_layers:
             check_resumed(stored, groups)
             groups = stored
@@ -314,9 +354,15 @@ class Recorder:
             warned += changed
         attrs = self._attributes(report)
         if not self._store.has_layers:
-            images = {"images": json.dumps(report.sampling.images)}  # that maps are kept of
-            self._store.create(groups, self._attrs | provenance(self._model) | images | attrs)
-        self._store.append(mark.number, assemble(entries, groups), mark.scalars, attrs=attrs)
+            images = {
+                "images": json.dumps(report.sampling.images)
+            }  # that maps are kept of
+            self._store.create(
+                groups, self._attrs | provenance(self._model) | images | attrs
+            )
+        self._store.append(
+            mark.number, assemble(entries, groups), mark.scalars, attrs=attrs
+        )
         self._groups = groups
         return warned
 
@@ -324,9 +370,14 @@ class Recorder:
         """Return why layers or variables are not recorded, and which images came, in this run or in earlier ones."""
         attrs = self._store.attrs or {}
         unsupported, missing, hashes = (
-            json.loads(attrs.get(name, "{}")) for name in ("unsupported", "missing", "image_hashes")
+            json.loads(attrs.get(name, "{}"))
+            for name in ("unsupported", "missing", "image_hashes")
         )
-        unsupported = {layer: reason for layer, reason in unsupported.items() if layer not in self.layers}
+        unsupported = {
+            layer: reason
+            for layer, reason in unsupported.items()
+            if layer not in self.layers
+        }
         for variable, layers in report.missing.items():
             missing[variable] = missing.get(variable, {}) | layers
         return {
@@ -337,9 +388,13 @@ class Recorder:
 
     def _check_marked(self) -> None:
         if not self._ranks.writes:
-            raise RuntimeError("rank 0 has the recording; open its store to read it elsewhere")
+            raise RuntimeError(
+                "rank 0 has the recording; open its store to read it elsewhere"
+            )
         if self._store.groups is None:
-            raise RuntimeError(f"nothing is recorded yet: run a forward, then mark({self._along}=...)")
+            raise RuntimeError(
+                f"nothing is recorded yet: run a forward, then mark({self._along}=...)"
+            )
 
     def _warn_of_missing_grids(self) -> list[str]:
         """Say once which layers lack distances and maps, and what would help."""
@@ -348,14 +403,19 @@ class Recorder:
             if layer in self.layers and layer not in self._warned:
                 layers.setdefault(advice, []).append(layer)
                 self._warned.add(layer)
-        return [f"no attention_distance and no maps of {', '.join(names)}: {why}" for why, names in layers.items()]
+        return [
+            f"no attention_distance and no maps of {', '.join(names)}: {why}"
+            for why, names in layers.items()
+        ]
 
     def _warn_of_unmarked(self) -> str:
         """Return what to warn of when the recording ends; "" if nothing is lost."""
         images = self._collector.unmarked_images
         advice = f"call mark({self._along}=...) after each validation"
         if images:
-            since = "since the last mark" if self._has_marked else "and nothing was marked"
+            since = (
+                "since the last mark" if self._has_marked else "and nothing was marked"
+            )
             return (
                 f"{_count(images, 'image')} measured {since}: they are not in the recording. To keep them, {advice}; "
                 f"for forwards that do not belong to it there is recorder.pause()"
@@ -384,8 +444,12 @@ class _Ranks:
     def __init__(self, together: bool | None) -> None:
         running = dist.is_available() and dist.is_initialized()
         if together and not running:
-            raise RuntimeError("distributed=True needs torch.distributed.init_process_group() before record()")
-        self.together = (running if together is None else together) and dist.get_world_size() > 1
+            raise RuntimeError(
+                "distributed=True needs torch.distributed.init_process_group() before record()"
+            )
+        self.together = (
+            running if together is None else together
+        ) and dist.get_world_size() > 1
 
     @property
     def writes(self) -> bool:
@@ -415,7 +479,9 @@ class _Ranks:
                 raise
             problem = error
         # Also where all is well: a rank that failed would leave the others waiting for its next message.
-        messages = self.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
+        messages = self.gather(
+            None if problem is None else f"{type(problem).__name__}: {problem}"
+        )
         if problem is not None:
             raise problem
         for rank, message in enumerate(messages):
@@ -432,7 +498,9 @@ def _whole_parameters(model: nn.Module) -> Iterator[None]:
     modules = [] if fsdp is None else list(model.modules())
     with ExitStack() as stack:
         if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
-            stack.enter_context(fsdp.FullyShardedDataParallel.summon_full_params(model, writeback=False))
+            stack.enter_context(
+                fsdp.FullyShardedDataParallel.summon_full_params(model, writeback=False)
+            )
         for module in modules:
             if isinstance(module, fsdp.FSDPModule):  # made by fully_shard
                 module.unshard()

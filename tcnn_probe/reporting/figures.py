@@ -60,49 +60,92 @@ def grid(
     mapper = LinearColorMapper(palette=NUMBERS, nan_color=MISSING)
     plot = _figure(name, (-0.5, columns - 0.5), (rows - 0.5, -0.5), _CELL * rows + 48)
     plot.background_fill_color = ABSENT
-    rects = plot.rect("column", "row", 1, 1, source=cells, fill_color=transform("value", mapper), line_color="white")
-    plot.add_glyph(box, Rect(x="column", y="row", width=1, height=1, fill_alpha=0, line_color="black", line_width=3))
+    rects = plot.rect(
+        "column",
+        "row",
+        1,
+        1,
+        source=cells,
+        fill_color=transform("value", mapper),
+        line_color="white",
+    )
+    plot.add_glyph(
+        box,
+        Rect(
+            x="column",
+            y="row",
+            width=1,
+            height=1,
+            fill_alpha=0,
+            line_color="black",
+            line_width=3,
+        ),
+    )
     tips = [("layer", "@layer"), ("head", "@head"), ("", "@text")]
     plot.add_tools(TapTool(), HoverTool(renderers=[rects], tooltips=tips))
     plot.ygrid.visible = False
     plot.xaxis.axis_label = "head"
-    plot.xaxis.ticker = FixedTicker(ticks=list(range(0, columns, math.ceil(columns / 16))))
-    plot.xaxis.major_label_overrides = {column: str(head) for column, head in enumerate(axes.heads)}
+    plot.xaxis.ticker = FixedTicker(
+        ticks=list(range(0, columns, math.ceil(columns / 16)))
+    )
+    plot.xaxis.major_label_overrides = {
+        column: str(head) for column, head in enumerate(axes.heads)
+    }
     plot.yaxis.ticker = FixedTicker(ticks=list(range(rows)))
     plot.yaxis.major_label_overrides = dict(enumerate(_short_names(list(axes.layers))))
     return plot, cells, mapper, box
 
 
 def _cells(axes: Axes, counts: Mapping[str, int]) -> ColumnDataSource:
-    data: dict[str, list[Any]] = {name: [] for name in ("row", "column", "layer", "head", "value", "text")}
+    data: dict[str, list[Any]] = {
+        name: [] for name in ("row", "column", "layer", "head", "value", "text")
+    }
     for row, layer in enumerate(axes.layers):
         for column, head in enumerate(axes.heads):
             if head < counts.get(layer, 0):
-                for name, value in zip(data, (row, column, layer, head, float("nan"), ""), strict=True):
+                for name, value in zip(
+                    data, (row, column, layer, head, float("nan"), ""), strict=True
+                ):
                     data[name].append(value)
     return ColumnDataSource(data)
 
 
 def grid_width(axes: Axes) -> int:
     """Return a width for a grid, in pixels: 30 for each head, 9 for each letter of the layers' names."""
-    return max(280, 30 * len(axes.heads) + 9 * max(map(len, _short_names(list(axes.layers)))) + 30)
+    return max(
+        280,
+        30 * len(axes.heads) + 9 * max(map(len, _short_names(list(axes.layers)))) + 30,
+    )
 
 
-def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSource]) -> figure:
+def curve(
+    axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSource]
+) -> figure:
     """Draw a variable over the marks, a colour for each run, with a dashed line for the mean over the layer's heads."""
     first, last = axes.marks[0], axes.marks[-1]
     edge = 0.02 * (last - first) or 0.5
     low, high = variable["limits"]
     room = max(0.06 * (high - low), 0.01 * max(abs(low), abs(high))) or 0.5
     name, along = variable["name"], axes.along
-    plot = _figure(f"curve {name}", (first - edge, last + edge), (low - room, high + room), 130)
+    plot = _figure(
+        f"curve {name}", (first - edge, last + edge), (low - room, high + room), 130
+    )
     lines = []
     for source, color in zip(sources, RUNS, strict=False):
         if variable["of"] == "head":
             source.add([], f"{name} mean")
-            plot.line(along, f"{name} mean", source=source, line_color=color, line_dash=[3, 3], line_alpha=0.7)
+            plot.line(
+                along,
+                f"{name} mean",
+                source=source,
+                line_color=color,
+                line_dash=[3, 3],
+                line_alpha=0.7,
+            )
         source.add([], name)
-        lines.append(plot.line(along, name, source=source, line_color=color, line_width=2))
+        lines.append(
+            plot.line(along, name, source=source, line_color=color, line_width=2)
+        )
         if len(axes.marks) <= _DOTS:
             plot.scatter(along, name, source=source, color=color, size=5)
     tips = [(along, f"@{{{along}}}"), (variable["label"], f"@{{{name}}}{{0.0000}}")]
@@ -117,7 +160,9 @@ def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSour
     return plot
 
 
-def _figure(name: str, x: tuple[float, float], y: tuple[float, float], height: int) -> figure:
+def _figure(
+    name: str, x: tuple[float, float], y: tuple[float, float], height: int
+) -> figure:
     """Make an empty figure, as wide as its place on the page."""
     plot = figure(
         name=name,
@@ -147,4 +192,6 @@ def _short_names(layers: Sequence[str]) -> list[str]:
         parts = [part[1:] for part in parts]
     while len({part[-1] for part in parts}) == 1 and min(map(len, parts)) > 1:
         parts = [part[:-1] for part in parts]
-    return [name if len(name) <= 24 else f"…{name[-23:]}" for name in map(".".join, parts)]
+    return [
+        name if len(name) <= 24 else f"…{name[-23:]}" for name in map(".".join, parts)
+    ]

@@ -20,7 +20,9 @@ class Maps:
 
     layer: str
     name: str
-    shape: tuple[int, ...]  # (marks, images, heads or classes, y, x); y and x are 0 for numbers beside maps
+    shape: tuple[
+        int, ...
+    ]  # (marks, images, heads or classes, y, x); y and x are 0 for numbers beside maps
     by: str  # "head" or "class"
     windows: bool  # True if a map is a sheet of windows
     data: bytes  # largest value of each map (or the number itself) as float32, then the cells as bytes
@@ -42,12 +44,26 @@ def choose_maps(run: Run, max_bytes: float) -> Choice:
     among them.
     """
     count, images = len(run.marks), len(run.images)
-    size = sum(_bytes_per_mark(values, run.along) for ds in run.maps for values in ds.data_vars.values())
-    room = max_bytes / (4 / 3 * size / images) if size else 0.0  # in maps of an image at a mark; base64 adds a third
+    size = sum(
+        _bytes_per_mark(values, run.along)
+        for ds in run.maps
+        for values in ds.data_vars.values()
+    )
+    room = (
+        max_bytes / (4 / 3 * size / images) if size else 0.0
+    )  # in maps of an image at a mark; base64 adds a third
     if room < images:
-        return Choice([count - 1], int(room), images) if room >= 1 else Choice([], 0, images)
+        return (
+            Choice([count - 1], int(room), images)
+            if room >= 1
+            else Choice([], 0, images)
+        )
     marks = min(count, int(room / images)) if images else 0
-    return Choice(np.unique(np.linspace(count - 1, 0, marks).round().astype(int)).tolist(), images, images)
+    return Choice(
+        np.unique(np.linspace(count - 1, 0, marks).round().astype(int)).tolist(),
+        images,
+        images,
+    )
 
 
 def pack_maps(run: Run, choice: Choice) -> list[Maps]:
@@ -55,7 +71,9 @@ def pack_maps(run: Run, choice: Choice) -> list[Maps]:
     packed = []
     for ds in run.maps if choice.marks else ():
         # Loaded at once: a chunk has all layers, and would be read again for each of them.
-        selected = ds.isel({run.along: choice.marks, "image": slice(choice.images)}).load()
+        selected = ds.isel(
+            {run.along: choice.marks, "image": slice(choice.images)}
+        ).load()
         for name, values in selected.data_vars.items():
             if "y" in values.dims and "window" in values.dims:
                 values = _sheet(values)
@@ -64,15 +82,29 @@ def pack_maps(run: Run, choice: Choice) -> list[Maps]:
             by = "class" if "class" in values.dims else "head"
             grid = [dim for dim in ("y", "x") if dim in values.dims]
             for layer in values["layer"].values.tolist():
-                array = values.sel(layer=layer).transpose(run.along, "image", by, *grid).values.astype(np.float32)
+                array = (
+                    values.sel(layer=layer)
+                    .transpose(run.along, "image", by, *grid)
+                    .values.astype(np.float32)
+                )
                 shape = array.shape if grid else (*array.shape, 0, 0)
-                packed.append(Maps(layer, str(name), shape, by, "window" in ds.dims, _pack(array)))
+                packed.append(
+                    Maps(layer, str(name), shape, by, "window" in ds.dims, _pack(array))
+                )
     return packed
 
 
 def _bytes_per_mark(values: xr.DataArray, along: str) -> int:
     """Count the bytes of a variable of maps at a mark: the cells of each map, and its largest value as float32."""
-    maps = int(np.prod([size for dim, size in values.sizes.items() if dim not in (along, "window", "y", "x")]))
+    maps = int(
+        np.prod(
+            [
+                size
+                for dim, size in values.sizes.items()
+                if dim not in (along, "window", "y", "x")
+            ]
+        )
+    )
     height, width = (values.sizes.get(dim, 0) for dim in ("y", "x"))
     rows, columns = _sheet_shape(values.sizes.get("window", 1))
     return maps * (4 + (rows * (height + 1) - 1) * (columns * (width + 1) - 1))
@@ -87,12 +119,20 @@ def _sheet(values: xr.DataArray) -> xr.DataArray:
     """Lay windows (window, y, x) side by side, row by row, with a line of NaN between them: (y, x)."""
     rows, columns = _sheet_shape(values.sizes["window"])
     extra = rows * columns - values.sizes["window"]
-    padded = values.astype(np.float32).pad(window=(0, extra), y=(0, 1), x=(0, 1)).transpose(..., "window", "y", "x")
+    padded = (
+        values.astype(np.float32)
+        .pad(window=(0, extra), y=(0, 1), x=(0, 1))
+        .transpose(..., "window", "y", "x")
+    )
     *outer, _, height, width = padded.shape
-    sheets = padded.values.reshape(*outer, rows, columns, height, width).swapaxes(-3, -2)
+    sheets = padded.values.reshape(*outer, rows, columns, height, width).swapaxes(
+        -3, -2
+    )
     sheets = sheets.reshape(*outer, rows * height, columns * width)[..., :-1, :-1]
     outer_dims = padded.dims[:-3]
-    return xr.DataArray(sheets, {dim: values[dim] for dim in outer_dims}, (*outer_dims, "y", "x"))
+    return xr.DataArray(
+        sheets, {dim: values[dim] for dim in outer_dims}, (*outer_dims, "y", "x")
+    )
 
 
 def _pack(array: NDArray[np.float32]) -> bytes:
@@ -102,5 +142,7 @@ def _pack(array: NDArray[np.float32]) -> bytes:
     finite = np.where(np.isfinite(array), array, 0)
     largest = finite.max((-2, -1))
     share = finite / np.maximum(largest, np.finfo(np.float32).tiny)[..., None, None]
-    cells = np.where(np.isfinite(array), np.round(share * (NO_VALUE - 1)), NO_VALUE).astype(np.uint8)
+    cells = np.where(
+        np.isfinite(array), np.round(share * (NO_VALUE - 1)), NO_VALUE
+    ).astype(np.uint8)
     return largest.tobytes() + cells.tobytes()

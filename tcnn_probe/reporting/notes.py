@@ -16,12 +16,18 @@ __all__ = ["definitions", "missing", "provenance", "summary"]
 def summary(axes: Axes, runs: Sequence[Run]) -> str:
     """Summarize the recordings in a line."""
     heads, marks = sum(axes.layers.values()), axes.marks
-    span = f"{axes.along} {marks[0]}" + (f" to {marks[-1]} ({len(marks)} recorded)" if len(marks) > 1 else "")
+    span = f"{axes.along} {marks[0]}" + (
+        f" to {marks[-1]} ({len(marks)} recorded)" if len(marks) > 1 else ""
+    )
     models = {str(run.attrs.get("model_class", "")): None for run in runs}
-    return " · ".join([*filter(None, models), f"layers: {len(axes.layers)}, heads: {heads}", span])
+    return " · ".join(
+        [*filter(None, models), f"layers: {len(axes.layers)}, heads: {heads}", span]
+    )
 
 
-def missing(axes: Axes, runs: Sequence[Run], choices: Sequence[Choice], max_mb: float) -> list[str]:
+def missing(
+    axes: Axes, runs: Sequence[Run], choices: Sequence[Choice], max_mb: float
+) -> list[str]:
     """Say what is missing from the page, or that nothing is."""
     lines = []
     for run, choice in zip(runs, choices, strict=True):
@@ -32,22 +38,30 @@ def missing(axes: Axes, runs: Sequence[Run], choices: Sequence[Choice], max_mb: 
             run_lines.append(f"recorded, but not on this page: {', '.join(run.hidden)}")
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         lines += [prefix + line for line in run_lines]
-    return lines or ["Nothing: every layer and variable that was asked for was recorded."]
+    return lines or [
+        "Nothing: every layer and variable that was asked for was recorded."
+    ]
 
 
 def _missing_variables(run: Run) -> Iterable[str]:
     """Say which layers and variables the recording lacks, and why."""
     for layer, reason in json.loads(run.attrs.get("unsupported", "{}")).items():
         yield f"{layer} is not supported: {reason}"
-    unlabelled = json.loads(run.numbers[TYPE].attrs["unlabelled"]) if TYPE in run.numbers else {}
-    for name, reasons in (json.loads(run.attrs.get("missing", "{}")) | {"type": unlabelled}).items():
+    unlabelled = (
+        json.loads(run.numbers[TYPE].attrs["unlabelled"]) if TYPE in run.numbers else {}
+    )
+    for name, reasons in (
+        json.loads(run.attrs.get("missing", "{}")) | {"type": unlabelled}
+    ).items():
         layers_by_reason: defaultdict[str, list[str]] = defaultdict(list)
         for layer, reason in reasons.items():
             layers_by_reason[str(reason)].append(layer)
         for reason, layers in layers_by_reason.items():
             yield f"{label(name)} of {', '.join(layers)}: {reason}"
     variables = [*run.numbers.data_vars.values(), *run.scalars.data_vars.values()]
-    empty = [label(str(values.name)) for values in variables if not np.isfinite(values).any()]
+    empty = [
+        label(str(values.name)) for values in variables if not np.isfinite(values).any()
+    ]
     if empty:
         yield f"no value at any {run.along}: {', '.join(empty)}"
     if TYPE not in run.numbers:
@@ -75,29 +89,47 @@ def _missing_maps(run: Run, choice: Choice, max_mb: float) -> Iterable[str]:
 def _missing_beside(run: Run, axes: Axes) -> Iterable[str]:
     """Say what the other run has and this run lacks."""
     variables = {*run.numbers.data_vars, *run.scalars.data_vars}
-    heads = {layer: count - run.heads.get(layer, count) for layer, count in axes.layers.items()}
+    heads = {
+        layer: count - run.heads.get(layer, count)
+        for layer, count in axes.layers.items()
+    }
     lacking = {
         "layers": [layer for layer in axes.layers if layer not in run.heads],
         f"{axes.along}s": [str(mark) for mark in axes.marks if mark not in run.marks],
-        "variables": [name for name in (axes.numbers | axes.scalars) if name not in variables],
+        "variables": [
+            name for name in (axes.numbers | axes.scalars) if name not in variables
+        ],
         "heads": [f"{count} of {layer}" for layer, count in heads.items() if count],
     }
     for kind, names in lacking.items():
         if names:
-            listed = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
+            listed = ", ".join(names[:8]) + (
+                f", ... ({len(names)})" if len(names) > 8 else ""
+            )
             yield f"the other run has {kind} that this one has not: {listed}"
 
 
-def definitions(axes: Axes, runs: Sequence[Run], maps: Iterable[str]) -> list[tuple[str, str, str]]:
+def definitions(
+    axes: Axes, runs: Sequence[Run], maps: Iterable[str]
+) -> list[tuple[str, str, str]]:
     """List name, unit and definition of every variable on the page."""
-    map_attrs = {str(name): values.attrs for run in runs for ds in run.maps for name, values in ds.data_vars.items()}
-    variables = list((axes.numbers | axes.scalars).items()) + [(name, map_attrs[name]) for name in dict.fromkeys(maps)]
+    map_attrs = {
+        str(name): values.attrs
+        for run in runs
+        for ds in run.maps
+        for name, values in ds.data_vars.items()
+    }
+    variables = list((axes.numbers | axes.scalars).items()) + [
+        (name, map_attrs[name]) for name in dict.fromkeys(maps)
+    ]
     rows = []
     for name, attrs in variables:
         text = attrs.get("description", "")
         if name == TYPE:
             types = json.loads(attrs["definitions"]).items()
-            text = "; ".join(f"{kind}: {definition}" for kind, definition in types if kind)
+            text = "; ".join(
+                f"{kind}: {definition}" for kind, definition in types if kind
+            )
             name = label(name)
         rows.append((name, unit(attrs).strip() or "1", text))
     return rows
@@ -105,7 +137,12 @@ def definitions(axes: Axes, runs: Sequence[Run], maps: Iterable[str]) -> list[tu
 
 def provenance(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """List every attribute that is not shown elsewhere, with a value for each run."""
-    keys = dict.fromkeys(key for run in runs for key in run.attrs if key not in ("layers", "missing", "unsupported"))
+    keys = dict.fromkeys(
+        key
+        for run in runs
+        for key in run.attrs
+        if key not in ("layers", "missing", "unsupported")
+    )
     return [
         ("recording", [run.name for run in runs]),
         *((key, [str(run.attrs.get(key, "")) for run in runs]) for key in keys),

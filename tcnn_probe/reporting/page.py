@@ -50,32 +50,54 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
     variables, numbers = pack_variables(axes, runs)
     room = max_mb * 1e6 - _OVERHEAD - len(numbers) * 4 / 3 - sum(map(len, pictures))
     choices = [choose_maps(run, room / len(runs)) for run in runs]
-    maps = [(number, layer_maps) for number, run in enumerate(runs) for layer_maps in pack_maps(run, choices[number])]
+    maps = [
+        (number, layer_maps)
+        for number, run in enumerate(runs)
+        for layer_maps in pack_maps(run, choices[number])
+    ]
     data = {
         "along": axes.along,
         "marks": axes.marks,
         "heads": axes.heads,
-        "layers": [{"name": layer, "heads": count} for layer, count in axes.layers.items()],
-        "runs": [_describe_run(run, axes, choice) for run, choice in zip(runs, choices, strict=True)],
+        "layers": [
+            {"name": layer, "heads": count} for layer, count in axes.layers.items()
+        ],
+        "runs": [
+            _describe_run(run, axes, choice)
+            for run, choice in zip(runs, choices, strict=True)
+        ],
         "variables": variables,
         "types": TYPES,
         "images": axes.images,
         "pictures": pictures,
-        "tiles": [_describe_tile(place, number, layer_maps) for place, (number, layer_maps) in enumerate(maps)],
+        "tiles": [
+            _describe_tile(place, number, layer_maps)
+            for place, (number, layer_maps) in enumerate(maps)
+        ],
         "palettes": _PALETTES,
         "border": figures.BORDER,
     }
     text = {
         "summary": notes.summary(axes, runs),
         "missing": notes.missing(axes, runs, choices, max_mb),
-        "meanings": notes.definitions(axes, runs, [layer_maps.name for _, layer_maps in maps]),
+        "meanings": notes.definitions(
+            axes, runs, [layer_maps.name for _, layer_maps in maps]
+        ),
         "provenance": notes.provenance(runs),
         "runs": [run.name for run in runs],
         "colors": figures.RUNS,
         "along": axes.along,
     }
-    args = {"page": json.dumps(data), "numbers": numbers, "maps": [layer_maps.data for _, layer_maps in maps]}
-    return _html(_document(axes, runs, variables, args), " and ".join(run.name for run in runs), text)
+    args = {
+        "page": json.dumps(data),
+        "numbers": numbers,
+        "maps": [layer_maps.data for _, layer_maps in maps],
+    }
+    return _html(
+        _document(axes, runs, variables, args),
+        " and ".join(run.name for run in runs),
+        text,
+    )
 
 
 def _describe_run(run: Run, axes: Axes, choice: Choice) -> dict[str, Any]:
@@ -102,33 +124,64 @@ def _describe_tile(place: int, run: int, maps: Maps) -> dict[str, Any]:
         "shape": maps.shape,
         "by": maps.by,
         "windows": maps.windows,
-        "query": [height // 2, width // 2] if maps.name == "center_attention" and not maps.windows else None,
+        "query": [height // 2, width // 2]
+        if maps.name == "center_attention" and not maps.windows
+        else None,
     }
 
 
-def _document(axes: Axes, runs: Sequence[Run], variables: Sequence[dict[str, Any]], args: dict[str, Any]) -> Document:
+def _document(
+    axes: Axes,
+    runs: Sequence[Run],
+    variables: Sequence[dict[str, Any]],
+    args: dict[str, Any],
+) -> Document:
     """Make Bokeh's figures, and attach the program that fills them."""
     document = Document()
     counts = [run.heads for run in runs]
     if len(runs) == 2:
-        counts.append({layer: min(count, runs[1].heads.get(layer, 0)) for layer, count in runs[0].heads.items()})
-    grids = [figures.grid(axes, f"grid {number}", heads) for number, heads in enumerate(counts)]
+        counts.append(
+            {
+                layer: min(count, runs[1].heads.get(layer, 0))
+                for layer, count in runs[0].heads.items()
+            }
+        )
+    grids = [
+        figures.grid(axes, f"grid {number}", heads)
+        for number, heads in enumerate(counts)
+    ]
     sources = [ColumnDataSource({axes.along: []}) for _ in runs]
-    curves = [figures.curve(axes, variable, sources) for variable in variables if variable["curve"]]
-    with document.models.freeze():  # unfrozen, Bokeh walks through all models again for each root
+    curves = [
+        figures.curve(axes, variable, sources)
+        for variable in variables
+        if variable["curve"]
+    ]
+    with (
+        document.models.freeze()
+    ):  # unfrozen, Bokeh walks through all models again for each root
         for plot in [*(plot for plot, *_ in grids), *curves]:
             document.add_root(plot)
     _, cells, mappers, boxes = zip(*grids, strict=True)
-    args |= {"grids": list(cells), "mappers": list(mappers), "boxes": list(boxes), "sources": sources, "plots": curves}
+    args |= {
+        "grids": list(cells),
+        "mappers": list(mappers),
+        "boxes": list(boxes),
+        "sources": sources,
+        "plots": curves,
+    }
     program = CustomJS(args=args, code=(_HERE / "page.js").read_text(encoding="utf-8"))
-    document.js_on_event("document_ready", program)  # an event of the document, which models do not receive
+    document.js_on_event(
+        "document_ready", program
+    )  # an event of the document, which models do not receive
     names = [run.name for run in runs]
     captions = [""] if len(names) == 1 else [*names, f"{names[1]} minus {names[0]}"]
     document.template_variables["grids"] = [
         {"root": plot.name, "width": figures.grid_width(axes), "caption": caption}
         for (plot, *_), caption in zip(grids, captions, strict=True)
     ]
-    document.template_variables["variables"] = [variable for variable in variables if variable["curve"]]
+    document.template_variables["variables"] = [
+        variable for variable in variables if variable["curve"]
+    ]
     return document
 
 
@@ -136,5 +189,9 @@ def _html(document: Document, title: str, text: dict[str, Any]) -> str:
     template = (_HERE / "page.html").read_text(encoding="utf-8")
     variables = text | document.template_variables
     return file_html(
-        document, INLINE, title=f"Attention heads: {title}", template=template, template_variables=variables
+        document,
+        INLINE,
+        title=f"Attention heads: {title}",
+        template=template,
+        template_variables=variables,
     )

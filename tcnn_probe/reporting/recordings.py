@@ -58,42 +58,83 @@ class Axes:
             return None
         axes = {self.along: self.marks, "layer": list(self.layers), "head": self.heads}
         labels = {dim: axes[dim] for dim in axes if dim in variable.dims}
-        return np.ascontiguousarray(variable.astype(float).reindex(labels).transpose(*labels).values)
+        return np.ascontiguousarray(
+            variable.astype(float).reindex(labels).transpose(*labels).values
+        )
 
 
 def read_run(recording: Any) -> Run:
     """Split a recording into its parts; raise ValueError if it is none, or has no marks or layers."""
     tree, source = _as_tree(recording)
-    name = str(source or tree.attrs.get("model_architecture") or tree.attrs.get("model_class") or "recording")
+    name = str(
+        source
+        or tree.attrs.get("model_architecture")
+        or tree.attrs.get("model_class")
+        or "recording"
+    )
     flat = numbers(tree)
     along = str(flat.attrs.get("along"))
     if along not in flat.dims:
-        raise ValueError("expected a recording: a path, recorder.tree, recorder.dataset, or tcnn_probe.open(path)")
+        raise ValueError(
+            "expected a recording: a path, recorder.tree, recorder.dataset, or tcnn_probe.open(path)"
+        )
     if "run" in flat.dims:
-        raise ValueError("expected one recording, got several along 'run': give their paths, report([a, b])")
+        raise ValueError(
+            "expected one recording, got several along 'run': give their paths, report([a, b])"
+        )
     groups = [node.to_dataset() for node in tree.subtree]
     maps = [ds for ds in groups if {"layer", "image", "y", "x"} <= {*ds.dims}]
-    head_groups = [flat, *(ds for ds in groups if "head" in ds.dims and "y" not in ds.dims)]
+    head_groups = [
+        flat,
+        *(ds for ds in groups if "head" in ds.dims and "y" not in ds.dims),
+    ]
     heads = _count_heads([*head_groups, *maps])
     if not flat.sizes[along] or not heads:
-        raise ValueError(f"{name} has no {'layers' if flat.sizes[along] else along} yet: there is nothing to show")
+        raise ValueError(
+            f"{name} has no {'layers' if flat.sizes[along] else along} yet: there is nothing to show"
+        )
     by_head = _numbers(head_groups, along, list(heads))
-    scalars = flat[[key for key, values in flat.data_vars.items() if values.dims == (along,)]]
+    scalars = flat[
+        [key for key, values in flat.data_vars.items() if values.dims == (along,)]
+    ]
     names = {str(key) for ds in groups for key in ds.data_vars}
-    hidden = sorted(names.difference(by_head, scalars.data_vars, *(ds.data_vars for ds in maps)))
+    hidden = sorted(
+        names.difference(by_head, scalars.data_vars, *(ds.data_vars for ds in maps))
+    )
     marks = flat[along].values.tolist()
     images = maps[0]["image"].values.tolist() if maps else []
-    return Run(name, along, marks, xr.Dataset(by_head | _types(flat)), scalars, maps, images, heads, tree.attrs, hidden)
+    return Run(
+        name,
+        along,
+        marks,
+        xr.Dataset(by_head | _types(flat)),
+        scalars,
+        maps,
+        images,
+        heads,
+        tree.attrs,
+        hidden,
+    )
 
 
 def common_axes(runs: Sequence[Run]) -> Axes:
     """Join the axes of all runs; raise ValueError if they were marked along different dimensions."""
     if len({run.along for run in runs}) > 1:
-        raise ValueError(f"{runs[0].name} was marked by {runs[0].along}, {runs[1].name} by {runs[1].along}")
+        raise ValueError(
+            f"{runs[0].name} was marked by {runs[0].along}, {runs[1].name} by {runs[1].along}"
+        )
     layers: dict[str, int] = {}
     for run in runs:
-        layers |= {layer: max(count, layers.get(layer, 0)) for layer, count in run.heads.items()}
-    heads = {head for run in runs if "head" in run.numbers.dims for head in run.numbers["head"].values.tolist()}
+        layers |= {
+            layer: max(count, layers.get(layer, 0))
+            for layer, count in run.heads.items()
+        }
+    heads = {
+        head
+        for run in runs
+        if "head" in run.numbers.dims
+        for head in run.numbers["head"].values.tolist()
+    }
     return Axes(
         runs[0].along,
         sorted({mark for run in runs for mark in run.marks}),
@@ -109,7 +150,11 @@ def _attrs(datasets: Sequence[xr.Dataset]) -> dict[str, dict[str, str]]:
     """Return the attributes of all variables that have a value."""
     attrs: dict[str, dict[str, str]] = {}
     for ds in datasets:
-        attrs |= {str(name): values.attrs for name, values in ds.data_vars.items() if np.isfinite(values).any()}
+        attrs |= {
+            str(name): values.attrs
+            for name, values in ds.data_vars.items()
+            if np.isfinite(values).any()
+        }
     return attrs
 
 
@@ -122,7 +167,9 @@ def _as_tree(recording: Any) -> tuple[xr.DataTree, str | None]:
     elif isinstance(recording, str | os.PathLike):
         tree, source = open_recording(recording), os.fspath(recording)
     else:
-        raise TypeError(f"expected a path, a dataset or a tree of a recording, got {type(recording).__name__}")
+        raise TypeError(
+            f"expected a path, a dataset or a tree of a recording, got {type(recording).__name__}"
+        )
     return tree, PurePath(source).name if source else None
 
 
@@ -132,19 +179,38 @@ def _count_heads(groups: Iterable[xr.Dataset]) -> dict[str, int]:
     for ds in groups:
         table = json.loads(ds.attrs.get("layers", "{}"))
         for layer in ds["layer"].values.tolist() if "layer" in ds.dims else ():
-            heads.setdefault(layer, table.get(layer, {}).get("heads", ds.sizes.get("head", 1)))
+            heads.setdefault(
+                layer, table.get(layer, {}).get("heads", ds.sizes.get("head", 1))
+            )
     return heads
 
 
-def _numbers(groups: Sequence[xr.Dataset], along: str, layers: list[str]) -> dict[str, xr.DataArray]:
+def _numbers(
+    groups: Sequence[xr.Dataset], along: str, layers: list[str]
+) -> dict[str, xr.DataArray]:
     """Collect variables (marks, layer, head) or (marks, layer); of equal names, that of the first group."""
-    heads = sorted({head for ds in groups if "head" in ds.dims for head in ds["head"].values.tolist()})
+    heads = sorted(
+        {
+            head
+            for ds in groups
+            if "head" in ds.dims
+            for head in ds["head"].values.tolist()
+        }
+    )
     variables: dict[str, xr.DataArray] = {}
     for ds in groups:
         for key, values in ds.data_vars.items():
-            if {along, "layer"} <= {*values.dims} <= {along, "layer", "head"} and key not in variables:
-                labels = {"layer": layers} | ({"head": heads} if "head" in values.dims else {})
-                variables[str(key)] = values.astype(float).reindex(labels).transpose(along, *labels)
+            if {along, "layer"} <= {*values.dims} <= {
+                along,
+                "layer",
+                "head",
+            } and key not in variables:
+                labels = {"layer": layers} | (
+                    {"head": heads} if "head" in values.dims else {}
+                )
+                variables[str(key)] = (
+                    values.astype(float).reindex(labels).transpose(along, *labels)
+                )
     return variables
 
 

@@ -16,7 +16,11 @@ __all__ = ["Report", "report"]
 
 
 def report(
-    recordings: Any, path: str | os.PathLike[str] | None = None, *, images: Any = None, max_mb: float = 100
+    recordings: Any,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    images: Any = None,
+    max_mb: float = 100,
 ) -> "Report":
     """Make a page of a recording, which a browser shows without a server or a network.
 
@@ -52,7 +56,9 @@ def report(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "bokeh":
             raise
-        raise ModuleNotFoundError('a report needs Bokeh: pip install "tcnn-probe[report]"', name="bokeh") from None
+        raise ModuleNotFoundError(
+            'a report needs Bokeh: pip install "tcnn-probe[report]"', name="bokeh"
+        ) from None
     names: list[Any] = []
     if isinstance(recordings, dict) and recordings:
         names, recordings = list(recordings), list(recordings.values())
@@ -65,7 +71,9 @@ def report(
         if len(set(names)) < len(runs):
             names = _distinct_names(sources, names[0])
     runs = [replace(run, name=str(name)) for run, name in zip(runs, names, strict=True)]
-    result = Report(page(runs, [] if images is None else _pictures(images, runs), max_mb))
+    result = Report(
+        page(runs, [] if images is None else _pictures(images, runs), max_mb)
+    )
     if path is not None:
         result.save(path)
     return result
@@ -73,7 +81,10 @@ def report(
 
 def _distinct_names(sources: Sequence[Any], name: str) -> list[str]:
     """Rename two recordings of the same name: by their folders, if these differ."""
-    paths = [PurePath(source) if isinstance(source, str | os.PathLike) else PurePath(name) for source in sources]
+    paths = [
+        PurePath(source) if isinstance(source, str | os.PathLike) else PurePath(name)
+        for source in sources
+    ]
     names = ["/".join(path.parts[-2:]) for path in paths]
     return names if names[0] != names[1] else [f"{name} (A)", f"{name} (B)"]
 
@@ -111,13 +122,21 @@ def _pictures(images: Any, runs: Sequence[Run]) -> list[str]:
     arrays = image_array(images)
     recorded = sorted({image for run in runs for image in run.images})
     if len(arrays) != len(recorded):
-        raise ValueError(f"expected the images {recorded}, whose maps were recorded; got {len(arrays)}")
+        raise ValueError(
+            f"expected the images {recorded}, whose maps were recorded; got {len(arrays)}"
+        )
     urls = []
     for image in arrays:
         pixels = (image - image.min()) / max(float(image.max() - image.min()), 1e-12)
-        picture = Image.fromarray((255 * pixels).round().astype("uint8").transpose(1, 2, 0).squeeze())
-        picture.thumbnail((384, 384))  # tiles are 210 pixels wide; screens of high resolution show two in each
+        picture = Image.fromarray(
+            (255 * pixels).round().astype("uint8").transpose(1, 2, 0).squeeze()
+        )
+        picture.thumbnail(
+            (384, 384)
+        )  # tiles are 210 pixels wide; screens of high resolution show two in each
         file = io.BytesIO()
         picture.save(file, "PNG")
-        urls.append("data:image/png;base64," + base64.b64encode(file.getvalue()).decode())
+        urls.append(
+            "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        )
     return urls

@@ -14,7 +14,9 @@ _LEVELS = {1: "model", 2: "layer", 3: "head"}  # by the number of dimensions
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def pack_variables(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]], bytes]:
+def pack_variables(
+    axes: Axes, runs: Sequence[Run]
+) -> tuple[list[dict[str, Any]], bytes]:
     """Describe the variables, types first; and pack their values, (marks, layers, heads), run after run.
 
     All first bytes of the numbers come first, then all second bytes, ..., which Bokeh compresses better. ``starts``
@@ -30,7 +32,9 @@ def pack_variables(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]
         numbers = np.concatenate(arrays, None)
         finite = numbers[np.isfinite(numbers)]
         with np.errstate(invalid="ignore"):  # inf - inf
-            differences = np.abs(arrays[0] - arrays[1]) if len(arrays) == 2 else np.zeros(1)
+            differences = (
+                np.abs(arrays[0] - arrays[1]) if len(arrays) == 2 else np.zeros(1)
+            )
         starts: list[int | None] = []
         for array in values:
             starts.append(None if array is None else length)
@@ -51,9 +55,13 @@ def pack_variables(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]
             }
         )
     if not blocks:
-        raise ValueError(f"no variable of {runs[0].name} has a value: there is nothing to show")
+        raise ValueError(
+            f"no variable of {runs[0].name} has a value: there is nothing to show"
+        )
     shuffled = np.concatenate(blocks).astype("<f8").view(np.uint8).reshape(-1, 8).T
-    table.sort(key=lambda row: (not row["types"], ("head", "layer", "model").index(row["of"])))
+    table.sort(
+        key=lambda row: (not row["types"], ("head", "layer", "model").index(row["of"]))
+    )
     return table, shuffled.tobytes()
 
 

@@ -6,19 +6,29 @@ from numpy.typing import ArrayLike
 __all__ = ["feature_matrix", "label_vector"]
 
 
-def feature_matrix(features: ArrayLike, name: str = "features", images: int = 1) -> np.ndarray:
+def feature_matrix(
+    features: ArrayLike, name: str = "features", images: int = 1
+) -> np.ndarray:
     """Return finite features in float64, shape (n, C); raise ValueError for fewer than so many images."""
     matrix = np.asarray(features, dtype=np.float64)
     if matrix.ndim < 2 or len(matrix) < images or not matrix.size:
-        raise ValueError(f"expected {name} of {images} images or more, shape (n, ...), got the shape {matrix.shape}")
+        raise ValueError(
+            f"expected {name} of {images} images or more, shape (n, ...), got the shape {matrix.shape}"
+        )
     if not np.isfinite(matrix).all():
-        raise ValueError(f"expected finite {name}, got NaN or infinities: leave these layers or images out")
+        raise ValueError(
+            f"expected finite {name}, got NaN or infinities: leave these layers or images out"
+        )
     return matrix.reshape(len(matrix), -1)
 
 
-def label_vector(labels: ArrayLike, features: np.ndarray, name: str = "labels") -> np.ndarray:
+def label_vector(
+    labels: ArrayLike, features: np.ndarray, name: str = "labels"
+) -> np.ndarray:
     """Return a label for each image, shape (n,); raise ValueError for another number of labels."""
     vector = np.asarray(labels)
     if vector.shape != (len(features),):
-        raise ValueError(f"expected {name} of shape ({len(features)},), one for each image, got {vector.shape}")
+        raise ValueError(
+            f"expected {name} of shape ({len(features)},), one for each image, got {vector.shape}"
+        )
     return vector

@@ -11,12 +11,20 @@ from tcnn_probe.representation.spectrum import participation_ratio
 __all__ = ["layer_cka", "layer_scores"]
 
 _ABOUT = {
-    "knn_correct": ("kNN accuracy", "Whether the nearest other images name the image's class (thesis, Eq. 2.6)."),
-    "participation_ratio": ("participation ratio", "Effective number of principal components."),
+    "knn_correct": (
+        "kNN accuracy",
+        "Whether the nearest other images name the image's class (thesis, Eq. 2.6).",
+    ),
+    "participation_ratio": (
+        "participation ratio",
+        "Effective number of principal components.",
+    ),
 }
 
 
-def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 20) -> xr.Dataset:
+def layer_scores(
+    features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 20
+) -> xr.Dataset:
     """Score each layer's features at each epoch: kNN accuracy and effective number of dimensions.
 
     ::
@@ -42,7 +50,9 @@ def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 
         matrix = _own_channels(values)
         if matrix is None:
             return np.full(images, np.nan), np.nan
-        return knn_correct(matrix, labels, neighbors=neighbors).astype(float), participation_ratio(matrix)
+        return knn_correct(matrix, labels, neighbors=neighbors).astype(
+            float
+        ), participation_ratio(matrix)
 
     arrays = xr.apply_ufunc(
         scores,
@@ -53,11 +63,17 @@ def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 
     )
     ds = xr.Dataset(dict(zip(_ABOUT, arrays, strict=True)))
     for name, (long_name, description) in _ABOUT.items():
-        ds[name].attrs = {"units": "1", "long_name": long_name, "description": description}
+        ds[name].attrs = {
+            "units": "1",
+            "long_name": long_name,
+            "description": description,
+        }
     return ds
 
 
-def layer_cka(features: xr.DataArray, others: xr.DataArray | None = None) -> xr.DataArray:
+def layer_cka(
+    features: xr.DataArray, others: xr.DataArray | None = None
+) -> xr.DataArray:
     """Compare the features of all pairs of layers by debiased linear CKA (:func:`linear_cka`).
 
     Args:
@@ -98,7 +114,15 @@ def _own_channels(values: np.ndarray) -> np.ndarray | None:
 
 
 def _load(features: xr.DataArray) -> xr.DataArray:
-    if not isinstance(features, xr.DataArray) or not {"image", "channel"} <= {*features.dims}:
-        got = features.dims if isinstance(features, xr.DataArray) else type(features).__name__
-        raise ValueError(f"expected features, a DataArray with the dims 'image' and 'channel', got {got}")
+    if not isinstance(features, xr.DataArray) or not {"image", "channel"} <= {
+        *features.dims
+    }:
+        got = (
+            features.dims
+            if isinstance(features, xr.DataArray)
+            else type(features).__name__
+        )
+        raise ValueError(
+            f"expected features, a DataArray with the dims 'image' and 'channel', got {got}"
+        )
     return features.compute()

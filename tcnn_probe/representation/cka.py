@@ -12,7 +12,9 @@ from tcnn_probe.representation.arrays import feature_matrix
 
 __all__ = ["LinearCKA", "linear_cka"]
 
-_Layer = tuple[int, str]  # the side, 0 or 1, and the layer's name: two models may have layers of one name
+_Layer = tuple[
+    int, str
+]  # the side, 0 or 1, and the layer's name: two models may have layers of one name
 
 
 def linear_cka(features: ArrayLike, others: ArrayLike) -> float:
@@ -58,7 +60,11 @@ class _Sums:
         self.xy = self.xy + x.T @ y
         self.x, self.y = self.x + x.sum(0), self.y + y.sum(0)
         self.x_yy, self.y_xx = self.x_yy + yy @ x, self.y_xx + xx @ y
-        self.xx, self.yy, self.xx_yy = self.xx + xx.sum(), self.yy + yy.sum(), self.xx_yy + xx @ yy
+        self.xx, self.yy, self.xx_yy = (
+            self.xx + xx.sum(),
+            self.yy + yy.sum(),
+            self.xx_yy + xx @ yy,
+        )
 
     def hsic(self, n: int) -> float:
         """Estimate HSIC without bias from K = x x^T and L = y y^T without their diagonals (Song et al. 2012).
@@ -67,8 +73,15 @@ class _Sums:
         """
         trace = (self.xy**2).sum() - self.xx_yy
         means = (self.x @ self.x - self.xx) * (self.y @ self.y - self.yy)
-        rows = self.x @ self.xy @ self.y - self.x @ self.x_yy - self.y @ self.y_xx + self.xx_yy
-        return float((trace + means / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)) / (n * (n - 3)))
+        rows = (
+            self.x @ self.xy @ self.y
+            - self.x @ self.x_yy
+            - self.y @ self.y_xx
+            + self.xx_yy
+        )
+        return float(
+            (trace + means / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)) / (n * (n - 3))
+        )
 
 
 class LinearCKA:
@@ -93,7 +106,11 @@ class LinearCKA:
         self._sums: dict[tuple[_Layer, _Layer], _Sums] = {}
         self._names: list[list[str]] = []
 
-    def add(self, features: Mapping[str, ArrayLike], others: Mapping[str, ArrayLike] | None = None) -> None:
+    def add(
+        self,
+        features: Mapping[str, ArrayLike],
+        others: Mapping[str, ArrayLike] | None = None,
+    ) -> None:
         """Add a batch of images.
 
         Args:
@@ -107,19 +124,25 @@ class LinearCKA:
         sides = [features] if others is None else [features, others]
         names = [list(side) for side in sides]
         if self._names and self._names != names:
-            raise ValueError(f"expected the layers {self._names}, as before, got {names}")
+            raise ValueError(
+                f"expected the layers {self._names}, as before, got {names}"
+            )
         batch: dict[_Layer, np.ndarray] = {}
         for number, side in enumerate(sides):
             for name, values in side.items():
                 batch[number, name] = feature_matrix(values, f"features of {name!r}")
         counts = {f"{name!r}": len(values) for (_, name), values in batch.items()}
         if len(set(counts.values())) != 1:
-            raise ValueError(f"expected features of as many images from all layers, got {counts or 'no layer'}")
+            raise ValueError(
+                f"expected features of as many images from all layers, got {counts or 'no layer'}"
+            )
         for layer, values in batch.items():
             channels = len(self._shift.get(layer, values[0]))
             if channels != values.shape[1]:
                 got = f"as before, got {values.shape[1]}"
-                raise ValueError(f"expected {channels} numbers an image of {layer[1]!r}, {got}")
+                raise ValueError(
+                    f"expected {channels} numbers an image of {layer[1]!r}, {got}"
+                )
         self._names = names
         self._images += next(iter(counts.values()))
         for layer, values in batch.items():
@@ -138,7 +161,9 @@ class LinearCKA:
         if self._images < 4:
             raise ValueError(f"expected 4 images or more, got {self._images}")
         hsic = {pair: sums.hsic(self._images) for pair, sums in self._sums.items()}
-        values = [_normalize(hsic[a, b], hsic[a, a], hsic[b, b]) for a, b in self._pairs()]
+        values = [
+            _normalize(hsic[a, b], hsic[a, a], hsic[b, b]) for a, b in self._pairs()
+        ]
         rows, columns = self._names[0], self._names[-1]
         about = {
             "units": "1",
@@ -147,11 +172,21 @@ class LinearCKA:
             "images": self._images,
         }
         coords = {"layer": rows, "other_layer": columns}
-        return xr.DataArray(np.reshape(values, (len(rows), -1)), coords, ("layer", "other_layer"), "cka", about)
+        return xr.DataArray(
+            np.reshape(values, (len(rows), -1)),
+            coords,
+            ("layer", "other_layer"),
+            "cka",
+            about,
+        )
 
     def _pairs(self) -> list[tuple[_Layer, _Layer]]:
         last = len(self._names) - 1
-        return [((0, row), (last, column)) for row in self._names[0] for column in self._names[-1]]
+        return [
+            ((0, row), (last, column))
+            for row in self._names[0]
+            for column in self._names[-1]
+        ]
 
 
 def _normalize(hsic: float, hsic_x: float, hsic_y: float) -> float:

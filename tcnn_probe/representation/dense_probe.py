@@ -53,21 +53,38 @@ def dense_probe(
     cells, pixels = _cells(features, masks, "")
     train_cells, train_pixels = _cells(train_features, train_masks, "train_")
     classes = np.unique(train_pixels)
-    counts = np.stack([(train_pixels == label).sum(1) for label in classes], 1)  # (cells, K)
+    counts = np.stack(
+        [(train_pixels == label).sum(1) for label in classes], 1
+    )  # (cells, K)
     cell, label_index = counts.nonzero()
     weight = counts[cell, label_index]
     # 5000: lbfgs stops when it has converged; with its default of 100 iterations, many channels do not.
-    scaler, classifier = StandardScaler(), LogisticRegression(C=1 / regularization, max_iter=5000)
-    weights = {"standardscaler__sample_weight": weight, "logisticregression__sample_weight": weight}
-    model = make_pipeline(scaler, classifier).fit(train_cells[cell], classes[label_index], **weights)
+    scaler, classifier = (
+        StandardScaler(),
+        LogisticRegression(C=1 / regularization, max_iter=5000),
+    )
+    weights = {
+        "standardscaler__sample_weight": weight,
+        "logisticregression__sample_weight": weight,
+    }
+    model = make_pipeline(scaler, classifier).fit(
+        train_cells[cell], classes[label_index], **weights
+    )
     predictions = np.repeat(model.predict(cells), pixels.shape[1])
     groups = len(np.asarray(masks)) if by_image else 1
     labels = np.union1d(classes, pixels)
-    truth, predicted = (  # a column for each image and class: one call of jaccard_score instead of one for each image
-        (values.reshape(groups, -1).T[:, :, None] == labels).reshape(-1, groups * len(labels))
+    (
+        truth,
+        predicted,
+    ) = (  # a column for each image and class: one call of jaccard_score instead of one for each image
+        (values.reshape(groups, -1).T[:, :, None] == labels).reshape(
+            -1, groups * len(labels)
+        )
         for values in (pixels, predictions)
     )
-    iou = jaccard_score(truth, predicted, average=None, zero_division=0).reshape(groups, -1)
+    iou = jaccard_score(truth, predicted, average=None, zero_division=0).reshape(
+        groups, -1
+    )
     if not by_image:
         return np.asarray(iou[0])
     return np.where((truth | predicted).any(0).reshape(iou.shape), iou, np.nan)
@@ -94,9 +111,17 @@ def layer_dense_probe(
         ValueError: The layers to fit and to judge differ; or see :func:`dense_probe`.
     """
     if not features or features.keys() != train_features.keys():
-        raise ValueError(f"expected the same layers to fit and to judge, got {[*train_features]} and {[*features]}")
+        raise ValueError(
+            f"expected the same layers to fit and to judge, got {[*train_features]} and {[*features]}"
+        )
     rows = [
-        dense_probe(maps, masks, train_features[name], train_masks, regularization=regularization)
+        dense_probe(
+            maps,
+            masks,
+            train_features[name],
+            train_masks,
+            regularization=regularization,
+        )
         for name, maps in features.items()
     ]
     coords = {"layer": list(features), "class": np.union1d(masks, train_masks)}
@@ -109,7 +134,9 @@ def layer_dense_probe(
     return xr.DataArray(np.stack(rows), coords, ("layer", "class"), "iou", about)
 
 
-def _cells(features: ArrayLike, masks: ArrayLike, prefix: str) -> tuple[np.ndarray, np.ndarray]:
+def _cells(
+    features: ArrayLike, masks: ArrayLike, prefix: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Return features of the cells, (cells, C), and the classes of their pixels, (cells, pixels of a cell)."""
     maps, classes = np.asarray(features, dtype=np.float64), np.asarray(masks)
     if maps.ndim != 4 or classes.shape[:1] != maps.shape[:1] or classes.ndim != 3:

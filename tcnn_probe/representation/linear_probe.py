@@ -35,8 +35,13 @@ def linear_probe_correct(
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    train, test = feature_matrix(train_features, "train_features"), feature_matrix(features)
+    train, test = (
+        feature_matrix(train_features, "train_features"),
+        feature_matrix(features),
+    )
     # 5000: lbfgs stops when it has converged; with its default of 100 iterations, many channels do not.
-    model = make_pipeline(StandardScaler(), LogisticRegression(C=1 / regularization, max_iter=5000))
+    model = make_pipeline(
+        StandardScaler(), LogisticRegression(C=1 / regularization, max_iter=5000)
+    )
     model.fit(train, label_vector(train_labels, train, "train_labels"))
     return np.asarray(model.predict(test) == label_vector(labels, test))

@@ -43,16 +43,22 @@ def knn_correct(
 
     if not temperature > 0:
         raise ValueError(f"expected a temperature above 0, got {temperature}")
-    queries, labels, searched, searched_labels = _with_gallery(features, labels, gallery, gallery_labels)
+    queries, labels, searched, searched_labels = _with_gallery(
+        features, labels, gallery, gallery_labels
+    )
     available = len(searched) - (gallery is None)
     if not 1 <= neighbors <= available:
-        raise ValueError(f"expected neighbors from 1 to {available}, the images to choose from, got {neighbors}")
+        raise ValueError(
+            f"expected neighbors from 1 to {available}, the images to choose from, got {neighbors}"
+        )
 
     def weights(distance: np.ndarray) -> np.ndarray:
         # The distance is 1 - cos. A constant factor divides out; this one keeps the nearest weight from underflowing.
         return np.exp((distance.min(1, keepdims=True) - distance) / temperature)
 
-    model = KNeighborsClassifier(neighbors, weights=weights, metric="cosine", algorithm="brute")
+    model = KNeighborsClassifier(
+        neighbors, weights=weights, metric="cosine", algorithm="brute"
+    )
     model.fit(searched, searched_labels)
     return np.asarray(model.predict(None if gallery is None else queries) == labels)
 
@@ -90,15 +96,21 @@ def average_precision(
     from sklearn.metrics import average_precision_score
     from sklearn.metrics.pairwise import cosine_similarity
 
-    queries, labels, ranked, ranked_labels = _with_gallery(features, labels, gallery, gallery_labels)
+    queries, labels, ranked, ranked_labels = _with_gallery(
+        features, labels, gallery, gallery_labels
+    )
     scores = cosine_similarity(queries, ranked)
     if (coarse_probabilities is None) != (gallery_coarse is None):
-        raise ValueError("expected coarse_probabilities and gallery_coarse together, got one of them")
+        raise ValueError(
+            "expected coarse_probabilities and gallery_coarse together, got one of them"
+        )
     if coarse_probabilities is not None and gallery_coarse is not None:
         odds = _log_odds(coarse_probabilities, queries)
         coarse = label_vector(gallery_coarse, ranked, "gallery_coarse")
         if not np.isin(coarse, range(odds.shape[1])).all():
-            raise ValueError(f"expected gallery_coarse from 0 to {odds.shape[1] - 1}, got {np.unique(coarse)}")
+            raise ValueError(
+                f"expected gallery_coarse from 0 to {odds.shape[1] - 1}, got {np.unique(coarse)}"
+            )
         scores = scores + odds[:, coarse.astype(int)]
     precisions = np.full(len(queries), np.nan)
     for query, (score, label) in enumerate(zip(scores, labels, strict=True)):
@@ -110,18 +122,30 @@ def average_precision(
 
 
 def _with_gallery(
-    features: ArrayLike, labels: ArrayLike, gallery: ArrayLike | None, gallery_labels: ArrayLike | None
+    features: ArrayLike,
+    labels: ArrayLike,
+    gallery: ArrayLike | None,
+    gallery_labels: ArrayLike | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     if (gallery is None) != (gallery_labels is None):
-        raise ValueError("expected gallery and gallery_labels together, got one of them")
+        raise ValueError(
+            "expected gallery and gallery_labels together, got one of them"
+        )
     queries = feature_matrix(features, images=2 if gallery is None else 1)
     query_labels = label_vector(labels, queries)
     if gallery is None or gallery_labels is None:
         return queries, query_labels, queries, query_labels
     matrix = feature_matrix(gallery, "a gallery")
     if matrix.shape[1] != queries.shape[1]:
-        raise ValueError(f"expected a gallery of {queries.shape[1]} numbers an image, got {matrix.shape[1]}")
-    return queries, query_labels, matrix, label_vector(gallery_labels, matrix, "gallery_labels")
+        raise ValueError(
+            f"expected a gallery of {queries.shape[1]} numbers an image, got {matrix.shape[1]}"
+        )
+    return (
+        queries,
+        query_labels,
+        matrix,
+        label_vector(gallery_labels, matrix, "gallery_labels"),
+    )
 
 
 def _log_odds(probabilities: ArrayLike, queries: np.ndarray) -> np.ndarray:
@@ -129,6 +153,10 @@ def _log_odds(probabilities: ArrayLike, queries: np.ndarray) -> np.ndarray:
 
     p = np.asarray(probabilities, dtype=np.float64)
     if p.ndim != 2 or len(p) != len(queries) or not ((p >= 0) & (p <= 1)).all():
-        raise ValueError(f"expected coarse_probabilities from 0 to 1 of shape ({len(queries)}, K), got {p.shape}")
-    eps = np.finfo(p.dtype).eps  # log odds of at most 36, large beside cosines; infinite ones would hide the cosines
+        raise ValueError(
+            f"expected coarse_probabilities from 0 to 1 of shape ({len(queries)}, K), got {p.shape}"
+        )
+    eps = np.finfo(
+        p.dtype
+    ).eps  # log odds of at most 36, large beside cosines; infinite ones would hide the cosines
     return np.asarray(logit(p.clip(eps, 1 - eps)))

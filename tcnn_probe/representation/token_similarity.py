@@ -24,12 +24,16 @@ def token_cosine(tokens: Any) -> Any:
     Raises:
         ValueError: There are fewer than two tokens.
     """
-    if hasattr(tokens, "element_size"):  # a tensor, without an import of torch; squares of half precision overflow
+    if hasattr(
+        tokens, "element_size"
+    ):  # a tensor, without an import of torch; squares of half precision overflow
         tokens = tokens.float() if tokens.element_size() < 4 else tokens
     else:
         tokens = np.asarray(tokens, dtype=np.float64)
     if tokens.ndim < 2 or tokens.shape[-2] < 2:
-        raise ValueError(f"expected two tokens or more, shape (..., N, C), got the shape {tuple(tokens.shape)}")
+        raise ValueError(
+            f"expected two tokens or more, shape (..., N, C), got the shape {tuple(tokens.shape)}"
+        )
     count = tokens.shape[-2]
     lengths = (tokens * tokens).sum(-1) ** 0.5
     total = (tokens / (lengths + (lengths == 0))[..., None]).sum(-2)

@@ -57,15 +57,22 @@ _NUMBERS = ["bytes", "crc32c"]
 _MAPS = ["bytes", "zstd", "crc32c"]
 
 
-def array_document(variable: Variable, shape: Sequence[int], along: str, *, maps: bool = False) -> Document:
+def array_document(
+    variable: Variable, shape: Sequence[int], along: str, *, maps: bool = False
+) -> Document:
     """Describe an array over the marks, of no length yet, with rows of this shape."""
     row = [max(size, 1) for size in shape]
     if maps:
-        cut = {"shards": (1, *row), "chunks": (1, *_ones_along("layer", "head", dims=variable.dims, shape=row))}
+        cut = {
+            "shards": (1, *row),
+            "chunks": (1, *_ones_along("layer", "head", dims=variable.dims, shape=row)),
+        }
     else:
         row_bytes = prod(row) * np.dtype(variable.dtype).itemsize
         low, high = MARKS_PER_CHUNK
-        marks = min(max(CHUNK_BYTES // row_bytes, low), high, max(1, LARGEST_CHUNK // row_bytes))
+        marks = min(
+            max(CHUNK_BYTES // row_bytes, low), high, max(1, LARGEST_CHUNK // row_bytes)
+        )
         cut = {"chunks": (marks, *row)}
     return _document(
         shape=(0, *shape),
@@ -80,11 +87,16 @@ def array_document(variable: Variable, shape: Sequence[int], along: str, *, maps
 
 def repacked(document: Document) -> Document:
     """Describe the same maps cut for reading one head over all marks: 100 marks a shard, in it 25 of one head."""
-    dims, row = document["dimension_names"][1:], [max(size, 1) for size in document["shape"][1:]]
+    dims, row = (
+        document["dimension_names"][1:],
+        [max(size, 1) for size in document["shape"][1:]],
+    )
     return _document(
         shape=tuple(document["shape"]),
         dtype=document["data_type"],
-        fill_value=np.nan if document["fill_value"] == "NaN" else document["fill_value"],
+        fill_value=np.nan
+        if document["fill_value"] == "NaN"
+        else document["fill_value"],
         dimension_names=document["dimension_names"],
         attributes=document["attributes"],
         compressors=_COMPRESSED,
@@ -121,7 +133,9 @@ def with_length(document: Document, length: int) -> Document:
 
 def open_array(store: Store, path: str, document: Document) -> "zarr.AsyncArray[Any]":
     """Open the array that a document describes; none of its chunks is left out, or deleted, for being empty."""
-    return zarr.AsyncArray({**document}, StorePath(store, path), {"write_empty_chunks": True})  # type: ignore[call-overload]
+    return zarr.AsyncArray(
+        {**document}, StorePath(store, path), {"write_empty_chunks": True}
+    )  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
@@ -136,34 +150,60 @@ class ChunkSize:
     @classmethod
     def of(cls, document: Document) -> Self:
         """Read the sizes off a document."""
-        codecs, outer = document["codecs"], document["chunk_grid"]["configuration"]["chunk_shape"]
+        codecs, outer = (
+            document["codecs"],
+            document["chunk_grid"]["configuration"]["chunk_shape"],
+        )
         inner, names = outer, [codec["name"] for codec in codecs]
         if maps := names == ["sharding_indexed"]:
             cut = codecs[0]["configuration"]
-            inner, names = cut["chunk_shape"], [codec["name"] for codec in cut["codecs"]]
-            if [codec["name"] for codec in cut["index_codecs"]] != _NUMBERS or cut["index_location"] != "end":
+            inner, names = (
+                cut["chunk_shape"],
+                [codec["name"] for codec in cut["codecs"]],
+            )
+            if [codec["name"] for codec in cut["index_codecs"]] != _NUMBERS or cut[
+                "index_location"
+            ] != "end":
                 raise ValueError("its shards have another index")
-        if names != (_MAPS if maps else _NUMBERS) or document.get("storage_transformers"):
+        if names != (_MAPS if maps else _NUMBERS) or document.get(
+            "storage_transformers"
+        ):
             raise ValueError(f"its chunks are encoded by {names}")
         attributes = document["attributes"]
         known = attributes.keys() <= {"units", "long_name", "description"}
         if not known or not all(isinstance(text, str) for text in attributes.values()):
             raise ValueError(f"it has the attributes {sorted(attributes)}")
         dtype = document["data_type"]
-        size = np.dtype(dtype).itemsize if isinstance(dtype, str) else dtype["configuration"]["length_bytes"]
-        count = prod(large // small for large, small in zip(outer, inner, strict=True)) if maps else 0
+        size = (
+            np.dtype(dtype).itemsize
+            if isinstance(dtype, str)
+            else dtype["configuration"]["length_bytes"]
+        )
+        count = (
+            prod(large // small for large, small in zip(outer, inner, strict=True))
+            if maps
+            else 0
+        )
         shape = document["shape"]
-        chunks = prod(-(-length // step) for length, step in zip(shape, outer, strict=True))
+        chunks = prod(
+            -(-length // step) for length, step in zip(shape, outer, strict=True)
+        )
         sizes = cls(prod(inner) * size, count, prod(shape) * size, chunks)
         if sizes.chunk > LARGEST_CHUNK or count > MOST_INNER_CHUNKS:
-            raise ValueError(f"it has chunks of {sizes.chunk} bytes, {count} in each shard")
+            raise ValueError(
+                f"it has chunks of {sizes.chunk} bytes, {count} in each shard"
+            )
         return sizes
 
     @property
     def stored(self) -> int:
         """Bytes that a chunk takes at most as stored, or a shard."""
         # 16 bytes a chunk for the index of a shard; 4 for the checksum of numbers, and one so that an excess shows.
-        return (2 * self.chunk + 1024) * self.count + 16 * self.count if self.count else self.chunk + 5
+        return (
+            (2 * self.chunk + 1024) * self.count + 16 * self.count
+            if self.count
+            else self.chunk + 5
+        )
 
 
 class CheckedStore(WrapperStore[Store]):
@@ -178,7 +218,9 @@ class CheckedStore(WrapperStore[Store]):
         identity: Text that the root of this recording has, and of no other.
     """
 
-    def __init__(self, store: Store, sizes: Mapping[str, ChunkSize], identity: str) -> None:
+    def __init__(
+        self, store: Store, sizes: Mapping[str, ChunkSize], identity: str
+    ) -> None:
         super().__init__(store)
         self._sizes, self._identity = sizes, identity
         self._compared: tuple[int, ...] | None = None
@@ -189,17 +231,29 @@ class CheckedStore(WrapperStore[Store]):
     def __str__(self) -> str:
         return str(self._store)
 
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+    async def get(
+        self,
+        key: str,
+        prototype: BufferPrototype,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
         """Read an object, or a part of it."""
         path, _, cell = key.rpartition("/c/")
         size = None if cell.endswith(ROOT) else self._sizes.get(path)
         if size is None:
             return await self._store.get(key, prototype, byte_range)
         # zstd makes what it cannot compress a little larger, never twice as large.
-        if isinstance(byte_range, RangeByteRequest) and byte_range.end - byte_range.start > 2 * size.chunk + 1024:
+        if (
+            isinstance(byte_range, RangeByteRequest)
+            and byte_range.end - byte_range.start > 2 * size.chunk + 1024
+        ):
             raise self._damaged(key, "its shard says that it is too large")
         # Cut short: a file may be larger than it should be. Not at a server, which may not like the range.
-        cut = RangeByteRequest(0, size.stored) if isinstance(self._store, Folder) else None
+        cut = (
+            RangeByteRequest(0, size.stored)
+            if isinstance(self._store, Folder)
+            else None
+        )
         buffer = await self._store.get(key, prototype, byte_range or cut)
         await self._check_identity()
         data = b"" if buffer is None else buffer.to_bytes()
@@ -208,10 +262,14 @@ class CheckedStore(WrapperStore[Store]):
         if size.count:
             self._check_frames(key, size, data, byte_range)
         elif len(data) != size.stored - 1:
-            raise self._damaged(key, f"it has {len(data)} bytes, expected {size.stored - 1}")
+            raise self._damaged(
+                key, f"it has {len(data)} bytes, expected {size.stored - 1}"
+            )
         return buffer
 
-    def _check_frames(self, key: str, size: ChunkSize, data: bytes, byte_range: ByteRequest | None) -> None:
+    def _check_frames(
+        self, key: str, size: ChunkSize, data: bytes, byte_range: ByteRequest | None
+    ) -> None:
         """Refuse compressed chunks that say that they are larger than they should be."""
         if isinstance(byte_range, RangeByteRequest):
             starts = [0]
@@ -224,7 +282,10 @@ class CheckedStore(WrapperStore[Store]):
             return
         for start in starts:
             if frame_size(data[start : start + 18]) != size.chunk:
-                raise self._damaged(key, f"a chunk in it is compressed from other than {size.chunk} bytes")
+                raise self._damaged(
+                    key,
+                    f"a chunk in it is compressed from other than {size.chunk} bytes",
+                )
 
     async def _check_identity(self) -> None:
         if not self._identity or not isinstance(self._store, Folder):
@@ -238,7 +299,9 @@ class CheckedStore(WrapperStore[Store]):
         if state is None or state != self._compared:
             text = await get(self._store, ROOT)
             if text is None or self._identity.encode() not in text:
-                raise StoreError(f"{self} was deleted, or replaced by another recording: open it again")
+                raise StoreError(
+                    f"{self} was deleted, or replaced by another recording: open it again"
+                )
             self._compared = state
 
     def _damaged(self, key: str, why: str) -> StoreError:
@@ -263,7 +326,9 @@ def _ones_along(*cut: str, dims: Sequence[str], shape: Sequence[int]) -> list[in
     return [1 if dim in cut else size for dim, size in zip(dims, shape, strict=True)]
 
 
-def _document(*, compressors: Sequence[BytesBytesCodec] = _CHECKED, **about: Any) -> Document:
+def _document(
+    *, compressors: Sequence[BytesBytesCodec] = _CHECKED, **about: Any
+) -> Document:
     objects: dict[str, Buffer] = {}
     zarr.create_array(MemoryStore(objects), compressors=compressors, **about)
     return json.loads(objects["zarr.json"].to_bytes())

@@ -24,7 +24,17 @@ from tcnn_probe.storage.chunks import (
     with_length,
 )
 from tcnn_probe.storage.directory import LOCK, entries
-from tcnn_probe.storage.place import ROOT, ROOT_BYTES, UNFINISHED, Place, get, listed, put, put_if, run
+from tcnn_probe.storage.place import (
+    ROOT,
+    ROOT_BYTES,
+    UNFINISHED,
+    Place,
+    get,
+    listed,
+    put,
+    put_if,
+    run,
+)
 
 __all__ = [
     "HEADS",
@@ -38,13 +48,27 @@ __all__ = [
     "is_name",
 ]
 
-VERSION, ALONG, LAYERS, COORDS, REPACKED = "tcnn_probe_schema", "along", "layers", "coords", "repacked"
+VERSION, ALONG, LAYERS, COORDS, REPACKED = (
+    "tcnn_probe_schema",
+    "along",
+    "layers",
+    "coords",
+    "repacked",
+)
 IDENTITY = "recording_id"
 GIVEN = "As given to mark()."
 HEADS = "heads"
 """Where a tree has the numbers of the root."""
 
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 """Errors of metadata that are not as they should be."""
 
 # What opening costs grows with these, so a crafted root must not choose them. Recordings have a few hundred arrays.
@@ -64,14 +88,27 @@ class Root:
     """The root metadata of a recording."""
 
     attributes: Mapping[str, Any]  # of the root group
-    documents: Mapping[str, Document]  # zarr.json of each array and further group by path, with the committed lengths
+    documents: Mapping[
+        str, Document
+    ]  # zarr.json of each array and further group by path, with the committed lengths
     text: bytes  # the object as stored
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # of coordinates that are not stored yet
+    labels: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # of coordinates that are not stored yet
 
     @classmethod
-    def of(cls, attributes: Mapping[str, Any], documents: Mapping[str, Document], **labels: Any) -> "Root":
+    def of(
+        cls,
+        attributes: Mapping[str, Any],
+        documents: Mapping[str, Document],
+        **labels: Any,
+    ) -> "Root":
         """Make the root to be written; ValueError if it could not be read again."""
-        consolidated = {"kind": "inline", "must_understand": False, "metadata": documents}
+        consolidated = {
+            "kind": "inline",
+            "must_understand": False,
+            "metadata": documents,
+        }
         document = _group_document(attributes) | {"consolidated_metadata": consolidated}
         text = json.dumps(document, allow_nan=False).encode()
         if len(text) > ROOT_BYTES or len(documents) > MOST_ARRAYS:
@@ -82,11 +119,22 @@ class Root:
         return cls(attributes, documents, text, **labels)
 
     @classmethod
-    def new(cls, groups: Mapping[str, Group], attrs: Mapping[str, Any], along: str, dtype: str) -> "Root":
+    def new(
+        cls,
+        groups: Mapping[str, Group],
+        attrs: Mapping[str, Any],
+        along: str,
+        dtype: str,
+    ) -> "Root":
         """Make the root of a recording without marks, which are to be of this dtype."""
         documents: dict[str, Document] = {}
         labels: dict[str, np.ndarray] = {}
-        mark = Variable((), "", **COORDINATES.get(along, {"long_name": along, "description": GIVEN}), dtype=dtype)
+        mark = Variable(
+            (),
+            "",
+            **COORDINATES.get(along, {"long_name": along, "description": GIVEN}),
+            dtype=dtype,
+        )
         for path, group in groups.items():
             parts = path.split("/")
             for count in range(1, len(parts)):
@@ -94,14 +142,18 @@ class Root:
             documents |= {path: _group_document(_tables(group))} if path else {}
             documents[_join(path, along)] = array_document(mark, (), along)
             for name, variable in group.variables.items():
-                documents[_join(path, name)] = array_document(variable, group.shape(name), along, maps=group.maps)
+                documents[_join(path, name)] = array_document(
+                    variable, group.shape(name), along, maps=group.maps
+                )
             layers = {"layer": [*group.layers]} if group.layers else {}
             ranges = {name: range(size) for name, size in group.sizes.items()}
             for name, values in {**layers, **ranges, **group.coords}.items():
                 inner = _join(path, name)
                 documents[inner], labels[inner] = label_document(name, values)
         fixed = {IDENTITY: uuid.uuid4().hex, VERSION: SCHEMA_VERSION, ALONG: along}
-        root = cls.of({**attrs, **fixed, **_tables(groups[""])}, documents, labels=labels)
+        root = cls.of(
+            {**attrs, **fixed, **_tables(groups[""])}, documents, labels=labels
+        )
         root._check_sizes()
         return root
 
@@ -127,9 +179,13 @@ class Root:
             attributes = document["attributes"]
             version = attributes[VERSION]
         except UNREADABLE as error:
-            raise place.something_else(f"a {ROOT} of something else, or a damaged one") from error
+            raise place.something_else(
+                f"a {ROOT} of something else, or a damaged one"
+            ) from error
         if version != SCHEMA_VERSION:
-            raise StoreError(f"{place.name} has schema version {version!r}, expected {SCHEMA_VERSION}")
+            raise StoreError(
+                f"{place.name} has schema version {version!r}, expected {SCHEMA_VERSION}"
+            )
         try:
             root = cls(attributes, document["consolidated_metadata"]["metadata"], text)
             root._check(place.store)
@@ -150,7 +206,11 @@ class Root:
     @cached_property
     def arrays(self) -> dict[str, Document]:
         """The documents of all arrays."""
-        return {path: about for path, about in self.documents.items() if about["node_type"] == "array"}
+        return {
+            path: about
+            for path, about in self.documents.items()
+            if about["node_type"] == "array"
+        }
 
     @cached_property
     def sizes(self) -> dict[str, ChunkSize]:
@@ -160,13 +220,25 @@ class Root:
     @cached_property
     def growing(self) -> dict[str, Document]:
         """The documents of the arrays over the marks."""
-        return {path: about for path, about in self.arrays.items() if about["dimension_names"][0] == self.along}
+        return {
+            path: about
+            for path, about in self.arrays.items()
+            if about["dimension_names"][0] == self.along
+        }
 
     @cached_property
     def scalars(self) -> set[str]:
         """Names of the numbers that came with marks."""
-        marked = {path for path, about in self.growing.items() if about["attributes"].get("description") == GIVEN}
-        return {path for path in marked if "/" not in path and len(self.documents[path]["shape"]) == 1} - {self.along}
+        marked = {
+            path
+            for path, about in self.growing.items()
+            if about["attributes"].get("description") == GIVEN
+        }
+        return {
+            path
+            for path in marked
+            if "/" not in path and len(self.documents[path]["shape"]) == 1
+        } - {self.along}
 
     @cached_property
     def groups(self) -> dict[str, Group]:
@@ -178,9 +250,16 @@ class Root:
         members: dict[str, dict[str, Document]] = {path: {} for path in attributes}
         for path, about in self.arrays.items():
             parent, _, name = path.rpartition("/")
-            if parent in members and path not in self.scalars and name not in (self.along, "layer"):
+            if (
+                parent in members
+                and path not in self.scalars
+                and name not in (self.along, "layer")
+            ):
                 members[parent][name] = about
-        return {path: self._group(path, members[path], about) for path, about in attributes.items()}
+        return {
+            path: self._group(path, members[path], about)
+            for path, about in attributes.items()
+        }
 
     def checked(self, store: Store) -> CheckedStore:
         """Wrap a store with this root, so that what is read of it is what the root says."""
@@ -190,9 +269,13 @@ class Root:
         """Return the root that commits a further mark, which came with these numbers and attributes."""
         documents = dict(self.documents)
         for name in [name for name in scalars if name not in documents]:
-            documents[name] = array_document(Variable((), "", name, GIVEN), (), self.along)
+            documents[name] = array_document(
+                Variable((), "", name, GIVEN), (), self.along
+            )
         growing = Root(self.attributes, documents, b"").growing
-        documents |= {path: with_length(about, self.length + 1) for path, about in growing.items()}
+        documents |= {
+            path: with_length(about, self.length + 1) for path, about in growing.items()
+        }
         return Root.of({**self.attributes, **attrs}, documents, labels=self.labels)
 
     def with_groups(self, groups: Mapping[str, Group]) -> "Root":
@@ -200,102 +283,174 @@ class Root:
 
         ValueError if a name is that of a scalar.
         """
-        new = Root.new(groups, self.attributes, self.along, self.documents[self.along]["data_type"])
-        if clashes := sorted(new.documents.keys() & self.documents.keys() - {self.along}):
-            raise ValueError(f"{clashes[0]!r} was given to mark() before, and is now recorded")
-        growing = {path: with_length(about, self.length) for path, about in new.growing.items()}
+        new = Root.new(
+            groups, self.attributes, self.along, self.documents[self.along]["data_type"]
+        )
+        if clashes := sorted(
+            new.documents.keys() & self.documents.keys() - {self.along}
+        ):
+            raise ValueError(
+                f"{clashes[0]!r} was given to mark() before, and is now recorded"
+            )
+        growing = {
+            path: with_length(about, self.length) for path, about in new.growing.items()
+        }
         # The same recording goes on: readers from before are not refused.
         attributes = {**new.attributes, IDENTITY: self.attributes.get(IDENTITY, "")}
-        return Root.of(attributes, {**new.documents, **growing, **self.documents}, labels=new.labels)
+        return Root.of(
+            attributes,
+            {**new.documents, **growing, **self.documents},
+            labels=new.labels,
+        )
 
-    def _group(self, path: str, members: Mapping[str, Document], attributes: Mapping[str, Any]) -> Group:
+    def _group(
+        self, path: str, members: Mapping[str, Document], attributes: Mapping[str, Any]
+    ) -> Group:
         variables, sizes, maps = {}, {}, False
         for name, about in members.items():
             dims = tuple(about["dimension_names"])
             if dims[0] == self.along:
-                text = {key: about["attributes"].get(key, "") for key in ("units", "long_name", "description")}
-                variables[name] = Variable(dims[1:], **text, dtype=str(np.dtype(about["data_type"])))
+                text = {
+                    key: about["attributes"].get(key, "")
+                    for key in ("units", "long_name", "description")
+                }
+                variables[name] = Variable(
+                    dims[1:], **text, dtype=str(np.dtype(about["data_type"]))
+                )
                 maps |= is_map(about)
             elif dims == (name,):
                 sizes[name] = about["shape"][0]
-        layers, coords = (json.loads(attributes.get(name, "{}")) for name in (LAYERS, COORDS))
-        if not all(isinstance(table, dict) for table in (layers, *layers.values(), coords)):
+        layers, coords = (
+            json.loads(attributes.get(name, "{}")) for name in (LAYERS, COORDS)
+        )
+        if not all(
+            isinstance(table, dict) for table in (layers, *layers.values(), coords)
+        ):
             raise TypeError(f"{path!r} has no layer table")
         group = Group(variables, layers, sizes, maps, coords)
         for name in variables:
-            if self.documents[_join(path, name)]["shape"] != [self.length, *group.shape(name)]:
-                raise ValueError(f"{_join(path, name)} has another shape than its dimensions")
+            if self.documents[_join(path, name)]["shape"] != [
+                self.length,
+                *group.shape(name),
+            ]:
+                raise ValueError(
+                    f"{_join(path, name)} has another shape than its dimensions"
+                )
         return group
 
     def _check(self, store: Store) -> None:
         """Raise one of ``UNREADABLE`` for what no recording writes."""
         if len(self.documents) > MOST_ARRAYS:
-            raise ValueError(f"it has {len(self.documents)} arrays and groups, expected {MOST_ARRAYS} at most")
+            raise ValueError(
+                f"it has {len(self.documents)} arrays and groups, expected {MOST_ARRAYS} at most"
+            )
         self._check_sizes()
         for path, about in self.documents.items():
             if not all(is_name(part) for part in path.split("/")):
                 raise ValueError(f"{path!r} is no path in a recording")
             if about["node_type"] == "array":
                 shape = open_array(store, path, about).shape
-                if len(shape) != len(about["dimension_names"]) or list(shape) != about["shape"]:
+                if (
+                    len(shape) != len(about["dimension_names"])
+                    or list(shape) != about["shape"]
+                ):
                     raise ValueError(f"{path} has other dimensions than names")
             elif about["node_type"] != "group":
                 raise ValueError(f"{path} is a {about['node_type']!r}")
         lengths = {path: about["shape"][0] for path, about in self.growing.items()}
-        if len(set(lengths.values())) != 1 or not all(_join(path, self.along) in lengths for path in self.groups):
-            raise ValueError(f"its arrays have unequal lengths along {self.along!r}: {lengths}")
+        if len(set(lengths.values())) != 1 or not all(
+            _join(path, self.along) in lengths for path in self.groups
+        ):
+            raise ValueError(
+                f"its arrays have unequal lengths along {self.along!r}: {lengths}"
+            )
         for name, kind in _JSON.items():
-            if not isinstance(json.loads(self.attributes.get(name, json.dumps(kind()))), kind):
+            if not isinstance(
+                json.loads(self.attributes.get(name, json.dumps(kind()))), kind
+            ):
                 raise TypeError(f"its attribute {name!r} is no {kind.__name__}")
 
     def _check_sizes(self) -> None:
         """Refuse arrays that take much memory or time before any of their values is looked at."""
         # xarray reads the labels of dimensions when a recording is opened.
-        labels = [path for path, about in self.arrays.items() if about["dimension_names"] == [path.split("/")[-1]]]
+        labels = [
+            path
+            for path, about in self.arrays.items()
+            if about["dimension_names"] == [path.split("/")[-1]]
+        ]
         coordinates = [self.sizes[path] for path in labels]
-        total, chunks = sum(size.array for size in coordinates), sum(size.chunks for size in coordinates)
+        total, chunks = (
+            sum(size.array for size in coordinates),
+            sum(size.chunks for size in coordinates),
+        )
         if total > COORDINATE_BYTES or chunks > COORDINATE_CHUNKS:
             raise ValueError(f"its coordinates take {total} bytes in {chunks} chunks")
 
 
 def is_name(text: str) -> bool:
     """Return True for a text that may be a part of a path, never for one that leads out of the store."""
-    return bool(text) and not text.startswith(".") and not {*text} & {*"/\\\0"} and text != ROOT
+    return (
+        bool(text)
+        and not text.startswith(".")
+        and not {*text} & {*"/\\\0"}
+        and text != ROOT
+    )
 
 
 def check_names(groups: Mapping[str, Group], along: str) -> None:
     """Require every path and name to stand for one thing, and no group inside another but the root; else ValueError."""
     nodes = [HEADS, *(path for path in groups if path)]
     for path, group in groups.items():
-        names = [along, *(["layer"] if group.layers else []), *group.sizes, *group.variables]
+        names = [
+            along,
+            *(["layer"] if group.layers else []),
+            *group.sizes,
+            *group.variables,
+        ]
         nodes += [_join(path, name) for name in names]
     # A tree of xarray has the children of a node beside its variables, under the same names.
     twice = [path for path in nodes if nodes.count(path) > 1]
-    inside = [path for path in groups if any(path.startswith(f"{node}/") for node in nodes)]
+    inside = [
+        path for path in groups if any(path.startswith(f"{node}/") for node in nodes)
+    ]
     if twice or inside:
-        raise ValueError(f"expected every name to stand for one thing, got twice or in each other: {twice + inside}")
+        raise ValueError(
+            f"expected every name to stand for one thing, got twice or in each other: {twice + inside}"
+        )
 
 
 def check_replaceable(place: Place) -> None:
     """Refuse to delete what a recording has not written: StoreError for anything that its root does not speak of."""
     try:
         documents = json.loads(place.root() or b"")["consolidated_metadata"]["metadata"]
-        arrays = {path for path, about in documents.items() if about["node_type"] == "array"}
-    except UNREADABLE:  # damaged: only what every recording has can be told from the user's
+        arrays = {
+            path for path, about in documents.items() if about["node_type"] == "array"
+        }
+    except (
+        UNREADABLE
+    ):  # damaged: only what every recording has can be told from the user's
         documents, arrays = {}, set[str]()
     if place.directory is None:
         paths = dict.fromkeys(run(listed(place.store.list)), True)
     else:
         paths = dict(entries(place.directory))
-    metadata = {match.group(1) or "" for path in paths if (match := _METADATA.fullmatch(path))}
+    metadata = {
+        match.group(1) or "" for path in paths if (match := _METADATA.fullmatch(path))
+    }
     # A mark that was killed may have left scalars behind, and folders in which their metadata were being written.
     arrays |= {path for path in metadata - documents.keys() if _is_scalar(place, path)}
     folders = {*documents, *arrays}
     for path, regular in paths.items():
         match, chunk = _METADATA.fullmatch(path), _CHUNK.fullmatch(path)
-        known = path in folders | {LOCK, UNFINISHED} or (match is not None and (match.group(1) or "") in folders | {""})
-        if not regular or not (known or (chunk is not None and chunk.group(1) in arrays)):
-            raise StoreError(f"{place.name} holds more than a recording, and is not replaced: {path!r}")
+        known = path in folders | {LOCK, UNFINISHED} or (
+            match is not None and (match.group(1) or "") in folders | {""}
+        )
+        if not regular or not (
+            known or (chunk is not None and chunk.group(1) in arrays)
+        ):
+            raise StoreError(
+                f"{place.name} holds more than a recording, and is not replaced: {path!r}"
+            )
 
 
 def _is_scalar(place: Place, path: str) -> bool:
@@ -317,18 +472,34 @@ async def commit(
     """
     known = {} if old is None else old.documents
     # Before the chunks, so that what a killed mark leaves can be told from what is the user's.
-    await all_of(documents_beside(store, {path: about for path, about in new.documents.items() if path not in known}))
+    await all_of(
+        documents_beside(
+            store,
+            {path: about for path, about in new.documents.items() if path not in known},
+        )
+    )
     labels = {path: values for path, values in new.labels.items() if path not in known}
-    writes = [open_array(store, path, new.documents[path]).setitem(..., labels[path]) for path in labels]
-    checked = store if old is None else CheckedStore(store, old.sizes, "")  # held, so by no other replaced
+    writes = [
+        open_array(store, path, new.documents[path]).setitem(..., labels[path])
+        for path in labels
+    ]
+    checked = (
+        store if old is None else CheckedStore(store, old.sizes, "")
+    )  # held, so by no other replaced
     for path, about in new.growing.items():
         row = values.get(path)
-        writes.append(_append(store, checked, path, about, row) if path in known else _begin(store, path, about, row))
+        writes.append(
+            _append(store, checked, path, about, row)
+            if path in known
+            else _begin(store, path, about, row)
+        )
     await all_of(writes)
     await put_if(store, ROOT, new.text, only)
 
 
-async def _begin(store: Store, path: str, document: Document, row: np.ndarray | None) -> None:
+async def _begin(
+    store: Store, path: str, document: Document, row: np.ndarray | None
+) -> None:
     """Write all rows of a new array, or its last row and fill values before it."""
     before, fill = document["shape"][0] - 1, float(document["fill_value"])
     array = open_array(store, path, document)
@@ -337,27 +508,40 @@ async def _begin(store: Store, path: str, document: Document, row: np.ndarray | 
         return
     if before:
         await open_array(store, path, with_length(document, before)).setitem(..., fill)
-    await array.setitem((slice(before, before + 1), ...), fill if row is None else row[None])
+    await array.setitem(
+        (slice(before, before + 1), ...), fill if row is None else row[None]
+    )
 
 
-async def _append(store: Store, checked: Store, path: str, document: Document, row: np.ndarray | None) -> None:
+async def _append(
+    store: Store, checked: Store, path: str, document: Document, row: np.ndarray | None
+) -> None:
     """Write the last row of an array.
 
     Chunks are as good as not there beyond the rows that are committed: what a killed run has left is written over.
     """
     before = document["shape"][0] - 1
-    begins_chunk = before % document["chunk_grid"]["configuration"]["chunk_shape"][0] == 0
+    begins_chunk = (
+        before % document["chunk_grid"]["configuration"]["chunk_shape"][0] == 0
+    )
     array = open_array(store if begins_chunk else checked, path, document)
     value = float(document["fill_value"]) if row is None else row[None]
     try:
         await array.setitem((slice(before, before + 1), ...), value)
     except ValueError as error:
-        raise StoreError(f"the last chunk of {path!r} in {store} is damaged: {error}") from error
+        raise StoreError(
+            f"the last chunk of {path!r} in {store} is damaged: {error}"
+        ) from error
 
 
-def documents_beside(store: Store, documents: Mapping[str, Document]) -> list[Coroutine[Any, Any, None]]:
+def documents_beside(
+    store: Store, documents: Mapping[str, Document]
+) -> list[Coroutine[Any, Any, None]]:
     """Write the objects beside the chunks of arrays, for those who read without the root's metadata."""
-    return [put(store, f"{path}/{ROOT}", json.dumps(about).encode()) for path, about in documents.items()]
+    return [
+        put(store, f"{path}/{ROOT}", json.dumps(about).encode())
+        for path, about in documents.items()
+    ]
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:

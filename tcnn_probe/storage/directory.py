@@ -16,17 +16,34 @@ from pathlib import Path
 from typing import Any, Self
 
 from zarr.abc.buffer import Buffer, BufferPrototype
-from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.abc.store import (
+    ByteRequest,
+    OffsetByteRequest,
+    RangeByteRequest,
+    SuffixByteRequest,
+)
 from zarr.storage import LocalStore, WrapperStore
 
 from tcnn_probe.schema import StoreError
 
-__all__ = ["LOCK", "Folder", "Lock", "delete_unfinished", "entries", "new_directory", "restore"]
+__all__ = [
+    "LOCK",
+    "Folder",
+    "Lock",
+    "delete_unfinished",
+    "entries",
+    "new_directory",
+    "restore",
+]
 
 LOCK = ".tcnn_probe.lock"
 
 # Links would lead out of the recording, and opening a FIFO would wait for its other end. Windows has no such flags.
-_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_SAFELY = (
+    getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_BINARY", 0)
+)
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux
 _HERE = -100  # AT_FDCWD
 
@@ -51,7 +68,12 @@ class Folder(WrapperStore[LocalStore]):
     def __str__(self) -> str:
         return str(self._store)
 
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+    async def get(
+        self,
+        key: str,
+        prototype: BufferPrototype,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
         """Read an object or a part of it, None if it is not there."""
         data = await asyncio.to_thread(self._read, self.root / key, byte_range)
         return None if data is None else prototype.buffer.from_bytes(data)
@@ -85,7 +107,9 @@ class Folder(WrapperStore[LocalStore]):
                 with suppress(FileExistsError):
                     folder.mkdir()
                     changed.add(folder.parent)
-        partial = path.with_name(f".{path.name}.partial")  # a fixed name, so that a killed run's is written over
+        partial = path.with_name(
+            f".{path.name}.partial"
+        )  # a fixed name, so that a killed run's is written over
         try:
             with os.fdopen(_new_file(partial), "wb") as file:
                 file.write(data)
@@ -122,9 +146,14 @@ class Lock:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.read(self._file, 1000).decode(errors="replace") or "another recorder"
+                holder = (
+                    os.read(self._file, 1000).decode(errors="replace")
+                    or "another recorder"
+                )
                 os.close(self._file)
-                raise StoreError(f"{name} is being written by {holder}: one recorder at a time") from None
+                raise StoreError(
+                    f"{name} is being written by {holder}: one recorder at a time"
+                ) from None
             except OSError:
                 pass  # a file system without locks: what another recorder commits is noticed all the same
             if _is_same(self._paths[0], self._file):
@@ -177,7 +206,9 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def new_directory(directory: Path, *, replace: bool = False) -> Iterator[tuple[Folder, Lock]]:
+def new_directory(
+    directory: Path, *, replace: bool = False
+) -> Iterator[tuple[Folder, Lock]]:
     """Fill a directory under another name; it gets its own at the end, in one step, with the lock still held.
 
     After an exception everything is as before; after a kill a folder is left beside it, which the next attempt deletes.
@@ -210,7 +241,9 @@ def new_directory(directory: Path, *, replace: bool = False) -> Iterator[tuple[F
         for folder in (directory, *missing):
             _sync_folder(folder.parent)
     except BaseException:
-        if exchanged and old is not None:  # not announced yet, so the old recording is the one that counts
+        if (
+            exchanged and old is not None
+        ):  # not announced yet, so the old recording is the one that counts
             _exchange(filled, directory)
             old.moved(directory)
         shutil.rmtree(filled, ignore_errors=True)
@@ -252,16 +285,26 @@ def entries(directory: Path) -> Iterator[tuple[str, bool]]:
         for name in (*folders, *files):
             path = Path(folder, name)
             mode = path.lstat().st_mode
-            yield path.relative_to(directory).as_posix(), stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+            yield (
+                path.relative_to(directory).as_posix(),
+                stat.S_ISREG(mode) or stat.S_ISDIR(mode),
+            )
 
 
 def _open_file(path: Path, flags: int) -> int:
     """Open a regular file that is no link; StoreError for something else, IsADirectoryError for a folder."""
     try:
-        descriptor = os.open(path, flags | _SAFELY, 0o666)  # less the user's umask, as open() does
+        descriptor = os.open(
+            path, flags | _SAFELY, 0o666
+        )  # less the user's umask, as open() does
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket, or a FIFO that nobody reads
-            raise StoreError(f"expected a regular file at {path}, got a link or a pipe") from error
+        if error.errno in (
+            errno.ELOOP,
+            errno.ENXIO,
+        ):  # a link; a socket, or a FIFO that nobody reads
+            raise StoreError(
+                f"expected a regular file at {path}, got a link or a pipe"
+            ) from error
         raise
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -289,11 +332,15 @@ def _open_lock(path: Path, name: str) -> tuple[int, bool]:
         except PermissionError:
             file, writable = _open_file(path, os.O_RDONLY), False
     except FileNotFoundError as error:
-        raise StoreError(f"{name} was deleted or moved while it was recorded") from error
+        raise StoreError(
+            f"{name} was deleted or moved while it was recorded"
+        ) from error
     # The name of the holder is written to it, and would end in the other file.
     if os.fstat(file).st_nlink > 1:
         os.close(file)
-        raise StoreError(f"{name} has a lock that is a second name of another file, {path}: delete it")
+        raise StoreError(
+            f"{name} has a lock that is a second name of another file, {path}: delete it"
+        )
     return file, writable
 
 
@@ -310,13 +357,17 @@ def _rename(folder: Path, directory: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        raise StoreError(f"another recorder writes here: {directory.name} was made meanwhile") from error
+        raise StoreError(
+            f"another recorder writes here: {directory.name} was made meanwhile"
+        ) from error
 
 
 def _exchange(new: Path, old: Path) -> None:
     """Exchange the names of two directories, in one step where the system can: Linux, but not on network disks."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2") and not libc.renameat2(_HERE, os.fsencode(new), _HERE, os.fsencode(old), _EXCHANGE):
+    if hasattr(libc, "renameat2") and not libc.renameat2(
+        _HERE, os.fsencode(new), _HERE, os.fsencode(old), _EXCHANGE
+    ):
         return
     aside = old.with_name(f"{new.name.removesuffix('.init')}.old")
     os.replace(old, aside)
@@ -337,7 +388,11 @@ def _beside(directory: Path, suffix: str) -> list[Path]:
     """Return the folders beside a directory whose names are of its runs."""
     pattern = re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]{{32}}\.{suffix}")
     try:
-        folders = [folder for folder in directory.parent.iterdir() if pattern.fullmatch(folder.name)]
+        folders = [
+            folder
+            for folder in directory.parent.iterdir()
+            if pattern.fullmatch(folder.name)
+        ]
         return [folder for folder in folders if not folder.is_symlink()]
     except OSError:  # the parent is not there, or cannot be listed
         return []

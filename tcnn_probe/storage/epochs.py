@@ -23,8 +23,24 @@ from tcnn_probe.storage.commit import (
     documents_beside,
     is_name,
 )
-from tcnn_probe.storage.directory import Folder, Lock, delete_unfinished, new_directory, restore
-from tcnn_probe.storage.place import ROOT, UNFINISHED, Target, condition, find, get, listed, put, run
+from tcnn_probe.storage.directory import (
+    Folder,
+    Lock,
+    delete_unfinished,
+    new_directory,
+    restore,
+)
+from tcnn_probe.storage.place import (
+    ROOT,
+    UNFINISHED,
+    Target,
+    condition,
+    find,
+    get,
+    listed,
+    put,
+    run,
+)
 from tcnn_probe.storage.reading import open_dataset, open_tree
 
 __all__ = ["EpochStore", "Mode"]
@@ -42,14 +58,18 @@ class EpochStore:
     the path cannot be written.
     """
 
-    def __init__(self, target: Target, *, along: str = "epoch", mode: Mode = "a") -> None:
+    def __init__(
+        self, target: Target, *, along: str = "epoch", mode: Mode = "a"
+    ) -> None:
         self._place, self._along = find(target), along
         directory = self._place.directory
         if directory is not None:
             restore(directory)
         occupied = mode in ("w", "x") and Root.is_at(self._place)
         if occupied and mode == "x":
-            raise StoreError(f"{self._place.name} is there already: mode='a' continues it, mode='w' replaces it")
+            raise StoreError(
+                f"{self._place.name} is there already: mode='a' continues it, mode='w' replaces it"
+            )
         if occupied:
             check_replaceable(self._place)
         self._replaces = occupied
@@ -59,9 +79,15 @@ class EpochStore:
         self._created: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
         self._lock: Lock | None = None
         self._attempted: bytes | None = None
-        self._store = self._place.store if directory is None else Folder(directory, read_only=False)
+        self._store = (
+            self._place.store
+            if directory is None
+            else Folder(directory, read_only=False)
+        )
         # Two that add the same mark to a remote store must not write the same root: it shows whose it is.
-        self._writer = {} if target is None or directory else {"writer": uuid.uuid4().hex}
+        self._writer = (
+            {} if target is None or directory else {"writer": uuid.uuid4().hex}
+        )
         self._wrote = self._closed = False
 
     @property
@@ -145,16 +171,26 @@ class EpochStore:
         as they were, and the same mark can be tried again.
         """
         if self._closed:
-            raise StoreError(f"{self._place.name} was closed: open it again to continue it")
+            raise StoreError(
+                f"{self._place.name} was closed: open it again to continue it"
+            )
         mark = self._as_stored(mark)
         directory = self._place.directory
-        only = None if directory is not None else run(condition(self._place.store, ROOT))
+        only = (
+            None if directory is not None else run(condition(self._place.store, ROOT))
+        )
         self.hold()
         root = self._root
         if root is None:
             if self._created is None:
-                raise StoreError(f"{self._place.name} holds nothing yet: create() comes first")
-            root = Root.new(*self._created, self._along, "int64" if isinstance(mark, int) else "float64")
+                raise StoreError(
+                    f"{self._place.name} holds nothing yet: create() comes first"
+                )
+            root = Root.new(
+                *self._created,
+                self._along,
+                "int64" if isinstance(mark, int) else "float64",
+            )
         elif self._created is not None and not self.has_layers:
             root = root.with_groups(self._created[0])
         rows = self._rows(root, values, scalars)
@@ -176,7 +212,9 @@ class EpochStore:
             only = run(self._deleted())
         if self._root is None:
             if self._place.root() not in (None, self._attempted):
-                raise StoreError(f"another recorder writes to {self._place.name}: it was made meanwhile")
+                raise StoreError(
+                    f"another recorder writes to {self._place.name}: it was made meanwhile"
+                )
             run(put(self._place.store, UNFINISHED, b""))
         self._attempted = new.text
         run(self._write(mark, new, rows, only))
@@ -187,7 +225,9 @@ class EpochStore:
     def close(self) -> None:
         """Let others write. What is there can still be read; may be called again."""
         root = self._root if self._wrote and not self._closed and self._holds else None
-        with suppress(OSError, StoreError):  # a full disk: these are for those who read without the root's metadata
+        with suppress(
+            OSError, StoreError
+        ):  # a full disk: these are for those who read without the root's metadata
             if root is not None:
                 self._check_unchanged()
                 run(all_of(documents_beside(self._store, root.growing)))
@@ -205,31 +245,56 @@ class EpochStore:
 
     @property
     def _holds(self) -> bool:
-        return self._place.directory is None or (self._lock is not None and self._lock.held)
+        return self._place.directory is None or (
+            self._lock is not None and self._lock.held
+        )
 
     def _existing(self) -> Root:
         if self._root is None:
-            raise StoreError(f"{self._place.name} holds nothing yet: create() and append() come first")
+            raise StoreError(
+                f"{self._place.name} holds nothing yet: create() and append() come first"
+            )
         return self._root
 
     def _resumed(self, root: Root) -> tuple[Mark, ...]:
         """Return the marks of a recording that is to be continued."""
         if root.along != self._along:
-            raise StoreError(f"{self._place.name} has its marks along {root.along!r}, expected {self._along!r}")
+            raise StoreError(
+                f"{self._place.name} has its marks along {root.along!r}, expected {self._along!r}"
+            )
         if REPACKED in root.attributes:
-            raise StoreError(f"{self._place.name} was repacked for reading: continue the recording that it was made of")
+            raise StoreError(
+                f"{self._place.name} was repacked for reading: continue the recording that it was made of"
+            )
         try:
-            group = zarr.open_group(root.checked(self._place.store), mode="r", use_consolidated=True)
+            group = zarr.open_group(
+                root.checked(self._place.store), mode="r", use_consolidated=True
+            )
             return tuple(np.asarray(group[self._along][:]).tolist())  # type: ignore[index]
         except UNREADABLE as error:
-            raise StoreError(f"{self._place.name} has a damaged {self._along!r}: {error}") from error
+            raise StoreError(
+                f"{self._place.name} has a damaged {self._along!r}: {error}"
+            ) from error
 
-    async def _write(self, mark: Mark, new: Root, rows: Mapping[str, np.ndarray], only: dict[str, Any] | None) -> None:
+    async def _write(
+        self,
+        mark: Mark,
+        new: Root,
+        rows: Mapping[str, np.ndarray],
+        only: dict[str, Any] | None,
+    ) -> None:
         await commit(self._store, self._root, new, rows, only)
-        self._committed(mark, new)  # here, as an interrupt from the keyboard may come before run() returns
+        self._committed(
+            mark, new
+        )  # here, as an interrupt from the keyboard may come before run() returns
 
     def _committed(self, mark: Mark, new: Root) -> None:
-        self._root, self._marks, self._wrote, self._replaces = new, (*self._marks, mark), True, False
+        self._root, self._marks, self._wrote, self._replaces = (
+            new,
+            (*self._marks, mark),
+            True,
+            False,
+        )
 
     async def _deleted(self) -> dict[str, Any] | None:
         """Delete a recording where nothing can be renamed: the root first, so that no reader takes the rest for it."""
@@ -249,7 +314,9 @@ class EpochStore:
         """
         text, root = self._place.root(), self._existing()
         if text is None:
-            raise StoreError(f"{self._place.name} was deleted or moved while it was recorded")
+            raise StoreError(
+                f"{self._place.name} was deleted or moved while it was recorded"
+            )
         if text not in (root.text, self._attempted):
             changed = Root.read(self._place)
             count = 0 if changed is None else changed.length
@@ -261,13 +328,20 @@ class EpochStore:
         """Return an integer if all marks before are, else a float; StoreError for a mark that is not later."""
         last = self._marks[-1] if self._marks else None
         if isinstance(last, int) and isinstance(mark, float):
-            raise StoreError(f"expected an integer for {self._along!r} as for the marks before, got {mark!r}")
+            raise StoreError(
+                f"expected an integer for {self._along!r} as for the marks before, got {mark!r}"
+            )
         if last is not None and not mark > last:
-            raise StoreError(f"expected {self._along!r} later than the last mark, {last}, got {mark!r}")
+            raise StoreError(
+                f"expected {self._along!r} later than the last mark, {last}, got {mark!r}"
+            )
         return float(mark) if isinstance(last, float) else mark
 
     def _rows(
-        self, root: Root, values: Mapping[str, Mapping[str, np.ndarray]], scalars: Mapping[str, float]
+        self,
+        root: Root,
+        values: Mapping[str, Mapping[str, np.ndarray]],
+        scalars: Mapping[str, float],
     ) -> dict[str, np.ndarray]:
         """Return the values by path and as stored."""
         rows: dict[str, np.ndarray] = {}
@@ -276,15 +350,29 @@ class EpochStore:
                 inner = f"{path}/{name}" if path else name
                 rows[inner] = np.asarray(values[path][name], dtype=variable.dtype)
                 if rows[inner].shape != group.shape(name):
-                    raise ValueError(f"{inner}: expected shape {group.shape(name)}, got {rows[inner].shape}")
+                    raise ValueError(
+                        f"{inner}: expected shape {group.shape(name)}, got {rows[inner].shape}"
+                    )
         for name, scalar in scalars.items():
-            occupied = name not in root.scalars if name in root.documents else self._is_foreign(name)
+            occupied = (
+                name not in root.scalars
+                if name in root.documents
+                else self._is_foreign(name)
+            )
             if name == HEADS or not is_name(name) or occupied:
-                raise ValueError(f"{name!r} is the name of something else there: give the scalar another one")
+                raise ValueError(
+                    f"{name!r} is the name of something else there: give the scalar another one"
+                )
             rows[name] = np.array(float(scalar))
         return rows
 
     def _is_foreign(self, name: str) -> bool:
         """Return True if somebody else has an array or a group of this name in the store."""
-        text = run(get(self._place.store, f"{name}/{ROOT}")) if self._root is not None and is_name(name) else None
-        return text is not None and GIVEN not in text.decode(errors="replace")  # else of a run that was killed
+        text = (
+            run(get(self._place.store, f"{name}/{ROOT}"))
+            if self._root is not None and is_name(name)
+            else None
+        )
+        return text is not None and GIVEN not in text.decode(
+            errors="replace"
+        )  # else of a run that was killed

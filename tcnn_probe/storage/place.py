@@ -21,7 +21,19 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
 from tcnn_probe.schema import StoreError
 from tcnn_probe.storage.directory import Folder
 
-__all__ = ["ROOT", "UNFINISHED", "Place", "Target", "condition", "find", "get", "listed", "put", "put_if", "run"]
+__all__ = [
+    "ROOT",
+    "UNFINISHED",
+    "Place",
+    "Target",
+    "condition",
+    "find",
+    "get",
+    "listed",
+    "put",
+    "put_if",
+    "run",
+]
 
 Target = None | str | os.PathLike[str] | Store
 T = TypeVar("T")
@@ -46,7 +58,9 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     try:
         return sync(watched())
     except BaseException:
-        ended.wait(60)  # a disk or server that takes longer is given up: the user wants to leave
+        ended.wait(
+            60
+        )  # a disk or server that takes longer is given up: the user wants to leave
         raise
 
 
@@ -70,17 +84,25 @@ async def condition(store: Store, key: str) -> dict[str, Any] | None:
     """
     try:
         if isinstance(store, FsspecStore) and "s3" in store.fs.protocol:
-            return {"IfMatch": (await store.fs._info(f"{store.path}/{key}", refresh=True))["ETag"]}
+            return {
+                "IfMatch": (await store.fs._info(f"{store.path}/{key}", refresh=True))[
+                    "ETag"
+                ]
+            }
         if isinstance(store, ObjectStore):
             import obstore
 
-            return {"mode": {"e_tag": (await obstore.head_async(store.store, key))["e_tag"]}}
+            return {
+                "mode": {"e_tag": (await obstore.head_async(store.store, key))["e_tag"]}
+            }
     except FileNotFoundError:
         return {"mode": "create"}
     return None
 
 
-async def put_if(store: Store, key: str, data: bytes, only: dict[str, Any] | None) -> None:
+async def put_if(
+    store: Store, key: str, data: bytes, only: dict[str, Any] | None
+) -> None:
     """Write an object on a :func:`condition`, or just write it; StoreError if the condition does not hold."""
     try:
         if isinstance(store, FsspecStore) and only is not None:
@@ -94,12 +116,20 @@ async def put_if(store: Store, key: str, data: bytes, only: dict[str, Any] | Non
     except Exception as error:
         if only is None:
             raise
-        if await condition(store, key) == only:  # the condition holds, so it is no reason
-            if getattr(error, "errno", None) != errno.ENOSYS and not isinstance(error, NotImplementedError):
+        if (
+            await condition(store, key) == only
+        ):  # the condition holds, so it is no reason
+            if getattr(error, "errno", None) != errno.ENOSYS and not isinstance(
+                error, NotImplementedError
+            ):
                 raise
             await put(store, key, data)
-        elif await get(store, key) != data:  # else an earlier try has written it, and its answer was lost
-            raise StoreError(f"another recorder writes to {store}: it was written to meanwhile") from error
+        elif (
+            await get(store, key) != data
+        ):  # else an earlier try has written it, and its answer was lost
+            raise StoreError(
+                f"another recorder writes to {store}: it was written to meanwhile"
+            ) from error
 
 
 async def listed(keys: Callable[..., AsyncIterator[str]], *prefix: str) -> list[str]:
@@ -133,24 +163,38 @@ class Place:
 
     def something_else(self, content: str) -> StoreError:
         """Return the error for a place that holds no recording."""
-        advice = "choose another path" if self.writable else "tcnn_probe.open reads what tcnn_probe.record wrote"
-        return StoreError(f"{self.name} holds something else than a recording ({content}): {advice}")
+        advice = (
+            "choose another path"
+            if self.writable
+            else "tcnn_probe.open reads what tcnn_probe.record wrote"
+        )
+        return StoreError(
+            f"{self.name} holds something else than a recording ({content}): {advice}"
+        )
 
     def check_writable(self, *, exists: bool) -> None:
         """Refuse a directory that cannot be written, or made, as far as this shows without a try: StoreError."""
         if self.directory is None:
             return
-        folders = (self.directory,) if exists else (self.directory, *self.directory.parents)
+        folders = (
+            (self.directory,) if exists else (self.directory, *self.directory.parents)
+        )
         folder = next(folder for folder in folders if folder.exists())
         if not folder.is_dir():
-            raise StoreError(f"{self.directory} cannot be made: the file {folder} stands in its way")
+            raise StoreError(
+                f"{self.directory} cannot be made: the file {folder} stands in its way"
+            )
         # An empty folder is replaced by the one that the first mark has filled under another name.
         replaced = not exists and folder == self.directory
         if replaced and os.path.ismount(folder):
-            raise StoreError(f"{self.directory} is where a disk is mounted: choose a path inside it")
+            raise StoreError(
+                f"{self.directory} is where a disk is mounted: choose a path inside it"
+            )
         folder = folder.parent if replaced else folder
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise StoreError(f"{self.directory} cannot be written: no permission to write in {folder}")
+            raise StoreError(
+                f"{self.directory} cannot be written: no permission to write in {folder}"
+            )
 
 
 def find(target: Target, *, writable: bool = True) -> Place:
@@ -168,8 +212,12 @@ def find(target: Target, *, writable: bool = True) -> Place:
             run(target._ensure_open())
         except (OSError, ValueError, BadZipFile) as error:
             raise StoreError(f"{target} cannot be opened: {error}") from error
-        if writable and (target.read_only or not (target.supports_writes and target.supports_listing)):
-            raise StoreError(f"expected a store that can be written and listed, got {target}")
+        if writable and (
+            target.read_only or not (target.supports_writes and target.supports_listing)
+        ):
+            raise StoreError(
+                f"expected a store that can be written and listed, got {target}"
+            )
         return Place(target, None, str(target), writable)
     text = os.fspath(target)
     if text.startswith("file://"):
@@ -177,8 +225,12 @@ def find(target: Target, *, writable: bool = True) -> Place:
     elif "://" in text:
         return Place(_at_url(text), None, text, writable)
     if not text:
-        raise StoreError("expected the path of a directory, got an empty one; None keeps the recording in memory")
-    directory = Path(text).expanduser().resolve()  # the working directory may change while recording
+        raise StoreError(
+            "expected the path of a directory, got an empty one; None keeps the recording in memory"
+        )
+    directory = (
+        Path(text).expanduser().resolve()
+    )  # the working directory may change while recording
     return Place(Folder(directory), directory, str(directory), writable)
 
 

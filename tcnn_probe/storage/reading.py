@@ -12,11 +12,26 @@ from zarr.storage import ZipStore
 
 from tcnn_probe.schema import StoreError
 from tcnn_probe.storage.chunks import is_map, open_array, repacked
-from tcnn_probe.storage.commit import HEADS, IDENTITY, REPACKED, UNREADABLE, Root, all_of, documents_beside
+from tcnn_probe.storage.commit import (
+    HEADS,
+    IDENTITY,
+    REPACKED,
+    UNREADABLE,
+    Root,
+    all_of,
+    documents_beside,
+)
 from tcnn_probe.storage.directory import new_directory
 from tcnn_probe.storage.place import ROOT, Place, find, put, run
 
-__all__ = ["load_example", "numbers", "open_dataset", "open_recording", "open_tree", "repack"]
+__all__ = [
+    "load_example",
+    "numbers",
+    "open_dataset",
+    "open_recording",
+    "open_tree",
+    "repack",
+]
 
 
 def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
@@ -36,11 +51,15 @@ def open_dataset(store: Store) -> xr.Dataset:
 
 def open_tree(store: Store) -> xr.DataTree:
     """Open all groups, from one look at the root, so that all are of the same marks."""
-    groups = xr.open_groups(cast("Any", store), engine="zarr", chunks=None, consolidated=True)
+    groups = xr.open_groups(
+        cast("Any", store), engine="zarr", chunks=None, consolidated=True
+    )
     root = groups.pop("/")
     along = root.attrs["along"]
     # A tree has below a node only what is aligned with it, so what has layers cannot stay at the root.
-    of_model = [name for name, values in root.variables.items() if values.dims == (along,)]
+    of_model = [
+        name for name, values in root.variables.items() if values.dims == (along,)
+    ]
     top = root.drop_vars(root.variables.keys() - set(of_model))
     top.attrs = {key: value for key, value in root.attrs.items() if key != "layers"}
     groups["/"] = top
@@ -53,7 +72,9 @@ def open_tree(store: Store) -> xr.DataTree:
 def numbers(tree: xr.DataTree) -> xr.Dataset:
     """Return heads and scalars of an opened recording in one dataset, as ``xr.open_zarr`` gives them."""
     heads = tree[HEADS].to_dataset() if HEADS in tree.children else xr.Dataset()
-    return heads.assign(tree.to_dataset().data_vars).assign_attrs(tree.attrs | heads.attrs)
+    return heads.assign(tree.to_dataset().data_vars).assign_attrs(
+        tree.attrs | heads.attrs
+    )
 
 
 def load_example() -> xr.DataTree:
@@ -70,7 +91,9 @@ def load_example() -> xr.DataTree:
     return open_recording(ZipStore(str(path), mode="r"))
 
 
-def repack(source: str | os.PathLike[str] | Store, target: str | os.PathLike[str] | Store) -> None:
+def repack(
+    source: str | os.PathLike[str] | Store, target: str | os.PathLike[str] | Store
+) -> None:
     """Copy a recording so that one head over all marks is quick to read.
 
     While training, the maps of each mark are an object of their own. In the copy 100 marks of a layer are one, in
@@ -89,8 +112,12 @@ def repack(source: str | os.PathLike[str] | Store, target: str | os.PathLike[str
         raise StoreError(f"{new.name} holds a recording already")
     new.check_writable(exists=False)
     documents = dict(root.documents)
-    documents |= {path: repacked(about) for path, about in root.arrays.items() if is_map(about)}
-    copy = Root.of({**root.attributes, REPACKED: True, IDENTITY: uuid.uuid4().hex}, documents)
+    documents |= {
+        path: repacked(about) for path, about in root.arrays.items() if is_map(about)
+    }
+    copy = Root.of(
+        {**root.attributes, REPACKED: True, IDENTITY: uuid.uuid4().hex}, documents
+    )
     if new.directory is None:
         run(_copy(root, old, copy, new.store))
         return
@@ -104,15 +131,26 @@ async def _copy(root: Root, source: Place, copy: Root, target: Store) -> None:
     await all_of(documents_beside(target, copy.documents))
     checked = root.checked(source.store)
     for path, about in root.arrays.items():
-        old, new = open_array(checked, path, about), open_array(target, path, copy.documents[path])
+        old, new = (
+            open_array(checked, path, about),
+            open_array(target, path, copy.documents[path]),
+        )
         steps = (new.shards or new.chunks)[:2]  # marks and, of maps, layers
-        ranges = [range(0, size, step) for size, step in zip(new.shape[:2], steps, strict=True)]
+        ranges = [
+            range(0, size, step)
+            for size, step in zip(new.shape[:2], steps, strict=True)
+        ]
         for starts in product(*ranges):
-            part: Any = tuple(slice(start, start + step) for start, step in zip(starts, steps, strict=True))
+            part: Any = tuple(
+                slice(start, start + step)
+                for start, step in zip(starts, steps, strict=True)
+            )
             try:
                 await new.setitem(part, await old.getitem(part))
             except ValueError as error:
-                raise StoreError(f"{path!r} in {source.name} is damaged: {error}") from error
+                raise StoreError(
+                    f"{path!r} in {source.name} is damaged: {error}"
+                ) from error
     await put(target, ROOT, copy.text)
 
 

@@ -11,7 +11,11 @@ import xarray as xr
 from xarray.backends import BackendArray
 
 # xarray has no public names for arrays that are read when they are indexed; its documentation uses these.
-from xarray.core.indexing import IndexingSupport, LazilyIndexedArray, explicit_indexing_adapter
+from xarray.core.indexing import (
+    IndexingSupport,
+    LazilyIndexedArray,
+    explicit_indexing_adapter,
+)
 from zarr.abc.store import Store
 
 from tcnn_probe.schema import StoreError
@@ -26,10 +30,21 @@ _RunVariable = tuple[xr.Variable | None, Mapping[str, np.ndarray]]
 
 # Attributes that stay apart by run, in JSON, and those that say nothing of how a run differs from another.
 _BY_RUN = ("missing", "unsupported")
-_NOT_OF_A_RUN = (ALONG, VERSION, COORDS, LAYERS, IDENTITY, "writer", "images", "image_hashes")
+_NOT_OF_A_RUN = (
+    ALONG,
+    VERSION,
+    COORDS,
+    LAYERS,
+    IDENTITY,
+    "writer",
+    "images",
+    "image_hashes",
+)
 
 
-def open_recordings(target: Target | Mapping[str, Target] | Iterable[Target]) -> xr.DataTree:
+def open_recordings(
+    target: Target | Mapping[str, Target] | Iterable[Target],
+) -> xr.DataTree:
     """Open a recording, or several as one, for reading; nothing of them is changed. Others may be writing to them.
 
     ::
@@ -65,48 +80,75 @@ def open_recordings(target: Target | Mapping[str, Target] | Iterable[Target]) ->
     targets = dict(target) if isinstance(target, Mapping) else _by_name(list(target))
     if not targets:
         raise ValueError("expected one recording at least, got none")
-    return _joined({name: open_recording(recording) for name, recording in targets.items()})
+    return _joined(
+        {name: open_recording(recording) for name, recording in targets.items()}
+    )
 
 
 def _by_name(targets: Sequence[Target]) -> dict[str, Target]:
     """Call recordings after that part of their paths in which they differ."""
     if any(isinstance(target, Store) for target in targets):
-        raise ValueError("stores have no names: give a mapping, open({'seed 0': store, ...})")
+        raise ValueError(
+            "stores have no names: give a mapping, open({'seed 0': store, ...})"
+        )
     texts = [os.fspath(target).rstrip("/\\") for target in targets]  # type: ignore[arg-type]
     paths = [re.split(r"[/\\]", text.removesuffix(".zarr")) for text in texts]
     # seeds/0/recording.zarr and seeds/1/recording.zarr are called 0 and 1.
-    while len(paths) > 1 and len({path[-1] for path in paths}) == 1 and all(len(path) > 1 for path in paths):
+    while (
+        len(paths) > 1
+        and len({path[-1] for path in paths}) == 1
+        and all(len(path) > 1 for path in paths)
+    ):
         paths = [path[:-1] for path in paths]
     names = [path[-1] for path in paths]
     if len({*names}) < len(names):
         names = ["/".join(path) for path in paths]
     if len({*names}) < len(names):
-        raise ValueError(f"expected different recordings, got {names}: a mapping gives them names of their own")
+        raise ValueError(
+            f"expected different recordings, got {names}: a mapping gives them names of their own"
+        )
     return dict(zip(names, targets, strict=True))
 
 
 def _joined(trees: Mapping[str, xr.DataTree]) -> xr.DataTree:
-    attributes = [{str(name): value for name, value in tree.attrs.items()} for tree in trees.values()]
+    attributes = [
+        {str(name): value for name, value in tree.attrs.items()}
+        for tree in trees.values()
+    ]
     alongs = [attrs[ALONG] for attrs in attributes]
     if len({*alongs}) > 1:
         raise StoreError(f"expected the same marks in all, got marks along {alongs}")
-    marks = {alongs[0]: _union([tree.coords[alongs[0]].values for tree in trees.values()])}
+    marks = {
+        alongs[0]: _union([tree.coords[alongs[0]].values for tree in trees.values()])
+    }
     absent: dict[str, dict[str, list[Any]]] = {name: {} for name in trees}
     differing = _differing(attributes)
     paths = dict.fromkeys(path for tree in trees.values() for path in tree.groups)
     group_names = {part for path in paths for part in path.split("/")}
     groups: dict[str, xr.Dataset] = {}
     for path in paths:
-        members = {name: tree[path].to_dataset() if path in tree.groups else None for name, tree in trees.items()}
+        members = {
+            name: tree[path].to_dataset() if path in tree.groups else None
+            for name, tree in trees.items()
+        }
         group = _group(members, marks, absent, path.strip("/"))
-        names = {name: f"run_{name}" if name in group_names or name in group.variables else name for name in differing}
-        groups[path] = group.assign_coords({names[name]: ("run", values) for name, values in differing.items()})
+        names = {
+            name: f"run_{name}"
+            if name in group_names or name in group.variables
+            else name
+            for name in differing
+        }
+        groups[path] = group.assign_coords(
+            {names[name]: ("run", values) for name, values in differing.items()}
+        )
     shared = _shared(attributes)
     for name in _BY_RUN:
         if name not in shared:
             tables = [json.loads(attrs.get(name, "{}")) for attrs in attributes]
             shared[name] = json.dumps(dict(zip(trees, tables, strict=True)))
-    shared["absent"] = json.dumps({name: labels for name, labels in absent.items() if labels})
+    shared["absent"] = json.dumps(
+        {name: labels for name, labels in absent.items() if labels}
+    )
     groups["/"].attrs = shared
     return xr.DataTree.from_dict(groups)
 
@@ -121,7 +163,10 @@ def _group(
     present = {name: ds for name, ds in members.items() if ds is not None}
     datasets = [*present.values()]
     dims = dict.fromkeys(str(dim) for ds in datasets for dim in ds.dims)
-    labels = {dim: _union([ds[dim].values for ds in datasets if dim in ds.dims]) for dim in dims} | marks
+    labels = {
+        dim: _union([ds[dim].values for ds in datasets if dim in ds.dims])
+        for dim in dims
+    } | marks
     if any(ds.data_vars for ds in datasets):
         for name in members.keys() - present.keys():
             absent[name].setdefault("groups", []).append(path)
@@ -130,27 +175,45 @@ def _group(
         for dim in labels.keys() & ds.dims:
             indices = places[name][dim] = ds.indexes[dim].get_indexer(labels[dim])
             if (indices < 0).any():
-                absent[name][dim if dim in marks else f"{path}/{dim}"] = labels[dim][indices < 0].tolist()
+                absent[name][dim if dim in marks else f"{path}/{dim}"] = labels[dim][
+                    indices < 0
+                ].tolist()
     variables = {}
     for key in dict.fromkeys(key for ds in datasets for key in ds.data_vars):
         parts = {name: ds[key].variable for name, ds in present.items() if key in ds}
-        variables[key] = _variable(str(key), [(parts.get(name), places[name]) for name in members], labels)
+        variables[key] = _variable(
+            str(key), [(parts.get(name), places[name]) for name in members], labels
+        )
     first = datasets[0]
-    coords = {dim: xr.Variable(dim, labels[dim], first[dim].attrs if dim in first else {}) for dim in labels}
+    coords = {
+        dim: xr.Variable(dim, labels[dim], first[dim].attrs if dim in first else {})
+        for dim in labels
+    }
     group = xr.Dataset(variables, {**coords, "run": [*members]})
-    if tables := [json.loads(ds.attrs[LAYERS]) for ds in datasets if LAYERS in ds.attrs]:
+    if tables := [
+        json.loads(ds.attrs[LAYERS]) for ds in datasets if LAYERS in ds.attrs
+    ]:
         layers = dict.fromkeys(layer for table in tables for layer in table)
-        facts = {layer: _shared([table[layer] for table in tables if layer in table]) for layer in layers}
+        facts = {
+            layer: _shared([table[layer] for table in tables if layer in table])
+            for layer in layers
+        }
         group.attrs = {LAYERS: json.dumps(facts)}
     return group
 
 
-def _variable(name: str, runs: Sequence[_RunVariable], labels: Mapping[str, np.ndarray]) -> xr.Variable:
+def _variable(
+    name: str, runs: Sequence[_RunVariable], labels: Mapping[str, np.ndarray]
+) -> xr.Variable:
     parts = [part for part, _ in runs if part is not None]
     if len({part.dims for part in parts}) > 1:
-        raise StoreError(f"{name!r} has other dimensions in some runs: {sorted({part.dims for part in parts})}")
+        raise StoreError(
+            f"{name!r} has other dimensions in some runs: {sorted({part.dims for part in parts})}"
+        )
     array = _Joined(runs, [len(labels[str(dim)]) for dim in parts[0].dims])
-    return xr.Variable(("run", *parts[0].dims), LazilyIndexedArray(array), parts[0].attrs)
+    return xr.Variable(
+        ("run", *parts[0].dims), LazilyIndexedArray(array), parts[0].attrs
+    )
 
 
 class _Joined(BackendArray):
@@ -158,14 +221,21 @@ class _Joined(BackendArray):
 
     def __init__(self, runs: Sequence[_RunVariable], shape: Sequence[int]) -> None:
         self._runs = runs
-        self.dtype = np.result_type(*(part.dtype for part, _ in runs if part is not None))
+        self.dtype = np.result_type(
+            *(part.dtype for part, _ in runs if part is not None)
+        )
         self.shape = (len(runs), *shape)
 
     def __getitem__(self, key: Any) -> Any:
-        return explicit_indexing_adapter(key, self.shape, IndexingSupport.OUTER, self._read)
+        return explicit_indexing_adapter(
+            key, self.shape, IndexingSupport.OUTER, self._read
+        )
 
     def _read(self, key: tuple[Any, ...]) -> np.ndarray:
-        rows, *wants = (np.atleast_1d(np.arange(size)[index]) for size, index in zip(self.shape, key, strict=True))
+        rows, *wants = (
+            np.atleast_1d(np.arange(size)[index])
+            for size, index in zip(self.shape, key, strict=True)
+        )
         # As xarray's own joins fill: integers have no NaN, and -1 stands for no value in recordings.
         fill = np.nan if self.dtype.kind == "f" else -1
         values = np.full([len(rows), *map(len, wants)], fill, self.dtype)
@@ -173,10 +243,24 @@ class _Joined(BackendArray):
             part, places = self._runs[run]
             if part is None:
                 continue
-            sources = [places[str(dim)][indices] for dim, indices in zip(part.dims, wants, strict=True)]
-            present = {dim: _as_slice(source[source >= 0]) for dim, source in zip(part.dims, sources, strict=True)}
-            values[row][np.ix_(*(source >= 0 for source in sources))] = part.isel(present).values
-        return values.squeeze(tuple(axis for axis, index in enumerate(key) if isinstance(index, int | np.integer)))
+            sources = [
+                places[str(dim)][indices]
+                for dim, indices in zip(part.dims, wants, strict=True)
+            ]
+            present = {
+                dim: _as_slice(source[source >= 0])
+                for dim, source in zip(part.dims, sources, strict=True)
+            }
+            values[row][np.ix_(*(source >= 0 for source in sources))] = part.isel(
+                present
+            ).values
+        return values.squeeze(
+            tuple(
+                axis
+                for axis, index in enumerate(key)
+                if isinstance(index, int | np.integer)
+            )
+        )
 
 
 def _as_slice(places: np.ndarray) -> Any:
@@ -188,13 +272,21 @@ def _as_slice(places: np.ndarray) -> Any:
 def _union(labels: Sequence[np.ndarray]) -> np.ndarray:
     """Join labels of all runs: numbers ascending, text in the order in which it comes."""
     joined = np.concatenate(labels)
-    return np.unique(joined) if joined.dtype.kind in "iuf" else np.array([*dict.fromkeys(joined.tolist())])
+    return (
+        np.unique(joined)
+        if joined.dtype.kind in "iuf"
+        else np.array([*dict.fromkeys(joined.tolist())])
+    )
 
 
 def _shared(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the entries that are the same in all."""
     first, *rest = tables
-    return {name: value for name, value in first.items() if all(name in t and t[name] == value for t in rest)}
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in t and t[name] == value for t in rest)
+    }
 
 
 def _differing(attributes: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -202,10 +294,14 @@ def _differing(attributes: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]
     shared = _shared(attributes)
     names = dict.fromkeys(name for attrs in attributes for name in attrs)
     differing = {}
-    for name in (name for name in names if name not in (*shared, *_NOT_OF_A_RUN, *_BY_RUN)):
+    for name in (
+        name for name in names if name not in (*shared, *_NOT_OF_A_RUN, *_BY_RUN)
+    ):
         values = [attrs.get(name) for attrs in attributes]
         if all(value is None or type(value) in (int, float) for value in values):
-            differing[name] = np.array([np.nan if value is None else value for value in values])
+            differing[name] = np.array(
+                [np.nan if value is None else value for value in values]
+            )
         else:
             differing[name] = np.array([_text(value) for value in values])
     return differing

@@ -21,7 +21,15 @@ SMALL = {
     "backends": ["--batch", "1"],
     "convit_layer": ["--sides", "3", "5"],
     "depthwise_layer": ["--batch", "1"],
-    "recording": ["--models", "vit_tiny_patch16_224", "t_resnet50", "--size", "64", "--batch", "2"],
+    "recording": [
+        "--models",
+        "vit_tiny_patch16_224",
+        "t_resnet50",
+        "--size",
+        "64",
+        "--batch",
+        "2",
+    ],
     "resolution": ["--sides", "3", "5"],
     "resolution_memory": ["--sizes", "48", "64", "--training"],
     "tcnn_layer": ["--sides", "3", "--batch", "1", "--channels", "9"],
@@ -36,11 +44,15 @@ TINY: dict[str, dict[str, Any]] = {
 
 def test_every_benchmark_is_here() -> None:
     tested_below = {"contest", "recorded_forward", "recording_epoch", "training_budget"}
-    assert {p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")} == {*SMALL, *tested_below}
+    assert {
+        p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")
+    } == {*SMALL, *tested_below}
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_contestant_takes_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_contestant_takes_a_step(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     create = timm.create_model
 
     def tiny(model: str, **options: Any) -> torch.nn.Module:
@@ -48,7 +60,9 @@ def test_every_contestant_takes_a_step(name: str, monkeypatch: pytest.MonkeyPatc
         return create(model, **{**options, **smaller})
 
     monkeypatch.setattr(timm, "create_model", tiny)
-    monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # the C++ compiler is not what is tested
+    monkeypatch.setattr(
+        torch, "compile", lambda module, **_: module
+    )  # the C++ compiler is not what is tested
     benchmark = importlib.import_module(name)
     contests = benchmark.contests(benchmark.parser().parse_args(SMALL[name]))
     assert contests
@@ -60,18 +74,28 @@ def test_every_contestant_takes_a_step(name: str, monkeypatch: pytest.MonkeyPatc
 
 def _main(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     benchmark = importlib.import_module("convit_layer")
-    monkeypatch.setattr(sys, "argv", ["convit_layer.py", "--sides", "7", "--rounds", "1", *options])
+    monkeypatch.setattr(
+        sys, "argv", ["convit_layer.py", "--sides", "7", "--rounds", "1", *options]
+    )
     contest.main(benchmark.parser(), benchmark.contests)
 
 
-def test_table_of_ratios_and_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_ratios_and_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(
-        contest, "_memory_in_child", lambda name, contestant: 2**20 * (4 if contestant == "timm" else 1)
+        contest,
+        "_memory_in_child",
+        lambda name, contestant: 2**20 * (4 if contestant == "timm" else 1),
     )
     _main(monkeypatch)
     printed = capsys.readouterr().out
     assert "7 x 7: largest difference of outputs" in printed
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "tokens" in line]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in printed.splitlines()
+        if "tokens" in line
+    ]
     assert [(row[1], *row[4:]) for row in rows] == [
         ("timm", "4", "1.0"),
         ("tcnn_model.accelerate", "1", "4.0"),
@@ -88,16 +112,31 @@ def test_memory_against_resolution(
 ) -> None:
     """Tables and figure of a report on memory that grows like the area, in one model like its square."""
     benchmark = importlib.import_module("resolution_memory")
-    arguments = benchmark.parser().parse_args(["--sizes", "10", "20", "30", "--figure", str(tmp_path / "figure.png")])
+    arguments = benchmark.parser().parse_args(
+        ["--sizes", "10", "20", "30", "--figure", str(tmp_path / "figure.png")]
+    )
 
     def pretend(size: str, label: str) -> int:
         return 2**20 * (int(size) ** 4 if "not" in label else 3 * int(size) ** 2)
 
     monkeypatch.setattr(contest, "_memory_in_child", pretend)
     benchmark.report(arguments, benchmark.contests(arguments))
-    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in capsys.readouterr().out.splitlines()[3:8]}
-    assert [cell.strip() for cell in rows["ResNet-50"]] == ["300", "1200", "2700", "1.00", "1.00 - 1.00", "1.0000"]
-    assert [cell.strip() for cell in rows["ViT-S, not fused"]][3:5] == ["2.00", "2.00 - 2.00"]
+    rows = {
+        line.split("|")[1].strip(): line.split("|")[2:-1]
+        for line in capsys.readouterr().out.splitlines()[3:8]
+    }
+    assert [cell.strip() for cell in rows["ResNet-50"]] == [
+        "300",
+        "1200",
+        "2700",
+        "1.00",
+        "1.00 - 1.00",
+        "1.0000",
+    ]
+    assert [cell.strip() for cell in rows["ViT-S, not fused"]][3:5] == [
+        "2.00",
+        "2.00 - 2.00",
+    ]
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
@@ -105,13 +144,22 @@ def test_recorded_epoch_beside_a_plain_one(tmp_path: Path) -> None:
     benchmark = importlib.import_module("recording_epoch")
     assert pytest.approx(25.6, abs=0.03) == benchmark.PROPORTION
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, **TINY["vit"])
-    training = benchmark.Training(model, torch.randn(3, 3, 32, 32), tmp_path / "run.zarr")
+    training = benchmark.Training(
+        model, torch.randn(3, 3, 32, 32), tmp_path / "run.zarr"
+    )
     for epoch in range(2):
         assert min(training.step(), training.validate(), training.mark(epoch)) > 0
     recorded = xr.open_zarr(tmp_path / "run.zarr")
-    assert (recorded.epoch.values.tolist(), recorded.images.values.tolist()) == ([0, 1], [[3], [3]])
-    rounds = np.array([[[2.0, 2.0], [1.0, 1.5]], [[2.0, 2.2], [1.0, 1.5]], [[3.0, 3.3], [1.0, 1.5]]])
-    assert benchmark.longer(rounds) == pytest.approx((25.62 * 2.2 + 1.5) / (25.62 * 2 + 1) - 1, abs=1e-4)
+    assert (recorded.epoch.values.tolist(), recorded.images.values.tolist()) == (
+        [0, 1],
+        [[3], [3]],
+    )
+    rounds = np.array(
+        [[[2.0, 2.0], [1.0, 1.5]], [[2.0, 2.2], [1.0, 1.5]], [[3.0, 3.3], [1.0, 1.5]]]
+    )
+    assert benchmark.longer(rounds) == pytest.approx(
+        (25.62 * 2.2 + 1.5) / (25.62 * 2 + 1) - 1, abs=1e-4
+    )
 
 
 def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,18 +180,24 @@ def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
 
     def seconds(network: nn.Module, images: torch.Tensor) -> float:
         network(images)
-        return (1.0 if network is model else 1.5) * (1.2 if id(network) in attached else 1.0)
+        return (1.0 if network is model else 1.5) * (
+            1.2 if id(network) in attached else 1.0
+        )
 
     monkeypatch.setattr(benchmark.tcnn_probe, "record", attach)
     monkeypatch.setattr(benchmark, "forward", seconds)
-    assert benchmark.compare(model, images, rounds=2, repeats=3) == pytest.approx([1.2] * 3)
+    assert benchmark.compare(model, images, rounds=2, repeats=3) == pytest.approx(
+        [1.2] * 3
+    )
 
 
 def test_budget_of_a_training_by_hand() -> None:
     """Autograd keeps, in a network of two matrices, the image and the features between them."""
     benchmark = importlib.import_module("training_budget")
     layers = nn.Flatten(), nn.Linear(3 * 4 * 4, 7), nn.Sigmoid(), nn.Linear(7, 5)
-    assert benchmark.kept_bytes(nn.Sequential(*layers).to("meta"), 4) == 2 * (3 * 4 * 4 + 7)
+    assert benchmark.kept_bytes(nn.Sequential(*layers).to("meta"), 4) == 2 * (
+        3 * 4 * 4 + 7
+    )
     assert benchmark.hours(1e9, 3_600_000, 100, 6e14, 0.5) == pytest.approx(2.0)
     for recipe, name, data in benchmark.SETTINGS:
         assert {"epochs", "paper_batch"} <= recipe_settings(recipe, name).keys()
@@ -151,7 +205,9 @@ def test_budget_of_a_training_by_hand() -> None:
         assert data in benchmark.IMAGES
 
 
-def test_marking_is_timed_in_memory_and_on_disk(capsys: pytest.CaptureFixture[str]) -> None:
+def test_marking_is_timed_in_memory_and_on_disk(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     importlib.import_module("recording").marking(3)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[-2:]] == ["in memory", "on disk"]

@@ -16,5 +16,7 @@ def image_folder(tmp_path: Path) -> Path:
             (tmp_path / "images" / split / label).mkdir(parents=True)
             for n in range(4):
                 pixels = rng.integers(0, 255, (71, 83, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{n}.png")
+                Image.fromarray(pixels).save(
+                    tmp_path / "images" / split / label / f"{n}.png"
+                )
     return tmp_path / "images"

@@ -39,41 +39,87 @@ def gates(first: float, last: float) -> xr.DataArray:
     return xr.DataArray(values, {"epoch": [0, 6], **HEADS}, ("epoch", "layer", "head"))
 
 
-def gating(first: float = 0.9, last: float = 0.2, top1: float = 0.5) -> tuple[xr.Dataset, float]:
-    return xr.Dataset({"gate": gates(first, last), "top1": ("epoch", [0.3, top1]), "images": ("epoch", [99, 99])}), 0.1
+def gating(
+    first: float = 0.9, last: float = 0.2, top1: float = 0.5
+) -> tuple[xr.Dataset, float]:
+    return xr.Dataset(
+        {
+            "gate": gates(first, last),
+            "top1": ("epoch", [0.3, top1]),
+            "images": ("epoch", [99, 99]),
+        }
+    ), 0.1
 
 
-def maps(first: float = 0.9, last: float = 0.2, tap: int = 0, peaks: tuple[float, float] = (0.5, 0.1)) -> tuple[Any]:
+def maps(
+    first: float = 0.9,
+    last: float = 0.2,
+    tap: int = 0,
+    peaks: tuple[float, float] = (0.5, 0.1),
+) -> tuple[Any]:
     attention = np.zeros((2, 2, 2, 2, 3, 5))
     attention[..., 1, 2] = np.array(peaks)[:, None]
     place = xr.zeros_like(gates(0, 0))
     peak = (place.expand_dims(image=2) + tap).transpose("epoch", "image", ...)
-    ds = xr.Dataset({"gate": gates(first, last), "center_y": place, "center_x": place, "peak_y": peak, "peak_x": peak})
-    return (ds.assign(attention=(("epoch", "image", "layer", "head", "y", "x"), attention)),)
+    ds = xr.Dataset(
+        {
+            "gate": gates(first, last),
+            "center_y": place,
+            "center_x": place,
+            "peak_y": peak,
+            "peak_x": peak,
+        }
+    )
+    return (
+        ds.assign(attention=(("epoch", "image", "layer", "head", "y", "x"), attention)),
+    )
 
 
-def entropies(kinds: str = "convolutional content", first: str = "convolutional", low: float = 0.1) -> tuple[Any]:
-    types = np.array([[[first] * 2] * 2, [[kind] * 2 for kind in kinds.split()]], dtype=object)
+def entropies(
+    kinds: str = "convolutional content", first: str = "convolutional", low: float = 0.1
+) -> tuple[Any]:
+    types = np.array(
+        [[[first] * 2] * 2, [[kind] * 2 for kind in kinds.split()]], dtype=object
+    )
     values = np.array([[[low] * 2, [1.0] * 2]] * 2)
     dims = ("epoch", "layer", "head")
     measured = dict.fromkeys(("entropy", "attention_distance"), (dims, values))
-    return (xr.Dataset({"gate": gates(0.9, 0.2), "head_type": (dims, types), **measured}),)
+    return (
+        xr.Dataset({"gate": gates(0.9, 0.2), "head_type": (dims, types), **measured}),
+    )
 
 
 def saliency(hits: float = 1.0, top1: float = 0.9) -> tuple[Any, ...]:
     pointing = np.stack([np.full((1, 7), hits), np.full((1, 7), 0.2)], 1)
-    coords = {"epoch": [3], "attribution": ["class_attention", "chance"], "class": range(10)}
-    ds = xr.Dataset({"pointing_game": (("epoch", "attribution", "image"), pointing), "top1": ("epoch", [top1])}, coords)
+    coords = {
+        "epoch": [3],
+        "attribution": ["class_attention", "chance"],
+        "class": range(10),
+    }
+    ds = xr.Dataset(
+        {
+            "pointing_game": (("epoch", "attribution", "image"), pointing),
+            "top1": ("epoch", [top1]),
+        },
+        coords,
+    )
     return xr.DataTree.from_dict({"PatchConvNet": ds}), (99, 0.1)
 
 
 def curves(
-    low: float = 0.5, high: float = 0.8, dim: str = "length", labels: tuple[int, int] = (1, 2)
+    low: float = 0.5,
+    high: float = 0.8,
+    dim: str = "length",
+    labels: tuple[int, int] = (1, 2),
 ) -> tuple[Any, ...]:
     """Accuracies of two runs of two models, at epochs 0, 1, 2."""
-    top1 = np.broadcast_to(np.array([[0.3, low, low], [0.3, high, high]])[:, None], (2, 2, 3))
+    top1 = np.broadcast_to(
+        np.array([[0.3, low, low], [0.3, high, high]])[:, None], (2, 2, 3)
+    )
     coords = {dim: [*labels], "model": ["CNN", "T-CNN"], "epoch": [0, 1, 2]}
-    return xr.Dataset({"top1": ((dim, "model", "epoch"), top1), "images": 99}, coords), 0.1
+    return xr.Dataset(
+        {"top1": ((dim, "model", "epoch"), top1), "images": 99}, coords
+    ), 0.1
 
 
 def rates(low: float = 0.5, high: float = 0.8) -> tuple[Any, ...]:
@@ -92,35 +138,63 @@ def starts(low: float = 0.3, high: float = 0.9, top1: float = 0.5) -> tuple[Any,
 
 def resolutions(small: float = 0.2, trained: float = 0.6) -> tuple[Any, ...]:
     coords = {"resolution": [32, 64], "model": ["CNN"]}
-    found = xr.Dataset({"top1": (("resolution", "model"), [[small], [trained]]), "images": 99}, coords)
+    found = xr.Dataset(
+        {"top1": (("resolution", "model"), [[small], [trained]]), "images": 99}, coords
+    )
     return found, 64, 0.1
 
 
 def costs(more: float = 2.0, top1: float = 0.5) -> tuple[Any, ...]:
     coords = {"architecture": ["one"], "model": [architectures.CNN, architectures.TCNN]}
     counts, dims = [[1.0, more]], ("architecture", "model")
-    return xr.Dataset({"multiply_adds": (dims, counts), "top1": (dims, [[0.5, top1]]), "images": 99}, coords), 0.1
+    return xr.Dataset(
+        {"multiply_adds": (dims, counts), "top1": (dims, [[0.5, top1]]), "images": 99},
+        coords,
+    ), 0.1
 
 
 def times(heads: int = 18, top1: float = 0.5) -> tuple[Any, ...]:
     """The hybrid and the CNN, of two epochs."""
     accuracies = [[0.1, 0.3, top1], [0.1, 0.3, 0.5]]
     coords = {"t1": [0, 2], "epoch": [0, 1, 2]}
-    found = {"top1": (("t1", "epoch"), accuracies), "heads": ("t1", [heads, 0]), "images": 99}
+    found = {
+        "top1": (("t1", "epoch"), accuracies),
+        "heads": ("t1", [heads, 0]),
+        "images": 99,
+    }
     return (xr.Dataset(found, coords),)
 
 
-def knowledge(before: float = 1.0, gain: float = 0.9, top1: float = 0.5) -> tuple[Any, ...]:
+def knowledge(
+    before: float = 1.0, gain: float = 0.9, top1: float = 0.5
+) -> tuple[Any, ...]:
     """Three stages and a hundred images: which of them neighbours know at the end, and at the start none."""
     dims = ("model", "epoch", "layer")
-    cka = np.array([[before, 0.4, 0.3], [0.9, 0.8, 0.8]])[None, :, :, None].repeat(2, 0).repeat(3, 3)
+    cka = (
+        np.array([[before, 0.4, 0.3], [0.9, 0.8, 0.8]])[None, :, :, None]
+        .repeat(2, 0)
+        .repeat(3, 3)
+    )
     correct = np.zeros((2, 2, 3, 100))
     correct[:, 1, 2, : int(100 * gain)] = 1
     stages = ["first", "attention", "last"]
-    coords = {"model": ["T-CNN", "CNN"], "epoch": [0, 1], "layer": stages, "other_layer": stages}
-    found = {"cka": ((*dims, "other_layer"), cka), "knn_correct": ((*dims, "image"), correct)}
-    top = {"top1": (dims[:2], np.full((2, 2), top1)), "seen": (dims, np.full((2, 2, 3), 99))}
-    return xr.Dataset(found | top | {"converted": ("layer", [False, True, True])}, coords), 0.1
+    coords = {
+        "model": ["T-CNN", "CNN"],
+        "epoch": [0, 1],
+        "layer": stages,
+        "other_layer": stages,
+    }
+    found = {
+        "cka": ((*dims, "other_layer"), cka),
+        "knn_correct": ((*dims, "image"), correct),
+    }
+    top = {
+        "top1": (dims[:2], np.full((2, 2), top1)),
+        "seen": (dims, np.full((2, 2, 3), 99)),
+    }
+    return xr.Dataset(
+        found | top | {"converted": ("layer", [False, True, True])}, coords
+    ), 0.1
 
 
 class NotTrained(NamedTuple):
@@ -132,12 +206,20 @@ class NotTrained(NamedTuple):
         return learned(name, accuracy, 99, 0.1)
 
 
-def matrices(start: float = 0.01, equivariance: float = 0.3, top1: float = 0.5) -> tuple[Any, ...]:
+def matrices(
+    start: float = 0.01, equivariance: float = 0.3, top1: float = 0.5
+) -> tuple[Any, ...]:
     """Two blocks, on 8 x 8 patches: random matrices have an equivariance below 0.021."""
     found = {
-        "translation_equivariance": (("epoch", "layer"), [[start, -0.01], [0.3, equivariance]]),
+        "translation_equivariance": (
+            ("epoch", "layer"),
+            [[start, -0.01], [0.3, equivariance]],
+        ),
         "top1": ("epoch", [0.1, top1]),
-        "weight": (("epoch", "layer", "query_y", "query_x", "y", "x"), np.ones((2, 2, 8, 8, 8, 8))),
+        "weight": (
+            ("epoch", "layer", "query_y", "query_x", "y", "x"),
+            np.ones((2, 2, 8, 8, 8, 8)),
+        ),
     }
     return xr.Dataset(found), NotTrained()
 
@@ -145,7 +227,10 @@ def matrices(start: float = 0.01, equivariance: float = 0.3, top1: float = 0.5) 
 def ratios(share: float = 0.1, top1: float = 0.5) -> tuple[Any, ...]:
     """Two blocks at the start and at the end."""
     values = np.broadcast_to(np.array([1, share]).reshape(2, 1, 1, 1), (2, 2, 2, 2))
-    coords = {"model": [layer_scale.WITHOUT, layer_scale.WITH], "branch": ["mixer", "mlp"]}
+    coords = {
+        "model": [layer_scale.WITHOUT, layer_scale.WITH],
+        "branch": ["mixer", "mlp"],
+    }
     found = {
         "residual_ratio": (("model", "epoch", "layer", "branch"), values),
         "top1": (("model", "epoch"), [[0.1, 0.5], [0.1, top1]]),
@@ -156,7 +241,11 @@ def ratios(share: float = 0.1, top1: float = 0.5) -> tuple[Any, ...]:
 def class_maps(on_digit: float = 0.4, top1: float = 0.5) -> tuple[Any, ...]:
     """Two layers of one head, on 9 images."""
     shares = np.broadcast_to(np.array([on_digit, 0.2]).reshape(1, 2, 1), (9, 2, 1))
-    found = {"on_digit": (("image", "layer", "head"), shares), "even": ("image", np.full(9, 0.2)), "top1": top1}
+    found = {
+        "on_digit": (("image", "layer", "head"), shares),
+        "even": ("image", np.full(9, 0.2)),
+        "top1": top1,
+    }
     return xr.Dataset(found), NotTrained()
 
 
@@ -164,41 +253,99 @@ def decisions(differ: float = 0.1, top1: float = 0.8) -> tuple[Any, ...]:
     """Of two trainings, 99 images and two conditions."""
     coords = {"model": [disagreement.CNN, disagreement.TCNN, disagreement.ORDER]}
     accuracies = np.broadcast_to([0.8, top1, 0.8], (2, 3))
-    results = xr.Dataset({"clean_accuracy": (("training", "model"), accuracies)}, coords | {"image": range(99)})
+    results = xr.Dataset(
+        {"clean_accuracy": (("training", "model"), accuracies)},
+        coords | {"image": range(99)},
+    )
     shares = np.broadcast_to(np.array([0.3, differ])[:, None, None], (2, 2, 2, 99))
     dims = ("training", "model", "group", "image")
-    return xr.DataArray(shares, {"model": coords["model"][1:], "group": ["clean", "blur"]}, dims), results, 0.1
+    return (
+        xr.DataArray(
+            shares, {"model": coords["model"][1:], "group": ["clean", "blur"]}, dims
+        ),
+        results,
+        0.1,
+    )
 
 
 def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[Any, ...]:
     """Two stages and nine scenes; the ResNet is trained for two epochs, and the others for one."""
-    names = [dense_features.CNN, dense_features.TCNN, dense_features.UNSTRIDED, dense_features.PATCH]
+    names = [
+        dense_features.CNN,
+        dense_features.TCNN,
+        dense_features.UNSTRIDED,
+        dense_features.PATCH,
+    ]
     iou = np.full((4, 3, 2), 0.5)
-    iou[0, 2], iou[1:, 0], iou[1:, 1], iou[1:, 2] = (0.5, 0.2), (before, 0.3), (0.6, fine), np.nan
+    iou[0, 2], iou[1:, 0], iou[1:, 1], iou[1:, 2] = (
+        (0.5, 0.2),
+        (before, 0.3),
+        (0.6, fine),
+        np.nan,
+    )
     top = (("model", "epoch"), np.where(np.isnan(iou[..., 0]), np.nan, top1))
-    found = {"iou": (("model", "epoch", "stage", "image"), iou[..., None].repeat(9, -1)), "top1": top, "images": 99}
+    found = {
+        "iou": (("model", "epoch", "stage", "image"), iou[..., None].repeat(9, -1)),
+        "top1": top,
+        "images": 99,
+    }
     return xr.Dataset(found, {"model": names, "epoch": range(3), "stage": [1, 2]}), 0.1
 
 
 def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
     """Two trainings of each kind, on 99 images."""
     top1 = [[0.9, 0.9], [0.9, grafit]]
-    return (xr.Dataset({"top1": (("training", "arm"), top1)}, {"arm": list(coarse_labels.ARMS), "image": range(99)}),)
+    return (
+        xr.Dataset(
+            {"top1": (("training", "arm"), top1)},
+            {"arm": list(coarse_labels.ARMS), "image": range(99)},
+        ),
+    )
 
 
 @pytest.mark.parametrize(
     ("study", "made", "changed", "message"),
     [
         (coarse_labels, fine_digits, {"grafit": 0.5}, "grafit did NOT learn"),
-        (dense_features, dense, {"before": 0.49}, "begin NOT as the CNN's: IoU apart by 0.0100"),
-        (dense_features, dense, {"fine": 0.1}, "finds NOT clearly more of the strokes: -0.100 ["),
+        (
+            dense_features,
+            dense,
+            {"before": 0.49},
+            "begin NOT as the CNN's: IoU apart by 0.0100",
+        ),
+        (
+            dense_features,
+            dense,
+            {"fine": 0.1},
+            "finds NOT clearly more of the strokes: -0.100 [",
+        ),
         (dense_features, dense, {"top1": 0.1}, "the T-CNN did NOT learn"),
-        (resmlp_weights, matrices, {"start": 0.03}, "at the start equivariance is NOT that of random matrices"),
-        (resmlp_weights, matrices, {"equivariance": 0.02}, "NOT all blocks are above: 0.020 to 0.300"),
+        (
+            resmlp_weights,
+            matrices,
+            {"start": 0.03},
+            "at the start equivariance is NOT that of random matrices",
+        ),
+        (
+            resmlp_weights,
+            matrices,
+            {"equivariance": 0.02},
+            "NOT all blocks are above: 0.020 to 0.300",
+        ),
         (resmlp_weights, matrices, {"top1": 0.1}, "the ResMLP did NOT learn"),
-        (layer_scale, ratios, {"share": 0.11}, "is 0.11 times that without: NOT the initial weight 0.1"),
+        (
+            layer_scale,
+            ratios,
+            {"share": 0.11},
+            "is 0.11 times that without: NOT the initial weight 0.1",
+        ),
         (layer_scale, ratios, {"top1": 0.1}, "with LayerScale did NOT learn"),
-        (cait_attention, class_maps, {"on_digit": 0.2}, "looks at the strokes NOT more than even attention"),
+        (
+            cait_attention,
+            class_maps,
+            {"on_digit": 0.2},
+            "looks at the strokes NOT more than even attention",
+        ),
         (cait_attention, class_maps, {"top1": 0.1}, "the CaiT did NOT learn"),
         (
             representations,
@@ -206,32 +353,87 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
             {"before": 0.9},
             "the stages before those with attention are NOT the CNN's: CKA of at least 0.90",
         ),
-        (representations, knowledge, {"gain": 0.01}, "do NOT clearly know more of the class"),
+        (
+            representations,
+            knowledge,
+            {"gain": 0.01},
+            "do NOT clearly know more of the class",
+        ),
         (representations, knowledge, {"top1": 0.1}, "the T-CNN did NOT learn"),
-        (disagreement, decisions, {"differ": 0.4}, "disagree NOT less than independent errors: 0.400, 0.320"),
+        (
+            disagreement,
+            decisions,
+            {"differ": 0.4},
+            "disagree NOT less than independent errors: 0.400, 0.320",
+        ),
         (disagreement, decisions, {"top1": 0.1}, "a model did NOT learn"),
-        (when_to_reparameterize, times, {"heads": 0}, "t1 = 0 has 0 heads: NOT what it should have become"),
-        (when_to_reparameterize, times, {"top1": 0.12}, "the run of t1 = 0 did NOT learn"),
-        (architectures, costs, {"more": 0.9}, "need NOT more multiply-adds than their CNNs: 0.90 times"),
+        (
+            when_to_reparameterize,
+            times,
+            {"heads": 0},
+            "t1 = 0 has 0 heads: NOT what it should have become",
+        ),
+        (
+            when_to_reparameterize,
+            times,
+            {"top1": 0.12},
+            "the run of t1 = 0 did NOT learn",
+        ),
+        (
+            architectures,
+            costs,
+            {"more": 0.9},
+            "need NOT more multiply-adds than their CNNs: 0.90 times",
+        ),
         (architectures, costs, {"top1": 0.1}, "T-CNN, fine-tuned did NOT learn"),
-        (finetune_length, curves, {"low": 0.8}, "T-CNN NOT more accurate after the longest"),
+        (
+            finetune_length,
+            curves,
+            {"low": 0.8},
+            "T-CNN NOT more accurate after the longest",
+        ),
         (finetune_length, curves, {"low": 0.05, "high": 0.1}, "CNN did NOT learn"),
         (learning_rate_dip, rates, {"low": 0.9}, "does NOT climb higher"),
         (learning_rate_dip, rates, {"low": 0.05, "high": 0.1}, "CNN did NOT learn"),
         (initial_locality, starts, {"low": 0.95}, "do NOT end higher: 0.95, 0.90"),
         (initial_locality, starts, {"top1": 0.1}, "did NOT learn"),
-        (resolution, resolutions, {"small": 0.7}, "CNN NOT more accurate at 64 pixels than at 32"),
+        (
+            resolution,
+            resolutions,
+            {"small": 0.7},
+            "CNN NOT more accurate at 64 pixels than at 32",
+        ),
         (resolution, resolutions, {"trained": 0.11, "small": 0.1}, "CNN did NOT learn"),
         (gating_evolution, gating, {"first": 0.73, "last": 0.73}, "did NOT move apart"),
         (gating_evolution, gating, {"top1": 0.15}, "did NOT learn"),
         (attention_maps, maps, {"tap": 1}, "4 of 4 heads do NOT look at their tap"),
         (attention_maps, maps, {"peaks": (0.1, 0.5)}, "do NOT have fainter peaks"),
-        (head_entropy, entropies, {"first": "mixed"}, "0 of 4 heads start convolutional, NOT all"),
-        (head_entropy, entropies, {"kinds": "mixed content"}, "0 are convolutional and 2 low-gate: NOT both kinds"),
-        (head_entropy, entropies, {"kinds": "convolutional mixed"}, "2 are convolutional and 0 low-gate: NOT both"),
+        (
+            head_entropy,
+            entropies,
+            {"first": "mixed"},
+            "0 of 4 heads start convolutional, NOT all",
+        ),
+        (
+            head_entropy,
+            entropies,
+            {"kinds": "mixed content"},
+            "0 are convolutional and 2 low-gate: NOT both kinds",
+        ),
+        (
+            head_entropy,
+            entropies,
+            {"kinds": "convolutional mixed"},
+            "2 are convolutional and 0 low-gate: NOT both",
+        ),
         (head_entropy, entropies, {"low": 2.0}, "entropy of low-gate heads NOT larger"),
         (class_attention_saliency, saliency, {"hits": 0.2}, "NOT above chance"),
-        (class_attention_saliency, saliency, {"top1": 0.1}, "PatchConvNet did NOT learn"),
+        (
+            class_attention_saliency,
+            saliency,
+            {"top1": 0.1},
+            "PatchConvNet did NOT learn",
+        ),
     ],
 )
 def test_the_check_can_fail(
@@ -249,13 +451,32 @@ def test_the_check_can_fail(
 
 def test_two_classes_cannot_pass_by_chance_and_can_be_learned() -> None:
     """Beside the sum of the binomial distribution's upper tail."""
-    for right, images, chance in ((29, 40, 0.5), (27, 40, 0.5), (4, 4, 0.5), (40, 40, 0.9), (70, 70, 0.9)):
-        tail = sum(math.comb(images, k) * chance**k * (1 - chance) ** (images - k) for k in range(right, images + 1))
-        assert learned("it", right / images, images, chance) == (tail < 0.01), (right, images, chance)
+    for right, images, chance in (
+        (29, 40, 0.5),
+        (27, 40, 0.5),
+        (4, 4, 0.5),
+        (40, 40, 0.9),
+        (70, 70, 0.9),
+    ):
+        tail = sum(
+            math.comb(images, k) * chance**k * (1 - chance) ** (images - k)
+            for k in range(right, images + 1)
+        )
+        assert learned("it", right / images, images, chance) == (tail < 0.01), (
+            right,
+            images,
+            chance,
+        )
 
 
-def test_a_check_that_fails_is_an_error_on_the_digits_only(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [finish(True, "digits"), finish(True, "photos"), finish(False, "digits")] == [0, 0, 3]
+def test_a_check_that_fails_is_an_error_on_the_digits_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert [
+        finish(True, "digits"),
+        finish(True, "photos"),
+        finish(False, "digits"),
+    ] == [0, 0, 3]
     assert capsys.readouterr().out == ""
     assert finish(False, "photos") == 0
     assert "findings, not errors" in capsys.readouterr().out

@@ -18,7 +18,13 @@ from tests.studies.test_small_forms import STUDIES
 
 MODEL_FIRST = "need --model, the name of a timm CNN"
 SINGLE = ("cait_attention", "layer_scale", "resmlp_weights")
-NOT_ONE_CNN = (*SINGLE, "class_attention_saliency", "coarse_labels", "content_or_mixing", "dense_features")
+NOT_ONE_CNN = (
+    *SINGLE,
+    "class_attention_saliency",
+    "coarse_labels",
+    "content_or_mixing",
+    "dense_features",
+)
 TOGETHER = "--data and --model belong together"
 FEW = ["--workers", "0", "--device", "cpu"]
 QUICK = [*FEW, "--images", "2", "--steps", "3", "--batch-size", "4"]
@@ -34,61 +40,162 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("study", "options", "message"),
     [
-        *((name, "--data .", MODEL_FIRST) for name in STUDIES if name not in NOT_ONE_CNN),
-        *((name, "--pretrained", "--model and --pretrained belong together") for name in SINGLE),
-        ("layer_scale", "--model test_vit --pretrained", "--model and --image belong together"),
-        ("resmlp_weights", "--model resmlp_12_224 --pretrained no.pth", "no file 'no.pth'"),
+        *(
+            (name, "--data .", MODEL_FIRST)
+            for name in STUDIES
+            if name not in NOT_ONE_CNN
+        ),
+        *(
+            (name, "--pretrained", "--model and --pretrained belong together")
+            for name in SINGLE
+        ),
+        (
+            "layer_scale",
+            "--model test_vit --pretrained",
+            "--model and --image belong together",
+        ),
+        (
+            "resmlp_weights",
+            "--model resmlp_12_224 --pretrained no.pth",
+            "no file 'no.pth'",
+        ),
         ("gating_evolution", "--pretrained", MODEL_FIRST),
-        ("gating_evolution", "--data no/where --model resnet18", "--data: there is no folder 'no/where'"),
+        (
+            "gating_evolution",
+            "--data no/where --model resnet18",
+            "--data: there is no folder 'no/where'",
+        ),
         ("gating_evolution", "--data . --model resnet18", "found in .: "),
         ("gating_evolution", "--num-classes 3", "goes with --data"),
         ("gating_evolution", "--device abacus", "no device 'abacus' here"),
-        ("gating_evolution", "--batch-size 0", "--batch-size: expected an integer from 1, got 0"),
+        (
+            "gating_evolution",
+            "--batch-size 0",
+            "--batch-size: expected an integer from 1, got 0",
+        ),
         ("gating_evolution", "--lr -1", "--lr: expected a number above 0, got -1"),
         ("gating_evolution", "--img-size 27", "28 pixels or more"),
-        ("gating_evolution", f"--model resnet18 --pretrained {__file__}", "holds no weights"),
+        (
+            "gating_evolution",
+            f"--model resnet18 --pretrained {__file__}",
+            "holds no weights",
+        ),
         ("gating_evolution", "--data . --model resnet18 --small", "are for the digits"),
         ("gating_evolution", "--model nope", "nope"),
-        ("gating_evolution", "--limit 39", "gating_evolution.py: expected a limit of 40 digits or more"),
-        ("gating_evolution", "--model botnet26t_256 --limit 120", "no convolution to reparameterize"),
-        ("gating_evolution", "--epochs 0", "--epochs: expected an integer from 1, got 0"),
+        (
+            "gating_evolution",
+            "--limit 39",
+            "gating_evolution.py: expected a limit of 40 digits or more",
+        ),
+        (
+            "gating_evolution",
+            "--model botnet26t_256 --limit 120",
+            "no convolution to reparameterize",
+        ),
+        (
+            "gating_evolution",
+            "--epochs 0",
+            "--epochs: expected an integer from 1, got 0",
+        ),
         ("gating_evolution", "--resume --overwrite", "not allowed with"),
-        ("attention_maps", "--small --epoch 5", "--epoch: expected 0 to 4, the epochs of fine-tuning, got 5"),
-        ("attention_maps", "--query 64,3", "--query: expected a pixel inside 64 x 64, got (64, 3)"),
+        (
+            "attention_maps",
+            "--small --epoch 5",
+            "--epoch: expected 0 to 4, the epochs of fine-tuning, got 5",
+        ),
+        (
+            "attention_maps",
+            "--query 64,3",
+            "--query: expected a pixel inside 64 x 64, got (64, 3)",
+        ),
         ("attention_maps", "--query 3", "argument --query: invalid pixel value: '3'"),
         ("attention_maps", f"--image {__file__}", "argument --image: no image: "),
         ("attention_maps", "--images 0", "--images: expected an integer from 1, got 0"),
-        ("dense_features", "--data .", "--data, --pretrained: the masks are those of the digits"),
+        (
+            "dense_features",
+            "--data .",
+            "--data, --pretrained: the masks are those of the digits",
+        ),
         ("disagreement", "--pretrained", MODEL_FIRST),
-        ("disagreement", "--model a b --pretrained", "several models are compared as they are: give --pretrained and"),
-        ("disagreement", "--model a b --data . --pretrained c", "expected a file for each of 2 models, or none, got 1"),
-        ("disagreement", "--model a a --data . --pretrained", "differ in their name or their file, got one twice"),
+        (
+            "disagreement",
+            "--model a b --pretrained",
+            "several models are compared as they are: give --pretrained and",
+        ),
+        (
+            "disagreement",
+            "--model a b --data . --pretrained c",
+            "expected a file for each of 2 models, or none, got 1",
+        ),
+        (
+            "disagreement",
+            "--model a a --data . --pretrained",
+            "differ in their name or their file, got one twice",
+        ),
         ("robustness", "--severities 6", "invalid choice"),
         ("robustness", "--corruptions rain", "invalid choice"),
         ("robustness", "--epsilon 0", "--epsilon: expected a number above 0"),
         ("robustness", "--images 1", "--images: expected an integer from 2"),
         ("robustness", "--variant imagenet-a", "expected NAME=FOLDER with a folder"),
-        ("robustness", f"--variant imagenet-a={Path(__file__).parent}", "goes with --data"),
+        (
+            "robustness",
+            f"--variant imagenet-a={Path(__file__).parent}",
+            "goes with --data",
+        ),
         ("conv_vs_content_heads", "--seeds 0", "--seeds: expected an integer from 1"),
         ("conv_vs_content_heads", "--images 1", "--images: expected an integer from 2"),
         ("class_attention_saliency", "--data .", TOGETHER),
         ("class_attention_saliency", "--pretrained", TOGETHER),
-        ("class_attention_saliency", "--data no/where --model test_resnet", "no folder 'no/where'"),
-        ("class_attention_saliency", "--data . --model test_resnet --small", "are for the digits"),
+        (
+            "class_attention_saliency",
+            "--data no/where --model test_resnet",
+            "no folder 'no/where'",
+        ),
+        (
+            "class_attention_saliency",
+            "--data . --model test_resnet --small",
+            "are for the digits",
+        ),
         ("class_attention_saliency", "--epochs 0", "is for a trained model"),
-        ("class_attention_saliency", "--data FOLDER --model test_resnet --pretrained no.pth", "no file 'no.pth'"),
-        ("class_attention_saliency", "--data FOLDER --model test_resnet --num-classes 1", "integer from 2, got 1"),
-        ("class_attention_saliency", "--data FOLDER --model test_vit --img-size 33", "no images of 33 x 33 pixels"),
-        ("robustness", "--data FOLDER --model test_resnet --variant imagenet-a=.", "1000 classes, this has 2"),
+        (
+            "class_attention_saliency",
+            "--data FOLDER --model test_resnet --pretrained no.pth",
+            "no file 'no.pth'",
+        ),
+        (
+            "class_attention_saliency",
+            "--data FOLDER --model test_resnet --num-classes 1",
+            "integer from 2, got 1",
+        ),
+        (
+            "class_attention_saliency",
+            "--data FOLDER --model test_vit --img-size 33",
+            "no images of 33 x 33 pixels",
+        ),
+        (
+            "robustness",
+            "--data FOLDER --model test_resnet --variant imagenet-a=.",
+            "1000 classes, this has 2",
+        ),
     ],
 )
 def test_wrong_options_say_so_and_write_nothing(
-    study: str, options: str, message: str, tmp_path: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]
+    study: str,
+    options: str,
+    message: str,
+    tmp_path: Path,
+    image_folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
-    given = [str(image_folder) if word == "FOLDER" else word for word in options.split()]
+    given = [
+        str(image_folder) if word == "FOLDER" else word for word in options.split()
+    ]
     try:
-        code = ended(importlib.import_module(study).main, [*given, "--workers", "0", "--out", str(out)])
+        code = ended(
+            importlib.import_module(study).main,
+            [*given, "--workers", "0", "--out", str(out)],
+        )
     except SystemExit as stop:
         code = stop.code
     assert code == 2
@@ -96,43 +203,103 @@ def test_wrong_options_say_so_and_write_nothing(
     assert not out.exists()
 
 
-def test_a_killed_run_resumes_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = ["--limit", "80", "--img-size", "32", "--batch-size", "16", "--epochs", "2", "--cnn-epochs", "1"]
+def test_a_killed_run_resumes_to_the_same_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = [
+        "--limit",
+        "80",
+        "--img-size",
+        "32",
+        "--batch-size",
+        "16",
+        "--epochs",
+        "2",
+        "--cnn-epochs",
+        "1",
+    ]
     tiny += ["--device", "cpu", "--seed", "3"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     attention_maps.main([*tiny, "--out", str(whole)])
     save = torch.save
 
     def dies(state: object, path: Path) -> None:
-        if path.name.startswith("tcnn-0001"):  # the loop has its checkpoint of this epoch, the recorder its mark
+        if path.name.startswith(
+            "tcnn-0001"
+        ):  # the loop has its checkpoint of this epoch, the recorder its mark
             raise KeyboardInterrupt
         save(state, path)
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", dies)
         assert ended(attention_maps.main, [*tiny, "--out", str(killed)]) == 130
-    assert ended(attention_maps.main, ["--resume", "--epochs", "3", "--out", str(killed)]) == 2
-    attention_maps.main(["--resume", "--out", str(killed)])  # all other options are those of the run
-    stores = [xr.open_zarr(out / "attention_maps_recording.zarr").load() for out in (killed, whole)]
+    assert (
+        ended(attention_maps.main, ["--resume", "--epochs", "3", "--out", str(killed)])
+        == 2
+    )
+    attention_maps.main(
+        ["--resume", "--out", str(killed)]
+    )  # all other options are those of the run
+    stores = [
+        xr.open_zarr(out / "attention_maps_recording.zarr").load()
+        for out in (killed, whole)
+    ]
     xr.testing.assert_allclose(*stores, rtol=1e-6)
     for epoch in (0, 1, 2):
         name = f"attention_maps_checkpoints/tcnn-{epoch:04d}.pt"
-        torch.testing.assert_close(*(torch.load(out / name, weights_only=True) for out in (killed, whole)))
+        torch.testing.assert_close(
+            *(torch.load(out / name, weights_only=True) for out in (killed, whole))
+        )
 
 
 def test_own_weights_data_and_image(tmp_path: Path, image_folder: Path) -> None:
-    torch.save(timm.create_model("test_resnet", num_classes=2).state_dict(), tmp_path / "own.pth")
+    torch.save(
+        timm.create_model("test_resnet", num_classes=2).state_dict(),
+        tmp_path / "own.pth",
+    )
     own = image_folder / "val" / "dog" / "1.png"
-    options = ["--model", "test_resnet", "--pretrained", str(tmp_path / "own.pth"), "--data", str(image_folder)]
-    options += [*FEW, "--img-size", "64", "--epochs", "1", "--batch-size", "4", "--query", "63,0"]
-    attention_maps.main([*options, "--image", str(own), "--epoch", "0", "1", "--out", str(tmp_path / "out")])
+    options = [
+        "--model",
+        "test_resnet",
+        "--pretrained",
+        str(tmp_path / "own.pth"),
+        "--data",
+        str(image_folder),
+    ]
+    options += [
+        *FEW,
+        "--img-size",
+        "64",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "4",
+        "--query",
+        "63,0",
+    ]
+    attention_maps.main(
+        [
+            *options,
+            "--image",
+            str(own),
+            "--epoch",
+            "0",
+            "1",
+            "--out",
+            str(tmp_path / "out"),
+        ]
+    )
     ds = xr.open_zarr(tmp_path / "out" / "attention_maps.zarr").load()
     assert ds.epoch.values.tolist() == [0, 1]
     assert ds.name.values.tolist() == ["1.png"]
     assert (ds.query_y == ds.sizes["y"] - 1).all()
     assert (ds.query_x == 0).all()
-    xr.testing.assert_allclose(ds.attention.sum(["y", "x"]) + ds.outside, xr.ones_like(ds.outside))
-    assert (xr.open_zarr(tmp_path / "out" / "attention_maps_recording.zarr").images == 8).all()
+    xr.testing.assert_allclose(
+        ds.attention.sum(["y", "x"]) + ds.outside, xr.ones_like(ds.outside)
+    )
+    assert (
+        xr.open_zarr(tmp_path / "out" / "attention_maps_recording.zarr").images == 8
+    ).all()
 
 
 def scores(out: Path) -> xr.DataTree:
@@ -143,8 +310,18 @@ def scores(out: Path) -> xr.DataTree:
 def test_saliency_of_a_trained_transformer(
     tmp_path: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.save(timm.create_model("test_vit", num_classes=2).state_dict(), tmp_path / "vit.pth")
-    options = ["--model", "test_vit", "--pretrained", str(tmp_path / "vit.pth"), "--data", str(image_folder), *QUICK]
+    torch.save(
+        timm.create_model("test_vit", num_classes=2).state_dict(), tmp_path / "vit.pth"
+    )
+    options = [
+        "--model",
+        "test_vit",
+        "--pretrained",
+        str(tmp_path / "vit.pth"),
+        "--data",
+        str(image_folder),
+        *QUICK,
+    ]
     class_attention_saliency.main([*options, "--out", str(tmp_path / "out")])
     ds = scores(tmp_path / "out")["test_vit"].dataset
     methods = [
@@ -162,22 +339,43 @@ def test_saliency_of_a_trained_transformer(
     assert "did NOT learn" not in capsys.readouterr().out  # nothing was trained
 
 
-def test_a_convnet_gets_an_attention_pool(tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_convnet_gets_an_attention_pool(
+    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for draw in ("draw_faithfulness", "draw_maps"):  # which the test above calls
         monkeypatch.setattr(class_attention_saliency, draw, lambda *_: Figure())
-    options = ["--model", "test_resnet", "--data", str(image_folder), "--img-size", "64", "--epochs", "1", *QUICK]
+    options = [
+        "--model",
+        "test_resnet",
+        "--data",
+        str(image_folder),
+        "--img-size",
+        "64",
+        "--epochs",
+        "1",
+        *QUICK,
+    ]
     class_attention_saliency.main([*options, "--out", str(tmp_path / "out")])
     tree = scores(tmp_path / "out")
     assert set(tree.children) == {"test_resnet", "test_resnet, attention pooling"}
-    plans = [class_attention_saliency.plan(class_attention_saliency.parse([*options, "--seed", "7"]))[0] for _ in "ab"]
-    first, other = (runs[0].make({}) for runs in plans)  # a new classifier is that of the seed
+    plans = [
+        class_attention_saliency.plan(
+            class_attention_saliency.parse([*options, "--seed", "7"])
+        )[0]
+        for _ in "ab"
+    ]
+    first, other = (
+        runs[0].make({}) for runs in plans
+    )  # a new classifier is that of the seed
     torch.testing.assert_close(first.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
 def test_the_trunk_behind_an_attention_pool_is_frozen() -> None:
     model = timm.create_model("test_resnet", num_classes=2)
     pooled = class_attention_saliency.with_attention_pool(model).train()
-    assert {name.split(".")[0] for name, p in pooled.named_parameters() if p.requires_grad} == {"global_pool", "fc"}
+    assert {
+        name.split(".")[0] for name, p in pooled.named_parameters() if p.requires_grad
+    } == {"global_pool", "fc"}
     before = {name: buffer.clone() for name, buffer in pooled.named_buffers()}
     pooled(torch.randn(4, 3, 32, 32))
     torch.testing.assert_close(dict(pooled.named_buffers()), before, rtol=0, atol=0)
@@ -192,23 +390,47 @@ def test_a_trained_model_is_looked_at_as_it_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     create, narrow = timm.create_model, {"embed_dim": 12, "depth": 1}
-    model, weights = create("cait_xxs24_224", **narrow).eval(), str(tmp_path / "own.pth")
+    model, weights = (
+        create("cait_xxs24_224", **narrow).eval(),
+        str(tmp_path / "own.pth"),
+    )
     torch.save(model.state_dict(), weights)
-    monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, **narrow, **options))
+    monkeypatch.setattr(
+        timm, "create_model", lambda name, **options: create(name, **narrow, **options)
+    )
     image = str(image_folder / "val" / "dog" / "1.png")
-    main, own = importlib.import_module(study).main, ["--pretrained", weights, "--image", image, "--device", "cpu"]
-    assert ended(main, ["--model", "cait_xxs24_224", *own, "--out", str(tmp_path / "out")]) == 0
+    main, own = (
+        importlib.import_module(study).main,
+        ["--pretrained", weights, "--image", image, "--device", "cpu"],
+    )
+    assert (
+        ended(main, ["--model", "cait_xxs24_224", *own, "--out", str(tmp_path / "out")])
+        == 0
+    )
     found = xr.open_zarr(tmp_path / "out" / f"{study}.zarr")
     if study == "cait_attention":
         with torch.no_grad():
             expected = model(as_images([image], model)).softmax(1)
         np.testing.assert_allclose(found.probability, expected, rtol=1e-4)
-        assert dict(found.class_attention.sizes) == {"image": 1, "layer": 2, "head": 4, "y": 14, "x": 14}
+        assert dict(found.class_attention.sizes) == {
+            "image": 1,
+            "layer": 2,
+            "head": 4,
+            "y": 14,
+            "x": 14,
+        }
     else:
-        assert found.layer.values.tolist() == ["blocks.0", "blocks_token_only.0", "blocks_token_only.1"]
+        assert found.layer.values.tolist() == [
+            "blocks.0",
+            "blocks_token_only.0",
+            "blocks_token_only.1",
+        ]
         assert (found.residual_ratio < 1e-2).all()  # LayerScale begins at 1e-5
     torch.save(create("test_resnet").state_dict(), weights)
     monkeypatch.setattr(timm, "create_model", create)
-    assert ended(main, ["--model", "test_resnet", *own, "--out", str(tmp_path / "other")]) == 2
+    assert (
+        ended(main, ["--model", "test_resnet", *own, "--out", str(tmp_path / "other")])
+        == 2
+    )
     assert "ResNet" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()

@@ -21,8 +21,13 @@ def made(start: float, end: float, *, gate: bool = True) -> xr.Dataset:
     coords = {"epoch": [0, 1], "layer": ["a", "b"], "head": [0, 1, 2]}
     dims = ("epoch", "layer", "head")
     types = [["content", "mixed", "convolutional"], ["content", "averaging", ""]]
-    variables: dict[str, Any] = {"content_information": (dims, values), "head_type": (dims[1:], types)}
-    return xr.Dataset(variables | ({"gate": (dims, values / 2)} if gate else {}), coords)
+    variables: dict[str, Any] = {
+        "content_information": (dims, values),
+        "head_type": (dims[1:], types),
+    }
+    return xr.Dataset(
+        variables | ({"gate": (dims, values / 2)} if gate else {}), coords
+    )
 
 
 def test_gain_is_beside_both_controls() -> None:
@@ -34,12 +39,20 @@ def test_gain_is_beside_both_controls() -> None:
         "  seed 3: trained 0.400 [0.400, 0.400], untrained 0.100 [0.100, 0.100], "
         "on shuffled labels 0.100 [0.100, 0.100]"
     )
-    half = 12.706204736 * np.std([0.3, 0.5], ddof=1) / 2**0.5  # Student's t for one degree of freedom
+    half = (
+        12.706204736 * np.std([0.3, 0.5], ddof=1) / 2**0.5
+    )  # Student's t for one degree of freedom
     assert (
-        said[3] == f"  trained less untrained: +0.400, t interval over trainings [{0.4 - half:+.3f}, {0.4 + half:+.3f}]"
+        said[3]
+        == f"  trained less untrained: +0.400, t interval over trainings [{0.4 - half:+.3f}, {0.4 + half:+.3f}]"
     )
-    assert said[4] == "  trained less on shuffled labels: +0.300, t interval over trainings [+0.300, +0.300]"
-    assert said[5].endswith("by seed: trained 0.40, 0.60; untrained 0.10, 0.10; on shuffled labels 0.10, 0.30")
+    assert (
+        said[4]
+        == "  trained less on shuffled labels: +0.300, t interval over trainings [+0.300, +0.300]"
+    )
+    assert said[5].endswith(
+        "by seed: trained 0.40, 0.60; untrained 0.10, 0.10; on shuffled labels 0.10, 0.30"
+    )
     assert "shuffled" not in gain(found, None)
     assert gain(found[{"training": [0]}], None).splitlines()[2] == (
         "  trained less untrained: +0.300, one training gives no t interval"
@@ -47,7 +60,9 @@ def test_gain_is_beside_both_controls() -> None:
 
 
 def test_a_line_is_a_head_in_the_colour_of_its_type() -> None:
-    figure = draw_content({"one": made(0.1, 1.4), "other": made(0.2, 0.3, gate=False).isel(layer=[0])})
+    figure = draw_content(
+        {"one": made(0.1, 1.4), "other": made(0.2, 0.3, gate=False).isel(layer=[0])}
+    )
     assert len(figure.axes) == 2 + 2 + 1
     gates, _, information = figure.axes[:3]
     assert gates.get_ylabel() == "one\ngate"
@@ -68,7 +83,10 @@ def test_shuffled_labels_are_the_same_labels_of_other_images() -> None:
         output=None,
         stages=1,
     )  # type: ignore[arg-type]
-    datasets = [one.loaders[0].dataset for one in (study, study.on_shuffled_labels(1), study.on_shuffled_labels(2))]
+    datasets = [
+        one.loaders[0].dataset
+        for one in (study, study.on_shuffled_labels(1), study.on_shuffled_labels(2))
+    ]
     labels = [torch.as_tensor(one.labels) for one in datasets]
     assert datasets[1].digits is datasets[0].digits
     assert study.on_shuffled_labels(1).loaders[1] is study.loaders[1]

@@ -13,7 +13,13 @@ from torch import nn
 import content_or_mixing as study
 from common.content_arms import ARMS, StaticMapGPSA, converted, train_tail
 from common.content_report import _together
-from common.crossed_intervals import Effect, crossed_effect, holm, seeds_to_decide, verdict
+from common.crossed_intervals import (
+    Effect,
+    crossed_effect,
+    holm,
+    seeds_to_decide,
+    verdict,
+)
 from common.resnet20 import ResNet20, Tail, Trunk
 from common.small_images import SmallImages, views
 from common.small_trainings import order_of_images, rate_factor
@@ -33,12 +39,16 @@ def test_trunk_and_tail_are_the_network(network: ResNet20, blocks: int) -> None:
     torch.testing.assert_close(whole, network(images), rtol=0, atol=0)
 
 
-def test_the_shortcut_has_no_parameters_and_takes_every_second_pixel(network: ResNet20) -> None:
+def test_the_shortcut_has_no_parameters_and_takes_every_second_pixel(
+    network: ResNet20,
+) -> None:
     block, x = network.layer2[0], torch.randn(2, 3, 6, 10)
     nn.init.zeros_(block.bn2.weight)  # leaves the shortcut
     y = block(x)
     assert y.shape == (2, 6, 3, 5)
-    torch.testing.assert_close(y[:, 1:4], x[:, :, ::2, ::2].relu())  # 3 new channels: 1 before, 2 after
+    torch.testing.assert_close(
+        y[:, 1:4], x[:, :, ::2, ::2].relu()
+    )  # 3 new channels: 1 before, 2 after
     assert (y[:, [0, 4, 5]] == 0).all()
 
 
@@ -55,21 +65,36 @@ def test_a_static_map_is_mixed_as_the_definition_says(stride: int) -> None:
     size = 4, 6
     layer, x = static_layer(size, stride), torch.randn(3, 5, *size, dtype=torch.float64)
     height, width = -(-size[0] // stride), -(-size[1] // stride)
-    expected = torch.zeros(3, 7, height, width, dtype=torch.float64) + layer.bias[:, None, None]
+    expected = (
+        torch.zeros(3, 7, height, width, dtype=torch.float64)
+        + layer.bias[:, None, None]
+    )
     values = torch.einsum("oc,bcyx->boyx", layer.value, x)
     for head in range(9):
-        alpha, gate, center = layer.locality_strength[head], layer.gate[head], layer.center[head]
+        alpha, gate, center = (
+            layer.locality_strength[head],
+            layer.gate[head],
+            layer.center[head],
+        )
         for y, x_ in itertools.product(range(height), range(width)):
-            mixed = (1 - gate) * torch.softmax(layer.query[head, y * width + x_], 0).view(size)
+            mixed = (1 - gate) * torch.softmax(
+                layer.query[head, y * width + x_], 0
+            ).view(size)
             near = {}
-            for j, i in itertools.product(range(-1, size[0] + 1), range(-1, size[1] + 1)):
+            for j, i in itertools.product(
+                range(-1, size[0] + 1), range(-1, size[1] + 1)
+            ):
                 offset = j - y * stride - center[0], i - x_ * stride - center[1]
                 near[j, i] = torch.exp(-alpha * (offset[0] ** 2 + offset[1] ** 2))
             for j, i in itertools.product(range(size[0]), range(size[1])):
                 mixed[j, i] += gate * near[j, i] / sum(near.values())
             gathered = (values * mixed).sum((2, 3))
-            expected[:, :, y, x_] += gathered @ layer.weight[:, :, head // 3, head % 3].T
-    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)  # gates and strengths are widened to float32
+            expected[:, :, y, x_] += (
+                gathered @ layer.weight[:, :, head // 3, head % 3].T
+            )
+    torch.testing.assert_close(
+        layer(x), expected, rtol=1e-6, atol=1e-6
+    )  # gates and strengths are widened to float32
     torch.testing.assert_close(layer(x), GPSA.forward(layer, x))
 
 
@@ -83,12 +108,28 @@ def test_rates_of_an_arm(network: ResNet20, arm: str) -> None:
     tail, features = Tail(network, 1), torch.randn(4, 12, 5, 3)
     model = converted(tail, ARMS[arm], -1.0, features, seed=3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    options = {"steps": 8, "lr": 1e-3, "qk_sum": 3.0, "map_sum": 30.0, "gating_lr": 0.02, "papers_lr": 1e-4}
-    options |= {"papers_gating_lr": 0.1, "weight_decay": 0.05, "frozen_statistics": True, "amp": False}
+    options = {
+        "steps": 8,
+        "lr": 1e-3,
+        "qk_sum": 3.0,
+        "map_sum": 30.0,
+        "gating_lr": 0.02,
+        "papers_lr": 1e-4,
+    }
+    options |= {
+        "papers_gating_lr": 0.1,
+        "weight_decay": 0.05,
+        "frozen_statistics": True,
+        "amp": False,
+    }
     gates: list[torch.Tensor] = []
 
     def after(step: int) -> None:
-        gates.append(torch.cat([layer.gating.detach().clone() for layer in gpsa_layers(model).values()]))
+        gates.append(
+            torch.cat(
+                [layer.gating.detach().clone() for layer in gpsa_layers(model).values()]
+            )
+        )
 
     sums = train_tail(model, steps_of(features, 8), ARMS[arm], options, after)
     factors = [rate_factor(step, 8) for step in range(8)]
@@ -118,18 +159,30 @@ def test_arms_see_the_same_images_and_each_image_once_an_epoch() -> None:
 
 def test_a_view_is_a_crop_of_the_padded_image_and_the_same_again() -> None:
     rng = np.random.default_rng(0)
-    images = SmallImages(rng.integers(1, 255, (6, 11, 13, 3), dtype=np.uint8), np.arange(6))
+    images = SmallImages(
+        rng.integers(1, 255, (6, 11, 13, 3), dtype=np.uint8), np.arange(6)
+    )
     rows, number = np.array([4, 2, 4, 0]), np.array([0, 1, 2, 0])
     taken = views(images, rows, number)
     np.testing.assert_array_equal(taken, views(images, rows, number))
     np.testing.assert_array_equal(taken[1:2], views(images, rows[1:2], number[1:2]))
     padded = np.pad(images.pixels, ((0, 0), (4, 4), (4, 4), (0, 0)))
     for row, view in zip(rows, taken, strict=True):
-        crops = [padded[row, y : y + 11, x : x + 13] for y in range(9) for x in range(9)]
-        assert sum(np.array_equal(view, crop) or np.array_equal(view, crop[:, ::-1]) for crop in crops) == 1
+        crops = [
+            padded[row, y : y + 11, x : x + 13] for y in range(9) for x in range(9)
+        ]
+        assert (
+            sum(
+                np.array_equal(view, crop) or np.array_equal(view, crop[:, ::-1])
+                for crop in crops
+            )
+            == 1
+        )
 
 
-def difference_of_two_models(rng: np.random.Generator, seeds: int, images: int, spread: float) -> np.ndarray:
+def difference_of_two_models(
+    rng: np.random.Generator, seeds: int, images: int, spread: float
+) -> np.ndarray:
     """Differences -1, 0 and 1 with mean 0: trainings differ, and few images are hard enough for models to differ."""
     shift = rng.normal(0, spread, seeds)[:, None] / 2
     differ = rng.beta(0.15, 1.7, images)  # 8 % of images on average
@@ -144,7 +197,10 @@ def difference_of_two_models(rng: np.random.Generator, seeds: int, images: int, 
 def test_intervals_cover(seeds: int, spread: float) -> None:
     """Of 600 intervals at a true coverage of 0.95, fewer than 0.93 cover in one of 70 tests."""
     rng = np.random.default_rng(seeds)
-    effects = [crossed_effect(difference_of_two_models(rng, seeds, 1000, spread)) for _ in range(600)]
+    effects = [
+        crossed_effect(difference_of_two_models(rng, seeds, 1000, spread))
+        for _ in range(600)
+    ]
     assert np.mean([effect.low <= 0 <= effect.high for effect in effects]) >= 0.93
 
 
@@ -153,7 +209,9 @@ def test_an_effect_of_seeds_alone_is_a_t_test() -> None:
     effect = crossed_effect(np.repeat(by_seed[:, None], 11, 1))
     expected = stats.ttest_1samp(by_seed, 0)
     interval = expected.confidence_interval(0.95)
-    np.testing.assert_allclose([effect.low, effect.high, effect.p_value], [*interval, expected.pvalue])
+    np.testing.assert_allclose(
+        [effect.low, effect.high, effect.p_value], [*interval, expected.pvalue]
+    )
     alone = crossed_effect(np.ones((1, 5)))
     assert (alone.low, alone.high, alone.p_value) == (-np.inf, np.inf, 1)
 
@@ -162,8 +220,12 @@ def test_holm() -> None:
     np.testing.assert_allclose(holm([0.01, 0.04, 0.03, 0.5]), [0.04, 0.09, 0.09, 0.5])
 
 
-def effect_of(mean: float, half: float, p_value: float, seed_variance: float = 1e-5) -> Effect:
-    return Effect(mean, mean - half, mean + half, p_value, seed_variance, 0.05, 3, 10_000)
+def effect_of(
+    mean: float, half: float, p_value: float, seed_variance: float = 1e-5
+) -> Effect:
+    return Effect(
+        mean, mean - half, mean + half, p_value, seed_variance, 0.05, 3, 10_000
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,17 +260,36 @@ def test_seeds_that_would_decide() -> None:
     assert seeds_to_decide(few_images, 0.01) is None
 
 
-def test_a_killed_run_is_trained_again_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_is_trained_again_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
-    options = ["--small", "--arms", "C", "D", "--seeds", "0", "--starts", "1", "--out", str(out)]
+    options = [
+        "--small",
+        "--arms",
+        "C",
+        "D",
+        "--seeds",
+        "0",
+        "--starts",
+        "1",
+        "--out",
+        str(out),
+    ]
     assert study.main(options) == 0
     folder = out / "content_or_mixing_checkpoints"
     files = {file.name: file.read_bytes() for file in folder.glob("[0-9]_*.npz")}
     assert set(files) == {"1_frozen_C_+1_0.npz", "1_frozen_D_+1_0.npz"}
-    (folder / "1_frozen_C_+1_0.npz").rename(folder / "1_frozen_C_+1_0.npz.tmp")  # as a kill leaves it
+    (folder / "1_frozen_C_+1_0.npz").rename(
+        folder / "1_frozen_C_+1_0.npz.tmp"
+    )  # as a kill leaves it
     trained = []
     train = study.train_and_measure
-    monkeypatch.setattr(study, "train_and_measure", lambda run, *rest: (trained.append(run.arm), train(run, *rest)))
+    monkeypatch.setattr(
+        study,
+        "train_and_measure",
+        lambda run, *rest: (trained.append(run.arm), train(run, *rest)),
+    )
     assert study.main(["--resume", "--out", str(out)]) == 0
     assert trained == ["C"]
     with np.load(folder / "1_frozen_C_+1_0.npz") as again:

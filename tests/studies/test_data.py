@@ -29,7 +29,9 @@ def test_a_folder_of_ones_own_is_loaded_by_workers(image_folder: Path) -> None:
     model = timm.create_model("test_resnet", num_classes=2)
     folders = open_folder(str(image_folder), None)
     options = {"size": 32, "batch_size": 3}
-    (train, by_workers), (_, alone) = (image_loaders(model, folders, **options, workers=count) for count in (2, 0))
+    (train, by_workers), (_, alone) = (
+        image_loaders(model, folders, **options, workers=count) for count in (2, 0)
+    )
     batches = [list(loader) for loader in (by_workers, alone)]
     for (images, labels), (expected, classes) in zip(*batches, strict=True):
         assert torch.equal(images, expected)

@@ -12,7 +12,9 @@ def test_no_digit_image_is_in_both_splits_and_all_are_used() -> None:
     assert len(train) + len(validation) == 1797
     known = {tuple(digit.flatten().tolist()) for digit in train.digits}
     assert len(known) > 1300
-    assert not any(tuple(digit.flatten().tolist()) in known for digit in validation.digits)
+    assert not any(
+        tuple(digit.flatten().tolist()) in known for digit in validation.digits
+    )
     assert torch.bincount(validation.labels).min() > 35  # every class in its share
 
 
@@ -46,11 +48,19 @@ def test_a_dense_probe_finds_the_strokes_of_scenes_as_far_as_the_grid_lets_it() 
     """Strokes are what is bright where there is no clutter."""
     validation = cluttered_digits(size=32, limit=80, fragments=0)[1]
     scenes = [validation.scene(n) for n in range(20)]
-    images, masks = torch.stack([scene.image for scene in scenes]), torch.stack([scene.mask for scene in scenes])
+    images, masks = (
+        torch.stack([scene.image for scene in scenes]),
+        torch.stack([scene.mask for scene in scenes]),
+    )
     features = {"pixels": images, "cells": F.avg_pool2d(images, 4)}
-    fit, judged = ({name: maps[part] for name, maps in features.items()} for part in (slice(10), slice(10, None)))
+    fit, judged = (
+        {name: maps[part] for name, maps in features.items()}
+        for part in (slice(10), slice(10, None))
+    )
     iou = layer_dense_probe(judged, masks[10:], fit, masks[:10]).sel({"class": True})
     assert iou.sel(layer="pixels") > 0.95
     assert 0.95 > iou.sel(layer="cells") > 2 * float(masks.double().mean())
-    elsewhere = layer_dense_probe(judged, masks[10:].roll(1, 0), fit, masks[:10]).sel({"class": True})
+    elsewhere = layer_dense_probe(judged, masks[10:].roll(1, 0), fit, masks[:10]).sel(
+        {"class": True}
+    )
     assert elsewhere.sel(layer="pixels") < 0.7

@@ -18,10 +18,20 @@ from disagreement import CNN, ORDER, START, TCNN
 def made() -> xr.Dataset:
     """2 trainings of 3 models, 3 corruptions of 2 groups, 2 severities, 7 images."""
     random = np.random.default_rng(0)
-    coords = {"model": np.array([CNN, TCNN, ORDER], dtype=object), "corruption": ["fog", "blur", "snow"]}
-    coords |= {"group": ("corruption", ["weather", "blur", "weather"]), "severity": [1, 5], "seed": [0]}
+    coords = {
+        "model": np.array([CNN, TCNN, ORDER], dtype=object),
+        "corruption": ["fog", "blur", "snow"],
+    }
+    coords |= {
+        "group": ("corruption", ["weather", "blur", "weather"]),
+        "severity": [1, 5],
+        "seed": [0],
+    }
     ds = xr.Dataset(coords=coords | {"label": ("image", np.arange(7) % 3)})
-    ds["clean_prediction"] = ("training", "model", "image"), random.integers(0, 3, (2, 3, 7))
+    ds["clean_prediction"] = (
+        ("training", "model", "image"),
+        random.integers(0, 3, (2, 3, 7)),
+    )
     dims = ("training", "model", "corruption", "severity", "seed", "image")
     ds["prediction"] = dims, random.integers(0, 3, (2, 3, 3, 2, 1, 7))
     return ds
@@ -35,25 +45,45 @@ def test_differing_by_hand() -> None:
     assert found.group.values.tolist() == ["clean", "weather", "blur"]
     clean, worse = results.clean_prediction.values, results.prediction.values
     for nth, model, image in np.ndindex(2, 3, 7):
-        at = {TCNN: (nth, 1), ORDER: (nth, 2), START: (1 - nth, 0)}[str(found.model.values[model])]
-        cells = [(worse[(*at, c, s, 0, image)], worse[nth, 0, c, s, 0, image]) for c in (0, 2) for s in (0, 1)]
-        expected = [clean[(*at, image)] != clean[nth, 0, image], np.mean([a != b for a, b in cells])]
+        at = {TCNN: (nth, 1), ORDER: (nth, 2), START: (1 - nth, 0)}[
+            str(found.model.values[model])
+        ]
+        cells = [
+            (worse[(*at, c, s, 0, image)], worse[nth, 0, c, s, 0, image])
+            for c in (0, 2)
+            for s in (0, 1)
+        ]
+        expected = [
+            clean[(*at, image)] != clean[nth, 0, image],
+            np.mean([a != b for a, b in cells]),
+        ]
         np.testing.assert_allclose(found[nth, model, :2, image], expected)
 
 
 def test_verdicts_follow_the_intervals() -> None:
     shares = {TCNN: [1.0, 0.0, 0.0], ORDER: [0.0, 1.0, 0.0], START: [0.5, 0.5, 0.5]}
-    values = np.broadcast_to(np.array([*shares.values()])[None, :, :, None], (2, 3, 3, 7))
+    values = np.broadcast_to(
+        np.array([*shares.values()])[None, :, :, None], (2, 3, 3, 7)
+    )
     of = {"model": np.array([*shares], dtype=object)}
     found = {
-        by: xr.DataArray(values, of | {by: ["clean", *names]}, ("training", "model", by, "image"))
-        for by, names in {"group": ["noise", "blur"], "corruption": ["shot_noise", "defocus_blur"]}.items()
+        by: xr.DataArray(
+            values, of | {by: ["clean", *names]}, ("training", "model", by, "image")
+        )
+        for by, names in {
+            "group": ["noise", "blur"],
+            "corruption": ["shot_noise", "defocus_blur"],
+        }.items()
     }
     lines = disagreement.verdicts(found).splitlines()
     ends = ["more often", "less often", "not distinguishable"]
     for label, end in zip(["clean ", "noise", "blur"], ends, strict=True):
-        assert next(line for line in lines if line.startswith(f"  {label}")).endswith(end)
-    assert sum(line.startswith("  clean ") for line in lines) == 2  # once for each yardstick
+        assert next(line for line in lines if line.startswith(f"  {label}")).endswith(
+            end
+        )
+    assert (
+        sum(line.startswith("  clean ") for line in lines) == 2
+    )  # once for each yardstick
 
 
 def test_given_models_are_compared_as_they_are(
@@ -62,37 +92,86 @@ def test_given_models_are_compared_as_they_are(
     """Each with its own weights and normalisation, a distilled one by the mean of its two classifiers."""
     create, names = timm.create_model, ["deit_tiny_distilled_patch16_224", "test_vit"]
     narrow = {"embed_dim": 6, "depth": 1, "num_heads": 2}
-    monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, **{**options, **narrow}))
+    monkeypatch.setattr(
+        timm,
+        "create_model",
+        lambda name, **options: create(name, **{**options, **narrow}),
+    )
     torch.manual_seed(0)
-    models = [timm.create_model(name, img_size=32, num_classes=2).eval() for name in names]
+    models = [
+        timm.create_model(name, img_size=32, num_classes=2).eval() for name in names
+    ]
     for model, name in zip(models, names, strict=True):
-        for part, parameter in model.named_parameters():  # so that images are told apart
+        for (
+            part,
+            parameter,
+        ) in model.named_parameters():  # so that images are told apart
             if "norm" not in part:
                 torch.nn.init.normal_(parameter, std=float(part.endswith("weight")))
         torch.save(model.state_dict(), tmp_path / f"{name}.pth")
     random = np.random.default_rng(0)
-    pixels = (random.random((2, 2, 8, 37, 41, 3)) * random.integers(0, 255, (2, 2, 8, 1, 1, 3))).astype(np.uint8)
+    pixels = (
+        random.random((2, 2, 8, 37, 41, 3))
+        * random.integers(0, 255, (2, 2, 8, 1, 1, 3))
+    ).astype(np.uint8)
     for split, label, n in np.ndindex(2, 2, 8):
         path = tmp_path / "images" / ("train", "val")[split] / str(label) / f"{n}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels[split, label, n]).save(path)
-    given = ["--model", *names, "--pretrained", *(str(tmp_path / f"{name}.pth") for name in names), "--img-size", "32"]
-    given += ["--data", str(tmp_path / "images"), "--severities", "3", "--corruptions", "contrast", "--device", "cpu"]
-    assert ended(disagreement.main, [*given, "--workers", "0", "--out", str(tmp_path / "out")]) == 0
+    given = [
+        "--model",
+        *names,
+        "--pretrained",
+        *(str(tmp_path / f"{name}.pth") for name in names),
+        "--img-size",
+        "32",
+    ]
+    given += [
+        "--data",
+        str(tmp_path / "images"),
+        "--severities",
+        "3",
+        "--corruptions",
+        "contrast",
+        "--device",
+        "cpu",
+    ]
+    assert (
+        ended(
+            disagreement.main,
+            [*given, "--workers", "0", "--out", str(tmp_path / "out")],
+        )
+        == 0
+    )
     results = xr.open_zarr(tmp_path / "out" / "disagreement.zarr")
-    plain = {"mean": (0, 0, 0), "std": (1, 1, 1), "interpolation": "bicubic", "crop_pct": 0.9}  # those of the first
+    plain = {
+        "mean": (0, 0, 0),
+        "std": (1, 1, 1),
+        "interpolation": "bicubic",
+        "crop_pct": 0.9,
+    }  # those of the first
     transform = timm.data.create_transform((3, 32, 32), **plain)
-    images = torch.stack([transform(Image.fromarray(one)) for one in pixels[1].reshape(16, 37, 41, 3)])
+    images = torch.stack(
+        [transform(Image.fromarray(one)) for one in pixels[1].reshape(16, 37, 41, 3)]
+    )
     expected = []
     for model in models:
         x = normalize(images, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
         with torch.no_grad():
             tokens = model.forward_features(x)
-            both = [model.head(tokens[:, 0]), model.head_dist(tokens[:, 1])] if hasattr(model, "head_dist") else None
+            both = (
+                [model.head(tokens[:, 0]), model.head_dist(tokens[:, 1])]
+                if hasattr(model, "head_dist")
+                else None
+            )
             expected.append((sum(both) / 2 if both else model(x)).argmax(1).numpy())
     assert results.model.values.tolist() == names
     np.testing.assert_array_equal(results.clean_prediction, expected)
     differ = np.mean(expected[0] != expected[1])
     assert 0 < differ < 1
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(" and ".join(names)))
+    (line,) = (
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(" and ".join(names))
+    )
     assert f" {differ:.3f} [" in line

@@ -16,7 +16,9 @@ from tcnn_model import GPSA
 
 def model_of_two_layers() -> nn.Module:
     torch.manual_seed(0)
-    first = GPSA(2, 3, (3, 5), stride=(2, 1), padding=(1, 2), locality_strength=0.3, gating=0.4)
+    first = GPSA(
+        2, 3, (3, 5), stride=(2, 1), padding=(1, 2), locality_strength=0.3, gating=0.4
+    )
     second = GPSA(3, 2, (2, 1), gating=-0.7, locality_strength=0.2)
     for layer in (first, second):
         nn.init.normal_(layer.query)
@@ -25,7 +27,9 @@ def model_of_two_layers() -> nn.Module:
     return nn.Sequential(first, nn.Dropout(0.9), second).double()
 
 
-def by_hand(layer: GPSA, x: torch.Tensor, head: int, query: tuple[int, int]) -> dict[tuple[int, int], float]:
+def by_hand(
+    layer: GPSA, x: torch.Tensor, head: int, query: tuple[int, int]
+) -> dict[tuple[int, int], float]:
     """A_ij by key pixel (T-CNN Eqs. 3, 4 and 7), padding included, of a query at a pixel of one image (C, H, W)."""
     (py, px), (height, width) = layer.padding, x.shape[1:]
     own = slice(head * layer.qk_dim, (head + 1) * layer.qk_dim)
@@ -34,11 +38,17 @@ def by_hand(layer: GPSA, x: torch.Tensor, head: int, query: tuple[int, int]) -> 
     content, position = {}, {}
     for y in range(-py, height + py):
         for k in range(-px, width + px):
-            position[y, k] = math.exp(-alpha * ((y - query[0] - dy) ** 2 + (k - query[1] - dx) ** 2))
+            position[y, k] = math.exp(
+                -alpha * ((y - query[0] - dy) ** 2 + (k - query[1] - dx) ** 2)
+            )
             if 0 <= y < height and 0 <= k < width:
-                content[y, k] = math.exp((q @ (layer.key[own] @ x[:, y, k])).item() / math.sqrt(layer.qk_dim))
+                content[y, k] = math.exp(
+                    (q @ (layer.key[own] @ x[:, y, k])).item() / math.sqrt(layer.qk_dim)
+                )
     gate = torch.sigmoid(layer.gating[head]).item()
-    whole = {key: gate * value / sum(position.values()) for key, value in position.items()}
+    whole = {
+        key: gate * value / sum(position.values()) for key, value in position.items()
+    }
     for key, value in content.items():
         whole[key] += (1 - gate) * value / sum(content.values())
     return whole
@@ -49,7 +59,10 @@ def test_maps_are_those_of_the_equations() -> None:
     found = maps_of(model, images, (9, 4))
     assert dict(found.sizes) == {"layer": 2, "image": 2, "head": 15, "y": 11, "x": 7}
     inputs = {"0": images, "2": model[0](images).detach()}
-    queries = {"0": (8, 4), "2": (4, 4)}  # row 9 * 6 // 11 = 4 of 6, two pixels apart; and 9 * 5 // 11 of 5
+    queries = {
+        "0": (8, 4),
+        "2": (4, 4),
+    }  # row 9 * 6 // 11 = 4 of 6, two pixels apart; and 9 * 5 // 11 of 5
     for name, layer in (("0", model[0]), ("2", model[2])):
         here = found.sel(layer=name)
         assert (int(here.query_y), int(here.query_x)) == queries[name]
@@ -58,15 +71,25 @@ def test_maps_are_those_of_the_equations() -> None:
             for head in range(layer.heads):
                 expected = by_hand(layer, inputs[name][image], head, queries[name])
                 cell = here.isel(image=image, head=head)
-                inside = {key: a for key, a in expected.items() if 0 <= key[0] < height and 0 <= key[1] < width}
+                inside = {
+                    key: a
+                    for key, a in expected.items()
+                    if 0 <= key[0] < height and 0 <= key[1] < width
+                }
                 for (y, x), value in inside.items():
                     assert float(cell.attention[y, x]) == pytest.approx(value, abs=1e-9)
-                assert float(cell.outside) == pytest.approx(1 - sum(inside.values()), abs=1e-9)
+                assert float(cell.outside) == pytest.approx(
+                    1 - sum(inside.values()), abs=1e-9
+                )
                 peak = max(expected, key=lambda key: expected[key])
                 offset = (peak[0] - queries[name][0], peak[1] - queries[name][1])
                 assert (float(cell.peak_y), float(cell.peak_x)) == offset
-        np.testing.assert_allclose(here.center_y[: layer.heads], layer.center[:, 0].detach())
-        np.testing.assert_allclose(here.gate[: layer.heads], torch.sigmoid(layer.gating).detach())
+        np.testing.assert_allclose(
+            here.center_y[: layer.heads], layer.center[:, 0].detach()
+        )
+        np.testing.assert_allclose(
+            here.gate[: layer.heads], torch.sigmoid(layer.gating).detach()
+        )
     assert np.isnan(found.attention.sel(layer="2").isel(head=slice(2, None))).all()
     assert np.isnan(found.attention.sel(layer="2").isel(y=slice(6, None))).all()
 
@@ -85,7 +108,9 @@ def test_files_are_scaled_as_the_scenes_are(tmp_path: Path) -> None:
     Image.new("RGB", (31, 17), (255, 255, 255)).save(tmp_path / "white.png")
     Image.new("L", (5, 7), 0).save(tmp_path / "black.png")
     validation = cluttered_digits(size=32, limit=40)[1]
-    images = open_images([str(tmp_path / "white.png"), str(tmp_path / "black.png")], validation, 32)
+    images = open_images(
+        [str(tmp_path / "white.png"), str(tmp_path / "black.png")], validation, 32
+    )
     assert images.shape == (2, 1, 32, 32)
     torch.testing.assert_close(images[0], torch.full((1, 32, 32), (1 - 0.2) / 0.3))
     torch.testing.assert_close(images[1], torch.full((1, 32, 32), -0.2 / 0.3))

@@ -7,7 +7,13 @@ import pytest
 import torch
 import xarray as xr
 
-from common.head_removal import by_condition, random_heads, single_heads, type_sets, without
+from common.head_removal import (
+    by_condition,
+    random_heads,
+    single_heads,
+    type_sets,
+    without,
+)
 from tcnn_model import GPSA
 
 TYPES = xr.DataArray(
@@ -21,7 +27,9 @@ def chosen(sets: Mapping[str, xr.DataArray | None]) -> dict[str, list[tuple[str,
     """By name, the heads of each set."""
     every = [(layer, head) for layer in "ab" for head in range(3)]
     return {
-        name: [] if heads is None else [at for at in every if bool(heads.sel(layer=at[0], head=at[1]))]
+        name: []
+        if heads is None
+        else [at for at in every if bool(heads.sel(layer=at[0], head=at[1]))]
         for name, heads in sets.items()
     }
 
@@ -32,45 +40,73 @@ def test_heads_of_types_and_single_ones() -> None:
         "convolutional": [("a", 1)],
         "content": [("a", 0), ("b", 1), ("b", 2)],
     }
-    assert list(type_sets(TYPES.where(TYPES != "content", "mixed"))) == ["nothing", "convolutional"]
+    assert list(type_sets(TYPES.where(TYPES != "content", "mixed"))) == [
+        "nothing",
+        "convolutional",
+    ]
     there = [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)]  # one head is missing
-    assert chosen(single_heads(TYPES)) == {f"{layer}:{head}": [(layer, head)] for layer, head in there}
+    assert chosen(single_heads(TYPES)) == {
+        f"{layer}:{head}": [(layer, head)] for layer, head in there
+    }
 
 
 def test_random_heads_are_as_many_and_any() -> None:
     sets = chosen(random_heads(TYPES, 40, np.random.default_rng(0)))
     counts = {"convolutional": 1, "content": 3}
     assert {name: len(heads) for name, heads in sets.items()} == {
-        f"random for {kind}#{draw}": count for kind, count in counts.items() for draw in range(40)
+        f"random for {kind}#{draw}": count
+        for kind, count in counts.items()
+        for draw in range(40)
     }
-    assert {head for heads in sets.values() for head in heads} == set(chosen({"": TYPES != ""})[""])
-    assert random_heads(TYPES.where(TYPES == "mixed", ""), 3, np.random.default_rng(0)) == {}
+    assert {head for heads in sets.values() for head in heads} == set(
+        chosen({"": TYPES != ""})[""]
+    )
+    assert (
+        random_heads(TYPES.where(TYPES == "mixed", ""), 3, np.random.default_rng(0))
+        == {}
+    )
 
 
 def test_without_takes_heads_away_for_the_call_alone() -> None:
     model = torch.nn.Sequential(GPSA(3, 5, 3, padding=1, bias=False)).eval()
-    heads = xr.DataArray(np.ones((1, 9), bool), {"layer": ["0"], "head": range(9)}, ("layer", "head"))
+    heads = xr.DataArray(
+        np.ones((1, 9), bool), {"layer": ["0"], "head": range(9)}, ("layer", "head")
+    )
     images = torch.randn(2, 3, 7, 11)
     with torch.no_grad():
         assert not without(model, None, "zero")(images).eq(0).any()
         assert without(model, heads, "zero")(images).eq(0).all()
-        averaged = without(model, heads, "mean", [images[:1], images[1:]])(torch.randn(3, 3, 7, 11))
-        torch.testing.assert_close(averaged, model(images).mean(0).expand(3, -1, -1, -1))
+        averaged = without(model, heads, "mean", [images[:1], images[1:]])(
+            torch.randn(3, 3, 7, 11)
+        )
+        torch.testing.assert_close(
+            averaged, model(images).mean(0).expand(3, -1, -1, -1)
+        )
         for mode in ("static", "shuffled"):  # over one image, its own
-            torch.testing.assert_close(without(model, heads, mode, [images[:1]])(images[:1]), model(images[:1]))
+            torch.testing.assert_close(
+                without(model, heads, mode, [images[:1]])(images[:1]), model(images[:1])
+            )
         assert not model(images).eq(0).any()
 
 
 def test_conditions_against_a_loop() -> None:
     random = np.random.default_rng(1)
     models = ["nothing", "random for x#0", "random for x#1", "x"]
-    corruptions = {"shot_noise": "noise", "contrast": "digital", "fog": "weather", "pixelate": "digital"}
+    corruptions = {
+        "shot_noise": "noise",
+        "contrast": "digital",
+        "fog": "weather",
+        "pixelate": "digital",
+    }
     sizes = {"model": 4, "corruption": 4, "severity": 2, "seed": 1, "image": 7}
     results = xr.Dataset(
         {
             "correct": (tuple(sizes), random.random(tuple(sizes.values())) < 0.5),
             "clean_correct": (("model", "image"), random.random((4, 7)) < 0.5),
-            "adversarial_correct": (("model", "attack", "seed", "image"), random.random((4, 1, 1, 7)) < 0.5),
+            "adversarial_correct": (
+                ("model", "attack", "seed", "image"),
+                random.random((4, 1, 1, 7)) < 0.5,
+            ),
         },
         {
             "model": models,
@@ -83,7 +119,14 @@ def test_conditions_against_a_loop() -> None:
     assert right.dims == ("ablation", "draw", "condition", "image")
     assert right.draw.values.tolist() == [0, 1]
     assert right.ablation.values.tolist() == ["nothing", "random for x", "x"]
-    assert right.condition.values.tolist() == ["clean", "noise", "digital", "weather", "contrast", "PGD"]
+    assert right.condition.values.tolist() == [
+        "clean",
+        "noise",
+        "digital",
+        "weather",
+        "contrast",
+        "PGD",
+    ]
     raw = results.correct.values.astype(float)[:, :, :, 0]
     for row, members in ((0, [0, 0]), (1, [1, 2]), (2, [3, 3])):
         for draw, m in enumerate(members):
@@ -92,5 +135,7 @@ def test_conditions_against_a_loop() -> None:
                 contrast = np.mean([raw[m, 1, s, image] for s in (0, 1)])
                 clean = float(results.clean_correct.values[m, image])
                 pgd = float(results.adversarial_correct.values[m, 0, 0, image])
-                found = right[row, draw, :, image].sel(condition=["digital", "contrast", "clean", "PGD"])
+                found = right[row, draw, :, image].sel(
+                    condition=["digital", "contrast", "clean", "PGD"]
+                )
                 assert found.values == pytest.approx([digital, contrast, clean, pgd])

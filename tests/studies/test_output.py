@@ -10,15 +10,30 @@ from common.output import RunOutput
 
 def test_overwriting_deletes_the_runs_files_only(tmp_path: Path) -> None:
     output = RunOutput(tmp_path, "study", {"seed": 1})
-    for path in (output.figure, output.beside("_maps.png"), tmp_path / "study_notes.txt", tmp_path / "study.py"):
+    for path in (
+        output.figure,
+        output.beside("_maps.png"),
+        tmp_path / "study_notes.txt",
+        tmp_path / "study.py",
+    ):
         path.write_text("here")
     output.beside("_run.zarr").mkdir()
     again = RunOutput(tmp_path, "study", {"seed": 2}, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["study.py", "study_checkpoints", "study_notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "study.py",
+        "study_checkpoints",
+        "study_notes.txt",
+    ]
     again.beside("_maps.png").write_text("new")
-    RunOutput(tmp_path, "study", {"seed": 2}, resume=True).beside("_other.png").write_text("more")
+    RunOutput(tmp_path, "study", {"seed": 2}, resume=True).beside(
+        "_other.png"
+    ).write_text("more")
     RunOutput(tmp_path, "study", {}, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["study.py", "study_checkpoints", "study_notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "study.py",
+        "study_checkpoints",
+        "study_notes.txt",
+    ]
 
 
 def test_other_files_of_that_name_are_no_run(tmp_path: Path) -> None:

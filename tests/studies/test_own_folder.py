@@ -12,7 +12,13 @@ import torch
 from PIL import Image
 
 import gating_evolution
-from common.data import PixelBatches, boxed_images, image_loaders, own_model_and_data, probed_images
+from common.data import (
+    PixelBatches,
+    boxed_images,
+    image_loaders,
+    own_model_and_data,
+    probed_images,
+)
 from common.ending import InputError, ended
 from common.folder import open_folder
 from common.models import own_model
@@ -29,34 +35,58 @@ def flat(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: shutil.rmtree(folder / "val"), r"(?s)/val/cat/\*.jpg.*found in .*images: train/"),
+        (
+            lambda folder: shutil.rmtree(folder / "val"),
+            r"(?s)/val/cat/\*.jpg.*found in .*images: train/",
+        ),
         (flat, r"(?s)/train/cat/\*.jpg.*found in .*train: no folder of a class"),
-        (lambda folder: shutil.rmtree(folder / "train" / "cat"), "found in .*train: one class, 'dog'"),
-        (lambda folder: (folder / "val" / "dog").rename(folder / "val" / "cow"), "do not have: cow"),
-        (lambda folder: (folder / "train" / "cow").mkdir(), "no valid file for the classes cow"),
+        (
+            lambda folder: shutil.rmtree(folder / "train" / "cat"),
+            "found in .*train: one class, 'dog'",
+        ),
+        (
+            lambda folder: (folder / "val" / "dog").rename(folder / "val" / "cow"),
+            "do not have: cow",
+        ),
+        (
+            lambda folder: (folder / "train" / "cow").mkdir(),
+            "no valid file for the classes cow",
+        ),
     ],
     ids=["no val", "flat", "one class", "other classes", "empty class"],
 )
-def test_other_layouts_are_refused(image_folder: Path, change: Callable[[Path], object], message: str) -> None:
+def test_other_layouts_are_refused(
+    image_folder: Path, change: Callable[[Path], object], message: str
+) -> None:
     change(image_folder)
     with pytest.raises(InputError, match=message):
         open_folder(str(image_folder), None)
 
 
-def test_limit_and_batch_size(image_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limit_and_batch_size(
+    image_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (image_folder / "train" / ".hidden").mkdir()
     shutil.rmtree(image_folder / "val" / "cat")  # dogs are class 1 all the same
     train, validation = open_folder(str(image_folder), 8)
     assert train.targets == [0, 0, 0, 1, 1, 1]
     assert validation.targets == [1, 1]
     model = timm.create_model("test_resnet", num_classes=2)
-    loaders = image_loaders(model, (train, validation), size=32, batch_size=256, workers=0)
+    loaders = image_loaders(
+        model, (train, validation), size=32, batch_size=256, workers=0
+    )
     assert [len(labels) for _, labels in loaders[0]] == [6]
     assert "batches of 6 images" in capsys.readouterr().out
 
 
 def options(**changed: object) -> Namespace:
-    given = {"model": "test_resnet", "pretrained": False, "num_classes": None, "img_size": None, "limit": None}
+    given = {
+        "model": "test_resnet",
+        "pretrained": False,
+        "num_classes": None,
+        "img_size": None,
+        "limit": None,
+    }
     return Namespace(**{**given, "batch_size": 4, "workers": 0, **changed})
 
 
@@ -70,23 +100,34 @@ def test_wordnet_ids_keep_their_rows(image_folder: Path, tmp_path: Path) -> None
     model, loaders = own_model_and_data(given, 64)
     images, labels = next(iter(loaders[1]))
     with torch.no_grad():
-        torch.testing.assert_close(model(images), weights(images)[:, [1, 7]])  # folders in the order of their names
+        torch.testing.assert_close(
+            model(images), weights(images)[:, [1, 7]]
+        )  # folders in the order of their names
     assert model.num_classes == 2
     assert labels.tolist() == [0] * 4
     assert probed_images(loaders[1].dataset, 2).classes == ["goldfish", "cock"]
 
 
-def test_classifiers_of_ones_own_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classifiers_of_ones_own_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     weights = timm.create_model("test_resnet", num_classes=3).state_dict()
     torch.save(weights, tmp_path / "own.pth")
     given = options(pretrained=str(tmp_path / "own.pth"))
     kept = own_model(given, ["a", "b", "c"])
-    torch.testing.assert_close(kept.state_dict(), weights)  # timm alone would make a new classifier
+    torch.testing.assert_close(
+        kept.state_dict(), weights
+    )  # timm alone would make a new classifier
     assert capsys.readouterr().out == ""
     new = own_model(given, ["a", "b"])
     assert new.num_classes == 2
-    assert "the classifier is new: the weights have 3 classes, and the images 2" in capsys.readouterr().out
-    torch.testing.assert_close(new.state_dict()["conv1.0.weight"], weights["conv1.0.weight"])
+    assert (
+        "the classifier is new: the weights have 3 classes, and the images 2"
+        in capsys.readouterr().out
+    )
+    torch.testing.assert_close(
+        new.state_dict()["conv1.0.weight"], weights["conv1.0.weight"]
+    )
     assert own_model(options(num_classes=5), ["a", "b"]).num_classes == 5
     with pytest.raises(InputError, match="the images have 2 classes, got 1"):
         own_model(options(num_classes=1), ["a", "b"])
@@ -99,18 +140,35 @@ def test_the_size_of_images_reaches_the_model() -> None:
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_a_damaged_image_is_named(image_folder: Path, workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_image_is_named(
+    image_folder: Path, workers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (image_folder / "val" / "dog" / "3.png").write_bytes(b"no image")
-    given = ["--model", "test_resnet", "--data", str(image_folder), "--img-size", "32", "--epochs", "1"]
+    given = [
+        "--model",
+        "test_resnet",
+        "--data",
+        str(image_folder),
+        "--img-size",
+        "32",
+        "--epochs",
+        "1",
+    ]
     out = ["--workers", workers, "--device", "cpu", "--out", str(image_folder / "out")]
     assert ended(gating_evolution.main, [*given, *out]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("gating_evolution.py: --data: ")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("gating_evolution.py: --data: ")
+    )
 
 
 def test_boxes_around_the_objects_of_photographs(image_folder: Path) -> None:
     """A box that ends in the middle of the width ends there in what the model sees, cut as the photograph is."""
     model = timm.create_model("test_resnet", num_classes=2)
-    validation = image_loaders(model, open_folder(str(image_folder), None), size=32, batch_size=4, workers=0)[1].dataset
+    validation = image_loaders(
+        model, open_folder(str(image_folder), None), size=32, batch_size=4, workers=0
+    )[1].dataset
     table = image_folder / "boxes.csv"
     table.write_text("val/cat/0.png,0,0,41.5,71\nval/dog/1.png,0,0,0,0\n")
     found = boxed_images(str(table), validation, model)
@@ -121,19 +179,31 @@ def test_boxes_around_the_objects_of_photographs(image_folder: Path) -> None:
     assert not found.masks[1].any()
     torch.testing.assert_close(found.images[1], validation[5][0], rtol=0, atol=0)
     assert found.labels.tolist() == model.eval()(found.images).argmax(1).tolist()
-    for wrong in ("val/cat/0.png,1,2,3\n", "val/cat/0.png,a,b,c,d\n", "", "no.png,0,0,1,1\n"):
+    for wrong in (
+        "val/cat/0.png,1,2,3\n",
+        "val/cat/0.png,a,b,c,d\n",
+        "",
+        "no.png,0,0,1,1\n",
+    ):
         table.write_text(wrong)
-        with pytest.raises(InputError, match=r"no\.png|--boxes: expected lines of file,left,top,right,bottom"):
+        with pytest.raises(
+            InputError,
+            match=r"no\.png|--boxes: expected lines of file,left,top,right,bottom",
+        ):
             boxed_images(str(table), validation, model)
 
 
 @torch.no_grad()
-def test_robustness_of_photographs_is_that_of_a_loop_by_hand(image_folder: Path) -> None:
+def test_robustness_of_photographs_is_that_of_a_loop_by_hand(
+    image_folder: Path,
+) -> None:
     """File by file: what the study decides of each, and how surely, under each corruption."""
     model, (_, validation) = own_model_and_data(options(data=str(image_folder)), 32)
     model.eval()
     batches = PixelBatches(model, validation, None)
-    ds = evaluation.robustness(model, batches, severities=[3], attacks=(), normalization=batches.normalization)
+    ds = evaluation.robustness(
+        model, batches, severities=[3], attacks=(), normalization=batches.normalization
+    )
     config = timm.data.resolve_model_data_config(model) | {"input_size": (3, 32, 32)}
     transform = timm.data.create_transform(**config)
     mean, std = (torch.tensor(config[name])[:, None, None] for name in ("mean", "std"))
@@ -146,5 +216,9 @@ def test_robustness_of_photographs_is_that_of_a_loop_by_hand(image_folder: Path)
             worse = evaluation.corrupt(pixels, name, 3, first=number)
             scores = model((worse - mean)[None] / std)[0].softmax(0)
             one = ds.sel(corruption=name).isel(image=number).squeeze()
-            assert int(one.correct) == (int(scores.argmax()) == ["cat", "dog"].index(file.parent.name))
-            np.testing.assert_allclose(float(one.confidence), float(scores.max()), atol=1e-5)
+            assert int(one.correct) == (
+                int(scores.argmax()) == ["cat", "dog"].index(file.parent.name)
+            )
+            np.testing.assert_allclose(
+                float(one.confidence), float(scores.max()), atol=1e-5
+            )

@@ -10,25 +10,40 @@ from common.removal_costs import beyond_these_trainings, beyond_zero, mean_and_i
 
 def made(random: np.random.Generator, trainings: int, between: float) -> xr.DataArray:
     """True mean 0; trainings differ by ``between``, images by 0.1 and answers by 0.1."""
-    values = random.normal(0, between, (trainings, 1, 1)) + random.normal(0, 0.1, (1, 2, 37))
-    return xr.DataArray(values + random.normal(0, 0.1, (trainings, 2, 37)), dims=("training", "draw", "image"))
+    values = random.normal(0, between, (trainings, 1, 1)) + random.normal(
+        0, 0.1, (1, 2, 37)
+    )
+    return xr.DataArray(
+        values + random.normal(0, 0.1, (trainings, 2, 37)),
+        dims=("training", "draw", "image"),
+    )
 
 
 def test_t_interval_by_hand() -> None:
     values = made(np.random.default_rng(0), 3, 0.2)
     rows, columns = values.values.mean((1, 2)), values.values.mean((0, 1))
-    half = student.ppf(0.975, 2) * (rows.var(ddof=1) / 3 + columns.var(ddof=1) / 37) ** 0.5
-    assert beyond_these_trainings(values) == pytest.approx((rows.mean() - half, rows.mean() + half))
+    half = (
+        student.ppf(0.975, 2) * (rows.var(ddof=1) / 3 + columns.var(ddof=1) / 37) ** 0.5
+    )
+    assert beyond_these_trainings(values) == pytest.approx(
+        (rows.mean() - half, rows.mean() + half)
+    )
     missing = values.copy()
     missing[1] = np.nan
-    assert beyond_these_trainings(missing)[0] < missing.mean() < beyond_these_trainings(missing)[1]
+    assert (
+        beyond_these_trainings(missing)[0]
+        < missing.mean()
+        < beyond_these_trainings(missing)[1]
+    )
     assert np.isnan(beyond_these_trainings(values[:1])).all()
     assert not beyond_zero(beyond_these_trainings(values[:1]))
 
 
 def test_false_claims_about_other_trainings_are_rare() -> None:
     random = np.random.default_rng(1)
-    claims = [beyond_zero(beyond_these_trainings(made(random, 3, 0.2))) for _ in range(300)]
+    claims = [
+        beyond_zero(beyond_these_trainings(made(random, 3, 0.2))) for _ in range(300)
+    ]
     assert sum(claims) <= 0.06 * 300
 
 

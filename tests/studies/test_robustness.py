@@ -24,7 +24,9 @@ def made(chances: list[float], *, harder: float = 0.4) -> xr.Dataset:
     draw = random.random((1, 3, 2, 1, 150))
     right = draw < np.array(chances)[:, None, None, None, None] - by_severity
     clean = random.random((1, 150)) < np.array(chances)[:, None]
-    attacked = random.random((1, 2, 1, 150)) < np.array(chances)[:, None, None, None] - 0.2
+    attacked = (
+        random.random((1, 2, 1, 150)) < np.array(chances)[:, None, None, None] - 0.2
+    )
     return xr.Dataset(
         {
             "correct": (("model", "corruption", "severity", "seed", "image"), right),
@@ -46,7 +48,9 @@ def made(chances: list[float], *, harder: float = 0.4) -> xr.Dataset:
 
 def test_verdicts_are_those_of_the_intervals() -> None:
     said = study.verdicts(made([0.6, 0.8, 0.8]), 10).splitlines()
-    control = said.index(f"T-CNN against {study.CONTROL!r}, difference in accuracy with 95 % interval over images:")
+    control = said.index(
+        f"T-CNN against {study.CONTROL!r}, difference in accuracy with 95 % interval over images:"
+    )
     against_cnn = [line for line in said[:control] if line.startswith("  ")]
     against_control = [line for line in said[control + 1 :] if line.startswith("  ")]
     names = ["clean", "weather", "digital", "fgsm", "pgd"]
@@ -58,16 +62,26 @@ def test_verdicts_are_those_of_the_intervals() -> None:
     assert behind.count("T-CNN behind") == 10
     assert "another training may differ" in behind
     assert "chance" not in behind
-    assert study.verdicts(made([0.4, 0.4, 0.3]), 4).count("(both near chance)") == 8  # all but clean images
+    assert (
+        study.verdicts(made([0.4, 0.4, 0.3]), 4).count("(both near chance)") == 8
+    )  # all but clean images
 
 
 def test_table_has_the_means() -> None:
     results = made([0.6, 0.7, 0.8])
     lines = study.table(results).splitlines()
     assert lines[2].split() == ["clean", "weather", "digital", "fgsm", "pgd"]
-    row = next(line for line in lines if line.startswith(study.TCNN)).removeprefix(study.TCNN).split()
+    row = (
+        next(line for line in lines if line.startswith(study.TCNN))
+        .removeprefix(study.TCNN)
+        .split()
+    )
     weather = results.correct.values[2, :2].mean()
-    expected = [results.clean_correct.values[2].mean(), weather, results.correct.values[2, 2].mean()]
+    expected = [
+        results.clean_correct.values[2].mean(),
+        weather,
+        results.correct.values[2, 2].mean(),
+    ]
     assert [float(cell) for cell in row[:3]] == pytest.approx(expected, abs=6e-4)
 
 
@@ -81,11 +95,20 @@ def test_the_check_can_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert study.check(one, 0.1)  # against clean images
 
 
-def test_the_second_control_has_the_finer_grid_and_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_control_has_the_finer_grid_and_no_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trained: list[str] = []
-    monkeypatch.setattr(Training, "fine_tune", lambda self, model, file, title: trained.append(file) or [])
+    monkeypatch.setattr(
+        Training,
+        "fine_tune",
+        lambda self, model, file, title: trained.append(file) or [],
+    )
     cnn = small_resnet()
-    for further, names in ((False, ["control"]), (True, ["control", "unstrided", "matched"])):
+    for further, names in (
+        (False, ["control"]),
+        (True, ["control", "unstrided", "matched"]),
+    ):
         args = Namespace(unstrided=further, matched_start=further, seed=0)
         controls = Training(args, cnn, (), None, 4).controls()  # type: ignore[arg-type]
         assert [*controls] == names
@@ -95,5 +118,8 @@ def test_the_second_control_has_the_finer_grid_and_no_attention(monkeypatch: pyt
     images = torch.randn(2, 1, 64, 48)
     torch.testing.assert_close(matched(images), finer(images))
     assert isinstance(matched.layer4[0].conv1, GPSA)
-    assert (control.layer4[0].conv1.stride, finer.layer4[0].conv1.stride) == ((2, 2), (1, 1))
+    assert (control.layer4[0].conv1.stride, finer.layer4[0].conv1.stride) == (
+        (2, 2),
+        (1, 1),
+    )
     assert isinstance(finer.layer4[0].conv1, nn.Conv2d)

@@ -26,7 +26,9 @@ from common.training import Training
 from tcnn_model import EpochResult, reparameterize
 from tcnn_model.training.evaluation import evaluate
 
-STUDIES = sorted(path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py"))
+STUDIES = sorted(
+    path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py")
+)
 SMALL = ["--small", "--device", "cpu"]
 LAYERS = [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
 
@@ -35,7 +37,9 @@ LAYERS = [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are written as always, with few pixels."""
     write = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, dpi: write(figure, file, dpi=dpi / 4))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, file, dpi: write(figure, file, dpi=dpi / 4)
+    )
 
 
 class Done(NamedTuple):
@@ -55,7 +59,9 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
     trained: dict[str, list[tuple[EpochResult, dict[str, Tensor]]]] = {}
     threads, train = torch.get_num_threads(), Training._train
 
-    def train_once(study: Training, model: nn.Module, file: str, title: str, **recipe: Any) -> Iterator[EpochResult]:
+    def train_once(
+        study: Training, model: nn.Module, file: str, title: str, **recipe: Any
+    ) -> Iterator[EpochResult]:
         key = repr((file.partition("_")[0], recipe))
         if key not in trained:
             trained[key] = []
@@ -100,20 +106,34 @@ def test_small_form(study: str, small_run: Callable[[str], Done]) -> None:
         assert any(node.data_vars for node in tree.subtree), "no numbers"
 
 
-def test_coarse_labels_asks_of_the_images_that_were_validated_on(small_run: Callable[[str], Done]) -> None:
+def test_coarse_labels_asks_of_the_images_that_were_validated_on(
+    small_run: Callable[[str], Done],
+) -> None:
     out = small_run("coarse_labels").out
-    weights = torch.load(out / "coarse_labels_runs" / "plain_0" / "best.pt", weights_only=True)["state_dict"]
+    weights = torch.load(
+        out / "coarse_labels_runs" / "plain_0" / "best.pt", weights_only=True
+    )["state_dict"]
     images, digits = coarse_labels.pictures()
     with torch.no_grad():
-        named = coarse_labels.loaded(coarse_labels.network(), weights)(images).argmax(1).numpy()
+        named = (
+            coarse_labels.loaded(coarse_labels.network(), weights)(images)
+            .argmax(1)
+            .numpy()
+        )
     top1 = float(xr.open_zarr(out / "coarse_labels.zarr").top1.sel(arm="plain")[0])
     assert np.mean(named == digits % 2) == pytest.approx(top1, abs=1e-6)
 
 
-def test_gating_evolution_records_both_trainings(small_run: Callable[[str], Done]) -> None:
-    ds = xr.open_zarr(small_run("gating_evolution").out / "gating_evolution.zarr").load()
+def test_gating_evolution_records_both_trainings(
+    small_run: Callable[[str], Done],
+) -> None:
+    ds = xr.open_zarr(
+        small_run("gating_evolution").out / "gating_evolution.zarr"
+    ).load()
     assert dict(ds.sizes) == {"epoch": 5, "layer": 4, "head": 9}
-    assert (ds.images == 70).all()  # a quarter of 280: the whole validation set, once an epoch
+    assert (
+        ds.images == 70
+    ).all()  # a quarter of 280: the whole validation set, once an epoch
     for name in ("top1", "control_top1", "train_top1", "val_loss"):
         assert np.isfinite(ds[name].values[1:]).all(), name
     np.testing.assert_allclose(ds.gate[0], 1 / (1 + math.exp(-1)), rtol=1e-6)
@@ -123,25 +143,48 @@ def attention_maps(out: Path) -> xr.Dataset:
     return xr.open_zarr(out / "attention_maps.zarr").load()
 
 
-def test_attention_maps_are_those_that_the_recorder_sees(small_run: Callable[[str], Done]) -> None:
+def test_attention_maps_are_those_that_the_recorder_sees(
+    small_run: Callable[[str], Done],
+) -> None:
     out = small_run("attention_maps").out
     ds = attention_maps(out)
-    assert dict(ds.sizes) == {"epoch": 2, "image": 2, "layer": 4, "head": 9, "y": 4, "x": 4}
+    assert dict(ds.sizes) == {
+        "epoch": 2,
+        "image": 2,
+        "layer": 4,
+        "head": 9,
+        "y": 4,
+        "x": 4,
+    }
     assert ds.layer.values.tolist() == LAYERS
     assert ds.epoch.values.tolist() == [0, 4]
-    xr.testing.assert_allclose(ds.attention.sum(["y", "x"]) + ds.outside, xr.ones_like(ds.outside))
+    xr.testing.assert_allclose(
+        ds.attention.sum(["y", "x"]) + ds.outside, xr.ones_like(ds.outside)
+    )
     recorded = xr.open_zarr(out / "attention_maps_recording.zarr").load()
     xr.testing.assert_allclose(ds.gate, recorded.gate.sel(epoch=[0, 4]))
     model = reparameterize(small_resnet())
-    weights = torch.load(out / "attention_maps_checkpoints" / "tcnn-0004.pt", weights_only=True)
+    weights = torch.load(
+        out / "attention_maps_checkpoints" / "tcnn-0004.pt", weights_only=True
+    )
     model.load_state_dict(weights)
     loaders = digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)
     with tcnn_probe.record(model.eval(), images=2) as recorder, torch.no_grad():
         model(probed_images(loaders[1].dataset, 2).images)
         recorder.mark(epoch=4)
-    (seen,) = (node.dataset for node in recorder.tree["maps"].subtree if "center_attention" in node.dataset)
-    expected = seen.center_attention.isel(epoch=0).squeeze(drop=True).transpose("image", "layer", "head", "y", "x")
-    np.testing.assert_allclose(ds.attention.sel(epoch=4), expected, atol=1e-3)  # kept in float16
+    (seen,) = (
+        node.dataset
+        for node in recorder.tree["maps"].subtree
+        if "center_attention" in node.dataset
+    )
+    expected = (
+        seen.center_attention.isel(epoch=0)
+        .squeeze(drop=True)
+        .transpose("image", "layer", "head", "y", "x")
+    )
+    np.testing.assert_allclose(
+        ds.attention.sel(epoch=4), expected, atol=1e-3
+    )  # kept in float16
 
 
 def test_drawing_attention_maps_again_does_not_train(
@@ -155,42 +198,83 @@ def test_drawing_attention_maps_again_does_not_train(
         raise AssertionError("trains")
 
     monkeypatch.setattr(Training, "_train", no_training)
-    again = ["--resume", "--epoch", "3", "--query", "9,30", "--image", str(tmp_path / "white.png")]
-    assert importlib.import_module("attention_maps").main([*SMALL, *again, "--out", str(out)]) == 0
+    again = [
+        "--resume",
+        "--epoch",
+        "3",
+        "--query",
+        "9,30",
+        "--image",
+        str(tmp_path / "white.png"),
+    ]
+    assert (
+        importlib.import_module("attention_maps").main(
+            [*SMALL, *again, "--out", str(out)]
+        )
+        == 0
+    )
     ds = attention_maps(out)
     assert ds.epoch.values.tolist() == [0, 3, 4]
     assert ds.name.values.tolist() == ["white.png"]
     assert set(ds.query_y.values.ravel()) == {1}
     assert set(ds.query_x.values.ravel()) == {3}
-    assert (out / "attention_maps.png").read_bytes() != (finished / "attention_maps.png").read_bytes()
+    assert (out / "attention_maps.png").read_bytes() != (
+        finished / "attention_maps.png"
+    ).read_bytes()
 
 
 def test_head_entropy_measures_the_parts(small_run: Callable[[str], Done]) -> None:
     found = xr.open_zarr(small_run("head_entropy").out / "head_entropy.zarr").load()
     assert dict(found.sizes) == {"epoch": 5, "layer": 4, "head": 9}
-    parts = found.gate * found.positional_distance + (1 - found.gate) * found.content_distance
+    parts = (
+        found.gate * found.positional_distance
+        + (1 - found.gate) * found.content_distance
+    )
     np.testing.assert_allclose(parts, found.attention_distance, rtol=1e-4)
     distances = []
     for y in range(4):
-        for x in range(4):  # head 0, alpha = 1, looks at (-1, -1); keys are 4 x 4 pixels and a ring of padding
+        for x in range(
+            4
+        ):  # head 0, alpha = 1, looks at (-1, -1); keys are 4 x 4 pixels and a ring of padding
             keys = [(j - y, i - x) for j in range(-1, 5) for i in range(-1, 5)]
             weights = [math.exp(-((dy + 1) ** 2) - (dx + 1) ** 2) for dy, dx in keys]
-            distances.append(sum(w * math.hypot(*key) for w, key in zip(weights, keys, strict=True)) / sum(weights))
-    np.testing.assert_allclose(found.positional_distance[0, :, 0], sum(distances) / 16, rtol=1e-5)
+            distances.append(
+                sum(w * math.hypot(*key) for w, key in zip(weights, keys, strict=True))
+                / sum(weights)
+            )
+    np.testing.assert_allclose(
+        found.positional_distance[0, :, 0], sum(distances) / 16, rtol=1e-5
+    )
     assert (found.head_type[0] == "convolutional").all()
     np.testing.assert_array_equal(found.head_type == "content", found.gate <= 1 / 3)
 
 
-def test_representations_are_of_the_images_with_these_labels(small_run: Callable[[str], Done]) -> None:
+def test_representations_are_of_the_images_with_these_labels(
+    small_run: Callable[[str], Done],
+) -> None:
     out = small_run("representations").out
     found = xr.open_zarr(out / "representations.zarr").load()
-    assert dict(found.cka.sizes) == {"model": 2, "epoch": 5, "layer": 4, "other_layer": 4}
-    _, labels = zip(*digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)[1].dataset, strict=True)
+    assert dict(found.cka.sizes) == {
+        "model": 2,
+        "epoch": 5,
+        "layer": 4,
+        "other_layer": 4,
+    }
+    _, labels = zip(
+        *digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)[
+            1
+        ].dataset,
+        strict=True,
+    )
     for model, name in (("T-CNN", "tcnn"), ("CNN", "control")):
-        kept = tcnn_probe.open(out / f"representations_{name}.zarr")["features"].dataset.feature
+        kept = tcnn_probe.open(out / f"representations_{name}.zarr")[
+            "features"
+        ].dataset.feature
         last = kept.sel(epoch=4, layer="layer4", token="mean").dropna("channel")
         correct = tcnn_probe.representation.knn_correct(last, labels)
-        np.testing.assert_array_equal(found.knn_correct.sel(model=model, epoch=4, layer="layer4"), correct)
+        np.testing.assert_array_equal(
+            found.knn_correct.sel(model=model, epoch=4, layer="layer4"), correct
+        )
 
 
 @pytest.mark.parametrize("study", ["layer_scale", "resmlp_weights"])
@@ -200,7 +284,10 @@ def test_a_resumed_study_has_every_epoch_as_it_was(
     """Its model has the weights of the last epoch at each of them."""
     finished, out = small_run(study).out, tmp_path / "out"
     shutil.copytree(finished, out)
-    assert importlib.import_module(study).main([*SMALL, "--resume", "--out", str(out)]) == 0
+    assert (
+        importlib.import_module(study).main([*SMALL, "--resume", "--out", str(out)])
+        == 0
+    )
     found = [xr.open_zarr(one / f"{study}.zarr").load() for one in (finished, out)]
     assert found[0].sizes["epoch"] > 6
     xr.testing.assert_allclose(*found, rtol=1e-6)
@@ -220,31 +307,70 @@ def class_scores(out: Path) -> xr.DataTree:
         return tree.load()
 
 
-def test_class_attention_scores_every_model_and_method(small_run: Callable[[str], Done]) -> None:
+def test_class_attention_scores_every_model_and_method(
+    small_run: Callable[[str], Done],
+) -> None:
     tree = class_scores(small_run("class_attention_saliency").out)
     assert set(tree.children) == set(CLASS_RUNS)
     for name, epochs in CLASS_RUNS.items():
         ds: Any = tree[name].dataset
         methods = ds.attribution.values.tolist()
-        assert methods == [*([] if "average" in name else ["class_attention"]), *GRADIENTS, "chance"]
+        assert methods == [
+            *([] if "average" in name else ["class_attention"]),
+            *GRADIENTS,
+            "chance",
+        ]
         assert ds.epoch.values.tolist() == [0, epochs]
-        assert dict(ds.saliency.sizes) == {"epoch": 2, "attribution": len(methods), "image": 8, "y": 32, "x": 32}
-        for measure in ("pointing_game", "pointing_game_exact", "energy_inside", "deletion_auc", "insertion_auc"):
+        assert dict(ds.saliency.sizes) == {
+            "epoch": 2,
+            "attribution": len(methods),
+            "image": 8,
+            "y": 32,
+            "x": 32,
+        }
+        for measure in (
+            "pointing_game",
+            "pointing_game_exact",
+            "energy_inside",
+            "deletion_auc",
+            "insertion_auc",
+        ):
             assert np.isfinite(ds[measure].values).all(), (name, measure)
         np.testing.assert_allclose(ds.probability.sum("class"), 1, rtol=1e-5)
-        masks = probed_images(digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)[1].dataset, 8).masks
+        masks = probed_images(
+            digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)[
+                1
+            ].dataset,
+            8,
+        ).masks
         chance = ds.energy_inside.sel(attribution="chance")  # is the share of the image
         np.testing.assert_allclose(chance[0], masks.double().mean((1, 2)))
 
 
-def test_class_attention_records_maps_of_classes_at_every_epoch(small_run: Callable[[str], Done]) -> None:
+def test_class_attention_records_maps_of_classes_at_every_epoch(
+    small_run: Callable[[str], Done],
+) -> None:
     out = small_run("class_attention_saliency").out
     tree = tcnn_probe.open(out / "class_attention_saliency_patchconvnet_by_class.zarr")
     maps = tree["maps/classes/8x8"].dataset.load()
-    assert dict(maps.attention_by_class.sizes) == {"epoch": 3, "layer": 1, "image": 2, "class": 3, "y": 8, "x": 8}
+    assert dict(maps.attention_by_class.sizes) == {
+        "epoch": 3,
+        "layer": 1,
+        "image": 2,
+        "class": 3,
+        "y": 8,
+        "x": 8,
+    }
     np.testing.assert_allclose(maps.attention_by_class.sum(["y", "x"]), 1, rtol=1e-5)
     probability = class_scores(out)["PatchConvNet, by class"].dataset.probability
     for epoch in (0, 2):
         for row in range(2):
-            best = probability.sel(epoch=epoch).isel(image=row).argsort().values[::-1][:3]
-            assert maps.class_index.sel(epoch=epoch).isel(layer=0, image=row).values.tolist() == best.tolist()
+            best = (
+                probability.sel(epoch=epoch).isel(image=row).argsort().values[::-1][:3]
+            )
+            assert (
+                maps.class_index.sel(epoch=epoch)
+                .isel(layer=0, image=row)
+                .values.tolist()
+                == best.tolist()
+            )

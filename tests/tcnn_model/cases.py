@@ -25,7 +25,13 @@ class Case(NamedTuple):
         return GPSA(**self.arguments, qk_dim=self.qk_dim, dtype=dtype, **options)
 
 
-def _case(c_in: int, c_out: int, grid: tuple[int, int], qk_dim: int | None = None, **arguments: Any) -> Case:
+def _case(
+    c_in: int,
+    c_out: int,
+    grid: tuple[int, int],
+    qk_dim: int | None = None,
+    **arguments: Any,
+) -> Case:
     return Case({"in_channels": c_in, "out_channels": c_out, **arguments}, grid, qk_dim)
 
 
@@ -37,7 +43,14 @@ CASES = {
     "5x5": _case(3, 2, (5, 7), kernel_size=5, padding=2),
     "no padding": _case(3, 5, (5, 7), kernel_size=3, bias=False),
     "3x5, other strides": _case(
-        2, 3, (7, 11), kernel_size=(3, 5), stride=(2, 3), padding=(1, 2), dilation=(2, 1), bias=False
+        2,
+        3,
+        (7, 11),
+        kernel_size=(3, 5),
+        stride=(2, 3),
+        padding=(1, 2),
+        dilation=(2, 1),
+        bias=False,
     ),
     "groups": _case(6, 9, (5, 7), kernel_size=3, padding=1, groups=3),
     "depthwise": _case(5, 5, (5, 3), kernel_size=3, padding=1, groups=5, bias=False),

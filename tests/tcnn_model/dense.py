@@ -12,7 +12,14 @@ from tests.tcnn_model.helpers import assert_rounding, random
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAMES = ("query", "key", "values", "position", "gate")
-MEASURED = ("log_sum_exp", "entropy", "content_entropy", "positional_entropy", "attention_distance", "received")
+MEASURED = (
+    "log_sum_exp",
+    "entropy",
+    "content_entropy",
+    "positional_entropy",
+    "attention_distance",
+    "received",
+)
 Tensors = dict[str, Tensor]
 
 
@@ -44,20 +51,43 @@ class Case:
         if self.gate is not None:
             gate = torch.tensor(self.gate, dtype=torch.float64)
         tensors = {
-            "query": self.sharpness * random(self.batch, self.heads, n_q, self.dim, seed=1, dtype=dtype),
+            "query": self.sharpness
+            * random(self.batch, self.heads, n_q, self.dim, seed=1, dtype=dtype),
             "key": random(self.batch, self.heads, n_k, self.dim, seed=2, dtype=dtype),
-            "values": random(self.batch, 1 if self.shared else self.heads, n_k, self.channels, seed=3, dtype=dtype),
+            "values": random(
+                self.batch,
+                1 if self.shared else self.heads,
+                n_k,
+                self.channels,
+                seed=3,
+                dtype=dtype,
+            ),
             "position": position,
             "gate": gate.to(torch.promote_types(dtype, torch.float32)),
         }
-        return {name: tensor.to(DEVICE).requires_grad_() for name, tensor in tensors.items()}
+        return {
+            name: tensor.to(DEVICE).requires_grad_() for name, tensor in tensors.items()
+        }
 
 
 # Content attention to a single key, logits of a few hundred; positions far outside the map, on an edge, and uniform.
 _FAR = ((-40.3, 80.6 * 301.7, -80.6 * 299.3), (-20.7, 41.4 * 1.5, 0.0), (0.0, 0.0, 0.0))
-_GATES = {"content": (0.0, 0.0, 0.0), "positional": (1.0, 1.0, 1.0), "both": (0.999999, 1e-7, 0.5)}
+_GATES = {
+    "content": (0.0, 0.0, 0.0),
+    "positional": (1.0, 1.0, 1.0),
+    "both": (0.999999, 1e-7, 0.5),
+}
 EXTREMES = {
-    name: Case(Axis(3, 2, 1, 3), Axis(7, 2, 2, 3), 3, 2, 5, gate=gate, v_pos=_FAR, sharpness=30.0)
+    name: Case(
+        Axis(3, 2, 1, 3),
+        Axis(7, 2, 2, 3),
+        3,
+        2,
+        5,
+        gate=gate,
+        v_pos=_FAR,
+        sharpness=30.0,
+    )
     for name, gate in _GATES.items()
 }
 
@@ -76,16 +106,35 @@ class Attention(NamedTuple):
 def attention(tensors: Tensors, y: Axis, x: Axis) -> Attention:
     """Compute the attention by its definition, in float64."""
     query, key, _, position, gate = (tensors[name].double() for name in NAMES)
-    keys = [(j, i) for j in range(-y.before, y.length + y.after) for i in range(-x.before, x.length + x.after)]
-    rows, columns = ([a.first_query + n * a.stride for n in range(a.queries)] for a in (y, x))
-    offset = torch.tensor([[(j - b, i - a) for j, i in keys] for b in rows for a in columns]).to(query)
-    real = torch.tensor([0 <= j < y.length and 0 <= i < x.length for j, i in keys], device=query.device)
-    positional = torch.softmax(torch.einsum("hr,qkr->hqk", position, _r(offset)), dim=-1)
+    keys = [
+        (j, i)
+        for j in range(-y.before, y.length + y.after)
+        for i in range(-x.before, x.length + x.after)
+    ]
+    rows, columns = (
+        [a.first_query + n * a.stride for n in range(a.queries)] for a in (y, x)
+    )
+    offset = torch.tensor(
+        [[(j - b, i - a) for j, i in keys] for b in rows for a in columns]
+    ).to(query)
+    real = torch.tensor(
+        [0 <= j < y.length and 0 <= i < x.length for j, i in keys], device=query.device
+    )
+    positional = torch.softmax(
+        torch.einsum("hr,qkr->hqk", position, _r(offset)), dim=-1
+    )
     logits = torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5
     content = logits.new_zeros(*logits.shape[:3], len(real))
     content[..., real] = torch.softmax(logits, -1)
     share = gate[:, None, None]
-    return Attention((1 - share) * content + share * positional, content, positional, logits, offset, real)
+    return Attention(
+        (1 - share) * content + share * positional,
+        content,
+        positional,
+        logits,
+        offset,
+        real,
+    )
 
 
 def _r(offset: Tensor) -> Tensor:
@@ -113,7 +162,13 @@ def measure(tensors: Tensors, y: Axis, x: Axis) -> Tensors:
 
 
 @torch.no_grad()
-def terms(tensors: Tensors, y: Axis, x: Axis, upstream: Tensor, sizes: tuple[Tensor, Tensor] | None = None) -> Tensors:
+def terms(
+    tensors: Tensors,
+    y: Axis,
+    x: Axis,
+    upstream: Tensor,
+    sizes: tuple[Tensor, Tensor] | None = None,
+) -> Tensors:
     """Return the sum of the absolute values of the terms of the output, of each gradient and of each statistic.
 
     A logit is rounded by eps times its terms, and its softmax by that share of itself: so each weight counts 1 + those
@@ -126,8 +181,14 @@ def terms(tensors: Tensors, y: Axis, x: Axis, upstream: Tensor, sizes: tuple[Ten
         upstream: Gradient of the output.
         sizes: Sums of the absolute values of the terms of queries and keys, if these are computed themselves.
     """
-    query, key, values, position, gate = (tensors[name].detach().double() for name in NAMES)
-    parts, scale, upstream = attention(tensors, y, x), query.shape[-1] ** -0.5, upstream.double().abs()
+    query, key, values, position, gate = (
+        tensors[name].detach().double() for name in NAMES
+    )
+    parts, scale, upstream = (
+        attention(tensors, y, x),
+        query.shape[-1] ** -0.5,
+        upstream.double().abs(),
+    )
     real, share, r = parts.real, gate[:, None, None], _r(parts.offset)
     of_query, of_key = (query.abs(), key.abs()) if sizes is None else sizes
     size = scale * of_query @ of_key.mT
@@ -144,7 +205,8 @@ def terms(tensors: Tensors, y: Axis, x: Axis, upstream: Tensor, sizes: tuple[Ten
     reach = r[:, real].abs() + mean_r[:, :, None]  # (heads, N_query, H * W, 3)
     weighted = (positional[..., real] * grad).sum(0)
     log_c, log_p, log_a = (
-        part.clamp(min=1e-300).log().abs() for part in (parts.content, parts.positional, parts.mixed)
+        part.clamp(min=1e-300).log().abs()
+        for part in (parts.content, parts.positional, parts.mixed)
     )
     return {
         "output": mixed[..., real] @ values.abs(),
@@ -170,16 +232,28 @@ def _positional_size(position: Tensor, parts: Attention) -> Tensor:
     away = parts.offset - best_offset  # (heads, N_query, N_key, 2)
     curvature, linear = position[:, None, None, :1], position[:, None, None, 1:]
     slope = 2 * curvature * best_offset + linear
-    return (curvature.abs() * away.square() + (slope * away).abs()).sum(-1) - parts.positional.amax(-1, True).log()
+    return (curvature.abs() * away.square() + (slope * away).abs()).sum(
+        -1
+    ) - parts.positional.amax(-1, True).log()
 
 
 def gradients(output: Tensor, tensors: Tensors, upstream: Tensor) -> Tensors:
     """Return the gradients of all tensors, by name."""
-    return dict(zip(tensors, torch.autograd.grad(output, tuple(tensors.values()), upstream.to(output)), strict=True))
+    return dict(
+        zip(
+            tensors,
+            torch.autograd.grad(output, tuple(tensors.values()), upstream.to(output)),
+            strict=True,
+        )
+    )
 
 
 def assert_as_the_equations(
-    function: Callable[..., tuple[Tensor, AttentionStatistics | None]], tensors: Tensors, y: Axis, x: Axis, c: float = 8
+    function: Callable[..., tuple[Tensor, AttentionStatistics | None]],
+    tensors: Tensors,
+    y: Axis,
+    x: Axis,
+    c: float = 8,
 ) -> None:
     """Assert that output, statistics and gradients are at most c eps sum|terms| from the equations in float64.
 
@@ -190,7 +264,10 @@ def assert_as_the_equations(
     output, statistics = function(*tensors.values(), y=y, x=x, statistics=True)
     assert output.dtype == dtype
     assert output.requires_grad == torch.is_grad_enabled()
-    exact_tensors = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
+    exact_tensors = {
+        name: tensor.detach().double().requires_grad_()
+        for name, tensor in tensors.items()
+    }
     with torch.enable_grad():
         exact = apply(exact_tensors, y, x)
     upstream = random(*exact.shape, seed=7, dtype=dtype).to(DEVICE)
@@ -200,7 +277,9 @@ def assert_as_the_equations(
         expected = gradients(exact, exact_tensors, upstream)
         for name, gradient in gradients(output, tensors, upstream).items():
             assert gradient.dtype == tensors[name].dtype
-            assert_rounding(gradient, expected[name], bounds[name], c, dtype, f"gradient of {name}")
+            assert_rounding(
+                gradient, expected[name], bounds[name], c, dtype, f"gradient of {name}"
+            )
     wide: Any = torch.promote_types(dtype, torch.float32)
     for name, exact_statistic in measure(exact_tensors, y, x).items():
         actual = getattr(statistics, name)

@@ -15,7 +15,10 @@ def _csp(name: str) -> dict[str, Any]:
     config = cspnet.model_cfgs[name]
     depth = (*(1 for _ in config.stages.depth[1:]), 2)
     widths = tuple(width // 8 for width in config.stages.out_chs)
-    return {"stem": replace(config.stem, out_chs=16), "stages": replace(config.stages, depth=depth, out_chs=widths)}
+    return {
+        "stem": replace(config.stem, out_chs=16),
+        "stages": replace(config.stages, depth=depth, out_chs=widths),
+    }
 
 
 _BASIC = {"channels": (8, 16, 24, 32)}
@@ -43,7 +46,10 @@ NARROW: dict[str, dict[str, Any]] = {
     "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
     "repvgg_b0": {
         "stem_chs": 16,
-        "blocks": tuple(replace(stage, d=1, c=stage.c // 16) for stage in byobnet.model_cfgs["repvgg_b0"].blocks),
+        "blocks": tuple(
+            replace(stage, d=1, c=stage.c // 16)
+            for stage in byobnet.model_cfgs["repvgg_b0"].blocks
+        ),
     },
 }
 # These have no arguments that make them narrower, and are the smallest of their kind.
@@ -57,4 +63,6 @@ def build(name: str, **options: Any) -> nn.Module:
     """Build a small relative of a timm model, in eval mode, with 3 classes and random norms."""
     torch.manual_seed(0)
     narrow = {} if name in _FULL_SIZE else NARROW.get(name, _BOTTLENECK)
-    return randomise_norms(timm.create_model(name, **{"num_classes": 3, **narrow, **options})).eval()
+    return randomise_norms(
+        timm.create_model(name, **{"num_classes": 3, **narrow, **options})
+    ).eval()

@@ -13,8 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tcnn_model import gpsa_layers
 
-SHARP = {"locality_strength": 40.0, "gating": 40.0}  # the convolution itself, to float64 rounding
-CONVOLUTIONAL = {"locality_strength": 20.0, "gating": 20.0}  # the same to float32 rounding
+SHARP = {
+    "locality_strength": 40.0,
+    "gating": 40.0,
+}  # the convolution itself, to float64 rounding
+CONVOLUTIONAL = {
+    "locality_strength": 20.0,
+    "gating": 20.0,
+}  # the same to float32 rounding
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -27,7 +33,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-_SAME = {torch.float64: 1e-8, torch.float32: 1e-4}  # of the largest value: plain and generous
+_SAME = {
+    torch.float64: 1e-8,
+    torch.float32: 1e-4,
+}  # of the largest value: plain and generous
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str = "") -> None:
@@ -36,10 +45,19 @@ def assert_same(actual: Tensor, expected: Tensor, what: str = "") -> None:
     Rounding stays a hundred times below the bound, also in whole networks; a mistake in any term is far above it.
     """
     error = relative_error(actual, expected)
-    assert error <= _SAME[expected.dtype], f"{what}: off by {error:.2g} of the largest value"
+    assert error <= _SAME[expected.dtype], (
+        f"{what}: off by {error:.2g} of the largest value"
+    )
 
 
-def assert_rounding(actual: Tensor, exact: Tensor, terms: Tensor, c: float, dtype: torch.dtype, what: str) -> None:
+def assert_rounding(
+    actual: Tensor,
+    exact: Tensor,
+    terms: Tensor,
+    c: float,
+    dtype: torch.dtype,
+    what: str,
+) -> None:
     """Assert that every element is finite and at most ``c * eps * terms`` from the exact one.
 
     Args:
@@ -52,21 +70,29 @@ def assert_rounding(actual: Tensor, exact: Tensor, terms: Tensor, c: float, dtyp
     error = (actual.detach().double() - exact.detach()).abs()
     allowed = (torch.finfo(dtype).eps * terms.detach()).clamp(min=1e-300)
     worst = float((error / allowed).max())
-    assert worst <= c, f"{what}: off by {worst:.3g} eps sum|terms|, expected at most {c}"
+    assert worst <= c, (
+        f"{what}: off by {worst:.3g} eps sum|terms|, expected at most {c}"
+    )
 
 
-def assert_same_gradients(output: Tensor, expected: Tensor, leaves: dict[str, Tensor]) -> None:
+def assert_same_gradients(
+    output: Tensor, expected: Tensor, leaves: dict[str, Tensor]
+) -> None:
     """Assert that two outputs have the same gradients, none of them zero, for the same random upstream gradient."""
     upstream = random(*output.shape, seed=1)
     tensors = list(leaves.values())
     actual_gradients = torch.autograd.grad(output, tensors, upstream)
     expected_gradients = torch.autograd.grad(expected, tensors, upstream)
-    for name, actual, exact in zip(leaves, actual_gradients, expected_gradients, strict=True):
+    for name, actual, exact in zip(
+        leaves, actual_gradients, expected_gradients, strict=True
+    ):
         assert float(exact.abs().max()) > 0, f"{name} gets no gradient in the reference"
         assert_same(actual, exact, name)
 
 
-def assert_refused(change: Callable[..., nn.Module], model: nn.Module, message: str, **options: Any) -> None:
+def assert_refused(
+    change: Callable[..., nn.Module], model: nn.Module, message: str, **options: Any
+) -> None:
     """Assert that a change raises a ValueError and leaves the model as it was.
 
     The change is made in place, which could leave more half-done; a copy of the model goes through the same steps.
@@ -126,7 +152,9 @@ def disturb(model: M, seed: int = 0, *, scale: float = 0.3, part: str = "") -> M
     generator = seeded(seed)
     for name, parameter in model.named_parameters():
         if part in name:
-            change = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            change = torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
             parameter += scale * change.to(parameter.dtype)
     return model
 
@@ -141,23 +169,33 @@ def randomise_norms(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = seeded(seed)
 
     def uniform(like: Tensor) -> Tensor:
-        return 0.5 + torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+        return 0.5 + torch.rand(
+            like.shape, generator=generator, dtype=torch.float64
+        ).to(like.dtype)
 
     def normal(like: Tensor) -> Tensor:
-        return 0.2 * torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+        return 0.2 * torch.randn(
+            like.shape, generator=generator, dtype=torch.float64
+        ).to(like.dtype)
 
     disturbed = 0
     for module in model.modules():
-        norm = isinstance(module, nn.GroupNorm | nn.LayerNorm) or hasattr(module, "running_mean")
+        norm = isinstance(module, nn.GroupNorm | nn.LayerNorm) or hasattr(
+            module, "running_mean"
+        )
         for name, parameter in module.named_parameters(recurse=False):
             if norm and name == "bias":
                 parameter.copy_(normal(parameter))
-            elif norm or (name != "bias" and bool((parameter == parameter.flatten()[0]).all())):
+            elif norm or (
+                name != "bias" and bool((parameter == parameter.flatten()[0]).all())
+            ):
                 parameter.copy_(uniform(parameter))
                 disturbed += 1
         for name, buffer in module.named_buffers(recurse=False):
             if name in ("running_mean", "running_var"):
-                buffer.copy_(normal(buffer) if name == "running_mean" else uniform(buffer))
+                buffer.copy_(
+                    normal(buffer) if name == "running_mean" else uniform(buffer)
+                )
     assert disturbed
     return model
 
@@ -170,8 +208,12 @@ def assert_every_layer_counts(model: nn.Module, x: Tensor) -> None:
     before = model(x)
     for name, layer in layers.items():
         original = layer.weight.clone()
-        layer.weight.copy_(original.roll(1, dims=0))  # the same filters for other output channels
-        assert relative_error(model(x), before) > 1e-3, f"{name} does not reach the output"
+        layer.weight.copy_(
+            original.roll(1, dims=0)
+        )  # the same filters for other output channels
+        assert relative_error(model(x), before) > 1e-3, (
+            f"{name} does not reach the output"
+        )
         layer.weight.copy_(original)
 
 
@@ -181,11 +223,27 @@ def snapshot(model: nn.Module) -> dict[str, object]:
     for name, module in model.named_modules(remove_duplicate=False):
         hooks = [list(v) for k, v in vars(module).items() if k.endswith("hooks")]
         tensors = [*module._parameters.items(), *module._buffers.items()]
-        identities = [(key, id(t), None if t is None else (t.requires_grad, t._version)) for key, t in tensors]
-        geometry = [getattr(module, key, None) for key in ("stride", "padding", "dilation")]
-        state[name] = (id(module), module.training, hooks, identities, str(geometry), sorted(vars(module)))
+        identities = [
+            (key, id(t), None if t is None else (t.requires_grad, t._version))
+            for key, t in tensors
+        ]
+        geometry = [
+            getattr(module, key, None) for key in ("stride", "padding", "dilation")
+        ]
+        state[name] = (
+            id(module),
+            module.training,
+            hooks,
+            identities,
+            str(geometry),
+            sorted(vars(module)),
+        )
     state["feature_info"] = repr(vars(model).get("feature_info"))
-    values = [t.detach().double().sum() for t in model.state_dict().values() if t.device.type != "meta"]
+    values = [
+        t.detach().double().sum()
+        for t in model.state_dict().values()
+        if t.device.type != "meta"
+    ]
     return state | {"sums": torch.stack(values).tolist() if values else []}
 
 
@@ -195,7 +253,11 @@ class LargestTensor(TorchDispatchMode):
     elements = 0
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):

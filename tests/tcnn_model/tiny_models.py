@@ -31,7 +31,13 @@ class Plain(nn.Module):
 
 def tiny_cnn() -> nn.Module:
     torch.manual_seed(0)
-    cnn = ResNet(BasicBlock, [1, 1, 1, 1], channels=(8, 8, 16, 16), in_chans=1, num_classes=CLASSES)
+    cnn = ResNet(
+        BasicBlock,
+        [1, 1, 1, 1],
+        channels=(8, 8, 16, 16),
+        in_chans=1,
+        num_classes=CLASSES,
+    )
     return randomise_norms(cnn)
 
 
@@ -48,14 +54,21 @@ def tiny_tcnn() -> nn.Module:
 
 def pooled_cnn(model: nn.Module | None = None, **options: Any) -> Any:
     """Make a tiny ResNet that pools by attention, with a pool that is not at its initial values."""
-    pooled: Any = add_attention_pool(model or tiny_cnn().eval(), input_size=POOL_SIZE, **options)
+    pooled: Any = add_attention_pool(
+        model or tiny_cnn().eval(), input_size=POOL_SIZE, **options
+    )
     return disturb(pooled, 1, part="attention")
 
 
-def batches(images: int = 11, batch_size: int = 4, *, shuffle: bool = True, seed: int = 0) -> DataLoader:
+def batches(
+    images: int = 11, batch_size: int = 4, *, shuffle: bool = True, seed: int = 0
+) -> DataLoader:
     """Make noise of 32 x 24 pixels with random labels; with 11 images the last of 3 batches is smaller."""
     labels = torch.randint(CLASSES, (images,), generator=seeded(seed))
-    x = random(images, 1, 32, 24, seed=seed, dtype=torch.float32) + labels[:, None, None, None]
+    x = (
+        random(images, 1, 32, 24, seed=seed, dtype=torch.float32)
+        + labels[:, None, None, None]
+    )
     return DataLoader(TensorDataset(x, labels), batch_size, shuffle=shuffle)
 
 

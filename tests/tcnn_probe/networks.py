@@ -56,7 +56,9 @@ class Branches(nn.Module):
 def small_resnet() -> nn.Module:
     """A timm ResNet with four GPSA layers of 9 heads, which work on 5 x 7 pixels for a 71 x 103 image."""
     torch.manual_seed(0)
-    cnn = ResNet(BasicBlock, [1, 1, 1, 2], channels=(8, 8, 16, 16), in_chans=1, num_classes=3).eval()
+    cnn = ResNet(
+        BasicBlock, [1, 1, 1, 2], channels=(8, 8, 16, 16), in_chans=1, num_classes=3
+    ).eval()
     model = reparameterize(cnn, input_size=(1, 71, 103))
     for seed, layer in enumerate(gpsa_layers(model).values()):
         scatter(layer, seed)
@@ -68,7 +70,9 @@ def inputs_of(model: nn.Module, names: list[str], *args: Tensor) -> dict[str, Te
     model, seen = copy.deepcopy(model), {}
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, kwargs, name=name: seen.update({name: args[0] if args else kwargs["x"]}),
+            lambda module, args, kwargs, name=name: seen.update(
+                {name: args[0] if args else kwargs["x"]}
+            ),
             with_kwargs=True,
         )
     with torch.no_grad():

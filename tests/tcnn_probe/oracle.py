@@ -11,7 +11,9 @@ __all__ = ["gpsa_statistics", "gpsa_statistics_of_qk", "summarise"]
 Statistics = dict[str, Tensor]  # variable -> (B, heads), float64
 
 
-def summarise(whole: Tensor, content: Tensor, positional: Tensor, distance: Tensor) -> Statistics:
+def summarise(
+    whole: Tensor, content: Tensor, positional: Tensor, distance: Tensor
+) -> Statistics:
     """Means over queries of (B, heads, N_query, N_key) attention, (heads, N_query, N_key) if it is no image's own.
 
     Args:
@@ -44,13 +46,23 @@ def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
     )
     query = _project(x, bases, layer.query, layer.heads)
     key = _project(x, pixels[real], layer.key, layer.heads)
-    return summarise(whole, _content(query, key), _positional(layer, bases, pixels), _distance(bases, pixels))
+    return summarise(
+        whole,
+        _content(query, key),
+        _positional(layer, bases, pixels),
+        _distance(bases, pixels),
+    )
 
 
-def gpsa_statistics_of_qk(layer: GPSA, x: Tensor, query: Tensor, key: Tensor) -> Statistics:
+def gpsa_statistics_of_qk(
+    layer: GPSA, x: Tensor, query: Tensor, key: Tensor
+) -> Statistics:
     """The same from queries and keys as they were rounded, (B, heads, N, d), for layers in low precision."""
     bases, pixels, real = _grid(layer, x)
-    content, positional = _content(_double(query), _double(key)), _positional(layer, bases, pixels)
+    content, positional = (
+        _content(_double(query), _double(key)),
+        _positional(layer, bases, pixels),
+    )
     gate = torch.sigmoid(_double(layer.gating))[:, None, None]
     whole = (gate * positional).expand(len(x), *positional.shape).clone()
     whole[..., real] += (1 - gate) * content
@@ -58,17 +70,30 @@ def gpsa_statistics_of_qk(layer: GPSA, x: Tensor, query: Tensor, key: Tensor) ->
 
 
 def _entropy(attention: Tensor) -> Tensor:
-    return -torch.where(attention > 0, attention * attention.clamp_min(1e-300).log(), 0.0).sum(-1).mean(-1)
+    return (
+        -torch.where(attention > 0, attention * attention.clamp_min(1e-300).log(), 0.0)
+        .sum(-1)
+        .mean(-1)
+    )
 
 
 def _grid(layer: GPSA, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Base pixels of the queries (N_query, 2), pixels of the keys (N_key, 2), and which of these are real."""
     height, width = x.shape[-2:]
-    (py, px), (sy, sx), (dy, dx), (ky, kx) = layer.padding, layer.stride, layer.dilation, layer.kernel_size
-    tops = range(-py, height + py - dy * (ky - 1), sy)  # where a window of the convolution can begin
+    (py, px), (sy, sx), (dy, dx), (ky, kx) = (
+        layer.padding,
+        layer.stride,
+        layer.dilation,
+        layer.kernel_size,
+    )
+    tops = range(
+        -py, height + py - dy * (ky - 1), sy
+    )  # where a window of the convolution can begin
     lefts = range(-px, width + px - dx * (kx - 1), sx)
     bases = torch.tensor([(top + py, left + px) for top in tops for left in lefts])
-    pixels = torch.tensor([(j, i) for j in range(-py, height + py) for i in range(-px, width + px)])
+    pixels = torch.tensor(
+        [(j, i) for j in range(-py, height + py) for i in range(-px, width + px)]
+    )
     inside = [0 <= j < height and 0 <= i < width for j, i in pixels.tolist()]
     return bases, pixels, torch.tensor(inside)
 
@@ -77,17 +102,26 @@ def _project(x: Tensor, pixels: Tensor, weight: Tensor, heads: int) -> Tensor:
     """Weight (heads * d, C) times the features at the pixels, zero outside the image: (B, heads, N, d)."""
     height, width = x.shape[-2:]
     features = [
-        x[:, :, j, i] if j < height and i < width else torch.zeros_like(x[:, :, 0, 0]) for j, i in pixels.tolist()
+        x[:, :, j, i] if j < height and i < width else torch.zeros_like(x[:, :, 0, 0])
+        for j, i in pixels.tolist()
     ]
-    return (torch.stack(features, 1) @ _double(weight).T).unflatten(-1, (heads, -1)).transpose(1, 2)
+    return (
+        (torch.stack(features, 1) @ _double(weight).T)
+        .unflatten(-1, (heads, -1))
+        .transpose(1, 2)
+    )
 
 
 def _content(query: Tensor, key: Tensor) -> Tensor:
-    return torch.softmax(torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5, -1)
+    return torch.softmax(
+        torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5, -1
+    )
 
 
 def _positional(layer: GPSA, bases: Tensor, pixels: Tensor) -> Tensor:
-    offset = pixels[None, None] - bases[None, :, None] - _double(layer.center)[:, None, None]
+    offset = (
+        pixels[None, None] - bases[None, :, None] - _double(layer.center)[:, None, None]
+    )
     return torch.softmax(-_alpha(layer)[:, None, None] * offset.pow(2).sum(-1), -1)
 
 

@@ -23,9 +23,14 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("stores")
     for name, gating, epochs in (("a", 1.0, 2), ("b", 3.0, 3)):
         torch.manual_seed(0)
-        model = tcnn_model.reparameterize(timm.create_model("resnet10t", num_classes=5), gating=gating).eval()
+        model = tcnn_model.reparameterize(
+            timm.create_model("resnet10t", num_classes=5), gating=gating
+        ).eval()
         images = torch.randn(2, 3, 64, 96)
-        with tcnn_probe.record(model, folder / f"{name}.zarr", images=1) as recorder, torch.no_grad():
+        with (
+            tcnn_probe.record(model, folder / f"{name}.zarr", images=1) as recorder,
+            torch.no_grad(),
+        ):
             for epoch in range(epochs):
                 model(images)
                 recorder.mark(epoch=epoch, top1=0.5 + epoch / 10)
@@ -38,24 +43,44 @@ def test_names_are_printed_and_no_commands_for_the_terminal(
     copy = shutil.copytree(stores[0], tmp_path / "a\x1b[2J.zarr")
     (copy / "layer" / "c" / "0").unlink()
     zarr.open_group(copy, mode="r+")["layer"][:] = ["\x1b]0;title\x07", "слой"]
-    for arguments in (["show", str(copy)], ["compare", str(copy), stores[1]], ["show", str(tmp_path / "\x1b[2J")]):
+    for arguments in (
+        ["show", str(copy)],
+        ["compare", str(copy), stores[1]],
+        ["show", str(tmp_path / "\x1b[2J")],
+    ):
         main(arguments)
         printed = "".join(capsys.readouterr())
         assert r"\x1b[2J" in printed
         assert "\x1b" not in printed
-        assert arguments[0] == "compare" or str(copy) not in arguments or r"\x1b]0;title\x07" in printed
+        assert (
+            arguments[0] == "compare"
+            or str(copy) not in arguments
+            or r"\x1b]0;title\x07" in printed
+        )
 
 
 def test_scalars(stores: list[str]) -> None:
     ds = tcnn_probe.open(stores[0])
-    ds = ds["heads"].to_dataset().assign(ds.to_dataset().data_vars).assign_attrs(ds.attrs)
+    ds = (
+        ds["heads"]
+        .to_dataset()
+        .assign(ds.to_dataset().data_vars)
+        .assign_attrs(ds.attrs)
+    )
     flat = tcnn_probe.scalars(ds)
     assert flat["top1"] == 0.6
-    assert flat[f"entropy/{LAYERS[1]}"] == pytest.approx(ds.entropy.sel(epoch=1, layer=LAYERS[1]).mean().item())
+    assert flat[f"entropy/{LAYERS[1]}"] == pytest.approx(
+        ds.entropy.sel(epoch=1, layer=LAYERS[1]).mean().item()
+    )
     by_head = tcnn_probe.scalars(ds.sel(epoch=[0]), heads=True)
     assert by_head["top1"] == 0.5
-    assert by_head[f"gate/{LAYERS[0]}/8"] == ds.gate.sel(epoch=0, layer=LAYERS[0], head=8)
-    assert all(isinstance(value, float) and np.isfinite(value) for value in (flat | by_head).values())
+    assert by_head[f"gate/{LAYERS[0]}/8"] == ds.gate.sel(
+        epoch=0, layer=LAYERS[0], head=8
+    )
+    assert all(
+        isinstance(value, float) and np.isfinite(value)
+        for value in (flat | by_head).values()
+    )
     with pytest.raises(ValueError, match="expected a recording"):
         tcnn_probe.scalars(ds.drop_attrs())
 
@@ -68,7 +93,9 @@ def test_show(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "  top1 0.6" in lines
     row = next(line.split() for line in lines if line.startswith(LAYERS[0]))
     header = next(line.split() for line in lines if "locality_strength" in line)
-    assert float(row[1 + header.index("gate")]) == pytest.approx(torch.sigmoid(torch.tensor(1.0)).item(), abs=1e-4)
+    assert float(row[1 + header.index("gate")]) == pytest.approx(
+        torch.sigmoid(torch.tensor(1.0)).item(), abs=1e-4
+    )
     assert any(line.startswith("types of heads: ") for line in lines)
 
 
@@ -82,8 +109,13 @@ def test_compare(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert float(row[1]) == pytest.approx(gates, abs=1e-4)
 
 
-def test_compare_without_common_layers(stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with tcnn_probe.record(model := vit(), tmp_path / "vit.zarr") as recorder, torch.no_grad():
+def test_compare_without_common_layers(
+    stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        tcnn_probe.record(model := vit(), tmp_path / "vit.zarr") as recorder,
+        torch.no_grad(),
+    ):
         model(torch.randn(1, 3, 32, 32))
         recorder.mark(epoch=1)
     assert main(["compare", stores[0], str(tmp_path / "vit.zarr")]) == 0
@@ -92,12 +124,31 @@ def test_compare_without_common_layers(stores: list[str], tmp_path: Path, capsys
 
 
 def vit() -> torch.nn.Module:
-    options = {"patch_size": 8, "img_size": 32, "embed_dim": 6, "depth": 1, "num_heads": 2}
+    options = {
+        "patch_size": 8,
+        "img_size": 32,
+        "embed_dim": 6,
+        "depth": 1,
+        "num_heads": 2,
+    }
     return timm.create_model("vit_tiny_patch16_224", **options).eval()
 
 
 def test_plot(stores: list[str], tmp_path: Path) -> None:
-    assert main(["plot", stores[1], "entropy", "-o", str(tmp_path / "entropy.png"), "--layers", "*conv2"]) == 0
+    assert (
+        main(
+            [
+                "plot",
+                stores[1],
+                "entropy",
+                "-o",
+                str(tmp_path / "entropy.png"),
+                "--layers",
+                "*conv2",
+            ]
+        )
+        == 0
+    )
     picture = matplotlib.image.imread(tmp_path / "entropy.png")
     assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 10
 
@@ -107,14 +158,24 @@ def test_plot(stores: list[str], tmp_path: Path) -> None:
     [
         (["show", "{tmp}/nowhere.zarr"], "nowhere.zarr"),
         (["show", "{tmp}"], "{tmp}"),
-        (["plot", "{store}", "entropie", "-o", "x.png"], "has no 'entropie'; it has gate"),
-        (["plot", "{store}", "entropy", "-o", "x.png", "--layers", "blocks*"], "fits 'blocks*'; there are layer4"),
+        (
+            ["plot", "{store}", "entropie", "-o", "x.png"],
+            "has no 'entropie'; it has gate",
+        ),
+        (
+            ["plot", "{store}", "entropy", "-o", "x.png", "--layers", "blocks*"],
+            "fits 'blocks*'; there are layer4",
+        ),
         (["plot", "{store}", "entropy", "-o", "{tmp}/no/x.png"], "no/x.png"),
         (["compare", "{store}", "{tmp}"], "{tmp}"),
     ],
 )
 def test_refusals(
-    arguments: list[str], message: str, stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    stores: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([text.format(tmp=tmp_path, store=stores[0]) for text in arguments]) == 2
     error = capsys.readouterr().err

@@ -20,13 +20,22 @@ ARRAY = load_sample_image("china.jpg")  # (427, 640, 3), uint8
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    options = {"patch_size": 16, "img_size": 64, "embed_dim": 6, "depth": 1, "num_heads": 2, "num_classes": 5}
+    options = {
+        "patch_size": 16,
+        "img_size": 64,
+        "embed_dim": 6,
+        "depth": 1,
+        "num_heads": 2,
+        "num_classes": 5,
+    }
     return timm.create_model("vit_tiny_patch16_224", **options)
 
 
 @pytest.fixture(scope="module")
 def expected() -> Tensor:
-    config = resolve_model_data_config(timm.create_model("vit_tiny_patch16_224")) | {"input_size": (3, 64, 64)}
+    config = resolve_model_data_config(timm.create_model("vit_tiny_patch16_224")) | {
+        "input_size": (3, 64, 64)
+    }
     return create_transform(**config, is_training=False)(Image.fromarray(ARRAY))[None]
 
 
@@ -45,7 +54,9 @@ def as_people_have_them(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_pictures_pass_through_the_models_transform(model: nn.Module, expected: Tensor, tmp_path: Path) -> None:
+def test_pictures_pass_through_the_models_transform(
+    model: nn.Module, expected: Tensor, tmp_path: Path
+) -> None:
     for name, image in as_people_have_them(tmp_path).items():
         torch.testing.assert_close(as_images(image, model), expected, msg=name)
     torch.testing.assert_close(as_images(ARRAY, nn.DataParallel(model)), expected)
@@ -59,14 +70,24 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
     assert as_images(images, model) is images
     torch.testing.assert_close(as_images(images[0], model), images[:1])
     torch.testing.assert_close(as_images(list(images), model), images)
-    torch.testing.assert_close(as_images(images.numpy()[:, ::-1], model), images.flip(1))
+    torch.testing.assert_close(
+        as_images(images.numpy()[:, ::-1], model), images.flip(1)
+    )
 
 
 @pytest.mark.parametrize(
     ("images", "error", "message"),
     [
-        (torch.full((1, 3, 64, 64), 254.0), ValueError, "got values up to 254: divide by 255"),
-        (torch.full((1, 3, 64, 64), torch.nan), ValueError, "got values that are no finite numbers"),
+        (
+            torch.full((1, 3, 64, 64), 254.0),
+            ValueError,
+            "got values up to 254: divide by 255",
+        ),
+        (
+            torch.full((1, 3, 64, 64), torch.nan),
+            ValueError,
+            "got values that are no finite numbers",
+        ),
         (torch.rand(1, 64, 64, 3), ValueError, "got channels last"),
         (torch.ones(1, 3, 64, 64, dtype=torch.int64), TypeError, "got torch.int64"),
         (torch.rand(64, 64), ValueError, r"got shape \(64, 64\)"),
@@ -77,13 +98,17 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
         (np.zeros((5, 6, 7), np.uint8), ValueError, "C of 1, 3 or 4"),
     ],
 )
-def test_refusals(model: nn.Module, images: Any, error: type[Exception], message: str) -> None:
+def test_refusals(
+    model: nn.Module, images: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         as_images(images, model)
 
 
 def test_pictures_for_a_model_whose_transform_nobody_knows() -> None:
-    with pytest.raises(TypeError, match="a Sequential is unknown, as it is no model of timm"):
+    with pytest.raises(
+        TypeError, match="a Sequential is unknown, as it is no model of timm"
+    ):
         as_images(ARRAY, nn.Sequential())
 
 

@@ -57,15 +57,27 @@ print(json.dumps([ticks, gates, types]))
 
 
 def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
-    layers = OrderedDict({"層": scatter(GPSA(2, 5, 3, padding=1)), "far": scatter(GPSA(5, 3, 5, padding=1), seed=2)})
+    layers = OrderedDict(
+        {
+            "層": scatter(GPSA(2, 5, 3, padding=1)),
+            "far": scatter(GPSA(5, 3, 5, padding=1), seed=2),
+        }
+    )
     model = nn.Sequential(layers).eval()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         for epoch in range(2):
-            model(torch.randn(2, 2, 7, 11, generator=torch.Generator().manual_seed(epoch)))
+            model(
+                torch.randn(2, 2, 7, 11, generator=torch.Generator().manual_seed(epoch))
+            )
             recorder.mark(epoch=epoch)
             model[0].gating += 0.5
-    command, root = [sys.executable, "-c", PROGRAM, tmp_path / "run.zarr"], Path(tcnn_probe.__file__).parents[1]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    command, root = (
+        [sys.executable, "-c", PROGRAM, tmp_path / "run.zarr"],
+        Path(tcnn_probe.__file__).parents[1],
+    )
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     shown, _, printed = done.stdout.rstrip().rpartition("\n")
     assert "層" in shown
@@ -73,4 +85,6 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     ds = recorder.dataset
     assert ticks == ["層", "far"]
     assert gates == ds.gate.sel(layer="層", epoch=1).dropna("head").values.tolist()
-    assert types == {method: tcnn_probe.head_types(ds, method).values.tolist() for method in types}
+    assert types == {
+        method: tcnn_probe.head_types(ds, method).values.tolist() for method in types
+    }

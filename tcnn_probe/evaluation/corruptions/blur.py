@@ -18,7 +18,12 @@ __all__ = ["along_a_line", "defocus_blur", "glass_blur", "motion_blur", "zoom_bl
 
 
 def defocus_blur(
-    image: NDArray[Any], random: RandomState, scale: float, *, radius: int, smoothing: float
+    image: NDArray[Any],
+    random: RandomState,
+    scale: float,
+    *,
+    radius: int,
+    smoothing: float,
 ) -> NDArray[Any]:
     """Convolve with a disc, its edge softened by a Gaussian of deviation ``smoothing``; borders are mirrored."""
     from scipy.signal import fftconvolve
@@ -34,7 +39,10 @@ def _disc(radius: int, smoothing: float, scale: float) -> NDArray[Any]:
     """Make the kernel, shape (k, k), k odd; it sums to 1, except for the smoothing at its border."""
     from scipy.ndimage import correlate1d
 
-    half, reach = max(8, radius), 1 if radius <= 8 else 2  # sizes of the published kernels: OpenCV takes 3 or 5 taps
+    half, reach = (
+        max(8, radius),
+        1 if radius <= 8 else 2,
+    )  # sizes of the published kernels: OpenCV takes 3 or 5 taps
     squares = np.arange(-half, half + 1) ** 2
     disc = (squares[:, None] + squares <= radius**2).astype(float)
     taps = np.exp(-(np.arange(-reach, reach + 1) ** 2) / (2 * smoothing**2))
@@ -44,12 +52,20 @@ def _disc(radius: int, smoothing: float, scale: float) -> NDArray[Any]:
     if scale == 1:
         return disc
     reach = math.ceil(half * scale)
-    cells = area_weights(half + np.arange(-reach, reach + 1) / scale, 1 / scale, len(disc))
+    cells = area_weights(
+        half + np.arange(-reach, reach + 1) / scale, 1 / scale, len(disc)
+    )
     return cells @ disc @ cells.T
 
 
 def glass_blur(
-    image: NDArray[Any], random: RandomState, scale: float, *, deviation: float, reach: int, rounds: int
+    image: NDArray[Any],
+    random: RandomState,
+    scale: float,
+    *,
+    deviation: float,
+    reach: int,
+    rounds: int,
 ) -> NDArray[Any]:
     """Blur, replace each pixel by one nearby, and blur again.
 
@@ -62,13 +78,19 @@ def glass_blur(
     from scipy.ndimage import gaussian_filter
 
     sigma = (deviation * scale, deviation * scale, 0)
-    values = gaussian_filter(image, sigma, mode="nearest", truncate=4.0).reshape(-1, image.shape[2])
+    values = gaussian_filter(image, sigma, mode="nearest", truncate=4.0).reshape(
+        -1, image.shape[2]
+    )
     for _ in range(rounds):
         values = values[_sources(image.shape[0], image.shape[1], random, scale, reach)]
-    return gaussian_filter(values.reshape(image.shape), sigma, mode="nearest", truncate=4.0)
+    return gaussian_filter(
+        values.reshape(image.shape), sigma, mode="nearest", truncate=4.0
+    )
 
 
-def _sources(height: int, width: int, random: RandomState, scale: float, reach: int) -> NDArray[Any]:
+def _sources(
+    height: int, width: int, random: RandomState, scale: float, reach: int
+) -> NDArray[Any]:
     """Return, for each pixel, the pixel whose value it has after a round, shape (H·W,), both counted by rows."""
     margin = math.ceil(reach * scale)
     y, x = np.arange(height - margin, margin, -1), np.arange(width - margin, margin, -1)
@@ -94,13 +116,20 @@ def _sources(height: int, width: int, random: RandomState, scale: float, reach: 
 
 
 def motion_blur(
-    image: NDArray[Any], random: RandomState, scale: float, *, radius: int, deviation: float
+    image: NDArray[Any],
+    random: RandomState,
+    scale: float,
+    *,
+    radius: int,
+    deviation: float,
 ) -> NDArray[Any]:
     """Blur along a line, of random direction within 45 degrees of the x axis."""
     return along_a_line(image, radius, deviation, random.uniform(-45, 45), scale)
 
 
-def along_a_line(image: NDArray[Any], radius: int, deviation: float, angle: float, scale: float = 1.0) -> NDArray[Any]:
+def along_a_line(
+    image: NDArray[Any], radius: int, deviation: float, angle: float, scale: float = 1.0
+) -> NDArray[Any]:
     """Blur (H, W) or (H, W, C) along a line from each pixel on, by a half Gaussian; border values go on outside.
 
     The line has 2 radius + 1 points, one published pixel apart, at an angle in degrees.
@@ -108,11 +137,17 @@ def along_a_line(image: NDArray[Any], radius: int, deviation: float, angle: floa
     points = np.arange(2 * radius + 1)
     weights = np.exp(-(points**2) / (2 * deviation**2))
     direction = math.sin(math.radians(angle)), math.cos(math.radians(angle))
-    total: Counter[tuple[int, int]] = Counter()  # several points may fall on the same pixel
+    total: Counter[tuple[int, int]] = (
+        Counter()
+    )  # several points may fall on the same pixel
     for point, weight in zip(points * scale, weights / weights.sum(), strict=True):
-        total[math.ceil(point * direction[0] - 0.5), math.ceil(point * direction[1] - 0.5)] += weight
+        total[
+            math.ceil(point * direction[0] - 0.5), math.ceil(point * direction[1] - 0.5)
+        ] += weight
     margin = [max(abs(move[axis]) for move in total) for axis in (0, 1)]
-    padded = np.pad(image, ((margin[0],) * 2, (margin[1],) * 2, (0, 0))[: image.ndim], mode="edge")
+    padded = np.pad(
+        image, ((margin[0],) * 2, (margin[1],) * 2, (0, 0))[: image.ndim], mode="edge"
+    )
     blurred = np.zeros_like(image)
     for (down, right), weight in total.items():
         y, x = margin[0] + down, margin[1] + right
@@ -120,9 +155,13 @@ def along_a_line(image: NDArray[Any], radius: int, deviation: float, angle: floa
     return blurred
 
 
-def zoom_blur(image: NDArray[Any], random: RandomState, scale: float, *, until: float, step: float) -> NDArray[Any]:
+def zoom_blur(
+    image: NDArray[Any], random: RandomState, scale: float, *, until: float, step: float
+) -> NDArray[Any]:
     """Average the image and its middle enlarged by 1, 1 + step, ... below ``until``."""
-    single = image.astype(np.float32)  # as the published code does: its sums round to float32
+    single = image.astype(
+        np.float32
+    )  # as the published code does: its sums round to float32
     total, factors = single.copy(), np.arange(1, until, step)
     for factor in factors:
         total += zoom(single, float(factor))[: image.shape[0], : image.shape[1]]

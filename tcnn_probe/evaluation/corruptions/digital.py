@@ -17,14 +17,22 @@ from tcnn_probe.evaluation.corruptions.resampling import reference_shape
 __all__ = ["contrast", "elastic_transform", "jpeg_compression", "pixelate"]
 
 
-def contrast(image: NDArray[Any], random: RandomState, scale: float, *, kept: float) -> NDArray[Any]:
+def contrast(
+    image: NDArray[Any], random: RandomState, scale: float, *, kept: float
+) -> NDArray[Any]:
     """Draw every value towards its channel's mean, to this share of its distance."""
     mean = image.mean(axis=(0, 1), keepdims=True)
     return mean + (image - mean) * kept
 
 
 def elastic_transform(
-    image: NDArray[Any], random: RandomState, scale: float, *, amplitude: float, deviation: float, corners: float
+    image: NDArray[Any],
+    random: RandomState,
+    scale: float,
+    *,
+    amplitude: float,
+    deviation: float,
+    corners: float,
 ) -> NDArray[Any]:
     """Apply a random affine map, then displace by two smooth fields; linear interpolation, mirrored borders.
 
@@ -38,18 +46,28 @@ def elastic_transform(
     x, y = np.meshgrid(np.arange(width), np.arange(height))
     inverse = _inverse_affine(image.shape, random, scale, corners * scale)
     from_x, from_y = (row[0] * x + row[1] * y + row[2] for row in inverse)
-    smooth_y, smooth_x = _smoothing(height, deviation * scale), _smoothing(width, deviation * scale)
+    smooth_y, smooth_x = (
+        _smoothing(height, deviation * scale),
+        _smoothing(width, deviation * scale),
+    )
     right, down = (
-        amplitude * scale**2 * (smooth_y @ random.uniform(-1, 1, size=(height, width)) @ smooth_x.T) for _ in range(2)
+        amplitude
+        * scale**2
+        * (smooth_y @ random.uniform(-1, 1, size=(height, width)) @ smooth_x.T)
+        for _ in range(2)
     )
     channels = []
     for channel in np.moveaxis(image, -1, 0):
         warped = map_coordinates(channel, (from_y, from_x), order=1, mode="mirror")
-        channels.append(map_coordinates(warped, (y + down, x + right), order=1, mode="reflect"))
+        channels.append(
+            map_coordinates(warped, (y + down, x + right), order=1, mode="reflect")
+        )
     return np.stack(channels, -1)
 
 
-def _inverse_affine(shape: tuple[int, ...], random: RandomState, scale: float, reach: float) -> NDArray[Any]:
+def _inverse_affine(
+    shape: tuple[int, ...], random: RandomState, scale: float, reach: float
+) -> NDArray[Any]:
     """Invert an affine map that moves three corners of a square within ± reach; (2, 3), takes (x, y, 1)."""
     middle = np.array([shape[1] // 2, shape[0] // 2], dtype=float)
     half = min(reference_shape(shape, scale)) // 3 * scale
@@ -63,23 +81,37 @@ def _smoothing(size: int, deviation: float) -> NDArray[Any]:
     """Return the Gaussian filter along an axis as a matrix (size, size); it may be much wider than the image."""
     from scipy.ndimage import gaussian_filter1d
 
-    return gaussian_filter1d(np.eye(size), deviation, axis=0, mode="reflect", truncate=3.0)
+    return gaussian_filter1d(
+        np.eye(size), deviation, axis=0, mode="reflect", truncate=3.0
+    )
 
 
-def pixelate(image: NDArray[Any], random: RandomState, scale: float, *, kept: float) -> NDArray[Any]:
+def pixelate(
+    image: NDArray[Any], random: RandomState, scale: float, *, kept: float
+) -> NDArray[Any]:
     """Shrink the image to this share of its sides, and enlarge it again by boxes."""
     height, width, _ = image.shape
     small = max(1, int(width * kept)), max(1, int(height * kept))
     channels = []
-    for channel in np.moveaxis(image, -1, 0):  # PIL resizes floating-point images of a single channel only
-        boxes = Image.fromarray(channel.astype(np.float32)).resize(small, Image.Resampling.BOX)
+    for channel in np.moveaxis(
+        image, -1, 0
+    ):  # PIL resizes floating-point images of a single channel only
+        boxes = Image.fromarray(channel.astype(np.float32)).resize(
+            small, Image.Resampling.BOX
+        )
         channels.append(np.asarray(boxes.resize((width, height), Image.Resampling.BOX)))
     return np.stack(channels, -1).astype(image.dtype)
 
 
-def jpeg_compression(image: NDArray[Any], random: RandomState, scale: float, *, quality: int) -> NDArray[Any]:
+def jpeg_compression(
+    image: NDArray[Any], random: RandomState, scale: float, *, quality: int
+) -> NDArray[Any]:
     """Round the image to 8 bits and compress it by Pillow's JPEG."""
     pixels = np.rint(image * 255).astype(np.uint8)
     with io.BytesIO() as file:
-        Image.fromarray(pixels[..., 0] if image.shape[2] == 1 else pixels).save(file, "JPEG", quality=quality)
-        return np.asarray(Image.open(file), dtype=image.dtype).reshape(image.shape) / 255
+        Image.fromarray(pixels[..., 0] if image.shape[2] == 1 else pixels).save(
+            file, "JPEG", quality=quality
+        )
+        return (
+            np.asarray(Image.open(file), dtype=image.dtype).reshape(image.shape) / 255
+        )

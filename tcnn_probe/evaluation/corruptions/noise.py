@@ -18,17 +18,23 @@ from numpy.typing import NDArray
 __all__ = ["gaussian_noise", "impulse_noise", "shot_noise"]
 
 
-def gaussian_noise(image: NDArray[Any], random: RandomState, scale: float, *, deviation: float) -> NDArray[Any]:
+def gaussian_noise(
+    image: NDArray[Any], random: RandomState, scale: float, *, deviation: float
+) -> NDArray[Any]:
     """Add to every value a normal number of this standard deviation."""
     return image + random.normal(scale=deviation, size=image.shape)
 
 
-def shot_noise(image: NDArray[Any], random: RandomState, scale: float, *, photons: float) -> NDArray[Any]:
+def shot_noise(
+    image: NDArray[Any], random: RandomState, scale: float, *, photons: float
+) -> NDArray[Any]:
     """Replace values by Poisson counts, with a mean of ``photons`` where the image is 1."""
     return random.poisson(image * photons) / photons
 
 
-def impulse_noise(image: NDArray[Any], random: RandomState, scale: float, *, amount: float) -> NDArray[Any]:
+def impulse_noise(
+    image: NDArray[Any], random: RandomState, scale: float, *, amount: float
+) -> NDArray[Any]:
     """Set this share of the values to 0 or 1."""
     hit = random.random_sample(image.shape) <= amount
     salt = random.random_sample(image.shape) <= 0.5

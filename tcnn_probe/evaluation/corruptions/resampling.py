@@ -43,7 +43,9 @@ def shrink(layer: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     weights = []
     for fine, coarse in zip(layer.shape[:2], shape[:2], strict=True):
         width = fine / coarse
-        weights.append(area_weights((np.arange(coarse) + 0.5) * width - 0.5, width, fine) / width)
+        weights.append(
+            area_weights((np.arange(coarse) + 0.5) * width - 0.5, width, fine) / width
+        )
     return _along_axes(weights[0], layer, weights[1])
 
 
@@ -56,11 +58,17 @@ def zoom(image: NDArray[Any], factor: float) -> NDArray[Any]:
         start = (size - width) // 2
         crop.append(slice(start, start + width))
         places = np.linspace(0, width - 1, max(size, round(width * factor)))
-        weights.append(np.clip(1 - np.abs(places[:, None] - np.arange(width)), 0, None).astype(image.dtype))
+        weights.append(
+            np.clip(1 - np.abs(places[:, None] - np.arange(width)), 0, None).astype(
+                image.dtype
+            )
+        )
     return _along_axes(weights[0], image[tuple(crop)], weights[1])
 
 
-def _along_axes(rows: NDArray[Any], image: NDArray[Any], columns: NDArray[Any]) -> NDArray[Any]:
+def _along_axes(
+    rows: NDArray[Any], image: NDArray[Any], columns: NDArray[Any]
+) -> NDArray[Any]:
     if image.ndim == 2:
         return rows @ image @ columns.T
     return np.moveaxis(rows @ np.moveaxis(image, -1, 0) @ columns.T, 0, -1)

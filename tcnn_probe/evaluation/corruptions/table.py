@@ -47,7 +47,11 @@ class Corruption:
         return {name: values[severity - 1] for name, values in self.parameters.items()}
 
 
-def _corruption(function: Callable[..., NDArray[Any]], random: str = "", **parameters: tuple[float, ...]) -> Corruption:
+def _corruption(
+    function: Callable[..., NDArray[Any]],
+    random: str = "",
+    **parameters: tuple[float, ...],
+) -> Corruption:
     return Corruption(function, random, parameters)
 
 
@@ -84,7 +88,9 @@ _ALL = (
     _corruption(digital.jpeg_compression, quality=(25, 18, 15, 10, 7)),
 )  # fmt: skip
 
-CORRUPTIONS: Mapping[str, Corruption] = {corruption.name: corruption for corruption in _ALL}
+CORRUPTIONS: Mapping[str, Corruption] = {
+    corruption.name: corruption for corruption in _ALL
+}
 
 
 def named_corruption(name: str) -> Corruption:
@@ -94,7 +100,9 @@ def named_corruption(name: str) -> Corruption:
     if name not in CORRUPTIONS:
         similar = difflib.get_close_matches(name, CORRUPTIONS, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        raise ValueError(f"expected one of {', '.join(CORRUPTIONS)}; got {name!r}{hint}")
+        raise ValueError(
+            f"expected one of {', '.join(CORRUPTIONS)}; got {name!r}{hint}"
+        )
     return CORRUPTIONS[name]
 
 
@@ -103,6 +111,12 @@ def named_corruptions(names: str | Collection[str] | None) -> tuple[str, ...]:
     if names is None:
         return tuple(CORRUPTIONS)
     selected = {names} if isinstance(names, str) else set(names)
-    for name in selected.difference(corruption.group for corruption in CORRUPTIONS.values()):
+    for name in selected.difference(
+        corruption.group for corruption in CORRUPTIONS.values()
+    ):
         named_corruption(name)
-    return tuple(name for name, corruption in CORRUPTIONS.items() if selected & {name, corruption.group})
+    return tuple(
+        name
+        for name, corruption in CORRUPTIONS.items()
+        if selected & {name, corruption.group}
+    )

@@ -19,7 +19,9 @@ __all__ = ["brightness", "fog", "frost", "grey", "snow"]
 
 def grey(image: NDArray[Any]) -> NDArray[Any]:
     """Return the luminance, (H, W, 1), of an image (H, W, C), with the weights of ITU-R BT.601."""
-    return image if image.shape[2] == 1 else image @ np.array([[0.299], [0.587], [0.114]])
+    return (
+        image if image.shape[2] == 1 else image @ np.array([[0.299], [0.587], [0.114]])
+    )
 
 
 def snow(
@@ -44,7 +46,9 @@ def snow(
     height, width = reference_shape(image.shape, scale)
     flakes = zoom(random.normal(mean, deviation, size=(height, width)), size)
     flakes = np.clip(np.where(flakes < threshold, 0, flakes), 0, 1)
-    flakes = along_a_line(flakes, radius, streak, random.uniform(-135, -45))[:height, :width]
+    flakes = along_a_line(flakes, radius, streak, random.uniform(-135, -45))[
+        :height, :width
+    ]
     layer = shrink(flakes + np.rot90(flakes, k=2), image.shape)
     whitened = np.maximum(image, 1.5 * grey(image) + 0.5)
     return kept * image + (1 - kept) * whitened + layer[..., None]
@@ -65,18 +69,31 @@ def frost(
     pixels are published pixels.
     """
     pictures = photographs or [texture()]
-    layer = crop(pictures[random.randint(len(pictures))], reference_shape(image.shape, scale), random)
+    layer = crop(
+        pictures[random.randint(len(pictures))],
+        reference_shape(image.shape, scale),
+        random,
+    )
     layer = shrink(layer, image.shape)
     return kept * image + added * (grey(layer) if image.shape[2] == 1 else layer)
 
 
-def fog(image: NDArray[Any], random: RandomState, scale: float, *, added: float, decay: float) -> NDArray[Any]:
+def fog(
+    image: NDArray[Any],
+    random: RandomState,
+    scale: float,
+    *,
+    added: float,
+    decay: float,
+) -> NDArray[Any]:
     """Add a fractal height map times ``added``, and scale the sum to the image's maximum.
 
     The map's detail weakens by ``decay`` at each halving of its length.
     """
     height, width, _ = image.shape
-    fractal = _plasma(1 << (max(height, width) - 1).bit_length(), decay, random)[:height, :width, None]
+    fractal = _plasma(1 << (max(height, width) - 1).bit_length(), decay, random)[
+        :height, :width, None
+    ]
     brightest = image.max()
     return (image + added * fractal) * brightest / (brightest + added)
 
@@ -84,12 +101,17 @@ def fog(image: NDArray[Any], random: RandomState, scale: float, *, added: float,
 def _plasma(size: int, decay: float, random: RandomState) -> NDArray[Any]:
     """Make a height map by the diamond-square algorithm: periodic, from 0 to 1, (size, size), a power of two."""
     heights = np.zeros((size, size))
-    step, strength = size, 100.0  # the published start; heights are scaled to [0, 1] in the end
+    step, strength = (
+        size,
+        100.0,
+    )  # the published start; heights are scaled to [0, 1] in the end
     while step >= 2:
         half = step // 2
         corners = heights[::step, ::step]
         pairs = corners + np.roll(corners, -1, 0)
-        heights[half::step, half::step] = _roughened(pairs + np.roll(pairs, -1, 1), strength, random)
+        heights[half::step, half::step] = _roughened(
+            pairs + np.roll(pairs, -1, 1), strength, random
+        )
         centres = heights[half::step, half::step]
         rows = centres + np.roll(centres, 1, 0) + corners + np.roll(corners, -1, 1)
         heights[::step, half::step] = _roughened(rows, strength, random)
@@ -100,12 +122,18 @@ def _plasma(size: int, decay: float, random: RandomState) -> NDArray[Any]:
     return heights / heights.max()
 
 
-def _roughened(sums: NDArray[Any], strength: float, random: RandomState) -> NDArray[Any]:
+def _roughened(
+    sums: NDArray[Any], strength: float, random: RandomState
+) -> NDArray[Any]:
     return sums / 4 + strength * random.uniform(-strength, strength, sums.shape)
 
 
-def brightness(image: NDArray[Any], random: RandomState, scale: float, *, added: float) -> NDArray[Any]:
+def brightness(
+    image: NDArray[Any], random: RandomState, scale: float, *, added: float
+) -> NDArray[Any]:
     """Add to V of HSV, the largest of the channels; hue and saturation stay."""
     value = image.max(axis=2, keepdims=True)
     brighter = np.clip(value + added, 0, 1)
-    return np.where(value > 0, image * (brighter / np.where(value > 0, value, 1)), brighter)
+    return np.where(
+        value > 0, image * (brighter / np.where(value > 0, value, 1)), brighter
+    )

@@ -7,12 +7,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
+from timm.layers import (
+    Conv2dSame,
+    ScaledStdConv2d,
+    ScaledStdConv2dSame,
+    StdConv2d,
+    StdConv2dSame,
+)
 from torch import Tensor, nn
 
 from tcnn_model import GPSA, reparameterize
 from tcnn_model.conversion.convolution import describe
-from tests.tcnn_model.helpers import CONVOLUTIONAL, SHARP, assert_same, random, relative_error
+from tests.tcnn_model.helpers import (
+    CONVOLUTIONAL,
+    SHARP,
+    assert_same,
+    random,
+    relative_error,
+)
 
 pytestmark = pytest.mark.numerical
 
@@ -52,11 +64,17 @@ CONVOLUTIONS = {
 def test_layer_is_the_convolution_which_is_only_read(name: str) -> None:
     kind, *arguments = CONVOLUTIONS[name]
     conv = _convolution(kind, *arguments)
-    before, state, generator = repr(vars(conv)), copy.deepcopy(conv.state_dict()), torch.get_rng_state()
+    before, state, generator = (
+        repr(vars(conv)),
+        copy.deepcopy(conv.state_dict()),
+        torch.get_rng_state(),
+    )
     description = describe(conv)
     assert torch.equal(torch.get_rng_state(), generator)
     assert repr(vars(conv)) == before
-    assert all(torch.equal(value, state[key]) for key, value in conv.state_dict().items())
+    assert all(
+        torch.equal(value, state[key]) for key, value in conv.state_dict().items()
+    )
 
     with torch.device("meta"):  # as around the construction of a model without values
         meta = describe(copy.deepcopy(conv).to("meta"))
@@ -75,7 +93,13 @@ def test_layer_is_the_convolution_which_is_only_read(name: str) -> None:
 
 
 def _in_place(conv: nn.Conv2d) -> Any:
-    return reparameterize(nn.Sequential(conv), layers="0", stride="keep", inplace=True, input_size=(3, 11, 13))[0]
+    return reparameterize(
+        nn.Sequential(conv),
+        layers="0",
+        stride="keep",
+        inplace=True,
+        input_size=(3, 11, 13),
+    )[0]
 
 
 def test_applied_parameters_stay_and_computed_ones_are_new() -> None:
@@ -96,7 +120,11 @@ def test_trainability_and_mode_carry_over() -> None:
     conv = _convolution(StdConv2d, 3, 5, 3).eval().half()
     conv.weight.requires_grad_(False)
     layer = GPSA.from_conv(conv)
-    assert (layer.training, layer.weight.requires_grad, layer.weight.dtype) == (False, False, torch.float16)
+    assert (layer.training, layer.weight.requires_grad, layer.weight.dtype) == (
+        False,
+        False,
+        torch.float16,
+    )
 
 
 class _Rectified(nn.Conv2d):
@@ -135,7 +163,10 @@ class _Unfolded(nn.Conv2d):
         (_Rectified, "_Rectified computes something else than one convolution"),
         (_Twice, "_Twice makes 2 calls of conv2d in its forward; expected one"),
         (_Conditional, "_Conditional computes something else than one convolution"),
-        (_Reflected, "_Reflected computes something else than one convolution with zero or 'same' padding"),
+        (
+            _Reflected,
+            "_Reflected computes something else than one convolution with zero or 'same' padding",
+        ),
         (_Routed, "_Routed does not run on an image alone"),
         (_Unfolded, "_Unfolded makes 0 calls of conv2d"),
     ],
@@ -149,9 +180,14 @@ def test_other_computations_are_refused(kind: type[nn.Conv2d], message: str) -> 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_refusal_by_value_leaves_the_model(inplace: bool) -> None:
     """The rehearsal has no values, so a layer that only its values betray is refused on the model itself."""
-    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), _convolution(_Rectified, 3, 5, 3, padding=1))
+    model = nn.Sequential(
+        nn.Conv2d(3, 3, 3, padding=1), _convolution(_Rectified, 3, 5, 3, padding=1)
+    )
     modules = list(model)
-    with pytest.raises(ValueError, match="cannot reparameterize '1': _Rectified computes something else"):
+    with pytest.raises(
+        ValueError,
+        match="cannot reparameterize '1': _Rectified computes something else",
+    ):
         reparameterize(model, inplace=inplace)
     assert list(model) == modules
 
@@ -160,26 +196,42 @@ def test_refusal_by_value_leaves_the_model(inplace: bool) -> None:
 def test_forward_of_an_instance_is_refused(name: str) -> None:
     """Such a forward makes the images of a generator tile, for example."""
     conv = _convolution(nn.Conv2d, 3, 5, 3)
-    setattr(conv, name, lambda x, *_: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), conv.weight))
-    with pytest.raises(ValueError, match=f"its {name} was replaced by another, which would be lost"):
+    setattr(
+        conv,
+        name,
+        lambda x, *_: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), conv.weight),
+    )
+    with pytest.raises(
+        ValueError, match=f"its {name} was replaced by another, which would be lost"
+    ):
         GPSA.from_conv(conv)
-    with pytest.raises(ValueError, match=f"cannot reparameterize '0': its {name} was replaced"):
+    with pytest.raises(
+        ValueError, match=f"cannot reparameterize '0': its {name} was replaced"
+    ):
         reparameterize(nn.Sequential(conv), input_size=(3, 11, 13), inplace=True)
 
 
 class _LowRank(nn.Conv2d):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.down, self.up = nn.Parameter(torch.ones(2, 27)), nn.Parameter(torch.ones(5, 2))
+        self.down, self.up = (
+            nn.Parameter(torch.ones(2, 27)),
+            nn.Parameter(torch.ones(5, 2)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight + (self.up @ self.down).view_as(self.weight), self.bias)
+        return F.conv2d(
+            x, self.weight + (self.up @ self.down).view_as(self.weight), self.bias
+        )
 
 
 def test_trainable_update_of_a_frozen_weight_is_refused() -> None:
     conv = _convolution(_LowRank, 3, 5, 3)
     conv.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"_LowRank has further trainable parameters \(down, up\).* merge them"):
+    with pytest.raises(
+        ValueError,
+        match=r"_LowRank has further trainable parameters \(down, up\).* merge them",
+    ):
         GPSA.from_conv(conv)
     conv.weight.requires_grad_(True)
     conv.bias.requires_grad_(False)  # type: ignore[union-attr]

@@ -26,7 +26,13 @@ from tests.tcnn_model.helpers import (
 def _windows(x: Tensor) -> Tensor:
     """Stack the four pixels of every 2 x 2 window, with the last row and column repeated: (4, B, C, H, W)."""
     below = torch.cat([x[:, :, 1:], x[:, :, -1:]], dim=2)
-    return torch.stack([y for rows in (x, below) for y in (rows, torch.cat([rows[..., 1:], rows[..., -1:]], dim=3))])
+    return torch.stack(
+        [
+            y
+            for rows in (x, below)
+            for y in (rows, torch.cat([rows[..., 1:], rows[..., -1:]], dim=3))
+        ]
+    )
 
 
 class _Average(nn.Module):
@@ -66,23 +72,39 @@ BY_HAND = {
     "resnetaa50": Unstrided(("layer4.0.downsample.0",), {"layer4.0.aa": _Average}),
     "resnetblur50": Unstrided(("layer4.0.downsample.0",), {"layer4.0.aa": _Blur}),
     "resnext50_32x4d": Unstrided(("layer4.0.conv2", "layer4.0.downsample.0")),
-    "resnetv2_50d_gn": Unstrided((f"{_V2}.conv2",), {f"{_V2}.downsample.pool": _Average}),
+    "resnetv2_50d_gn": Unstrided(
+        (f"{_V2}.conv2",), {f"{_V2}.downsample.pool": _Average}
+    ),
     "resnetv2_50x1_bit": Unstrided((f"{_V2}.conv2", f"{_V2}.downsample.conv")),
-    "nf_resnet50": Unstrided(("stages.3.0.conv2",), {"stages.3.0.downsample.pool": _Average}),
+    "nf_resnet50": Unstrided(
+        ("stages.3.0.conv2",), {"stages.3.0.downsample.pool": _Average}
+    ),
     "res2net50_26w_4s": Unstrided(
-        (*(f"layer4.0.convs.{i}" for i in range(3)), "layer4.0.pool", "layer4.0.downsample.0")
+        (
+            *(f"layer4.0.convs.{i}" for i in range(3)),
+            "layer4.0.pool",
+            "layer4.0.downsample.0",
+        )
     ),
     "skresnet50": Unstrided(
-        ("layer4.0.conv2.paths.0.conv", "layer4.0.conv2.paths.1.conv", "layer4.0.downsample.0"),
+        (
+            "layer4.0.conv2.paths.0.conv",
+            "layer4.0.conv2.paths.1.conv",
+            "layer4.0.downsample.0",
+        ),
     ),
-    "resnest50d": Unstrided(("layer4.0.avd_last",), {"layer4.0.downsample.0": _Average}),
+    "resnest50d": Unstrided(
+        ("layer4.0.avd_last",), {"layer4.0.downsample.0": _Average}
+    ),
     "darknetaa53": Unstrided((), {"stages.4.conv_down.0": _Average}),
     "cspresnet50": Unstrided(("stages.3.conv_down.conv",)),
     "dla34": Unstrided(("level5.tree1.conv1",), {"level5.downsample": _Maximum}),
     "tf_efficientnetv2_s": Unstrided(("blocks.5.0.conv_dw",)),
     "convnext_tiny": Unstrided((), windows=("stages.3.downsample.1",)),
     "repvgg_b0": Unstrided(("stages.3.0.conv_kxk.conv", "stages.3.0.conv_1x1.conv")),
-    "vgg11_bn": Unstrided(()),  # the stride stands in a separate pool, before the last stage
+    "vgg11_bn": Unstrided(
+        ()
+    ),  # the stride stands in a separate pool, before the last stage
     "densenet121": Unstrided(()),
 }
 _NO_ODD_STAGES = ("dla34", "resnetaa50")  # refused by the CNNs themselves
@@ -96,7 +118,9 @@ def _unstride_by_hand(cnn: nn.Module, strides: Unstrided) -> nn.Module:
         model.set_submodule(pool, replacement(), strict=True)
     for window in strides.windows:
         conv = model.get_submodule(window)
-        model.set_submodule(window, nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), conv), strict=True)
+        model.set_submodule(
+            window, nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), conv), strict=True
+        )
         conv.stride = (1, 1)
     return model
 
@@ -106,7 +130,10 @@ def _assert_unstrided(cnn: Any, strides: Unstrided, x: Tensor, **layers: str) ->
     tcnn: Any = reparameterize(cnn, **layers, **SHARP)
     features = tcnn.forward_features(x)
     assert_same(features, by_hand.forward_features(x))
-    assert features.shape[-1] == (2 if any(strides) else 1) * cnn.forward_features(x).shape[-1]
+    assert (
+        features.shape[-1]
+        == (2 if any(strides) else 1) * cnn.forward_features(x).shape[-1]
+    )
     assert_same(tcnn(x), by_hand(x))
     assert_every_layer_counts(tcnn, x)
 
@@ -128,12 +155,20 @@ def test_keep_is_the_cnn_and_unit_the_unstrided_one(name: str) -> None:
 def test_keep_is_the_same_function_in_float32(name: str) -> None:
     cnn, x = build(name), random(1, 3, 64, 96, dtype=torch.float32)
     assert_same(reparameterize(cnn, stride="keep", **CONVOLUTIONAL)(x), cnn(x))
-    assert relative_error(reparameterize(cnn, stride="keep")(x), cnn(x)) > 1e-3  # where fine-tuning starts
+    assert (
+        relative_error(reparameterize(cnn, stride="keep")(x), cnn(x)) > 1e-3
+    )  # where fine-tuning starts
 
 
 EARLIER = {
-    "resnext50_32x4d": ("layer2", Unstrided(("layer2.0.conv2", "layer2.0.downsample.0"))),
-    "resnest50d": ("layer3", Unstrided(("layer3.0.avd_last",), {"layer3.0.downsample.0": _Average})),
+    "resnext50_32x4d": (
+        "layer2",
+        Unstrided(("layer2.0.conv2", "layer2.0.downsample.0")),
+    ),
+    "resnest50d": (
+        "layer3",
+        Unstrided(("layer3.0.avd_last",), {"layer3.0.downsample.0": _Average}),
+    ),
     "convnext_tiny": ("stages.2", Unstrided((), windows=("stages.2.downsample.1",))),
 }
 
@@ -143,7 +178,9 @@ EARLIER = {
 def test_earlier_stage(name: str) -> None:
     """An earlier stage at stride 1 leaves the later ones on a grid twice as large."""
     layers, strides = EARLIER[name]
-    _assert_unstrided(build(name).double(), strides, random(1, 3, 64, 96), layers=layers)
+    _assert_unstrided(
+        build(name).double(), strides, random(1, 3, 64, 96), layers=layers
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,14 +193,19 @@ def test_earlier_stage(name: str) -> None:
     ],
 )
 @torch.no_grad()
-def test_unit_passes_through_the_strided_grid(name: str, block: str, grid: tuple[int, int]) -> None:
+def test_unit_passes_through_the_strided_grid(
+    name: str, block: str, grid: tuple[int, int]
+) -> None:
     """After the first block of the last stage, every second pixel is the output of the strided block.
 
     A "same" convolution of an even image starts at its second pixel.
     """
     cnn = build(name).double()
     phase = 1 if name.startswith("tf_") else 0
-    strided, unit = cnn.get_submodule(block), reparameterize(cnn, **SHARP).get_submodule(block)
+    strided, unit = (
+        cnn.get_submodule(block),
+        reparameterize(cnn, **SHARP).get_submodule(block),
+    )
     first = next(m for m in strided.modules() if isinstance(m, nn.Conv2d))
     x = random(1, first.in_channels, *grid)
     assert unit(x).shape[-2:] == grid

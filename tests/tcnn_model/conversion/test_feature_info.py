@@ -19,7 +19,11 @@ def _network(info: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("info", [[64], [{"module": "2"}], {"a": 1}, "none", [{"module": 2, "reduction": 4}]], ids=str)
+@pytest.mark.parametrize(
+    "info",
+    [[64], [{"module": "2"}], {"a": 1}, "none", [{"module": 2, "reduction": 4}]],
+    ids=str,
+)
 def test_other_attributes_of_that_name_are_left_alone(info: Any) -> None:
     model = _network(info)
     result = reparameterize(model)
@@ -42,7 +46,14 @@ def test_class_is_left_alone(inplace: bool) -> None:
     """Only the entry of the stage itself changes, not of one whose name begins or ends so."""
     before = copy.deepcopy(_OfTheClass.feature_info)
     for kind in (_OfTheClass, _Property):
-        model = kind(OrderedDict({"0": nn.Conv2d(3, 5, 1, 2), "02": nn.Sequential(nn.Conv2d(5, 7, 3, 2, 1))}))
+        model = kind(
+            OrderedDict(
+                {
+                    "0": nn.Conv2d(3, 5, 1, 2),
+                    "02": nn.Sequential(nn.Conv2d(5, 7, 3, 2, 1)),
+                }
+            )
+        )
         result: Any = reparameterize(model, layers="02", inplace=inplace)
         assert isinstance(result.get_submodule("02.0"), GPSA)
         assert _OfTheClass.feature_info == before
@@ -63,10 +74,18 @@ def test_class_is_left_alone(inplace: bool) -> None:
 )
 @torch.no_grad()
 def test_feature_extractors_of_timm(name: str, options: dict[str, Any]) -> None:
-    model: Any = on_meta(name, features_only=True, **NARROW.get(name, {}), **options).eval()
+    model: Any = on_meta(
+        name, features_only=True, **NARROW.get(name, {}), **options
+    ).eval()
     tcnn: Any = reparameterize(model)
     x = torch.zeros(1, 3, 96, 128, device="meta")
-    assert tcnn.feature_info.reduction() == [96 // feature.shape[2] for feature in tcnn(x)]
+    assert tcnn.feature_info.reduction() == [
+        96 // feature.shape[2] for feature in tcnn(x)
+    ]
     assert tcnn.feature_info.reduction()[-1] == 16
-    assert model.feature_info.reduction() == [96 // feature.shape[2] for feature in model(x)]
-    assert not any(module.training for module in tcnn.modules())  # the copy of a GraphModule would be training
+    assert model.feature_info.reduction() == [
+        96 // feature.shape[2] for feature in model(x)
+    ]
+    assert not any(
+        module.training for module in tcnn.modules()
+    )  # the copy of a GraphModule would be training

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from tcnn_model import GPSA, gpsa_layers, reparameterize
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import SHARP, assert_same, random, relative_error, saved_and_loaded, snapshot
+from tests.tcnn_model.helpers import (
+    SHARP,
+    assert_same,
+    random,
+    relative_error,
+    saved_and_loaded,
+    snapshot,
+)
 
 CONVERTED = ["layer4.0.conv2", "layer4.1.conv2"]
 
@@ -26,8 +33,12 @@ def test_input_model_is_untouched(cnn: nn.Module) -> None:
     before, values = snapshot(cnn), copy.deepcopy(cnn.state_dict())
     tcnn = reparameterize(cnn)
     assert snapshot(cnn) == before
-    assert all(torch.equal(value, values[name]) for name, value in cnn.state_dict().items())
-    assert not {p.data_ptr() for p in cnn.parameters()} & {p.data_ptr() for p in tcnn.parameters()}
+    assert all(
+        torch.equal(value, values[name]) for name, value in cnn.state_dict().items()
+    )
+    assert not {p.data_ptr() for p in cnn.parameters()} & {
+        p.data_ptr() for p in tcnn.parameters()
+    }
     assert not {id(m) for m in cnn.modules()} & {id(m) for m in tcnn.modules()}
     assert list(gpsa_layers(tcnn)) == CONVERTED
 
@@ -45,7 +56,11 @@ def test_in_place(cnn: nn.Module) -> None:
     for name, parameter in parameters.items():
         assert cnn.get_parameter(name) is parameter
     replaced = {*CONVERTED, "layer4.0.downsample.0"}
-    assert {name for name, module in modules.items() if cnn.get_submodule(name) is not module} == replaced
+    assert {
+        name
+        for name, module in modules.items()
+        if cnn.get_submodule(name) is not module
+    } == replaced
 
 
 def test_mode_dtype_and_trainability_carry_over(cnn: nn.Module) -> None:
@@ -54,9 +69,13 @@ def test_mode_dtype_and_trainability_carry_over(cnn: nn.Module) -> None:
     cnn.get_submodule("layer4.1.conv2").weight.requires_grad_(False)
     tcnn = reparameterize(cnn)
     modes = {name: module.training for name, module in cnn.named_modules()}
-    assert {name: module.training for name, module in tcnn.named_modules() if name in modes} == modes
+    assert {
+        name: module.training for name, module in tcnn.named_modules() if name in modes
+    } == modes
     assert {p.dtype for p in tcnn.parameters()} == {torch.bfloat16}
-    assert [name for name, p in tcnn.named_parameters() if not p.requires_grad] == ["layer4.1.conv2.weight"]
+    assert [name for name, p in tcnn.named_parameters() if not p.requires_grad] == [
+        "layer4.1.conv2.weight"
+    ]
 
 
 def test_arguments_reach_every_layer(cnn: nn.Module) -> None:
@@ -79,14 +98,20 @@ def test_checkpoint_of_the_cnn_fills_the_tcnn(cnn: nn.Module) -> None:
     result = tcnn.load_state_dict(cnn.state_dict(), strict=False)
     assert result.unexpected_keys == []
     added = ("query", "key", "value", "raw_locality", "center", "gating")
-    assert result.missing_keys == [f"{name}.{parameter}" for name in CONVERTED for parameter in added]
+    assert result.missing_keys == [
+        f"{name}.{parameter}" for name in CONVERTED for parameter in added
+    ]
     for name in CONVERTED:
-        assert torch.equal(tcnn.get_submodule(name).weight, cnn.get_submodule(name).weight)
+        assert torch.equal(
+            tcnn.get_submodule(name).weight, cnn.get_submodule(name).weight
+        )
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
 @torch.no_grad()
-def test_result_can_be_copied_and_saved(cnn: nn.Module, duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_result_can_be_copied_and_saved(
+    cnn: nn.Module, duplicate: Callable[[nn.Module], nn.Module]
+) -> None:
     tcnn = reparameterize(cnn)
     x = random(1, 3, 64, 96, dtype=torch.float32)
     assert_same(duplicate(tcnn)(x), tcnn(x))

@@ -20,11 +20,26 @@ _refused = partial(assert_refused, reparameterize)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vit_tiny_patch16_224", "no convolution to reparameterize: the last stage of VisionTransformer"),
-        ("botnet26t_256", "no convolution to reparameterize: the last stage of ByobNet .* of 8 in the model"),
-        ("efficientformer_l1", "stages.3.downsample.conv at stride 1 the network no longer runs .*use stride='keep'"),
-        ("coatnet_nano_cc_224", r"stages\.3\.blocks\.0\.down\.pool, .*at stride 1 the network no longer runs"),
-        ("efficientnet_cc_b0_4e", r"no convolution to reparameterize: .*blocks\.5\.0\.conv_dw \(CondConv2d\)"),
+        (
+            "vit_tiny_patch16_224",
+            "no convolution to reparameterize: the last stage of VisionTransformer",
+        ),
+        (
+            "botnet26t_256",
+            "no convolution to reparameterize: the last stage of ByobNet .* of 8 in the model",
+        ),
+        (
+            "efficientformer_l1",
+            "stages.3.downsample.conv at stride 1 the network no longer runs .*use stride='keep'",
+        ),
+        (
+            "coatnet_nano_cc_224",
+            r"stages\.3\.blocks\.0\.down\.pool, .*at stride 1 the network no longer runs",
+        ),
+        (
+            "efficientnet_cc_b0_4e",
+            r"no convolution to reparameterize: .*blocks\.5\.0\.conv_dw \(CondConv2d\)",
+        ),
     ],
 )
 def test_models_that_cannot_be_converted(name: str, message: str) -> None:
@@ -40,14 +55,26 @@ def test_model_that_cannot_be_unstrided_can_keep_its_stride() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layers": "layer5", "inplace": False}, "no k x k convolutions match 'layer5'"),
-        ({"layers": "layer4.*.conv7"}, r"no k x k convolutions match 'layer4\.\*\.conv7'"),
+        (
+            {"layers": "layer5", "inplace": False},
+            "no k x k convolutions match 'layer5'",
+        ),
+        (
+            {"layers": "layer4.*.conv7"},
+            r"no k x k convolutions match 'layer4\.\*\.conv7'",
+        ),
         ({"layers": ["layer4.0.conv1", "fc"]}, "no k x k convolutions match 'fc'"),
         ({"layers": "layer4.0.downsample.*"}, "no k x k convolutions match"),  # 1 x 1
-        ({"layers": lambda name, conv: False}, "the predicate chose none of the 17 k x k convolutions"),
+        (
+            {"layers": lambda name, conv: False},
+            "the predicate chose none of the 17 k x k convolutions",
+        ),
         ({"layers": []}, "layers is empty"),
         ({"stride": "half"}, "expected stride='unit' or 'keep', got 'half'"),
-        ({"locality_strength": 0.0}, "'layer4.0.conv1': locality_strength must be positive"),
+        (
+            {"locality_strength": 0.0},
+            "'layer4.0.conv1': locality_strength must be positive",
+        ),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -58,15 +85,25 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_size_of_an_image() -> None:
     cnn = build("resnet18")
-    cnn.note = torch.zeros(3)  # a tensor that does not move with the model, and that no operation uses
-    _refused(cnn, "could not run ResNet on an image of 5 x 64 x 64: pass input_size", input_size=(5, 64, 64))
-    _refused(cnn, "too small to tell stages apart: .* works on 1 x 1", input_size=(3, 32, 32))
+    cnn.note = torch.zeros(
+        3
+    )  # a tensor that does not move with the model, and that no operation uses
+    _refused(
+        cnn,
+        "could not run ResNet on an image of 5 x 64 x 64: pass input_size",
+        input_size=(5, 64, 64),
+    )
+    _refused(
+        cnn, "too small to tell stages apart: .* works on 1 x 1", input_size=(3, 32, 32)
+    )
 
 
 def test_a_second_time() -> None:
     tcnn = reparameterize(build("resnet18"))
     _refused(tcnn, "already reparameterized .*name further convolutions with layers=")
-    assert len(gpsa_layers(reparameterize(tcnn, layers="layer3"))) == 2 * len(gpsa_layers(tcnn))
+    assert len(gpsa_layers(reparameterize(tcnn, layers="layer3"))) == 2 * len(
+        gpsa_layers(tcnn)
+    )
 
 
 def test_layer_of_the_classifier() -> None:
@@ -76,9 +113,16 @@ def test_layer_of_the_classifier() -> None:
 
 def test_convolution_with_a_hook() -> None:
     cnn = build("resnet18")
-    for attach in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+    for attach in (
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+    ):
         handle = getattr(cnn.get_submodule("layer4.1.conv2"), attach)(lambda *_: None)
-        _refused(cnn, r"cannot reparameterize 'layer4\.1\.conv2': it carries hooks.*remove them first")
+        _refused(
+            cnn,
+            r"cannot reparameterize 'layer4\.1\.conv2': it carries hooks.*remove them first",
+        )
         handle.remove()
     assert len(gpsa_layers(reparameterize(cnn))) == 4
 
@@ -90,9 +134,15 @@ def test_convolution_with_a_computed_weight() -> None:
 
 
 def test_model_that_does_not_run_on_images() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(7, 5), nn.Unflatten(1, (5, 1, 1)), nn.Conv2d(5, 3, 3, padding=1))
+    model = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(7, 5),
+        nn.Unflatten(1, (5, 1, 1)),
+        nn.Conv2d(5, 3, 3, padding=1),
+    )
     _refused(
-        model, r"could not run Sequential on an image of 5 x 224 x 224: pass input_size=\(C, H, W\).*RuntimeError: "
+        model,
+        r"could not run Sequential on an image of 5 x 224 x 224: pass input_size=\(C, H, W\).*RuntimeError: ",
     )
 
 
@@ -108,7 +158,10 @@ class _Normalising(nn.Module):
 
 def test_tensor_that_does_not_move_with_the_model() -> None:
     model = _Normalising()
-    _refused(model, "mean is a tensor that is neither a parameter nor a buffer.*register_buffer")
+    _refused(
+        model,
+        "mean is a tensor that is neither a parameter nor a buffer.*register_buffer",
+    )
     mean = model.mean
     del model.mean
     model.register_buffer("mean", mean)
@@ -118,14 +171,19 @@ def test_tensor_that_does_not_move_with_the_model() -> None:
 def test_pruned_model() -> None:
     cnn = build("resnet18")
     prune.random_unstructured(cnn.get_submodule("layer1.0.conv1"), "weight", amount=0.5)
-    with pytest.raises(ValueError, match=r"cannot copy ResNet: layer1\.0\.conv1\.weight is .*prune\.remove"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot copy ResNet: layer1\.0\.conv1\.weight is .*prune\.remove",
+    ):
         reparameterize(cnn)
     prune.remove(cnn.get_submodule("layer1.0.conv1"), "weight")
     assert len(gpsa_layers(reparameterize(cnn))) == 4
 
 
 def test_types() -> None:
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got str 'resnet18'"):
+    with pytest.raises(
+        TypeError, match=r"expected a torch\.nn\.Module, got str 'resnet18'"
+    ):
         reparameterize("resnet18")  # type: ignore[arg-type]
     cnn: Any = build("resnet18")
     for layers in (3, [3], b"layer4"):

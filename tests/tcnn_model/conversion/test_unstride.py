@@ -20,7 +20,15 @@ from tests.tcnn_model.tiny_models import tiny_cnn
 
 def _call(module: nn.Module, grid: tuple[int, int], name: str = "operation") -> Call:
     meta = copy.deepcopy(module).to("meta")
-    outputs = meta(torch.empty(1, getattr(module, "in_channels", 1), *grid, device="meta", dtype=torch.float64))
+    outputs = meta(
+        torch.empty(
+            1,
+            getattr(module, "in_channels", 1),
+            *grid,
+            device="meta",
+            dtype=torch.float64,
+        )
+    )
     return Call(name, meta, grid, (outputs.shape[2], outputs.shape[3]))
 
 
@@ -35,9 +43,19 @@ OPERATIONS: dict[str, tuple[nn.Module, int, int, int]] = {
     "3 x 3 same": (Conv2dSame(3, 5, 3, 2), 2, 1, 0),
     "1 x 1 same": (Conv2dSame(3, 5, 1, 2), 2, 0, 0),
     "average of 2 x 2": (nn.AvgPool2d(2, 2), 2, 0, 0),
-    "average, last one incomplete": (nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False), 2, 0, 0),
+    "average, last one incomplete": (
+        nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False),
+        2,
+        0,
+        0,
+    ),
     "average of 3 x 3": (nn.AvgPool2d(3, 2, 1), 2, 0, 0),
-    "average of 3 x 3 without the padding": (nn.AvgPool2d(3, 2, 1, count_include_pad=False), 2, 0, 0),
+    "average of 3 x 3 without the padding": (
+        nn.AvgPool2d(3, 2, 1, count_include_pad=False),
+        2,
+        0,
+        0,
+    ),
     "average of 3 x 3 same": (AvgPool2dSame(3, 2), 2, 1, 0),
     "maximum of 3 x 3 without padding": (nn.MaxPool2d(3, 2), 2, 1, 1),
     "maximum of 2 x 2 same": (MaxPool2dSame(2, 2), 2, 0, 0),
@@ -56,7 +74,9 @@ def test_strided_output_is_part_of_the_other(name: str) -> None:
         x = random(1, getattr(module, "in_channels", 1), *grid)
         strided, unit = module(x), at_unit_stride(call, module)(x)
         assert unit.shape[-2:] == grid
-        part = unit[:, :, phase::stride, phase::stride][:, :, : strided.shape[2], : strided.shape[3]]
+        part = unit[:, :, phase::stride, phase::stride][
+            :, :, : strided.shape[2], : strided.shape[3]
+        ]
         assert_same(part, strided)
         check_phases([call])
     assert module.stride in (stride, (stride, stride))  # as it was
@@ -67,13 +87,18 @@ def test_partners_that_start_at_the_same_pixel() -> None:
         ((12, 18), ("3 x 3", "1 x 1", "blur", "average of 2 x 2")),
         ((15, 9), ("3 x 3 same", "maximum of 3 x 3 same")),
     ):
-        check_phases([_call(OPERATIONS[name][0].double(), grid, name) for name in names])
+        check_phases(
+            [_call(OPERATIONS[name][0].double(), grid, name) for name in names]
+        )
 
 
 @pytest.mark.parametrize("grid", [(12, 18), (15, 9)])
 def test_partners_that_start_at_different_pixels(grid: tuple[int, int]) -> None:
     """The trial images have both parities: in an odd image both operations start at the first pixel."""
-    calls = [_call(OPERATIONS[name][0].double(), grid, name) for name in ("3 x 3 same", "1 x 1 same")]
+    calls = [
+        _call(OPERATIONS[name][0].double(), grid, name)
+        for name in ("3 x 3 same", "1 x 1 same")
+    ]
     message = "3 x 3 same and 1 x 1 same reduce .* from different first pixels, .*; use stride='keep'"
     with pytest.raises(ValueError, match=message):
         check_phases(calls)
@@ -82,20 +107,27 @@ def test_partners_that_start_at_different_pixels(grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "pool",
     [
-        nn.AvgPool2d(3, 2, ceil_mode=True),  # in an even image the last window is an average of fewer pixels
-        nn.AvgPool2d(2, 2, ceil_mode=True, divisor_override=4),  # in an odd one, of fewer pixels divided by four
+        nn.AvgPool2d(
+            3, 2, ceil_mode=True
+        ),  # in an even image the last window is an average of fewer pixels
+        nn.AvgPool2d(
+            2, 2, ceil_mode=True, divisor_override=4
+        ),  # in an odd one, of fewer pixels divided by four
     ],
 )
 def test_output_that_is_lost(pool: nn.Module) -> None:
     with pytest.raises(
-        ValueError, match=r"\(AvgPool2d\): its output at stride 1 does not contain .* use stride='keep'"
+        ValueError,
+        match=r"\(AvgPool2d\): its output at stride 1 does not contain .* use stride='keep'",
     ):
         check_phases([_call(pool, (12, 18))])
 
 
 @pytest.mark.parametrize("module", [nn.Conv2d(3, 5, 3, 2, 2), nn.AvgPool2d(2, 2, 1)])
 def test_grid_that_would_grow(module: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"at stride 1 would not keep the grid; use stride='keep'"):
+    with pytest.raises(
+        ValueError, match=r"at stride 1 would not keep the grid; use stride='keep'"
+    ):
         at_unit_stride(_call(module.double(), (12, 18)), module)
 
 
@@ -113,14 +145,19 @@ class _Block(nn.Module):
 
 def _network(block: nn.Module) -> nn.Sequential:
     """Put a block behind a stem, with random weights, in float64."""
-    return disturb(nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double())
+    return disturb(
+        nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double()
+    )
 
 
 @torch.no_grad()
 def test_model_whose_branches_would_not_fit() -> None:
     """ "Same" convolutions of 3 x 3 and 1 x 1 start at different pixels of an even image."""
     model = _network(_Block(Conv2dSame(5, 7, 3, 2), Conv2dSame(5, 7, 1, 2)))
-    with pytest.raises(ValueError, match=r"1\.conv and 1\.shortcut reduce .* from different first pixels"):
+    with pytest.raises(
+        ValueError,
+        match=r"1\.conv and 1\.shortcut reduce .* from different first pixels",
+    ):
         reparameterize(model)
     same = reparameterize(model, stride="keep", **SHARP)
     assert list(gpsa_layers(same)) == ["1.conv"]
@@ -142,12 +179,20 @@ class _Attention(nn.Module):
         return x + (keys @ weights.transpose(1, 2)).unflatten(2, x.shape[2:])
 
 
-@pytest.mark.parametrize("softmax", [nn.Softmax(dim=-1), partial(torch.softmax, dim=-1)], ids=["module", "function"])
-def test_convolutions_of_attention_layers_are_left_alone(softmax: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "softmax",
+    [nn.Softmax(dim=-1), partial(torch.softmax, dim=-1)],
+    ids=["module", "function"],
+)
+def test_convolutions_of_attention_layers_are_left_alone(
+    softmax: Callable[[Tensor], Tensor],
+) -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 5, 3, stride=2, padding=1),
         _Attention(softmax),
-        nn.Sequential(nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.Conv2d(7, 7, 3, padding=1)),
+        nn.Sequential(
+            nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.Conv2d(7, 7, 3, padding=1)
+        ),
     )
     meta = meta_copy(model)
     calls = trace(meta, find_input_size(meta))
@@ -155,7 +200,9 @@ def test_convolutions_of_attention_layers_are_left_alone(softmax: Callable[[Tens
     unit = reparameterize(model)
     assert list(gpsa_layers(unit)) == ["2.0", "2.1"]
     assert unit.get_submodule("1.reduce").stride == (2, 2)
-    assert list(gpsa_layers(reparameterize(model, layers="1.reduce", stride="keep"))) == ["1.reduce"]
+    assert list(
+        gpsa_layers(reparameterize(model, layers="1.reduce", stride="keep"))
+    ) == ["1.reduce"]
 
 
 class _Half(nn.Module):
@@ -164,12 +211,20 @@ class _Half(nn.Module):
     stride = 2
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([x[:, 3], x[:, 1]], dim=1)[:, :, :: self.stride, :: self.stride]
+        return torch.stack([x[:, 3], x[:, 1]], dim=1)[
+            :, :, :: self.stride, :: self.stride
+        ]
 
 
 def test_operation_that_cannot_be_tried() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 5, 5, padding=2), nn.Sequential(_Half(), nn.Conv2d(2, 3, 3, padding=1)))
-    with pytest.raises(ValueError, match=r"1\.0 \(_Half\) cannot be tried by itself .*; use stride='keep'"):
+    model = nn.Sequential(
+        nn.Conv2d(3, 5, 5, padding=2),
+        nn.Sequential(_Half(), nn.Conv2d(2, 3, 3, padding=1)),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"1\.0 \(_Half\) cannot be tried by itself .*; use stride='keep'",
+    ):
         reparameterize(model)
     assert list(gpsa_layers(reparameterize(model, stride="keep"))) == ["1.1"]
 
@@ -228,7 +283,9 @@ def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
     before = dict(vars(conv))
     call = _call(conv, (12, 18))
     unit = at_unit_stride(call, conv)
-    assert {name: id(p) for name, p in unit.named_parameters()} == {n: id(p) for n, p in conv.named_parameters()}
+    assert {name: id(p) for name, p in unit.named_parameters()} == {
+        n: id(p) for n, p in conv.named_parameters()
+    }
     assert vars(conv) == before
     check_phases([call])
     x = random(1, 3, 12, 18)
@@ -261,7 +318,9 @@ def test_unstrided_cnn_is_the_tcnn_at_its_convolutional_limit() -> None:
     assert_same(reparameterize(cnn, input_size=(1, 64, 64), **SHARP)(x), control(x))
     assert not gpsa_layers(control)
     assert control.state_dict().keys() == before.keys()
-    assert control.feature_info == reparameterize(cnn, input_size=(1, 64, 64)).feature_info
+    assert (
+        control.feature_info == reparameterize(cnn, input_size=(1, 64, 64)).feature_info
+    )
     assert cnn.get_submodule("layer4.0.conv1").stride == (2, 2)
     assert unstride(cnn, input_size=(1, 64, 64), inplace=True) is cnn
 
@@ -271,5 +330,7 @@ def test_nothing_to_unstride() -> None:
     stage = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.Conv2d(5, 5, 3, padding=1))
     before = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.MaxPool2d(2))
     model = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2, padding=1), before, stage)
-    with pytest.raises(ValueError, match=r"no stride to take out: neither 2\.0, 2\.1 nor"):
+    with pytest.raises(
+        ValueError, match=r"no stride to take out: neither 2\.0, 2\.1 nor"
+    ):
         unstride(model, layers="2")

@@ -10,7 +10,13 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tcnn_model import GPSA
 from tests.tcnn_model.cases import Case, every_case
-from tests.tcnn_model.helpers import CONVOLUTIONAL, SHARP, assert_same, random, relative_error
+from tests.tcnn_model.helpers import (
+    CONVOLUTIONAL,
+    SHARP,
+    assert_same,
+    random,
+    relative_error,
+)
 
 pytestmark = pytest.mark.numerical
 
@@ -20,9 +26,14 @@ def test_limit_is_the_convolution(case: Case) -> None:
     conv = case.conv()
     x = random(2, conv.in_channels, *case.grid)
     assert_same(GPSA.from_conv(conv, qk_dim=case.qk_dim, **SHARP)(x), conv(x))
-    assert relative_error(GPSA.from_conv(conv, qk_dim=case.qk_dim)(x), conv(x)) > 0.05  # as fine-tuning starts
+    assert (
+        relative_error(GPSA.from_conv(conv, qk_dim=case.qk_dim)(x), conv(x)) > 0.05
+    )  # as fine-tuning starts
     conv.float()
-    assert_same(GPSA.from_conv(conv, qk_dim=case.qk_dim, **CONVOLUTIONAL)(x.float()), conv(x.float()))
+    assert_same(
+        GPSA.from_conv(conv, qk_dim=case.qk_dim, **CONVOLUTIONAL)(x.float()),
+        conv(x.float()),
+    )
 
 
 def test_same_layer_at_several_resolutions() -> None:
@@ -33,7 +44,9 @@ def test_same_layer_at_several_resolutions() -> None:
         assert_same(layer(x), conv(x))
 
 
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # torch, of the convolution itself
+@pytest.mark.filterwarnings(
+    "ignore:Using padding='same' with even kernel"
+)  # torch, of the convolution itself
 @pytest.mark.parametrize(
     ("kernel", "padding", "expected"),
     [
@@ -43,8 +56,12 @@ def test_same_layer_at_several_resolutions() -> None:
         ((6, 2), "same", "same"),
     ],
 )
-def test_padding_by_name(kernel: tuple[int, int], padding: Literal["same", "valid"], expected: object) -> None:
-    conv = nn.Conv2d(3, 5, kernel, padding=padding, dilation=(2, 1), dtype=torch.float64)
+def test_padding_by_name(
+    kernel: tuple[int, int], padding: Literal["same", "valid"], expected: object
+) -> None:
+    conv = nn.Conv2d(
+        3, 5, kernel, padding=padding, dilation=(2, 1), dtype=torch.float64
+    )
     layer = GPSA.from_conv(conv, **SHARP)
     assert layer.padding == expected
     x = random(2, 3, 11, 7)
@@ -76,17 +93,37 @@ def test_device_dtype_mode_and_trainability_carry_over() -> None:
     layer = GPSA.from_conv(conv)
     assert not layer.training
     assert GPSA.from_conv(nn.Conv2d(3, 5, 3)).training
-    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.float16)}
-    assert [name for name, p in layer.named_parameters() if not p.requires_grad] == ["weight"]
+    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {
+        ("meta", torch.float16)
+    }
+    assert [name for name, p in layer.named_parameters() if not p.requires_grad] == [
+        "weight"
+    ]
 
 
 @pytest.mark.parametrize(
     ("module", "error", "message"),
     [
-        (lambda: nn.Linear(3, 5), TypeError, r"expected a torch\.nn\.Conv2d, got Linear"),
-        (lambda: nn.Conv2d(3, 5, 3, padding_mode="reflect"), ValueError, "padding_mode='zeros', got 'reflect'"),
-        (lambda: weight_norm(nn.Conv2d(3, 5, 3)), ValueError, r"call torch\.nn\.utils\.parametrize"),
-        (lambda: nn.utils.spectral_norm(nn.Conv2d(3, 5, 3)), ValueError, "its weight is computed at each forward"),
+        (
+            lambda: nn.Linear(3, 5),
+            TypeError,
+            r"expected a torch\.nn\.Conv2d, got Linear",
+        ),
+        (
+            lambda: nn.Conv2d(3, 5, 3, padding_mode="reflect"),
+            ValueError,
+            "padding_mode='zeros', got 'reflect'",
+        ),
+        (
+            lambda: weight_norm(nn.Conv2d(3, 5, 3)),
+            ValueError,
+            r"call torch\.nn\.utils\.parametrize",
+        ),
+        (
+            lambda: nn.utils.spectral_norm(nn.Conv2d(3, 5, 3)),
+            ValueError,
+            "its weight is computed at each forward",
+        ),
     ],
 )
 def test_modules_other_than_plain_convolutions_are_refused(

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from tcnn_model import accelerate
 from tcnn_model.gpsa import convit as accelerated
-from tests.tcnn_model.helpers import assert_same, default_dtype, disturb, random, relative_error, snapshot
+from tests.tcnn_model.helpers import (
+    assert_same,
+    default_dtype,
+    disturb,
+    random,
+    relative_error,
+    snapshot,
+)
 
 pytestmark = pytest.mark.numerical
 
@@ -27,13 +34,26 @@ def _double() -> Iterator[None]:
 def _model(**options: Any) -> nn.Module:
     """Make three blocks, two of them gated, on 4 x 4 tokens, whose attention is neither uniform nor Gaussian."""
     torch.manual_seed(0)
-    small = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 3, "local_up_to_layer": 2}
-    model = timm.create_model("convit_tiny", num_classes=5, **small | options).double().eval()
+    small = {
+        "img_size": 32,
+        "patch_size": 8,
+        "embed_dim": 12,
+        "depth": 3,
+        "num_heads": 3,
+        "local_up_to_layer": 2,
+    }
+    model = (
+        timm.create_model("convit_tiny", num_classes=5, **small | options)
+        .double()
+        .eval()
+    )
     disturb(model, 1, scale=0.5, part="attn")
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, convit.GPSA):
-                module.pos_proj.weight[0, 2] = 0.1  # attention that grows with the distance: no Gaussian
+                module.pos_proj.weight[0, 2] = (
+                    0.1  # attention that grows with the distance: no Gaussian
+                )
     return model
 
 
@@ -41,10 +61,15 @@ def _images(batch: int = 2) -> Tensor:
     return random(batch, 3, 32, 32)
 
 
-@pytest.mark.parametrize("options", [{}, {"qkv_bias": True}, {"local_up_to_layer": 3}, {"local_up_to_layer": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"qkv_bias": True}, {"local_up_to_layer": 3}, {"local_up_to_layer": 0}],
+)
 def test_same_output_and_gradients(options: dict[str, Any]) -> None:
     if options.get("local_up_to_layer") == 0:
-        model = timm.create_model("convit_tiny", num_classes=5, img_size=32, depth=2, local_up_to_layer=0).double()
+        model = timm.create_model(
+            "convit_tiny", num_classes=5, img_size=32, depth=2, local_up_to_layer=0
+        ).double()
     else:
         model = _model(**options)
     x = _images().requires_grad_()
@@ -52,21 +77,29 @@ def test_same_output_and_gradients(options: dict[str, Any]) -> None:
 
     def run() -> tuple[Tensor, tuple[Tensor, ...]]:
         output = model(x)
-        return output, torch.autograd.grad(output.square().sum(), list(leaves.values()), materialize_grads=True)
+        return output, torch.autograd.grad(
+            output.square().sum(), list(leaves.values()), materialize_grads=True
+        )
 
     expected, expected_gradients = run()
     with accelerate(model):
         output, gradients = run()
     assert_same(output, expected)
-    for name, gradient, exact in zip(leaves, gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(gradient, exact, rtol=1e-8, atol=1e-9, msg=name)  # zero, or near 1
+    for name, gradient, exact in zip(
+        leaves, gradients, expected_gradients, strict=True
+    ):
+        torch.testing.assert_close(
+            gradient, exact, rtol=1e-8, atol=1e-9, msg=name
+        )  # zero, or near 1
 
 
 def test_gate_and_position_get_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The accelerated attention runs, in both gated layers, and differentiates their gates and positions."""
     calls: list[int] = []
     original = accelerated.attend
-    monkeypatch.setattr(accelerated, "attend", lambda *a: calls.append(1) or original(*a))
+    monkeypatch.setattr(
+        accelerated, "attend", lambda *a: calls.append(1) or original(*a)
+    )
     model = _model()
     with accelerate(model):
         model(_images()).square().sum().backward()
@@ -96,9 +129,17 @@ def test_removal_restores_the_model() -> None:
 def test_hooks_still_see_the_layers_and_weights_still_load() -> None:
     model, twin = _model(), _model()
     runs: list[str] = []
-    for name in ("blocks.0.attn", "blocks.0.attn.qk", "blocks.0.attn.v", "blocks.0.attn.proj", "blocks.2.attn.qkv"):
+    for name in (
+        "blocks.0.attn",
+        "blocks.0.attn.qk",
+        "blocks.0.attn.v",
+        "blocks.0.attn.proj",
+        "blocks.2.attn.qkv",
+    ):
         for network in (model, twin):
-            network.get_submodule(name).register_forward_hook(lambda *_, name=name: runs.append(name))
+            network.get_submodule(name).register_forward_hook(
+                lambda *_, name=name: runs.append(name)
+            )
     expected = model(_images())
     plain_runs = sorted(runs)
     runs.clear()
@@ -127,7 +168,9 @@ def test_attention_maps_are_those_of_timm() -> None:
         tokens = random(2, 16, 36)
         for name in ("blocks.0.attn", "blocks.2.attn"):
             maps = model.get_submodule(name).get_attention_map(tokens, return_map=True)
-            plain_maps = plain.get_submodule(name).get_attention_map(tokens, return_map=True)
+            plain_maps = plain.get_submodule(name).get_attention_map(
+                tokens, return_map=True
+            )
             for actual, expected in zip(maps, plain_maps, strict=True):
                 assert_same(actual, expected)
 
@@ -160,19 +203,30 @@ class _Subclass(convit.GPSA):
 
 
 def test_models_that_cannot_be_accelerated_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no ConViT attention in ResNet: accelerate\(\) is for timm's convit_"):
+    with pytest.raises(
+        ValueError,
+        match=r"no ConViT attention in ResNet: accelerate\(\) is for timm's convit_",
+    ):
         accelerate(timm.create_model("resnet18"))
     model = _model()
-    with accelerate(model), pytest.raises(ValueError, match=r"'blocks\.0\.attn' is accelerated already"):
+    with (
+        accelerate(model),
+        pytest.raises(ValueError, match=r"'blocks\.0\.attn' is accelerated already"),
+    ):
         accelerate(model)
     model.set_submodule("blocks.1.attn", _Subclass(36, 3).double())
     before = [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match=r"'blocks\.1\.attn' is a _Subclass, a subclass which may"):
+    with pytest.raises(
+        ValueError, match=r"'blocks\.1\.attn' is a _Subclass, a subclass which may"
+    ):
         accelerate(model)
     assert [type(m) for m in model.modules()] == before
 
 
 def test_tokens_without_a_square_grid_are_refused() -> None:
     layer = convit.GPSA(12, 3)
-    with accelerate(layer), pytest.raises(ValueError, match="square grid of tokens, got 15 tokens"):
+    with (
+        accelerate(layer),
+        pytest.raises(ValueError, match="square grid of tokens, got 15 tokens"),
+    ):
         layer(torch.zeros(1, 15, 12))

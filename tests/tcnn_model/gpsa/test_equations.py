@@ -12,7 +12,13 @@ from tcnn_model.gpsa import layer as gpsa_layer
 from tcnn_model.gpsa.functional import Backend
 from tcnn_model.gpsa.reference import gpsa_attention_reference, gpsa_reference
 from tests.tcnn_model.cases import Case, every_case
-from tests.tcnn_model.helpers import LargestTensor, assert_same, assert_same_gradients, disturb, random
+from tests.tcnn_model.helpers import (
+    LargestTensor,
+    assert_same,
+    assert_same_gradients,
+    disturb,
+    random,
+)
 
 pytestmark = pytest.mark.numerical
 
@@ -31,25 +37,36 @@ def _reference_arguments(layer: GPSA) -> dict[str, Any]:
 
 
 def _reference_output(layer: GPSA, x: Tensor) -> Tensor:
-    projection = {"weight": layer.weight, "bias": layer.bias, "value": layer.value, "groups": layer.groups}
+    projection = {
+        "weight": layer.weight,
+        "bias": layer.bias,
+        "value": layer.value,
+        "groups": layer.groups,
+    }
     return gpsa_reference(x, **projection, **_reference_arguments(layer))
 
 
 @every_case
 @pytest.mark.parametrize("backend", ["auto", "blocks"])
-def test_output_attention_and_gradients_are_those_of_the_paper(case: Case, backend: Backend) -> None:
+def test_output_attention_and_gradients_are_those_of_the_paper(
+    case: Case, backend: Backend
+) -> None:
     layer = disturb(case.gpsa(backend=backend))
     x = random(2, layer.in_channels, *case.grid).requires_grad_()
     output, expected = layer(x).flatten(2), _reference_output(layer, x)
     assert_same(output, expected)
-    attention = gpsa_attention_reference(x, kernel_size=layer.kernel_size, **_reference_arguments(layer))
+    attention = gpsa_attention_reference(
+        x, kernel_size=layer.kernel_size, **_reference_arguments(layer)
+    )
     assert_same(layer.attention(x), attention)
     assert_same_gradients(output, expected, {"x": x, **dict(layer.named_parameters())})
 
 
 @pytest.mark.parametrize("elements", [1, 300, 2**18])
 @pytest.mark.parametrize("multiplier", [1, 2])
-def test_depthwise_layers_weight_first(multiplier: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_depthwise_layers_weight_first(
+    multiplier: int, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Output and gradients are the same, in blocks of any size, and with a hook on the outputs of heads."""
     monkeypatch.setattr(gpsa_layer, "_WEIGHTED_FROM", 0)
     monkeypatch.setattr(blocks, "_WEIGHTED_ELEMENTS", elements)
@@ -59,7 +76,9 @@ def test_depthwise_layers_weight_first(multiplier: int, elements: int, monkeypat
     x = random(2, 5, 6, 7).requires_grad_()
     with LargestTensor() as largest:
         output = layer(x).flatten(2)
-    assert largest.elements < layer.heads * output[0, 0].numel() * 5 * 2  # the outputs of single heads
+    assert (
+        largest.elements < layer.heads * output[0, 0].numel() * 5 * 2
+    )  # the outputs of single heads
     expected = _reference_output(layer, x)
     assert_same(output, expected)
     assert_same_gradients(output, expected, {"x": x, **dict(layer.named_parameters())})
@@ -72,12 +91,16 @@ def test_depthwise_layers_weight_first(multiplier: int, elements: int, monkeypat
 def test_gradients_are_the_numerical_ones(groups: int, backend: Backend) -> None:
     torch.manual_seed(0)
     geometry = {"stride": (1, 2), "padding": (1, 0), "groups": groups}
-    layer = GPSA(2, 2, (1, 2), **geometry, qk_dim=3, backend=backend, dtype=torch.float64)
+    layer = GPSA(
+        2, 2, (1, 2), **geometry, qk_dim=3, backend=backend, dtype=torch.float64
+    )
     disturb(layer)
     names, parameters = zip(*layer.named_parameters(), strict=True)
 
     def forward(x: Tensor, *values: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+        return torch.func.functional_call(
+            layer, dict(zip(names, values, strict=True)), (x,)
+        )
 
     x = random(1, 2, 2, 5).requires_grad_()
     assert torch.autograd.gradcheck(forward, (x, *parameters))
@@ -102,7 +125,9 @@ def test_padding_gets_positional_attention_only() -> None:
         return attention.sum((-2, -1)).reshape(2, 9, 7, 13)
 
     assert float(on_padding(-50.0).max()) < 1e-20  # content alone
-    mass = on_padding(50.0)  # position alone: the first tap looks one pixel up and two to the left
+    mass = on_padding(
+        50.0
+    )  # position alone: the first tap looks one pixel up and two to the left
     assert float(mass[:, 0, 0, 0].min()) > 0.9
     assert float(mass[:, 0, 3, 6].max()) < 0.1
 
@@ -123,7 +148,15 @@ def test_content_attention_reads_the_query_pixel_and_the_key_pixels() -> None:
 
 def test_centre_of_position_at_the_papers_locality() -> None:
     """Design, 3.1: the weight of the central pixel at alpha = 1, 2, 3, 5 and 10."""
-    layer = GPSA(1, 1, (1, 5), padding=(0, 2), locality_strength=[1, 2, 3, 5, 10], gating=50.0, dtype=torch.float64)
+    layer = GPSA(
+        1,
+        1,
+        (1, 5),
+        padding=(0, 2),
+        locality_strength=[1, 2, 3, 5, 10],
+        gating=50.0,
+        dtype=torch.float64,
+    )
     x = random(1, 1, 13, 13)
     attention = layer.attention(x).reshape(5, 13, 13, 13, 17).detach()
     weights = [float(attention[h, 6, 6, 6, 2 + 6 + (h - 2)]) for h in range(5)]

@@ -23,20 +23,26 @@ GRIDS = {
 }
 VALUES = {"shared": (True, 11), "per head, wide": (False, 11), "per head": (False, 5)}
 # Fused attention needs values for each head, as wide as the queries.
-BACKENDS: list[tuple[Backend, str]] = [(b, v) for b in ("dense", "blocks") for v in VALUES] + [("fused", "per head")]
+BACKENDS: list[tuple[Backend, str]] = [
+    (b, v) for b in ("dense", "blocks") for v in VALUES
+] + [("fused", "per head")]
 HALVES = [torch.bfloat16, torch.float16]
 
 
 def _case(grid: str, values: str, batch: int = 2) -> Case:
     shared, channels = VALUES[values]
-    return Case(*GRIDS[grid], 3, 5, channels, shared, batch, gate=(0.3, 0.9, 0.6), sharpness=2.0)
+    return Case(
+        *GRIDS[grid], 3, 5, channels, shared, batch, gate=(0.3, 0.9, 0.6), sharpness=2.0
+    )
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize(("backend", "values"), [*BACKENDS, ("auto", "shared")])
 def test_equations(grid: str, backend: Backend, values: str) -> None:
     case = _case(grid, values)
-    assert_as_the_equations(partial(gpsa, backend=backend), case.inputs(), case.y, case.x)
+    assert_as_the_equations(
+        partial(gpsa, backend=backend), case.inputs(), case.y, case.x
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,27 +56,37 @@ def test_equations(grid: str, backend: Backend, values: str) -> None:
         ("same padding", "per head", 1),
     ],
 )
-def test_equations_in_blocks(grid: str, values: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equations_in_blocks(
+    grid: str, values: str, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The blocks change nothing, also without gradients, where output and statistics come from a single pass."""
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
     case = _case(grid, values)
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
-            assert_as_the_equations(partial(gpsa, backend="blocks"), case.inputs(), case.y, case.x)
+            assert_as_the_equations(
+                partial(gpsa, backend="blocks"), case.inputs(), case.y, case.x
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize(("backend", "values"), BACKENDS)
-def test_equations_in_narrower_types(backend: Backend, values: str, dtype: torch.dtype) -> None:
+def test_equations_in_narrower_types(
+    backend: Backend, values: str, dtype: torch.dtype
+) -> None:
     case = _case("padding", values)
-    assert_as_the_equations(partial(gpsa, backend=backend), case.inputs(dtype), case.y, case.x)
+    assert_as_the_equations(
+        partial(gpsa, backend=backend), case.inputs(dtype), case.y, case.x
+    )
 
 
 @pytest.mark.parametrize("backend", ["dense", "blocks"])
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extremes(name: str, backend: Backend) -> None:
     case = EXTREMES[name]
-    assert_as_the_equations(partial(gpsa, backend=backend), case.inputs(torch.float32), case.y, case.x)
+    assert_as_the_equations(
+        partial(gpsa, backend=backend), case.inputs(torch.float32), case.y, case.x
+    )
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -81,9 +97,17 @@ def test_position_in_half_precision_loses_nothing_more(dtype: torch.dtype) -> No
     assert torch.equal(gpsa(**arguments | {"position": narrow}), expected)
 
 
-def _arguments(values: str, dtype: torch.dtype = torch.float64, grid: str = "padding", batch: int = 2) -> Any:
+def _arguments(
+    values: str,
+    dtype: torch.dtype = torch.float64,
+    grid: str = "padding",
+    batch: int = 2,
+) -> Any:
     case = _case(grid, values, batch)
-    return {name: t.detach() for name, t in case.inputs(dtype).items()} | {"y": case.y, "x": case.x}
+    return {name: t.detach() for name, t in case.inputs(dtype).items()} | {
+        "y": case.y,
+        "x": case.x,
+    }
 
 
 @pytest.mark.parametrize("backend", ["dense", "blocks", "fused"])
@@ -103,14 +127,28 @@ def test_autocast(backend: Backend) -> None:
     assert torch.equal(from_float64, gpsa(**double, backend=backend))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of opcheck itself
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # of opcheck itself
 @pytest.mark.parametrize("taps", [[], [torch.randn(3, 11, 2, dtype=torch.float64)]])
 def test_custom_operator_is_registered_well(taps: list[Tensor]) -> None:
     arguments = _arguments("shared")
     values = arguments.pop("values")
-    rows, cols = GatedAttention(**arguments).factors_on_pixels(torch.float64, logarithm=True)
-    tensors = (arguments["query"], arguments["key"], values, rows, cols, arguments["gate"], *taps)
-    torch.library.opcheck(blocks.mix_and_apply, tuple(t.clone().requires_grad_() for t in tensors))
+    rows, cols = GatedAttention(**arguments).factors_on_pixels(
+        torch.float64, logarithm=True
+    )
+    tensors = (
+        arguments["query"],
+        arguments["key"],
+        values,
+        rows,
+        cols,
+        arguments["gate"],
+        *taps,
+    )
+    torch.library.opcheck(
+        blocks.mix_and_apply, tuple(t.clone().requires_grad_() for t in tensors)
+    )
 
 
 def test_second_derivatives() -> None:
@@ -122,13 +160,18 @@ def test_second_derivatives() -> None:
         return torch.autograd.grad(output, values, create_graph=True)[0].square().sum()
 
     assert float(torch.autograd.grad(twice("dense"), values)[0].abs().max()) > 0
-    with pytest.raises(RuntimeError, match="differentiated once; for second derivatives use backend='dense'"):
+    with pytest.raises(
+        RuntimeError,
+        match="differentiated once; for second derivatives use backend='dense'",
+    ):
         torch.autograd.grad(twice("blocks"), values)
 
 
 @pytest.mark.parametrize("backend", ["auto", "dense", "blocks", "fused"])
 def test_no_images(backend: Backend) -> None:
-    output, statistics = gpsa(**_arguments("per head", batch=0), backend=backend, statistics=True)
+    output, statistics = gpsa(
+        **_arguments("per head", batch=0), backend=backend, statistics=True
+    )
     assert output.shape == (0, 3, 45, 5)
     assert statistics.received.shape == (0, 3, 35)
 
@@ -136,7 +179,11 @@ def test_no_images(backend: Backend) -> None:
 def test_fused_holds_no_matrix_whatever_the_strides() -> None:
     case = Case(Axis(23, 1, 1, 3), Axis(23, 1, 1, 3), 3, 5, 5, shared=False, batch=2)
     arguments = {name: tensor.detach() for name, tensor in case.inputs().items()}
-    for name in ("query", "key", "values"):  # channels outside, as a convolution leaves them
+    for name in (
+        "query",
+        "key",
+        "values",
+    ):  # channels outside, as a convolution leaves them
         arguments[name] = arguments[name].mT.contiguous().mT
     with LargestTensor() as largest:
         gpsa(**arguments, y=case.y, x=case.x, backend="fused")
@@ -148,30 +195,70 @@ def _zeros(*shape: int, **options: Any) -> Tensor:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"query": _zeros(2, 45, 5)}, r"queries of shape \(B, heads, 5 \* 9 = 45, d\), got \(2, 45, 5\)"),
+    (
+        {"query": _zeros(2, 45, 5)},
+        r"queries of shape \(B, heads, 5 \* 9 = 45, d\), got \(2, 45, 5\)",
+    ),
     ({"query": _zeros(2, 3, 44, 5)}, r"5 \* 9 = 45, d\), got \(2, 3, 44, 5\)"),
-    ({"key": _zeros(2, 2, 35, 5)}, r"keys of shape \(2, 3, 35, 5\) on 5 x 7 .*got \(2, 2, 35, 5\)"),
-    ({"values": _zeros(2, 2, 35, 4)}, r"\(2, 1 or 3, 5 \* 7 = 35, C\), got \(2, 2, 35, 4\)"),
+    (
+        {"key": _zeros(2, 2, 35, 5)},
+        r"keys of shape \(2, 3, 35, 5\) on 5 x 7 .*got \(2, 2, 35, 5\)",
+    ),
+    (
+        {"values": _zeros(2, 2, 35, 4)},
+        r"\(2, 1 or 3, 5 \* 7 = 35, C\), got \(2, 2, 35, 4\)",
+    ),
     ({"values": _zeros(2, 35, 4)}, r"\(2, 1 or 3, 5 \* 7 = 35, C\), got \(2, 35, 4\)"),
     ({"position": _zeros(3, 2)}, r"position of shape \(3, 3\), got \(3, 2\)"),
     ({"gate": _zeros(2)}, r"gate of shape \(3,\), got \(2,\)"),
-    ({"key": _zeros(2, 3, 35, 5).float()}, "keys like the queries, torch.float64 on cpu, got torch.float32 on cpu"),
-    ({"values": _zeros(2, 1, 35, 4).float()}, "values like the queries, torch.float64 on cpu, got torch.float32"),
+    (
+        {"key": _zeros(2, 3, 35, 5).float()},
+        "keys like the queries, torch.float64 on cpu, got torch.float32 on cpu",
+    ),
+    (
+        {"values": _zeros(2, 1, 35, 4).float()},
+        "values like the queries, torch.float64 on cpu, got torch.float32",
+    ),
     ({"key": _zeros(2, 3, 35, 5, device="meta")}, "got torch.float64 on meta"),
-    ({"gate": _zeros(3, device="meta")}, "gate on the device of the queries, cpu, got meta"),
-    ({"query": _zeros(2, 0, 45, 5)}, r"at least one head of at least one channel, got .*2, 0, 45, 5"),
-    ({"query": _zeros(2, 3, 45, 0)}, r"at least one head of at least one channel, got .*2, 3, 45, 0"),
+    (
+        {"gate": _zeros(3, device="meta")},
+        "gate on the device of the queries, cpu, got meta",
+    ),
+    (
+        {"query": _zeros(2, 0, 45, 5)},
+        r"at least one head of at least one channel, got .*2, 0, 45, 5",
+    ),
+    (
+        {"query": _zeros(2, 3, 45, 0)},
+        r"at least one head of at least one channel, got .*2, 3, 45, 0",
+    ),
     ({"values": _zeros(2, 1, 35, 0)}, r"35, C\), got \(2, 1, 35, 0\)"),
     ({"y": Axis(2, 1, 0, 3)}, "empty grid: 0 x 9 queries on 2 x 7 pixels"),
-    ({"backend": "fast"}, "backend to be one of auto, dense, blocks, fused, triton; got 'fast'"),
-    ({"backend": "fused"}, r"backend='fused' needs .*\(heads, d\) = \(3, 5\); got \(1, 11\)"),
-    ({"query": _zeros(2, 3, 45, 5).long()}, "queries to be a tensor of a floating dtype, got torch.int64"),
+    (
+        {"backend": "fast"},
+        "backend to be one of auto, dense, blocks, fused, triton; got 'fast'",
+    ),
+    (
+        {"backend": "fused"},
+        r"backend='fused' needs .*\(heads, d\) = \(3, 5\); got \(1, 11\)",
+    ),
+    (
+        {"query": _zeros(2, 3, 45, 5).long()},
+        "queries to be a tensor of a floating dtype, got torch.int64",
+    ),
     ({"gate": 0.5}, "gate to be a tensor of a floating dtype, got 0.5"),
     ({"y": 7}, r"y to be a tcnn_model\.Axis, got 7"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError if "floating" in message or "Axis" in message else ValueError, match=message):
+@pytest.mark.parametrize(
+    ("changes", "message"), REFUSED, ids=[message for _, message in REFUSED]
+)
+def test_arguments_that_do_not_fit_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(
+        TypeError if "floating" in message or "Axis" in message else ValueError,
+        match=message,
+    ):
         gpsa(**_arguments("shared") | changes)

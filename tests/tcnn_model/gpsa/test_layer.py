@@ -45,7 +45,12 @@ def test_scale_of_queries_and_keys() -> None:
 
 
 def test_weight_and_bias_start_as_those_of_a_convolution() -> None:
-    arguments: dict[str, Any] = {"in_channels": 6, "out_channels": 4, "kernel_size": 3, "groups": 2}
+    arguments: dict[str, Any] = {
+        "in_channels": 6,
+        "out_channels": 4,
+        "kernel_size": 3,
+        "groups": 2,
+    }
     torch.manual_seed(0)
     conv = nn.Conv2d(**arguments)
     torch.manual_seed(0)
@@ -57,11 +62,15 @@ def test_weight_and_bias_start_as_those_of_a_convolution() -> None:
 
 def test_values_per_head() -> None:
     alpha, gates = [0.5 + h for h in range(6)], [h - 2.0 for h in range(6)]
-    layer = GPSA(2, 3, (2, 3), locality_strength=alpha, gating=gates, dtype=torch.float64)
+    layer = GPSA(
+        2, 3, (2, 3), locality_strength=alpha, gating=gates, dtype=torch.float64
+    )
     assert GPSA(2, 3, 3, dtype=torch.float16).gate.dtype == torch.float32  # at least
     assert layer.locality_strength.tolist() == pytest.approx(alpha, rel=1e-9)
     assert layer.gating.tolist() == gates
-    assert layer.gate.tolist() == pytest.approx([1 / (1 + math.exp(-g)) for g in gates], rel=1e-12)
+    assert layer.gate.tolist() == pytest.approx(
+        [1 / (1 + math.exp(-g)) for g in gates], rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0, 3.99, 4.01, 20.0, 40.0])
@@ -70,7 +79,9 @@ def test_locality_round_trip(alpha: float) -> None:
     for dtype in (torch.float64, torch.float32):
         layer = GPSA(2, 3, 1, locality_strength=alpha, dtype=dtype)
         tolerance = 4 * torch.finfo(dtype).eps * (1 + 1 / alpha) + 1e-9
-        assert float(layer.locality_strength.detach()) == pytest.approx(alpha, rel=tolerance)
+        assert float(layer.locality_strength.detach()) == pytest.approx(
+            alpha, rel=tolerance
+        )
 
 
 def test_locality_is_the_softplus_of_its_parameter() -> None:
@@ -84,7 +95,16 @@ def test_locality_is_the_softplus_of_its_parameter() -> None:
 def test_state_is_parameters_alone() -> None:
     layer = GPSA(3, 5, 3)
     assert list(layer.buffers()) == []
-    names = {"weight", "bias", "query", "key", "value", "raw_locality", "center", "gating"}
+    names = {
+        "weight",
+        "bias",
+        "query",
+        "key",
+        "value",
+        "raw_locality",
+        "center",
+        "gating",
+    }
     assert set(layer.state_dict()) == names
     layer(random(1, 3, 5, 7, dtype=torch.float32))  # caches nothing
     assert set(layer.state_dict()) == names
@@ -92,10 +112,16 @@ def test_state_is_parameters_alone() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_heads_can_be_edited_before_the_projection(copied: Callable[[GPSA], GPSA], groups: int) -> None:
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
+)
+def test_heads_can_be_edited_before_the_projection(
+    copied: Callable[[GPSA], GPSA], groups: int
+) -> None:
     """Without a head's output the layer computes what it does without that head's tap."""
-    layer = copied(disturb(GPSA(3, 6, (2, 3), padding=1, groups=groups, dtype=torch.float64)))
+    layer = copied(
+        disturb(GPSA(3, 6, (2, 3), padding=1, groups=groups, dtype=torch.float64))
+    )
     x = random(2, 3, 5, 7)
     shapes = []
     without = copy.deepcopy(layer)
@@ -118,13 +144,22 @@ def test_hooks_can_read_queries_and_keys() -> None:
     x = random(2, 3, 5, 7).float()
     outputs: list[Tensor] = []
     for seam in (layer.head_queries, layer.head_keys):
-        seam.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        seam.register_forward_hook(
+            lambda module, inputs, output: outputs.append(output)
+        )
     layer(x)
     queries, keys = outputs
-    for actual, weight, pixels in ((queries, layer.query, x[:, :, ::2, ::2]), (keys, layer.key, x)):
-        expected = torch.einsum("hdc,bcn->bhnd", weight.unflatten(0, (6, layer.qk_dim)), pixels.flatten(2))
+    for actual, weight, pixels in (
+        (queries, layer.query, x[:, :, ::2, ::2]),
+        (keys, layer.key, x),
+    ):
+        expected = torch.einsum(
+            "hdc,bcn->bhnd", weight.unflatten(0, (6, layer.qk_dim)), pixels.flatten(2)
+        )
         torch.testing.assert_close(actual, expected)
-    assert torch.equal(layer.attention_between(queries, keys, (5, 7)).dense(), layer.attention(x))
+    assert torch.equal(
+        layer.attention_between(queries, keys, (5, 7)).dense(), layer.attention(x)
+    )
 
 
 def test_a_function_mode_sees_the_gates() -> None:
@@ -133,7 +168,9 @@ def test_a_function_mode_sees_the_gates() -> None:
     class OpenGates(TorchFunctionMode):
         calls = 0
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is torch.sigmoid and args[0] is layer.gating:
                 self.calls += 1
                 return torch.ones(9)
@@ -146,21 +183,36 @@ def test_a_function_mode_sees_the_gates() -> None:
 
 
 def test_layers_of_a_model_by_name() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 5, 1), nn.ModuleDict({"a": GPSA(5, 5, 3), "b": GPSA(5, 2, 1)}))
-    assert gpsa_layers(model) == {"1.a": model.get_submodule("1.a"), "1.b": model.get_submodule("1.b")}
+    model = nn.Sequential(
+        nn.Conv2d(3, 5, 1), nn.ModuleDict({"a": GPSA(5, 5, 3), "b": GPSA(5, 2, 1)})
+    )
+    assert gpsa_layers(model) == {
+        "1.a": model.get_submodule("1.a"),
+        "1.b": model.get_submodule("1.b"),
+    }
     assert gpsa_layers(nn.Linear(2, 3)) == {}
 
 
 def test_repr_shows_the_arguments() -> None:
     shown = repr(GPSA(6, 4, (3, 5), stride=2, groups=2, bias=False))
-    for part in ("6, 4, kernel_size=(3, 5)", "stride=(2, 2)", "groups=2", "bias=False", "heads=15", "qk_dim=1"):
+    for part in (
+        "6, 4, kernel_size=(3, 5)",
+        "stride=(2, 2)",
+        "groups=2",
+        "bias=False",
+        "heads=15",
+        "qk_dim=1",
+    ):
         assert part in shown
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"groups": 4}, "groups must divide in_channels and out_channels; got groups=4, in_channels=6, out_channels=4"),
+        (
+            {"groups": 4},
+            "groups must divide in_channels and out_channels; got groups=4, in_channels=6, out_channels=4",
+        ),
         ({"groups": 0}, "groups must divide"),
         ({"qk_dim": 0}, "qk_dim must be an integer of at least 1; got 0"),
         ({"qk_dim": 2.5}, "qk_dim must be an integer of at least 1; got 2.5"),
@@ -169,10 +221,19 @@ def test_repr_shows_the_arguments() -> None:
         ({"kernel_size": (3, 3, 3)}, r"kernel_size .*\(3, 3, 3\)"),
         ({"padding": -1}, "padding must be at least 0; got -1"),
         ({"locality_strength": 0.0}, "locality_strength must be positive; got 0"),
-        ({"locality_strength": [1.0] * 8 + [-2.0]}, "locality_strength must be positive"),
-        ({"locality_strength": [1.0] * 8}, "locality_strength must be one finite number or one for each of the 9"),
+        (
+            {"locality_strength": [1.0] * 8 + [-2.0]},
+            "locality_strength must be positive",
+        ),
+        (
+            {"locality_strength": [1.0] * 8},
+            "locality_strength must be one finite number or one for each of the 9",
+        ),
         ({"qk_scale": -1.0}, "qk_scale must be a finite number of at least 0; got -1"),
-        ({"gating": math.inf}, "gating must be one finite number or one for each of the 9 heads; got inf"),
+        (
+            {"gating": math.inf},
+            "gating must be one finite number or one for each of the 9 heads; got inf",
+        ),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -183,7 +244,10 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("shape", [(6, 5, 7), (2, 3, 6, 5, 7), (2, 5, 6, 7)])
 def test_bad_inputs(shape: tuple[int, ...]) -> None:
     layer = GPSA(6, 4, 3)
-    with pytest.raises(ValueError, match=r"expected an input of shape \(B, 6, H, W\), got \(" + str(shape[0])):
+    with pytest.raises(
+        ValueError,
+        match=r"expected an input of shape \(B, 6, H, W\), got \(" + str(shape[0]),
+    ):
         layer(torch.zeros(shape))
 
 
@@ -191,7 +255,10 @@ def test_map_smaller_than_the_kernel() -> None:
     layer = GPSA(3, 5, (3, 5), padding=(0, 1), dilation=(2, 1))
     assert layer(torch.zeros(1, 3, 5, 3)).shape == (1, 5, 1, 1)
     for grid in ((4, 7), (7, 2), (0, 7)):
-        with pytest.raises(ValueError, match=f"at least 5 x 5 pixels .* got a feature map of {grid[0]} x {grid[1]}"):
+        with pytest.raises(
+            ValueError,
+            match=f"at least 5 x 5 pixels .* got a feature map of {grid[0]} x {grid[1]}",
+        ):
             layer(torch.zeros(1, 3, *grid))
 
 
@@ -199,16 +266,26 @@ def test_backend_is_kept_and_checked() -> None:
     layer = GPSA(3, 5, 3, padding=1, backend="dense")
     assert layer.backend == "dense"
     layer.backend = "fused"
-    with pytest.raises(ValueError, match=r"backend='fused' needs values for each head.*; use 'blocks' or 'auto'"):
+    with pytest.raises(
+        ValueError,
+        match=r"backend='fused' needs values for each head.*; use 'blocks' or 'auto'",
+    ):
         layer(torch.zeros(1, 3, 5, 7))
     with pytest.raises(
-        ValueError, match="expected backend to be one of auto, dense, blocks, fused, triton; got 'fast'"
+        ValueError,
+        match="expected backend to be one of auto, dense, blocks, fused, triton; got 'fast'",
     ):
         GPSA(3, 5, 3, backend="fast")
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_output_is_stored_as_the_input_is(memory_format: torch.memory_format, groups: int) -> None:
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, torch.channels_last]
+)
+def test_output_is_stored_as_the_input_is(
+    memory_format: torch.memory_format, groups: int
+) -> None:
     x = random(2, 3, 5, 7, dtype=torch.float32).to(memory_format=memory_format)
-    assert GPSA(3, 6, 3, padding=1, groups=groups)(x).is_contiguous(memory_format=memory_format)
+    assert GPSA(3, 6, 3, padding=1, groups=groups)(x).is_contiguous(
+        memory_format=memory_format
+    )

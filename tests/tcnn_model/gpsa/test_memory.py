@@ -16,14 +16,20 @@ def test_large_maps_never_hold_n_by_n_weights(monkeypatch: pytest.MonkeyPatch) -
     axis, tokens = Axis(side, 1, 1, 3), side * side
     arguments = {
         "query": random(1, heads, tokens, dim, dtype=torch.float32).requires_grad_(),
-        "key": random(1, heads, tokens, dim, seed=1, dtype=torch.float32).requires_grad_(),
+        "key": random(
+            1, heads, tokens, dim, seed=1, dtype=torch.float32
+        ).requires_grad_(),
         "values": random(1, 1, tokens, 7, seed=2, dtype=torch.float32).requires_grad_(),
-        "position": gaussian_position(torch.ones(heads).double(), random(heads, 2)).requires_grad_(),
+        "position": gaussian_position(
+            torch.ones(heads).double(), random(heads, 2)
+        ).requires_grad_(),
         "gate": torch.full((heads,), 0.5),
     }
     with LargestTensor() as largest:
         gpsa(**arguments, y=axis, x=axis, statistics=True)[0].sum().backward()
-    assert largest.elements < 1.1 * blocks._BLOCK_ELEMENTS_CPU < heads * tokens**2 / 50  # 1.1: the padding
+    assert (
+        largest.elements < 1.1 * blocks._BLOCK_ELEMENTS_CPU < heads * tokens**2 / 50
+    )  # 1.1: the padding
 
 
 def test_late_stages_at_224() -> None:
@@ -33,5 +39,8 @@ def test_late_stages_at_224() -> None:
         features = model.forward_features(random(1, 3, 224, 224, dtype=torch.float32))
         features.sum().backward()
     assert features.shape == (1, 128, 28, 28)
-    assert all(bool(layer.gating.grad.isfinite().all()) for layer in gpsa_layers(model).values())
+    assert all(
+        bool(layer.gating.grad.isfinite().all())
+        for layer in gpsa_layers(model).values()
+    )
     assert largest.elements < 9 * 784**2

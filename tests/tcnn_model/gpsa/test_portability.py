@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from tcnn_model import GPSA, Axis, gpsa
-from tests.tcnn_model.helpers import assert_same, assert_same_gradients, disturb, random, saved_and_loaded
+from tests.tcnn_model.helpers import (
+    assert_same,
+    assert_same_gradients,
+    disturb,
+    random,
+    saved_and_loaded,
+)
 
 
 @pytest.fixture
@@ -31,20 +37,30 @@ def test_functions_compile_without_a_break(values_of: int) -> None:
     """These are the backends that the layer does not choose; "fused" needs values for each head."""
     axis = Axis(5, 1, 1, 3)
     shapes = [(2, 2, 25, 3), (2, 2, 25, 3), (2, values_of, 25, 3), (2, 3), (2,)]
-    leaves = [random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
+    leaves = [
+        random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)
+    ]
 
     def forward(*tensors: torch.Tensor) -> torch.Tensor:
-        return gpsa(*tensors, y=axis, x=axis, backend="dense" if values_of == 1 else "fused")
+        return gpsa(
+            *tensors, y=axis, x=axis, backend="dense" if values_of == 1 else "fused"
+        )
 
     expected = forward(*leaves)
     output = torch.compile(forward, backend="aot_eager", fullgraph=True)(*leaves)
     assert_same(output, expected)
-    assert_same_gradients(output, expected, {str(tuple(leaf.shape)): leaf for leaf in leaves})
+    assert_same_gradients(
+        output, expected, {str(tuple(leaf.shape)): leaf for leaf in leaves}
+    )
 
 
 def test_copies(layer: GPSA) -> None:
     x = random(2, 5, 7, 11, dtype=torch.float32)
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), saved_and_loaded(layer)):
+    for twin in (
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        saved_and_loaded(layer),
+    ):
         assert torch.equal(twin(x), layer(x))
         assert twin.weight is not layer.weight
         assert repr(twin) == repr(layer)

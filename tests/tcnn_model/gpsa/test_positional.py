@@ -7,14 +7,21 @@ import pytest
 import torch
 from timm.layers.padding import get_same_padding
 
-from tcnn_model.gpsa.positional import Axis, apply_separable, gaussian_position, positional_factors
+from tcnn_model.gpsa.positional import (
+    Axis,
+    apply_separable,
+    gaussian_position,
+    positional_factors,
+)
 from tests.tcnn_model.helpers import assert_same, random
 
 pytestmark = pytest.mark.numerical
 
 
 def test_queries_and_keys_are_those_of_the_convolution() -> None:
-    for kernel, stride, padding, dilation, length in product((1, 2, 3, 5), (1, 2, 3), (0, 1, 2), (1, 2), (11, 13, 16)):
+    for kernel, stride, padding, dilation, length in product(
+        (1, 2, 3, 5), (1, 2, 3), (0, 1, 2), (1, 2), (11, 13, 16)
+    ):
         conv = torch.nn.Conv1d(1, 1, kernel, stride, padding, dilation)
         axis = Axis(length, stride, padding, extent=dilation * (kernel - 1) + 1)
         assert axis.queries == conv(torch.zeros(1, 1, length)).shape[-1]
@@ -22,14 +29,20 @@ def test_queries_and_keys_are_those_of_the_convolution() -> None:
 
 
 def test_positions_are_in_input_pixels() -> None:
-    axis, like = Axis(length=5, stride=2, padding=1, extent=3), torch.zeros(0, dtype=torch.float64)
+    axis, like = (
+        Axis(length=5, stride=2, padding=1, extent=3),
+        torch.zeros(0, dtype=torch.float64),
+    )
     assert axis.query_positions(like).tolist() == [0, 2, 4]
     assert axis.key_positions(like).tolist() == [-1, 0, 1, 2, 3, 4, 5]
     assert axis.key_positions(like).dtype == torch.float64
 
 
 def test_factors_are_the_dense_gaussian() -> None:
-    y, x = Axis(length=5, stride=2, padding=1, extent=3), Axis(length=11, stride=3, padding=2, extent=5)
+    y, x = (
+        Axis(length=5, stride=2, padding=1, extent=3),
+        Axis(length=11, stride=3, padding=2, extent=5),
+    )
     alpha, center = random(7, seed=1).abs() + 0.01, random(7, 2, seed=2)
     rows, cols = positional_factors(gaussian_position(alpha, center), y, x)
 
@@ -38,7 +51,13 @@ def test_factors_are_the_dense_gaussian() -> None:
     assert (rows.shape, cols.shape) == ((7, 3, 7), (7, 4, 15))
     for h in range(7):
         squares = torch.tensor(
-            [[(j - b - center[h, 0]) ** 2 + (i - a - center[h, 1]) ** 2 for j, i in keys] for b, a in bases]
+            [
+                [
+                    (j - b - center[h, 0]) ** 2 + (i - a - center[h, 1]) ** 2
+                    for j, i in keys
+                ]
+                for b, a in bases
+            ]
         ).double()
         dense = torch.exp(-alpha[h] * squares)
         dense = dense / dense.sum(-1, keepdim=True)
@@ -47,10 +66,18 @@ def test_factors_are_the_dense_gaussian() -> None:
 
 @pytest.mark.parametrize("value_heads", [1, 7])
 def test_separable_application_is_the_dense_one(value_heads: int) -> None:
-    rows, cols, values = random(7, 3, 5, seed=1), random(7, 2, 11, seed=2), random(2, value_heads, 5, 11, 13, seed=3)
-    dense = torch.stack([torch.kron(rows[h], cols[h]) for h in range(7)])  # (heads, N_query, H * W)
+    rows, cols, values = (
+        random(7, 3, 5, seed=1),
+        random(7, 2, 11, seed=2),
+        random(2, value_heads, 5, 11, 13, seed=3),
+    )
+    dense = torch.stack(
+        [torch.kron(rows[h], cols[h]) for h in range(7)]
+    )  # (heads, N_query, H * W)
     head_values = values.flatten(2, 3).expand(2, 7, 55, 13)
-    expected = torch.stack([(dense[h] @ head_values[:, h]).reshape(2, 3, 2, 13) for h in range(7)], dim=1)
+    expected = torch.stack(
+        [(dense[h] @ head_values[:, h]).reshape(2, 3, 2, 13) for h in range(7)], dim=1
+    )
     assert_same(apply_separable(rows, cols, values), expected)
 
 
@@ -60,23 +87,36 @@ def test_far_centres_and_strong_locality_stay_finite() -> None:
     position = gaussian_position(torch.tensor([1e4, 1e-4], dtype=torch.float64), center)
     attention = positional_factors(position, axis, axis)[0]
     assert_same(attention.sum(-1), torch.ones(2, axis.queries, dtype=torch.float64))
-    assert attention[0].argmax(-1).tolist() == [axis.keys - 1] * axis.queries  # the pixel nearest to the centre
+    assert (
+        attention[0].argmax(-1).tolist() == [axis.keys - 1] * axis.queries
+    )  # the pixel nearest to the centre
 
 
 def test_same_padding_is_tensorflows() -> None:
-    for kernel, stride, dilation, length in product((1, 2, 3, 5), (1, 2, 3), (1, 2), (5, 11, 12, 13, 16)):
+    for kernel, stride, dilation, length in product(
+        (1, 2, 3, 5), (1, 2, 3), (1, 2), (5, 11, 12, 13, 16)
+    ):
         axis = Axis(length, stride, "same", extent=dilation * (kernel - 1) + 1)
         total = get_same_padding(length, kernel, stride, dilation)
         assert (axis.before, axis.after) == (total // 2, total - total // 2)
         assert axis.queries == -(-length // stride)
         # queries sit at the centre of the kernel, so they are pixels of the image
         assert axis.first_query == (axis.extent - 1) // 2 - axis.before
-        assert 0 <= axis.first_query <= axis.first_query + (axis.queries - 1) * stride < length
+        assert (
+            0
+            <= axis.first_query
+            <= axis.first_query + (axis.queries - 1) * stride
+            < length
+        )
 
 
 @pytest.mark.parametrize(
-    "arguments", [(-1,), (5, 0), (5, 1, -1), (5, 1, 1, 0), (5, 1, "valid"), (5, 1.5), (5, 1, 0.5)], ids=str
+    "arguments",
+    [(-1,), (5, 0), (5, 1, -1), (5, 1, 1, 0), (5, 1, "valid"), (5, 1.5), (5, 1, 0.5)],
+    ids=str,
 )
 def test_numbers_that_make_no_axis_are_refused(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match=rf"all integers; got Axis\(length={arguments[0]}"):
+    with pytest.raises(
+        ValueError, match=rf"all integers; got Axis\(length={arguments[0]}"
+    ):
         Axis(*arguments)

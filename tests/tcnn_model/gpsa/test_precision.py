@@ -22,9 +22,17 @@ def _layer() -> GPSA:
 
 
 def _reference(layer: GPSA, x: Tensor) -> Tensor:
-    parameters = {name: p for name, p in layer.named_parameters() if name != "raw_locality"}
-    geometry: dict[str, Any] = {"stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
-    output = gpsa_reference(x, locality_strength=layer.locality_strength, **parameters, **geometry)
+    parameters = {
+        name: p for name, p in layer.named_parameters() if name != "raw_locality"
+    }
+    geometry: dict[str, Any] = {
+        "stride": layer.stride,
+        "padding": layer.padding,
+        "dilation": layer.dilation,
+    }
+    output = gpsa_reference(
+        x, locality_strength=layer.locality_strength, **parameters, **geometry
+    )
     return output.reshape(len(x), layer.out_channels, -(-x.shape[2] // 2), x.shape[3])
 
 
@@ -47,8 +55,12 @@ def _terms(layer: GPSA, x: Tensor) -> Tensor:
         "position": attention.position,
         "gate": attention.gate,
     }
-    upstream = x.new_zeros(*attention.query.shape[:3], x.shape[1])  # only the terms of the output are used
-    mixed = terms(tensors, attention.y, attention.x, upstream, sizes=(sizes.query, sizes.key))
+    upstream = x.new_zeros(
+        *attention.query.shape[:3], x.shape[1]
+    )  # only the terms of the output are used
+    mixed = terms(
+        tensors, attention.y, attention.x, upstream, sizes=(sizes.query, sizes.key)
+    )
     return absolute.combine(mixed["output"], attention)
 
 
@@ -58,7 +70,14 @@ def test_output(dtype: torch.dtype, seed: int) -> None:
     narrow, x = _layer().to(dtype), random(2, 3, 7, 11, seed=seed, dtype=dtype)
     output, rounded = narrow(x), copy.deepcopy(narrow).double()
     assert output.dtype == dtype
-    assert_rounding(output, _reference(rounded, x.double()), _terms(rounded, x.double()), 0.25, dtype, "output")
+    assert_rounding(
+        output,
+        _reference(rounded, x.double()),
+        _terms(rounded, x.double()),
+        0.25,
+        dtype,
+        "output",
+    )
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -69,16 +88,27 @@ def test_gradients_in_half(dtype: torch.dtype) -> None:
     narrow(x).float().square().mean().backward()
     _reference(rounded, x.double()).square().mean().backward()
     for name, parameter in narrow.named_parameters():
-        assert relative_error(parameter.grad, rounded.get_parameter(name).grad) < 32 * torch.finfo(dtype).eps, name
+        assert (
+            relative_error(parameter.grad, rounded.get_parameter(name).grad)
+            < 32 * torch.finfo(dtype).eps
+        ), name
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_half_positions_reach_across_large_maps(dtype: torch.dtype) -> None:
     """Squared distances overflow float16 at 256 pixels and lose whole pixels in bfloat16."""
-    layer = GPSA(1, 1, (1, 3), padding=(0, 1), locality_strength=20.0, gating=20.0, dtype=dtype)
-    x, weight, bias = random(1, 1, 1, 521).to(dtype), layer.weight.double(), layer.bias.double()
+    layer = GPSA(
+        1, 1, (1, 3), padding=(0, 1), locality_strength=20.0, gating=20.0, dtype=dtype
+    )
+    x, weight, bias = (
+        random(1, 1, 1, 521).to(dtype),
+        layer.weight.double(),
+        layer.bias.double(),
+    )
     exact = torch.nn.functional.conv2d(x.double(), weight, bias, padding=(0, 1))
-    bound = torch.nn.functional.conv2d(x.double().abs(), weight.abs(), bias.abs(), padding=(0, 1))
+    bound = torch.nn.functional.conv2d(
+        x.double().abs(), weight.abs(), bias.abs(), padding=(0, 1)
+    )
     assert_rounding(layer(x), exact, bound, 4, dtype, "output")
 
 
@@ -87,7 +117,10 @@ def test_autocast_forward_and_backward() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(x)
     assert output.dtype == torch.bfloat16
-    exact, bound = (function(copy.deepcopy(layer).double(), x.double()) for function in (_reference, _terms))
+    exact, bound = (
+        function(copy.deepcopy(layer).double(), x.double())
+        for function in (_reference, _terms)
+    )
     assert_rounding(output, exact, bound, 0.25, torch.bfloat16, "output")
     output.float().square().mean().backward()
     for name, parameter in layer.named_parameters():

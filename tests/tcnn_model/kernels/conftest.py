@@ -11,10 +11,17 @@ def _interpreter() -> None:
     """Fail, rather than skip, if the kernels could not run: tests that silently did not run would prove nothing."""
     if not torch.cuda.is_available():
         triton = pytest.importorskip("triton", reason="no Triton on this platform")
-        if not triton.knobs.runtime.interpret or type(triton.language.sum).__name__ == "JITFunction":
-            pytest.fail("Triton was imported before TRITON_INTERPRET=1 was set, see tests/conftest.py")
+        if (
+            not triton.knobs.runtime.interpret
+            or type(triton.language.sum).__name__ == "JITFunction"
+        ):
+            pytest.fail(
+                "Triton was imported before TRITON_INTERPRET=1 was set, see tests/conftest.py"
+            )
         if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-            pytest.skip("before Triton 3.7 its interpreter lacks float64 products, or loops with NumPy 2.4")
+            pytest.skip(
+                "before Triton 3.7 its interpreter lacks float64 products, or loops with NumPy 2.4"
+            )
 
 
 @pytest.fixture
@@ -32,4 +39,8 @@ def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from tcnn_model.kernels import launch
 
     empty = launch.empty
-    monkeypatch.setattr(launch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+    monkeypatch.setattr(
+        launch,
+        "empty",
+        lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")),
+    )

@@ -11,16 +11,24 @@ from tests.tcnn_model.dense import EXTREMES, NAMES, Case, assert_as_the_equation
 
 CASES = {
     "padded": Case(Axis(3, 1, 1, 3), Axis(7, 1, 1, 3), 2, 7, 33, batch=2),
-    "strided": Case(Axis(7, 2, "same", 3), Axis(5, 1, "same", 2), 2, 17, 5, shared=False),
+    "strided": Case(
+        Axis(7, 2, "same", 3), Axis(5, 1, "same", 2), 2, 17, 5, shared=False
+    ),
     "unpadded": Case(Axis(7, 1, 0, 3), Axis(5, 1, 0, 3), 2, 1, 1),
     "rows of whole 16 bytes": Case(Axis(3, 1, 1, 3), Axis(5, 1, 1, 3), 1, 8, 16),
 }
-NARROW = [("strided", torch.float32), ("rows of whole 16 bytes", torch.bfloat16), ("unpadded", torch.float16)]
+NARROW = [
+    ("strided", torch.float32),
+    ("rows of whole 16 bytes", torch.bfloat16),
+    ("unpadded", torch.float16),
+]
 on_kernels = partial(gpsa, backend="triton")
 
 
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
-@pytest.mark.parametrize(("name", "dtype"), [(name, torch.float64) for name in CASES] + NARROW, ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, torch.float64) for name in CASES] + NARROW, ids=str
+)
 def test_equations(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     assert_as_the_equations(on_kernels, case.inputs(dtype), case.y, case.x)

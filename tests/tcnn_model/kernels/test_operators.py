@@ -39,9 +39,14 @@ def test_any_strides() -> None:
         memory = tensor.new_empty(*tensor.mT.shape[:-1], 2 * tensor.shape[-2] + 1)
         return memory[..., 1::2].mT.copy_(tensor.detach()).requires_grad_()
 
-    strided = {**tensors, **{name: restrided(tensors[name]) for name in ("query", "key", "values")}}
+    strided = {
+        **tensors,
+        **{name: restrided(tensors[name]) for name in ("query", "key", "values")},
+    }
     assert not strided["query"].is_contiguous()
-    for name, gradient in gradients(run(strided, case), strided, _upstream(output)).items():
+    for name, gradient in gradients(
+        run(strided, case), strided, _upstream(output)
+    ).items():
         assert torch.equal(gradient, expected[name]), name
 
 
@@ -73,14 +78,28 @@ def test_only_the_required_gradients_are_computed(
         monkeypatch.setattr(backward, kernel, None)
     inputs = {key: tensor.detach() for key, tensor in tensors.items()}
     leaf = inputs[name].requires_grad_()
-    assert torch.equal(torch.autograd.grad(run(inputs), leaf, _upstream(output))[0], expected)
+    assert torch.equal(
+        torch.autograd.grad(run(inputs), leaf, _upstream(output))[0], expected
+    )
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of opcheck's own
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # of opcheck's own
 def test_opcheck() -> None:
-    arguments = (*CASE.inputs(torch.float32).values(), list(Line.of(CASE.y)), list(Line.of(CASE.x)))
-    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]  # the rest is compiled below
-    results = torch.library.opcheck(torch.ops.tcnn_model.gated_attention_statistics, arguments, test_utils=tests)
+    arguments = (
+        *CASE.inputs(torch.float32).values(),
+        list(Line.of(CASE.y)),
+        list(Line.of(CASE.x)),
+    )
+    tests = [
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+    ]  # the rest is compiled below
+    results = torch.library.opcheck(
+        torch.ops.tcnn_model.gated_attention_statistics, arguments, test_utils=tests
+    )
     assert set(results.values()) == {"SUCCESS"}
 
 
@@ -91,7 +110,9 @@ def test_compiles_without_graph_breaks() -> None:
     torch.compiler.reset()
     tensors = CASE.inputs(torch.float32)
     output, statistics = function(**tensors)
-    compiled, compiled_statistics = torch.compile(function, backend="aot_eager", fullgraph=True)(**tensors)
+    compiled, compiled_statistics = torch.compile(
+        function, backend="aot_eager", fullgraph=True
+    )(**tensors)
     assert torch.equal(compiled, output)
     assert torch.equal(output, run(tensors))  # without statistics
     assert torch.equal(compiled_statistics.entropy, statistics.entropy)
@@ -102,8 +123,13 @@ def test_compiles_without_graph_breaks() -> None:
 
 def test_second_derivatives_are_refused() -> None:
     tensors = CASE.inputs()
-    (gradient,) = torch.autograd.grad(run(tensors).sum(), tensors["query"], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated once; for second derivatives use backend='dense'"):
+    (gradient,) = torch.autograd.grad(
+        run(tensors).sum(), tensors["query"], create_graph=True
+    )
+    with pytest.raises(
+        RuntimeError,
+        match="differentiated once; for second derivatives use backend='dense'",
+    ):
         gradient.sum().backward()
 
 
@@ -123,5 +149,8 @@ def test_devices_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     assert not kernels.available(torch.device("cuda"))
     layer = GPSA(2, 3, 3, padding=1, backend="triton")
-    with pytest.raises(ValueError, match="backend='triton' needs Triton and a CUDA device; the tensors are on cpu"):
+    with pytest.raises(
+        ValueError,
+        match="backend='triton' needs Triton and a CUDA device; the tensors are on cpu",
+    ):
         layer(torch.zeros(1, 2, 5, 7))

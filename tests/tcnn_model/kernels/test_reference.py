@@ -11,7 +11,9 @@ from tests.tcnn_model.helpers import assert_rounding, random
 
 CASES = {
     "padded": Case(Axis(3, 1, 1, 3), Axis(7, 2, 1, 3), 2, 3, 5, batch=2),
-    "strided": Case(Axis(7, 2, "same", 3), Axis(3, 2, "same", 3), 3, 7, 3, shared=False),
+    "strided": Case(
+        Axis(7, 2, "same", 3), Axis(3, 2, "same", 3), 3, 7, 3, shared=False
+    ),
     "unpadded": Case(Axis(2, 1, 0, 1), Axis(5, 1, 0, 3), 2, 1, 1),
 }
 pytestmark = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -23,20 +25,40 @@ def test_against_the_papers_equations(case: Case) -> None:
     tensors = case.inputs()
     exact = apply(tensors, case.y, case.x)
     upstream = random(*exact.shape, seed=7).to(DEVICE)
-    expected = {**gradients(exact, tensors, upstream), **measure(tensors, case.y, case.x), "output": exact}
+    expected = {
+        **gradients(exact, tensors, upstream),
+        **measure(tensors, case.y, case.x),
+        "output": exact,
+    }
     q, k, v, position, gate = (tensor.detach() for tensor in tensors.values())
 
     table = reference.positional_table(position, grid, torch.float64)
     normaliser, content_entropy = reference.content_normaliser(q, k, statistics=True)
-    out, statistics = reference.mix(q, k, v, normaliser, gate, table, grid, statistics=True)
+    out, statistics = reference.mix(
+        q, k, v, normaliser, gate, table, grid, statistics=True
+    )
     assert statistics is not None
     assert content_entropy is not None
     entropy, distance, received = statistics
-    results = {"output": out, "entropy": entropy, "attention_distance": distance, "received": received}
-    dq, dposition, dgate, mean = reference.backward_queries(q, k, v, normaliser, gate, table, grid, upstream)
-    results |= {"content_entropy": content_entropy, "query": dq, "position": dposition, "gate": dgate}
+    results = {
+        "output": out,
+        "entropy": entropy,
+        "attention_distance": distance,
+        "received": received,
+    }
+    dq, dposition, dgate, mean = reference.backward_queries(
+        q, k, v, normaliser, gate, table, grid, upstream
+    )
+    results |= {
+        "content_entropy": content_entropy,
+        "query": dq,
+        "position": dposition,
+        "gate": dgate,
+    }
     results["key"] = reference.backward_keys(q, k, v, normaliser, gate, upstream, mean)
-    results["values"] = reference.backward_values(q, k, v, normaliser, gate, table, grid, upstream)
+    results["values"] = reference.backward_values(
+        q, k, v, normaliser, gate, table, grid, upstream
+    )
     bounds = terms(tensors, case.y, case.x, upstream)
     for name, actual in results.items():
         assert_rounding(actual, expected[name], bounds[name], 8, torch.float64, name)
@@ -70,4 +92,6 @@ def test_against_the_kernels(case: Case) -> None:
         for actual, expected in zip(results, expected_results, strict=True):
             if expected is not None:
                 largest = float(expected.abs().max())
-                torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10 * largest, msg=name)
+                torch.testing.assert_close(
+                    actual, expected, rtol=0, atol=1e-10 * largest, msg=name
+                )

@@ -33,23 +33,31 @@ def test_sizes_as_published(name: str, millions: float, billions: float) -> None
         model = timm.create_model(f"patchconvnet_{name}").eval()
         with FlopCounterMode(display=False) as counter:
             model(torch.empty(1, 3, 224, 224))
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.051)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
+        millions, abs=0.051
+    )
     assert counter.get_total_flops() / 2e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_names_in_the_registry() -> None:
     sizes = ("s20", "s36", "s60", "s120", "b36", "b60", "b120", "l60", "l120")
-    assert set(timm.list_models("patchconvnet_*")) == {f"patchconvnet_{s}{k}" for s in sizes for k in ("", "_multi")}
+    assert set(timm.list_models("patchconvnet_*")) == {
+        f"patchconvnet_{s}{k}" for s in sizes for k in ("", "_multi")
+    }
     with torch.device("meta"):
         for size, width in (("s20", 384), ("b36", 768), ("l60", 1024)):
             model = timm.create_model(f"patchconvnet_{size}")
             assert (model.embed_dim, len(model.blocks)) == (width, int(size[1:]))
 
 
-@pytest.mark.parametrize(("name", "scale"), [("s60", 1e-4), ("s120", 1e-6), ("b36", 1e-6), ("l60", 1e-6)])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("s60", 1e-4), ("s120", 1e-6), ("b36", 1e-6), ("l60", 1e-6)]
+)
 def test_initial_layer_scales(name: str, scale: float) -> None:
     model = timm.create_model(f"patchconvnet_{name}", embed_dim=8, depth=2)
-    gammas = [parameter for name, parameter in model.named_parameters() if "gamma" in name]
+    gammas = [
+        parameter for name, parameter in model.named_parameters() if "gamma" in name
+    ]
     assert len(gammas) == 2 + 2
     assert {round(value, 9) for gamma in gammas for value in gamma.tolist()} == {scale}
 
@@ -72,7 +80,11 @@ def test_a_patch_is_centred_at_its_cells_first_pixel() -> None:
     """Its four convolutions of 3 x 3, stride 2 and padding 1 see 15 pixels to either side of pixel 16 i."""
     model = _small(depth=0).double()
     image = torch.randn(1, 3, 80, 112, dtype=torch.float64, requires_grad=True)
-    gradient = torch.autograd.grad(model.stem(image)[0, :, 2, 3].sum(), image)[0].abs().sum((0, 1))
+    gradient = (
+        torch.autograd.grad(model.stem(image)[0, :, 2, 3].sum(), image)[0]
+        .abs()
+        .sum((0, 1))
+    )
     rows, columns = (gradient.sum(dim).nonzero()[:, 0].tolist() for dim in (1, 0))
     assert (rows[0], rows[-1]) == (16 * 2 - 15, 16 * 2 + 15)
     assert (columns[0], columns[-1]) == (16 * 3 - 15, 16 * 3 + 15)
@@ -91,7 +103,10 @@ def test_transposed_image_of_a_transposed_network() -> None:
 def test_norms_of_the_trunk() -> None:
     batch = _small(norm_layer="batchnorm2d")
     assert all(isinstance(block.norm, nn.BatchNorm2d) for block in batch.blocks)
-    assert all(isinstance(block.norm, nn.LayerNorm) and block.norm.eps == 1e-6 for block in _small().blocks)
+    assert all(
+        isinstance(block.norm, nn.LayerNorm) and block.norm.eps == 1e-6
+        for block in _small().blocks
+    )
     assert isinstance(batch.pool.norm, nn.LayerNorm)
     before = batch.blocks[0].norm.running_mean.clone()
     batch.train()(torch.randn(3, 3, 48, 80)).sum().backward()
@@ -117,8 +132,12 @@ def test_intermediates_are_those_of_a_loop() -> None:
     assert torch.equal(features, y)
     assert all(torch.equal(a, b) for a, b in zip(intermediates, expected, strict=True))
     assert len(model.forward_intermediates(x, indices=2, intermediates_only=True)) == 2
-    model.blocks[2].register_forward_pre_hook(lambda *_: pytest.fail("the last block ran"))
-    (second,) = model.forward_intermediates(x, indices=[1], stop_early=True, intermediates_only=True)
+    model.blocks[2].register_forward_pre_hook(
+        lambda *_: pytest.fail("the last block ran")
+    )
+    (second,) = model.forward_intermediates(
+        x, indices=[1], stop_early=True, intermediates_only=True
+    )
     assert torch.equal(second, expected[1])
     with pytest.raises(ValueError, match="expected output_fmt='NCHW', got 'NLC'"):
         model.forward_intermediates(x, output_fmt="NLC")
@@ -130,8 +149,13 @@ def test_features_only(kind: str) -> None:
     x = torch.randn(2, 3, 48, 80)
     last = timm.create_model(kind, features_only=True, embed_dim=D, depth=DEPTH)
     assert [tuple(y.shape) for y in last(x)] == [(2, D, 3, 5)]
-    extractor = timm.create_model(kind, features_only=True, out_indices=(0, 1), embed_dim=D, depth=DEPTH)
-    assert (extractor.feature_info.channels(), extractor.feature_info.reduction()) == ([D, D], [16, 16])
+    extractor = timm.create_model(
+        kind, features_only=True, out_indices=(0, 1), embed_dim=D, depth=DEPTH
+    )
+    assert (extractor.feature_info.channels(), extractor.feature_info.reduction()) == (
+        [D, D],
+        [16, 16],
+    )
     assert [tuple(y.shape) for y in extractor(x)] == [(2, D, 3, 5)] * 2
     names = dict(extractor.named_modules())
     assert "model.blocks.1" in names
@@ -165,7 +189,11 @@ def test_checkpointed_gradients_are_the_same(kind: str) -> None:
 @torch.no_grad()
 def test_reset_of_the_classifier(kind: str) -> None:
     model, x = _small(kind), torch.randn(2, 3, 48, 80)
-    pooled, pool, block = model.forward_head(model.forward_features(x), pre_logits=True), model.pool, model.pool.block
+    pooled, pool, block = (
+        model.forward_head(model.forward_features(x), pre_logits=True),
+        model.pool,
+        model.pool.block,
+    )
     model.reset_classifier(0)
     assert torch.equal(model(x), pooled)
     model.reset_classifier(7)
@@ -183,10 +211,16 @@ def test_reset_of_the_classifier(kind: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"embed_dim": 12}, "expected a width that is a multiple of 8, got embed_dim=12"),
+        (
+            {"embed_dim": 12},
+            "expected a width that is a multiple of 8, got embed_dim=12",
+        ),
         ({"global_pool": "avg"}, "expected global_pool='attn' or '', got 'avg'"),
         ({"global_pool": ""}, "has no classifier: expected num_classes=0, got 5"),
-        ({"per_class": True, "num_classes": 0}, "tokens for each class need classes and a pool, got num_classes=0"),
+        (
+            {"per_class": True, "num_classes": 0},
+            "tokens for each class need classes and a pool, got num_classes=0",
+        ),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], message: str) -> None:
@@ -197,7 +231,10 @@ def test_arguments_that_cannot_be(options: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(("classes", "pool"), [(3, ""), (3, "avg"), (0, "max")])
 def test_reset_that_cannot_be(classes: int, pool: str) -> None:
     model = _small()
-    with pytest.raises(ValueError, match=f"cannot have {classes} classes with global_pool='{pool}', from 'attn'"):
+    with pytest.raises(
+        ValueError,
+        match=f"cannot have {classes} classes with global_pool='{pool}', from 'attn'",
+    ):
         model.reset_classifier(classes, pool)
     assert model(torch.randn(1, 3, 48, 32)).shape == (1, K)
 
@@ -205,8 +242,15 @@ def test_reset_that_cannot_be(classes: int, pool: str) -> None:
 def test_groups_for_training() -> None:
     model = _small(KINDS[1])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for groups in (parameter_groups(model), create_optimizer_v2(model, weight_decay=0.1).param_groups):
-        decay = {names[id(parameter)]: group["weight_decay"] for group in groups for parameter in group["params"]}
+    for groups in (
+        parameter_groups(model),
+        create_optimizer_v2(model, weight_decay=0.1).param_groups,
+    ):
+        decay = {
+            names[id(parameter)]: group["weight_decay"]
+            for group in groups
+            for parameter in group["params"]
+        }
         assert decay["pool.cls_token"] == 0 < decay["pool.block.attn.q.weight"]
     scales = {
         names[id(parameter)]: group["lr_scale"]
@@ -214,12 +258,17 @@ def test_groups_for_training() -> None:
         for parameter in group["params"]
     }
     blocks = [f"blocks.{i}.conv1.weight" for i in range(DEPTH)]
-    order = [scales[name] for name in ("stem.0.weight", *blocks, "pool.cls_token", "head.weight")]
+    order = [
+        scales[name]
+        for name in ("stem.0.weight", *blocks, "pool.cls_token", "head.weight")
+    ]
     assert order == [0.5**n for n in (4, 3, 2, 1, 1, 0)]  # the pool with the last block
 
 
 def test_exports_with_any_batch() -> None:
     model, x = _small(KINDS[1]), torch.randn(2, 3, 32, 48)
-    program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2, max=64)}})
+    program = torch.export.export(
+        model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2, max=64)}}
+    )
     larger = torch.randn(3, 3, 32, 48)
     assert_same(program.module()(larger), model(larger))

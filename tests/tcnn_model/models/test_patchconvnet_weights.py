@@ -42,7 +42,9 @@ def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...
     layers = {f"{token}.norm1": (D,), f"{token}.norm2": (D,), "norm": (D,)}
     layers |= {f"{token}.attn.{part}": (D, D) for part in ("q", "k", "v", "proj")}
     layers |= {f"{token}.mlp.fc1": (3 * D, D), f"{token}.mlp.fc2": (D, 3 * D)}
-    layers |= {f"head.{k}": (1, D) for k in range(classes)} if classes else {"head": (K, D)}
+    layers |= (
+        {f"head.{k}": (1, D) for k in range(classes)} if classes else {"head": (K, D)}
+    )
     for name, shape in layers.items():
         yield f"{name}.weight", shape
         yield f"{name}.bias", shape[:1]
@@ -50,7 +52,10 @@ def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...
 
 def _published(classes: int | None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return {name: 0.4 * torch.randn(shape, generator=generator) for name, shape in _published_shapes(classes)}
+    return {
+        name: 0.4 * torch.randn(shape, generator=generator)
+        for name, shape in _published_shapes(classes)
+    }
 
 
 def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -63,14 +68,21 @@ def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
         return F.layer_norm(y, (D,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-6)
 
     for i in range(4):
-        x = F.conv2d(F.gelu(x) if i else x, w[f"patch_embed.proj.{2 * i}.0.weight"], stride=2, padding=1)
+        x = F.conv2d(
+            F.gelu(x) if i else x,
+            w[f"patch_embed.proj.{2 * i}.0.weight"],
+            stride=2,
+            padding=1,
+        )
     grid = x.shape[2:]
     x = x.flatten(2).transpose(1, 2)
     for i in range(DEPTH):
         p = f"blocks.{i}.attn.qkv_pos"
         y = F.gelu(linear(f"{p}.0", norm(f"blocks.{i}.norm1", x)))
         image = y.transpose(1, 2).unflatten(2, grid)
-        image = F.conv2d(image, w[f"{p}.2.weight"], w[f"{p}.2.bias"], padding=1, groups=D)
+        image = F.conv2d(
+            image, w[f"{p}.2.weight"], w[f"{p}.2.bias"], padding=1, groups=D
+        )
         y = F.gelu(image.flatten(2).transpose(1, 2))
         squeezed = linear(f"{p}.4.conv_reduce", y.mean(1)).relu()
         y = y * linear(f"{p}.4.conv_expand", squeezed).sigmoid()[:, None]
@@ -79,24 +91,34 @@ def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
     single = tokens.shape[1] == 1
     query = linear(f"{p}.attn.q", norm(f"{p}.norm1", tokens))
     keys = norm(f"{p}.norm1", torch.cat([tokens, x], 1) if single else x)
-    attention = (query @ linear(f"{p}.attn.k", keys).transpose(1, 2) / D**0.5).softmax(-1)
-    tokens = tokens + w[f"{p}.gamma_1"] * linear(f"{p}.attn.proj", attention @ linear(f"{p}.attn.v", keys))
+    attention = (query @ linear(f"{p}.attn.k", keys).transpose(1, 2) / D**0.5).softmax(
+        -1
+    )
+    tokens = tokens + w[f"{p}.gamma_1"] * linear(
+        f"{p}.attn.proj", attention @ linear(f"{p}.attn.v", keys)
+    )
     hidden = F.gelu(linear(f"{p}.mlp.fc1", norm(f"{p}.norm2", tokens)))
     tokens = norm("norm", tokens + w[f"{p}.gamma_2"] * linear(f"{p}.mlp.fc2", hidden))
     if single:
         return linear("head", tokens[:, 0])
-    return torch.cat([linear(f"head.{k}", tokens[:, k]) for k in range(tokens.shape[1])], 1)
+    return torch.cat(
+        [linear(f"head.{k}", tokens[:, k]) for k in range(tokens.shape[1])], 1
+    )
 
 
 def _load(kind: str, weights: dict[str, Tensor], path: Path, **options: Any) -> Any:
     torch.save({"model": weights}, path / "weights.pth")
     overlay = {"file": str(path / "weights.pth"), "num_classes": K}
-    return timm.create_model(kind, pretrained=True, pretrained_cfg_overlay=overlay, **SMALL | options).eval()
+    return timm.create_model(
+        kind, pretrained=True, pretrained_cfg_overlay=overlay, **SMALL | options
+    ).eval()
 
 
 @pytest.mark.parametrize(("kind", "classes"), [(KINDS[0], None), (KINDS[1], K)])
 @torch.no_grad()
-def test_published_weights_give_the_published_function(kind: str, classes: int | None, tmp_path: Path) -> None:
+def test_published_weights_give_the_published_function(
+    kind: str, classes: int | None, tmp_path: Path
+) -> None:
     weights, x = _published(classes), random(2, 3, 48, 80, dtype=torch.float32)
     model = _load(kind, weights, tmp_path)
     assert_same(model(x), _original(weights, x))
@@ -111,11 +133,15 @@ def test_a_published_single_token_starts_a_token_a_class(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("classes", [None, K])
 @torch.no_grad()
-def test_published_weights_for_other_classes(classes: int | None, tmp_path: Path) -> None:
+def test_published_weights_for_other_classes(
+    classes: int | None, tmp_path: Path
+) -> None:
     weights = _published(classes)
     model = _load(KINDS[1], weights, tmp_path, num_classes=3)
     assert model(torch.randn(2, 3, 48, 80)).shape == (2, 3)
-    assert torch.equal(model.blocks[1].conv1.weight, weights["blocks.1.attn.qkv_pos.0.weight"])
+    assert torch.equal(
+        model.blocks[1].conv1.weight, weights["blocks.1.attn.qkv_pos.0.weight"]
+    )
     if classes is None:
         assert torch.equal(model.pool.cls_token, weights["cls_token"].expand(1, 3, D))
 
@@ -127,12 +153,19 @@ def test_published_weights_without_a_classifier(tmp_path: Path) -> None:
     features = model.forward_features(x)
     headless = _load(KINDS[0], weights, tmp_path, num_classes=0)
     assert torch.equal(headless(x), model.forward_head(features, pre_logits=True))
-    assert torch.equal(_load(KINDS[0], weights, tmp_path, num_classes=0, global_pool="")(x), features)
-    assert torch.equal(_load(KINDS[0], weights, tmp_path, features_only=True)(x)[0], features)
+    assert torch.equal(
+        _load(KINDS[0], weights, tmp_path, num_classes=0, global_pool="")(x), features
+    )
+    assert torch.equal(
+        _load(KINDS[0], weights, tmp_path, features_only=True)(x)[0], features
+    )
 
 
 def test_own_weights_load_as_they_are(tmp_path: Path) -> None:
     model = timm.create_model(KINDS[1], **SMALL)
     loaded = _load(KINDS[1], model.state_dict(), tmp_path)
     assert isinstance(loaded, PatchConvNet)
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[name])
+        for name, value in loaded.state_dict().items()
+    )

@@ -9,7 +9,13 @@ import torch
 from timm.models import get_pretrained_cfg
 
 from tcnn_model import gpsa_layers, reparameterize
-from tests.tcnn_model.helpers import CONVOLUTIONAL, assert_same, on_meta, random, randomise_norms
+from tests.tcnn_model.helpers import (
+    CONVOLUTIONAL,
+    assert_same,
+    on_meta,
+    random,
+    randomise_norms,
+)
 
 NAMES = {
     *(f"t_resnetrs{depth}" for depth in (50, 101, 152, 200, 270, 350)),
@@ -28,7 +34,9 @@ def test_model_is_its_cnn_converted(name: str) -> None:
     short = {"layers": (1, 1, 1, 2)}
     tcnn = on_meta(name, **short)
     expected = reparameterize(on_meta(name.removeprefix("t_"), **short), inplace=True)
-    assert {k: v.shape for k, v in tcnn.state_dict().items()} == {k: v.shape for k, v in expected.state_dict().items()}
+    assert {k: v.shape for k, v in tcnn.state_dict().items()} == {
+        k: v.shape for k, v in expected.state_dict().items()
+    }
     assert all(layer.stride == (1, 1) for layer in gpsa_layers(tcnn).values())
 
 
@@ -39,7 +47,9 @@ def test_model_is_its_cnn_converted(name: str) -> None:
 def test_parameters_as_published(name: str, millions: float, layers: int) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
+        millions, abs=0.1
+    )
     assert len(gpsa_layers(model)) == layers
 
 
@@ -48,7 +58,9 @@ def test_arguments_of_both() -> None:
     arguments = {"num_classes": 3, "in_chans": 1, **SMALL}
     cnn = randomise_norms(timm.create_model("resnet50", **arguments)).eval()
     options = {"stride": "keep", "qk_dim": 5, "backend": "dense"}
-    tcnn = timm.create_model("t_resnet50", **options, **CONVOLUTIONAL, **arguments).eval()
+    tcnn = timm.create_model(
+        "t_resnet50", **options, **CONVOLUTIONAL, **arguments
+    ).eval()
     assert {layer.backend for layer in gpsa_layers(tcnn).values()} == {"dense"}
     assert tcnn.load_state_dict(cnn.state_dict(), strict=False).unexpected_keys == []
     assert {layer.qk_dim for layer in gpsa_layers(tcnn).values()} == {5}
@@ -60,21 +72,30 @@ def test_arguments_of_both() -> None:
 def test_pretrained_weights_are_those_of_the_cnn(tmp_path: Path) -> None:
     cnn = randomise_norms(timm.create_model("resnet50", **SMALL))
     torch.save(cnn.state_dict(), tmp_path / "cnn.pth")
-    pretrained: Any = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(tmp_path / "cnn.pth")}, **SMALL}
+    pretrained: Any = {
+        "pretrained": True,
+        "pretrained_cfg_overlay": {"file": str(tmp_path / "cnn.pth")},
+        **SMALL,
+    }
     tcnn = timm.create_model("t_resnet50", **pretrained)
     assert list(gpsa_layers(tcnn)) == ["layer4.0.conv2", "layer4.1.conv2"]
     for name, value in cnn.state_dict().items():
         assert torch.equal(tcnn.state_dict()[name], value), name
     smaller = timm.create_model("t_resnet50", num_classes=3, **pretrained)
     assert smaller.get_classifier().out_features == 3
-    assert torch.equal(smaller.get_parameter("layer4.1.conv2.weight"), cnn.get_parameter("layer4.1.conv2.weight"))
+    assert torch.equal(
+        smaller.get_parameter("layer4.1.conv2.weight"),
+        cnn.get_parameter("layer4.1.conv2.weight"),
+    )
 
 
 def test_tags_point_at_the_weights_of_the_cnn() -> None:
     for name in sorted(NAMES):
         base = name.removeprefix("t_")
         tags = timm.list_models(f"{base}.*", pretrained=True)
-        assert {f"t_{tag}" for tag in tags} == set(timm.list_models(f"{name}.*", pretrained=True))
+        assert {f"t_{tag}" for tag in tags} == set(
+            timm.list_models(f"{name}.*", pretrained=True)
+        )
         for tag in tags:
             config, expected = get_pretrained_cfg(f"t_{tag}"), get_pretrained_cfg(tag)
             for key in ("hf_hub_id", "url", "input_size", "mean", "std", "crop_pct"):
@@ -89,14 +110,21 @@ def test_configuration_of_a_model() -> None:
     assert tcnn.pretrained_cfg["tag"] == "a1_in1k"
     assert tcnn.default_cfg is tcnn.pretrained_cfg
     assert timm.data.resolve_model_data_config(tcnn)["input_size"] == (3, 224, 224)
-    assert get_pretrained_cfg("resnet50.a1_in1k").architecture == "resnet50"  # not ours to change
+    assert (
+        get_pretrained_cfg("resnet50.a1_in1k").architecture == "resnet50"
+    )  # not ours to change
 
 
 @torch.no_grad()
 def test_as_a_feature_extractor() -> None:
-    model = timm.create_model("t_resnet50", features_only=True, out_indices=(3, 4), **SMALL)
+    model = timm.create_model(
+        "t_resnet50", features_only=True, out_indices=(3, 4), **SMALL
+    )
     assert model.feature_info.reduction() == [16, 16]
-    assert [tuple(f.shape) for f in model(torch.zeros(1, 3, 64, 96))] == [(1, 64, 4, 6), (1, 64, 4, 6)]
+    assert [tuple(f.shape) for f in model(torch.zeros(1, 3, 64, 96))] == [
+        (1, 64, 4, 6),
+        (1, 64, 4, 6),
+    ]
 
 
 def test_only_the_last_stage_also_where_others_share_its_resolution() -> None:

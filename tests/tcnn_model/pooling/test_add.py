@@ -11,10 +11,29 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tcnn_model import AttentionPool2d, add_attention_pool, parameter_groups, reparameterize, specialize
+from tcnn_model import (
+    AttentionPool2d,
+    add_attention_pool,
+    parameter_groups,
+    reparameterize,
+    specialize,
+)
 from tcnn_model.pooling.attention_pool import ClassScores, PatchAttention
-from tests.tcnn_model.helpers import assert_same, on_meta, random, saved_and_loaded, snapshot
-from tests.tcnn_model.tiny_models import CLASSES, POOL_SIZE, Plain, pooled_cnn, tiny_cnn, tiny_tcnn
+from tests.tcnn_model.helpers import (
+    assert_same,
+    on_meta,
+    random,
+    saved_and_loaded,
+    snapshot,
+)
+from tests.tcnn_model.tiny_models import (
+    CLASSES,
+    POOL_SIZE,
+    Plain,
+    pooled_cnn,
+    tiny_cnn,
+    tiny_tcnn,
+)
 
 
 def _images(batch: int = 2) -> torch.Tensor:
@@ -27,9 +46,16 @@ def test_old_weights_and_the_new_function() -> None:
     before = snapshot(cnn)
     pooled = pooled_cnn(cnn)
     assert snapshot(cnn) == before
-    new = {name for name in pooled.state_dict() if name.startswith("global_pool.attention.")}
+    new = {
+        name
+        for name in pooled.state_dict()
+        if name.startswith("global_pool.attention.")
+    }
     assert set(pooled.state_dict()) == set(cnn.state_dict()) | new
-    assert all(torch.equal(pooled.state_dict()[name], value) for name, value in cnn.state_dict().items())
+    assert all(
+        torch.equal(pooled.state_dict()[name], value)
+        for name, value in cnn.state_dict().items()
+    )
     features = pooled.forward_features(x)
     assert torch.equal(features, cnn.forward_features(x))
     expected = pooled.global_pool.attention(features)
@@ -41,7 +67,10 @@ def test_in_place_or_not() -> None:
     cnn = tiny_cnn()
     weights = dict(cnn.named_parameters())
     assert add_attention_pool(cnn, input_size=POOL_SIZE) is not cnn
-    assert add_attention_pool(cnn, input_size=POOL_SIZE, per_class=True, inplace=True) is cnn
+    assert (
+        add_attention_pool(cnn, input_size=POOL_SIZE, per_class=True, inplace=True)
+        is cnn
+    )
     after = dict(cnn.named_parameters())
     assert all(after[name] is parameter for name, parameter in weights.items())
 
@@ -52,8 +81,14 @@ def test_modes_dtype_and_class() -> None:
     for per_class, training_pool in itertools.product((False, True), (False, True)):
         cnn.get_submodule("global_pool").train(training_pool)
         pooled = add_attention_pool(cnn, input_size=POOL_SIZE, per_class=per_class)
-        assert {module.training for module in pooled.get_submodule("global_pool").modules()} == {training_pool}
-        modes = {name: module.training for name, module in cnn.named_modules() if "global_pool" not in name}
+        assert {
+            module.training for module in pooled.get_submodule("global_pool").modules()
+        } == {training_pool}
+        modes = {
+            name: module.training
+            for name, module in cnn.named_modules()
+            if "global_pool" not in name
+        }
         assert {name: pooled.get_submodule(name).training for name in modes} == modes
         assert {p.dtype for p in pooled.parameters()} == {torch.bfloat16}
         assert isinstance(pooled, type(cnn))
@@ -89,7 +124,11 @@ def test_gflops_of_the_papers_resnet() -> None:
 @torch.no_grad()
 def test_copies_keep_the_interface(per_class: bool) -> None:
     pooled, x = pooled_cnn(per_class=per_class), _images()
-    for duplicate in (copy.deepcopy(pooled), pickle.loads(pickle.dumps(pooled)), saved_and_loaded(pooled)):
+    for duplicate in (
+        copy.deepcopy(pooled),
+        pickle.loads(pickle.dumps(pooled)),
+        saved_and_loaded(pooled),
+    ):
         assert type(duplicate) is type(pooled)
         assert torch.equal(duplicate(x), pooled(x))
         duplicate.reset_classifier(4)
@@ -154,7 +193,9 @@ def test_reset_to_another_pool_gives_timms_model_back(per_class: bool) -> None:
         expected.reset_classifier(classes, pool)
         assert type(pooled) is type(cnn)
         assert sorted(vars(pooled)) == sorted(vars(expected))
-        assert [name for name, _ in pooled.named_modules()] == [name for name, _ in expected.named_modules()]
+        assert [name for name, _ in pooled.named_modules()] == [
+            name for name, _ in expected.named_modules()
+        ]
         assert type(pooled.fc) is type(expected.fc)
         expected.load_state_dict(pooled.state_dict())
         assert torch.equal(pooled(x), expected(x))
@@ -171,12 +212,22 @@ def test_failed_reset_keeps_the_pool() -> None:
 
 def test_of_a_transformed_cnn_and_before_it() -> None:
     x = _images()
-    for model in (pooled_cnn(tiny_tcnn()), reparameterize(pooled_cnn(), input_size=POOL_SIZE)):
+    for model in (
+        pooled_cnn(tiny_tcnn()),
+        reparameterize(pooled_cnn(), input_size=POOL_SIZE),
+    ):
         assert model(x).shape == (2, CLASSES)
         model(x).sum().backward()
-        assert all(p.grad is not None for name, p in model.named_parameters() if "attention" in name)
+        assert all(
+            p.grad is not None
+            for name, p in model.named_parameters()
+            if "attention" in name
+        )
         names = {id(p): name for name, p in model.named_parameters()}
-        groups = {group["name"]: {names[id(p)] for p in group["params"]} for group in parameter_groups(model)}
+        groups = {
+            group["name"]: {names[id(p)] for p in group["params"]}
+            for group in parameter_groups(model)
+        }
         assert "global_pool.attention.cls_token" in groups["undecayed"]
         assert groups["gates"]
 
@@ -191,7 +242,9 @@ def test_of_a_vgg() -> None:
         attention = pooled.head.global_pool.attention
         assert not any(module.training for module in pooled.modules())
         assert attention.channels == pooled.head_hidden_size == 512
-        assert torch.equal(pooled.forward_head(features, pre_logits=True), attention(features))
+        assert torch.equal(
+            pooled.forward_head(features, pre_logits=True), attention(features)
+        )
         assert pooled(x).shape == (2, 3)
         assert 0 < float(pooled.head.fc.weight.std()) < 0.015
         pooled.reset_classifier(5)
@@ -199,7 +252,9 @@ def test_of_a_vgg() -> None:
         pooled.reset_classifier(4, "avg")
         assert torch.equal(pooled(x), pooled.head.fc(features.mean((2, 3))))
     assert vgg.head_hidden_size == 4096
-    headless: Any = add_attention_pool(timm.create_model("vgg11", num_classes=0, mlp_ratio=0.01))
+    headless: Any = add_attention_pool(
+        timm.create_model("vgg11", num_classes=0, mlp_ratio=0.01)
+    )
     assert headless(x).shape == (2, 512)
 
 
@@ -209,10 +264,15 @@ def test_of_a_model_outside_timm() -> None:
     x = torch.randn(2, 3, 48, 80)
     pooled: Any = add_attention_pool(model)
     assert type(pooled) is Plain
-    assert torch.equal(pooled(x), model.classifier(pooled.pool.attention(model.trunk(x))))
+    assert torch.equal(
+        pooled(x), model.classifier(pooled.pool.attention(model.trunk(x)))
+    )
     only_a_pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
     assert add_attention_pool(only_a_pool)(x).shape == (2, 3)
-    with pytest.raises(ValueError, match=r"Plain does not say which layer is its classifier: no get_classifier\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"Plain does not say which layer is its classifier: no get_classifier\(\)",
+    ):
         add_attention_pool(model, per_class=True)
 
 

@@ -40,16 +40,26 @@ def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
     block, attention = pool.block, pool.block.attn
     single = token is None
     token = pool.cls_token[0, 0] if token is None else token
-    pixels = [features[:, y, x] for y in range(features.shape[1]) for x in range(features.shape[2])]
+    pixels = [
+        features[:, y, x]
+        for y in range(features.shape[1])
+        for x in range(features.shape[2])
+    ]
     keys = [token, *pixels] if single else pixels
     normed = [_norm(key, block.norm1) for key in keys]
     query = attention.q.weight @ _norm(token, block.norm1) + attention.q.bias
-    scores = [query @ (attention.k.weight @ key + attention.k.bias) / len(token) ** 0.5 for key in normed]
+    scores = [
+        query @ (attention.k.weight @ key + attention.k.bias) / len(token) ** 0.5
+        for key in normed
+    ]
     total = sum(score.exp() for score in scores)
     gathered = sum(
-        s.exp() / total * (attention.v.weight @ k + attention.v.bias) for s, k in zip(scores, normed, strict=True)
+        s.exp() / total * (attention.v.weight @ k + attention.v.bias)
+        for s, k in zip(scores, normed, strict=True)
     )
-    token = token + block.gamma_1 * (attention.proj.weight @ gathered + attention.proj.bias)
+    token = token + block.gamma_1 * (
+        attention.proj.weight @ gathered + attention.proj.bias
+    )
     hidden = block.mlp.fc1.weight @ _norm(token, block.norm2) + block.mlp.fc1.bias
     hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
     token = token + block.gamma_2 * (block.mlp.fc2.weight @ hidden + block.mlp.fc2.bias)
@@ -62,7 +72,10 @@ def test_pooling_is_the_papers() -> None:
     single = disturbed(AttentionPool2d(D))
     assert_same(single(x), torch.stack([slow(single, image, None) for image in x]))
     per_class = disturbed(AttentionPool2d(D, K))
-    expected = [torch.stack([slow(per_class, image, token) for token in per_class.cls_token[0]]) for image in x]
+    expected = [
+        torch.stack([slow(per_class, image, token) for token in per_class.cls_token[0]])
+        for image in x
+    ]
     assert_same(per_class(x), torch.stack(expected))
 
 
@@ -89,7 +102,9 @@ def test_fused_is_unfused() -> None:
         gradients = torch.autograd.grad(y.square().sum(), [x, *pool.parameters()])
         results.append([y, *gradients])
     for fused, unfused in zip(*results, strict=True):
-        torch.testing.assert_close(fused, unfused, rtol=1e-8, atol=1e-9)  # near 1, but one gradient is zero
+        torch.testing.assert_close(
+            fused, unfused, rtol=1e-8, atol=1e-9
+        )  # near 1, but one gradient is zero
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -109,7 +124,10 @@ def test_multiple_heads(fused: bool) -> None:
     parts = []
     for head in range(3):
         rows = slice(4 * head, 4 * head + 4)
-        q, k, v = (x @ m.weight[rows].T + m.bias[rows] for m in (attention.q, attention.k, attention.v))
+        q, k, v = (
+            x @ m.weight[rows].T + m.bias[rows]
+            for m in (attention.q, attention.k, attention.v)
+        )
         parts.append((q[:, :2] @ k[:, 2:].transpose(1, 2) / 2).softmax(-1) @ v[:, 2:])
     assert_same(attention(x), attention.proj(torch.cat(parts, -1)))
 
@@ -122,7 +140,9 @@ def test_initial_values_are_the_papers() -> None:
     assert pool.block.gamma_2.unique().tolist() == pytest.approx([1e-6])
     for weight in (pool.cls_token, pool.block.attn.q.weight, pool.block.mlp.fc1.weight):
         assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
-    assert not any(bool(p.any()) for name, p in pool.named_parameters() if name.endswith("bias"))
+    assert not any(
+        bool(p.any()) for name, p in pool.named_parameters() if name.endswith("bias")
+    )
 
 
 @torch.no_grad()
@@ -140,7 +160,9 @@ def test_scores_of_other_classifiers() -> None:
     conv, tokens = nn.Conv2d(D, K, 1).double(), random(B, K, D)
     conv.weight.requires_grad_(False)
     scores = ClassScores.of(conv)
-    expected = torch.stack([conv(tokens[:, k, :, None, None])[:, k, 0, 0] for k in range(K)], 1)
+    expected = torch.stack(
+        [conv(tokens[:, k, :, None, None])[:, k, 0, 0] for k in range(K)], 1
+    )
     assert_same(scores(tokens), expected)
     assert (scores.weight.requires_grad, scores.bias.requires_grad) == (False, True)
     unbiased = nn.Linear(D, K, bias=False).double()
@@ -149,11 +171,19 @@ def test_scores_of_other_classifiers() -> None:
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.Conv2d(3, 5, 3), nn.Conv2d(4, 4, 1, groups=2), nn.Identity(), weight_norm(nn.Linear(3, 5))],
+    [
+        nn.Conv2d(3, 5, 3),
+        nn.Conv2d(4, 4, 1, groups=2),
+        nn.Identity(),
+        weight_norm(nn.Linear(3, 5)),
+    ],
     ids=["3 x 3", "grouped", "none", "computed"],
 )
 def test_no_scores_of_other_layers(layer: nn.Module) -> None:
-    with pytest.raises(ValueError, match="expected a classifier that is a Linear or a 1 x 1 convolution, got"):
+    with pytest.raises(
+        ValueError,
+        match="expected a classifier that is a Linear or a 1 x 1 convolution, got",
+    ):
         ClassScores.of(layer)
 
 
@@ -164,7 +194,9 @@ def test_change_of_the_output_when_specialized() -> None:
     block, attention = pool.block, pool.block.attn
     token = pool.cls_token.expand(B, -1, -1)
     u = block.norm1(torch.cat([token, x.flatten(2).transpose(1, 2)], 1))
-    weights = (attention.q(u[:, :1]) @ attention.k(u).transpose(1, 2) / D**0.5).softmax(-1)
+    weights = (attention.q(u[:, :1]) @ attention.k(u).transpose(1, 2) / D**0.5).softmax(
+        -1
+    )
     share = weights[..., :1]
     values = attention.v(u)
     assert share.min() > 1e-3, "the token should matter"
@@ -188,14 +220,20 @@ def test_specialized_pool_shares_the_weights() -> None:
     assert all(after[name] is before[name] for name in before if name != "cls_token")
     assert torch.equal(after["cls_token"], before["cls_token"].expand(1, K, D))
     assert not after["cls_token"].requires_grad
-    assert (pool.num_classes, pool.block.attn.tokens, pool.block.attn.fused_attn) == (K, K, False)
+    assert (pool.num_classes, pool.block.attn.tokens, pool.block.attn.fused_attn) == (
+        K,
+        K,
+        False,
+    )
     assert pool.block.attn.attn_drop.p == 0.3
     assert not any(module.training for module in pool.modules())
 
 
 def test_errors() -> None:
     for arguments in ((0,), (5, 0), (-1, 3)):
-        with pytest.raises(ValueError, match="expected at least one channel and one class, got"):
+        with pytest.raises(
+            ValueError, match="expected at least one channel and one class, got"
+        ):
             AttentionPool2d(*arguments)
     single = AttentionPool2d(D)
     per_class = AttentionPool2d(D, K)

@@ -18,36 +18,79 @@ _refused = partial(assert_refused, add_attention_pool)
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("vit_tiny_patch16_224", {"depth": 1}, r"VisionTransformer pools .*attends already \(blocks\.0\.attn"),
-        ("swin_tiny_patch4_window7_224", {}, "SwinTransformer pools .* and this is for convnets"),
-        ("resnet50_clip", {}, r"ByobNet pools .*it attends already \(head, AttentionPool2d\)"),
-        ("mambaout_femto", {}, "no module of MambaOut pools its last feature map .*may pool in a function"),
-        ("resnet18", {"num_classes": 0, "global_pool": ""}, "no module of ResNet pools .*made without a pool"),
+        (
+            "vit_tiny_patch16_224",
+            {"depth": 1},
+            r"VisionTransformer pools .*attends already \(blocks\.0\.attn",
+        ),
+        (
+            "swin_tiny_patch4_window7_224",
+            {},
+            "SwinTransformer pools .* and this is for convnets",
+        ),
+        (
+            "resnet50_clip",
+            {},
+            r"ByobNet pools .*it attends already \(head, AttentionPool2d\)",
+        ),
+        (
+            "mambaout_femto",
+            {},
+            "no module of MambaOut pools its last feature map .*may pool in a function",
+        ),
+        (
+            "resnet18",
+            {"num_classes": 0, "global_pool": ""},
+            "no module of ResNet pools .*made without a pool",
+        ),
         ("resnet18", {"features_only": True}, "no module of FeatureListNet pools"),
-        ("resnet18", {"global_pool": "catavgmax"}, "'catavgmax' gives twice the channels"),
-        ("patchconvnet_s20", {"depth": 1}, "PatchConvNet pools by attention already: pool"),
+        (
+            "resnet18",
+            {"global_pool": "catavgmax"},
+            "'catavgmax' gives twice the channels",
+        ),
+        (
+            "patchconvnet_s20",
+            {"depth": 1},
+            "PatchConvNet pools by attention already: pool",
+        ),
     ],
 )
-def test_models_without_a_pool_to_replace(name: str, options: dict[str, Any], message: str) -> None:
+def test_models_without_a_pool_to_replace(
+    name: str, options: dict[str, Any], message: str
+) -> None:
     _refused(on_meta(name, **options), message)
 
 
 def test_other_refusals() -> None:
     cnn = tiny_cnn()
-    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got str 'resnet18'"):
+    with pytest.raises(
+        TypeError, match=r"expected a torch.nn.Module, got str 'resnet18'"
+    ):
         add_attention_pool("resnet18")  # type: ignore[arg-type]
     headless: Any = tiny_cnn()
     headless.reset_classifier(0)
-    _refused(headless, "tokens for each class need classes, and num_classes is 0", per_class=True)
+    _refused(
+        headless,
+        "tokens for each class need classes, and num_classes is 0",
+        per_class=True,
+    )
     _refused(pooled_cnn(), "ResNet pools by attention already: global_pool.attention")
-    _refused(cnn, "could not run ResNet on an image of 3 x 64 x 64", input_size=(3, 64, 64))
+    _refused(
+        cnn, "could not run ResNet on an image of 3 x 64 x 64", input_size=(3, 64, 64)
+    )
 
 
 def test_hooks_would_be_lost() -> None:
     for name in ("global_pool.pool", "fc"):
         cnn = tiny_cnn()
         cnn.get_submodule(name).register_forward_hook(lambda *_: None)
-        _refused(cnn, f"{name} carries hooks, which would be lost", per_class=True, input_size=POOL_SIZE)
+        _refused(
+            cnn,
+            f"{name} carries hooks, which would be lost",
+            per_class=True,
+            input_size=POOL_SIZE,
+        )
     for name in ("pre_logits.fc1", "head.drop"):
         vgg = on_meta("vgg11", mlp_ratio=0.01)
         vgg.get_submodule(name).register_forward_hook(lambda *_: None)
@@ -66,7 +109,10 @@ def test_classifiers_without_rows() -> None:
     pruned: Any = tiny_cnn()
     prune.l1_unstructured(pruned.fc, "weight", 0.5)
     _refused(
-        pruned, "cannot copy ResNet: fc.weight is computed from other tensors", per_class=True, input_size=POOL_SIZE
+        pruned,
+        "cannot copy ResNet: fc.weight is computed from other tensors",
+        per_class=True,
+        input_size=POOL_SIZE,
     )
 
 
@@ -82,10 +128,16 @@ def test_not_the_pool_of_an_earlier_layer() -> None:
 def test_models_that_cannot_be_specialized() -> None:
     refused = partial(assert_refused, specialize)
     refused(tiny_cnn(), "expected a model with one AttentionPool2d, got ResNet with 0")
-    refused(pooled_cnn(per_class=True), f"global_pool.attention has a token for each of {CLASSES} classes")
+    refused(
+        pooled_cnn(per_class=True),
+        f"global_pool.attention has a token for each of {CLASSES} classes",
+    )
     hooked = pooled_cnn()
     hooked.fc.register_forward_hook(lambda *_: None)
     refused(hooked, "fc carries hooks, which would be lost")
     headless = pooled_cnn()
     headless.reset_classifier(0)
-    refused(headless, "expected a classifier that is a Linear or a 1 x 1 convolution, got Identity")
+    refused(
+        headless,
+        "expected a classifier that is a Linear or a 1 x 1 convolution, got Identity",
+    )

@@ -26,11 +26,15 @@ def small(name: str) -> Any:
 
 
 def _images(name: str) -> torch.Tensor:
-    return random(2, 3, *((64, 96) if name == "dla34" else (80, 112)), dtype=torch.float32)
+    return random(
+        2, 3, *((64, 96) if name == "dla34" else (80, 112)), dtype=torch.float32
+    )
 
 
 def _pooled(name: str, *, per_class: bool) -> Any:
-    return disturb(add_attention_pool(small(name), per_class=per_class), part="attention").eval()
+    return disturb(
+        add_attention_pool(small(name), per_class=per_class), part="attention"
+    ).eval()
 
 
 def _trains(model: Any, x: torch.Tensor) -> None:
@@ -45,13 +49,23 @@ def _trains(model: Any, x: torch.Tensor) -> None:
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     assert [name for name, gradient in gradients.items() if gradient is None] == []
-    (token,) = (gradient for name, gradient in gradients.items() if name.endswith("attention.cls_token"))
-    first, classifier = next(iter(gradients.values())), model.get_classifier().weight.grad
+    (token,) = (
+        gradient
+        for name, gradient in gradients.items()
+        if name.endswith("attention.cls_token")
+    )
+    first, classifier = (
+        next(iter(gradients.values())),
+        model.get_classifier().weight.grad,
+    )
     assert token.any()
     assert first.any()
     assert classifier.any()
     fall = 1e-3 * loss.item()
-    slope = sum(float(gradient.square().sum(dtype=torch.float64)) for gradient in gradients.values())
+    slope = sum(
+        float(gradient.square().sum(dtype=torch.float64))
+        for gradient in gradients.values()
+    )
     torch.optim.SGD(model.parameters(), fall / slope).step()
     with torch.no_grad():
         after = nn.functional.cross_entropy(model(x), labels)
@@ -59,7 +73,10 @@ def _trains(model: Any, x: torch.Tensor) -> None:
     model.eval()
 
 
-@pytest.mark.parametrize(("name", "per_class"), [*((name, True) for name in HEADS.values()), ("convnext_tiny", False)])
+@pytest.mark.parametrize(
+    ("name", "per_class"),
+    [*((name, True) for name in HEADS.values()), ("convnext_tiny", False)],
+)
 def test_family(name: str, per_class: bool) -> None:
     model = _pooled(name, per_class=per_class)
     x = _images(name)
@@ -69,14 +86,18 @@ def test_family(name: str, per_class: bool) -> None:
         features = model.forward_features(x)
         pooled = model.forward_head(features, pre_logits=True)
         assert scores.shape == (2, K)
-        assert pooled.shape == ((2, K, model.head_hidden_size) if per_class else (2, model.head_hidden_size))
+        assert pooled.shape == (
+            (2, K, model.head_hidden_size) if per_class else (2, model.head_hidden_size)
+        )
         assert_same(model.forward_head(features), scores)
         model.reset_classifier(5)
         assert model.eval()(x).shape == (2, 5)
         assert len(model.get_classifier().weight) == 5
         model.reset_classifier(4, "avg")
         assert model.eval()(x).shape == (2, 4)
-        assert not any(isinstance(module, AttentionPool2d) for module in model.modules())
+        assert not any(
+            isinstance(module, AttentionPool2d) for module in model.modules()
+        )
 
 
 def test_export() -> None:
@@ -93,7 +114,10 @@ def test_any_head_takes_each_token_by_itself(name: str) -> None:
     pool = next(module for module in model.modules() if hasattr(module, "replaced"))
     tokens = pool.attention(model.forward_features(x))
     assert tokens.shape[:2] == (2, K)
-    features, scores = model.forward_head(model.forward_features(x), pre_logits=True), model(x)
+    features, scores = (
+        model.forward_head(model.forward_features(x), pre_logits=True),
+        model(x),
+    )
     for k in range(K):
         fixed = _Fixed(tokens[:, k], pool.flatten)
         cnn.set_submodule(model._pooled_at, fixed)

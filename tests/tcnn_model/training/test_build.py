@@ -40,8 +40,14 @@ def _batch(count: int, size: int = 32) -> tuple[Tensor, Tensor]:
 
 def test_gates_have_a_schedule_of_their_own() -> None:
     """Linear warm-up and cosine, computed here; the gates' goes on to a floor."""
-    optimizer = create_optimizer(tiny_tcnn(), "adamw", lr=4e-3, gating_lr=0.2, weight_decay=0.1)
-    gate_settings = {"warmup_epochs": 1, "gating_warmup_epochs": 3, "gating_min_lr": 0.05}
+    optimizer = create_optimizer(
+        tiny_tcnn(), "adamw", lr=4e-3, gating_lr=0.2, weight_decay=0.1
+    )
+    gate_settings = {
+        "warmup_epochs": 1,
+        "gating_warmup_epochs": 3,
+        "gating_min_lr": 0.05,
+    }
     schedules = create_schedules(optimizer, epochs=5, steps=7, **gate_settings)
     for step in range(35):
         for schedule in schedules:
@@ -50,7 +56,9 @@ def test_gates_have_a_schedule_of_their_own() -> None:
             gates = group["name"] == "gates"
             peak, warmup, floor = (0.2, 21, 0.05) if gates else (4e-3, 7, 0.0)
             cosine = floor + (peak - floor) * (1 + math.cos(math.pi * step / 35)) / 2
-            assert group["lr"] == pytest.approx(peak * step / warmup if step < warmup else cosine)
+            assert group["lr"] == pytest.approx(
+                peak * step / warmup if step < warmup else cosine
+            )
     joint_schedules = create_schedules(optimizer, epochs=5, steps=7, warmup_epochs=2)
     for schedule in joint_schedules:
         schedule.step_update(34)
@@ -59,7 +67,11 @@ def test_gates_have_a_schedule_of_their_own() -> None:
 
 
 def test_accumulated_batches_are_one(tmp_path: Path) -> None:
-    settings = config(tmp_path, "deit_tiny_patch16_224", model_options={"embed_dim": 24, "depth": 1, "num_heads": 3})
+    settings = config(
+        tmp_path,
+        "deit_tiny_patch16_224",
+        model_options={"embed_dim": 24, "depth": 1, "num_heads": 3},
+    )
     images, labels = _batch(6)
     trainings = [_training(settings) for _ in range(2)]
     for training, parts in zip(trainings, (1, 3), strict=True):
@@ -67,14 +79,22 @@ def test_accumulated_batches_are_one(tmp_path: Path) -> None:
         pieces = tuple(zip(images.chunk(parts), labels.chunk(parts), strict=True))
         training.make_step(pieces, update=2)
         assert float(training.total[2]) == 6
-    for actual, expected in zip(*(training.model.parameters() for training in trainings), strict=True):
+    for actual, expected in zip(
+        *(training.model.parameters() for training in trainings), strict=True
+    ):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_clipped_gradient_has_this_norm(tmp_path: Path) -> None:
     training = _training(config(tmp_path, clip_grad=1e-3))
     training.make_step((_batch(4),), update=2)
-    norm = torch.stack([p.grad.double().square().sum() for p in training.model.parameters() if p.grad is not None])
+    norm = torch.stack(
+        [
+            p.grad.double().square().sum()
+            for p in training.model.parameters()
+            if p.grad is not None
+        ]
+    )
     assert float(norm.sum().sqrt()) == pytest.approx(1e-3, rel=1e-4)
 
 
@@ -94,14 +114,29 @@ def test_ways_to_compute_the_same_gradient(
 ) -> None:
     """Compiled without a compiler: what is captured runs as it is. float16 with a scaler, on the CPU too."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    tiny = {"model_options": {"embed_dim": 24, "depth": 2, "num_heads": 3}, "clip_grad": 1e9}
+    tiny = {
+        "model_options": {"embed_dim": 24, "depth": 2, "num_heads": 3},
+        "clip_grad": 1e9,
+    }
     batch, gradients = _batch(4), []
     for further in ({}, ways):
-        training = _training(config(tmp_path, "deit_tiny_patch16_224", **tiny, **further))
+        training = _training(
+            config(tmp_path, "deit_tiny_patch16_224", **tiny, **further)
+        )
         training.train_mode()
         training.make_step((batch,), update=2)
-        gradients.append(torch.cat([p.grad.flatten() for p in training.model.parameters() if p.grad is not None]))
-        assert set(training.model.state_dict()) == {name for name, _ in training.model.named_parameters()}
+        gradients.append(
+            torch.cat(
+                [
+                    p.grad.flatten()
+                    for p in training.model.parameters()
+                    if p.grad is not None
+                ]
+            )
+        )
+        assert set(training.model.state_dict()) == {
+            name for name, _ in training.model.named_parameters()
+        }
     plain, changed = gradients
     assert float((changed - plain).norm() / plain.norm()) < 8 * eps
 
@@ -109,18 +144,28 @@ def test_ways_to_compute_the_same_gradient(
 def test_batch_norms_are_synchronized_on_gpus_only(tmp_path: Path) -> None:
     settings = config(tmp_path, sync_bn=True)
     with pytest.raises(ValueError, match=r"sync_bn: .* between GPUs only, got the CPU"):
-        build_training(settings, build_model(settings, 10)[0], 3, Ranks(0, 2, torch.device("cpu")))
+        build_training(
+            settings, build_model(settings, 10)[0], 3, Ranks(0, 2, torch.device("cpu"))
+        )
 
 
 def test_what_is_frozen_stays_as_it_is(tmp_path: Path) -> None:
     """Running statistics of frozen batch norms too."""
-    training = _training(config(tmp_path, freeze=["layer1", "bn1", "*.weight"], lr=1e-2))
+    training = _training(
+        config(tmp_path, freeze=["layer1", "bn1", "*.weight"], lr=1e-2)
+    )
     before = copy.deepcopy(training.model.state_dict())
     training.train_mode()
     training.make_step((_batch(4),), update=2)
-    changed = {name for name, value in training.model.state_dict().items() if not torch.equal(value, before[name])}
+    changed = {
+        name
+        for name, value in training.model.state_dict().items()
+        if not torch.equal(value, before[name])
+    }
     assert changed
-    assert not [n for n in changed if n.startswith(("layer1", "bn1")) or n.endswith(".weight")]
+    assert not [
+        n for n in changed if n.startswith(("layer1", "bn1")) or n.endswith(".weight")
+    ]
 
 
 def test_moving_average_of_the_weights(tmp_path: Path) -> None:
@@ -129,12 +174,20 @@ def test_moving_average_of_the_weights(tmp_path: Path) -> None:
     training.make_step((_batch(4),), update=2)
     assert training.ema is not None
     expected = 0.75 * before + 0.25 * training.model.get_parameter("fc.weight").detach()
-    torch.testing.assert_close(training.ema.module.get_parameter("fc.weight").detach(), expected)
+    torch.testing.assert_close(
+        training.ema.module.get_parameter("fc.weight").detach(), expected
+    )
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_conversion_keeps_the_momenta_of_what_survives(keep: bool, tmp_path: Path) -> None:
-    training = _training(settings := config(tmp_path, img_size=64, opt="momentum", keep_optimizer=keep, ema=0.5))
+def test_conversion_keeps_the_momenta_of_what_survives(
+    keep: bool, tmp_path: Path
+) -> None:
+    training = _training(
+        settings := config(
+            tmp_path, img_size=64, opt="momentum", keep_optimizer=keep, ema=0.5
+        )
+    )
     assert not training.optimizer.param_groups[0].get("nesterov")
     training.make_step((_batch(4, 64),), update=2)
     momenta = {
@@ -149,15 +202,28 @@ def test_conversion_keeps_the_momenta_of_what_survives(keep: bool, tmp_path: Pat
     assert set(momenta) == set(survivors)
     for name in survivors:
         state = training.optimizer.state.get(names[name], {})
-        assert torch.equal(state["momentum_buffer"], momenta[name]) if keep else not state
-    assert {group["name"] for group in training.optimizer.param_groups} == {"gates", "decayed", "undecayed"}
+        assert (
+            torch.equal(state["momentum_buffer"], momenta[name]) if keep else not state
+        )
+    assert {group["name"] for group in training.optimizer.param_groups} == {
+        "gates",
+        "decayed",
+        "undecayed",
+    }
     assert training.ema is not None
     for name in names.keys() - momenta.keys():
         assert torch.equal(training.ema.module.get_parameter(name), names[name])
 
 
 def test_rates_scale_with_the_images_of_a_step() -> None:
-    settings = Config("resnet18", lr=1e-4, gating_lr=0.1, paper_batch=1024, batch_size=64, accumulate=2)
+    settings = Config(
+        "resnet18",
+        lr=1e-4,
+        gating_lr=0.1,
+        paper_batch=1024,
+        batch_size=64,
+        accumulate=2,
+    )
     scaled = settings.scaled(processes=4)
     assert (scaled.lr, scaled.gating_lr) == pytest.approx((0.5e-4, 0.05))
     assert Config("resnet18", batch_size=64).scaled(4).lr == 1e-4
@@ -165,14 +231,27 @@ def test_rates_scale_with_the_images_of_a_step() -> None:
 
 def test_simple_random_crop_is_off_by_four_pixels_at_most() -> None:
     """An image with the place in each pixel: what comes out is a shift of it, mirrored where nothing is."""
-    places = np.stack([np.arange(32)[:, None].repeat(32, 1), np.arange(32)[None].repeat(32, 0), np.zeros((32, 32))], 2)
-    data = resolve_model_data_config(tiny_cnn()) | {"input_size": (3, 32, 32), "mean": (0,) * 3, "std": (1,) * 3}
+    places = np.stack(
+        [
+            np.arange(32)[:, None].repeat(32, 1),
+            np.arange(32)[None].repeat(32, 0),
+            np.zeros((32, 32)),
+        ],
+        2,
+    )
+    data = resolve_model_data_config(tiny_cnn()) | {
+        "input_size": (3, 32, 32),
+        "mean": (0,) * 3,
+        "std": (1,) * 3,
+    }
     settings = Config("resnet18", crop="simple", hflip=0.0)
     train, _ = create_transforms(settings, data)
     torch.manual_seed(0)
     shifts = set()
     for _ in range(30):
-        rows, columns = (train(Image.fromarray(places.astype(np.uint8)))[:2] * 255).round().long()
+        rows, columns = (
+            (train(Image.fromarray(places.astype(np.uint8)))[:2] * 255).round().long()
+        )
         y, x = int(rows[16, 0]) - 16, int(columns[0, 16]) - 16
         mirrored = torch.as_tensor([min(abs(n), 62 - abs(n)) for n in range(x, x + 32)])
         assert torch.equal(columns[0], mirrored)
@@ -194,15 +273,25 @@ class _Teacher(nn.Module):
 def test_hard_distillation_by_hand() -> None:
     """Half the labels' loss, half that of the teacher's decisions; the teacher sees images normalised as it wants."""
     pytest.importorskip("timm.task")
-    teacher, model = _Teacher(), timm.create_model("resnet18", layers=[1, 1, 1, 1], channels=[8] * 4, num_classes=5)
+    teacher, model = (
+        _Teacher(),
+        timm.create_model(
+            "resnet18", layers=[1, 1, 1, 1], channels=[8] * 4, num_classes=5
+        ),
+    )
     teacher.pretrained_cfg = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     images, labels = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
     criterion = create_criterion("ce", label_smoothing=0.0, mixed=False)
-    result = create_task(model, model.eval(), criterion, teacher=teacher)(images, labels)
+    result = create_task(model, model.eval(), criterion, teacher=teacher)(
+        images, labels
+    )
     logs = model(images).detach().double().log_softmax(1)
     expected = -(logs[range(4), labels] + logs[:, 2]).mean() / 2
     assert float(result["loss"].detach()) == pytest.approx(float(expected), rel=1e-5)
-    mean, std = (torch.tensor(model.pretrained_cfg[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(model.pretrained_cfg[name]).view(1, 3, 1, 1)
+        for name in ("mean", "std")
+    )
     torch.testing.assert_close(teacher.seen[0], (images * std + mean - 0.5) / 0.5)
     assert not teacher.scale.requires_grad
 
@@ -210,10 +299,14 @@ def test_hard_distillation_by_hand() -> None:
 @pytest.mark.parametrize("mixed", [True, False])
 def test_losses_by_hand(mixed: bool) -> None:
     scores, labels = torch.randn(3, 5, dtype=torch.float64), torch.tensor([1, 4, 0])
-    shares = torch.full((3, 5), 0.2 / 5, dtype=torch.float64) + 0.8 * F.one_hot(labels, 5)
+    shares = torch.full((3, 5), 0.2 / 5, dtype=torch.float64) + 0.8 * F.one_hot(
+        labels, 5
+    )
     targets: Any = shares if mixed else labels
     cross = create_criterion("ce", label_smoothing=0.2, mixed=mixed)(scores, targets)
-    assert float(cross) == pytest.approx(float(-(shares * scores.log_softmax(1)).sum(1).mean()))
+    assert float(cross) == pytest.approx(
+        float(-(shares * scores.log_softmax(1)).sum(1).mean())
+    )
     binary = create_criterion("bce", label_smoothing=0.2, mixed=mixed)(scores, targets)
     terms = shares * F.logsigmoid(scores) + (1 - shares) * F.logsigmoid(-scores)
     assert float(binary) == pytest.approx(float(-terms.mean()))
@@ -222,11 +315,27 @@ def test_losses_by_hand(mixed: bool) -> None:
 
 
 def test_options_of_the_model(tmp_path: Path) -> None:
-    settings = config(tmp_path, img_size=64, unstride=True, drop_path=0.2, uniform_drop_path=True)
+    settings = config(
+        tmp_path, img_size=64, unstride=True, drop_path=0.2, uniform_drop_path=True
+    )
     model: Any = build_model(settings, 10)[0]
     assert model.layer4[0].conv1.stride == (1, 1)
-    assert [block.drop_path.drop_prob for stage in (model.layer1, model.layer4) for block in stage] == [0.2, 0.2]
+    assert [
+        block.drop_path.drop_prob
+        for stage in (model.layer1, model.layer4)
+        for block in stage
+    ] == [0.2, 0.2]
     torch.manual_seed(5)
     assert torch.equal(build_model(settings, 10)[0].fc.weight, model.fc.weight)
     with pytest.raises(ValueError, match="vgg11 has no block with a drop_path"):
-        build_model(SimpleNamespace(**{**vars(settings), "model": "vgg11", "model_options": {}, "unstride": False}), 10)
+        build_model(
+            SimpleNamespace(
+                **{
+                    **vars(settings),
+                    "model": "vgg11",
+                    "model_options": {},
+                    "unstride": False,
+                }
+            ),
+            10,
+        )

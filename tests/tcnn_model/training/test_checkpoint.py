@@ -13,16 +13,36 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tcnn_model import EpochResult, finetune
-from tests.tcnn_model.tiny_models import batches, tiny_cnn, tiny_tcnn, validation_batches
+from tests.tcnn_model.tiny_models import (
+    batches,
+    tiny_cnn,
+    tiny_tcnn,
+    validation_batches,
+)
 
-SETTINGS: dict[str, Any] = {"epochs": 4, "warmup_epochs": 1, "lr": 1e-3, "seed": 5, "drop_path_rate": 0.2}
+SETTINGS: dict[str, Any] = {
+    "epochs": 4,
+    "warmup_epochs": 1,
+    "lr": 1e-3,
+    "seed": 5,
+    "drop_path_rate": 0.2,
+}
 
 
-def _run(model: nn.Module, path: Path | None, *, stop: int = 99, **changed: Any) -> list[EpochResult]:
+def _run(
+    model: nn.Module, path: Path | None, *, stop: int = 99, **changed: Any
+) -> list[EpochResult]:
     """Train until epoch ``stop`` has been yielded, then leave as a user does who breaks out of the loop."""
     results = []
     settings = {**SETTINGS, **changed}
-    for result in finetune(model, batches(), validation_batches(), checkpoint=path, progress=False, **settings):
+    for result in finetune(
+        model,
+        batches(),
+        validation_batches(),
+        checkpoint=path,
+        progress=False,
+        **settings,
+    ):
         results.append(result)
         if result.epoch == stop:
             break
@@ -49,7 +69,9 @@ def test_resumed_run_is_the_uninterrupted_one(
     assert len(_run(tiny_tcnn(), tmp_path / "run.pt", stop=stop)) == stop + 1
     torch.manual_seed(stop)
     resumed = _run(model, tmp_path / "run.pt")
-    assert repr(resumed) == repr(expected)  # epoch 0 has NaNs, which equal each other only in print
+    assert repr(resumed) == repr(
+        expected
+    )  # epoch 0 has NaNs, which equal each other only in print
     _assert_same(model, expected_model)
 
 
@@ -58,7 +80,14 @@ def test_weights_at_each_resumed_epoch(tmp_path: Path) -> None:
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=2)
     model, modes = tiny_tcnn(), []
     model.register_forward_hook(lambda *_: modes.append(model.training))
-    run = finetune(model, batches(), validation_batches(), checkpoint=tmp_path / "run.pt", progress=False, **SETTINGS)
+    run = finetune(
+        model,
+        batches(),
+        validation_batches(),
+        checkpoint=tmp_path / "run.pt",
+        progress=False,
+        **SETTINGS,
+    )
     assert [next(run).epoch for _ in range(3)] == [0, 1, 2]
     assert modes == [False, False]  # two batches, of epoch 2 alone
     assert next(run).epoch == 3
@@ -97,7 +126,10 @@ SETTINGS_OF_ANOTHER_RUN: list[tuple[dict[str, Any], str]] = [
     ({"lr": 2e-3}, r"lr: 0\.001 there, 0\.002 now"),
     ({"epochs": 5}, "epochs: 4 there, 5 now"),
     ({"seed": None}, "seed: 5 there, None now"),
-    ({"gating_lr": 0.2, "weight_decay": 0.0}, r"gating_lr: 0\.1 there, 0\.2 now; weight_decay: 0\.05 there, 0\.0"),
+    (
+        {"gating_lr": 0.2, "weight_decay": 0.0},
+        r"gating_lr: 0\.1 there, 0\.2 now; weight_decay: 0\.05 there, 0\.0",
+    ),
     ({"drop_path_rate": 0.1}, r"drop_path_rate: 0\.2 there, 0\.1 now"),
     ({"label_smoothing": 0.0}, r"label_smoothing: 0\.1 there, 0\.0 now"),
     ({"warmup_epochs": 2}, "warmup_epochs: 1 there, 2 now"),
@@ -109,10 +141,14 @@ def test_checkpoint_with_other_settings_is_refused(tmp_path: Path) -> None:
     written, model = (tmp_path / "run.pt").read_bytes(), tiny_tcnn()
     before, shown = copy.deepcopy(model.state_dict()), repr(model)
     for changed, message in SETTINGS_OF_ANOTHER_RUN:
-        with pytest.raises(ValueError, match=r"run\.pt is of a run with other settings \(" + message):
+        with pytest.raises(
+            ValueError, match=r"run\.pt is of a run with other settings \(" + message
+        ):
             _run(model, tmp_path / "run.pt", **changed)
     assert (tmp_path / "run.pt").read_bytes() == written
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
     assert repr(model) == shown
 
 
@@ -126,17 +162,23 @@ class Augmented(Dataset[tuple[Tensor, int]]):
     """Images that Python's and NumPy's global generators change, as much of today's augmentation does."""
 
     def __init__(self) -> None:
-        self._images = torch.randn(6, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+        self._images = torch.randn(
+            6, 1, 32, 32, generator=torch.Generator().manual_seed(0)
+        )
 
     def __len__(self) -> int:
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self._images[index] * random.random() + float(np.random.rand()), index % 3  # noqa: NPY002
+        return self._images[index] * random.random() + float(
+            np.random.rand()  # noqa: NPY002
+        ), index % 3
 
 
 def _augmented(**options: Any) -> DataLoader[tuple[Tensor, int]]:
-    return DataLoader(Augmented(), 3, shuffle=True, generator=torch.Generator(), **options)
+    return DataLoader(
+        Augmented(), 3, shuffle=True, generator=torch.Generator(), **options
+    )
 
 
 def test_resumed_run_draws_the_same_random_numbers(tmp_path: Path) -> None:
@@ -145,7 +187,14 @@ def test_resumed_run_draws_the_same_random_numbers(tmp_path: Path) -> None:
         np.random.seed(stop)  # noqa: NPY002
         model, loader = tiny_tcnn(), _augmented()
         loader.generator.manual_seed(stop)  # type: ignore[union-attr]
-        for result in finetune(model, loader, validation_batches(), checkpoint=path, progress=False, **SETTINGS):
+        for result in finetune(
+            model,
+            loader,
+            validation_batches(),
+            checkpoint=path,
+            progress=False,
+            **SETTINGS,
+        ):
             if result.epoch == stop:
                 break
         return model
@@ -166,16 +215,27 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     _run(tiny_tcnn(), path, stop=0)
     written = path.read_bytes()
     torch.save({"settings": {}}, tmp_path / "other.pt")
-    for content in (b"", written[: len(written) // 2], b"not a checkpoint", (tmp_path / "other.pt").read_bytes()):
+    for content in (
+        b"",
+        written[: len(written) // 2],
+        b"not a checkpoint",
+        (tmp_path / "other.pt").read_bytes(),
+    ):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"run\.pt is damaged, or no checkpoint of tcnn_model: "):
+        with pytest.raises(
+            ValueError, match=r"run\.pt is damaged, or no checkpoint of tcnn_model: "
+        ):
             _run(tiny_tcnn(), path)
 
 
-def test_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (done.append("fsync"), sync(file)))
-    monkeypatch.setattr(os, "replace", lambda *names: (done.append("replace"), replace(*names)))
+    monkeypatch.setattr(
+        os, "replace", lambda *names: (done.append("replace"), replace(*names))
+    )
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=0)
     assert done == ["fsync", "replace", "fsync"]

@@ -18,11 +18,27 @@ from tcnn_model.training.config import Config
 from tcnn_model.training.data import Images
 from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.evaluation import evaluate
-from tests.tcnn_model.training.runs import assert_same_weights, config, finish, fork, last_checkpoint
+from tests.tcnn_model.training.runs import (
+    assert_same_weights,
+    config,
+    finish,
+    fork,
+    last_checkpoint,
+)
 
 # Layer norms only: batch norms would see other batches. 27 images to validate on: 14 and 13.
-PLAIN: dict[str, Any] = {"model": "deit_tiny_patch16_224", "limit": 27, "epochs": 2, "lr": 1e-3, "random_erasing": 0.5}
-PLAIN |= {"model_options": {"embed_dim": 24, "depth": 1, "num_heads": 3}, "repeated_augmentation": 2, "ema": 0.5}
+PLAIN: dict[str, Any] = {
+    "model": "deit_tiny_patch16_224",
+    "limit": 27,
+    "epochs": 2,
+    "lr": 1e-3,
+    "random_erasing": 0.5,
+}
+PLAIN |= {
+    "model_options": {"embed_dim": 24, "depth": 1, "num_heads": 3},
+    "repeated_augmentation": 2,
+    "ema": 0.5,
+}
 PLAIN |= {"watcher": Config.watcher, "clip_grad": 1.0}
 
 
@@ -33,9 +49,14 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
     return finish(config(folder, **PLAIN, batch_size=8)), folder
 
 
-def _of_rank(settings: Config, rank: int, port: int, *, resume: bool, stop: int | None) -> None:
+def _of_rank(
+    settings: Config, rank: int, port: int, *, resume: bool, stop: int | None
+) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    os.environ.update(
+        {name: str(value) for name, value in names.items()}
+        | {"MASTER_ADDR": "127.0.0.1"}
+    )
     make_step, steps = loop.Training.make_step, []
 
     def counted(self: Any, *arguments: Any) -> None:
@@ -53,14 +74,20 @@ def _in_two(settings: Config, *, resume: bool = False, stop: int | None = None) 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = {"resume": resume, "stop": stop}
-    processes = [fork(partial(_of_rank, settings, rank, port, **options)) for rank in range(2)]
+    processes = [
+        fork(partial(_of_rank, settings, rank, port, **options)) for rank in range(2)
+    ]
     assert [os.waitpid(process, 0)[1] for process in processes] == [0, 0]
 
 
 @pytest.mark.parametrize("distribute", ["ddp", "fsdp"])
-def test_two_processes_are_one(distribute: str, single: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_two_processes_are_one(
+    distribute: str, single: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
     """Losses, weights and recorded statistics; with FSDP of a run that was killed and resumed."""
-    settings = config(tmp_path, **PLAIN, batch_size=4, distribute=distribute, checkpoint_steps=1)
+    settings = config(
+        tmp_path, **PLAIN, batch_size=4, distribute=distribute, checkpoint_steps=1
+    )
     if distribute == "fsdp":
         _in_two(settings, stop=4)
     _in_two(settings, resume=distribute == "fsdp")
@@ -70,35 +97,57 @@ def test_two_processes_are_one(distribute: str, single: tuple[dict[str, Any], Pa
     assert two["history"][0]["top1"] in [n / 27 for n in range(28)]
     for name, value in expected["ema"].items():
         torch.testing.assert_close(two["ema"][name], value, rtol=1e-3, atol=1e-4)
-    recorded, alone = (xr.open_zarr(place / "recording.zarr") for place in (tmp_path, folder))
+    recorded, alone = (
+        xr.open_zarr(place / "recording.zarr") for place in (tmp_path, folder)
+    )
     assert recorded.images.values.tolist() == [[27]] * 3
     for name in alone.data_vars:
-        np.testing.assert_allclose(recorded[name], alone[name], rtol=1e-5, atol=1e-5, err_msg=str(name))
+        np.testing.assert_allclose(
+            recorded[name], alone[name], rtol=1e-5, atol=1e-5, err_msg=str(name)
+        )
 
 
 # A T-CNN has batch norms, whose running statistics differ between processes, and heads to record.
-NORMED: dict[str, Any] = {"img_size": 64, "reparameterize_at": 0, "limit": 27, "batch_size": 4, "lr": 1e-2, "ema": 0.5}
+NORMED: dict[str, Any] = {
+    "img_size": 64,
+    "reparameterize_at": 0,
+    "limit": 27,
+    "batch_size": 4,
+    "lr": 1e-2,
+    "ema": 0.5,
+}
 NORMED |= {"watcher": Config.watcher}
 
 
 @pytest.mark.parametrize("distribute", ["ddp", "fsdp"])
-def test_reported_saved_and_resumed_statistics_are_the_same(distribute: str, tmp_path: Path) -> None:
+def test_reported_saved_and_resumed_statistics_are_the_same(
+    distribute: str, tmp_path: Path
+) -> None:
     """Reported losses are those of the saved weights alone, and a killed run goes on bit for bit."""
     settings = config(tmp_path / "whole", **NORMED, distribute=distribute)
     _in_two(settings)
     complete = last_checkpoint(settings)
     alone, images = command._prepare(settings, Ranks(0, 1, torch.device("cpu")))
-    for part, loss, accuracy in (("model", "val_loss", "top1"), ("ema", "ema_val_loss", "ema_top1")):
+    for part, loss, accuracy in (
+        ("model", "val_loss", "top1"),
+        ("ema", "ema_val_loss", "ema_top1"),
+    ):
         alone.model.load_state_dict(complete[part])
         validated = evaluate(alone.model, images.validation(), progress=False)
         reported = complete["history"][-1]
-        assert (reported[loss], reported[accuracy]) == pytest.approx(validated, rel=8 * torch.finfo(torch.float32).eps)
+        assert (reported[loss], reported[accuracy]) == pytest.approx(
+            validated, rel=8 * torch.finfo(torch.float32).eps
+        )
 
-    killed = config(tmp_path / "killed", **NORMED, distribute=distribute, checkpoint_steps=1)
+    killed = config(
+        tmp_path / "killed", **NORMED, distribute=distribute, checkpoint_steps=1
+    )
     _in_two(killed, stop=4)
     _in_two(killed, resume=True)
     assert_same_weights(last_checkpoint(killed), complete)
-    expected, resumed = (xr.open_zarr(Path(run.out) / "recording.zarr") for run in (settings, killed))
+    expected, resumed = (
+        xr.open_zarr(Path(run.out) / "recording.zarr") for run in (settings, killed)
+    )
     for name in expected.data_vars:
         np.testing.assert_array_equal(resumed[name], expected[name], err_msg=str(name))
 
@@ -126,18 +175,36 @@ def test_each_image_is_in_one_process(count: int, tmp_path: Path) -> None:
     def numbers(rank: int) -> Any:
         ranks = Ranks(rank, count, torch.device("cpu"))
         transform = torch.tensor
-        images = Images(_Numbers(31), _Numbers(13), (transform, transform), settings, ranks)  # type: ignore[arg-type]
+        images = Images(
+            _Numbers(31), _Numbers(13), (transform, transform), settings, ranks
+        )  # type: ignore[arg-type]
         images.begin(3)
         return [images.training(0), images.validation()]
 
     shares = [numbers(rank) for rank in range(count)]
-    validated = sorted(index for _, batches in shares for _, labels in batches for index in labels.tolist())
+    validated = sorted(
+        index
+        for _, batches in shares
+        for _, labels in batches
+        for index in labels.tolist()
+    )
     assert validated == list(range(13))
-    trained = [index for batches, _ in shares for _, labels in batches for index in labels.tolist()]
+    trained = [
+        index
+        for batches, _ in shares
+        for _, labels in batches
+        for index in labels.tolist()
+    ]
     assert len(trained) == 31 // (4 * count) * 4 * count
     times = [trained.count(index) for index in {*trained}]
     assert max(times) == 2
     assert len({*trained}) == len(trained) // 2
-    alone = Images(_Numbers(31), _Numbers(13), (int, int), settings, Ranks(0, 1, torch.device("cpu")))  # type: ignore[arg-type]
+    alone = Images(
+        _Numbers(31),
+        _Numbers(13),
+        (int, int),
+        settings,
+        Ranks(0, 1, torch.device("cpu")),
+    )  # type: ignore[arg-type]
     assert {*trained} == {*alone.order(3)[: len(trained)].tolist()}
     assert not torch.equal(alone.order(3), alone.order(4))

@@ -13,12 +13,19 @@ from tcnn_model import finetune, gpsa_layers
 from tcnn_model.training.evaluation import evaluate
 from tcnn_model.training.finetune import FinetuningResult
 from tcnn_model.training.optimization import papers_qk_lr
-from tests.tcnn_model.tiny_models import batches, tiny_cnn, tiny_tcnn, validation_batches
+from tests.tcnn_model.tiny_models import (
+    batches,
+    tiny_cnn,
+    tiny_tcnn,
+    validation_batches,
+)
 
 
 def _run(model: nn.Module, **arguments: Any) -> list[FinetuningResult]:
     defaults = {"epochs": 3, "warmup_epochs": 1, "seed": 0, "progress": False}
-    return list(finetune(model, batches(), validation_batches(), **{**defaults, **arguments}))
+    return list(
+        finetune(model, batches(), validation_batches(), **{**defaults, **arguments})
+    )
 
 
 def _log_probabilities(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -29,13 +36,24 @@ def _log_probabilities(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
 def test_epoch_zero_is_the_model_as_given() -> None:
     model = tiny_tcnn()
     before = copy.deepcopy(model.state_dict())
-    run = finetune(model, batches(), validation_batches(), epochs=2, warmup_epochs=0, progress=False)
+    run = finetune(
+        model,
+        batches(),
+        validation_batches(),
+        epochs=2,
+        warmup_epochs=0,
+        progress=False,
+    )
     first = next(run)
     assert first.epoch == 0
     assert math.isnan(first.train_loss)
     assert math.isnan(first.train_top1)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert (first.val_loss, first.top1) == evaluate(model, validation_batches(), progress=False)
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
+    assert (first.val_loss, first.top1) == evaluate(
+        model, validation_batches(), progress=False
+    )
 
 
 def test_training_learns() -> None:
@@ -59,7 +77,15 @@ def test_training_figures_by_hand() -> None:
         target[range(len(labels)), labels] += 0.7
         losses += (-(target * logs).sum(1)).tolist()
         correct += int((logs.argmax(1) == labels).sum())
-    results = finetune(model, loader, loader, epochs=2, warmup_epochs=1, label_smoothing=0.3, progress=False)
+    results = finetune(
+        model,
+        loader,
+        loader,
+        epochs=2,
+        warmup_epochs=1,
+        label_smoothing=0.3,
+        progress=False,
+    )
     first = list(results)[1]
     assert len(losses) == 7
     assert first.train_loss == pytest.approx(sum(losses) / 7, rel=1e-4)
@@ -85,10 +111,16 @@ def test_evaluation_restores_every_mode() -> None:
     before = {name: module.training for name, module in model.named_modules()}
     buffers = copy.deepcopy(dict(model.named_buffers()))
     evaluate(model, batches(), progress=False)
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert all(
+        torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers()
+    )
     assert {name: module.training for name, module in model.named_modules()} == before
     with pytest.raises(RuntimeError):
-        evaluate(model, [(torch.zeros(2, 5, 32, 24), torch.zeros(2, dtype=torch.long))], progress=False)
+        evaluate(
+            model,
+            [(torch.zeros(2, 5, 32, 24), torch.zeros(2, dtype=torch.long))],
+            progress=False,
+        )
     assert {name: module.training for name, module in model.named_modules()} == before
 
 
@@ -98,27 +130,52 @@ def test_rates_are_warm_up_and_cosine() -> None:
     assert results[0].lr == 0.0
     for result in results[1:]:
         last_step = result.epoch * steps - 1
-        cosine = 0.5 * (1 + math.cos(math.pi * (last_step / steps - warmup) / (epochs - warmup)))
-        expected = peak * (last_step / (warmup * steps) if last_step < warmup * steps else cosine)
+        cosine = 0.5 * (
+            1 + math.cos(math.pi * (last_step / steps - warmup) / (epochs - warmup))
+        )
+        expected = peak * (
+            last_step / (warmup * steps) if last_step < warmup * steps else cosine
+        )
         assert result.lr == pytest.approx(expected)
     assert _run(tiny_cnn(), epochs=1, warmup_epochs=0, lr=peak)[0].lr == peak
 
 
-def test_sums_of_rates_are_recorded_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sums_of_rates_are_recorded_and_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model, epochs, steps, peak, gating_peak = tiny_tcnn(), 4, 3, 0.004, 0.3
     layers = list(gpsa_layers(model).values())
-    attention = {id(p) for layer in layers for p in (layer.query, layer.key, layer.gating)}
-    weights = [p.detach().clone() for p in model.parameters() if p.ndim > 1 and id(p) not in attention]
+    attention = {
+        id(p) for layer in layers for p in (layer.query, layer.key, layer.gating)
+    }
+    weights = [
+        p.detach().clone()
+        for p in model.parameters()
+        if p.ndim > 1 and id(p) not in attention
+    ]
     queries = [p.detach().clone() for layer in layers for p in (layer.query, layer.key)]
-    options = {"epochs": epochs, "warmup_epochs": 1, "lr": peak, "gating_lr": gating_peak, "qk_lr": "papers"}
+    options = {
+        "epochs": epochs,
+        "warmup_epochs": 1,
+        "lr": peak,
+        "gating_lr": gating_peak,
+        "qk_lr": "papers",
+    }
     results = _run(model, progress=True, name="tiny", **options)
     factors = [step / steps for step in range(steps)]  # the warm-up, from 0
-    factors += [0.5 * (1 + math.cos(math.pi * step / (3 * steps))) for step in range(3 * steps)]
+    factors += [
+        0.5 * (1 + math.cos(math.pi * step / (3 * steps))) for step in range(3 * steps)
+    ]
     for result in results:
         total = sum(factors[: result.epoch * steps])
-        units = [torch.cat([p.flatten().double() for p in part]).square().mean().sqrt() for part in (weights, queries)]
+        units = [
+            torch.cat([p.flatten().double() for p in part]).square().mean().sqrt()
+            for part in (weights, queries)
+        ]
         assert result.lr_sum == pytest.approx(peak * total / float(units[0]))
-        assert result.qk_lr_sum == pytest.approx(2 * 3.1 / (epochs * steps) * total / float(units[1]))
+        assert result.qk_lr_sum == pytest.approx(
+            2 * 3.1 / (epochs * steps) * total / float(units[1])
+        )
         assert result.gating_lr_sum == pytest.approx(gating_peak * total)
     printed = capsys.readouterr()
     assert f"queries and keys {results[-1].qk_lr_sum:.3g}" in printed.out + printed.err
@@ -137,11 +194,18 @@ def test_rates_of_queries_and_keys_that_are_the_papers() -> None:
 
 def test_gates_learn_at_their_own_rate() -> None:
     gates = {"layer4.0.conv1.gating", "layer4.0.conv2.gating"}
-    for rates, moving in (({"gating_lr": 0.0, "lr": 1e-3}, False), ({"gating_lr": 0.1, "lr": 0.0}, True)):
+    for rates, moving in (
+        ({"gating_lr": 0.0, "lr": 1e-3}, False),
+        ({"gating_lr": 0.1, "lr": 0.0}, True),
+    ):
         model = tiny_tcnn()
         before = copy.deepcopy(model.state_dict())
         _run(model, epochs=2, **rates)
-        changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+        changed = {
+            name
+            for name, p in model.named_parameters()
+            if not torch.equal(p, before[name])
+        }
         assert changed == gates if moving else not changed & gates
     model.requires_grad_(False).get_submodule("fc").requires_grad_(True)
     before = copy.deepcopy(model.state_dict())
@@ -162,15 +226,22 @@ def test_seed_repeats_a_run() -> None:
 def test_each_epoch_has_its_own_order_and_modes() -> None:
     model = tiny_tcnn().eval()
     forwards: list[tuple[bool, torch.Tensor]] = []
-    model.register_forward_pre_hook(lambda module, inputs: forwards.append((module.training, inputs[0])))
+    model.register_forward_pre_hook(
+        lambda module, inputs: forwards.append((module.training, inputs[0]))
+    )
     _run(model, epochs=2, seed=3)
     expected = [(False, images) for images, _ in validation_batches()]
     for epoch in (1, 2):
         torch.manual_seed(3 + epoch)
         expected += [(True, images) for images, _ in batches()]
         expected += [(False, images) for images, _ in validation_batches()]
-    assert [training for training, _ in forwards] == [training for training, _ in expected]
-    assert all(torch.equal(actual, images) for (_, actual), (_, images) in zip(forwards, expected, strict=True))
+    assert [training for training, _ in forwards] == [
+        training for training, _ in expected
+    ]
+    assert all(
+        torch.equal(actual, images)
+        for (_, actual), (_, images) in zip(forwards, expected, strict=True)
+    )
 
 
 def test_each_epoch_goes_through_each_loader_once() -> None:
@@ -182,21 +253,31 @@ def test_each_epoch_goes_through_each_loader_once() -> None:
             opened.append("train" if self.batch_size == 4 else "validate")
             return super().__iter__()
 
-    train, validate = Counted(batches().dataset, 4), Counted(validation_batches().dataset, 7)
-    list(finetune(tiny_cnn(), train, validate, epochs=2, warmup_epochs=0, progress=False))
+    train, validate = (
+        Counted(batches().dataset, 4),
+        Counted(validation_batches().dataset, 7),
+    )
+    list(
+        finetune(tiny_cnn(), train, validate, epochs=2, warmup_epochs=0, progress=False)
+    )
     assert opened == ["validate", "train", "validate", "train", "validate"]
 
 
 def test_bfloat16_autocast() -> None:
     results = _run(tiny_tcnn(), amp=True)
     assert all(math.isfinite(result.val_loss) for result in results)
-    assert results[-1].train_loss == pytest.approx(_run(tiny_tcnn())[-1].train_loss, rel=0.1)
+    assert results[-1].train_loss == pytest.approx(
+        _run(tiny_tcnn())[-1].train_loss, rel=0.1
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"epochs": 0}, "expected 0 <= warmup_epochs < epochs, got warmup_epochs=1, epochs=0"),
+        (
+            {"epochs": 0},
+            "expected 0 <= warmup_epochs < epochs, got warmup_epochs=1, epochs=0",
+        ),
         ({"epochs": 3, "warmup_epochs": 3}, "got warmup_epochs=3, epochs=3"),
         ({"warmup_epochs": -1}, "got warmup_epochs=-1"),
         ({"label_smoothing": 1.0}, r"expected label_smoothing in \[0, 1\), got 1\.0"),
@@ -206,14 +287,25 @@ def test_bfloat16_autocast() -> None:
     ],
 )
 def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):  # at the call, not where the iterator is first used
-        finetune(tiny_cnn(), batches(), batches(), **{"epochs": 3, "warmup_epochs": 1, **arguments})
+    with pytest.raises(
+        ValueError, match=message
+    ):  # at the call, not where the iterator is first used
+        finetune(
+            tiny_cnn(),
+            batches(),
+            batches(),
+            **{"epochs": 3, "warmup_epochs": 1, **arguments},
+        )
 
 
 def test_empty_loaders() -> None:
-    with pytest.raises(ValueError, match="empty loader: 0 training and 3 validation batches"):
+    with pytest.raises(
+        ValueError, match="empty loader: 0 training and 3 validation batches"
+    ):
         finetune(tiny_cnn(), batches(0, shuffle=False), batches())
-    with pytest.raises(ValueError, match="empty loader: 3 training and 0 validation batches"):
+    with pytest.raises(
+        ValueError, match="empty loader: 3 training and 0 validation batches"
+    ):
         finetune(tiny_cnn(), batches(), batches(0, shuffle=False))
 
 

@@ -10,7 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnn_model.training.command import main, train
-from tcnn_model.training.grafit import Grafit, GrafitTask, instance_loss, neighbour_scores
+from tcnn_model.training.grafit import (
+    Grafit,
+    GrafitTask,
+    instance_loss,
+    neighbour_scores,
+)
 from tcnn_model.training.sources import open_sources
 from tests.tcnn_model.training.runs import assert_same_weights, config, finish
 
@@ -24,22 +29,38 @@ def cosine(a: list[float], b: list[float]) -> float:
     return dot / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
 
 
-def by_hand(embedding: list[float], neighbours: list[tuple[list[float], int]], label: int, sigma: float) -> float:
+def by_hand(
+    embedding: list[float],
+    neighbours: list[tuple[list[float], int]],
+    label: int,
+    sigma: float,
+) -> float:
     """Eqs. 2.2 and 2.3 of one image, without itself among the others."""
-    weights = [math.exp(cosine(embedding, neighbour) / sigma) for neighbour, _ in neighbours]
-    return -math.log(sum(w for w, (_, y) in zip(weights, neighbours, strict=True) if y == label) / sum(weights))
+    weights = [
+        math.exp(cosine(embedding, neighbour) / sigma) for neighbour, _ in neighbours
+    ]
+    return -math.log(
+        sum(w for w, (_, y) in zip(weights, neighbours, strict=True) if y == label)
+        / sum(weights)
+    )
 
 
 def instance_by_hand(predictions: Tensor, targets: Tensor) -> float:
     """Eq. 2.1, mean over images."""
     images, views, _ = predictions.shape
     pairs = [(i, j) for i in range(views) for j in range(views) if i != j]
-    total = sum(cosine(predictions[b, i].tolist(), targets[b, j].tolist()) for b in range(images) for i, j in pairs)
+    total = sum(
+        cosine(predictions[b, i].tolist(), targets[b, j].tolist())
+        for b in range(images)
+        for i, j in pairs
+    )
     return -total / (views * (views - 1)) / images
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def test_instance_loss_by_hand() -> None:
@@ -53,16 +74,27 @@ def test_instance_loss_by_hand() -> None:
 
 
 def test_neighbour_scores_by_hand() -> None:
-    embeddings, memory, labels = random(5, 7), random(11, 7, seed=1), torch.arange(11) % 3
+    embeddings, memory, labels = (
+        random(5, 7),
+        random(11, 7, seed=1),
+        torch.arange(11) % 3,
+    )
     itself = torch.arange(11) == torch.tensor([4, 0, 10, 7, 1])[:, None]
     for mask in (None, itself):
-        scores = neighbour_scores(embeddings, memory, labels, 4, temperature=0.3, itself=mask)
+        scores = neighbour_scores(
+            embeddings, memory, labels, 4, temperature=0.3, itself=mask
+        )
         for image in range(5):
             left = [n for n in range(11) if mask is None or not mask[image, n]]
             neighbours = [(memory[n].tolist(), int(labels[n])) for n in left]
-            expected = [by_hand(embeddings[image].tolist(), neighbours, label, 0.3) for label in range(3)]
+            expected = [
+                by_hand(embeddings[image].tolist(), neighbours, label, 0.3)
+                for label in range(3)
+            ]
             assert (-scores[image, :3]).tolist() == pytest.approx(expected, rel=1e-12)
-        assert scores[:, 3].tolist() == [math.log(torch.finfo(torch.float64).tiny)] * 5  # of no neighbour
+        assert (
+            scores[:, 3].tolist() == [math.log(torch.finfo(torch.float64).tiny)] * 5
+        )  # of no neighbour
 
 
 class Trunk(nn.Linear):
@@ -82,25 +114,39 @@ def grafit(seed: int) -> Grafit:
 def test_task_is_the_sum_of_both_losses() -> None:
     """4 images of 3 views; two images of an earlier batch are in the memory, one of which comes again."""
     model, target = grafit(0).float(), grafit(1).float().eval()
-    before, old, images = random(2, 3).float(), torch.tensor([9, 4]), random(12, 7, seed=2).float()
+    before, old, images = (
+        random(2, 3).float(),
+        torch.tensor([9, 4]),
+        random(12, 7, seed=2).float(),
+    )
     model.memory[old], model.labels[old] = before, torch.tensor([1, 0])
     labels, numbers = torch.tensor([1, 1, 0, 0]), torch.tensor([2, 12, 4, 0])
-    result = GrafitTask(model, target, 3)(images, torch.stack([labels, numbers], 1).repeat_interleave(3, 0))
+    result = GrafitTask(model, target, 3)(
+        images, torch.stack([labels, numbers], 1).repeat_interleave(3, 0)
+    )
     with torch.no_grad():
-        ours, goals = (network.embed(images).unflatten(0, (4, 3)) for network in (model, target))
+        ours, goals = (
+            network.embed(images).unflatten(0, (4, 3)) for network in (model, target)
+        )
         predictions = model.predictor(model.embed(images)).unflatten(0, (4, 3))
     remembered = {9: (before[0].tolist(), 1)}
-    for n, (label, number) in enumerate(zip(labels.tolist(), numbers.tolist(), strict=True)):
+    for n, (label, number) in enumerate(
+        zip(labels.tolist(), numbers.tolist(), strict=True)
+    ):
         half = ours[n, 0] / 2 + (before[1] / 2 if number == 4 else 0)
         remembered[number] = half.tolist(), label
         torch.testing.assert_close(model.memory[number], half)
     losses = []
     for n, number in enumerate(numbers.tolist()):
-        neighbours = [entry for neighbour, entry in remembered.items() if neighbour != number]
+        neighbours = [
+            entry for neighbour, entry in remembered.items() if neighbour != number
+        ]
         losses.append(by_hand(ours[n, 0].tolist(), neighbours, int(labels[n]), 0.2))
     expected = sum(losses) / 4 + instance_by_hand(predictions, goals)
     terms = sum(map(abs, losses)) / 4 + 1 + 2 / 0.2
-    assert result["loss"].item() == pytest.approx(expected, abs=16 * torch.finfo(torch.float32).eps * terms)
+    assert result["loss"].item() == pytest.approx(
+        expected, abs=16 * torch.finfo(torch.float32).eps * terms
+    )
     assert result["targets"].tolist() == labels.tolist()
     assert result["output"].shape == (4, 2)
     result["loss"].backward()
@@ -110,7 +156,9 @@ def test_task_is_the_sum_of_both_losses() -> None:
 
 def test_views_that_are_apart_are_refused() -> None:
     targets = torch.tensor([[0, 3], [0, 3], [1, 4], [1, 5]])
-    with pytest.raises(ValueError, match="expected 2 views of each image, one after the other"):
+    with pytest.raises(
+        ValueError, match="expected 2 views of each image, one after the other"
+    ):
         GrafitTask(grafit(0), grafit(0), 2)(random(4, 7), targets)
 
 
@@ -128,14 +176,30 @@ def test_a_run_interrupted_or_not(tmp_path: Path) -> None:
     parity = open_sources("parity", "", ("train", "validation"))[0]
     fine = open_sources("digits", "", ("train", "validation"))[0]
     for number in known.nonzero()[:, 0].tolist():
-        assert complete["model"]["labels"][number] == parity.read(number)[1] == fine.read(number)[1] % 2
+        assert (
+            complete["model"]["labels"][number]
+            == parity.read(number)[1]
+            == fine.read(number)[1] % 2
+        )
     assert (complete["model"]["memory"][~known] == 0).all()
     assert complete["history"][-1]["train_loss"] < 20
-    assert not torch.equal(complete["model"]["trunk.conv1.weight"], complete["ema"]["trunk.conv1.weight"])
+    assert not torch.equal(
+        complete["model"]["trunk.conv1.weight"], complete["ema"]["trunk.conv1.weight"]
+    )
 
 
-def test_settings_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["resnet18", "--recipe", "grafit", "--out", str(tmp_path / "run"), "--warmup-epochs", "0"]
+def test_settings_that_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "resnet18",
+        "--recipe",
+        "grafit",
+        "--out",
+        str(tmp_path / "run"),
+        "--warmup-epochs",
+        "0",
+    ]
     for wrong in (
         "--ema 0",
         "--batch-size 6",
@@ -157,6 +221,11 @@ def test_an_image_finds_its_class_by_its_neighbours() -> None:
     model = grafit(0).eval()
     centres = F.normalize(random(2, 3), dim=-1)
     labels = torch.arange(13) % 2
-    model.remember(torch.arange(13), labels, centres[labels] + 0.01 * random(13, 3, seed=1))
+    model.remember(
+        torch.arange(13), labels, centres[labels] + 0.01 * random(13, 3, seed=1)
+    )
     assert model.scores(centres).argmax(1).tolist() == [0, 1]
-    assert grafit(0).scores(centres).tolist() == [[math.log(torch.finfo(torch.float64).tiny)] * 2] * 2  # nothing seen
+    assert (
+        grafit(0).scores(centres).tolist()
+        == [[math.log(torch.finfo(torch.float64).tiny)] * 2] * 2
+    )  # nothing seen

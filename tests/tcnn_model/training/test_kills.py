@@ -15,7 +15,13 @@ import torch
 from tcnn_model.training import checkpoint, loop
 from tcnn_model.training.command import main, train
 from tcnn_model.training.config import Config
-from tests.tcnn_model.training.runs import assert_same_weights, config, finish, fork, last_checkpoint
+from tests.tcnn_model.training.runs import (
+    assert_same_weights,
+    config,
+    finish,
+    fork,
+    last_checkpoint,
+)
 
 # Two epochs of one step, with a checkpoint after the step.
 SHORT: dict[str, Any] = {"limit": 8, "checkpoint_steps": 1, "lr": 1e-2}
@@ -26,7 +32,11 @@ ACCURACIES = [0.25, 0.5, 0.5]
 @pytest.fixture(autouse=True)
 def _scripted_accuracies(monkeypatch: pytest.MonkeyPatch) -> None:
     def validate(self: loop.Training, *_: object) -> tuple[float, float]:
-        epoch = len(self.history) if self.step or not self.history else self.history[-1].epoch
+        epoch = (
+            len(self.history)
+            if self.step or not self.history
+            else self.history[-1].epoch
+        )
         return 1.0, ACCURACIES[min(epoch, 2)]
 
     monkeypatch.setattr(loop.Training, "validate", validate)
@@ -52,10 +62,14 @@ def _kill_at_change(number: int, settings: Config) -> None:
 
 
 def _files(run: Path) -> list[str]:
-    return sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
+    return sorted(
+        str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()
+    )
 
 
-def test_files_agree_after_a_kill_at_any_change(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_files_agree_after_a_kill_at_any_change(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Each replacement and removal of a file, before and after it; the run is resumed, and then complete."""
     one_epoch = {**SHORT, "epochs": 1, "warmup_epochs": 0, "keep": 1}
     complete = finish(config(tmp_path / "whole", **one_epoch))
@@ -75,15 +89,23 @@ def test_files_agree_after_a_kill_at_any_change(tmp_path: Path, capfd: pytest.Ca
         assert_same_weights(finish(settings, resume=resume), complete)
         assert _files(run) == expected_files, kills
         rows = list(csv.DictReader((run / "epochs.csv").read_text().splitlines()))
-        assert [(int(row["epoch"]), float(row["top1"])) for row in rows] == [(0, 0.25), (1, 0.5)]
+        assert [(int(row["epoch"]), float(row["top1"])) for row in rows] == [
+            (0, 0.25),
+            (1, 0.5),
+        ]
         best = torch.load(run / "best.pt", weights_only=True)
         assert best["epoch"] == 1
-        assert all(torch.equal(best["state_dict"][name], value) for name, value in complete["model"].items())
+        assert all(
+            torch.equal(best["state_dict"][name], value)
+            for name, value in complete["model"].items()
+        )
         assert "best in epoch 1: 0.5000" in capfd.readouterr().err
     assert kills >= 2 * 9
 
 
-def test_best_of_two_equal_epochs_is_the_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_of_two_equal_epochs_is_the_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its weights are kept, and it is named."""
     finish(config(tmp_path, **SHORT))
     assert torch.load(tmp_path / "best.pt", weights_only=True)["epoch"] == 2
@@ -103,7 +125,11 @@ def test_checkpoints_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     torch.save({**state, "epoch": 10_000, "history": history}, folder / "epoch-9999.pt")
     first.rename(folder / "epoch-x.pt")
     finish(settings, resume=True)
-    assert sorted(path.name for path in folder.iterdir()) == ["epoch-10000.pt", "epoch-10001.pt", "epoch-x.pt"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "epoch-10000.pt",
+        "epoch-10001.pt",
+        "epoch-x.pt",
+    ]
     assert len((tmp_path / "epochs.csv").read_text().splitlines()) == 1 + 10_002
 
 
@@ -119,13 +145,21 @@ def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         damaged = bytearray(content)
         damaged[place + bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"epoch-0002\.pt is damaged, or no checkpoint .*the checksum of"):
+        with pytest.raises(
+            ValueError,
+            match=r"epoch-0002\.pt is damaged, or no checkpoint .*the checksum of",
+        ):
             finish(settings, resume=True)
 
 
-@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
 def test_failed_checkpoint_leaves_nothing_behind(
-    failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    failure: BaseException,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The disk is full, or Ctrl-C comes, in the middle of the third file."""
     settings = config(tmp_path, **SHORT)
@@ -161,16 +195,27 @@ def test_failed_checkpoint_leaves_nothing_behind(
             f"tcnn-finetune: interrupted; go on from the last checkpoint with: tcnn-finetune --resume --out {tmp_path}",
         )
     assert not [*tmp_path.rglob("*.partial")]
-    assert [result["epoch"] for result in finish(settings, resume=True)["history"]] == [0, 1, 2]
+    assert [result["epoch"] for result in finish(settings, resume=True)["history"]] == [
+        0,
+        1,
+        2,
+    ]
 
 
 def _send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 0), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGUSR1, 0), (signal.SIGTERM, 0)],
+)
 def test_signals_end_the_run_with_a_checkpoint(
-    number: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = config(tmp_path, **{**SHORT, "checkpoint_steps": None})
     make_step = loop.Training.make_step
@@ -179,19 +224,28 @@ def test_signals_end_the_run_with_a_checkpoint(
         make_step(self, *arguments)
         _send(number)
 
-    before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {
+        name: signal.getsignal(name)
+        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    }
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "make_step", signalled)
         patch.setattr("tcnn_model.training.command.parse", lambda _: (settings, False))
         assert main([]) == status
     assert {name: signal.getsignal(name) for name in before} == before
-    assert f"stopped in epoch 1, after step 1; go on with: tcnn-finetune --resume --out {tmp_path}" in (
-        capsys.readouterr().err.splitlines()
+    assert (
+        f"stopped in epoch 1, after step 1; go on with: tcnn-finetune --resume --out {tmp_path}"
+        in (capsys.readouterr().err.splitlines())
     )
-    assert torch.load(tmp_path / "checkpoints" / "within.pt", weights_only=True)["step"] == 1
+    assert (
+        torch.load(tmp_path / "checkpoints" / "within.pt", weights_only=True)["step"]
+        == 1
+    )
 
 
-def test_second_interrupt_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_interrupt_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = config(tmp_path, **SHORT)
 
     def interrupted(*_: Any) -> None:
@@ -200,11 +254,15 @@ def test_second_interrupt_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monke
         raise AssertionError("the second one is an exception")
 
     monkeypatch.setattr(loop.Training, "make_step", interrupted)
-    monkeypatch.setattr("tcnn_model.training.command.parse", lambda _: (settings, False))
+    monkeypatch.setattr(
+        "tcnn_model.training.command.parse", lambda _: (settings, False)
+    )
     assert main([]) == 130
 
 
-def test_two_processes_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_in_one_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The second is refused while the first trains, whether it resumes the run or begins it anew."""
     settings = config(tmp_path, **SHORT)
     reading, writing = os.pipe()
@@ -225,7 +283,10 @@ def test_two_processes_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     try:
         os.read(reading, 1)
         assert main(["--resume", "--out", settings.out]) == 2
-        assert f"another process trains in {tmp_path}: wait until it ends" in capsys.readouterr().err
+        assert (
+            f"another process trains in {tmp_path}: wait until it ends"
+            in capsys.readouterr().err
+        )
     finally:
         os.write(releasing, b"11")
         assert os.waitpid(first, 0)[1] == 0
@@ -246,7 +307,9 @@ class _Clock:
             assert number < 1, "a batch was validated after SIGTERM"
 
 
-def test_sigterm_during_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_during_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()  # validate as ever
     monkeypatch.setattr(os, "fsync", lambda file: None)
     settings = config(tmp_path / "run", **{**SHORT, "limit": 24})
@@ -256,7 +319,9 @@ def test_sigterm_during_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def interrupted(self: Any, model: Any, batches: Any, *arguments: Any) -> Any:
         calls.append(None)
         if len(calls) == 2:
-            stopping = type("", (), {"validation": lambda _: _Clock(batches.validation())})
+            stopping = type(
+                "", (), {"validation": lambda _: _Clock(batches.validation())}
+            )
             return validate(self, model, stopping(), *arguments)
         return validate(self, model, batches, *arguments)
 

@@ -31,7 +31,9 @@ def test_every_parameter_is_in_one_group() -> None:
     assert set(_setting(model)) == {name for name, _ in model.named_parameters()}
     model.get_parameter("layer4.0.conv1.gating").requires_grad_(False)
     model.get_submodule("layer1").requires_grad_(False)
-    assert set(_setting(model)) == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert set(_setting(model)) == {
+        name for name, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def test_rates_and_decay() -> None:
@@ -42,30 +44,48 @@ def test_rates_and_decay() -> None:
     for name, (_, decay) in settings.items():
         owner, _, last = name.rpartition(".")
         norm = "bn" in owner or owner.endswith("downsample.1")
-        assert decay == (0.07 if last in ("query", "key", "value") or (last == "weight" and not norm) else 0.0), name
+        assert decay == (
+            0.07
+            if last in ("query", "key", "value") or (last == "weight" and not norm)
+            else 0.0
+        ), name
 
 
 def test_rate_of_queries_and_keys() -> None:
     separate = _setting(tiny_tcnn(), lr=3e-4, weight_decay=0.07, qk_lr=5e-3)
     common = _setting(tiny_tcnn(), lr=3e-4, weight_decay=0.07)
     moved = {name for name in common if separate[name] != common[name]}
-    assert moved == {f"layer4.0.conv{n}.{part}" for n in (1, 2) for part in ("query", "key")}
+    assert moved == {
+        f"layer4.0.conv{n}.{part}" for n in (1, 2) for part in ("query", "key")
+    }
     assert {separate[name] for name in moved} == {(5e-3, 0.07)}
     assert _setting(tiny_cnn(), qk_lr=5e-3) == _setting(tiny_cnn())
 
 
 def test_group_names() -> None:
     model = tiny_tcnn()
-    assert {group["name"] for group in parameter_groups(model)} == {"gates", "decayed", "undecayed"}
+    assert {group["name"] for group in parameter_groups(model)} == {
+        "gates",
+        "decayed",
+        "undecayed",
+    }
     for layer in gpsa_layers(model).values():
         layer.gating.requires_grad_(False)
     for ungated in (model, tiny_cnn()):
-        assert {group["name"] for group in parameter_groups(ungated)} == {"decayed", "undecayed"}
+        assert {group["name"] for group in parameter_groups(ungated)} == {
+            "decayed",
+            "undecayed",
+        }
 
 
 def test_the_model_may_be_a_layer() -> None:
     settings = _setting(GPSA(3, 5, 3), weight_decay=0.05)
-    assert {name for name, (_, decay) in settings.items() if decay} == {"weight", "query", "key", "value"}
+    assert {name for name, (_, decay) in settings.items() if decay} == {
+        "weight",
+        "query",
+        "key",
+        "value",
+    }
     assert settings["gating"] == (0.1, 0.0)
 
 
@@ -83,7 +103,9 @@ def test_what_the_model_exempts_is_exempt() -> None:
 
 
 def _rates(model: nn.Module) -> list[float]:
-    rates = [module.drop_path for module in model.modules() if hasattr(module, "drop_path")]
+    rates = [
+        module.drop_path for module in model.modules() if hasattr(module, "drop_path")
+    ]
     return [rate.drop_prob if isinstance(rate, DropPath) else 0.0 for rate in rates]
 
 
@@ -99,8 +121,15 @@ def test_drop_path_rates_are_those_timm_would_give(name: str) -> None:
 
 def _by_block(model: nn.Module) -> dict[str, float]:
     """Drop rate of everything in a model whose name begins with drop_path."""
-    modules = {n: m for n, m in model.named_modules() if n.rpartition(".")[2].startswith("drop_path")}
-    return {name: m.drop_prob if isinstance(m, DropPath) else 0.0 for name, m in modules.items()}
+    modules = {
+        n: m
+        for n, m in model.named_modules()
+        if n.rpartition(".")[2].startswith("drop_path")
+    }
+    return {
+        name: m.drop_prob if isinstance(m, DropPath) else 0.0
+        for name, m in modules.items()
+    }
 
 
 CLASS_ATTENTION = {
@@ -121,7 +150,9 @@ def test_class_tokens_are_never_dropped(name: str) -> None:
         assert {rate for block, rate in rates.items() if pool in block} == {0.0}
         trunk = [block for block in rates if pool not in block]
         per_block = len(trunk) // 3
-        assert [rates[block] for block in trunk] == pytest.approx([p for p in expected for _ in range(per_block)])
+        assert [rates[block] for block in trunk] == pytest.approx(
+            [p for p in expected for _ in range(per_block)]
+        )
 
 
 def test_pooled_image_reaches_the_classifier_at_every_drop() -> None:

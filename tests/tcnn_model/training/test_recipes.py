@@ -15,7 +15,14 @@ from timm.models.mlp_mixer import Affine, MlpMixer, ResBlock
 
 from tcnn_model.training import build
 from tcnn_model.training.command import main
-from tcnn_model.training.config import Config, as_toml, parse, read_toml, recipe_names, recipe_settings
+from tcnn_model.training.config import (
+    Config,
+    as_toml,
+    parse,
+    read_toml,
+    recipe_names,
+    recipe_settings,
+)
 
 RESNET = ["--model-options", "layers=[1,1,1,1]", "channels=[8,8,16,16]"]
 VIT = ["--model-options", "embed_dim=24", "depth=2", "num_heads=3"]
@@ -53,35 +60,99 @@ DEIT = {
     "ema": None,
     "img_size": 224,
 }
-AUGMENTATION = {name: DEIT[name] for name in ("repeated_augmentation", "mixup", "cutmix", "random_erasing")}
-CONV = {"opt": "lamb", "lr": 3e-3, "paper_batch": 2048, "random_erasing": 0.0, "mixup": 0.8, "cutmix": 1.0}
+AUGMENTATION = {
+    name: DEIT[name]
+    for name in ("repeated_augmentation", "mixup", "cutmix", "random_erasing")
+}
+CONV = {
+    "opt": "lamb",
+    "lr": 3e-3,
+    "paper_batch": 2048,
+    "random_erasing": 0.0,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+}
 CONV |= {"uniform_drop_path": True, "clip_grad": None, "label_smoothing": 0.1}
-DEIT3 = {"opt": "lamb", "lr": 3e-3, "paper_batch": 2048, "weight_decay": 0.02, "warmup_epochs": 5, "clip_grad": 1.0}
-DEIT3 |= {"auto_augment": "3a", "color_jitter": 0.3, "cutmix": 1.0, "crop_pct": 1.0, "uniform_drop_path": True}
-DEIT3 |= {"random_erasing": 0.0, "hflip": 0.5, "sched": "cosine", "layer_scale": 1e-4, "img_size": 224}
-CONV |= {"auto_augment": DEIT["auto_augment"], "sched": "cosine", "loss": "ce", "ema": None, "crop": "rrc"}
+DEIT3 = {
+    "opt": "lamb",
+    "lr": 3e-3,
+    "paper_batch": 2048,
+    "weight_decay": 0.02,
+    "warmup_epochs": 5,
+    "clip_grad": 1.0,
+}
+DEIT3 |= {
+    "auto_augment": "3a",
+    "color_jitter": 0.3,
+    "cutmix": 1.0,
+    "crop_pct": 1.0,
+    "uniform_drop_path": True,
+}
+DEIT3 |= {
+    "random_erasing": 0.0,
+    "hflip": 0.5,
+    "sched": "cosine",
+    "layer_scale": 1e-4,
+    "img_size": 224,
+}
+CONV |= {
+    "auto_augment": DEIT["auto_augment"],
+    "sched": "cosine",
+    "loss": "ce",
+    "ema": None,
+    "crop": "rrc",
+}
 HIGHRES = {"lr": 1e-5, "paper_batch": 512, "img_size": 384}
 
 FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "deit": ("deit_tiny_patch16_224", VIT, DEIT),
-    "deit_distilled": ("deit_tiny_distilled_patch16_224", VIT, {**DEIT, "distillation": "token"}),
+    "deit_distilled": (
+        "deit_tiny_distilled_patch16_224",
+        VIT,
+        {**DEIT, "distillation": "token"},
+    ),
     "deit_384": ("deit_base_patch16_384", VIT, {**DEIT, **HIGHRES, "epochs": 25}),
     "cait": (
         "cait_s36_384",
         VIT,
-        {**DEIT, "lr": 1e-3, "epochs": 400, "drop_path": 0.2, "uniform_drop_path": True, "crop_pct": 1.0},
+        {
+            **DEIT,
+            "lr": 1e-3,
+            "epochs": 400,
+            "drop_path": 0.2,
+            "uniform_drop_path": True,
+            "crop_pct": 1.0,
+        },
     ),
     "cait_384": (
         "cait_s36_384",
         VIT,
-        {**DEIT, **HIGHRES, "epochs": 25, "drop_path": 0.2, "uniform_drop_path": True, "crop_pct": 1.0},
+        {
+            **DEIT,
+            **HIGHRES,
+            "epochs": 25,
+            "drop_path": 0.2,
+            "uniform_drop_path": True,
+            "crop_pct": 1.0,
+        },
     ),
     "cait_transfer": (
         "cait_s36_384",
         VIT,
-        {**DEIT, "lr": 1e-3 / 10, "epochs": 1000, "drop_path": 0.2, "uniform_drop_path": True, "crop_pct": 1.0},
+        {
+            **DEIT,
+            "lr": 1e-3 / 10,
+            "epochs": 1000,
+            "drop_path": 0.2,
+            "uniform_drop_path": True,
+            "crop_pct": 1.0,
+        },
     ),
-    "resmlp": ("resmlp_tiny", [], {**DEIT, "opt": "lamb", "lr": 5e-3, "weight_decay": 0.2, "epochs": 400}),
+    "resmlp": (
+        "resmlp_tiny",
+        [],
+        {**DEIT, "opt": "lamb", "lr": 5e-3, "weight_decay": 0.2, "epochs": 400},
+    ),
     "deit3": (
         "deit3_base_patch16_224",
         VIT,
@@ -93,69 +164,154 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         "deit3_large_patch16_224",
         VIT,
         DEIT3
-        | {"epochs": 90, "loss": "ce", "mixup": 0.0, "repeated_augmentation": 1, "drop_path": 0.3}
+        | {
+            "epochs": 90,
+            "loss": "ce",
+            "mixup": 0.0,
+            "repeated_augmentation": 1,
+            "drop_path": 0.3,
+        }
         | {"crop": "simple", "label_smoothing": 0.1},
     ),
     "deit3_21k_to_1k": (
         "deit3_large_patch16_224",
         VIT,
         DEIT3
-        | {"lr": 3e-4, "epochs": 50, "loss": "ce", "mixup": 0.0, "repeated_augmentation": 1, "drop_path": 0.3}
+        | {
+            "lr": 3e-4,
+            "epochs": 50,
+            "loss": "ce",
+            "mixup": 0.0,
+            "repeated_augmentation": 1,
+            "drop_path": 0.3,
+        }
         | {"crop": "simple", "label_smoothing": 0.1},
     ),
     "deit3_highres": (
         "deit3_large_patch16_384",
         VIT,
-        {**DEIT, **HIGHRES, "epochs": 20, "weight_decay": 0.1, "repeated_augmentation": 1}
+        {
+            **DEIT,
+            **HIGHRES,
+            "epochs": 20,
+            "weight_decay": 0.1,
+            "repeated_augmentation": 1,
+        }
         | {"drop_path": 0.4, "uniform_drop_path": True},
     ),
     "rsb_a2": (
         "resnet18",
         RESNET,
-        {"opt": "lamb", "lr": 5e-3, "paper_batch": 2048, "weight_decay": 0.02, "epochs": 300, "warmup_epochs": 5}
-        | {"loss": "bce", "cutmix": 1.0, "repeated_augmentation": 3, "crop_pct": 0.95, "label_smoothing": 0.0},
+        {
+            "opt": "lamb",
+            "lr": 5e-3,
+            "paper_batch": 2048,
+            "weight_decay": 0.02,
+            "epochs": 300,
+            "warmup_epochs": 5,
+        }
+        | {
+            "loss": "bce",
+            "cutmix": 1.0,
+            "repeated_augmentation": 3,
+            "crop_pct": 0.95,
+            "label_smoothing": 0.0,
+        },
     ),
     "tcnn_finetune": (
         "resnet18",
         RESNET,
-        {**AUGMENTATION, "opt": "adamw", "paper_batch": 1024, "lr": 1e-4, "gating_lr": 0.1, "epochs": 50}
-        | {"warmup_epochs": 5, "drop_path": 0.1, "img_size": 224, "reparameterize_at": 0, "keep_optimizer": False},
+        {
+            **AUGMENTATION,
+            "opt": "adamw",
+            "paper_batch": 1024,
+            "lr": 1e-4,
+            "gating_lr": 0.1,
+            "epochs": 50,
+        }
+        | {
+            "warmup_epochs": 5,
+            "drop_path": 0.1,
+            "img_size": 224,
+            "reparameterize_at": 0,
+            "keep_optimizer": False,
+        },
     ),
     "tcnn_scratch": (
         "resnet18",
         RESNET,
-        {**AUGMENTATION, "opt": "momentum", "momentum": 0.9, "paper_batch": 1024, "epochs": 400, "warmup_epochs": 5}
+        {
+            **AUGMENTATION,
+            "opt": "momentum",
+            "momentum": 0.9,
+            "paper_batch": 1024,
+            "epochs": 400,
+            "warmup_epochs": 5,
+        }
         | {"reparameterize_at": 100, "keep_optimizer": True},
     ),
     "patchconvnet": (
         "patchconvnet_s60",
         CONVNET,
-        CONV | {"epochs": 400, "weight_decay": 0.01, "drop_path": 0.15} | {"repeated_augmentation": 3},
+        CONV
+        | {"epochs": 400, "weight_decay": 0.01, "drop_path": 0.15}
+        | {"repeated_augmentation": 3},
     ),
     "patchconvnet_highres": (
         "patchconvnet_b60",
         CONVNET,
         CONV
-        | {"lr": 1e-5, "paper_batch": 1024, "weight_decay": 0.01, "epochs": 10, "drop_path": 0.2}
+        | {
+            "lr": 1e-5,
+            "paper_batch": 1024,
+            "weight_decay": 0.01,
+            "epochs": 10,
+            "drop_path": 0.2,
+        }
         | {"repeated_augmentation": 1},
     ),
     "patchconvnet_21k": (
         "patchconvnet_b60",
         CONVNET,
-        CONV | {"epochs": 90, "weight_decay": 0.01, "drop_path": 0.3} | {"repeated_augmentation": 1},
+        CONV
+        | {"epochs": 90, "weight_decay": 0.01, "drop_path": 0.3}
+        | {"repeated_augmentation": 1},
     ),
     "patchconvnet_21k_to_1k": (
         "patchconvnet_s60",
         CONVNET,
-        CONV | {"lr": 5e-4, "paper_batch": 1024, "epochs": 100, "drop_path": 0.05, "img_size": 224},
+        CONV
+        | {
+            "lr": 5e-4,
+            "paper_batch": 1024,
+            "epochs": 100,
+            "drop_path": 0.05,
+            "img_size": 224,
+        },
     ),
     "grafit": (
         "resnet18",
         [*RESNET, "--embedding-dim", "8"],
-        {"objective": "grafit", "repeated_augmentation": 4, "temperature": 0.05, "embedding_dim": 256, "epochs": 600}
-        | {"opt": "sgd", "lr": 0.1 * 1024 / 256, "paper_batch": 4 * 1024, "random_erasing": 0.25, "img_size": 224},
+        {
+            "objective": "grafit",
+            "repeated_augmentation": 4,
+            "temperature": 0.05,
+            "embedding_dim": 256,
+            "epochs": 600,
+        }
+        | {
+            "opt": "sgd",
+            "lr": 0.1 * 1024 / 256,
+            "paper_batch": 4 * 1024,
+            "random_erasing": 0.25,
+            "img_size": 224,
+        },
     ),
-    "patchconvnet_specialise": ("patchconvnet_s60_multi", CONVNET, {"lr": 1e-5, "paper_batch": 512, "epochs": 10}),
+    "patchconvnet_specialise": (
+        "patchconvnet_s60_multi",
+        CONVNET,
+        {"lr": 1e-5, "paper_batch": 512, "epochs": 10},
+    ),
 }
 
 
@@ -172,20 +328,45 @@ def test_recipe_is_the_papers(name: str) -> None:
 
 
 # Each model, objective, loss, crop and optimizer once; the other recipes differ from one of these in numbers only.
-TRAINED = ["deit_distilled", "cait", "resmlp", "deit3", "deit3_21k", "rsb_a2", "tcnn_finetune", "tcnn_scratch"]
+TRAINED = [
+    "deit_distilled",
+    "cait",
+    "resmlp",
+    "deit3",
+    "deit3_21k",
+    "rsb_a2",
+    "tcnn_finetune",
+    "tcnn_scratch",
+]
 TRAINED += ["patchconvnet", "patchconvnet_specialise", "grafit"]
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_recipe_trains_a_small_model_of_its_family(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     model, options, _ = FAMILIES[name]
     further = ["--teacher", "tiny"] if name == "deit_distilled" else []
     further += ["--reparameterize-at", "1"] if name == "tcnn_scratch" else []
-    monkeypatch.setattr(build, "_teacher", lambda config, _: _tiny_teacher() if config.teacher else None)
+    monkeypatch.setattr(
+        build, "_teacher", lambda config, _: _tiny_teacher() if config.teacher else None
+    )
     size = "64" if "tcnn" in name else "32"
-    small = ["--epochs", "2", "--warmup-epochs", "1", "--batch-size", "8", "--limit", "16", "--img-size", size]
+    small = [
+        "--epochs",
+        "2",
+        "--warmup-epochs",
+        "1",
+        "--batch-size",
+        "8",
+        "--limit",
+        "16",
+        "--img-size",
+        size,
+    ]
     out = ["--out", str(tmp_path), "--watcher", "none"]
     assert main([model, "--recipe", name, *small, *options, *further, *out]) == 0
     lines = (tmp_path / "epochs.csv").read_text().splitlines()
@@ -195,7 +376,9 @@ def test_recipe_trains_a_small_model_of_its_family(
 
 
 def _tiny_teacher() -> Any:
-    return timm.create_model("resnet18", layers=[1, 1, 1, 1], channels=[8, 8, 16, 16], num_classes=10)
+    return timm.create_model(
+        "resnet18", layers=[1, 1, 1, 1], channels=[8, 8, 16, 16], num_classes=10
+    )
 
 
 # T-CNN paper, Tables 1 and 5; PatchConvNet, Table B.3; CaiT, thesis Table 3.16; DeiT III, Table 6.14.
@@ -243,7 +426,10 @@ def test_what_differs_between_models() -> None:
     for recipe, models in BY_MODEL.items():
         for model, (drop_path, size) in models.items():
             settings = recipe_settings(recipe, model)
-            assert (settings["drop_path"], settings["img_size"]) == (drop_path, size), (recipe, model)
+            assert (settings["drop_path"], settings["img_size"]) == (drop_path, size), (
+                recipe,
+                model,
+            )
             assert timm.is_model(model)
 
 
@@ -258,7 +444,12 @@ LAYER_SCALES = {
         "cait_m36_384": 1e-6,
         "cait_m48_448": 1e-6,
     },
-    "resmlp": {"resmlp_12_224": 0.1, "resmlp_24_224": 1e-5, "resmlp_36_224": 1e-6, "resmlp_big_24_224": 1e-5},
+    "resmlp": {
+        "resmlp_12_224": 0.1,
+        "resmlp_24_224": 1e-5,
+        "resmlp_36_224": 1e-6,
+        "resmlp_big_24_224": 1e-5,
+    },
     "deit3": {"deit3_small_patch16_224": 1e-4, "deit3_huge_patch14_224": 1e-4},
 }
 
@@ -267,27 +458,65 @@ def test_initial_layer_scale() -> None:
     """The setting of each model, and the weights of a small one: two of each block, and those of class attention."""
     for recipe, models in LAYER_SCALES.items():
         for model, value in models.items():
-            assert recipe_settings(recipe, model)["layer_scale"] == value, (recipe, model)
+            assert recipe_settings(recipe, model)["layer_scale"] == value, (
+                recipe,
+                model,
+            )
     shape = {"embed_dim": 24, "depth": 2, "num_heads": 3}
-    for model, options, count in (("cait_xxs36_224", shape, 8), ("deit3_small_patch16_224", shape, 4)):
+    for model, options, count in (
+        ("cait_xxs36_224", shape, 8),
+        ("deit3_small_patch16_224", shape, 4),
+    ):
         settings = Config(model, layer_scale=0.0625, model_options=options, img_size=32)
         parameters = build.build_model(settings, 10)[0].parameters()
-        assert sum(bool((parameter == 0.0625).all()) for parameter in parameters) == count
-    parameters = build.build_model(Config("resmlp_tiny", layer_scale=0.0625, img_size=32), 10)[0].parameters()
+        assert (
+            sum(bool((parameter == 0.0625).all()) for parameter in parameters) == count
+        )
+    parameters = build.build_model(
+        Config("resmlp_tiny", layer_scale=0.0625, img_size=32), 10
+    )[0].parameters()
     assert sum(bool((parameter == 0.0625).all()) for parameter in parameters) == 4
-    with pytest.raises(ValueError, match=r"layer_scale=0\.0625, but ResNet has no LayerScale"):
+    with pytest.raises(
+        ValueError, match=r"layer_scale=0\.0625, but ResNet has no LayerScale"
+    ):
         build.build_model(Config("resnet18", layer_scale=0.0625), 10)
 
 
 def test_options_win_over_a_file_and_that_over_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text('lr = 3e-4\nepochs = 7\nfreeze = ["stem"]\n')
-    arguments = ["resnet18", "--recipe", "tcnn_finetune", "--config", str(tmp_path / "own.toml"), "--epochs", "9"]
-    config, resume = parse([*arguments, "--no-channels-last", "--model-options", "layers=[1,1]", "a=b"])
-    assert (config.lr, config.epochs, config.weight_decay, resume) == (3e-4, 9, 0.05, False)
+    arguments = [
+        "resnet18",
+        "--recipe",
+        "tcnn_finetune",
+        "--config",
+        str(tmp_path / "own.toml"),
+        "--epochs",
+        "9",
+    ]
+    config, resume = parse(
+        [*arguments, "--no-channels-last", "--model-options", "layers=[1,1]", "a=b"]
+    )
+    assert (config.lr, config.epochs, config.weight_decay, resume) == (
+        3e-4,
+        9,
+        0.05,
+        False,
+    )
     (tmp_path / "options.toml").write_text("model_options = {layers = [1], b = 1}")
-    merged, _ = parse([*arguments[:3], "--config", str(tmp_path / "options.toml"), "--model-options", "layers=[2]"])
+    merged, _ = parse(
+        [
+            *arguments[:3],
+            "--config",
+            str(tmp_path / "options.toml"),
+            "--model-options",
+            "layers=[2]",
+        ]
+    )
     assert merged.model_options == {"layers": [2], "b": 1}
-    assert (config.freeze, config.model_options) == (["stem"], {"layers": [1, 1], "a": "b"})
+    assert (config.freeze, config.model_options) == (
+        ["stem"],
+        {"layers": [1, 1], "a": "b"},
+    )
     (tmp_path / "kept.toml").write_text(as_toml(config.as_dict()))
     assert Config(**read_toml(tmp_path / "kept.toml")) == config
 
@@ -299,7 +528,11 @@ def test_every_recipe_names_its_paper() -> None:
 
 def test_options_are_read_before_torch_is_imported() -> None:
     """Help, a wrong option and a wrong value, each in a new process."""
-    cases = [("--help", 0, "--batch-size"), ("--nonsense", 2, "--nonsense"), ("--crop=square", 2, "expected one of")]
+    cases = [
+        ("--help", 0, "--batch-size"),
+        ("--nonsense", 2, "--nonsense"),
+        ("--crop=square", 2, "expected one of"),
+    ]
     program = (
         "import sys, tcnn_finetune\n"
         "try:\n    status = tcnn_finetune.main(['resnet18', sys.argv[1]])\n"
@@ -307,7 +540,12 @@ def test_options_are_read_before_torch_is_imported() -> None:
         "print(status, 'torch' in sys.modules)"
     )
     for option, status, text in cases:
-        done = subprocess.run([sys.executable, "-c", program, option], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, option],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.splitlines()[-1] == f"{status} False"
         assert text in done.stdout + done.stderr
 
@@ -321,52 +559,100 @@ def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n{setting.metadata['group']}:\n" in shown
 
 
-def test_recipe_whose_bases_are_a_circle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_whose_bases_are_a_circle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = tmp_path / "first.toml", tmp_path / "second.toml"
     first.write_text(f'base = "{second}"')
     second.write_text(f'base = "{first}"')
-    assert main(["resnet18", "--recipe", str(first), "--out", str(tmp_path / "run")]) == 2
-    assert f"its bases lead back to it: {first} -> {second} -> {first}" in capsys.readouterr().err
+    assert (
+        main(["resnet18", "--recipe", str(first), "--out", str(tmp_path / "run")]) == 2
+    )
+    assert (
+        f"its bases lead back to it: {first} -> {second} -> {first}"
+        in capsys.readouterr().err
+    )
 
 
-def test_files_import_no_watcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_import_no_watcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A recipe, settings or a run of somebody else's; the command line may."""
-    recipe, settings, run = tmp_path / "recipe.toml", tmp_path / "settings.toml", tmp_path / "run"
+    recipe, settings, run = (
+        tmp_path / "recipe.toml",
+        tmp_path / "settings.toml",
+        tmp_path / "run",
+    )
     run.mkdir()
     recipe.write_text('[settings]\nwatcher = "antigravity:fly"')
     for file in (settings, run / "config.toml"):
         file.write_text('model = "resnet18"\nwatcher = "antigravity:fly"')
-    beginnings: list[list[str]] = [["resnet18", "--recipe", str(recipe)], ["--config", str(settings)]]
+    beginnings: list[list[str]] = [
+        ["resnet18", "--recipe", str(recipe)],
+        ["--config", str(settings)],
+    ]
     for arguments in [*beginnings, ["--resume", "--out", str(run)]]:
         assert main(arguments) == 2
-        assert "a file may not name 'antigravity:fly', which would be imported" in capsys.readouterr().err
+        assert (
+            "a file may not name 'antigravity:fly', which would be imported"
+            in capsys.readouterr().err
+        )
         assert parse([*arguments, "--watcher", "none"])[0].watcher == "none"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_device_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["resnet18", "--device", "cuda", "--out", str(tmp_path / "run")]) == 2
-    assert "expected cpu, as torch finds no GPU with CUDA on this machine, got cuda" in capsys.readouterr().err
+    assert (
+        "expected cpu, as torch finds no GPU with CUDA on this machine, got cuda"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["resnet18", "--recipe", "nobodys"], "no recipe 'nobodys'; there are cait, cait_384, cait_transfer, deit"),
+        (
+            ["resnet18", "--recipe", "nobodys"],
+            "no recipe 'nobodys'; there are cait, cait_384, cait_transfer, deit",
+        ),
         (["nobodys_net"], "timm cannot make the model 'nobodys_net'"),
-        (["resnet18", "--epochs", "5"], "expected fewer than the 5 epochs, got 5: give fewer, or more epochs"),
-        (["resnet18", "--mixup", "0.8", "--batch-size", "9"], "take images in pairs, got 9"),
-        (["resnet18", "--batch-size", "2000"], "is more than the 1347 to train on: give a smaller batch_size"),
-        (["resnet18", "--crop", "square"], "crop: expected one of rrc, simple, got 'square'"),
+        (
+            ["resnet18", "--epochs", "5"],
+            "expected fewer than the 5 epochs, got 5: give fewer, or more epochs",
+        ),
+        (
+            ["resnet18", "--mixup", "0.8", "--batch-size", "9"],
+            "take images in pairs, got 9",
+        ),
+        (
+            ["resnet18", "--batch-size", "2000"],
+            "is more than the 1347 to train on: give a smaller batch_size",
+        ),
+        (
+            ["resnet18", "--crop", "square"],
+            "crop: expected one of rrc, simple, got 'square'",
+        ),
         (["resnet18", "--freeze", "nothing"], "no parameters match 'nothing'"),
         (["resnet18", "--resume"], "there is no run in"),
-        (["--resume", "--recipe", "deit"], "with the settings of the run: leave --recipe and --config out"),
+        (
+            ["--resume", "--recipe", "deit"],
+            "with the settings of the run: leave --recipe and --config out",
+        ),
         (["resnet18", "--num-classes", "3"], "the data has 10 classes, got 3"),
-        (["resnet18", "--img-size", "32", "--reparameterize-at", "3"], "the image is too small to tell stages apart"),
+        (
+            ["resnet18", "--img-size", "32", "--reparameterize-at", "3"],
+            "the image is too small to tell stages apart",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err

@@ -17,7 +17,13 @@ import torch
 from tcnn_model.training import loop, session
 from tcnn_model.training.command import main, train
 from tcnn_model.training.config import Config
-from tests.tcnn_model.training.runs import assert_same_weights, config, finish, fork, last_checkpoint
+from tests.tcnn_model.training.runs import (
+    assert_same_weights,
+    config,
+    finish,
+    fork,
+    last_checkpoint,
+)
 
 # Python's generator (RandAugment, erasing), NumPy's (mixup) and torch's (drop path); optimizer, EMA and gates' state.
 EVERYTHING: dict[str, Any] = {
@@ -45,7 +51,13 @@ class PowerCut(BaseException):
     pass
 
 
-def _cut(monkeypatch: pytest.MonkeyPatch, settings: Config, step: int, *, resume: bool = False) -> None:
+def _cut(
+    monkeypatch: pytest.MonkeyPatch,
+    settings: Config,
+    step: int,
+    *,
+    resume: bool = False,
+) -> None:
     """Train until a step of this call has been made, and not its checkpoint, or to the end."""
     steps: list[None] = []
     make_step = loop.Training.make_step
@@ -67,14 +79,23 @@ def _disturb(number: int) -> None:
     random.seed(number)
 
 
-def test_run_cut_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_cut_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """2 epochs of 3 steps, the T-CNN made after the first, with a checkpoint after each step."""
-    further = {**EVERYTHING, "img_size": 64, "reparameterize_at": 1, "keep_optimizer": True}
+    further = {
+        **EVERYTHING,
+        "img_size": 64,
+        "reparameterize_at": 1,
+        "keep_optimizer": True,
+    }
     expected = finish(config(tmp_path / "whole", **further))
     assert [result["epoch"] for result in expected["history"]] == [0, 1, 2]
     settings = config(tmp_path / "cut", **further)
     for number in range(4):
-        _cut(monkeypatch, settings, 2, resume=number > 0)  # the second step of each call is lost
+        _cut(
+            monkeypatch, settings, 2, resume=number > 0
+        )  # the second step of each call is lost
         _disturb(number)
     assert_same_weights(finish(settings, resume=True), expected)
     assert not (Path(settings.out) / "checkpoints" / "within.pt").exists()
@@ -89,7 +110,9 @@ def test_run_cut_within_an_epoch_repeats_it(
     assert_same_weights(finish(settings, resume=True), complete)
 
 
-def test_killed_processes_with_workers(complete: dict[str, Any], tmp_path: Path) -> None:
+def test_killed_processes_with_workers(
+    complete: dict[str, Any], tmp_path: Path
+) -> None:
     """A process, and with it those that load its images, is killed at random moments after it has come further."""
     settings = config(tmp_path / "killed", **EVERYTHING, workers=1)
     generator = random.Random(0)
@@ -115,7 +138,10 @@ def _written(settings: Config) -> set[tuple[str, int]]:
 
 
 def test_sigterm_writes_a_checkpoint_and_ends_well(
-    complete: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    complete: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = config(tmp_path / "stopped", **{**EVERYTHING, "checkpoint_steps": None})
     before, make_step = signal.getsignal(signal.SIGTERM), loop.Training.make_step
@@ -129,14 +155,24 @@ def test_sigterm_writes_a_checkpoint_and_ends_well(
         patch.setattr("tcnn_model.training.command.parse", lambda _: (settings, False))
         assert main([]) == 0
     assert signal.getsignal(signal.SIGTERM) is before
-    assert "stopped in epoch 1, after step 1; go on with: tcnn-finetune --resume" in capsys.readouterr().err
-    assert torch.load(tmp_path / "stopped/checkpoints/within.pt", weights_only=True)["step"] == 1
+    assert (
+        "stopped in epoch 1, after step 1; go on with: tcnn-finetune --resume"
+        in capsys.readouterr().err
+    )
+    assert (
+        torch.load(tmp_path / "stopped/checkpoints/within.pt", weights_only=True)[
+            "step"
+        ]
+        == 1
+    )
     assert main(["--resume", "--out", settings.out]) == 0
     assert_same_weights(last_checkpoint(settings), complete)
     assert f"its weights: {tmp_path / 'stopped' / 'best.pt'}" in capsys.readouterr().err
 
 
-def test_loss_that_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_that_is_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = config(tmp_path / "run", epochs=3, checkpoint_steps=1)
     criterion = "tcnn_model.training.build.create_criterion"
     calls: list[None] = []
@@ -146,7 +182,10 @@ def test_loss_that_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return scores.sum() * (float("nan") if len(calls) == 5 else 1e-3)
 
     monkeypatch.setattr(criterion, lambda *_, **__: breaks)
-    with pytest.raises(loop.NonFiniteLossError, match=r"the loss is nan in epoch 2, step 2; the batch is in .*-0\.pt"):
+    with pytest.raises(
+        loop.NonFiniteLossError,
+        match=r"the loss is nan in epoch 2, step 2; the batch is in .*-0\.pt",
+    ):
         finish(settings)
     batch = torch.load(tmp_path / "run" / "nonfinite-0.pt", weights_only=True)
     assert (batch["images"].shape, batch["targets"].shape) == ((8, 3, 32, 32), (8,))
@@ -166,15 +205,24 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         "epoch-0004.pt",
         "epochs.csv",
     ]
-    assert expected["history"][-1]["lr"] == pytest.approx(1e-4 * (1 + math.cos(math.pi * 11 / 12)) / 2)  # of 12 steps
+    assert expected["history"][-1]["lr"] == pytest.approx(
+        1e-4 * (1 + math.cos(math.pi * 11 / 12)) / 2
+    )  # of 12 steps
     best = torch.load(tmp_path / "best.pt", weights_only=True)
-    assert best["epoch"] == max(expected["history"], key=lambda result: (result["top1"], result["epoch"]))["epoch"]
+    assert (
+        best["epoch"]
+        == max(
+            expected["history"], key=lambda result: (result["top1"], result["epoch"])
+        )["epoch"]
+    )
     again = config(tmp_path / "again", weights=str(tmp_path / "best.pt"))
     first = next(train(again, progress=False))
     assert first.top1 == max(result["top1"] for result in expected["history"])
 
 
-def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each epoch once, without NaN, also of a run that is resumed; the package is named where it is missing."""
     shown: dict[tuple[str, int], float] = {}
 
@@ -195,18 +243,38 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     settings = config(tmp_path / "run", tensorboard=True, epochs=2)
     _cut(monkeypatch, settings, 5)
     history = finish(settings, resume=True)["history"]
-    assert {step: value for (name, step), value in shown.items() if name == "train_loss"} == {
-        step: history[step]["train_loss"] for step in (1, 2)
-    }
+    assert {
+        step: value for (name, step), value in shown.items() if name == "train_loss"
+    } == {step: history[step]["train_loss"] for step in (1, 2)}
     monkeypatch.setitem(sys.modules, module, None)
-    assert main(["resnet18", "--tensorboard", "--limit", "64", "--out", str(tmp_path / "other")]) == 2
-    assert "--tensorboard needs the package tensorboard: pip install tensorboard" in capsys.readouterr().err
+    assert (
+        main(
+            [
+                "resnet18",
+                "--tensorboard",
+                "--limit",
+                "64",
+                "--out",
+                str(tmp_path / "other"),
+            ]
+        )
+        == 2
+    )
+    assert (
+        "--tensorboard needs the package tensorboard: pip install tensorboard"
+        in capsys.readouterr().err
+    )
 
 
-def test_resume_with_other_settings_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_with_other_settings_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     finish(config(tmp_path / "run"))
     assert main(["--resume", "--out", str(tmp_path / "run"), "--lr", "1"]) == 2
-    assert "of a run with other settings (lr: 0.0001 there, 1.0 now)" in capsys.readouterr().err
+    assert (
+        "of a run with other settings (lr: 0.0001 there, 1.0 now)"
+        in capsys.readouterr().err
+    )
     assert main(["resnet18", "--out", str(tmp_path / "run")]) == 2
     assert "holds a run already: --resume goes on with it" in capsys.readouterr().err
     assert "workers" in session.FREE

@@ -56,13 +56,21 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
     if named == "by info":
         for split in LABELS:  # names that say nothing
             names[split] = [
-                Path(tmp_path / name).rename(tmp_path / f"{split[0]}{name[-8:]}").name for name in names[split]
+                Path(tmp_path / name).rename(tmp_path / f"{split[0]}{name[-8:]}").name
+                for name in names[split]
             ]
-        info = {"splits": {split: {"name": split, "filenames": filenames} for split, filenames in names.items()}}
+        info = {
+            "splits": {
+                split: {"name": split, "filenames": filenames}
+                for split, filenames in names.items()
+            }
+        }
         (tmp_path / "_info.json").write_text(json.dumps(info))
     elif named == "by pattern":
         splits = ("photos-train-{0000..0001}.tar|9", "photos-val-{0000..0001}.tar")
-    for source, labels in zip(open_sources(str(tmp_path), "wds/", splits), LABELS.values(), strict=True):
+    for source, labels in zip(
+        open_sources(str(tmp_path), "wds/", splits), LABELS.values(), strict=True
+    ):
         assert source.classes == ("0", "1", "2")
         expected = [label for shard in labels for label in shard]
         assert len(source) == len(expected)
@@ -74,7 +82,11 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
 
 def test_labels_in_json(tmp_path: Path) -> None:
     """The field that ``_info.json`` names, else "label"; -1 is none, as in timm; endings in any case."""
-    contents = [{"label": 1, "fine": 0}, {"label": 0, "fine": 1}, {"label": 0, "fine": -1}]
+    contents = [
+        {"label": 1, "fine": 0},
+        {"label": 0, "fine": 1},
+        {"label": 0, "fine": -1},
+    ]
     kinds = (("JPG", "jpeg"), ("jpeg", "jpeg"), ("webp", "webp"))
     samples = [
         (f"{n}", {"json": json.dumps(about).encode(), ending: _image(0, kind)})
@@ -83,11 +95,17 @@ def test_labels_in_json(tmp_path: Path) -> None:
     for split in SPLITS:
         _shard(tmp_path / f"{split}.tar", samples)
     sources = open_sources(str(tmp_path), "wds/", SPLITS)
-    assert [[source.read(n)[1] for n in range(len(source))] for source in sources] == [[1, 0, 0]] * 2
+    assert [[source.read(n)[1] for n in range(len(source))] for source in sources] == [
+        [1, 0, 0]
+    ] * 2
     fine = {"filenames": ["train.tar"], "alt_label": "fine"}
-    (tmp_path / "info.json").write_text(json.dumps({"splits": dict.fromkeys(SPLITS, fine)}))
+    (tmp_path / "info.json").write_text(
+        json.dumps({"splits": dict.fromkeys(SPLITS, fine)})
+    )
     sources = open_sources(str(tmp_path), "wds/", SPLITS)
-    assert [[source.read(n)[1] for n in range(len(source))] for source in sources] == [[0, 1]] * 2
+    assert [[source.read(n)[1] for n in range(len(source))] for source in sources] == [
+        [0, 1]
+    ] * 2
 
 
 GOOD = {"png": _image(0), "cls": b"0"}
@@ -96,15 +114,26 @@ GOOD = {"png": _image(0), "cls": b"0"}
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([("a", GOOD), ("b", {"cls": b"0"})], "expected an image, jpg or jpeg or png or webp, for b in .*, found cls"),
-        ([("a", {"png": _image(0)})], "expected an integer in 'label' of .json for a in .*, found png"),
-        ([("a", GOOD | {"cls": b"cat"})], "expected an integer in .cls for a in .*, found png, cls"),
+        (
+            [("a", GOOD), ("b", {"cls": b"0"})],
+            "expected an image, jpg or jpeg or png or webp, for b in .*, found cls",
+        ),
+        (
+            [("a", {"png": _image(0)})],
+            "expected an integer in 'label' of .json for a in .*, found png",
+        ),
+        (
+            [("a", GOOD | {"cls": b"cat"})],
+            "expected an integer in .cls for a in .*, found png, cls",
+        ),
         ([("a", GOOD | {"cls": b""})], "expected an integer in .cls for a in"),
         ([], "the split 'train' in .* has no images"),
         (None, "train.tar is not a whole, uncompressed tar file"),
     ],
 )
-def test_shards_that_are_none(tmp_path: Path, samples: Sequence[tuple[str, Mapping[str, bytes]]], message: str) -> None:
+def test_shards_that_are_none(
+    tmp_path: Path, samples: Sequence[tuple[str, Mapping[str, bytes]]], message: str
+) -> None:
     for split in SPLITS:
         _shard(tmp_path / f"{split}.tar", [("a", GOOD)] if samples is None else samples)
     if samples is None:
@@ -119,11 +148,17 @@ def test_shards_that_are_none(tmp_path: Path, samples: Sequence[tuple[str, Mappi
     [
         ("", "train", "a split 'train', in _info.json or names of shards"),
         ("", "a-{01..03}.tar", "the shard a-01.tar"),
-        ("https://host/imagenet", "train", "a split 'train', in _info.json or names of shards"),
+        (
+            "https://host/imagenet",
+            "train",
+            "a split 'train', in _info.json or names of shards",
+        ),
         ("pipe:cat", "train.tar", "the shard train.tar"),
     ],
 )
-def test_shards_that_are_not_there(tmp_path: Path, data: str, split: str, missing: str) -> None:
+def test_shards_that_are_not_there(
+    tmp_path: Path, data: str, split: str, missing: str
+) -> None:
     message = f"expected {missing} in the folder .*: shards are read from a disk, so copy them there first"
     with pytest.raises(ValueError, match=message):
         open_sources(data or str(tmp_path), "wds/", (split, split))
@@ -134,8 +169,16 @@ def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for split in LABELS:
         _numbered(tmp_path, split)
     shard = tmp_path / "photos-train-0001.tar"
-    shard.write_bytes(shard.read_bytes().replace(_image(6), _image(6)[:30].ljust(len(_image(6)))))
-    settings = {"data": str(tmp_path), "dataset": "wds/", "limit": None, "batch_size": 3, "checkpoint_steps": 1}
+    shard.write_bytes(
+        shard.read_bytes().replace(_image(6), _image(6)[:30].ljust(len(_image(6))))
+    )
+    settings = {
+        "data": str(tmp_path),
+        "dataset": "wds/",
+        "limit": None,
+        "batch_size": 3,
+        "checkpoint_steps": 1,
+    }
     named = rf"skipped {shard}/dir/006.png, which cannot be read"
     with pytest.warns(RuntimeWarning, match=named):
         complete = finish(config(tmp_path / "whole", **settings, max_unreadable=0.2))

@@ -16,11 +16,21 @@ from tcnn_model.training.sources import open_sources
 from tests.tcnn_model.training.runs import config, finish
 
 
-def _folder(root: Path, *, classes: tuple[str, ...] = ("cat", "dog"), images: int = 8, val: str = "val") -> Path:
-    for number, name in enumerate(f"{split}/{label}" for split in ("train", val) for label in classes):
+def _folder(
+    root: Path,
+    *,
+    classes: tuple[str, ...] = ("cat", "dog"),
+    images: int = 8,
+    val: str = "val",
+) -> Path:
+    for number, name in enumerate(
+        f"{split}/{label}" for split in ("train", val) for label in classes
+    ):
         (root / name).mkdir(parents=True)
         for image in range(images):
-            Image.new("RGB", (40, 36), (30 * image, 60 * number, 0)).save(root / name / f"{image}.png")
+            Image.new("RGB", (40, 36), (30 * image, 60 * number, 0)).save(
+                root / name / f"{image}.png"
+            )
     return root
 
 
@@ -59,15 +69,32 @@ def _file(root: Path) -> Path:
     ("make", "message"),
     [
         (_none, "there is no folder .*nowhere"),
-        (_above, r"expected train/ and val/ in .*, found photos/; did you mean .*photos\?"),
-        (_one_class, "expected a folder for each class, two or more, in .*train, found cat/"),
-        (_deeper, "expected images in .*cat, found only folders, images/: there is one level too many"),
-        (_others, r"different classes, 2 and 2: only in training \['dog'\], only in validation \['horse'\]"),
-        (_empty, "cannot open the split 'train' of the folder|the split 'train' in .* has no images"),
+        (
+            _above,
+            r"expected train/ and val/ in .*, found photos/; did you mean .*photos\?",
+        ),
+        (
+            _one_class,
+            "expected a folder for each class, two or more, in .*train, found cat/",
+        ),
+        (
+            _deeper,
+            "expected images in .*cat, found only folders, images/: there is one level too many",
+        ),
+        (
+            _others,
+            r"different classes, 2 and 2: only in training \['dog'\], only in validation \['horse'\]",
+        ),
+        (
+            _empty,
+            "cannot open the split 'train' of the folder|the split 'train' in .* has no images",
+        ),
         (_file, "is one file: give a folder"),
     ],
 )
-def test_folder_that_is_none(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+def test_folder_that_is_none(
+    make: Callable[[Path], Path], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         open_sources(str(make(tmp_path)), "", ("train", "validation"))
 
@@ -79,9 +106,13 @@ def test_streams_are_refused() -> None:
 
 @pytest.mark.parametrize("val", ["val", "validation", "valid"])
 def test_folder_and_its_labels(val: str, tmp_path: Path) -> None:
-    train, validate = open_sources(str(_folder(tmp_path, val=val)), "", ("train", "validation"))
+    train, validate = open_sources(
+        str(_folder(tmp_path, val=val)), "", ("train", "validation")
+    )
     assert (train.classes, len(train), len(validate)) == (("cat", "dog"), 16, 16)
-    labels = {train.name(index).split("/")[-2]: train.read(index)[1] for index in range(16)}
+    labels = {
+        train.name(index).split("/")[-2]: train.read(index)[1] for index in range(16)
+    }
     assert labels == {"cat": 0, "dog": 1}
     assert train.read(0)[0].size == (40, 36)
 
@@ -92,39 +123,66 @@ def test_data_set_of_torchvision(tmp_path: Path) -> None:
     raw.mkdir(parents=True)
     for split, count in (("train", 7), ("t10k", 3)):
         head = struct.pack(">4i", 0x803, count, 28, 28)
-        (raw / f"{split}-images-idx3-ubyte").write_bytes(head + bytes(range(count)) * 28 * 28)
-        (raw / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 0x801, count) + bytes(range(count)))
-    train, validate = open_sources(str(tmp_path), "torch/fashion_mnist", ("train", "validation"))
+        (raw / f"{split}-images-idx3-ubyte").write_bytes(
+            head + bytes(range(count)) * 28 * 28
+        )
+        (raw / f"{split}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">2i", 0x801, count) + bytes(range(count))
+        )
+    train, validate = open_sources(
+        str(tmp_path), "torch/fashion_mnist", ("train", "validation")
+    )
     assert (len(train), len(validate)) == (7, 3)
     assert train.classes is not None
     assert len(train.classes) == 10
     image, label = train.read(5)
-    assert (image.mode, image.size, label, validate.read(2)[1]) == ("RGB", (28, 28), 5, 2)
+    assert (image.mode, image.size, label, validate.read(2)[1]) == (
+        "RGB",
+        (28, 28),
+        5,
+        2,
+    )
     assert train.name(5) == "5"
 
 
-def test_unreadable_images_are_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_images_are_named_and_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = _folder(tmp_path / "photos")
     (data / "train" / "cat" / "3.png").write_bytes(b"no image")
-    (data / "val" / "dog" / "5.png").write_bytes((data / "val" / "dog" / "4.png").read_bytes()[:60])
+    (data / "val" / "dog" / "5.png").write_bytes(
+        (data / "val" / "dog" / "4.png").read_bytes()[:60]
+    )
     settings = {"data": str(data), "batch_size": 8, "epochs": 2, "limit": None}
     with (
         pytest.warns(RuntimeWarning, match="skipped"),
-        pytest.raises(OSError, match=r"1 images cannot be read, the last one .*\.png: more than the share of 0 that"),
+        pytest.raises(
+            OSError,
+            match=r"1 images cannot be read, the last one .*\.png: more than the share of 0 that",
+        ),
     ):
         finish(config(tmp_path / "strict", **settings))
-    with pytest.warns(RuntimeWarning, match=r"skipped .*[35]\.png, which cannot be read"):
+    with pytest.warns(
+        RuntimeWarning, match=r"skipped .*[35]\.png, which cannot be read"
+    ):
         done = finish(config(tmp_path / "lenient", **settings, max_unreadable=0.1))
     assert float(done["total"].sum()) == 0
     assert "2 images were skipped, as they cannot be read" in capsys.readouterr().err
-    assert done["history"][0]["top1"] in [n / 15 for n in range(16)]  # of 15 images, not 16
+    assert done["history"][0]["top1"] in [
+        n / 15 for n in range(16)
+    ]  # of 15 images, not 16
 
 
 class _Broken:
     """Images of which some cannot be read, as decoders fail: with errors of many kinds."""
 
     classes = ("a", "b")
-    errors = (Image.DecompressionBombError("too large"), RuntimeError("avif"), AttributeError("None"), OSError("cut"))
+    errors = (
+        Image.DecompressionBombError("too large"),
+        RuntimeError("avif"),
+        AttributeError("None"),
+        OSError("cut"),
+    )
 
     def __init__(self, broken: set[int]) -> None:
         self.broken = broken
@@ -141,10 +199,17 @@ class _Broken:
         return f"image {index}"
 
 
-def _batches(broken: set[int], rank: int, tmp_path: Path) -> tuple[Images, list[list[int]]]:
+def _batches(
+    broken: set[int], rank: int, tmp_path: Path
+) -> tuple[Images, list[list[int]]]:
     settings = config(tmp_path, batch_size=4, limit=None, max_unreadable=0.5)
     sources = (_Broken(broken), _Broken(broken))
-    images = Images(*sources, (torch.tensor, torch.tensor), settings, Ranks(rank, 2, torch.device("cpu")))  # type: ignore[arg-type]
+    images = Images(
+        *sources,
+        (torch.tensor, torch.tensor),
+        settings,
+        Ranks(rank, 2, torch.device("cpu")),
+    )  # type: ignore[arg-type]
     images.begin(1)
     return images, [numbers.tolist() for numbers, _ in images.training(0)]
 
@@ -159,8 +224,14 @@ def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> No
     assert [len(part) for part in numbers] == [len(part) for part in first] == [4, 4, 4]
     assert not broken & {number for part in numbers + first for number in part}
     assert [part.tolist() for part, _ in images.training(1)] == numbers[1:]
-    reasons = {name: reason.partition(":")[0] for name, reason in images.unreadable.items()}
-    assert {f"image {number}" for number in batch} <= reasons.keys() <= {f"image {number}" for number in broken}
+    reasons = {
+        name: reason.partition(":")[0] for name, reason in images.unreadable.items()
+    }
+    assert (
+        {f"image {number}" for number in batch}
+        <= reasons.keys()
+        <= {f"image {number}" for number in broken}
+    )
     for name, reason in reasons.items():
         assert reason == type(_Broken.errors[int(name.split()[1]) % 4]).__name__
     validated = [number for part, _ in images.validation() for number in part.tolist()]
@@ -170,7 +241,10 @@ def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> No
 def test_unreadable_images_in_a_row_end_the_run(tmp_path: Path) -> None:
     with (
         pytest.warns(RuntimeWarning, match="skipped"),
-        pytest.raises(OSError, match=r"2[01] images (in a row )?cannot be read, the last one image"),
+        pytest.raises(
+            OSError,
+            match=r"2[01] images (in a row )?cannot be read, the last one image",
+        ),
     ):
         _batches(set(range(24)), 0, tmp_path)
 
@@ -180,11 +254,30 @@ def test_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
     (data / "train" / "cat" / "3.png").unlink()
     os.mkfifo(data / "train" / "cat" / "3.png")
     train, _ = open_sources(str(data), "", ("train", "validation"))
-    index = next(number for number in range(len(train)) if train.name(number).endswith("cat/3.png"))
+    index = next(
+        number
+        for number in range(len(train))
+        if train.name(number).endswith("cat/3.png")
+    )
     with pytest.raises(OSError, match="not a regular file"):
         train.read(index)
 
 
-def test_the_command_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["resnet18", "--data", str(_above(tmp_path)), "--out", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err.startswith("tcnn-finetune: expected train/ and val/ in")
+def test_the_command_says_it_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "resnet18",
+                "--data",
+                str(_above(tmp_path)),
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 2
+    )
+    assert capsys.readouterr().err.startswith(
+        "tcnn-finetune: expected train/ and val/ in"
+    )

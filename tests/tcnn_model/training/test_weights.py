@@ -22,7 +22,9 @@ CONVNET = {"embed_dim": 16, "depth": 2}
 FIRST: dict[str, Any] = {"epochs": 1, "warmup_epochs": 0, "limit": 8, "lr": 1e-2}
 
 
-def _first(out: Path, model: str, options: dict[str, Any], **settings: Any) -> dict[str, Tensor]:
+def _first(
+    out: Path, model: str, options: dict[str, Any], **settings: Any
+) -> dict[str, Tensor]:
     """Train a first stage; its best weights."""
     finish(config(out, model, **{**FIRST, "model_options": options, **settings}))
     return torch.load(out / "best.pt", weights_only=True)["state_dict"]
@@ -30,27 +32,56 @@ def _first(out: Path, model: str, options: dict[str, Any], **settings: Any) -> d
 
 def _second(out: Path, model: str, options: dict[str, Any], **settings: Any) -> Config:
     weights = {"weights": str(out / "best.pt")}
-    return config(out / "second", model, **{**FIRST, "model_options": options, **weights, **settings})
+    return config(
+        out / "second",
+        model,
+        **{**FIRST, "model_options": options, **weights, **settings},
+    )
 
 
-def _assert_loaded(model: nn.Module, weights: dict[str, Tensor], *, new: tuple[str, ...], resized: str = "") -> None:
+def _assert_loaded(
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    *,
+    new: tuple[str, ...],
+    resized: str = "",
+) -> None:
     """Every weight of the first stage is in the second, but for a classifier that is new."""
     state = model.state_dict()
     assert state.keys() == weights.keys()
     for name, value in weights.items():
         if name.startswith(new):
-            assert state[name].shape != value.shape or not torch.equal(state[name], value), name
+            assert state[name].shape != value.shape or not torch.equal(
+                state[name], value
+            ), name
         elif name == resized:
-            tokens = value.shape[1] % 4  # of classes and distillation, before a grid of 2 x 2
+            tokens = (
+                value.shape[1] % 4
+            )  # of classes and distillation, before a grid of 2 x 2
             grid = value[:, tokens:].mT.unflatten(2, (2, 2))
-            larger = F.interpolate(grid, (4, 4), mode="bicubic", antialias=True).flatten(2).mT
-            torch.testing.assert_close(state[name], torch.cat([value[:, :tokens], larger], 1))
+            larger = (
+                F.interpolate(grid, (4, 4), mode="bicubic", antialias=True)
+                .flatten(2)
+                .mT
+            )
+            torch.testing.assert_close(
+                state[name], torch.cat([value[:, :tokens], larger], 1)
+            )
         else:
             assert torch.equal(state[name], value), name
 
 
-CHAINS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...], str]] = {
-    "DeiT, low to high": ("deit_tiny_patch16_224", {}, "deit_tiny_patch16_224", {"img_size": 64}, (), "pos_embed"),
+CHAINS: dict[
+    str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...], str]
+] = {
+    "DeiT, low to high": (
+        "deit_tiny_patch16_224",
+        {},
+        "deit_tiny_patch16_224",
+        {"img_size": 64},
+        (),
+        "pos_embed",
+    ),
     "DeiT distilled, low to high": (
         "deit_tiny_distilled_patch16_224",
         {},
@@ -67,9 +98,30 @@ CHAINS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...
         ("head.",),
         "pos_embed",
     ),
-    "CaiT, low to high": ("cait_xxs24_224", {}, "cait_xxs24_384", {"img_size": 64}, (), "pos_embed"),
-    "PatchConvNet, low to high": ("patchconvnet_s60", {}, "patchconvnet_s60", {"img_size": 64}, (), ""),
-    "PatchConvNet, 21k to 1k": ("patchconvnet_s60", {"num_classes": 21}, "patchconvnet_s60", {}, ("head.",), ""),
+    "CaiT, low to high": (
+        "cait_xxs24_224",
+        {},
+        "cait_xxs24_384",
+        {"img_size": 64},
+        (),
+        "pos_embed",
+    ),
+    "PatchConvNet, low to high": (
+        "patchconvnet_s60",
+        {},
+        "patchconvnet_s60",
+        {"img_size": 64},
+        (),
+        "",
+    ),
+    "PatchConvNet, 21k to 1k": (
+        "patchconvnet_s60",
+        {"num_classes": 21},
+        "patchconvnet_s60",
+        {},
+        ("head.",),
+        "",
+    ),
     "T-CNN, transferred": (
         "resnet18",
         {"img_size": 64, "reparameterize_at": 0, "num_classes": 21},
@@ -78,7 +130,14 @@ CHAINS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...
         ("fc.",),
         "",
     ),
-    "T-CNN, larger": ("resnet18", {"img_size": 64, "reparameterize_at": 0}, "resnet18", {"img_size": 96}, (), ""),
+    "T-CNN, larger": (
+        "resnet18",
+        {"img_size": 64, "reparameterize_at": 0},
+        "resnet18",
+        {"img_size": 96},
+        (),
+        "",
+    ),
 }
 
 
@@ -94,7 +153,10 @@ def test_second_stage_has_all_weights_of_the_first(chain: str, tmp_path: Path) -
     model, _ = build_model(stage, 10)
     _assert_loaded(model, weights, new=new, resized=resized)
     assert model.num_classes == 10
-    assert "state_dict" not in model.pretrained_cfg or model.pretrained_cfg["state_dict"] is None
+    assert (
+        "state_dict" not in model.pretrained_cfg
+        or model.pretrained_cfg["state_dict"] is None
+    )
     assert next(train(stage, progress=False)).epoch == 0
 
 
@@ -111,14 +173,18 @@ def test_single_token_becomes_a_token_for_each_class(tmp_path: Path) -> None:
 def test_tcnn_begins_with_the_weights_of_its_cnn(tmp_path: Path) -> None:
     """Before it is converted: each tap of a filter is a head."""
     weights = _first(tmp_path, "resnet18", TINY, img_size=64)
-    model, _ = build_model(_second(tmp_path, "resnet18", TINY, img_size=64, reparameterize_at=0), 10)
+    model, _ = build_model(
+        _second(tmp_path, "resnet18", TINY, img_size=64, reparameterize_at=0), 10
+    )
     state = model.state_dict()
     assert len(gpsa_layers(model)) == 2
     assert all(torch.equal(state[name], value) for name, value in weights.items())
 
 
 @pytest.mark.parametrize("reparameterize_at", [None, 0])
-def test_attention_pool_is_trained_and_specialised(reparameterize_at: int | None, tmp_path: Path) -> None:
+def test_attention_pool_is_trained_and_specialised(
+    reparameterize_at: int | None, tmp_path: Path
+) -> None:
     """A CNN or T-CNN that pools by one token; then with one for each class; then for other classes."""
     size = {"img_size": 64, "reparameterize_at": reparameterize_at}
     weights = _first(tmp_path, "resnet18", TINY, attention_pool="single", **size)
@@ -130,22 +196,44 @@ def test_attention_pool_is_trained_and_specialised(reparameterize_at: int | None
     stage = _second(tmp_path, "resnet18", TINY, attention_pool="class", **size)
     model, _ = build_model(stage, 10)
     state = model.state_dict()
-    assert all(torch.equal(state[name], value.expand_as(state[name])) for name, value in weights.items())
+    assert all(
+        torch.equal(state[name], value.expand_as(state[name]))
+        for name, value in weights.items()
+    )
     assert state[token].shape == (1, 10, 16)
     finish(stage)
-    transferred, _ = build_model(_second(Path(stage.out), "resnet18", TINY, img_size=64), 3)
+    transferred, _ = build_model(
+        _second(Path(stage.out), "resnet18", TINY, img_size=64), 3
+    )
     assert transferred(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
-    with pytest.raises(ValueError, match="attention_pool: the model has a token for each class already"):
-        build_model(_second(Path(stage.out), "resnet18", TINY, img_size=64, attention_pool="single"), 10)
+    with pytest.raises(
+        ValueError, match="attention_pool: the model has a token for each class already"
+    ):
+        build_model(
+            _second(
+                Path(stage.out), "resnet18", TINY, img_size=64, attention_pool="single"
+            ),
+            10,
+        )
 
 
 def test_trunk_of_grafit(tmp_path: Path) -> None:
-    grafit = {"objective": "grafit", "embedding_dim": 8, "ema": 0.9, "repeated_augmentation": 2, "data": "parity"}
+    grafit = {
+        "objective": "grafit",
+        "embedding_dim": 8,
+        "ema": 0.9,
+        "repeated_augmentation": 2,
+        "data": "parity",
+    }
     finish(config(tmp_path, **{**FIRST, **grafit}))
     saved = torch.load(tmp_path / "best.pt", weights_only=True)["state_dict_ema"]
     model, _ = build_model(_second(tmp_path, "resnet18", TINY), 10)
     state = model.state_dict()
-    trunk = {name.removeprefix("trunk."): value for name, value in saved.items() if name.startswith("trunk.")}
+    trunk = {
+        name.removeprefix("trunk."): value
+        for name, value in saved.items()
+        if name.startswith("trunk.")
+    }
     assert state.keys() - trunk.keys() == {"fc.weight", "fc.bias"}
     assert all(torch.equal(state[name], value) for name, value in trunk.items())
 
@@ -159,11 +247,15 @@ def test_trunk_of_grafit(tmp_path: Path) -> None:
         ("patchconvnet_s60", "resnet18", TINY),
     ],
 )
-def test_weights_of_another_model_are_refused(first: str, second: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused(
+    first: str, second: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     """Also where classes differ, for which timm alone would leave out what does not fit."""
     model, _ = build_model(config(tmp_path, first, model_options=_options(first)), 21)
     torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")
-    with pytest.raises(ValueError, match=rf"weights: those in .*best\.pt are not for {second}: "):
+    with pytest.raises(
+        ValueError, match=rf"weights: those in .*best\.pt are not for {second}: "
+    ):
         build_model(_second(tmp_path, second, options), 10)
 
 
@@ -177,27 +269,71 @@ class _Crafted:
         return Path.touch, (self.path,)
 
 
-def test_crafted_file_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_crafted_file_runs_no_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights and a teacher's weights, in torch's old and new formats."""
     ran = tmp_path / "ran"
     for legacy in (True, False):
-        torch.save({"state_dict": _Crafted(ran)}, tmp_path / "evil.pt", _use_new_zipfile_serialization=not legacy)
+        torch.save(
+            {"state_dict": _Crafted(ran)},
+            tmp_path / "evil.pt",
+            _use_new_zipfile_serialization=not legacy,
+        )
         for option in ("--weights", "--teacher-weights"):
             teacher = ["--teacher", "resnet18"] if "teacher" in option else []
-            arguments = ["resnet18", option, str(tmp_path / "evil.pt"), *teacher, "--out", str(tmp_path / "run")]
+            arguments = [
+                "resnet18",
+                option,
+                str(tmp_path / "evil.pt"),
+                *teacher,
+                "--out",
+                str(tmp_path / "run"),
+            ]
             assert main([*arguments, "--batch-size", "8", "--limit", "8"]) == 2
-            assert "evil.pt is damaged, or holds more than weights" in capsys.readouterr().err
+            assert (
+                "evil.pt is damaged, or holds more than weights"
+                in capsys.readouterr().err
+            )
     (tmp_path / "evil.pt").write_bytes(pickle.dumps(_Crafted(ran)))
-    assert main(["resnet18", "--weights", str(tmp_path / "evil.pt"), "--out", str(tmp_path / "run")]) == 2
+    assert (
+        main(
+            [
+                "resnet18",
+                "--weights",
+                str(tmp_path / "evil.pt"),
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 2
+    )
     for name in ("checkpoint_path", "pretrained_cfg_overlay"):
-        assert main(["resnet18", "--model-options", f"{name}={tmp_path / 'evil.pt'}"]) == 2
+        assert (
+            main(["resnet18", "--model-options", f"{name}={tmp_path / 'evil.pt'}"]) == 2
+        )
         assert f"give weights as --weights, not as {name}" in capsys.readouterr().err
     assert not ran.exists()
 
 
-def test_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["resnet18", "--weights", str(tmp_path / "none.pt"), "--out", str(tmp_path / "run")]) == 2
-    assert f"weights: there is no file {tmp_path / 'none.pt'}" in capsys.readouterr().err
+def test_missing_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "resnet18",
+                "--weights",
+                str(tmp_path / "none.pt"),
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 2
+    )
+    assert (
+        f"weights: there is no file {tmp_path / 'none.pt'}" in capsys.readouterr().err
+    )
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
@@ -207,12 +343,20 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "best.pt").read_bytes())
     content[content.index(model.state_dict()["fc.weight"].numpy().tobytes()) + 5] ^= 4
     (tmp_path / "best.pt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"best\.pt is damaged, or holds more than weights: the checksum of"):
+    with pytest.raises(
+        ValueError,
+        match=r"best\.pt is damaged, or holds more than weights: the checksum of",
+    ):
         build_model(_second(tmp_path, "resnet18", TINY), 10)
 
 
 def test_safetensors(tmp_path: Path) -> None:
     model, _ = build_model(config(tmp_path), 10)
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
-    loaded, _ = build_model(config(tmp_path, weights=str(tmp_path / "weights.safetensors"), seed=1), 10)
-    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+    loaded, _ = build_model(
+        config(tmp_path, weights=str(tmp_path / "weights.safetensors"), seed=1), 10
+    )
+    assert all(
+        torch.equal(loaded.state_dict()[name], value)
+        for name, value in model.state_dict().items()
+    )

@@ -11,7 +11,12 @@ from timm.models.vision_transformer import Attention, Block
 from torch import Tensor, nn
 
 from tcnn_probe.architectures import lookup
-from tcnn_probe.architectures.lookup import RECORDS, head_count, known, looks_like_attention
+from tcnn_probe.architectures.lookup import (
+    RECORDS,
+    head_count,
+    known,
+    looks_like_attention,
+)
 from tcnn_probe.architectures.record import LayerRecord
 
 
@@ -38,22 +43,32 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_nearest_class_is_asked_for_each_fact() -> None:
     layer = Derived(12, 12, 3)
     assert known(layer).heads_axis == 2
-    assert known(layer).not_in_raster_order == known(MaskUnitAttention(12, 12, 3)).not_in_raster_order is not None
+    assert (
+        known(layer).not_in_raster_order
+        == known(MaskUnitAttention(12, 12, 3)).not_in_raster_order
+        is not None
+    )
 
 
-def test_facts_of_the_forward_hold_for_that_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_the_forward_hold_for_that_forward_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     block = Block(12, 3)
     assert known(block).branches is not None
     block.forward = types.MethodType(lambda self, x: x, block)
     assert known(block).branches is None
 
-    layer, overriding = (cls(12, 12, (5, 5), 3) for cls in (MultiScaleAttention, Overriding))
+    layer, overriding = (
+        cls(12, 12, (5, 5), 3) for cls in (MultiScaleAttention, Overriding)
+    )
     assert known(layer).head_parameters is not None
     assert known(overriding).head_parameters is None
     assert known(overriding).strided is known(layer).strided is not None
 
     monkeypatch.setattr(Overriding, "forward", MultiScaleAttention.forward)
-    assert known(overriding).head_parameters is not None, "by the class's present forward"
+    assert known(overriding).head_parameters is not None, (
+        "by the class's present forward"
+    )
 
 
 def test_nothing_is_known_of_other_modules() -> None:
@@ -67,7 +82,9 @@ def test_recorded_classes_exist(name: str) -> None:
     found = getattr(importlib.import_module(module), cls)
     assert issubclass(found, nn.Module)
     present = f"{found.__module__}.{found.__qualname__}"
-    assert RECORDS[present] == RECORDS[name], "a class that was moved is known by both names"
+    assert RECORDS[present] == RECORDS[name], (
+        "a class that was moved is known by both names"
+    )
 
 
 def test_heads_and_names() -> None:

@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Place = tuple[float, float] | None  # of a token, in cells; None for class and register tokens
+Place = (
+    tuple[float, float] | None
+)  # of a token, in cells; None for class and register tokens
 
 
 @dataclass
@@ -30,10 +32,19 @@ class Whole:
 
 
 def grid(
-    height: int, width: int, *, prefix: int = 0, spacing: Sequence[float] = (1, 1), origin: Sequence[float] = (0, 0)
+    height: int,
+    width: int,
+    *,
+    prefix: int = 0,
+    spacing: Sequence[float] = (1, 1),
+    origin: Sequence[float] = (0, 0),
 ) -> list[Place]:
     """Places of tokens: ``prefix`` of them nowhere, then rows of columns."""
-    cells = [(origin[0] + spacing[0] * y, origin[1] + spacing[1] * x) for y in range(height) for x in range(width)]
+    cells = [
+        (origin[0] + spacing[0] * y, origin[1] + spacing[1] * x)
+        for y in range(height)
+        for x in range(width)
+    ]
     return [None] * prefix + cells
 
 
@@ -47,18 +58,33 @@ def textbook(seen: Callable[[Tensor], None]) -> Iterator[None]:
             seen(weights)
         return weights
 
-    def attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Tensor:
+    def attend(
+        q,
+        k,
+        v,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        enable_gqa=False,
+    ) -> Tensor:
         if enable_gqa:
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-        logits = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        logits = (
+            q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        )
         if is_causal:
             rows, columns = logits.shape[-2:]
-            logits = logits.masked_fill(torch.arange(columns) > torch.arange(rows)[:, None], -torch.inf)
+            logits = logits.masked_fill(
+                torch.arange(columns) > torch.arange(rows)[:, None], -torch.inf
+            )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             logits = logits.masked_fill(~attn_mask, -torch.inf)
         elif attn_mask is not None:
             logits = logits + attn_mask
-        weights = torch.nan_to_num(original(logits, -1))  # a row that sees nothing is zero
+        weights = torch.nan_to_num(
+            original(logits, -1)
+        )  # a row that sees nothing is zero
         seen(weights)
         return weights @ v
 
@@ -66,7 +92,9 @@ def textbook(seen: Callable[[Tensor], None]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner in (torch, F, Tensor):
             stack.enter_context(mock.patch.object(owner, "softmax", softmax))
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attend))
+        stack.enter_context(
+            mock.patch.object(F, "scaled_dot_product_attention", attend)
+        )
         yield
 
 
@@ -86,11 +114,21 @@ def attention_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Whole]:
     def seen(weights: Tensor) -> None:
         name = running[-1]
         before = sum(one.layer.split("#")[0] == name for one in found)
-        found.append(Whole(f"{name}#{before}" if before else name, modules[name], weights.detach()))
+        found.append(
+            Whole(
+                f"{name}#{before}" if before else name, modules[name], weights.detach()
+            )
+        )
 
     # With gradients: torch's multi-head attention then does not leave for its one-piece kernel.
     with torch.enable_grad(), textbook(seen):
-        twin(*(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs), **kwargs)
+        twin(
+            *(
+                x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+                for x in inputs
+            ),
+            **kwargs,
+        )
     return found
 
 
@@ -106,9 +144,14 @@ def information(weights: np.ndarray) -> np.ndarray:
     return (entropy(weights.mean(0)) - entropy(weights).mean(0)).mean((0, 2))
 
 
-def distance(weights: np.ndarray, queries: Sequence[Place], keys: Sequence[Place]) -> np.ndarray:
+def distance(
+    weights: np.ndarray, queries: Sequence[Place], keys: Sequence[Place]
+) -> np.ndarray:
     """(..., N_query, N_key) -> (...): pair by pair, over tokens that have a place, rows renormalised."""
-    rows, columns = ([i for i, place in enumerate(places) if place is not None] for places in (queries, keys))
+    rows, columns = (
+        [i for i, place in enumerate(places) if place is not None]
+        for places in (queries, keys)
+    )
     far = np.array([[math.dist(queries[i], keys[j]) for j in columns] for i in rows])
     on_grid = weights[..., rows, :][..., columns]
     return ((on_grid * far).sum(-1) / on_grid.sum(-1)).mean(-1)
@@ -144,12 +187,22 @@ class Layout:
     def expected(self, whole: Whole, images: int) -> dict[str, np.ndarray]:
         """Means over images, windows and queries of what should be recorded, for each head; of uniform attention."""
         weights = self.weights(whole, images)
-        values = {"entropy": entropy(weights).mean((0, 1, 3)), "uniform_entropy": np.log(weights.shape[-1])}
+        values = {
+            "entropy": entropy(weights).mean((0, 1, 3)),
+            "uniform_entropy": np.log(weights.shape[-1]),
+        }
         values["content_information"] = information(weights)
         if self.queries is not None and self.keys is not None:
-            assert weights.shape[-2:] == (len(self.queries), len(self.keys)), (whole.layer, weights.shape)
-            values["attention_distance"] = distance(weights, self.queries, self.keys).mean((0, 1))
-            values["uniform_distance"] = distance(np.ones(weights.shape[-2:]), self.queries, self.keys)
+            assert weights.shape[-2:] == (len(self.queries), len(self.keys)), (
+                whole.layer,
+                weights.shape,
+            )
+            values["attention_distance"] = distance(
+                weights, self.queries, self.keys
+            ).mean((0, 1))
+            values["uniform_distance"] = distance(
+                np.ones(weights.shape[-2:]), self.queries, self.keys
+            )
             if self.prefix:
                 patches = [place is not None for place in self.queries]
                 spent = weights[..., patches, : self.prefix].sum(-1)
@@ -158,5 +211,7 @@ class Layout:
             values["class_entropy"] = entropy(weights[..., 0, :]).mean((0, 1))
             values["class_content_information"] = information(weights[..., :1, :])
             if self.prefix:
-                values["class_prefix_attention"] = weights[..., 0, : self.prefix].sum(-1).mean((0, 1))
+                values["class_prefix_attention"] = (
+                    weights[..., 0, : self.prefix].sum(-1).mean((0, 1))
+                )
         return values

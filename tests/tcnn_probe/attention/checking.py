@@ -17,13 +17,30 @@ import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
-from tests.tcnn_probe.attention.bruteforce import Layout, Place, Whole, attention_of, entropy
+from tests.tcnn_probe.attention.bruteforce import (
+    Layout,
+    Place,
+    Whole,
+    attention_of,
+    entropy,
+)
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts import helpers
 
 TOLERANCE = 1e-9  # nats and cells
-NUMBERS = ("entropy", "attention_distance", "prefix_attention", "class_entropy", "class_prefix_attention")
-NUMBERS += ("uniform_entropy", "uniform_distance", "content_information", "class_content_information")
+NUMBERS = (
+    "entropy",
+    "attention_distance",
+    "prefix_attention",
+    "class_entropy",
+    "class_prefix_attention",
+)
+NUMBERS += (
+    "uniform_entropy",
+    "uniform_distance",
+    "content_information",
+    "class_content_information",
+)
 
 
 @dataclass
@@ -52,10 +69,14 @@ class Family:
         return self.name
 
     def layout(self, layer: str) -> Layout:
-        return next(layout for glob, layout in self.layouts.items() if fnmatchcase(layer, glob))
+        return next(
+            layout for glob, layout in self.layouts.items() if fnmatchcase(layer, glob)
+        )
 
     def images(self, count: int = 4) -> Tensor:
-        return torch.randn(count, 3, *self.size, generator=torch.Generator().manual_seed(1))
+        return torch.randn(
+            count, 3, *self.size, generator=torch.Generator().manual_seed(1)
+        )
 
 
 def same(tokens: list[Place], **options: Any) -> Layout:
@@ -93,18 +114,33 @@ def recorded(
 
 
 def expect(
-    ds: xr.Dataset, wholes: Sequence[Whole], layouts: Mapping[str, Layout], images: int, tolerance: float = TOLERANCE
+    ds: xr.Dataset,
+    wholes: Sequence[Whole],
+    layouts: Mapping[str, Layout],
+    images: int,
+    tolerance: float = TOLERANCE,
 ) -> None:
     """Every number of every layer, and none that should not be there."""
     assert set(ds.layer.values) == {whole.layer for whole in wholes}
     for whole in wholes:
-        row, expected = ds.sel(layer=whole.layer), layouts[whole.layer].expected(whole, images)
-        got = {name: row[name].values[row[name].notnull().values] for name in NUMBERS if name in ds}
-        assert {name for name, value in got.items() if value.size} == expected.keys(), whole.layer
+        row, expected = (
+            ds.sel(layer=whole.layer),
+            layouts[whole.layer].expected(whole, images),
+        )
+        got = {
+            name: row[name].values[row[name].notnull().values]
+            for name in NUMBERS
+            if name in ds
+        }
+        assert {name for name, value in got.items() if value.size} == expected.keys(), (
+            whole.layer
+        )
         for name, value in expected.items():
             assert got[name].shape == np.atleast_1d(value).shape, (whole.layer, name)
             error = np.abs(got[name] - value).max()
-            assert error < tolerance, f"{name} of {whole.layer}: off by {error}: {got[name]}, expected {value}"
+            assert error < tolerance, (
+                f"{name} of {whole.layer}: off by {error}: {got[name]}, expected {value}"
+            )
         assert row.images == images
 
 
@@ -118,7 +154,10 @@ def check(
 ) -> None:
     """One batch of a model of one's own against its copy; ``options`` are those of ``record``."""
     given = inputs if isinstance(inputs, tuple) else (inputs,)
-    model, given = model.double(), tuple(x.double() if x.is_floating_point() else x for x in given)
+    model, given = (
+        model.double(),
+        tuple(x.double() if x.is_floating_point() else x for x in given),
+    )
     wholes = attention_of(model, *given)
     ds, layers, unsupported = recorded(model, [given], **options)
     assert not unsupported
@@ -133,7 +172,9 @@ def check_family(family: Family) -> None:
     layouts = {whole.layer: family.layout(whole.layer) for whole in wholes}
     assert wholes
     for whole in wholes:
-        check_sharp(family, layouts[whole.layer].weights(whole, len(images)), whole.layer)
+        check_sharp(
+            family, layouts[whole.layer].weights(whole, len(images)), whole.layer
+        )
     with torch.no_grad():
         alone = model(images)
         recorder = tcnn_probe.record(model)
@@ -152,5 +193,9 @@ def check_sharp(family: Family, weights: np.ndarray, layer: str) -> None:
     if weights.shape[-1] < 3:
         return
     heads = entropy(weights).mean((0, 1, 3))
-    assert heads.mean() < family.flattest * np.log(weights.shape[-1]), (layer, heads, np.log(weights.shape[-1]))
+    assert heads.mean() < family.flattest * np.log(weights.shape[-1]), (
+        layer,
+        heads,
+        np.log(weights.shape[-1]),
+    )
     assert len(heads) == 1 or np.ptp(heads) > 1e-3, (layer, heads)

@@ -10,7 +10,9 @@ _QUERIES_AND_KEYS = re.compile(
 )
 
 
-def sharpen(model: nn.Module, gain: float = 1.7, seed: int = 0, *, only: bool = False) -> nn.Module:
+def sharpen(
+    model: nn.Module, gain: float = 1.7, seed: int = 0, *, only: bool = False
+) -> nn.Module:
     """Random weights of the size 1 / sqrt(inputs), those of queries and keys ``gain`` times as large; in eval mode.
 
     With ``only``, the others stay as they were made.
@@ -23,7 +25,9 @@ def sharpen(model: nn.Module, gain: float = 1.7, seed: int = 0, *, only: bool = 
                 continue
             if parameter.ndim < 2:
                 one = 1.0 if name.endswith("weight") or "gamma" in name else 0.0
-                parameter.copy_(one * (gain if re.search("[qk]_norm", name) else 1) + 0.2 * noise)
+                parameter.copy_(
+                    one * (gain if re.search("[qk]_norm", name) else 1) + 0.2 * noise
+                )
             else:
                 size = gain if _QUERIES_AND_KEYS.search(name) else 1.0
                 inputs = 1 if name.endswith("latent") else parameter[0].numel()

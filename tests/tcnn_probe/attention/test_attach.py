@@ -19,7 +19,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "convit_tiny": VIT | {"local_up_to_layer": 1},
     "xcit_nano_12_p8_224": VIT,
     "vit_base_patch16_siglip_224": VIT,
-    "swin_tiny_patch4_window7_224": {"img_size": 32, "embed_dim": 8, "depths": (2,), "num_heads": (2,)},
+    "swin_tiny_patch4_window7_224": {
+        "img_size": 32,
+        "embed_dim": 8,
+        "depths": (2,),
+        "num_heads": (2,),
+    },
 }
 
 
@@ -44,7 +49,9 @@ def test_left_as_it_was(name: str) -> None:
         before = Trace(model)
         with tcnn_probe.record(model, probes=tcnn_probe.PROBES, images=2):
             assert [*model.state_dict()] == [*before.state]
-            assert global_state() == before.torch, "global hooks are for the time of a forward"
+            assert global_state() == before.torch, (
+                "global hooks are for the time of a forward"
+            )
             assert torch.equal(model(images), expected)
             with pytest.raises((RuntimeError, AssertionError)):
                 model(images[:, :2])

@@ -37,8 +37,12 @@ class Positional(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
         place = torch.tensor(grid(height, width)).float()
-        noise = torch.randn(height * width, height * width, generator=torch.Generator().manual_seed(0))
-        bias = torch.stack([-(torch.cdist(place, place) ** 2), 0 * noise, 5 * noise]).to(x)
+        noise = torch.randn(
+            height * width, height * width, generator=torch.Generator().manual_seed(0)
+        )
+        bias = torch.stack(
+            [-(torch.cdist(place, place) ** 2), 0 * noise, 5 * noise]
+        ).to(x)
         values = x.flatten(2)[:, :, :, None].expand(-1, 3, -1, -1)
         return scaled_dot_product_attention(0 * values, values, values, attn_mask=bias)
 
@@ -48,7 +52,9 @@ def test_attention_by_position_alone_has_none(count: int) -> None:
     """Also under GPSA's padding, at the border of which much attention falls on it, and in shifted windows."""
     plain = numbers(Positional().eval(), images(count, 1, 5, 7))
     assert abs(plain.content_information).max() < 1e-6
-    np.testing.assert_allclose(plain.translation_equivariance.values[0, :2], [1, 1], atol=0.05)
+    np.testing.assert_allclose(
+        plain.translation_equivariance.values[0, :2], [1, 1], atol=0.05
+    )
     assert abs(plain.translation_equivariance.values[0, 2]) < 0.1
 
     layer = scatter(GPSA(3, 4, 3, padding=1))
@@ -59,7 +65,12 @@ def test_attention_by_position_alone_has_none(count: int) -> None:
         assert abs(gated[name]).max() < 1e-6
 
     swin = timm.create_model(
-        "swin_tiny_patch4_window7_224", img_size=24, window_size=2, depths=(2,), num_heads=(3,), embed_dim=12
+        "swin_tiny_patch4_window7_224",
+        img_size=24,
+        window_size=2,
+        depths=(2,),
+        num_heads=(3,),
+        embed_dim=12,
     )
     with torch.no_grad():
         for name, parameter in swin.named_parameters():
@@ -73,41 +84,68 @@ class Lookup(nn.Module):
     """Every query looks at the key that the image names."""
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen = 100 * nn.functional.one_hot(x.long().flatten(), 11).to(x.dtype)[:, None, None]  # (B, 1, 1, 11)
+        chosen = (
+            100
+            * nn.functional.one_hot(x.long().flatten(), 11).to(x.dtype)[:, None, None]
+        )  # (B, 1, 1, 11)
         values = torch.zeros(len(x), 1, 11, 3).to(x)
-        return scaled_dot_product_attention(values, values, values, attn_mask=chosen.expand(-1, -1, 11, -1))
+        return scaled_dot_product_attention(
+            values, values, values, attn_mask=chosen.expand(-1, -1, 11, -1)
+        )
 
 
 @pytest.mark.filterwarnings("ignore:no attention_distance")
 @pytest.mark.parametrize("count", [1, 5, 11])
 def test_another_key_in_each_of_n_images_is_log_n(count: int) -> None:
-    named = torch.randperm(11, generator=torch.Generator().manual_seed(0))[:count].float()
+    named = torch.randperm(11, generator=torch.Generator().manual_seed(0))[
+        :count
+    ].float()
     found = numbers(nn.Sequential(Lookup()).eval(), *named.split(3)).content_information
     assert float(found.squeeze()) == pytest.approx(math.log(count), abs=1e-6)
 
 
 def small(name: str) -> tuple[nn.Module, Tensor]:
     if name == "vit":
-        model = timm.create_model("vit_tiny_patch16_224", img_size=(48, 160), depth=2, embed_dim=12, num_heads=3)
+        model = timm.create_model(
+            "vit_tiny_patch16_224",
+            img_size=(48, 160),
+            depth=2,
+            embed_dim=12,
+            num_heads=3,
+        )
         return sharpen(model), images(7, 3, 48, 160)
     if name == "swin":
-        options = {"window_size": (2, 3), "depths": (2, 2), "num_heads": (3, 6), "embed_dim": 12}
-        return sharpen(timm.create_model("swin_tiny_patch4_window7_224", img_size=(32, 96), **options)), images(
-            7, 3, 32, 96
-        )
+        options = {
+            "window_size": (2, 3),
+            "depths": (2, 2),
+            "num_heads": (3, 6),
+            "embed_dim": 12,
+        }
+        return sharpen(
+            timm.create_model(
+                "swin_tiny_patch4_window7_224", img_size=(32, 96), **options
+            )
+        ), images(7, 3, 32, 96)
     options = {"depth": 1, "embed_dim": 12, "num_heads": 3}
-    return sharpen(timm.create_model("cait_xxs24_224", img_size=(48, 160), **options)), images(7, 3, 48, 160)
+    return sharpen(
+        timm.create_model("cait_xxs24_224", img_size=(48, 160), **options)
+    ), images(7, 3, 48, 160)
 
 
 def chosen(weights: np.ndarray) -> np.ndarray:
     """(B, W, heads, N_query, N_key) at the queries that are sampled: (B, w, heads, n, N_key)."""
     windows, queries = sample_queries(weights.shape[1], weights.shape[3], QUERIES)
-    some = [weights[:, w][:, :, at.numpy()] for w, at in zip(windows.tolist(), queries, strict=True)]
+    some = [
+        weights[:, w][:, :, at.numpy()]
+        for w, at in zip(windows.tolist(), queries, strict=True)
+    ]
     return np.stack(some, 1)
 
 
 @pytest.mark.parametrize("name", ["vit", "swin", "cait"])
-def test_brute_force_whatever_the_batches_and_their_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brute_force_whatever_the_batches_and_their_order(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fused attention, shifted windows, talking heads and class attention, of layers of more queries than are seen."""
     model, x = small(name)
     monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # an image at a time
@@ -125,10 +163,15 @@ def test_brute_force_whatever_the_batches_and_their_order(name: str, monkeypatch
     assert {whole.layer for whole in wholes} == set(ds.layer.values)
     for whole in wholes:
         weights = whole.weights.unflatten(0, (7, -1)).numpy()
-        expected, found = information(chosen(weights)), ds.content_information.sel(layer=whole.layer)
+        expected, found = (
+            information(chosen(weights)),
+            ds.content_information.sel(layer=whole.layer),
+        )
         heads = weights.shape[2]
         assert expected.max() > 0.05
-        np.testing.assert_allclose(found[:, :heads], np.stack([expected] * 2), atol=1e-5)
+        np.testing.assert_allclose(
+            found[:, :heads], np.stack([expected] * 2), atol=1e-5
+        )
         if (
             name != "swin"
             and weights.shape[3] in (1, weights.shape[4])
@@ -136,7 +179,9 @@ def test_brute_force_whatever_the_batches_and_their_order(name: str, monkeypatch
         ):
             expected = information(weights[..., :1, :])
             np.testing.assert_allclose(
-                ds.class_content_information.sel(layer=whole.layer), np.stack([expected] * 2), atol=1e-5
+                ds.class_content_information.sel(layer=whole.layer),
+                np.stack([expected] * 2),
+                atol=1e-5,
             )
 
 
@@ -147,7 +192,10 @@ def test_brute_force_of_gated_attention(monkeypatch: pytest.MonkeyPatch) -> None
     ds = numbers(nn.Sequential(layer).eval(), *x.split([4, 1, 2]))
     with torch.no_grad():
         attention = layer.double().gated_attention(x.double())
-        parts = {"content_information": attention.dense(), "content_part_information": attention.content()}
+        parts = {
+            "content_information": attention.dense(),
+            "content_part_information": attention.content(),
+        }
     for name, weights in parts.items():
         expected = information(chosen(weights.numpy()[:, None]))
         assert expected.max() > 0.01
@@ -155,7 +203,8 @@ def test_brute_force_of_gated_attention(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("windows", "queries"), [(1, 1), (1, 64), (1, 65), (1, 4096), (4, 49), (64, 49), (100, 3), (7, 9)]
+    ("windows", "queries"),
+    [(1, 1), (1, 64), (1, 65), (1, 4096), (4, 49), (64, 49), (100, 3), (7, 9)],
 )
 def test_queries_are_chosen_evenly(windows: int, queries: int) -> None:
     which, at = sample_queries(windows, queries, QUERIES)
@@ -176,15 +225,21 @@ def test_images_of_several_sizes_are_refused(tmp_path: Any) -> None:
     with tcnn_probe.record(model, tmp_path / "a.zarr") as recorder:
         for x in (images(2, 1, 4, 7), images(2, 1, 7, 4)):
             model(x)
-        with pytest.warns(RuntimeWarning, match="several sizes came between two marks: mark"):
+        with pytest.warns(
+            RuntimeWarning, match="several sizes came between two marks: mark"
+        ):
             recorder.mark(epoch=0)
         model(images(2, 1, 4, 7))
         recorder.mark(epoch=1)
-    found = recorder.dataset[["content_information", "translation_equivariance", "entropy"]]
+    found = recorder.dataset[
+        ["content_information", "translation_equivariance", "entropy"]
+    ]
     assert np.isnan(found.content_information[0]).all()
     assert np.isfinite(found.isel(epoch=1).to_array()).all()
     assert np.isfinite(found.entropy).all()
-    assert "mark() after those of each size" in recorder.missing["content_information"][""]
+    assert (
+        "mark() after those of each size" in recorder.missing["content_information"][""]
+    )
 
 
 def test_equivariance_of_patterns_that_are_known() -> None:
@@ -195,13 +250,17 @@ def test_equivariance_of_patterns_that_are_known() -> None:
     offsets = (places[None] - places[:, None] + (4, 6)).astype(int)
     corner = np.zeros((35, 35))
     corner[:, 0] = 1
-    of_heads = np.stack([kernel[offsets[..., 0], offsets[..., 1]], corner, np.ones((35, 35))])
+    of_heads = np.stack(
+        [kernel[offsets[..., 0], offsets[..., 1]], corner, np.ones((35, 35))]
+    )
     found = translation_equivariance(of_heads, places, places)
     np.testing.assert_allclose(found[[0, 2]], 1, atol=1e-12)
     assert abs(found[1]) < 0.2
     noise = translation_equivariance(rng.random((400, 35, 35)), places, places)
     pairs, groups = 35**2, 9 * 13
-    deviation = math.sqrt(2 * (groups - 1) / ((pairs - groups) * (pairs - 1)))  # of the F statistic's denominator
+    deviation = math.sqrt(
+        2 * (groups - 1) / ((pairs - groups) * (pairs - 1))
+    )  # of the F statistic's denominator
     assert abs(noise.mean()) < 4 * deviation / 20
     assert noise.std() == pytest.approx(deviation, rel=0.15)
     alone = translation_equivariance(rng.random((2, 1, 35)), places[:1], places)

@@ -30,29 +30,48 @@ class Attend(nn.Module):
 
 
 def tokens(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    q, k = (1.6 * torch.randn(B, HEADS, N, D, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    q, k = (
+        1.6 * torch.randn(B, HEADS, N, D, generator=torch.Generator().manual_seed(seed))
+        for seed in (0, 1)
+    )
     return q.to(dtype), k.to(dtype)
 
 
-def check(model: Attend, q: Tensor, k: Tensor, weights: Tensor, tolerance: float = TOLERANCE) -> None:
+def check(
+    model: Attend, q: Tensor, k: Tensor, weights: Tensor, tolerance: float = TOLERANCE
+) -> None:
     ds, _, _ = recorded(model, [(q, k)])
-    expect(ds, [Whole("", model, weights.double())], {"": same(grid(3, 5))}, B, tolerance)
+    expect(
+        ds, [Whole("", model, weights.double())], {"": same(grid(3, 5))}, B, tolerance
+    )
 
 
 def rounding(q: Tensor, k: Tensor) -> float:
     """Logits, sums of 0.5 q_d k_d, are known to a few eps of the sum of absolute values; so are sums up to 6."""
-    return 4 * torch.finfo(torch.float32).eps * float((q.float().abs() @ k.float().abs().mT).max()) * 0.5 * 6
+    return (
+        4
+        * torch.finfo(torch.float32).eps
+        * float((q.float().abs() @ k.float().abs().mT).max())
+        * 0.5
+        * 6
+    )
 
 
 HOW = pytest.mark.parametrize("how", ["fused", "softmax"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 @HOW
 def test_dtypes(dtype: torch.dtype, how: str) -> None:
     """Attention of queries and keys as they are; the softmax of logits in half precision is that of rounded logits."""
     (q, k), model = tokens(dtype), Attend(how)
-    weights = attention_of(model, q, k)[0].weights if how == "fused" else (q @ k.mT * 0.5).double().softmax(-1)
+    weights = (
+        attention_of(model, q, k)[0].weights
+        if how == "fused"
+        else (q @ k.mT * 0.5).double().softmax(-1)
+    )
     check(model, q, k, weights, rounding(q, k))
 
 
@@ -62,7 +81,11 @@ def test_autocast(how: str) -> None:
     (q, k), model = tokens(torch.float32), Attend(how)
     with torch.autocast("cpu", torch.bfloat16):
         logits = (q @ k.mT * 0.5).double()
-    weights = logits.softmax(-1) if how == "softmax" else attention_of(model, q.bfloat16(), k.bfloat16())[0].weights
+    weights = (
+        logits.softmax(-1)
+        if how == "softmax"
+        else attention_of(model, q.bfloat16(), k.bfloat16())[0].weights
+    )
     with torch.autocast("cpu", torch.bfloat16):
         check(model, q, k, weights, rounding(q, k))
 
@@ -74,13 +97,19 @@ class Hidden(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mask = torch.full((17, 17), torch.finfo(torch.float32).min)  # all keys hidden alike
-        self.mask[0] = torch.tensor([-65408.0] * 2 + [-torch.inf] * 15)  # as in half precision
+        self.mask = torch.full(
+            (17, 17), torch.finfo(torch.float32).min
+        )  # all keys hidden alike
+        self.mask[0] = torch.tensor(
+            [-65408.0] * 2 + [-torch.inf] * 15
+        )  # as in half precision
         self.mask[8] = torch.arange(17) % 3 + 2.0**20
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(0 * x, x, x, attn_mask=self.mask.to(x.dtype))
+        return F.scaled_dot_product_attention(
+            0 * x, x, x, attn_mask=self.mask.to(x.dtype)
+        )
 
 
 def test_class_tokens_among_keys_that_are_hidden_or_have_large_logits() -> None:
@@ -88,7 +117,13 @@ def test_class_tokens_among_keys_that_are_hidden_or_have_large_logits() -> None:
     model, x = Hidden(), torch.randn(B, HEADS, 17, D)
     ds, _, _ = recorded(model, [(x,)])
     whole = Whole("", model, model.mask.double().softmax(-1).expand(B, HEADS, 17, 17))
-    expect(ds, [whole], {"": same(grid(3, 5, prefix=2))}, B, 64 * torch.finfo(torch.float32).eps)
+    expect(
+        ds,
+        [whole],
+        {"": same(grid(3, 5, prefix=2))},
+        B,
+        64 * torch.finfo(torch.float32).eps,
+    )
 
 
 @HOW

@@ -17,7 +17,12 @@ GEOMETRIES = {
     "no padding": {"kernel_size": 3, "padding": 0},
     "stride": {"kernel_size": 3, "padding": 1, "stride": 2},
     "queries on padding": {"kernel_size": 2, "padding": 2},
-    "different axes": {"kernel_size": (3, 2), "padding": (2, 0), "stride": (1, 2), "dilation": (1, 3)},
+    "different axes": {
+        "kernel_size": (3, 2),
+        "padding": (2, 0),
+        "stride": (1, 2),
+        "dilation": (1, 3),
+    },
 }
 
 
@@ -28,7 +33,9 @@ def make(geometry: str, qk_dim: int | None = None) -> tuple[GPSA, Tensor]:
 
 @pytest.mark.parametrize("elements", [250, 10**6])  # a few queries, all heads at a time
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_equal_brute_force(geometry: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_brute_force(
+    geometry: str, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Positional logits reach -8,000, which float64 knows to 1e-12."""
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
     layer, x = make(geometry)
@@ -40,25 +47,47 @@ def test_equal_brute_force(geometry: str, elements: int, monkeypatch: pytest.Mon
         torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"]
+)
 def test_nothing_is_lost_after_the_projections(dtype: torch.dtype | str) -> None:
     """In whatever precision a layer is: what follows is float32, which moves a logit by a few eps of its terms."""
     layer, x = make("stride", qk_dim=3)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
-        attention = layer.gated_attention(x) if dtype == "autocast" else layer.to(dtype).gated_attention(x.to(dtype))
+        attention = (
+            layer.gated_attention(x)
+            if dtype == "autocast"
+            else layer.to(dtype).gated_attention(x.to(dtype))
+        )
         got = gated_means(attention)
-    assert dtype == torch.float32 or attention.query.dtype in (torch.bfloat16, torch.float16)
-    query, key = (projected.detach().double().abs() for projected in (attention.query, attention.key))
+    assert dtype == torch.float32 or attention.query.dtype in (
+        torch.bfloat16,
+        torch.float16,
+    )
+    query, key = (
+        projected.detach().double().abs()
+        for projected in (attention.query, attention.key)
+    )
     size = (query @ key.mT).max() / 3**0.5
-    for name, value in gpsa_statistics_of_qk(layer, x, attention.query, attention.key).items():
+    for name, value in gpsa_statistics_of_qk(
+        layer, x, attention.query, attention.key
+    ).items():
         assert got[name].dtype == torch.float32
-        assert ((got[name] - value).abs() <= 4 * torch.finfo(torch.float32).eps * (1 + size) * (1 + value)).all()
+        assert (
+            (got[name] - value).abs()
+            <= 4 * torch.finfo(torch.float32).eps * (1 + size) * (1 + value)
+        ).all()
 
 
 def test_oracle_sees_attention_that_is_neither_uniform_nor_local() -> None:
-    expected, uniform = gpsa_statistics(*make("same size")), torch.log(torch.tensor(77.0))
+    expected, uniform = (
+        gpsa_statistics(*make("same size")),
+        torch.log(torch.tensor(77.0)),
+    )
     assert (expected["content_entropy"] < 0.96 * uniform).all()
     assert expected["content_entropy"].std(0).min() > 0.01  # images differ
     assert expected["positional_entropy"].min() < 0.1
     assert expected["positional_entropy"].max() > 0.6 * uniform
-    assert expected["attention_distance"].max() > 2 * expected["attention_distance"].min()
+    assert (
+        expected["attention_distance"].max() > 2 * expected["attention_distance"].min()
+    )

@@ -16,14 +16,30 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 
 pytestmark = pytest.mark.numerical
 
-TINY = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 24, "patch_size": 8}
-WINDOWS = {"patch_size": 4, "embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 3}
+TINY = {
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 24,
+    "patch_size": 8,
+}
+WINDOWS = {
+    "patch_size": 4,
+    "embed_dim": 8,
+    "depths": [2],
+    "num_heads": [2],
+    "window_size": 3,
+}
 
 
 def of(name: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        transformers = pytest.importorskip("transformers")  # not where tests are collected: by each of pytest's workers
-        return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options))
+        transformers = pytest.importorskip(
+            "transformers"
+        )  # not where tests are collected: by each of pytest's workers
+        return getattr(transformers, f"{name}Model")(
+            getattr(transformers, f"{name}Config")(**options)
+        )
 
     return make
 
@@ -48,7 +64,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
         SQUARE,
         same(grid(4, 4, prefix=5)),
     ),
-    "dinov3": (of("DINOv3ViT", **TINY, image_size=FLAT, num_register_tokens=4), FLAT, same(grid(4, 6, prefix=5))),
+    "dinov3": (
+        of("DINOv3ViT", **TINY, image_size=FLAT, num_register_tokens=4),
+        FLAT,
+        same(grid(4, 6, prefix=5)),
+    ),
     "yolos": (
         of("Yolos", **TINY, image_size=list(FLAT), num_detection_tokens=7),
         FLAT,
@@ -57,17 +77,27 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
     "beit": (of("Beit", **TINY, image_size=FLAT), FLAT, same(grid(4, 6, prefix=1))),
     "swin": (of("Swin", **WINDOWS, image_size=(28, 40)), (28, 40), same(grid(3, 3))),
     "swin, of which the second layer has a single window": (
-        of("Swin", **WINDOWS | {"depths": [1, 1], "num_heads": [2, 2]}, image_size=(24, 24)),
+        of(
+            "Swin",
+            **WINDOWS | {"depths": [1, 1], "num_heads": [2, 2]},
+            image_size=(24, 24),
+        ),
         (24, 24),
         same(grid(3, 3)),
     ),
-    "swinv2": (of("Swinv2", **WINDOWS, image_size=(48, 48)), (48, 48), same(grid(3, 3))),
+    "swinv2": (
+        of("Swinv2", **WINDOWS, image_size=(48, 48)),
+        (48, 48),
+        same(grid(3, 3)),
+    ),
     "torchvision vit": (torchvision_vit, SQUARE, same(grid(4, 4, prefix=1))),
 }
 
 
 @pytest.mark.parametrize(("make", "size", "layout"), CASES.values(), ids=CASES)
-def test_equals_brute_force(make: Callable[[], nn.Module], size: tuple[int, int], layout: Layout) -> None:
+def test_equals_brute_force(
+    make: Callable[[], nn.Module], size: tuple[int, int], layout: Layout
+) -> None:
     torch.manual_seed(0)
     model, images = sharpen(make().eval(), 2.0), torch.randn(2, 3, *size)
     layers = {one.layer for one in attention_of(model, images)}
@@ -77,17 +107,30 @@ def test_equals_brute_force(make: Callable[[], nn.Module], size: tuple[int, int]
 
 def test_maps_of_windows_and_of_what_is_behind_the_grid() -> None:
     torch.manual_seed(0)
-    model, images = CASES["yolos"][0]().double().eval(), torch.randn(2, 3, *FLAT, dtype=torch.float64)
+    model, images = (
+        CASES["yolos"][0]().double().eval(),
+        torch.randn(2, 3, *FLAT, dtype=torch.float64),
+    )
     weights = attention_of(model, images)[1].weights
     node = tcnn_probe.attention_maps(model, images)["3x4x6"]
-    np.testing.assert_allclose(node.attention[:, 1].values.reshape(2, 3, 24, 24), weights[:, :, 1:25, 1:25], atol=1e-9)
-    np.testing.assert_allclose(node.class_attention[:, 1].values.reshape(2, 3, 24), weights[:, :, 0, 1:25], atol=1e-9)
+    np.testing.assert_allclose(
+        node.attention[:, 1].values.reshape(2, 3, 24, 24),
+        weights[:, :, 1:25, 1:25],
+        atol=1e-9,
+    )
+    np.testing.assert_allclose(
+        node.class_attention[:, 1].values.reshape(2, 3, 24),
+        weights[:, :, 0, 1:25],
+        atol=1e-9,
+    )
 
 
 def test_projections_inside_of_an_attention_are_none() -> None:
     """CvT calls its convolutions CvtSelfAttentionConvProjection, and the like."""
     torch.manual_seed(0)
-    model = of("Cvt", depth=[1, 2, 3], embed_dim=[8, 12, 12], num_heads=[1, 3, 3])().eval()
+    model = of(
+        "Cvt", depth=[1, 2, 3], embed_dim=[8, 12, 12], num_heads=[1, 3, 3]
+    )().eval()
     images = torch.randn(2, 3, 64, 64)
     whole = model(images).last_hidden_state
     with tcnn_probe.record(model) as recorder:
@@ -104,7 +147,10 @@ class Registers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patches, self.registers = nn.Conv2d(3, 12, 8, 8), nn.Parameter(torch.randn(1, 5, 12))
+        self.patches, self.registers = (
+            nn.Conv2d(3, 12, 8, 8),
+            nn.Parameter(torch.randn(1, 5, 12)),
+        )
         self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,8 +160,17 @@ class Registers(nn.Module):
 
 
 def groups_behind() -> nn.Module:
-    options = {"hidden_size": 12, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
-    groups = {"depths": [1, 1, 1], "num_group_tokens": [5, 3, 0], "num_output_groups": [5, 3, 0]}
+    options = {
+        "hidden_size": 12,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+    }
+    groups = {
+        "depths": [1, 1, 1],
+        "num_group_tokens": [5, 3, 0],
+        "num_output_groups": [5, 3, 0],
+    }
     return of("GroupViTVision", **options, **groups, image_size=32, patch_size=8)()
 
 
@@ -125,9 +180,15 @@ WITHOUT_CLASS_TOKEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] 
 }
 
 
-@pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")  # of groups, which are no patches
-@pytest.mark.parametrize(("make", "size"), WITHOUT_CLASS_TOKEN.values(), ids=WITHOUT_CLASS_TOKEN)
-def test_other_tokens_are_no_class_token(make: Callable[[], nn.Module], size: tuple[int, int]) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:no attention_distance:RuntimeWarning"
+)  # of groups, which are no patches
+@pytest.mark.parametrize(
+    ("make", "size"), WITHOUT_CLASS_TOKEN.values(), ids=WITHOUT_CLASS_TOKEN
+)
+def test_other_tokens_are_no_class_token(
+    make: Callable[[], nn.Module], size: tuple[int, int]
+) -> None:
     torch.manual_seed(0)
     model = make().eval()
     with tcnn_probe.record(model) as recorder, torch.no_grad():
@@ -145,8 +206,15 @@ def test_queries_put_before_a_class_token_hide_it() -> None:
     pytest.importorskip("transformers")
     import transformers
 
-    options = TINY | {"num_hidden_layers": 3, "image_size": 32, "num_blocks": 1, "num_queries": 7}
-    config = transformers.EomtConfig(**options, num_upscale_blocks=1, num_register_tokens=2)
+    options = TINY | {
+        "num_hidden_layers": 3,
+        "image_size": 32,
+        "num_blocks": 1,
+        "num_queries": 7,
+    }
+    config = transformers.EomtConfig(
+        **options, num_upscale_blocks=1, num_register_tokens=2
+    )
     model = transformers.EomtForUniversalSegmentation(config).eval()
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(torch.randn(2, 3, 32, 32))
@@ -159,7 +227,12 @@ def test_queries_put_before_a_class_token_hide_it() -> None:
 @pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")
 def test_mask_units_are_no_raster() -> None:
     torch.manual_seed(0)
-    options = {"embed_dim": 8, "image_size": [64, 64], "depths": [1, 1, 1, 1], "num_heads": [4, 4, 4, 4]}
+    options = {
+        "embed_dim": 8,
+        "image_size": [64, 64],
+        "depths": [1, 1, 1, 1],
+        "num_heads": [4, 4, 4, 4],
+    }
     model = sharpen(of("Hiera", **options)().eval(), 2.0)
     images = torch.randn(2, 3, 64, 64)
     with tcnn_probe.record(model) as recorder, torch.no_grad():
@@ -167,7 +240,10 @@ def test_mask_units_are_no_raster() -> None:
         recorder.mark(epoch=0)
     assert len(weights) == len(recorder.layers) == 4
     assert set(recorder.missing["attention_distance"]) == set(recorder.layers)
-    assert all("mask unit" in reason for reason in recorder.missing["attention_distance"].values())
+    assert all(
+        "mask unit" in reason
+        for reason in recorder.missing["attention_distance"].values()
+    )
     for layer, expected in zip(recorder.layers, weights, strict=True):
         entropy = -torch.special.xlogy(expected.double(), expected.double()).sum(
             -1

@@ -27,7 +27,10 @@ class Attend(nn.Module):
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         (q, _, _), (_, k, v) = (
-            self.qkv(given).unflatten(-1, (3, self.num_heads, -1)).movedim(-3, 0).transpose(-2, -3)
+            self.qkv(given)
+            .unflatten(-1, (3, self.num_heads, -1))
+            .movedim(-3, 0)
+            .transpose(-2, -3)
             for given in (x, x if keys is None else keys)
         )
         return F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2)
@@ -36,10 +39,23 @@ class Attend(nn.Module):
 class Seeing(nn.Module):
     """4 x 4 or 3 x 5 patches of 8 x 8 pixels, handed on in some way."""
 
-    def __init__(self, way: Callable[["Seeing", Tensor], Tensor], heads: int = HEADS, more: int = 1) -> None:
+    def __init__(
+        self,
+        way: Callable[["Seeing", Tensor], Tensor],
+        heads: int = HEADS,
+        more: int = 1,
+    ) -> None:
         super().__init__()
-        self.stem, self.attend, self.among = nn.Conv2d(3, DIM, 8, 8), Attend(heads), Attend(heads)
-        self.norm, self.more, self.way = nn.LayerNorm(DIM), nn.Parameter(torch.randn(1, more, DIM)), way
+        self.stem, self.attend, self.among = (
+            nn.Conv2d(3, DIM, 8, 8),
+            Attend(heads),
+            Attend(heads),
+        )
+        self.norm, self.more, self.way = (
+            nn.LayerNorm(DIM),
+            nn.Parameter(torch.randn(1, more, DIM)),
+            way,
+        )
         sharpen(self, 2.2)
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -62,7 +78,9 @@ def registers(model: Seeing, x: Tensor) -> Tensor:
 
 def at_the_end(model: Seeing, x: Tensor) -> Tensor:
     """A class token behind the patches."""
-    return model.attend(torch.cat([model.tokens(x), model.more.expand(len(x), -1, -1)], 1))
+    return model.attend(
+        torch.cat([model.tokens(x), model.more.expand(len(x), -1, -1)], 1)
+    )
 
 
 def after_registers(model: Seeing, x: Tensor) -> Tensor:
@@ -74,14 +92,19 @@ def after_registers(model: Seeing, x: Tensor) -> Tensor:
 def joined_twice(model: Seeing, x: Tensor) -> Tensor:
     """A class token, then registers between it and the patches, as in DINOv2."""
     tokens = torch.cat([model.more[:, :1].expand(len(x), -1, -1), model.tokens(x)], 1)
-    return model.attend(torch.cat([tokens[:, :1], model.more.expand(len(x), -1, -1), tokens[:, 1:]], 1))
+    return model.attend(
+        torch.cat([tokens[:, :1], model.more.expand(len(x), -1, -1), tokens[:, 1:]], 1)
+    )
 
 
 def written(model: Seeing, x: Tensor, place: int = -1) -> Tensor:
     """A class token written into its place, so that nothing shows where it is."""
     tokens = model.tokens(x)
     every = tokens.new_zeros(len(x), 17, DIM)
-    every[:, 1 if place == 0 else 0 :][:, :16], every[:, place] = tokens, model.more[0, 0]
+    every[:, 1 if place == 0 else 0 :][:, :16], every[:, place] = (
+        tokens,
+        model.more[0, 0],
+    )
     return model.attend(every)
 
 
@@ -127,14 +150,26 @@ BEHIND = same(grid(4, 4, prefix=1), arrange=first_last)
 
 CASES = {
     "latents": (Seeing(latents, more=9), square(), NOWHERE),  # no 3 x 3 of anything
-    "registers": (Seeing(registers, more=9), square(), same(grid(4, 4, prefix=9))),  # 25 tokens, no 5 x 5
+    "registers": (
+        Seeing(registers, more=9),
+        square(),
+        same(grid(4, 4, prefix=9)),
+    ),  # 25 tokens, no 5 x 5
     "at the end": (Seeing(at_the_end), square(), BEHIND),
-    "after registers": (Seeing(after_registers, more=5), square(), same(grid(4, 4, prefix=5), arrange=first_last)),
+    "after registers": (
+        Seeing(after_registers, more=5),
+        square(),
+        same(grid(4, 4, prefix=5), arrange=first_last),
+    ),
     "twice": (Seeing(joined_twice, more=2), square(), same(grid(4, 4, prefix=3))),
     "text": (sharpen(Text()), WORDS, NOWHERE),
     "features": (sharpen(Attend()), torch.randn(5, 16, DIM), NOWHERE),
     # Axial: the 4 pixels of each row attend to each other, in no 2 x 2 windows.
-    "rows": (Seeing(lambda m, x: m.attend(m.stem(x).permute(0, 2, 3, 1).flatten(0, 1))), square(), NOWHERE),
+    "rows": (
+        Seeing(lambda m, x: m.attend(m.stem(x).permute(0, 2, 3, 1).flatten(0, 1))),
+        square(),
+        NOWHERE,
+    ),
     # 3 windows of 4 tokens, of which heads are next to the tokens, where they nearly always are.
     "windows": (
         Seeing(lambda m, x: m.attend(m.tokens(x)[:, :12].unflatten(1, (3, 4)))),
@@ -142,10 +177,20 @@ CASES = {
         Layout(None, None, arrange=as_it_is),
     ),
     # (B, T, N, C) with one frame: the layer is given (B, 1, 16, C), and 1 x 16 is no grid of these images.
-    "frames": (Seeing(lambda m, x: m.attend(m.tokens(x)[:, None])), square(), same(grid(4, 4), arrange=as_it_is)),
+    "frames": (
+        Seeing(lambda m, x: m.attend(m.tokens(x)[:, None])),
+        square(),
+        same(grid(4, 4), arrange=as_it_is),
+    ),
     # No module is given (B, C, H, W) after the images: (B, H, W, C) shows the grid.
     "channels last": (
-        Seeing(lambda m, x: m.attend(m.norm(F.avg_pool2d(x.repeat(1, 4, 1, 1), 8).movedim(1, 3)).flatten(1, 2))),
+        Seeing(
+            lambda m, x: m.attend(
+                m.norm(F.avg_pool2d(x.repeat(1, 4, 1, 1), 8).movedim(1, 3)).flatten(
+                    1, 2
+                )
+            )
+        ),
         square(),
         PATCHES,
     ),
@@ -171,11 +216,16 @@ def test_image_and_text() -> None:
 @pytest.mark.parametrize("count", [4, 9])
 def test_registers_that_are_declared(count: int) -> None:
     model = Seeing(registers, more=count)
-    check(model, square(), {"attend": same(grid(4, 4, prefix=count))}, prefix_tokens=count)
+    check(
+        model, square(), {"attend": same(grid(4, 4, prefix=count))}, prefix_tokens=count
+    )
 
 
 def test_reasons_of_what_is_missing() -> None:
-    with pytest.warns(RuntimeWarning, match=r"no maps of among: 9 keys: no grid found; grid=\(rows, columns\)"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"no maps of among: 9 keys: no grid found; grid=\(rows, columns\)",
+    ):
         recorder = recorded(Seeing(latents, more=9), square(), images=1)
     assert [*recorder.missing["center_attention"]] == ["attend", "among"]
     assert recorder.missing["attention_distance"].keys() == {"attend", "among"}
@@ -224,7 +274,11 @@ class Other(nn.Module):
 
     def __init__(self, way: Callable[["Other", Tensor], Tensor]) -> None:
         super().__init__()
-        self.qkv, self.codes, self.way = nn.Linear(DIM, 3 * DIM), nn.Parameter(torch.randn(3 * DIM, DIM)), way
+        self.qkv, self.codes, self.way = (
+            nn.Linear(DIM, 3 * DIM),
+            nn.Parameter(torch.randn(3 * DIM, DIM)),
+            way,
+        )
 
     def heads(self, x: Tensor) -> Tensor:
         return self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -273,19 +327,26 @@ def soft_assignment_repeated(m: Other, x: Tensor) -> Tensor:
         (soft_assignment_repeated, "the same for all images"),
     ],
 )
-def test_a_softmax_over_something_else_is_not_recorded(way: Callable[..., Tensor], reason: str) -> None:
+def test_a_softmax_over_something_else_is_not_recorded(
+    way: Callable[..., Tensor], reason: str
+) -> None:
     model = Seeing(lambda m, x: m.attend(m.tokens(x)) + m.other(m.tokens(x)).sum())
     model.other = Other(way)
     recorder = recorded(model, square())
     assert recorder.layers == ("attend",)
     assert reason in recorder.unsupported["other"]
-    with tcnn_probe.ablate(model, {"other": [0]}), pytest.raises(RuntimeError, match=reason):
+    with (
+        tcnn_probe.ablate(model, {"other": [0]}),
+        pytest.raises(RuntimeError, match=reason),
+    ):
         model(square())
 
 
 def attention_of_attention(m: Seeing, x: Tensor) -> Tensor:
     """The values of the second are what the first gives: tokens."""
-    q, k, v = m.attend.qkv(m.tokens(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+    q, k, v = (
+        m.attend.qkv(m.tokens(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+    )
     weights = torch.softmax(q @ k.mT, -1)
     return torch.softmax(k @ q.mT, -1) @ (weights @ v)
 
@@ -303,11 +364,18 @@ class Merged(Seeing):
             setattr(self, name, HEADS)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.attend.qkv(self.tokens(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        q, k, v = (
+            self.attend.qkv(self.tokens(x))
+            .unflatten(-1, (3, HEADS, -1))
+            .permute(2, 0, 3, 1, 4)
+            .flatten(1, 2)
+        )
         return torch.bmm(torch.softmax(torch.bmm(q, k.mT), -1), v)
 
 
-@pytest.mark.parametrize(("name", "images"), [("num_heads", 5), ("num_attention_heads", HEADS)])
+@pytest.mark.parametrize(
+    ("name", "images"), [("num_heads", 5), ("num_attention_heads", HEADS)]
+)
 def test_merged_heads(name: str, images: int) -> None:
     """How many there are is known from the layer, also if there are as many images."""
     check(Merged(name), square(images), {"": same(grid(4, 4), arrange=merged(HEADS))})
@@ -318,19 +386,28 @@ def test_merged_heads_that_nobody_counts() -> None:
     model = Merged()
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(square())
-        assert "or as many heads, if the layer has no num_heads" in recorder.missing["attention_distance"][""]
+        assert (
+            "or as many heads, if the layer has no num_heads"
+            in recorder.missing["attention_distance"][""]
+        )
 
 
 def test_parts_called_one_after_another() -> None:
     """Whoever calls forward_features of a model of his own enters through its children."""
-    model, wide, narrow = Seeing(patches).double(), square().double(), square()[..., :24].double()
+    model, wide, narrow = (
+        Seeing(patches).double(),
+        square().double(),
+        square()[..., :24].double(),
+    )
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         for images in (wide, narrow):
             model.attend(model.stem(images).flatten(2).mT)
         with pytest.warns(RuntimeWarning, match="images of several sizes"):
             recorder.mark(epoch=0)
     expected = [
-        same(grid(4, columns)).expected(attention_of(model, images)[0], 5)["attention_distance"]
+        same(grid(4, columns)).expected(attention_of(model, images)[0], 5)[
+            "attention_distance"
+        ]
         for images, columns in ((wide, 4), (narrow, 3))
     ]
     distance = recorder.dataset.attention_distance.isel(epoch=0).sel(layer="attend")

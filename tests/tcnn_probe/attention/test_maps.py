@@ -20,40 +20,72 @@ from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 
 SIZE = (32, 48)
-VIT = {"patch_size": 8, "img_size": SIZE, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
-SWIN = {"patch_size": 4, "embed_dim": 8, "depths": (2,), "num_heads": (2,), "num_classes": 5}
+VIT = {
+    "patch_size": 8,
+    "img_size": SIZE,
+    "embed_dim": 12,
+    "depth": 2,
+    "num_heads": 3,
+    "num_classes": 5,
+}
+SWIN = {
+    "patch_size": 4,
+    "embed_dim": 8,
+    "depths": (2,),
+    "num_heads": (2,),
+    "num_classes": 5,
+}
 
 
 def small(name: str, **options: object) -> Callable[[], nn.Module]:
     return partial(timm.create_model, name, **options)
 
 
-def run(make: Callable[[], nn.Module], size: tuple[int, int] = SIZE, count: int = 2) -> tuple[nn.Module, Tensor]:
+def run(
+    make: Callable[[], nn.Module], size: tuple[int, int] = SIZE, count: int = 2
+) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = make().double().eval()
     sharpen(model, 1.7)
     return model, torch.randn(count, 3, *size, dtype=torch.float64)
 
 
-def on_grid(weights: Tensor, keys: tuple[int, int], queries: tuple[int, int]) -> np.ndarray:
+def on_grid(
+    weights: Tensor, keys: tuple[int, int], queries: tuple[int, int]
+) -> np.ndarray:
     """(B, heads, N_query, N_key) without the tokens before the grids."""
-    rows, columns = weights.shape[-2] - queries[0] * queries[1], weights.shape[-1] - keys[0] * keys[1]
-    return weights[:, :, rows:, columns:].unflatten(-1, keys).unflatten(2, queries).numpy()
+    rows, columns = (
+        weights.shape[-2] - queries[0] * queries[1],
+        weights.shape[-1] - keys[0] * keys[1],
+    )
+    return (
+        weights[:, :, rows:, columns:].unflatten(-1, keys).unflatten(2, queries).numpy()
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["deit_tiny_distilled_patch16_224", "eva02_tiny_patch14_224", "beit_base_patch16_224", "cait_xxs24_224"]
+    "name",
+    [
+        "deit_tiny_distilled_patch16_224",
+        "eva02_tiny_patch14_224",
+        "beit_base_patch16_224",
+        "cait_xxs24_224",
+    ],
 )
 def test_equals_brute_force(name: str) -> None:
     model, images = run(small(name, **VIT))
     expected = {one.layer: one.weights for one in attention_of(model, images)}
     tree = tcnn_probe.attention_maps(model, images, batch_size=1)
-    assert {layer for node in tree.children.values() for layer in node.layer.values} == expected.keys()
+    assert {
+        layer for node in tree.children.values() for layer in node.layer.values
+    } == expected.keys()
     for node in tree.children.values():
         for layer in node.layer.values:
             maps, weights = node.dataset.sel(layer=layer), expected[layer]
             if weights.shape[2] > 1:
-                np.testing.assert_allclose(maps.attention, on_grid(weights, (4, 6), (4, 6)), atol=1e-9)
+                np.testing.assert_allclose(
+                    maps.attention, on_grid(weights, (4, 6), (4, 6)), atol=1e-9
+                )
             if weights.shape[2] != 24:  # there is a class token among the queries
                 row = weights[:, :, 0, -24:].unflatten(-1, (4, 6))
                 np.testing.assert_allclose(maps.class_attention, row, atol=1e-9)
@@ -61,19 +93,28 @@ def test_equals_brute_force(name: str) -> None:
 
 def test_fused_attention_in_float32() -> None:
     torch.manual_seed(0)
-    model, images = small("deit_tiny_patch16_224", **VIT)().eval(), torch.randn(2, 3, *SIZE)
+    model, images = (
+        small("deit_tiny_patch16_224", **VIT)().eval(),
+        torch.randn(2, 3, *SIZE),
+    )
     assert model.blocks[0].attn.fused_attn
     expected = {one.layer: one.weights for one in attention_of(model, images.double())}
     maps = tcnn_probe.attention_maps(model, images)["3x4x6"]
     for layer, weights in expected.items():
-        np.testing.assert_allclose(maps.attention.sel(layer=layer), on_grid(weights, (4, 6), (4, 6)), atol=1e-5)
+        np.testing.assert_allclose(
+            maps.attention.sel(layer=layer), on_grid(weights, (4, 6), (4, 6)), atol=1e-5
+        )
     np.testing.assert_array_equal(maps.query_y, range(4))
 
 
 def test_pooled_keys_and_strided_queries() -> None:
     model, images = run(small("levit_128s"), (224, 224), 1)
-    weights = next(one.weights for one in attention_of(model, images) if "downsample" in one.layer)
-    maps = tcnn_probe.attention_maps(model, images, layers="*downsample*")["8x14x14_from_7x7"].attention[:, 0]
+    weights = next(
+        one.weights for one in attention_of(model, images) if "downsample" in one.layer
+    )
+    maps = tcnn_probe.attention_maps(model, images, layers="*downsample*")[
+        "8x14x14_from_7x7"
+    ].attention[:, 0]
     np.testing.assert_allclose(maps, on_grid(weights, (14, 14), (7, 7)), atol=1e-9)
 
 
@@ -82,7 +123,11 @@ def test_pooled_keys_and_strided_queries() -> None:
 
 def rolled_then_padded(grid, window, shift):  # type: ignore[no-untyped-def]  # timm's Swin
     def cell(y: int, x: int) -> tuple[int, int] | None:
-        return ((y + shift[0]) % grid[0], (x + shift[1]) % grid[1]) if y < grid[0] and x < grid[1] else None
+        return (
+            ((y + shift[0]) % grid[0], (x + shift[1]) % grid[1])
+            if y < grid[0] and x < grid[1]
+            else None
+        )
 
     return neighbours(grid, window, cell)
 
@@ -99,17 +144,34 @@ def padded_then_rolled(grid, window, shift):  # type: ignore[no-untyped-def]  # 
 
 def neighbours(grid, window, cell):  # type: ignore[no-untyped-def]
     tops, lefts = range(0, grid[0], window[0]), range(0, grid[1], window[1])
-    return [[cell(y + i, x + j) for i in range(window[0]) for j in range(window[1])] for y in tops for x in lefts]
+    return [
+        [cell(y + i, x + j) for i in range(window[0]) for j in range(window[1])]
+        for y in tops
+        for x in lefts
+    ]
 
 
 def dilated(grid, window):  # type: ignore[no-untyped-def]  # MaxViT's grid attention
     steps = grid[0] // window[0], grid[1] // window[1]
-    tokens = [(i * steps[0], j * steps[1]) for i in range(window[0]) for j in range(window[1])]
-    return [[(y + i, x + j) for i, j in tokens] for y in range(steps[0]) for x in range(steps[1])]
+    tokens = [
+        (i * steps[0], j * steps[1]) for i in range(window[0]) for j in range(window[1])
+    ]
+    return [
+        [(y + i, x + j) for i, j in tokens]
+        for y in range(steps[0])
+        for x in range(steps[1])
+    ]
 
 
 def twins() -> nn.Module:
-    return Twins(embed_dims=(8,), num_heads=(2,), mlp_ratios=(1,), depths=(1,), sr_ratios=(7,), wss=(7,))
+    return Twins(
+        embed_dims=(8,),
+        num_heads=(2,),
+        mlp_ratios=(1,),
+        depths=(1,),
+        sr_ratios=(7,),
+        wss=(7,),
+    )
 
 
 def davit() -> nn.Module:
@@ -117,25 +179,45 @@ def davit() -> nn.Module:
 
 
 def torchvision_swin() -> nn.Module:
-    return SwinTransformer([4, 4], 8, [2], [2], [3, 4], num_classes=5, stochastic_depth_prob=0.0)
+    return SwinTransformer(
+        [4, 4], 8, [2], [2], [3, 4], num_classes=5, stochastic_depth_prob=0.0
+    )
 
 
 def torchvision_maxvit() -> nn.Module:
     return MaxVit((64, 64), 8, 4, [8], [1], 4, 0.0, num_classes=5)
 
 
-TIMM_SWIN = small("swin_tiny_patch4_window7_224", **SWIN, img_size=(28, 40), window_size=(3, 4))
-TIMM_SWIN_V2 = small("swinv2_tiny_window8_256", **SWIN, img_size=(28, 40), window_size=(3, 4))
-LARGE = small("swin_tiny_patch4_window7_224", **SWIN, img_size=44, window_size=11, strict_img_size=False)
+TIMM_SWIN = small(
+    "swin_tiny_patch4_window7_224", **SWIN, img_size=(28, 40), window_size=(3, 4)
+)
+TIMM_SWIN_V2 = small(
+    "swinv2_tiny_window8_256", **SWIN, img_size=(28, 40), window_size=(3, 4)
+)
+LARGE = small(
+    "swin_tiny_patch4_window7_224",
+    **SWIN,
+    img_size=44,
+    window_size=11,
+    strict_img_size=False,
+)
 ATTN = "stages.0.blocks.0.attn"
-MAXVIT = small("maxvit_tiny_rw_224", img_size=(64, 96), embed_dim=(32,), depths=(1,), num_classes=5)
+MAXVIT = small(
+    "maxvit_tiny_rw_224", img_size=(64, 96), embed_dim=(32,), depths=(1,), num_classes=5
+)
 
 
 BLOCKS, LAYERS = "layers.0.blocks", "blocks.0.layers.0.layers"
 NO_SHIFT, SWIN_GRID = (0, 0), ((7, 10), (3, 4))
 OF_SWIN = rolled_then_padded(*SWIN_GRID, (1, 2))
 CASES = {  # how to make the model, its images, the module that cuts windows, the attention in it, tokens of the windows
-    "swin": (TIMM_SWIN, (28, 40), f"{BLOCKS}.0", ".attn", rolled_then_padded(*SWIN_GRID, NO_SHIFT)),
+    "swin": (
+        TIMM_SWIN,
+        (28, 40),
+        f"{BLOCKS}.0",
+        ".attn",
+        rolled_then_padded(*SWIN_GRID, NO_SHIFT),
+    ),
     "swin-shifted": (TIMM_SWIN, (28, 40), f"{BLOCKS}.1", ".attn", OF_SWIN),
     "swin-one-larger-window": (
         LARGE,
@@ -145,9 +227,27 @@ CASES = {  # how to make the model, its images, the module that cuts windows, th
         rolled_then_padded((7, 10), (11, 11), NO_SHIFT),
     ),
     "swinv2-shifted": (TIMM_SWIN_V2, (28, 40), f"{BLOCKS}.1", ".attn", OF_SWIN),
-    "torchvision-swin": (torchvision_swin, (28, 40), "features.1.1.attn", "", padded_then_rolled(*SWIN_GRID, (1, 2))),
-    "maxvit": (MAXVIT, (64, 96), f"{ATTN}_block", ".attn", rolled_then_padded((16, 24), (2, 3), NO_SHIFT)),
-    "maxvit-grid": (MAXVIT, (64, 96), f"{ATTN}_grid", ".attn", dilated((16, 24), (2, 3))),
+    "torchvision-swin": (
+        torchvision_swin,
+        (28, 40),
+        "features.1.1.attn",
+        "",
+        padded_then_rolled(*SWIN_GRID, (1, 2)),
+    ),
+    "maxvit": (
+        MAXVIT,
+        (64, 96),
+        f"{ATTN}_block",
+        ".attn",
+        rolled_then_padded((16, 24), (2, 3), NO_SHIFT),
+    ),
+    "maxvit-grid": (
+        MAXVIT,
+        (64, 96),
+        f"{ATTN}_grid",
+        ".attn",
+        dilated((16, 24), (2, 3)),
+    ),
     "torchvision-maxvit": (
         torchvision_maxvit,
         (64, 64),
@@ -162,22 +262,44 @@ CASES = {  # how to make the model, its images, the module that cuts windows, th
         ".attn_layer.1",
         dilated((16, 16), (4, 4)),
     ),
-    "davit": (davit, (28, 40), "stages.0.blocks.0.0", ".attn", rolled_then_padded((7, 10), (3, 3), NO_SHIFT)),
-    "twins": (twins, (40, 52), "blocks.0.0.attn", "", rolled_then_padded((10, 13), (7, 7), NO_SHIFT)),
+    "davit": (
+        davit,
+        (28, 40),
+        "stages.0.blocks.0.0",
+        ".attn",
+        rolled_then_padded((7, 10), (3, 3), NO_SHIFT),
+    ),
+    "twins": (
+        twins,
+        (40, 52),
+        "blocks.0.0.attn",
+        "",
+        rolled_then_padded((10, 13), (7, 7), NO_SHIFT),
+    ),
 }
 
 
-@pytest.mark.parametrize(("make", "size", "cutter", "attention", "cells"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("make", "size", "cutter", "attention", "cells"), CASES.values(), ids=CASES
+)
 def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -> None:  # type: ignore[no-untyped-def]
     model, images = run(make, size, 2)
     for module in model.modules():
-        if isinstance(module, SpatialBlock):  # its convolutions carry neighbours into the window
+        if isinstance(
+            module, SpatialBlock
+        ):  # its convolutions carry neighbours into the window
             for convolution in (module.cpe1.proj, module.cpe2.proj):
                 nn.init.zeros_(convolution.weight)
     layer = cutter + attention
-    weights = next(one.weights for one in attention_of(model, images) if one.layer == layer)
-    weights = weights.flatten(0, -4).unflatten(0, (2, len(cells)))  # (B, windows, heads, N, N)
-    maps = next(iter(tcnn_probe.attention_maps(model, images, layers=layer).children.values())).attention[:, 0]
+    weights = next(
+        one.weights for one in attention_of(model, images) if one.layer == layer
+    )
+    weights = weights.flatten(0, -4).unflatten(
+        0, (2, len(cells))
+    )  # (B, windows, heads, N, N)
+    maps = next(
+        iter(tcnn_probe.attention_maps(model, images, layers=layer).children.values())
+    ).attention[:, 0]
     expected = np.zeros(maps.shape)
     for w, window in enumerate(cells):
         for q, query in enumerate(window):
@@ -189,7 +311,9 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
     np.testing.assert_array_equal(seen, influence(model, cutter, images[:1], (5, 8)))
 
 
-def influence(model: nn.Module, cutter: str, images: Tensor, query: tuple[int, int]) -> np.ndarray:
+def influence(
+    model: nn.Module, cutter: str, images: Tensor, query: tuple[int, int]
+) -> np.ndarray:
     """Which tokens of a module's input one token of its output depends on."""
     module, given = model.get_submodule(cutter), []
     handle = module.register_forward_pre_hook(lambda _, args: given.append(args))
@@ -203,18 +327,31 @@ def influence(model: nn.Module, cutter: str, images: Tensor, query: tuple[int, i
     if x.ndim == 3:
         output = output.unflatten(1, others[0])
     at = output.movedim(channels, -1)[0, *query]
-    grad = torch.autograd.grad((at * torch.randn_like(at)).sum(), x)[0].movedim(channels, -1).abs().amax(-1)[0]
+    grad = (
+        torch.autograd.grad((at * torch.randn_like(at)).sum(), x)[0]
+        .movedim(channels, -1)
+        .abs()
+        .amax(-1)[0]
+    )
     return (grad.reshape(output.movedim(channels, -1).shape[1:3]) > 1e-20).numpy()
 
 
 def test_gated_layers() -> None:
     torch.manual_seed(0)
-    model = tcnn_model.reparameterize(timm.create_model("resnet10t", num_classes=5), stride="keep").double().eval()
+    model = (
+        tcnn_model.reparameterize(
+            timm.create_model("resnet10t", num_classes=5), stride="keep"
+        )
+        .double()
+        .eval()
+    )
     images = torch.randn(2, 3, 96, 160, dtype=torch.float64)
     given: dict[str, Tensor] = {}
     layers = tcnn_model.gpsa_layers(model)
     for name, layer in layers.items():
-        layer.register_forward_pre_hook(lambda _, inputs, name=name: given.update({name: inputs[0]}))
+        layer.register_forward_pre_hook(
+            lambda _, inputs, name=name: given.update({name: inputs[0]})
+        )
     tree = tcnn_probe.attention_maps(model, images)
     assert sum(len(node.layer) for node in tree.children.values()) == len(layers)
     for node in tree.children.values():
@@ -245,9 +382,17 @@ def test_gated_layers() -> None:
 
 def test_pool_with_a_token_for_each_class() -> None:
     torch.manual_seed(0)
-    model = tcnn_model.add_attention_pool(timm.create_model("resnet10t", num_classes=5), per_class=True).double().eval()
+    model = (
+        tcnn_model.add_attention_pool(
+            timm.create_model("resnet10t", num_classes=5), per_class=True
+        )
+        .double()
+        .eval()
+    )
     images = torch.randn(1, 3, 64, 96, dtype=torch.float64)
-    maps = next(iter(tcnn_probe.attention_maps(model, images).children.values())).attention_by_class
+    maps = next(
+        iter(tcnn_probe.attention_maps(model, images).children.values())
+    ).attention_by_class
     assert maps.dims == ("image", "layer", "head", "class", "y", "x")
     weights = attention_of(model, images)[-1].weights
     np.testing.assert_allclose(maps[:, 0], weights.reshape(maps[:, 0].shape), atol=1e-9)
@@ -256,16 +401,26 @@ def test_pool_with_a_token_for_each_class() -> None:
 def test_chosen_queries_heads_and_layers() -> None:
     model, images = run(small("deit_tiny_patch16_224", **VIT))
     whole = tcnn_probe.attention_maps(model, images)["3x4x6"]
-    some = tcnn_probe.attention_maps(model, images, layers="blocks.1*", heads=[2, 0], queries=[(31, 0), (9, 47)])[
-        "3x4x6"
-    ]
+    some = tcnn_probe.attention_maps(
+        model, images, layers="blocks.1*", heads=[2, 0], queries=[(31, 0), (9, 47)]
+    )["3x4x6"]
     assert some["head"].values.tolist() == [0, 2]
     assert some.layer.values.tolist() == ["blocks.1.attn"]
-    assert (some.query_y.values.tolist(), some.query_x.values.tolist()) == ([3, 1], [0, 5])
-    assert (some.from_y.values.tolist(), some.from_x.values.tolist()) == ([31, 9], [0, 47])
+    assert (some.query_y.values.tolist(), some.query_x.values.tolist()) == (
+        [3, 1],
+        [0, 5],
+    )
+    assert (some.from_y.values.tolist(), some.from_x.values.tolist()) == (
+        [31, 9],
+        [0, 47],
+    )
     for number, (y, x) in enumerate([(3, 0), (1, 5)]):
-        expected = whole.attention.sel(layer="blocks.1.attn", head=[0, 2], query_y=y, query_x=x)
-        np.testing.assert_allclose(some.attention[:, 0, :, number], expected, atol=1e-12)
+        expected = whole.attention.sel(
+            layer="blocks.1.attn", head=[0, 2], query_y=y, query_x=x
+        )
+        np.testing.assert_allclose(
+            some.attention[:, 0, :, number], expected, atol=1e-12
+        )
     only = tcnn_probe.attention_maps(model, images, queries="class")["3x4x6"]
     assert set(only.data_vars) == {"class_attention"}
     np.testing.assert_array_equal(only.class_attention, whole.class_attention)
@@ -274,16 +429,22 @@ def test_chosen_queries_heads_and_layers() -> None:
 def test_half_precision_and_numbers_of_numpy() -> None:
     model = small("deit_tiny_patch16_224", **VIT)().bfloat16()
     images = torch.randn(1, 3, *SIZE, dtype=torch.bfloat16)
-    tree = tcnn_probe.attention_maps(model, images, heads=np.arange(1, 3), queries=np.array([[31, 0]]))
+    tree = tcnn_probe.attention_maps(
+        model, images, heads=np.arange(1, 3), queries=np.array([[31, 0]])
+    )
     np.testing.assert_array_equal(tree.input, images.float())
-    one = tcnn_probe.attention_maps(model, images, heads=np.int64(2), queries=[(31, 0)])["3x4x6"].attention
+    one = tcnn_probe.attention_maps(
+        model, images, heads=np.int64(2), queries=[(31, 0)]
+    )["3x4x6"].attention
     np.testing.assert_array_equal(one, tree["3x4x6"].attention.sel(head=[2]))
 
 
 def test_chosen_queries_of_shifted_windows() -> None:
     model, images = run(TIMM_SWIN, (28, 40))
     whole = tcnn_probe.attention_maps(model, images)["2x7x10"].attention
-    some = tcnn_probe.attention_maps(model, images, queries=[(27, 1), (0, 39)])["2x7x10"].attention
+    some = tcnn_probe.attention_maps(model, images, queries=[(27, 1), (0, 39)])[
+        "2x7x10"
+    ].attention
     np.testing.assert_array_equal(some[:, :, :, 0], whole.sel(query_y=6, query_x=0))
     np.testing.assert_array_equal(some[:, :, :, 1], whole.sel(query_y=0, query_x=9))
 
@@ -294,7 +455,9 @@ def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
     model.blocks[0].eval()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     tree = tcnn_probe.attention_maps(model, images)
-    assert all(str(vars(module)) == str(before[name]) for name, module in model.named_modules())
+    assert all(
+        str(vars(module)) == str(before[name]) for name, module in model.named_modules()
+    )
     assert all(p.grad is None for p in model.parameters())
     np.testing.assert_array_equal(tree.input, images)
 
@@ -302,13 +465,19 @@ def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"queries": [(32, 0)]}, r"queries \(y, x\) inside of images of 32 x 48 pixels, got \(32, 0\)"),
+        (
+            {"queries": [(32, 0)]},
+            r"queries \(y, x\) inside of images of 32 x 48 pixels, got \(32, 0\)",
+        ),
         ({"queries": []}, "inside of images"),
         ({"queries": "cls"}, "pairs of integers, or 'class'; got 'cls'"),
         ({"queries": 3}, "pairs of integers"),
         ({"heads": [-1]}, "an integer from 0 for heads, got -1"),
         ({"heads": [7]}, "no layer(.|\n)*blocks.0.attn: it has 3 heads"),
-        ({"max_bytes": 10_000}, r"at most 0.00 GB \(max_bytes\), got 0.00 GB: give queries"),
+        (
+            {"max_bytes": 10_000},
+            r"at most 0.00 GB \(max_bytes\), got 0.00 GB: give queries",
+        ),
         ({"layers": "blocks.7"}, "blocks.7"),
         ({"batch_size": 0}, "batch_size"),
     ],
@@ -320,23 +489,38 @@ def test_refusals(options: dict[str, object], message: str) -> None:
 
 
 def test_says_which_layers_have_no_maps() -> None:
-    with pytest.raises(ValueError, match="no layer of this Sequential has attention maps: no softmax"):
-        tcnn_probe.attention_maps(nn.Sequential(nn.Conv2d(3, 3, 1)), torch.randn(1, 3, 8, 8))
-    model = timm.create_model("xcit_nano_12_p16_224", depth=1, num_classes=5, img_size=32).eval()
+    with pytest.raises(
+        ValueError, match="no layer of this Sequential has attention maps: no softmax"
+    ):
+        tcnn_probe.attention_maps(
+            nn.Sequential(nn.Conv2d(3, 3, 1)), torch.randn(1, 3, 8, 8)
+        )
+    model = timm.create_model(
+        "xcit_nano_12_p16_224", depth=1, num_classes=5, img_size=32
+    ).eval()
     tree = tcnn_probe.attention_maps(model, torch.randn(1, 3, 32, 32))
     assert "between channels" in tree.attrs["missing"]
 
 
 def test_cells_lie_where_they_look() -> None:
     """After convolutions with padding the first cell looks at the first pixel, not at the middle of a cell."""
-    model = tcnn_model.reparameterize(timm.create_model("resnet18", num_classes=5)).eval()
-    maps = tcnn_probe.attention_maps(model, torch.randn(1, 3, 64, 96), queries=[(17, 94)])["9x4x6"]
+    model = tcnn_model.reparameterize(
+        timm.create_model("resnet18", num_classes=5)
+    ).eval()
+    maps = tcnn_probe.attention_maps(
+        model, torch.randn(1, 3, 64, 96), queries=[(17, 94)]
+    )["9x4x6"]
     np.testing.assert_array_equal(maps.pixel_y, [0, 16, 32, 48])
     np.testing.assert_array_equal(maps.pixel_x, [0, 16, 32, 48, 64, 80])
     assert (maps.query_y.item(), maps.query_x.item()) == (1, 5)
-    figure = tcnn_probe.plot.attention_maps(tcnn_probe.attention_maps(model, torch.randn(1, 3, 64, 96)), query=(17, 94))
-    assert {patch.get_bbox().bounds for axes in figure.axes for patch in axes.patches} == {(72.5, 8.5, 16.0, 16.0)}
+    figure = tcnn_probe.plot.attention_maps(
+        tcnn_probe.attention_maps(model, torch.randn(1, 3, 64, 96)), query=(17, 94)
+    )
+    assert {
+        patch.get_bbox().bounds for axes in figure.axes for patch in axes.patches
+    } == {(72.5, 8.5, 16.0, 16.0)}
     vit = small("deit_tiny_patch16_224", **VIT)()
     np.testing.assert_allclose(
-        tcnn_probe.attention_maps(vit, torch.randn(1, 3, *SIZE))["3x4x6"].pixel_x, 3.5 + 8 * np.arange(6)
+        tcnn_probe.attention_maps(vit, torch.randn(1, 3, *SIZE))["3x4x6"].pixel_x,
+        3.5 + 8 * np.arange(6),
     )

@@ -14,7 +14,13 @@ from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from torch import nn
 
 from tests.tcnn_probe.attention.bruteforce import Layout, grid
-from tests.tcnn_probe.attention.checking import Family, check_family, merged, same, without_heads
+from tests.tcnn_probe.attention.checking import (
+    Family,
+    check_family,
+    merged,
+    same,
+    without_heads,
+)
 
 pytestmark = pytest.mark.numerical
 
@@ -24,75 +30,194 @@ LAST_TWO = {"stages.2*": same(grid(4, 6)), "stages.3*": same(grid(2, 3))}
 
 def mvit() -> Family:
     """Strided 3 x 3 convolutions pool: token i stands for pixel ``stride * i``, in cells of the finer grid."""
-    options = {"depths": (1, 1), "embed_dim": (16, 32), "num_heads": (2, 4), "use_cls_token": True}
-    strides = {"stride_q": ((1, 1), (2, 2)), "stride_kv": ((4, 4), (1, 1)), "expand_attn": False}
-    whole, every_2nd, every_4th = (grid(n, n, prefix=1, spacing=(16 // n, 16 // n)) for n in (16, 8, 4))
-    layouts = {"stages.0*": Layout(whole, every_4th, class_query=True), "*": Layout(every_2nd, whole, class_query=True)}
-    model = partial(MultiScaleVit, MultiScaleVitCfg(**options, **strides), img_size=(64, 64), num_classes=5)
+    options = {
+        "depths": (1, 1),
+        "embed_dim": (16, 32),
+        "num_heads": (2, 4),
+        "use_cls_token": True,
+    }
+    strides = {
+        "stride_q": ((1, 1), (2, 2)),
+        "stride_kv": ((4, 4), (1, 1)),
+        "expand_attn": False,
+    }
+    whole, every_2nd, every_4th = (
+        grid(n, n, prefix=1, spacing=(16 // n, 16 // n)) for n in (16, 8, 4)
+    )
+    layouts = {
+        "stages.0*": Layout(whole, every_4th, class_query=True),
+        "*": Layout(every_2nd, whole, class_query=True),
+    }
+    model = partial(
+        MultiScaleVit,
+        MultiScaleVitCfg(**options, **strides),
+        img_size=(64, 64),
+        num_classes=5,
+    )
     return Family("mvitv2", model, (64, 64), layouts, 2.2)
 
 
 def levit() -> Family:
     """Of 14 x 14 tokens every second row and column ask in the first downsampling, of 7 x 7 in the second: 4 x 4."""
-    options = {"embed_dim": (32, 48, 64), "depth": (1, 1, 1), "key_dim": 8, "num_heads": (2, 3, 4)}
+    options = {
+        "embed_dim": (32, 48, 64),
+        "depth": (1, 1, 1),
+        "key_dim": 8,
+        "num_heads": (2, 3, 4),
+    }
     layouts = {
         "stages.1.downsample*": Layout(grid(7, 7, spacing=(2, 2)), grid(14, 14)),
         "stages.2.downsample*": Layout(grid(4, 4, spacing=(2, 2)), grid(7, 7)),
-        **{f"stages.{stage}*": same(grid(side, side)) for stage, side in enumerate((14, 7, 4))},
+        **{
+            f"stages.{stage}*": same(grid(side, side))
+            for stage, side in enumerate((14, 7, 4))
+        },
     }
-    return Family("levit", partial(Levit, num_classes=5, **options), (224, 224), layouts, 2.2, flattest=0.97)
+    return Family(
+        "levit",
+        partial(Levit, num_classes=5, **options),
+        (224, 224),
+        layouts,
+        2.2,
+        flattest=0.97,
+    )
 
 
 def efficientformer_v2() -> Family:
     """4 x 6 tokens, of which the blocks make 2 x 3; in the downsampling every second row and column asks."""
-    options = {"depths": (1, 1, 1, 1), "embed_dims": (8, 8, 16, 32), "mlp_ratios": ((1,),) * 4, "num_vit": 1}
-    layouts = {"*downsample*": Layout(grid(2, 3, spacing=(2, 2)), grid(4, 6)), "*": same(grid(2, 3))}
-    return Family("efficientformerv2", partial(EfficientFormerV2, img_size=SIZE, **options), SIZE, layouts, 2.2)
+    options = {
+        "depths": (1, 1, 1, 1),
+        "embed_dims": (8, 8, 16, 32),
+        "mlp_ratios": ((1,),) * 4,
+        "num_vit": 1,
+    }
+    layouts = {
+        "*downsample*": Layout(grid(2, 3, spacing=(2, 2)), grid(4, 6)),
+        "*": same(grid(2, 3)),
+    }
+    return Family(
+        "efficientformerv2",
+        partial(EfficientFormerV2, img_size=SIZE, **options),
+        SIZE,
+        layouts,
+        2.2,
+    )
 
 
 def pvt(*, linear: bool) -> Family:
     """16 x 24 and 8 x 12 queries; keys pooled 8 x 8 and 4 x 4 in one, or to 7 x 7 whatever the size (``linear``)."""
-    options = {"depths": (1, 1), "embed_dims": (16, 16), "num_heads": (2, 4), "sr_ratios": (8, 4), "mlp_ratios": (1, 1)}
+    options = {
+        "depths": (1, 1),
+        "embed_dims": (16, 16),
+        "num_heads": (2, 4),
+        "sr_ratios": (8, 4),
+        "mlp_ratios": (1, 1),
+    }
     layouts = {
-        "stages.0*": Layout(grid(16, 24), grid(2, 3, spacing=(8, 8), origin=(3.5, 3.5))),
+        "stages.0*": Layout(
+            grid(16, 24), grid(2, 3, spacing=(8, 8), origin=(3.5, 3.5))
+        ),
         "stages.1*": Layout(grid(8, 12), grid(2, 3, spacing=(4, 4), origin=(1.5, 1.5))),
     }
     model = partial(PyramidVisionTransformerV2, num_classes=5, linear=linear, **options)
-    return Family(f"pvt_v2{'_linear' * linear}", model, SIZE, {"*": Layout(None, None)} if linear else layouts, 2.5)
+    return Family(
+        f"pvt_v2{'_linear' * linear}",
+        model,
+        SIZE,
+        {"*": Layout(None, None)} if linear else layouts,
+        2.5,
+    )
 
 
 def crossvit() -> Family:
     """Two grids of the same image, whose class tokens look at each other's patches."""
-    options = {"img_size": 48, "patch_size": (8, 12), "embed_dim": (16, 24), "depth": ((1, 1, 0),), "num_heads": (2, 4)}
+    options = {
+        "img_size": 48,
+        "patch_size": (8, 12),
+        "embed_dim": (16, 24),
+        "depth": ((1, 1, 0),),
+        "num_heads": (2, 4),
+    }
     grids = grid(6, 6, prefix=1), grid(4, 4, prefix=1)
     layouts = {f"blocks.0.blocks.{i}*": same(own) for i, own in enumerate(grids)}
-    layouts |= {f"*fusion.{i}*": Layout(None, other, class_query=True) for i, other in enumerate(reversed(grids))}
-    return Family("crossvit", partial(CrossVit, num_classes=5, **options), (48, 48), layouts)
+    layouts |= {
+        f"*fusion.{i}*": Layout(None, other, class_query=True)
+        for i, other in enumerate(reversed(grids))
+    }
+    return Family(
+        "crossvit", partial(CrossVit, num_classes=5, **options), (48, 48), layouts
+    )
 
 
 def efficientvit() -> Family:
     """Heads run one after another: each is a layer of one head. 14 x 14 tokens in windows of 7 x 7, then 7 x 7."""
-    options = {"embed_dim": (16, 16), "key_dim": (8, 8), "depth": (1, 1), "num_heads": (2, 2), "window_size": (7, 7)}
-    model = partial(EfficientVitMsra, kernels=(3, 3), down_ops=(("", 1), ("subsample", 2)), **options)
-    return Family("efficientvit_msra", model, (224, 224), {"*": same(grid(7, 7), arrange=without_heads)}, 2.5)
+    options = {
+        "embed_dim": (16, 16),
+        "key_dim": (8, 8),
+        "depth": (1, 1),
+        "num_heads": (2, 2),
+        "window_size": (7, 7),
+    }
+    model = partial(
+        EfficientVitMsra,
+        kernels=(3, 3),
+        down_ops=(("", 1), ("subsample", 2)),
+        **options,
+    )
+    return Family(
+        "efficientvit_msra",
+        model,
+        (224, 224),
+        {"*": same(grid(7, 7), arrange=without_heads)},
+        2.5,
+    )
 
 
 def clip() -> Family:
     """CLIP's convnets end so: a token, the mean of all features, looks at them."""
     pool = partial(AttentionPool2d, 24, out_features=5, feat_size=(3, 5), head_dim=8)
     layouts = {"*": same(grid(3, 5, prefix=1))}
-    return Family("attention_pool2d", lambda: nn.Sequential(nn.Conv2d(3, 24, 8, 8), pool()), (24, 40), layouts, 2.2)
+    return Family(
+        "attention_pool2d",
+        lambda: nn.Sequential(nn.Conv2d(3, 24, 8, 8), pool()),
+        (24, 40),
+        layouts,
+        2.2,
+    )
 
 
-def timms(model: str, layouts: dict[str, Layout], gain: float, size=SIZE, **options: object) -> Family:
-    return Family(model, partial(timm.create_model, model, **options), size, layouts, gain, flattest=0.97)
+def timms(
+    model: str, layouts: dict[str, Layout], gain: float, size=SIZE, **options: object
+) -> Family:
+    return Family(
+        model,
+        partial(timm.create_model, model, **options),
+        size,
+        layouts,
+        gain,
+        flattest=0.97,
+    )
 
 
-COATNET = {"img_size": SIZE, "depths": (1, 1, 1, 1), "embed_dim": (32, 32, 32, 64), "stem_width": 16}
-ONE_HEAD = {f"stages.{n}*": same(grid(2 * k, 3 * k), arrange=without_heads) for n, k in ((1, 2), (2, 1))}
-BOTNET = {"stages.3.1*": same(grid(2, 3), arrange=merged(4)), "*": same(grid(4, 6), arrange=merged(4))}
+COATNET = {
+    "img_size": SIZE,
+    "depths": (1, 1, 1, 1),
+    "embed_dim": (32, 32, 32, 64),
+    "stem_width": 16,
+}
+ONE_HEAD = {
+    f"stages.{n}*": same(grid(2 * k, 3 * k), arrange=without_heads)
+    for n, k in ((1, 2), (2, 1))
+}
+BOTNET = {
+    "stages.3.1*": same(grid(2, 3), arrange=merged(4)),
+    "*": same(grid(4, 6), arrange=merged(4)),
+}
 # Multi-query: strided 3 x 3 convolutions make 2 x 3 keys of 4 x 6 pixels.
-MOBILENET = {"blocks.2*": Layout(grid(4, 6), grid(2, 3, spacing=(2, 2))), "*": same(grid(2, 3))}
+MOBILENET = {
+    "blocks.2*": Layout(grid(4, 6), grid(2, 3, spacing=(2, 2))),
+    "*": same(grid(2, 3)),
+}
 
 FAMILIES = [
     mvit(),

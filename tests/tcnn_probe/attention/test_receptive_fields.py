@@ -37,9 +37,16 @@ MODELS = {
     "overlapping, odd padding": [conv(4, 2, 1)],
     "overlapping, even padding": [conv(7, 4, 2)],
     "oblong": [conv((3, 2), (1, 3), (0, 1))],
-    "dilated": [conv(3, 2, dilation=2), conv(3, padding="same"), conv(4, padding="same")],
+    "dilated": [
+        conv(3, 2, dilation=2),
+        conv(3, padding="same"),
+        conv(4, padding="same"),
+    ],
     "stem": [conv(7, 2, 3), nn.MaxPool2d(3, 2, 1), Branches()],
-    "padded as in TensorFlow": [timm.layers.Conv2dSame(1, 1, 3, 2), timm.layers.Conv2dSame(1, 1, 5, 2)],
+    "padded as in TensorFlow": [
+        timm.layers.Conv2dSame(1, 1, 3, 2),
+        timm.layers.Conv2dSame(1, 1, 5, 2),
+    ],
     "blurred": [timm.layers.BlurPool2d(1, stride=2), nn.AvgPool2d(3)],
     "padded by hand": [Mirrored(), nn.ZeroPad2d((1, 0, 2, 0)), conv(3)],
 }
@@ -56,7 +63,11 @@ def seen_along(model: nn.Module, side: int) -> tuple[tuple[int, int], list[float
     middles = []
     for pixels in lit.T:
         at = pixels.nonzero()[:, 0].tolist()
-        middles.append((at[0] + at[-1]) / 2 if at and at[0] > 0 and at[-1] < length - 1 else float("nan"))
+        middles.append(
+            (at[0] + at[-1]) / 2
+            if at and at[0] > 0 and at[-1] < length - 1
+            else float("nan")
+        )
     return (cells.shape[2], cells.shape[3]), middles
 
 
@@ -72,7 +83,9 @@ def test_cells_lie_in_the_middle_of_what_they_see(name: str, mode: type) -> None
         for side in (0, 1):
             grid, middles = seen_along(model, side)
             first, spacing = fields.places(grid)[side]
-            places = torch.tensor([first + cell * spacing for cell in range(grid[side])])
+            places = torch.tensor(
+                [first + cell * spacing for cell in range(grid[side])]
+            )
             known = ~torch.tensor(middles).isnan()
             assert known.sum() > 1
             assert places[known].tolist() == torch.tensor(middles)[known].tolist()

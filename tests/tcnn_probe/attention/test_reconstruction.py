@@ -25,9 +25,16 @@ class Other(Tensor):
     factor: float = 1.5
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         output = super().__torch_function__(func, types, args, kwargs or {})
-        asked = func in (F.scaled_dot_product_attention, F.softmax, torch.softmax, Tensor.softmax)
+        asked = func in (
+            F.scaled_dot_product_attention,
+            F.softmax,
+            torch.softmax,
+            Tensor.softmax,
+        )
         return output * cls.factor if asked else output
 
 
@@ -42,7 +49,11 @@ class Attend(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.stem(x).flatten(2).unflatten(1, (3, HEADS, -1)).mT.movedim(1, 0)
         q = q.as_subclass(type("Mine", (Other,), {"factor": self.factor}))
-        return F.scaled_dot_product_attention(q, k, v) if self.how == "fused" else (q @ k.mT).softmax(-1) @ v
+        return (
+            F.scaled_dot_product_attention(q, k, v)
+            if self.how == "fused"
+            else (q @ k.mT).softmax(-1) @ v
+        )
 
 
 class Torchs(nn.Module):
@@ -51,7 +62,9 @@ class Torchs(nn.Module):
     def __init__(self, attn_drop_rate: float = 0.0) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, DIM, 8, 8)
-        self.encoder = nn.TransformerEncoderLayer(DIM, HEADS, 17, dropout=attn_drop_rate, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(
+            DIM, HEADS, 17, dropout=attn_drop_rate, batch_first=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder(self.stem(x).flatten(2).mT)
@@ -85,7 +98,10 @@ def test_another_attention_raises(how: str, factor: float) -> None:
     if factor == 1:
         check(model, images)
         return
-    with tcnn_probe.record(model) as recorder, pytest.raises(ReconstructionError, match="differs from the model's own"):
+    with (
+        tcnn_probe.record(model) as recorder,
+        pytest.raises(ReconstructionError, match="differs from the model's own"),
+    ):
         model(images)
     assert recorder.epochs == ()
 
@@ -96,11 +112,22 @@ def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
     if kind == "gpsa":
         model, x, layer = Chain(), torch.randn(2, 2, 7, 11), "near"
     else:
-        model = timm.create_model("convit_tiny", depth=1, local_up_to_layer=1, img_size=32, patch_size=8, embed_dim=6)
+        model = timm.create_model(
+            "convit_tiny",
+            depth=1,
+            local_up_to_layer=1,
+            img_size=32,
+            patch_size=8,
+            embed_dim=6,
+        )
         model, x, layer = model.eval(), torch.randn(2, 3, 32, 32), "blocks.0.attn"
     module = model.get_submodule(layer)
     module.forward = lambda x: type(module).forward(module, x) * 1.1
-    with tcnn_probe.record(model), torch.no_grad(), pytest.raises(ReconstructionError, match=layer):
+    with (
+        tcnn_probe.record(model),
+        torch.no_grad(),
+        pytest.raises(ReconstructionError, match=layer),
+    ):
         model(x)
 
 

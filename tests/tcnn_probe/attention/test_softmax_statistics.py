@@ -21,17 +21,23 @@ pytestmark = pytest.mark.numerical
 HEADS, WIDTH, GRID = 3, 11, (5, 7)
 EPS = torch.finfo(torch.float32).eps
 
-Bounded = dict[str, tuple[Tensor, Tensor]]  # values and bounds on their rounding, (B, heads) each
+Bounded = dict[
+    str, tuple[Tensor, Tensor]
+]  # values and bounds on their rounding, (B, heads) each
 
 
 def brute_force(logits: Tensor, size: Tensor, prefix: int) -> Bounded:
     """(B, heads, N, N) logits in float64 -> means over queries, pixel by pixel."""
     places = [(y, x) for y in range(GRID[0]) for x in range(GRID[1])]
-    far = torch.tensor([[((y - b) ** 2 + (x - a) ** 2) ** 0.5 for b, a in places] for y, x in places]).double()
+    far = torch.tensor(
+        [[((y - b) ** 2 + (x - a) ** 2) ** 0.5 for b, a in places] for y, x in places]
+    ).double()
 
     def mean(weights: Tensor, terms: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         moved = 1 + size + (weights * size).sum(-1, keepdim=True)
-        return (weights * terms).sum(-1).mean(-1), 4 * EPS * ((weights * terms * moved).sum(-1).mean(-1) + 1)
+        return (weights * terms).sum(-1).mean(-1), 4 * EPS * (
+            (weights * terms * moved).sum(-1).mean(-1) + 1
+        )
 
     attention = torch.softmax(logits, -1).nan_to_num(0)
     grid = torch.softmax(logits[..., prefix:, prefix:], -1).nan_to_num(0)
@@ -41,13 +47,23 @@ def brute_force(logits: Tensor, size: Tensor, prefix: int) -> Bounded:
     }
     if prefix:
         on_prefix = (torch.arange(attention.shape[-1]) < prefix).double()
-        found["prefix_attention"] = mean(attention[..., prefix:, :], on_prefix, size[..., prefix:, :])
+        found["prefix_attention"] = mean(
+            attention[..., prefix:, :], on_prefix, size[..., prefix:, :]
+        )
     return found
 
 
-def attention_of(logits: Logits, tokens: Tokens | None, windows: int = 1, images: int = 2) -> SoftmaxAttention:
+def attention_of(
+    logits: Logits, tokens: Tokens | None, windows: int = 1, images: int = 2
+) -> SoftmaxAttention:
     layout = Layout(tokens, tokens)
-    return SoftmaxAttention(module=nn.Identity(), images=images, windows=windows, logits=logits, layout=layout)
+    return SoftmaxAttention(
+        module=nn.Identity(),
+        images=images,
+        windows=windows,
+        logits=logits,
+        layout=layout,
+    )
 
 
 def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bounded]:
@@ -57,43 +73,81 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
     scale, mask = 2.0, None
     query, key = (torch.randn(2 * windows, HEADS, count, WIDTH) for _ in range(2))
     key[:, :, :prefix] *= 3  # class tokens that draw attention
-    if form == "huge":  # whole numbers up to +-1000, exact: attention is one key, or shared evenly by a few
-        query, key, scale = query[..., :1].round().clamp(-2, 2), key[..., :1].round().clamp(-2, 2), 250.0
-    logits, size = scale * query.double() @ key.double().mT, scale * query.double().abs() @ key.double().abs().mT
+    if (
+        form == "huge"
+    ):  # whole numbers up to +-1000, exact: attention is one key, or shared evenly by a few
+        query, key, scale = (
+            query[..., :1].round().clamp(-2, 2),
+            key[..., :1].round().clamp(-2, 2),
+            250.0,
+        )
+    logits, size = (
+        scale * query.double() @ key.double().mT,
+        scale * query.double().abs() @ key.double().abs().mT,
+    )
     if form == "added":
         mask = torch.randn(HEADS, count, count)
         logits, size = logits + mask, size + mask.abs()
-    if form == "swallowed":  # the patches have exp(-300) of it; where a query looks among them is exact all the same
+    if (
+        form == "swallowed"
+    ):  # the patches have exp(-300) of it; where a query looks among them is exact all the same
         mask = torch.zeros(count, count)
         mask[:, 0] = 300
         logits = logits + mask
     if form == "hidden":
         mask = torch.rand(count, count) > 0.3
-        mask[4], mask[prefix + 3, prefix:] = False, False  # a query that sees nothing, one that sees no patch
+        mask[4], mask[prefix + 3, prefix:] = (
+            False,
+            False,
+        )  # a query that sees nothing, one that sees no patch
         logits = logits.masked_fill(~mask, -torch.inf)
-    if form == "lowered":  # by the least number there is, as many models hide keys: rows all lowered are uniform
-        mask = torch.zeros(count, count).masked_fill(torch.rand(count, count) > 0.7, lowest)
-        mask[4], mask[prefix + 3, prefix:], mask[prefix + 3, :prefix] = lowest, lowest, 0
+    if (
+        form == "lowered"
+    ):  # by the least number there is, as many models hide keys: rows all lowered are uniform
+        mask = torch.zeros(count, count).masked_fill(
+            torch.rand(count, count) > 0.7, lowest
+        )
+        mask[4], mask[prefix + 3, prefix:], mask[prefix + 3, :prefix] = (
+            lowest,
+            lowest,
+            0,
+        )
         logits = logits + mask
-    source = ProductLogits(query, key, scale, mask) if form != "given" else GivenLogits(logits.float())
+    source = (
+        ProductLogits(query, key, scale, mask)
+        if form != "given"
+        else GivenLogits(logits.float())
+    )
     call = attention_of(source, tokens, windows)
     exact = torch.zeros_like(size) if form == "huge" else size
-    return call, brute_force(logits.float().double() if form == "given" else logits, exact, prefix)
+    return call, brute_force(
+        logits.float().double() if form == "given" else logits, exact, prefix
+    )
 
 
 def check(call: SoftmaxAttention, expected: Bounded) -> None:
     got, _ = statistics.softmax_means(call)
     assert got.keys() == expected.keys()
     for name, (value, bound) in expected.items():
-        value, bound = (x.unflatten(0, (call.images, call.windows)).mean(1) for x in (value, bound))
+        value, bound = (
+            x.unflatten(0, (call.images, call.windows)).mean(1) for x in (value, bound)
+        )
         assert got[name].shape == value.shape
-        assert ((got[name] - value).abs() <= bound).all(), (name, got[name] - value, bound)
+        assert ((got[name] - value).abs() <= bound).all(), (
+            name,
+            got[name] - value,
+            bound,
+        )
 
 
 @pytest.mark.parametrize(("block", "table"), [(1, 0), (211, 1 << 20), (1 << 18, 0)])
 @pytest.mark.parametrize("prefix", [0, 5])
-@pytest.mark.parametrize("form", ["plain", "given", "added", "hidden", "lowered", "huge", "swallowed"])
-def test_equals_brute_force(form: str, prefix: int, block: int, table: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "form", ["plain", "given", "added", "hidden", "lowered", "huge", "swallowed"]
+)
+def test_equals_brute_force(
+    form: str, prefix: int, block: int, table: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Attention, "BLOCK", block)
     monkeypatch.setattr(statistics, "_SMALL_TABLE", table)
     check(*case(form, prefix))
@@ -106,9 +160,13 @@ def test_windows_are_averaged_within_their_image() -> None:
 def test_received_attention() -> None:
     """Of image 1; a query that sees nothing looks at nothing."""
     call, _ = case("hidden", 1)
-    attention = torch.softmax(call.logits(slice(None), slice(None)).double(), -1).nan_to_num(0)
+    attention = torch.softmax(
+        call.logits(slice(None), slice(None)).double(), -1
+    ).nan_to_num(0)
     received = call.received([1])  # of 36 terms, each to an eps
-    torch.testing.assert_close(received.double(), attention[1:, None].mean(-2), rtol=36 * EPS, atol=0)
+    torch.testing.assert_close(
+        received.double(), attention[1:, None].mean(-2), rtol=36 * EPS, atol=0
+    )
 
 
 def test_no_n_by_n_tensor() -> None:
@@ -118,7 +176,9 @@ def test_no_n_by_n_tensor() -> None:
     with LargestTensor() as largest:
         statistics.softmax_means(call)
     assert tokens.count**2 > 8 * 10**6
-    assert largest.elements <= max(Attention.BLOCK, 2 * QUERIES * tokens.count)  # a block, or sums over images
+    assert largest.elements <= max(
+        Attention.BLOCK, 2 * QUERIES * tokens.count
+    )  # a block, or sums over images
 
 
 @pytest.mark.parametrize(("device", "blocks"), [("cpu", 13), ("meta", 1)])

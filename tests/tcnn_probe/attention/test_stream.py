@@ -56,7 +56,11 @@ def test_every_attention_is_shown_as_the_model_has_it() -> None:
     torch.manual_seed(0)
     for model in (vit().double(), Several().eval().double()):
         x, before, seen = images().double(), Trace(model), dict[str, Tensor]()
-        expected = {whole.layer: whole.weights for whole in attention_of(model, x) if whole.weights.ndim == 4}
+        expected = {
+            whole.layer: whole.weights
+            for whole in attention_of(model, x)
+            if whole.weights.ndim == 4
+        }
         output = model(x)
         with tcnn_probe.attention_stream(
             model, lambda call, s=seen: s.update({call.name: call.weights(slice(None))})
@@ -68,9 +72,13 @@ def test_every_attention_is_shown_as_the_model_has_it() -> None:
         for layer, weights in expected.items():
             assert s.layers[layer] is model.get_submodule(layer.split("#")[0])
             # In float64, where logits up to 1e3 are known to some 1e-13.
-            np.testing.assert_allclose(seen[layer][:, 0].detach(), weights, rtol=0, atol=1e-10)
+            np.testing.assert_allclose(
+                seen[layer][:, 0].detach(), weights, rtol=0, atol=1e-10
+            )
     assert list(expected) == ["blocks.0", "blocks.0#1"]
-    assert s.unsupported == {"gate": "a softmax that weighs no values in a matrix product"}
+    assert s.unsupported == {
+        "gate": "a softmax that weighs no values in a matrix product"
+    }
 
 
 def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
@@ -87,7 +95,9 @@ def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
             self.failed += 1
 
     model, count = Several().eval(), Count()
-    stream = tcnn_probe.attention.stream.AttentionStream(model, count, layers=["blocks.0", "gate"])
+    stream = tcnn_probe.attention.stream.AttentionStream(
+        model, count, layers=["blocks.0", "gate"]
+    )
     model(images())
     with pytest.raises(RuntimeError):
         model(images()[:, :1])
@@ -101,7 +111,10 @@ def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
 def test_an_error_of_the_callback_names_the_layer_and_leaves_nothing() -> None:
     model = vit()
     before = Trace(model)
-    with pytest.raises(ZeroDivisionError) as caught, tcnn_probe.attention_stream(model, lambda call: 1 / 0):
+    with (
+        pytest.raises(ZeroDivisionError) as caught,
+        tcnn_probe.attention_stream(model, lambda call: 1 / 0),
+    ):
         model(images())
     assert "'blocks.0.attn'" in caught.value.__notes__[0]
     assert before == Trace(model)
@@ -119,7 +132,9 @@ def test_nothing_of_a_forward_is_kept() -> None:
 def test_each_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[nn.Module] = []
     monkeypatch.setattr(
-        reconstruction, "discrepancy", lambda seen, module: (checked.append(module), discrepancy(seen, module))[1]
+        reconstruction,
+        "discrepancy",
+        lambda seen, module: (checked.append(module), discrepancy(seen, module))[1],
     )
     model = vit()
     with tcnn_probe.attention_stream(model, lambda call: None):
@@ -137,25 +152,45 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
         alpha = torch.log1p(torch.exp(5 * layer.raw_locality)) / 5
         center, heads, (height, width) = layer.center, layer.heads, x.shape[2:]
         rows, columns = (
-            (n + 2 * p - k) // s + 1 for n, p, k, s in zip(x.shape[2:], padding, kernel, stride, strict=True)
+            (n + 2 * p - k) // s + 1
+            for n, p, k, s in zip(x.shape[2:], padding, kernel, stride, strict=True)
         )
-        sources = [(y * stride[0], z * stride[1]) for y in range(rows) for z in range(columns)]
-        keys = [(y, z) for y in range(-padding[0], height + padding[0]) for z in range(-padding[1], width + padding[1])]
+        sources = [
+            (y * stride[0], z * stride[1]) for y in range(rows) for z in range(columns)
+        ]
+        keys = [
+            (y, z)
+            for y in range(-padding[0], height + padding[0])
+            for z in range(-padding[1], width + padding[1])
+        ]
         real = [0 <= y < height and 0 <= z < width for y, z in keys]
-        query = torch.einsum("oc,bcyx->boyx", layer.query, x)[:, :, :: stride[0], :: stride[1]].flatten(2)
+        query = torch.einsum("oc,bcyx->boyx", layer.query, x)[
+            :, :, :: stride[0], :: stride[1]
+        ].flatten(2)
         key = torch.einsum("oc,bcyx->boyx", layer.key, x).flatten(2)
         query, key = (t.unflatten(1, (heads, -1)) for t in (query, key))
     else:
-        gate, heads, side = 1 / (1 + torch.exp(-layer.gating_param)), layer.num_heads, math.isqrt(x.shape[1])
+        gate, heads, side = (
+            1 / (1 + torch.exp(-layer.gating_param)),
+            layer.num_heads,
+            math.isqrt(x.shape[1]),
+        )
         weight = layer.pos_proj.weight
-        alpha, center = -weight[:, 2], torch.stack([weight[:, 1], weight[:, 0]], 1) / (-2 * weight[:, 2:])
+        alpha, center = (
+            -weight[:, 2],
+            torch.stack([weight[:, 1], weight[:, 0]], 1) / (-2 * weight[:, 2:]),
+        )
         sources = keys = [(y, z) for y in range(side) for z in range(side)]
         real = [True] * len(keys)
         query, key = (t.mT.unflatten(1, (heads, -1)) for t in layer.qk(x).chunk(2, -1))
     content = torch.einsum("bhdi,bhdj->bhij", query, key) / query.shape[2] ** 0.5
     content = content.exp() / content.exp().sum(-1, keepdim=True)
-    delta = torch.tensor(keys).double()[None] - torch.tensor(sources).double()[:, None]  # (queries, keys, 2)
-    logits = -alpha[:, None, None] * (delta[None] - center[:, None, None]).square().sum(-1)
+    delta = (
+        torch.tensor(keys).double()[None] - torch.tensor(sources).double()[:, None]
+    )  # (queries, keys, 2)
+    logits = -alpha[:, None, None] * (delta[None] - center[:, None, None]).square().sum(
+        -1
+    )
     positional = torch.softmax(logits, -1)
     attention = (gate[:, None, None] * positional).expand(len(x), -1, -1, -1).clone()
     attention[..., torch.tensor(real)] += (1 - gate[:, None, None]) * content
@@ -165,9 +200,17 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
 def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
     """A T-CNN on maps below and above the size from which attention is never formed, and timm's ConViT."""
     torch.manual_seed(0)
-    tcnn = tcnn_model.reparameterize(timm.create_model("resnet10t", num_classes=3)).eval()
+    tcnn = tcnn_model.reparameterize(
+        timm.create_model("resnet10t", num_classes=3)
+    ).eval()
     convit = timm.create_model(
-        "convit_tiny", img_size=80, depth=3, local_up_to_layer=2, embed_dim=24, num_heads=4, num_classes=3
+        "convit_tiny",
+        img_size=80,
+        depth=3,
+        local_up_to_layer=2,
+        embed_dim=24,
+        num_heads=4,
+        num_classes=3,
     ).eval()
     with torch.no_grad():
         for name, parameter in tcnn.named_parameters():
@@ -190,21 +233,32 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
     model, x = gated_models()[case]
     model, x = model.double(), x.double()
     expected, handles = dict[str, Tensor](), []
-    gated = {name: m for name, m in model.named_modules() if isinstance(m, GATED_LAYERS)}
+    gated = {
+        name: m for name, m in model.named_modules() if isinstance(m, GATED_LAYERS)
+    }
     for name, layer in gated.items():
-        keep = partial(lambda name, layer, args: expected.update({name: whole_attention(layer, args[0])}), name)
+        keep = partial(
+            lambda name, layer, args: expected.update(
+                {name: whole_attention(layer, args[0])}
+            ),
+            name,
+        )
         handles.append(layer.register_forward_pre_hook(keep))
     with torch.no_grad():
         output = model(x)
         for handle in handles:
             handle.remove()
         before, seen = Trace(model), list[tuple[str, Tensor]]()
-        with tcnn_probe.attention_stream(model, lambda a: seen.append((a.name, a.weights()))) as stream:
+        with tcnn_probe.attention_stream(
+            model, lambda a: seen.append((a.name, a.weights()))
+        ) as stream:
             assert torch.equal(model(x), output)
         assert before == Trace(model)
     assert clean()
     softmax_layers = ["blocks.2.attn"] if case == "convit" else []
-    assert [name for name, _ in seen] == [*gated, *softmax_layers] == list(stream.layers)
+    assert (
+        [name for name, _ in seen] == [*gated, *softmax_layers] == list(stream.layers)
+    )
     assert not stream.unsupported
     for name, weights in seen[: len(gated)]:
         np.testing.assert_allclose(weights[:, 0], expected[name], rtol=0, atol=1e-10)
@@ -219,7 +273,9 @@ def test_answers_edit_heads_as_ablations_do(case: str) -> None:
     heads = {layer: [0, 2] for layer in layers_of(model)}
     for mode in ("zero", "mean"):
 
-        def answer(attention: tcnn_probe.Attention, mode: Any = mode) -> tcnn_probe.HeadEdit | None:
+        def answer(
+            attention: tcnn_probe.Attention, mode: Any = mode
+        ) -> tcnn_probe.HeadEdit | None:
             return None if attention.queries == 1 else tcnn_probe.HeadEdit([0, 2], mode)
 
         gradients = []
@@ -230,11 +286,16 @@ def test_answers_edit_heads_as_ablations_do(case: str) -> None:
             model.zero_grad()
             with edited():
                 model(x).square().sum().backward()
-            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            gradients.append(
+                [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            )
         torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    with torch.no_grad(), tcnn_probe.attention_stream(model, lambda attention: None) as stream:
+    with (
+        torch.no_grad(),
+        tcnn_probe.attention_stream(model, lambda attention: None) as stream,
+    ):
         model(torch.randn(1, 3, 80, 80, dtype=torch.float64))
     return list(stream.layers)

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.token_order import Claim, measure_token_places, objection_to_order, raster_objections
+from tcnn_probe.attention.token_order import (
+    Claim,
+    measure_token_places,
+    objection_to_order,
+    raster_objections,
+)
 
 pytestmark = pytest.mark.numerical
 
@@ -27,7 +32,9 @@ ORDERS = {
     "columns": RASTER.reshape(ROWS, COLUMNS).T.ravel(),
     "backwards": RASTER[::-1].copy(),
     "shuffled": np.random.default_rng(0).permutation(ROWS * COLUMNS),
-    "two tokens exchanged in each row": RASTER.reshape(ROWS, COLUMNS)[:, [1, 0, 2, 6, 4, 5, 3]].ravel(),
+    "two tokens exchanged in each row": RASTER.reshape(ROWS, COLUMNS)[
+        :, [1, 0, 2, 6, 4, 5, 3]
+    ].ravel(),
 }
 
 
@@ -65,7 +72,11 @@ class Attend(nn.Module):
 class Ordered(nn.Module):
     """Patches in some order behind a class token, and two layers without a residual."""
 
-    def __init__(self, order: np.ndarray, attend: Callable[[Tensor, Tensor, Tensor], Tensor] = fused) -> None:
+    def __init__(
+        self,
+        order: np.ndarray,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] = fused,
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 12, PATCH, PATCH)
         self.class_token = nn.Parameter(torch.randn(1, 1, 12))
@@ -83,7 +94,9 @@ class Ordered(nn.Module):
 
 @pytest.mark.parametrize("attend", [fused, unfused, by_einsum, merged])
 @pytest.mark.parametrize("order", ORDERS)
-def test_tokens_are_found_where_they_are(order: str, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def test_tokens_are_found_where_they_are(
+    order: str, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> None:
     torch.manual_seed(0)
     model = Ordered(ORDERS[order], attend).eval()
     places = measure_token_places(model, torch.randn(IMAGE), disturbances=3)
@@ -94,7 +107,9 @@ def test_tokens_are_found_where_they_are(order: str, attend: Callable[[Tensor, T
             assert side.shape == (1, 1 + ROWS * COLUMNS, 2)
             assert side[:, 0].isnan().all(), "the class token is no part of the image"
             found = side[0, 1:].numpy() * (ROWS, COLUMNS)
-            assert np.abs(found - centers).max() < 0.5, "inside of its own patch, so in the right one"
+            assert np.abs(found - centers).max() < 0.5, (
+                "inside of its own patch, so in the right one"
+            )
         objection = objection_to_order(measured.keys, Tokens(1, ROWS, COLUMNS))
         assert bool(objection) == (order != "raster"), objection
 
@@ -109,7 +124,9 @@ def test_places_of_a_model_that_takes_more_than_images() -> None:
             return self.model(x * factor)
 
     model = Conditioned().eval()
-    places = measure_token_places(model, torch.randn(IMAGE), lambda images: model(images, factor=0.5))
+    places = measure_token_places(
+        model, torch.randn(IMAGE), lambda images: model(images, factor=0.5)
+    )
     assert list(places) == ["model.blocks.0", "model.blocks.1"]
 
 
@@ -119,14 +136,22 @@ def claims(model: nn.Module, image: Tensor) -> dict[str, Claim]:
 
     def look(attention: Attention) -> None:
         behind = [(stream.around(count) or (0, 0))[1] for count in attention.shape[2:]]
-        seen[attention.name] = Claim(attention.layout, attention.cut, (behind[0], behind[1]))
+        seen[attention.name] = Claim(
+            attention.layout, attention.cut, (behind[0], behind[1])
+        )
 
     with tcnn_probe.attention_stream(model, look) as stream, torch.no_grad():
         model(image[None])
     return seen
 
 
-TINY = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 24, "patch_size": 8}
+TINY = {
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 24,
+    "patch_size": 8,
+}
 DETR = {
     "use_timm_backbone": False,
     "use_pretrained_backbone": False,
@@ -144,22 +169,36 @@ DETR = {
 
 def transformers_model(name: str, **options: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    return getattr(transformers, name)(getattr(transformers, name.replace("Model", "Config"))(**options)).eval()
+    return getattr(transformers, name)(
+        getattr(transformers, name.replace("Model", "Config"))(**options)
+    ).eval()
 
 
 def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     torch.manual_seed(0)
-    model, image = transformers_model("ViTMAEModel", **TINY, image_size=32, mask_ratio=0.0), torch.randn(3, 32, 32)
+    model, image = (
+        transformers_model("ViTMAEModel", **TINY, image_size=32, mask_ratio=0.0),
+        torch.randn(3, 32, 32),
+    )
     found = raster_objections(model, image, claims(model, image))
     assert list(found) == ["layers.0.attention", "layers.1.attention"]
-    assert all("their order is random" in side for both in found.values() for side in both)
+    assert all(
+        "their order is random" in side for both in found.values() for side in both
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"attn_implementation": "eager"}], ids=["fused", "unfused"])
+@pytest.mark.parametrize(
+    "options", [{}, {"attn_implementation": "eager"}], ids=["fused", "unfused"]
+)
 def test_object_queries_as_many_as_cells(options: dict[str, str]) -> None:
     torch.manual_seed(0)
     transformers = pytest.importorskip("transformers")
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "out_features": ["stage4"]}
+    sizes = {
+        "embedding_size": 8,
+        "hidden_sizes": [8, 8, 8, 8],
+        "depths": [1, 1, 1, 1],
+        "out_features": ["stage4"],
+    }
     backbone = transformers.ResNetConfig(**sizes)
     model = transformers_model("DetrModel", **DETR, backbone_config=backbone, **options)
     image = torch.randn(3, 128, 192)
@@ -173,18 +212,31 @@ def test_object_queries_as_many_as_cells(options: dict[str, str]) -> None:
 
 def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    options = {"embed_dim": 12, "image_size": [64, 64], "depths": [1, 1, 2, 1], "num_heads": [1, 2, 4, 8]}
+    options = {
+        "embed_dim": 12,
+        "image_size": [64, 64],
+        "depths": [1, 1, 2, 1],
+        "num_heads": [1, 2, 4, 8],
+    }
     model, image = transformers_model("HieraModel", **options), torch.randn(3, 64, 64)
     layer = "encoder.stages.2.layers.1.attn"  # 4 x 4 tokens in units of 2 x 2
-    found = raster_objections(model, image, {layer: Claim(Layout(Tokens(0, 4, 4), Tokens(0, 4, 4)))})
+    found = raster_objections(
+        model, image, {layer: Claim(Layout(Tokens(0, 4, 4), Tokens(0, 4, 4)))}
+    )
     assert all("not in raster order" in side for side in found[layer])
     after = "encoder.stages.3.layers.0.attn"
     queries = measure_token_places(model, image)[after].queries
-    assert objection_to_order(queries, Tokens(0, 2, 2)) == "", "pooled until a unit is a token"
+    assert objection_to_order(queries, Tokens(0, 2, 2)) == "", (
+        "pooled until a unit is a token"
+    )
 
 
 RIGHT = {
-    "class and registers": ("vit_small_patch14_reg4_dinov2", {"img_size": (42, 70), "depth": 2}, (42, 70)),
+    "class and registers": (
+        "vit_small_patch14_reg4_dinov2",
+        {"img_size": (42, 70), "depth": 2},
+        (42, 70),
+    ),
     "shifted windows": (
         "swin_tiny_patch4_window7_224",
         {"img_size": (60, 84), "window_size": 5, "depths": (2, 2)},
@@ -202,18 +254,29 @@ RIGHT = {
 def test_raster_order_is_confirmed(case: str) -> None:
     torch.manual_seed(0)
     name, options, size = RIGHT[case]
-    model, image = timm.create_model(name, num_classes=5, **options).eval(), torch.randn(3, *size)
+    model, image = (
+        timm.create_model(name, num_classes=5, **options).eval(),
+        torch.randn(3, *size),
+    )
     claimed = claims(model, image)
     assert any(claim.layout.keys for claim in claimed.values())
     assert raster_objections(model, image, claimed) == {}
-    assert measure_token_places(model, image).keys() == claimed.keys(), "all were followed"
+    assert measure_token_places(model, image).keys() == claimed.keys(), (
+        "all were followed"
+    )
 
 
 def test_half_precision() -> None:
     torch.manual_seed(0)
-    model, image = Ordered(ORDERS["raster"]).eval().bfloat16(), torch.randn(IMAGE, dtype=torch.bfloat16)
+    model, image = (
+        Ordered(ORDERS["raster"]).eval().bfloat16(),
+        torch.randn(IMAGE, dtype=torch.bfloat16),
+    )
     places = measure_token_places(model, image, disturbances=3)
-    assert [objection_to_order(one.keys, Tokens(1, ROWS, COLUMNS)) for one in places.values()] == ["", ""]
+    assert [
+        objection_to_order(one.keys, Tokens(1, ROWS, COLUMNS))
+        for one in places.values()
+    ] == ["", ""]
 
 
 class Drawing(nn.Module):
@@ -230,10 +293,15 @@ def test_no_trace_is_left() -> None:
     model[1].head.register_forward_hook(lambda *_: heard.append("hook"))
     before = copy.deepcopy(model.state_dict())
     attributes = [set(vars(module)) for module in model.modules()]
-    hooks = [list(module._forward_hooks) + list(module._forward_pre_hooks) for module in model.modules()]
+    hooks = [
+        list(module._forward_hooks) + list(module._forward_pre_hooks)
+        for module in model.modules()
+    ]
     random = torch.get_rng_state()
     with tcnn_probe.record(model, when="always") as recorder:
-        measure_token_places(model, torch.randn(3, 224, 224, generator=torch.Generator().manual_seed(0)))
+        measure_token_places(
+            model, torch.randn(3, 224, 224, generator=torch.Generator().manual_seed(0))
+        )
         assert recorder.layers == ()
     assert heard == []
     assert torch.equal(torch.get_rng_state(), random)
@@ -241,7 +309,10 @@ def test_no_trace_is_left() -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert [set(vars(module)) for module in model.modules()] == attributes
-    assert [list(module._forward_hooks) + list(module._forward_pre_hooks) for module in model.modules()] == hooks
+    assert [
+        list(module._forward_hooks) + list(module._forward_pre_hooks)
+        for module in model.modules()
+    ] == hooks
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -249,5 +320,9 @@ def test_a_model_that_fails_is_left_as_it_was() -> None:
     model = Ordered(RASTER)
     with pytest.raises(RuntimeError):
         measure_token_places(model, torch.randn(2, 9, 9))
-    assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert not [
+        module
+        for module in model.modules()
+        if module._forward_hooks or module._forward_pre_hooks
+    ]
     assert model.training

@@ -22,7 +22,11 @@ PICTURES = torch.randn(B, 3, 12, 20, generator=GENERATOR)
 
 def of_heads(weights: Tensor, images: int) -> Tensor:
     """(B * heads, N, N) or (B, heads, N, N) to (B, 1, heads, N, N)."""
-    return weights.unflatten(0, (images, -1))[:, None] if weights.ndim == 3 else weights[:, None]
+    return (
+        weights.unflatten(0, (images, -1))[:, None]
+        if weights.ndim == 3
+        else weights[:, None]
+    )
 
 
 OWN, NOWHERE = same(grid(3, 5), arrange=of_heads), Layout(None, None, arrange=of_heads)
@@ -31,7 +35,9 @@ OWN, NOWHERE = same(grid(3, 5), arrange=of_heads), Layout(None, None, arrange=of
 class Patches(nn.Module):
     """3 x 5 patches, (B, N, d), handed to a layer in some way."""
 
-    def __init__(self, attend: nn.Module, way: Callable[[nn.Module, Tensor], Any]) -> None:
+    def __init__(
+        self, attend: nn.Module, way: Callable[[nn.Module, Tensor], Any]
+    ) -> None:
         super().__init__()
         self.stem, self.attend, self.way = nn.Conv2d(3, DIM, 4, 4), attend, way
         sharpen(self, 2.2)
@@ -53,14 +59,22 @@ CALLS = {
     "padding": ({}, {"key_padding_mask": padding}),
     "bool": ({}, {"attn_mask": hidden}),
     "float": ({}, {"attn_mask": bias}),
-    "both": ({}, {"attn_mask": bias.expand(B * HEADS, N, N), "key_padding_mask": padding.double() * -3}),
+    "both": (
+        {},
+        {
+            "attn_mask": bias.expand(B * HEADS, N, N),
+            "key_padding_mask": padding.double() * -3,
+        },
+    ),
     # 16 keys are no class token and 3 x 5 patches here.
     "key of the layer's own": ({"add_bias_kv": True}, {}),
     "key of zeros": ({"add_zero_attn": True}, {}),
 }
 
 
-@pytest.mark.parametrize(("name", "batch_first"), [*((name, True) for name in CALLS), ("both", False)])
+@pytest.mark.parametrize(
+    ("name", "batch_first"), [*((name, True) for name in CALLS), ("both", False)]
+)
 def test_multihead(name: str, batch_first: bool) -> None:
     options, call = CALLS[name]
 
@@ -95,7 +109,9 @@ def without_batch(layer: nn.Module, x: Tensor) -> Any:
     ],
     ids=["other width", "class token", "no batch"],
 )
-def test_tokens(way: Callable[[nn.Module, Tensor], Any], layout: Layout, images: int, options: Any) -> None:
+def test_tokens(
+    way: Callable[[nn.Module, Tensor], Any], layout: Layout, images: int, options: Any
+) -> None:
     layer = nn.MultiheadAttention(DIM, HEADS, batch_first=True, **options)
     check(Patches(layer, way), PICTURES[:images], {"attend": layout})
 
@@ -107,18 +123,27 @@ def test_sequence_first() -> None:
         def forward(self, x: Tensor) -> Any:
             return super().forward(x, x, x)
 
-    check(sharpen(Encoder(DIM, HEADS), 2.2), torch.randn(2, 4, DIM), {"": NOWHERE}, images=4)
+    check(
+        sharpen(Encoder(DIM, HEADS), 2.2),
+        torch.randn(2, 4, DIM),
+        {"": NOWHERE},
+        images=4,
+    )
 
 
 def encoder(*, norm_first: bool = False) -> nn.TransformerEncoder:
-    layer = nn.TransformerEncoderLayer(DIM, HEADS, 17, batch_first=True, norm_first=norm_first)
+    layer = nn.TransformerEncoderLayer(
+        DIM, HEADS, 17, batch_first=True, norm_first=norm_first
+    )
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_encoder(norm_first: bool) -> None:
     layouts = {f"attend.layers.{i}.self_attn": OWN for i in range(2)}
-    check(Patches(encoder(norm_first=norm_first), nn.Module.__call__), PICTURES, layouts)
+    check(
+        Patches(encoder(norm_first=norm_first), nn.Module.__call__), PICTURES, layouts
+    )
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -137,13 +162,17 @@ def test_output_of_an_encoder_is_that_without_the_fast_path(padded: bool) -> Non
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
     seen = slice(None) if mask is None else ~mask
-    torch.testing.assert_close(output[seen], fast[seen], rtol=1e-3, atol=1e-3)  # the same sums in another order
+    torch.testing.assert_close(
+        output[seen], fast[seen], rtol=1e-3, atol=1e-3
+    )  # the same sums in another order
 
 
 class Own(nn.Module):
     """Projections, and an attention of one's own."""
 
-    def __init__(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], heads: int, kv_heads: int) -> None:
+    def __init__(
+        self, way: Callable[[Tensor, Tensor, Tensor], Tensor], heads: int, kv_heads: int
+    ) -> None:
         super().__init__()
         self.way, self.num_heads, self.kv_heads = way, heads, kv_heads
         self.q, self.kv = nn.Linear(DIM, heads * 4), nn.Linear(DIM, kv_heads * 4 * 2)
@@ -160,7 +189,9 @@ def bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.einsum("bhij,bhjd->bhid", torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k), -1), v)
+    return torch.einsum(
+        "bhij,bhjd->bhid", torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k), -1), v
+    )
 
 
 def fused(**options: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -171,10 +202,14 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "bool": fused(attn_mask=~hidden),
     "float": fused(attn_mask=bias),
     "scale": fused(scale=0.9),
-    "causal": fused(is_causal=True),  # a sequence's mask: whatever its length, it is no image
+    "causal": fused(
+        is_causal=True
+    ),  # a sequence's mask: whatever its length, it is no image
     "grouped queries": fused(enable_gqa=True),
     "queries of one image": lambda q, k, v: F.scaled_dot_product_attention(q[:1], k, v),
-    "keys of one image": lambda q, k, v: F.scaled_dot_product_attention(q, k[:1], v[:1]),
+    "keys of one image": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k[:1], v[:1]
+    ),
     "softmax": lambda q, k, v: (q @ k.mT).softmax(dim=-1) @ v,
     "functional": lambda q, k, v: F.softmax(torch.matmul(q, k.mT), dim=-1).matmul(v),
     "module": lambda q, k, v: nn.Softmax(dim=-1)(q @ k.mT) @ v,
@@ -199,5 +234,12 @@ def test_one_head_without_a_batch(heads: int | None) -> None:
         def forward(self, query: Tensor, key: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(query, key, key)
 
-    layout = Layout(None, None, arrange=lambda weights, images: weights.expand(1, 1, 1, 7, 11))
-    check(Alone().eval(), (torch.randn(7, DIM), torch.randn(11, DIM)), {"": layout}, images=1)
+    layout = Layout(
+        None, None, arrange=lambda weights, images: weights.expand(1, 1, 1, 7, 11)
+    )
+    check(
+        Alone().eval(),
+        (torch.randn(7, DIM), torch.randn(11, DIM)),
+        {"": layout},
+        images=1,
+    )

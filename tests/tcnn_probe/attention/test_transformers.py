@@ -14,19 +14,34 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 pytestmark = pytest.mark.numerical
 
 SIZE = (24, 40)  # 3 x 5 patches of 8 x 8
-SMALL = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+SMALL = {
+    "img_size": SIZE,
+    "patch_size": 8,
+    "embed_dim": 24,
+    "depth": 2,
+    "num_heads": 3,
+    "num_classes": 5,
+}
 NAFLEX = {"embed_dim": 24, "depth": 1, "num_heads": 3}
 HIERA = {"embed_dim": 16, "stages": (1, 1, 1, 1)}
 
 
-def vit(model: str, prefix: int = 1, *, class_token: bool = True, gain: float = 1.7) -> Family:
+def vit(
+    model: str, prefix: int = 1, *, class_token: bool = True, gain: float = 1.7
+) -> Family:
     """Patches with class and register tokens before them, or with registers alone."""
     layouts = {
         "*pool": Layout(None, grid(3, 5), class_query=True),
-        "*token_only*": Layout(None, grid(3, 5, prefix=1), class_query=True),  # the class token asks
-        "*": Layout(*[grid(3, 5, prefix=prefix)] * 2, class_query=prefix > 0 and class_token),
+        "*token_only*": Layout(
+            None, grid(3, 5, prefix=1), class_query=True
+        ),  # the class token asks
+        "*": Layout(
+            *[grid(3, 5, prefix=prefix)] * 2, class_query=prefix > 0 and class_token
+        ),
     }
-    return Family(model, partial(timm.create_model, model, **SMALL), SIZE, layouts, gain)
+    return Family(
+        model, partial(timm.create_model, model, **SMALL), SIZE, layouts, gain
+    )
 
 
 def hiera(size: tuple[int, int], heads: int) -> Family:
@@ -75,7 +90,9 @@ def test_what_is_captured_is_what_meets_the_values() -> None:
     twin, inputs = copy.deepcopy(model).double(), []
     for block in twin.blocks:
         block.attn.fused_attn = False
-        block.attn.attn_drop.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
+        block.attn.attn_drop.register_forward_pre_hook(
+            lambda module, args: inputs.append(args[0].detach())
+        )
     twin(images.double())
     for whole, weights in zip(attention_of(model, images), inputs, strict=True):
         assert torch.equal(whole.weights, weights)

@@ -19,13 +19,27 @@ pytestmark = pytest.mark.numerical
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
     """Gates at 1 and no locality: the oracle's own distance and entropy are those of uniform attention."""
-    layer, x = GPSA(5, 3, **GEOMETRIES[geometry], gating=60.0).double(), torch.randn(2, 5, 7, 11).double()
+    layer, x = (
+        GPSA(5, 3, **GEOMETRIES[geometry], gating=60.0).double(),
+        torch.randn(2, 5, 7, 11).double(),
+    )
     with torch.no_grad():
         layer.raw_locality.fill_(-40.0)
-    found, expected = uniform_gated_attention(layer.gated_attention(x)), gpsa_statistics(layer, x)
-    for name, of_heads in (("uniform_entropy", "entropy"), ("uniform_distance", "attention_distance")):
+    found, expected = (
+        uniform_gated_attention(layer.gated_attention(x)),
+        gpsa_statistics(layer, x),
+    )
+    for name, of_heads in (
+        ("uniform_entropy", "entropy"),
+        ("uniform_distance", "attention_distance"),
+    ):
         assert found[name].shape == (2,)
-        torch.testing.assert_close(found[name][:, None].expand(2, layer.heads), expected[of_heads], rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            found[name][:, None].expand(2, layer.heads),
+            expected[of_heads],
+            rtol=1e-9,
+            atol=0,
+        )
 
 
 def test_of_padding_that_is_wider_behind() -> None:
@@ -36,7 +50,9 @@ def test_of_padding_that_is_wider_behind() -> None:
     keys = [(y, x) for y in range(-1, 7 + 2) for x in range(-1, 11 + 1)]
     far = [math.dist(query, key) for query in queries for key in keys]
     assert float(found["uniform_distance"]) == pytest.approx(np.mean(far), abs=1e-12)
-    assert float(found["uniform_entropy"]) == pytest.approx(math.log(len(keys)), abs=1e-12)
+    assert float(found["uniform_entropy"]) == pytest.approx(
+        math.log(len(keys)), abs=1e-12
+    )
 
 
 def test_of_many_tokens() -> None:
@@ -45,7 +61,9 @@ def test_of_many_tokens() -> None:
     down, right = np.arange(rows)[:, None], np.arange(columns)
     pairs = (rows - down) * (1 + (down > 0)) * (columns - right) * (1 + (right > 0))
     expected = (pairs * np.sqrt(down**2 + right**2)).sum() / (rows * columns) ** 2
-    assert uniform_distance(*[np.arange(rows)] * 2, *[np.arange(columns)] * 2) == pytest.approx(expected, rel=1e-12)
+    assert uniform_distance(
+        *[np.arange(rows)] * 2, *[np.arange(columns)] * 2
+    ) == pytest.approx(expected, rel=1e-12)
 
 
 def test_mean_over_images_of_different_sizes() -> None:
@@ -55,4 +73,6 @@ def test_mean_over_images_of_different_sizes() -> None:
         with pytest.warns(RuntimeWarning, match="images of several sizes"):
             recorder.mark(epoch=0)
     expected = (math.log(7 * 13) + 3 * math.log(9 * 7)) / 4
-    assert float(recorder.dataset.uniform_entropy.sel(layer="near").item()) == pytest.approx(expected, rel=1e-12)
+    assert float(
+        recorder.dataset.uniform_entropy.sel(layer="near").item()
+    ) == pytest.approx(expected, rel=1e-12)

@@ -19,23 +19,70 @@ TINY = {"img_size": (32, 48), "embed_dim": 24, "depth": 2, "num_heads": 3}
 DAVIT = {"depths": (1, 1), "embed_dims": (32, 64), "num_heads": (2, 4)}
 
 # model, options, size; classes of the layers that are listed, a part of the reason, and classes of those recorded
-CASES: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, str], dict[str, int]]] = {
-    "xcit_nano_12_p8_224": (TINY, (32, 48), {"XCA": "cross-covariance"}, {"ClassAttn": 2}),
-    "edgenext_xx_small": ({}, (64, 96), {"CrossCovarianceAttn": "cross-covariance"}, {}),
-    "davit_tiny": (DAVIT, (64, 96), {"ChannelAttention": "between channels"}, {"WindowAttention": 2}),
-    "mobilevitv2_050": ({}, (64, 96), {"LinearSelfAttention": "one context vector"}, {}),
+CASES: dict[
+    str, tuple[dict[str, Any], tuple[int, int], dict[str, str], dict[str, int]]
+] = {
+    "xcit_nano_12_p8_224": (
+        TINY,
+        (32, 48),
+        {"XCA": "cross-covariance"},
+        {"ClassAttn": 2},
+    ),
+    "edgenext_xx_small": (
+        {},
+        (64, 96),
+        {"CrossCovarianceAttn": "cross-covariance"},
+        {},
+    ),
+    "davit_tiny": (
+        DAVIT,
+        (64, 96),
+        {"ChannelAttention": "between channels"},
+        {"WindowAttention": 2},
+    ),
+    "mobilevitv2_050": (
+        {},
+        (64, 96),
+        {"LinearSelfAttention": "one context vector"},
+        {},
+    ),
     "poolformer_s12": ({}, (64, 96), {"Pooling": "average pooling"}, {}),
-    "efficientformer_l1": ({}, (224, 224), {"Pooling": "average pooling"}, {"Attention": 1}),
+    "efficientformer_l1": (
+        {},
+        (224, 224),
+        {"Pooling": "average pooling"},
+        {"Attention": 1},
+    ),
     "efficientvit_b0": ({}, (64, 96), {"LiteMLA": "ReLU kernel"}, {}),
-    "coat_tiny": ({"img_size": (64, 96)}, (64, 96), {"FactorAttnConvRelPosEnc": "of the keys alone"}, {}),
+    "coat_tiny": (
+        {"img_size": (64, 96)},
+        (64, 96),
+        {"FactorAttnConvRelPosEnc": "of the keys alone"},
+        {},
+    ),
     "lambda_resnet26t": ({}, (64, 96), {"LambdaLayer": "summarised"}, {}),
     "skresnet18": ({}, (64, 96), {"SelectiveKernelAttn": "between branches"}, {}),
     "resnest14d": ({}, (64, 96), {"SplitAttn": "between branches"}, {}),
     "gcresnet50t": ({}, (64, 96), {"GlobalContext": "one global context vector"}, {}),
-    "swiftformer_xs": ({}, (64, 96), {"EfficientAdditiveAttention": "one global query"}, {}),
+    "swiftformer_xs": (
+        {},
+        (64, 96),
+        {"EfficientAdditiveAttention": "one global query"},
+        {},
+    ),
     "efficientvim_m1": ({}, (128, 192), {"HSMSSD": "state-space"}, {}),
-    "csatv2": ({}, (128, 192), {"SpatialAttention": "between the images"}, {"Attention": 4}),
-    "bat_resnext26ts": ({}, (256, 256), dict.fromkeys(("BatNonLocalAttn", "BilinearAttnTransform"), "no softmax"), {}),
+    "csatv2": (
+        {},
+        (128, 192),
+        {"SpatialAttention": "between the images"},
+        {"Attention": 4},
+    ),
+    "bat_resnext26ts": (
+        {},
+        (256, 256),
+        dict.fromkeys(("BatNonLocalAttn", "BilinearAttnTransform"), "no softmax"),
+        {},
+    ),
     "resnet18": ({}, (64, 96), {}, {}),
 }
 
@@ -56,18 +103,25 @@ def test_reasons(name: str) -> None:
             recorder.mark(epoch=0)
             assert recorder.dataset.entropy.notnull().any("head").all()
         else:
-            with pytest.raises(RuntimeError, match="nothing to mark: no attention was seen"):
+            with pytest.raises(
+                RuntimeError, match="nothing to mark: no attention was seen"
+            ):
                 recorder.mark(epoch=0)
 
     assert {kind: classes(layers).count(kind) for kind in classes(layers)} == recorded
-    expected = [layer for layer, module in modules.items() if type(module).__name__ in listed]
+    expected = [
+        layer for layer, module in modules.items() if type(module).__name__ in listed
+    ]
     assert list(unsupported) == expected, "all of them, in the model's order"
     for layer, reason in unsupported.items():
         assert listed[classes([layer])[0]] in reason
     # And no layer that calls itself attention is passed over in silence.
     for layer, module in modules.items():
         if re.search("Attn|Attention", type(module).__name__):
-            assert any(other.split("#")[0].startswith(layer) for other in (*unsupported, *layers)), layer
+            assert any(
+                other.split("#")[0].startswith(layer)
+                for other in (*unsupported, *layers)
+            ), layer
 
 
 class Gate(nn.Module):
@@ -112,7 +166,11 @@ class Switched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.first, self.last = nn.Conv2d(3, 4, 8, 8), Attention(), Attention()
+        self.stem, self.first, self.last = (
+            nn.Conv2d(3, 4, 8, 8),
+            Attention(),
+            Attention(),
+        )
         self.last.attends, self.all = False, False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,11 +182,16 @@ def test_reasons_are_stored_at_every_mark(tmp_path: Path) -> None:
     """Also by a run that goes on, and does not call the layer."""
     model, x = Switched().eval(), torch.randn(2, 3, 24, 40)
     for epoch, model.all in enumerate((True, False)):
-        with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder, torch.no_grad():
+        with (
+            tcnn_probe.record(model, tmp_path / "run.zarr") as recorder,
+            torch.no_grad(),
+        ):
             model(x)
             recorder.mark(epoch=epoch)
         stored = xr.open_zarr(tmp_path / "run.zarr").attrs
-        assert json.loads(stored["unsupported"]) == {"last": "no softmax between tokens was seen while it ran"}
+        assert json.loads(stored["unsupported"]) == {
+            "last": "no softmax between tokens was seen while it ran"
+        }
 
 
 def test_a_layer_that_attends_after_all() -> None:

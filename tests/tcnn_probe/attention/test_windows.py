@@ -17,14 +17,28 @@ from torch import nn
 
 import tcnn_probe
 from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
-from tests.tcnn_probe.attention.checking import Family, as_it_is, check_family, merged, same, windows_last
+from tests.tcnn_probe.attention.checking import (
+    Family,
+    as_it_is,
+    check_family,
+    merged,
+    same,
+    windows_last,
+)
 from tests.tcnn_probe.attention.sharpen import sharpen
 
 pytestmark = pytest.mark.numerical
 
 SIZE = (32, 48)
 SMALL = {"num_classes": 5, "img_size": SIZE}
-SWIN = {**SMALL, "patch_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 4), "window_size": (2, 3)}
+SWIN = {
+    **SMALL,
+    "patch_size": 4,
+    "embed_dim": 8,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+    "window_size": (2, 3),
+}
 MAXVIT = {"img_size": (64, 96), "embed_dim": (32, 32), "depths": (1, 1)}
 OF_SIX = {"*": same(grid(2, 3))}
 
@@ -35,63 +49,148 @@ def swin(name: str, model: str) -> Family:
 
 def samvit() -> Family:
     """5 x 7 patches in windows of 3 x 3, padded, and all of them in the last block."""
-    options = {"img_size": (40, 56), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "window_size": 3}
-    layouts = {"blocks.0*": same(grid(3, 3), arrange=merged(3)), "blocks.1*": same(grid(5, 7), arrange=merged(3))}
-    model = partial(VisionTransformerSAM, **options, global_attn_indexes=(1,), use_rel_pos=True)
+    options = {
+        "img_size": (40, 56),
+        "patch_size": 8,
+        "embed_dim": 24,
+        "depth": 2,
+        "num_heads": 3,
+        "window_size": 3,
+    }
+    layouts = {
+        "blocks.0*": same(grid(3, 3), arrange=merged(3)),
+        "blocks.1*": same(grid(5, 7), arrange=merged(3)),
+    }
+    model = partial(
+        VisionTransformerSAM, **options, global_attn_indexes=(1,), use_rel_pos=True
+    )
     return Family("samvit", model, (40, 56), layouts)
 
 
 def twins() -> Family:
     """2 windows of 7 x 7, as many as heads, and 7 x 14 queries whose keys are pooled, 7 x 7 in one."""
-    small = {"embed_dims": (8,), "num_heads": (2,), "mlp_ratios": (1,), "depths": (2,), "sr_ratios": (7,), "wss": (7,)}
-    windows, pooled = same(grid(7, 7), arrange=as_it_is), grid(1, 2, spacing=(7, 7), origin=(3, 3))
+    small = {
+        "embed_dims": (8,),
+        "num_heads": (2,),
+        "mlp_ratios": (1,),
+        "depths": (2,),
+        "sr_ratios": (7,),
+        "wss": (7,),
+    }
+    windows, pooled = (
+        same(grid(7, 7), arrange=as_it_is),
+        grid(1, 2, spacing=(7, 7), origin=(3, 3)),
+    )
     layouts = {"*0.attn": windows, "*1.attn": Layout(grid(7, 14), pooled)}
     return Family("twins", partial(Twins, **small), (28, 56), layouts)
 
 
 def halo() -> Family:
     """Blocks of 4 x 4 pixels that look at 6 x 6, zeros beyond the image; every second pixel asks."""
-    layer = partial(HaloAttn, 12, stride=2, num_heads=3, dim_head=4, block_size=4, halo_size=1)
+    layer = partial(
+        HaloAttn, 12, stride=2, num_heads=3, dim_head=4, block_size=4, halo_size=1
+    )
     layout = Layout(  # (B * heads, blocks, N, N) in the layer
         grid(2, 2, spacing=(2, 2), origin=(1, 1)),
         grid(6, 6),
-        arrange=lambda weights, images: weights.unflatten(0, (images, 3)).transpose(1, 2),
+        arrange=lambda weights, images: weights.unflatten(0, (images, 3)).transpose(
+            1, 2
+        ),
     )
-    return Family("halo", lambda: nn.Sequential(nn.Conv2d(3, 12, 4, 4), layer()), SIZE, {"*": layout})
+    return Family(
+        "halo",
+        lambda: nn.Sequential(nn.Conv2d(3, 12, 4, 4), layer()),
+        SIZE,
+        {"*": layout},
+    )
 
 
 def mobilevit() -> Family:
     """A pixel sees those at the same place of every patch of 2 x 2: 64 x 96 / 16 pixels, 2 x 3 patches, 4 such sets."""
     shapes = {"stages.2*": (4, 6), "stages.3*": (2, 3), "stages.4*": (1, 2)}
     layouts = {glob: same(grid(*shape)) for glob, shape in shapes.items()}
-    return Family("mobilevit", partial(timm.create_model, "mobilevit_xxs"), (64, 96), layouts, 2.5, flattest=0.97)
+    return Family(
+        "mobilevit",
+        partial(timm.create_model, "mobilevit_xxs"),
+        (64, 96),
+        layouts,
+        2.5,
+        flattest=0.97,
+    )
 
 
 def gcvit() -> Family:
     """Windows of each stage; queries that are global, of the whole image, stand for the window's own."""
-    small = {"embed_dim": 8, "depths": (2, 1, 1, 1), "num_heads": (2, 2, 4, 4), "window_ratio": (32, 32, 16, 32)}
+    small = {
+        "embed_dim": 8,
+        "depths": (2, 1, 1, 1),
+        "num_heads": (2, 2, 4, 4),
+        "window_ratio": (32, 32, 16, 32),
+    }
     layouts = {"stages.2*": same(grid(4, 6)), **OF_SIX}
-    return Family("gcvit", partial(GlobalContextVit, img_size=(64, 96), **small), (64, 96), layouts, 2.2)
+    return Family(
+        "gcvit",
+        partial(GlobalContextVit, img_size=(64, 96), **small),
+        (64, 96),
+        layouts,
+        2.2,
+    )
 
 
 def nest() -> Family:
     """Windows of 4 x 4: 16 of them, 4, as many as heads, and 1, all of the image."""
-    small = {"embed_dims": (8, 8, 8), "num_heads": (2, 4, 4), "depths": (1, 1, 1), "img_size": 64}
-    return Family("nest", partial(Nest, **small), (64, 64), {"*": same(grid(4, 4), arrange=windows_last)})
+    small = {
+        "embed_dims": (8, 8, 8),
+        "num_heads": (2, 4, 4),
+        "depths": (1, 1, 1),
+        "img_size": 64,
+    }
+    return Family(
+        "nest",
+        partial(Nest, **small),
+        (64, 64),
+        {"*": same(grid(4, 4), arrange=windows_last)},
+    )
 
 
 def volo() -> Family:
     """2 x 1 pixels, as many as heads, say how their 3 x 3 neighbours attend to each other; then 2 x 1 patches."""
-    small = {"layers": (1, 1), "embed_dims": (16, 16), "num_heads": (2, 4), "downsamples": (True, False)}
-    more = {"outlook_attention": (True, False), "mlp_ratio": 1.0, "stem_hidden_dim": 8, "use_mix_token": False}
-    outlook, asked = same(grid(3, 3), arrange=windows_last), Layout(None, grid(2, 1, prefix=1), class_query=True)
+    small = {
+        "layers": (1, 1),
+        "embed_dims": (16, 16),
+        "num_heads": (2, 4),
+        "downsamples": (True, False),
+    }
+    more = {
+        "outlook_attention": (True, False),
+        "mlp_ratio": 1.0,
+        "stem_hidden_dim": 8,
+        "use_mix_token": False,
+    }
+    outlook, asked = (
+        same(grid(3, 3), arrange=windows_last),
+        Layout(None, grid(2, 1, prefix=1), class_query=True),
+    )
     layouts = {"network.0*": outlook, "post*": asked, "*": same(grid(2, 1))}
-    return Family("volo", partial(VOLO, img_size=(32, 16), **small, **more), (32, 16), layouts, 2.2, flattest=0.97)
+    return Family(
+        "volo",
+        partial(VOLO, img_size=(32, 16), **small, **more),
+        (32, 16),
+        layouts,
+        2.2,
+        flattest=0.97,
+    )
 
 
 def tnt() -> Family:
     """Patches as one sentence; the 4 x 4 pixels of each as words, of which nobody says how they lie."""
-    small = {"embed_dim": 24, "inner_dim": 8, "depth": 1, "num_heads_inner": 2, "num_heads_outer": 3}
+    small = {
+        "embed_dim": 24,
+        "inner_dim": 8,
+        "depth": 1,
+        "num_heads_inner": 2,
+        "num_heads_outer": 3,
+    }
     layouts = {"*in": Layout(None, None), "*": same(grid(2, 3, prefix=1))}
     return Family("tnt", partial(TNT, **SMALL, **small), SIZE, layouts)
 
@@ -99,7 +198,13 @@ def tnt() -> Family:
 FAMILIES = [
     swin("swin", "swin_tiny_patch4_window7_224"),
     swin("swinv2", "swinv2_tiny_window8_256"),
-    Family("maxvit", partial(timm.create_model, "maxvit_tiny_tf_224", **MAXVIT), (64, 96), OF_SIX, 2.2),
+    Family(
+        "maxvit",
+        partial(timm.create_model, "maxvit_tiny_tf_224", **MAXVIT),
+        (64, 96),
+        OF_SIX,
+        2.2,
+    ),
     *(family() for family in (samvit, twins, halo, mobilevit, gcvit, nest, volo, tnt)),
 ]
 
@@ -113,18 +218,33 @@ def test_maps_of_shifted_windows() -> None:
     """Each window of images 0 and 3: what its keys receive, and what its central query sees."""
     model, images = sharpen(FAMILIES[0].make()).double(), FAMILIES[0].images().double()
     assert (model.layers[0].blocks[1].attn_mask < -10).any()
-    wholes = {whole.layer: whole.weights.unflatten(0, (4, -1)).numpy() for whole in attention_of(model, images)}
+    wholes = {
+        whole.layer: whole.weights.unflatten(0, (4, -1)).numpy()
+        for whole in attention_of(model, images)
+    }
     with tcnn_probe.record(model, images=[0, 3]) as recorder, torch.no_grad():
         for batch in images.split([1, 3]):
             model(batch)
         recorder.mark(epoch=0)
-        groups = [child.to_dataset().isel(epoch=0).load() for child in recorder.tree["maps"].children.values()]
-    found = {layer: maps.sel(layer=layer) for maps in groups for layer in maps.layer.values}
+        groups = [
+            child.to_dataset().isel(epoch=0).load()
+            for child in recorder.tree["maps"].children.values()
+        ]
+    found = {
+        layer: maps.sel(layer=layer) for maps in groups for layer in maps.layer.values
+    }
     assert found.keys() == wholes.keys()
     for layer, got in found.items():
-        weights = wholes[layer][[0, 3]]  # (images, windows, heads, 6, 6) of 2 x 3 tokens
-        expected = {"attention_received": weights.mean(-2), "center_attention": weights[..., 1 * 3 + 1, :]}
+        weights = wholes[layer][
+            [0, 3]
+        ]  # (images, windows, heads, 6, 6) of 2 x 3 tokens
+        expected = {
+            "attention_received": weights.mean(-2),
+            "center_attention": weights[..., 1 * 3 + 1, :],
+        }
         for name, value in expected.items():
             assert got[name].dims == ("image", "window", "head", "y", "x")
-            value = value.reshape(*value.shape[:-1], 2, 3)  # kept in float16: 11 bits, or multiples of 2^-24
+            value = value.reshape(
+                *value.shape[:-1], 2, 3
+            )  # kept in float16: 11 bits, or multiples of 2^-24
             np.testing.assert_allclose(got[name], value, rtol=2**-11, atol=2**-25)

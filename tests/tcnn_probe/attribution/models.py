@@ -10,7 +10,13 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 
 SIZE = (24, 40)  # 3 x 5 patches of 8 x 8
 CONVOLVED = (48, 80)  # 3 x 5 patches of 16 x 16
-SMALL = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
+SMALL = {
+    "img_size": SIZE,
+    "patch_size": 8,
+    "embed_dim": 24,
+    "num_heads": 3,
+    "num_classes": 5,
+}
 
 
 class Linear(nn.Module):
@@ -19,7 +25,9 @@ class Linear(nn.Module):
     def __init__(self, classes: int = 3, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
-        self.weight = nn.Parameter(torch.randn(classes, 2, 7, 11, generator=generator, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.randn(classes, 2, 7, 11, generator=generator, dtype=dtype)
+        )
         self.bias = nn.Parameter(torch.randn(classes, generator=generator, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +57,9 @@ class OneBlock(nn.Module):
 
 def bright(images: int = 3) -> Tensor:
     """Images for :class:`OneBlock`, bright everywhere."""
-    return 1 + 0.1 * torch.rand(images, 2, 12, 20, generator=torch.Generator().manual_seed(2))
+    return 1 + 0.1 * torch.rand(
+        images, 2, 12, 20, generator=torch.Generator().manual_seed(2)
+    )
 
 
 def transformer(name: str, depth: int = 2, **options: object) -> nn.Module:
@@ -58,11 +68,20 @@ def transformer(name: str, depth: int = 2, **options: object) -> nn.Module:
 
 def patchconvnet(kind: str = "", classes: int = 5, gain: float = 1.7) -> nn.Module:
     return sharpen(
-        timm.create_model(f"patchconvnet_s20{kind}", depth=1, embed_dim=16, num_classes=classes, init_values=1.0), gain
+        timm.create_model(
+            f"patchconvnet_s20{kind}",
+            depth=1,
+            embed_dim=16,
+            num_classes=classes,
+            init_values=1.0,
+        ),
+        gain,
     )
 
 
-def bilinear(maps: np.ndarray, height: int, width: int, first: float | None = None) -> np.ndarray:
+def bilinear(
+    maps: np.ndarray, height: int, width: int, first: float | None = None
+) -> np.ndarray:
     """(B, h, w) to (B, H, W), the border's values beyond the outermost; a loop over pixels.
 
     Cells divide the image evenly, or the first one lies at pixel (first, first).

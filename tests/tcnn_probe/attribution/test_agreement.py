@@ -58,7 +58,13 @@ def test_nan_maps_and_empty_masks() -> None:
     assert energy_inside(maps, masks).isnan().tolist() == expected
     for tolerance in (0, 2):
         assert pointing_game(maps, masks, tolerance).isnan().tolist() == expected
-    assert rank_correlation(maps, MAPS.flip(1)).isnan().tolist() == [False, True, False, False, False]
+    assert rank_correlation(maps, MAPS.flip(1)).isnan().tolist() == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_bad_masks_and_tolerance() -> None:
@@ -72,13 +78,18 @@ def test_bad_masks_and_tolerance() -> None:
 
 def ranks(values: list[float]) -> list[float]:
     """1 + how many are smaller + half of how many others are equal."""
-    return [1 + sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2 for a in values]
+    return [
+        1 + sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2
+        for a in values
+    ]
 
 
 def test_rank_correlation() -> None:
     others = (MAPS.flip(2) + MAPS).round()  # with many ties
     by_hand = []
-    for one, other in zip(MAPS.flatten(1).tolist(), others.flatten(1).tolist(), strict=True):
+    for one, other in zip(
+        MAPS.flatten(1).tolist(), others.flatten(1).tolist(), strict=True
+    ):
         a, b = np.array(ranks(one)), np.array(ranks(other))
         a, b = a - a.mean(), b - b.mean()
         by_hand.append((a * b).sum() / math.sqrt((a * a).sum() * (b * b).sum()))

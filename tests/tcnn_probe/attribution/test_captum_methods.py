@@ -26,12 +26,19 @@ pytestmark = pytest.mark.numerical
 
 
 def images(count: int = 3) -> Tensor:
-    return torch.randn(count, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        count, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def contributions(model: Linear, x: Tensor, target: list[int]) -> np.ndarray:
     """w x of each pixel, sum over channels, in a loop."""
-    return np.stack([(model.weight[k] * one).sum(0).detach().numpy() for k, one in zip(target, x, strict=True)])
+    return np.stack(
+        [
+            (model.weight[k] * one).sum(0).detach().numpy()
+            for k, one in zip(target, x, strict=True)
+        ]
+    )
 
 
 @pytest.mark.parametrize("method", ["input_x_gradient", "integrated_gradients"])
@@ -45,13 +52,19 @@ def test_linear_model_is_its_contributions(method: str) -> None:
     np.testing.assert_allclose(absolute, abs(by_hand), atol=1e-12)
 
 
-@pytest.mark.parametrize("baseline", [0.7, torch.linspace(-1, 1, 2 * 7 * 11).reshape(2, 7, 11)])
+@pytest.mark.parametrize(
+    "baseline", [0.7, torch.linspace(-1, 1, 2 * 7 * 11).reshape(2, 7, 11)]
+)
 @pytest.mark.parametrize("method", ["integrated_gradients", "occlusion"])
 def test_baseline(method: str, baseline: float | Tensor) -> None:
     model, x = Linear(), images()
     options = {"window": 1, "stride": 1} if method == "occlusion" else {}
-    maps = tcnn_probe.saliency(model, x, 1, method, baseline=baseline, batch_size=2, **options)
-    np.testing.assert_allclose(maps, contributions(model, x - baseline, [1, 1, 1]), atol=1e-6)
+    maps = tcnn_probe.saliency(
+        model, x, 1, method, baseline=baseline, batch_size=2, **options
+    )
+    np.testing.assert_allclose(
+        maps, contributions(model, x - baseline, [1, 1, 1]), atol=1e-6
+    )
 
 
 GAUSS_LEGENDRE = {  # points from 0 to 1, and weights
@@ -70,8 +83,14 @@ def test_integrated_gradients_are_the_sum_over_few_points(steps: int) -> None:
         total += weight * linear.weight[1].detach().numpy() * (1 - np.tanh(at) ** 2)
     by_hand = ((x.numpy() - 0.3) * total).sum(1)
     model = nn.Sequential(nn.Tanh(), linear)
-    options = {"n_steps": steps, "baseline": 0.3, "method": "gausslegendre"}  # a name of captum's, and of saliency's
-    maps = tcnn_probe.saliency(model, x, 1, ["IntegratedGradients"], IntegratedGradients=options).IntegratedGradients
+    options = {
+        "n_steps": steps,
+        "baseline": 0.3,
+        "method": "gausslegendre",
+    }  # a name of captum's, and of saliency's
+    maps = tcnn_probe.saliency(
+        model, x, 1, ["IntegratedGradients"], IntegratedGradients=options
+    ).IntegratedGradients
     np.testing.assert_allclose(maps, by_hand, atol=1e-6)  # captum's weights are float32
 
 
@@ -82,13 +101,18 @@ def windows(side: int, window: int, stride: int) -> list[range]:
 
 
 @pytest.mark.parametrize(
-    ("window", "stride", "used"), [(None, None, ((1, 1), (1, 1))), ((3, 4), (2, 1), ((3, 4), (2, 1)))]
+    ("window", "stride", "used"),
+    [(None, None, ((1, 1), (1, 1))), ((3, 4), (2, 1), ((3, 4), (2, 1)))],
 )
-def test_occlusion_of_linear_model(window: object, stride: object, used: tuple[tuple[int, int], ...]) -> None:
+def test_occlusion_of_linear_model(
+    window: object, stride: object, used: tuple[tuple[int, int], ...]
+) -> None:
     model, x = Linear(), images(2)
     by_pixel = contributions(model, x, [2, 2])
     total, times = np.zeros((2, 7, 11)), np.zeros((7, 11))
-    for rows, columns in itertools.product(windows(7, used[0][0], used[1][0]), windows(11, used[0][1], used[1][1])):
+    for rows, columns in itertools.product(
+        windows(7, used[0][0], used[1][0]), windows(11, used[0][1], used[1][1])
+    ):
         places = np.ix_(rows, columns)
         times[places] += 1
         for image in range(2):
@@ -98,28 +122,41 @@ def test_occlusion_of_linear_model(window: object, stride: object, used: tuple[t
 
 
 def test_default_window_is_an_eighth_in_steps_of_half() -> None:
-    tall, x = nn.Sequential(nn.AvgPool2d((5, 1)), Linear()), torch.randn(1, 2, 35, 11, dtype=torch.float64)
+    tall, x = (
+        nn.Sequential(nn.AvgPool2d((5, 1)), Linear()),
+        torch.randn(1, 2, 35, 11, dtype=torch.float64),
+    )
     stated = tcnn_probe.saliency(tall, x, 0, "occlusion", window=(4, 1), stride=(2, 1))
     np.testing.assert_array_equal(tcnn_probe.saliency(tall, x, 0, "occlusion"), stated)
 
 
 def grad_cam(
-    model: nn.Module, layer: nn.Module, x: Tensor, target: list[int], as_maps: Any = lambda x: x
+    model: nn.Module,
+    layer: nn.Module,
+    x: Tensor,
+    target: list[int],
+    as_maps: Any = lambda x: x,
 ) -> np.ndarray:
     """Eq. 1 and 2 of the paper, by hand; ``as_maps`` makes feature maps of what the layer gives."""
     kept: list[Tensor] = []
-    handle = layer.register_forward_hook(lambda module, inputs, output: kept.append(output.clone()) or kept[0])
+    handle = layer.register_forward_hook(
+        lambda module, inputs, output: kept.append(output.clone()) or kept[0]
+    )
     scores = model(x)
     handle.remove()
     maps = []
     for image, k in enumerate(target):
         (gradient,) = torch.autograd.grad(scores[image, k], kept[0], retain_graph=True)
         weights = as_maps(gradient)[image].mean((1, 2))
-        maps.append((weights[:, None, None] * as_maps(kept[0])[image]).sum(0).detach().numpy())
+        maps.append(
+            (weights[:, None, None] * as_maps(kept[0])[image]).sum(0).detach().numpy()
+        )
     return np.stack(maps)
 
 
-@pytest.mark.parametrize(("layer", "default"), [("layer4", True), ("layer3.0.conv1", False)])
+@pytest.mark.parametrize(
+    ("layer", "default"), [("layer4", True), ("layer3.0.conv1", False)]
+)
 def test_gradcam_by_hand(layer: str, default: bool) -> None:
     """In a network whose ReLUs work in place."""
     torch.manual_seed(0)
@@ -132,26 +169,56 @@ def test_gradcam_by_hand(layer: str, default: bool) -> None:
     given = {} if default else {"layer": layer}
     maps = tcnn_probe.saliency(model, x, [4, 1], "gradcam", **given)
     assert maps.attrs["layer"] == layer
-    np.testing.assert_allclose(maps, bilinear(by_hand.clip(0), 64, 96, first=0), atol=1e-12)
-    signed = tcnn_probe.saliency(model, x, [4, 1], "gradcam", **given, relu_attributions=False, interpolation="nearest")
+    np.testing.assert_allclose(
+        maps, bilinear(by_hand.clip(0), 64, 96, first=0), atol=1e-12
+    )
+    signed = tcnn_probe.saliency(
+        model,
+        x,
+        [4, 1],
+        "gradcam",
+        **given,
+        relu_attributions=False,
+        interpolation="nearest",
+    )
     np.testing.assert_allclose(signed, nearest(by_hand, 64, 96, first=0), atol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("make", "size", "layer"),
     [
-        (lambda: timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)), (3, 64, 96), "norm_pre"),
-        (lambda: timm.create_model("test_resnet"), (3, 32, 32), "layer3"),  # one pixel is left of the last stage
+        (
+            lambda: timm.create_model(
+                "convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)
+            ),
+            (3, 64, 96),
+            "norm_pre",
+        ),
+        (
+            lambda: timm.create_model("test_resnet"),
+            (3, 32, 32),
+            "layer3",
+        ),  # one pixel is left of the last stage
         (patchconvnet, (3, *CONVOLVED), "blocks"),
         (OneBlock, (2, 12, 20), "act"),
     ],
     ids=["convnext", "resnet", "patchconvnet", "one block"],
 )
 def test_default_layer_of_gradcam(make: Any, size: tuple[int, ...], layer: str) -> None:
-    assert tcnn_probe.saliency(make(), torch.rand(1, *size), method="gradcam").attrs["layer"] == layer
+    assert (
+        tcnn_probe.saliency(make(), torch.rand(1, *size), method="gradcam").attrs[
+            "layer"
+        ]
+        == layer
+    )
 
 
-SWIN: dict[str, Any] = {"img_size": (56, 84), "depths": (1, 1), "embed_dim": 16, "num_heads": (1, 2)}
+SWIN: dict[str, Any] = {
+    "img_size": (56, 84),
+    "depths": (1, 1),
+    "embed_dim": 16,
+    "num_heads": (1, 2),
+}
 TOKENS: dict[str, tuple[Any, tuple[int, int], str, Any]] = {  # model, images, its layer, maps of its tokens
     "class token": (
         lambda: transformer("deit_tiny_patch16_224", depth=3), (24, 40), "blocks.1",
@@ -176,7 +243,13 @@ def test_gradcam_of_tokens_by_hand(name: str) -> None:
     model, x = make().eval().double(), torch.randn(2, 3, *size, dtype=torch.float64)
     for p in model.parameters():
         p.data.add_(0.05 * torch.randn_like(p))
-    by_hand = grad_cam(model, model.get_submodule(layer), x, [4, 1], lambda x: as_maps(x).movedim(-1, 1))
+    by_hand = grad_cam(
+        model,
+        model.get_submodule(layer),
+        x,
+        [4, 1],
+        lambda x: as_maps(x).movedim(-1, 1),
+    )
     assert abs(by_hand).max() > 1e-6
     maps = tcnn_probe.saliency(model, x, [4, 1], "gradcam", relu_attributions=False)
     assert maps.attrs["layer"] == layer
@@ -200,16 +273,30 @@ class Lost(nn.Module):
 @pytest.mark.parametrize(
     ("make", "size", "layer", "message"),
     [
-        (Lost, (3, 24, 40), None, r"works on tokens \('mix'\), whose grid is not known: .*layer="),
-        (Lost, (3, 24, 40), "mix", r"expected a layer .* tokens on a known grid; 'mix' gives shape"),
+        (
+            Lost,
+            (3, 24, 40),
+            None,
+            r"works on tokens \('mix'\), whose grid is not known: .*layer=",
+        ),
+        (
+            Lost,
+            (3, 24, 40),
+            "mix",
+            r"expected a layer .* tokens on a known grid; 'mix' gives shape",
+        ),
         (Linear, (2, 7, 11), "layer5", "no layer 'layer5'; model.named_modules"),
         (Linear, (2, 7, 11), None, "no layer gives a feature map"),
     ],
     ids=["no grid", "no grid, named", "no such layer", "no feature map"],
 )
-def test_gradcam_needs_a_map(make: Any, size: tuple[int, ...], layer: str | None, message: str) -> None:
+def test_gradcam_needs_a_map(
+    make: Any, size: tuple[int, ...], layer: str | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        tcnn_probe.saliency(make(), torch.randn(1, *size), method="gradcam", layer=layer)
+        tcnn_probe.saliency(
+            make(), torch.randn(1, *size), method="gradcam", layer=layer
+        )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +310,9 @@ def test_gradcam_needs_a_map(make: Any, size: tuple[int, ...], layer: str | None
     ],
 )
 @pytest.mark.filterwarnings("ignore:Setting backward hooks on ReLU activations")
-def test_any_class_of_captum(method: Any, options: dict[str, Any], of_weights: Any) -> None:
+def test_any_class_of_captum(
+    method: Any, options: dict[str, Any], of_weights: Any
+) -> None:
     """The gradient of a linear model is its weights."""
     model, x = nn.Sequential(nn.Identity(), Linear()), images()
     maps = tcnn_probe.saliency(model, x, 1, method, **options)
@@ -234,10 +323,18 @@ def test_any_class_of_captum(method: Any, options: dict[str, Any], of_weights: A
     assert maps.attrs["source"] == f"captum's {name}"
 
 
-@pytest.mark.parametrize("method", ["DeepLift", "GradientShap", "GuidedGradCam", "FeatureAblation"])
+@pytest.mark.parametrize(
+    "method", ["DeepLift", "GradientShap", "GuidedGradCam", "FeatureAblation"]
+)
 @pytest.mark.filterwarnings("ignore:Setting ")
 def test_classes_of_every_kind_run(method: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 5),
+    )
     x = torch.randn(3, 3, 11, 13)
     squares = torch.arange(11 * 13).view(1, 1, 11, 13) // 40
     options = {"feature_mask": squares} if method == "FeatureAblation" else {}
@@ -250,20 +347,56 @@ def test_classes_of_every_kind_run(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "options", "error", "message"),
     [
-        ("occlusion", {"window": (8, 3)}, ValueError, r"window within the image's \(7, 11\) pixels, got \(8, 3\)"),
-        ("occlusion", {"window": 3, "stride": 4}, ValueError, r"from 1 to the window's \(3, 3\) pixels, got 4"),
-        ("occlusion", {"baseline": torch.zeros(3, 7, 11)}, ValueError, r"to \(2, 7, 11\), got shape \(3, 7, 11\)"),
-        ("occlusion", {"baseline": torch.zeros(3, 2, 7, 11)}, ValueError, "broadcasts to"),
-        ("occlusion", {"steps": 3}, TypeError, r"no option 'steps' here; it has \['absolute', 'baseline', 'stride', '"),
-        ("input_x_gradient", {"baseline": 0.0}, TypeError, r"InputXGradient has no option 'baseline' here"),
+        (
+            "occlusion",
+            {"window": (8, 3)},
+            ValueError,
+            r"window within the image's \(7, 11\) pixels, got \(8, 3\)",
+        ),
+        (
+            "occlusion",
+            {"window": 3, "stride": 4},
+            ValueError,
+            r"from 1 to the window's \(3, 3\) pixels, got 4",
+        ),
+        (
+            "occlusion",
+            {"baseline": torch.zeros(3, 7, 11)},
+            ValueError,
+            r"to \(2, 7, 11\), got shape \(3, 7, 11\)",
+        ),
+        (
+            "occlusion",
+            {"baseline": torch.zeros(3, 2, 7, 11)},
+            ValueError,
+            "broadcasts to",
+        ),
+        (
+            "occlusion",
+            {"steps": 3},
+            TypeError,
+            r"no option 'steps' here; it has \['absolute', 'baseline', 'stride', '",
+        ),
+        (
+            "input_x_gradient",
+            {"baseline": 0.0},
+            TypeError,
+            r"InputXGradient has no option 'baseline' here",
+        ),
         ("NoiseTunnel", {}, ValueError, "one of .*'occlusion'.* got 'NoiseTunnel'"),
     ],
 )
-def test_bad_options(method: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_options(
+    method: str, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         tcnn_probe.saliency(Linear(), images(), method=method, **options)
 
 
 def test_bad_interpolation() -> None:
-    with pytest.raises(ValueError, match=r"interpolation='bilinear' or 'nearest', got 'bicubic'"):
-        tcnn_probe.saliency(OneBlock(), bright(), method="gradcam", interpolation="bicubic")
+    with pytest.raises(
+        ValueError, match=r"interpolation='bilinear' or 'nearest', got 'bicubic'"
+    ):
+        tcnn_probe.saliency(
+            OneBlock(), bright(), method="gradcam", interpolation="bicubic"
+        )

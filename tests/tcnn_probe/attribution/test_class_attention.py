@@ -9,12 +9,23 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tests.tcnn_probe.attention.bruteforce import attention_of
-from tests.tcnn_probe.attribution.models import CONVOLVED, SIZE, bilinear, nearest, patchconvnet, transformer
+from tests.tcnn_probe.attribution.models import (
+    CONVOLVED,
+    SIZE,
+    bilinear,
+    nearest,
+    patchconvnet,
+    transformer,
+)
 
 
-def expected(model: nn.Module, images: Tensor, layer: str, prefix: int, query: list[int]) -> np.ndarray:
+def expected(
+    model: nn.Module, images: Tensor, layer: str, prefix: int, query: list[int]
+) -> np.ndarray:
     """Rows of the queries, mean over heads, patches alone, by brute force: (B, 3, 5)."""
-    weights = next(one.weights for one in attention_of(model, images) if one.layer == layer).numpy()
+    weights = next(
+        one.weights for one in attention_of(model, images) if one.layer == layer
+    ).numpy()
     rows = np.stack([weights[image, :, at, prefix:] for image, at in enumerate(query)])
     return rows.mean(1).reshape(len(images), 3, 5)
 
@@ -24,7 +35,13 @@ CAIT, DEIT = "cait_xxs24_224", "deit_tiny_patch16_224"
 DISTILLED, SIGLIP = "deit_tiny_distilled_patch16_224", "vit_base_patch16_siglip_224"
 CASES = {
     "cait": (lambda: transformer(CAIT), SIZE, "blocks_token_only.0.attn", 1, None),
-    "cait, second block": (lambda: transformer(CAIT), SIZE, "blocks_token_only.1.attn", 1, "blocks_token_only.1.attn"),
+    "cait, second block": (
+        lambda: transformer(CAIT),
+        SIZE,
+        "blocks_token_only.1.attn",
+        1,
+        "blocks_token_only.1.attn",
+    ),
     "deit, distilled": (lambda: transformer(DISTILLED), SIZE, "blocks.1.attn", 2, None),
     "latent pool": (lambda: transformer(SIGLIP), SIZE, "attn_pool", 0, None),
     "patchconvnet": (patchconvnet, CONVOLVED, "pool.block.attn", 1, None),
@@ -40,11 +57,17 @@ def test_equals_brute_force(case: str) -> None:
     maps = tcnn_probe.saliency(model, images, layer=layer)
     by_hand = expected(model, images, name, prefix, [0, 0])
     assert by_hand.std() > 0.01
-    first = 0 if case == "patchconvnet" else 3.5  # 3 x 3 convolutions, or patches of 8 x 8
+    first = (
+        0 if case == "patchconvnet" else 3.5
+    )  # 3 x 3 convolutions, or patches of 8 x 8
     np.testing.assert_allclose(maps.values, bilinear(by_hand, *size, first), atol=1e-5)
     assert maps.attrs["layer"] == name
-    by_patch = tcnn_probe.saliency(model, images, layer=attention, interpolation="nearest")
-    np.testing.assert_allclose(by_patch.values, nearest(by_hand, *size, first), atol=1e-5)
+    by_patch = tcnn_probe.saliency(
+        model, images, layer=attention, interpolation="nearest"
+    )
+    np.testing.assert_allclose(
+        by_patch.values, nearest(by_hand, *size, first), atol=1e-5
+    )
 
 
 def test_map_of_the_targets_own_token() -> None:
@@ -52,7 +75,9 @@ def test_map_of_the_targets_own_token() -> None:
     model, images = patchconvnet("_multi", 15, gain=3), torch.randn(3, 3, *CONVOLVED)
     maps = tcnn_probe.saliency(model, images, [6, 1, 4])
     by_hand = expected(model, images, "pool.block.attn", 0, [6, 1, 4])
-    np.testing.assert_allclose(maps.values, bilinear(by_hand, *CONVOLVED, first=0), atol=1e-5)
+    np.testing.assert_allclose(
+        maps.values, bilinear(by_hand, *CONVOLVED, first=0), atol=1e-5
+    )
     others = expected(model, images, "pool.block.attn", 0, [5, 0, 3])
     assert abs(by_hand - others).max() > 0.01
 
@@ -63,7 +88,9 @@ def test_dtype_of_the_model(dtype: torch.dtype) -> None:
     by_hand = bilinear(expected(model, images, "blocks.1.attn", 1, [0, 0]), *SIZE)
     maps = tcnn_probe.saliency(model.to(dtype), images)
     assert maps.dtype == ("float64" if dtype == torch.float64 else "float32")
-    np.testing.assert_allclose(maps.values, by_hand, atol=1e-10 if dtype == torch.float64 else 0.05)
+    np.testing.assert_allclose(
+        maps.values, by_hand, atol=1e-10 if dtype == torch.float64 else 0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +101,11 @@ def test_dtype_of_the_model(dtype: torch.dtype) -> None:
             None,
             r"class attention \(it has no class token\); 'gradcam'",
         ),
-        (lambda: transformer(CAIT), "blocks.0.attn", r"one of \['blocks_token_only.0.attn', .*got 'blocks.0.attn'"),
+        (
+            lambda: transformer(CAIT),
+            "blocks.0.attn",
+            r"one of \['blocks_token_only.0.attn', .*got 'blocks.0.attn'",
+        ),
         (lambda: transformer(DEIT), nn.ReLU(), "no layer this ReLU"),
     ],
 )
@@ -95,7 +126,9 @@ class Crops(nn.Module):
 
 
 def test_other_images_than_those_given() -> None:
-    with pytest.raises(ValueError, match="where its 2 windows lie in the image is unknown"):
+    with pytest.raises(
+        ValueError, match="where its 2 windows lie in the image is unknown"
+    ):
         tcnn_probe.saliency(Crops().eval(), torch.randn(2, 3, *CONVOLVED))
 
 
@@ -114,5 +147,7 @@ class Ring(nn.Module):
 
 
 def test_patches_without_a_grid() -> None:
-    with pytest.raises(ValueError, match=r"no layer has a map of class attention \(.*grid"):
+    with pytest.raises(
+        ValueError, match=r"no layer has a map of class attention \(.*grid"
+    ):
         tcnn_probe.saliency(Ring(), torch.randn(2, 3, 6, 14))

@@ -14,14 +14,30 @@ from tcnn_probe.attribution import METRICS
 from tests.tcnn_probe.attribution.models import CONVOLVED, patchconvnet, transformer
 from tests.tcnn_probe.contracts.helpers import Trace
 
-pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")  # captum's, of DeepLift
-METHODS = ["class_attention", "rollout", "gradcam", "integrated_gradients", "occlusion", "DeepLift"]
-OPTIONS: dict[str, dict[str, Any]] = {"occlusion": {"window": 24}, "integrated_gradients": {"n_steps": 2}}
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Setting forward, backward hooks"
+)  # captum's, of DeepLift
+METHODS = [
+    "class_attention",
+    "rollout",
+    "gradcam",
+    "integrated_gradients",
+    "occlusion",
+    "DeepLift",
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "occlusion": {"window": 24},
+    "integrated_gradients": {"n_steps": 2},
+}
 
 
 def model_for(method: str) -> tuple[nn.Module, Tensor]:
     rollout = method == "rollout"
-    model, size = (transformer("deit_tiny_patch16_224"), (24, 40)) if rollout else (patchconvnet(), CONVOLVED)
+    model, size = (
+        (transformer("deit_tiny_patch16_224"), (24, 40))
+        if rollout
+        else (patchconvnet(), CONVOLVED)
+    )
     return model, torch.randn(2, 3, *size)
 
 
@@ -53,7 +69,10 @@ class Everything:
 
     def __init__(self, model: nn.Module, images: Tensor) -> None:
         self.trace = Trace(model)
-        self.gradients = {n: None if p.grad is None else p.grad.tolist() for n, p in model.named_parameters()}
+        self.gradients = {
+            n: None if p.grad is None else p.grad.tolist()
+            for n, p in model.named_parameters()
+        }
         self.images = images.tolist(), images.requires_grad, images.grad
         self.random = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # noqa: NPY002
 
@@ -101,7 +120,9 @@ def test_nothing_is_left_by_faithfulness() -> None:
     before = Everything(model, x)
     masks = torch.zeros(2, *CONVOLVED, dtype=torch.bool)
     masks[:, 3:9] = True
-    scores = tcnn_probe.faithfulness(model, x, ["class_attention", backward], masks=masks, samples=2, steps=3)
+    scores = tcnn_probe.faithfulness(
+        model, x, ["class_attention", backward], masks=masks, samples=2, steps=3
+    )
     assert set(scores) == set(METRICS)
     before.check(model, x)
 
@@ -116,12 +137,18 @@ def test_nothing_is_left_by_faithfulness() -> None:
 @pytest.mark.parametrize("method", ["gradcam", backward])
 def test_threads_wait_for_each_other(method: Any) -> None:
     model, x = busy("gradcam")
-    before, expected = Everything(model, x), tcnn_probe.saliency(model, x, 1, method).values
+    before, expected = (
+        Everything(model, x),
+        tcnn_probe.saliency(model, x, 1, method).values,
+    )
     barrier, found = Barrier(3), []
 
     def attribute() -> None:
         barrier.wait()
-        found.extend(tcnn_probe.saliency(model, x, 1, method, batch_size=1).values for _ in range(2))
+        found.extend(
+            tcnn_probe.saliency(model, x, 1, method, batch_size=1).values
+            for _ in range(2)
+        )
 
     threads = [Thread(target=attribute) for _ in range(3)]
     for thread in threads:
@@ -156,7 +183,11 @@ def test_half_precision(method: str) -> None:
 def test_not_recorded_by_others(method: str) -> None:
     """Nor is anything of their forwards lost."""
     model, x = model_for(method)
-    probes = ["softmax", "class-attention", "gradient"] if method == "rollout" else ["class-attention", "gradient"]
+    probes = (
+        ["softmax", "class-attention", "gradient"]
+        if method == "rollout"
+        else ["class-attention", "gradient"]
+    )
     expected = maps_of(model, x, method)
     trees = []
     for meanwhile in (True, False):
@@ -164,16 +195,31 @@ def test_not_recorded_by_others(method: str) -> None:
             model(x)
             if meanwhile:
                 np.testing.assert_array_equal(maps_of(model, x, method), expected)
-                tcnn_probe.faithfulness(model, x, [method], metrics=["deletion_auc", "sensitivity"], samples=1)
+                tcnn_probe.faithfulness(
+                    model,
+                    x,
+                    [method],
+                    metrics=["deletion_auc", "sensitivity"],
+                    samples=1,
+                )
             model(x[:1]).sum().backward()
             recorder.mark(epoch=0)
         trees.append(recorder.tree.load())
-    assert max(int(node.images.max()) for node in trees[0].subtree if "images" in node) == 3
+    assert (
+        max(int(node.images.max()) for node in trees[0].subtree if "images" in node)
+        == 3
+    )
     xr.testing.assert_equal(*trees)
 
 
-@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False), (None, False)])
-def test_progress_bar(progress: bool | None, shown: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("progress", "shown"), [(True, True), (False, False), (None, False)]
+)
+def test_progress_bar(
+    progress: bool | None, shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, x = model_for("class_attention")
-    tcnn_probe.faithfulness(model, x, "class_attention", metrics="deletion_auc", steps=2, progress=progress)
+    tcnn_probe.faithfulness(
+        model, x, "class_attention", metrics="deletion_auc", steps=2, progress=progress
+    )
     assert ("faithfulness" in capsys.readouterr().err) == shown

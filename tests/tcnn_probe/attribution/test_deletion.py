@@ -17,11 +17,16 @@ TARGETS = [2, 0, 1]
 
 
 @torch.no_grad()
-def by_hand(model: Linear, start: Tensor, end: Tensor, steps: int) -> tuple[list[float], list[list[float]]]:
+def by_hand(
+    model: Linear, start: Tensor, end: Tensor, steps: int
+) -> tuple[list[float], list[list[float]]]:
     """One image, one pixel at a time, most salient first."""
     curves = []
     for image in range(3):
-        pixels = sorted(((y, x) for y in range(7) for x in range(11)), key=lambda at: -float(MAPS[image][at]))
+        pixels = sorted(
+            ((y, x) for y in range(7) for x in range(11)),
+            key=lambda at: -float(MAPS[image][at]),
+        )
         now, done, curve = start[image].clone(), 0, []
         for step in range(steps + 1):
             while done < round(step * 77 / steps):
@@ -35,17 +40,29 @@ def by_hand(model: Linear, start: Tensor, end: Tensor, steps: int) -> tuple[list
 
 
 @pytest.mark.parametrize(
-    ("steps", "batch_size", "baseline"), [(1, 100, 0.0), (5, 2, torch.tensor([[[0.0]], [[1.0]]])), (77, 1, 0.4)]
+    ("steps", "batch_size", "baseline"),
+    [(1, 100, 0.0), (5, 2, torch.tensor([[[0.0]], [[1.0]]])), (77, 1, 0.4)],
 )
 def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None:
     model, target = Linear(), torch.tensor(TARGETS)
     end = torch.zeros_like(IMAGES) + baseline
     shares, curves = by_hand(model, IMAGES, end, steps)
-    found = deletion_curve(model, IMAGES, MAPS, target, steps=steps, baseline=baseline, batch_size=batch_size)
+    found = deletion_curve(
+        model,
+        IMAGES,
+        MAPS,
+        target,
+        steps=steps,
+        baseline=baseline,
+        batch_size=batch_size,
+    )
     np.testing.assert_allclose(found[0], shares, atol=1e-12)
     np.testing.assert_allclose(found[1], curves, atol=1e-12)
     areas = [
-        sum((b - a) * (p + q) / 2 for a, b, p, q in zip(shares, shares[1:], curve, curve[1:], strict=False))
+        sum(
+            (b - a) * (p + q) / 2
+            for a, b, p, q in zip(shares, shares[1:], curve, curve[1:], strict=False)
+        )
         for curve in curves
     ]
     np.testing.assert_allclose(area_under(*found), areas, atol=1e-12)
@@ -54,9 +71,15 @@ def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None
 def test_insertion() -> None:
     model, target = Linear(), torch.tensor(TARGETS)
     for start in (0.3, "blur"):
-        begin = background("blur", IMAGES) if start == "blur" else torch.full_like(IMAGES, 0.3)
+        begin = (
+            background("blur", IMAGES)
+            if start == "blur"
+            else torch.full_like(IMAGES, 0.3)
+        )
         shares, curves = by_hand(model, begin, IMAGES, 6)
-        found = insertion_curve(model, IMAGES, MAPS, target, steps=6, start=start, batch_size=2)
+        found = insertion_curve(
+            model, IMAGES, MAPS, target, steps=6, start=start, batch_size=2
+        )
         np.testing.assert_allclose(found[0], shares, atol=1e-12)
         np.testing.assert_allclose(found[1], curves, atol=1e-12)
 

@@ -11,8 +11,12 @@ import tcnn_probe
 from tcnn_probe import attribution as explaining
 from tests.tcnn_probe.attribution.models import CONVOLVED, Linear, patchconvnet
 
-IMAGES = torch.randn(3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-MAPS = torch.randn(3, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+IMAGES = torch.randn(
+    3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+)
+MAPS = torch.randn(
+    3, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+)
 MASKS = MAPS.roll(1, 0) > 0.5
 
 
@@ -26,26 +30,42 @@ def test_numbers_are_those_of_the_functions() -> None:
     target = torch.tensor([2, 0, 1])
     options = {"steps": 5, "baseline": 0.1, "samples": 3, "seed": 8}
     found = tcnn_probe.faithfulness(
-        model, IMAGES, {"mine": MAPS, "x": first}, target, masks=MASKS, start=0.2, tolerance=1.5, radius=0.1, **options
+        model,
+        IMAGES,
+        {"mine": MAPS, "x": first},
+        target,
+        masks=MASKS,
+        start=0.2,
+        tolerance=1.5,
+        radius=0.1,
+        **options,
     )
     assert set(found) == set(explaining.METRICS)
     assert found.attribution.values.tolist() == ["mine", "x"]
     assert found.target.values.tolist() == [2, 0, 1]
     for name, maps in {"mine": MAPS, "x": IMAGES[:, 0]}.items():
         row = found.sel(attribution=name)
-        deletion = explaining.deletion_curve(model, IMAGES, maps, target, steps=5, baseline=0.1, seed=8)
-        insertion = explaining.insertion_curve(model, IMAGES, maps, target, steps=5, start=0.2, seed=8)
+        deletion = explaining.deletion_curve(
+            model, IMAGES, maps, target, steps=5, baseline=0.1, seed=8
+        )
+        insertion = explaining.insertion_curve(
+            model, IMAGES, maps, target, steps=5, start=0.2, seed=8
+        )
         expected = {
             "deletion_auc": explaining.area_under(*deletion),
             "insertion_auc": explaining.area_under(*insertion),
             "energy_inside": explaining.energy_inside(maps, MASKS),
             "pointing_game": explaining.pointing_game(maps, MASKS, 1.5),
-            "infidelity": explaining.infidelity(model, IMAGES, maps, target, baseline=0.1, samples=3, seed=8),
+            "infidelity": explaining.infidelity(
+                model, IMAGES, maps, target, baseline=0.1, samples=3, seed=8
+            ),
         }
         for variable, values in expected.items():
             np.testing.assert_allclose(row[variable], values, atol=1e-12)
             assert row[variable].dims == ("image",)
-    sensitive = explaining.sensitivity(model, IMAGES, lambda x, target: x[:, 0], target, samples=3, radius=0.1, seed=8)
+    sensitive = explaining.sensitivity(
+        model, IMAGES, lambda x, target: x[:, 0], target, samples=3, radius=0.1, seed=8
+    )
     np.testing.assert_allclose(found.sensitivity.sel(attribution="x"), sensitive)
     assert found.sensitivity.sel(attribution="mine").isnull().all()
     assert json.loads(found.sensitivity.attrs["missing"]) == {
@@ -53,19 +73,42 @@ def test_numbers_are_those_of_the_functions() -> None:
     }
     assert found.rank_correlation.dims == ("attribution", "other", "image")
     agreement = explaining.rank_correlation(MAPS, IMAGES[:, 0])
-    np.testing.assert_allclose(found.rank_correlation.sel(attribution="mine", other="x"), agreement)
-    np.testing.assert_allclose(found.rank_correlation.sel(attribution="x", other="mine"), agreement)
-    np.testing.assert_allclose(found.rank_correlation.sel(attribution="x", other="x"), 1)
+    np.testing.assert_allclose(
+        found.rank_correlation.sel(attribution="mine", other="x"), agreement
+    )
+    np.testing.assert_allclose(
+        found.rank_correlation.sel(attribution="x", other="mine"), agreement
+    )
+    np.testing.assert_allclose(
+        found.rank_correlation.sel(attribution="x", other="x"), 1
+    )
 
 
 def test_every_variable_says_what_it_is() -> None:
-    found = tcnn_probe.faithfulness(Linear(), IMAGES, [first], masks=MASKS, metrics=list(explaining.METRICS))
+    found = tcnn_probe.faithfulness(
+        Linear(), IMAGES, [first], masks=MASKS, metrics=list(explaining.METRICS)
+    )
     for name, variable in found.items():
-        assert {"long_name", "units", "range", "better", "definition", "source", "options"} <= variable.attrs.keys()
+        assert {
+            "long_name",
+            "units",
+            "range",
+            "better",
+            "definition",
+            "source",
+            "options",
+        } <= variable.attrs.keys()
         assert variable.dtype == "float64", name
-    assert json.loads(found.deletion_auc.attrs["options"]) == {"steps": 32, "baseline": 0.0, "seed": 0}
+    assert json.loads(found.deletion_auc.attrs["options"]) == {
+        "steps": 32,
+        "baseline": 0.0,
+        "seed": 0,
+    }
     assert found.attrs["captum_version"]
-    assert json.loads(found.attrs["attributions"])["first"]["definition"] == "The first channel."
+    assert (
+        json.loads(found.attrs["attributions"])["first"]["definition"]
+        == "The first channel."
+    )
     plain = tcnn_probe.faithfulness(Linear(), IMAGES, first, metrics="deletion_auc")
     assert list(plain) == ["deletion_auc"]
 
@@ -73,27 +116,52 @@ def test_every_variable_says_what_it_is() -> None:
 def test_what_saliency_gave() -> None:
     """One method or several, in any order of dimensions: with the targets that the maps are of."""
     model = Linear()
-    several = tcnn_probe.saliency(model, IMAGES, [1, 1, 0], ["occlusion", "input_x_gradient"])
+    several = tcnn_probe.saliency(
+        model, IMAGES, [1, 1, 0], ["occlusion", "input_x_gradient"]
+    )
     expected = tcnn_probe.faithfulness(model, IMAGES, several)
     assert expected.target.values.tolist() == [1, 1, 0]
-    assert set(expected) == {"deletion_auc", "insertion_auc", "infidelity", "rank_correlation"}
+    assert set(expected) == {
+        "deletion_auc",
+        "insertion_auc",
+        "infidelity",
+        "rank_correlation",
+    }
     assert (expected.infidelity.sel(attribution="input_x_gradient") < 1e-12).all()
-    turned = tcnn_probe.faithfulness(model, IMAGES, several.transpose("x", "image", "y"))
+    turned = tcnn_probe.faithfulness(
+        model, IMAGES, several.transpose("x", "image", "y")
+    )
     for name in expected:
         np.testing.assert_allclose(turned[name], expected[name], atol=1e-12)
     alone = tcnn_probe.saliency(model, IMAGES, [1, 1, 0], "occlusion")
     one = tcnn_probe.faithfulness(model, IMAGES, alone, metrics="deletion_auc")
     assert one.attribution.values.tolist() == ["occlusion"]
-    np.testing.assert_allclose(one.deletion_auc[0], expected.deletion_auc[0], atol=1e-12)
+    np.testing.assert_allclose(
+        one.deletion_auc[0], expected.deletion_auc[0], atol=1e-12
+    )
     chosen = tcnn_probe.faithfulness(model, IMAGES, several, 2, metrics="deletion_auc")
     assert chosen.target.values.tolist() == [2, 2, 2]
 
 
 def test_computed_now_is_what_saliency_gives() -> None:
-    model, x, layer = patchconvnet(), torch.randn(3, 3, *CONVOLVED), {"layer": "blocks.0.conv1"}
-    maps = tcnn_probe.saliency(model, x, method=["class_attention", "gradcam"], gradcam=layer)
-    given = tcnn_probe.faithfulness(model, x, maps, metrics=["deletion_auc", "rank_correlation"])
-    now = tcnn_probe.faithfulness(model, x, {"a": "class_attention", "b": "gradcam"}, options={"b": layer}, samples=2)
+    model, x, layer = (
+        patchconvnet(),
+        torch.randn(3, 3, *CONVOLVED),
+        {"layer": "blocks.0.conv1"},
+    )
+    maps = tcnn_probe.saliency(
+        model, x, method=["class_attention", "gradcam"], gradcam=layer
+    )
+    given = tcnn_probe.faithfulness(
+        model, x, maps, metrics=["deletion_auc", "rank_correlation"]
+    )
+    now = tcnn_probe.faithfulness(
+        model,
+        x,
+        {"a": "class_attention", "b": "gradcam"},
+        options={"b": layer},
+        samples=2,
+    )
     assert now.attribution.values.tolist() == ["a", "b"]
     for name in given:
         np.testing.assert_allclose(now[name], given[name], atol=1e-5)
@@ -109,23 +177,85 @@ LABELLED = tcnn_probe.saliency(Linear(), IMAGES, [0, 1, 2], "input_x_gradient")
     [
         (MAPS, {}, TypeError, r"maps without a name: give them as \{'name': maps\}"),
         ({}, {}, ValueError, "at least one method, got none"),
-        ({"a": MAPS[:2]}, {}, ValueError, r"maps of 'a' of shape \(3, 7, 11\), got \(2, 7, 11\)"),
-        ({"a": [first, None]}, {}, TypeError, r"expected maps of 'a', an array \(B, H, W\)"),
-        (LABELLED.rename(y="row"), {}, ValueError, r"dims \(image, y, x\), got \('image', 'row', 'x'\)"),
-        ({"a": LABELLED, "b": LABELLED.assign_coords(target=("image", [0, 1, 1]))}, {}, ValueError, "'a' and 'b' are"),
-        (first, {"metrics": "auc"}, ValueError, r"metrics among \['deletion_auc', .*got 'auc'"),
-        (first, {"metrics": ["pointing_game"]}, ValueError, "'pointing_game' needs masks"),
-        ({"a": MAPS, "b": first}, {"metrics": "sensitivity"}, ValueError, "needs methods, .*'a' was given as maps"),
-        (first, {"masks": MASKS[:2]}, ValueError, r"masks of shape \(3, 7, 11\), got \(2, 7, 11\)"),
-        (first, {"masks": MASKS.float()}, TypeError, "dtype bool, True on the object, got torch.float32"),
-        (first, {"options": {"gradcam": {}}}, ValueError, "options for 'gradcam', which is none of"),
+        (
+            {"a": MAPS[:2]},
+            {},
+            ValueError,
+            r"maps of 'a' of shape \(3, 7, 11\), got \(2, 7, 11\)",
+        ),
+        (
+            {"a": [first, None]},
+            {},
+            TypeError,
+            r"expected maps of 'a', an array \(B, H, W\)",
+        ),
+        (
+            LABELLED.rename(y="row"),
+            {},
+            ValueError,
+            r"dims \(image, y, x\), got \('image', 'row', 'x'\)",
+        ),
+        (
+            {"a": LABELLED, "b": LABELLED.assign_coords(target=("image", [0, 1, 1]))},
+            {},
+            ValueError,
+            "'a' and 'b' are",
+        ),
+        (
+            first,
+            {"metrics": "auc"},
+            ValueError,
+            r"metrics among \['deletion_auc', .*got 'auc'",
+        ),
+        (
+            first,
+            {"metrics": ["pointing_game"]},
+            ValueError,
+            "'pointing_game' needs masks",
+        ),
+        (
+            {"a": MAPS, "b": first},
+            {"metrics": "sensitivity"},
+            ValueError,
+            "needs methods, .*'a' was given as maps",
+        ),
+        (
+            first,
+            {"masks": MASKS[:2]},
+            ValueError,
+            r"masks of shape \(3, 7, 11\), got \(2, 7, 11\)",
+        ),
+        (
+            first,
+            {"masks": MASKS.float()},
+            TypeError,
+            "dtype bool, True on the object, got torch.float32",
+        ),
+        (
+            first,
+            {"options": {"gradcam": {}}},
+            ValueError,
+            "options for 'gradcam', which is none of",
+        ),
         (first, {"steps": 0}, ValueError, "integer from 1 for steps, got 0"),
-        (first, {"start": "noise"}, ValueError, "expected 'blur', a number or an image, got 'noise'"),
-        (first, {"masks": MASKS, "tolerance": -1}, ValueError, "at least 0 pixels, got -1"),
+        (
+            first,
+            {"start": "noise"},
+            ValueError,
+            "expected 'blur', a number or an image, got 'noise'",
+        ),
+        (
+            first,
+            {"masks": MASKS, "tolerance": -1},
+            ValueError,
+            "at least 0 pixels, got -1",
+        ),
         (first, {"samples": 0}, ValueError, "integer from 1 for samples, got 0"),
         (first, {"radius": -1}, ValueError, "positive radius, got -1"),
     ],
 )
-def test_errors(saliency: object, options: dict, error: type[Exception], message: str) -> None:
+def test_errors(
+    saliency: object, options: dict, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         tcnn_probe.faithfulness(Linear(), IMAGES, saliency, **options)

@@ -49,7 +49,9 @@ class Interruption:
 def test_nothing_is_left_by_an_interruption(method: str) -> None:
     model = transformer("deit_tiny_patch16_224", depth=1)
     images = torch.randn(1, 3, *SIZE)
-    tcnn_probe.saliency(model, images, 1, method)  # imports captum, whose place is not of interest
+    tcnn_probe.saliency(
+        model, images, 1, method
+    )  # imports captum, whose place is not of interest
     trace = Trace(model)
     with Interruption() as interruption:
         tcnn_probe.saliency(model, images, 1, method)

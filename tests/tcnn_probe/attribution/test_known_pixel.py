@@ -12,7 +12,8 @@ import tcnn_probe
 
 SIZE = (36, 50)
 CASES = [
-    (kernel, stride, kernel // 2 - less) for kernel, stride, less in itertools.product((2, 4, 7), (2, 4, 7), (0, 1))
+    (kernel, stride, kernel // 2 - less)
+    for kernel, stride, less in itertools.product((2, 4, 7), (2, 4, 7), (0, 1))
 ]
 
 
@@ -25,7 +26,11 @@ class Attends(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         query = torch.full_like(tokens, 4.0)[:, None]
-        return tokens + self.drop(F.scaled_dot_product_attention(query, tokens[:, None], tokens[:, None])[:, 0])
+        return tokens + self.drop(
+            F.scaled_dot_product_attention(query, tokens[:, None], tokens[:, None])[
+                :, 0
+            ]
+        )
 
 
 class Looks(nn.Module):
@@ -42,7 +47,9 @@ class Looks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         cells = self.embed(x).flatten(2).transpose(1, 2)
         token = torch.zeros_like(cells[:, :1])
-        tokens = self.blocks(torch.cat([cells, token] if self.last else [token, cells], 1))
+        tokens = self.blocks(
+            torch.cat([cells, token] if self.last else [token, cells], 1)
+        )
         return F.pad(tokens[:, -1 if self.last else 0], (1, 0))
 
 
@@ -58,10 +65,23 @@ METHODS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("method", METHODS)
 def test_the_peak_is_at_the_pixel(method: str) -> None:
     for kernel, stride, padding in CASES:
-        model, image = Looks(kernel, stride, padding, last=stride == 4), torch.zeros(1, 1, *SIZE)
-        y, x = (stride * cell - padding + (kernel - 1) // 2 for cell in (3, 5))  # the middle of what the cell sees
+        model, image = (
+            Looks(kernel, stride, padding, last=stride == 4),
+            torch.zeros(1, 1, *SIZE),
+        )
+        y, x = (
+            stride * cell - padding + (kernel - 1) // 2 for cell in (3, 5)
+        )  # the middle of what the cell sees
         image[0, 0, y, x] = 1
-        maps = tcnn_probe.saliency(model, image, 1, method.split()[0], **METHODS[method])[0]
-        assert float(maps[y, x]) == pytest.approx(float(maps.max()), rel=1e-6), (kernel, stride, padding)
+        maps = tcnn_probe.saliency(
+            model, image, 1, method.split()[0], **METHODS[method]
+        )[0]
+        assert float(maps[y, x]) == pytest.approx(float(maps.max()), rel=1e-6), (
+            kernel,
+            stride,
+            padding,
+        )
         peak = (maps > float(maps.max()) * (1 - 1e-6)).values.nonzero()
-        assert [max(abs(at - place)) <= 1 for at, place in zip(peak, (y, x), strict=True)] == [True, True]
+        assert [
+            max(abs(at - place)) <= 1 for at, place in zip(peak, (y, x), strict=True)
+        ] == [True, True]

@@ -25,12 +25,20 @@ class LogitsAlone(nn.Module):
 @pytest.fixture(scope="module")
 def vit() -> nn.Module:
     torch.manual_seed(5)
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 31}
+    sizes = {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "intermediate_size": 31,
+    }
     config = transformers.ViTConfig(image_size=24, patch_size=8, num_labels=5, **sizes)
     return transformers.ViTForImageClassification(config).eval()
 
 
-@pytest.mark.parametrize("method", ["class_attention", "gradcam", "integrated_gradients", "occlusion", "DeepLift"])
+@pytest.mark.parametrize(
+    "method",
+    ["class_attention", "gradcam", "integrated_gradients", "occlusion", "DeepLift"],
+)
 @pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
 def test_saliency_is_that_of_the_logits(vit: nn.Module, method: str) -> None:
     images = torch.randn(2, 3, 24, 24)
@@ -43,8 +51,12 @@ def test_saliency_is_that_of_the_logits(vit: nn.Module, method: str) -> None:
 
 def test_faithfulness_is_that_of_the_logits(vit: nn.Module) -> None:
     images, options = torch.randn(2, 3, 24, 24), {"samples": 2, "steps": 3}
-    scores = tcnn_probe.faithfulness(vit, images, ["class_attention", "gradcam"], **options)
-    expected = tcnn_probe.faithfulness(LogitsAlone(vit), images, ["class_attention", "gradcam"], **options)
+    scores = tcnn_probe.faithfulness(
+        vit, images, ["class_attention", "gradcam"], **options
+    )
+    expected = tcnn_probe.faithfulness(
+        LogitsAlone(vit), images, ["class_attention", "gradcam"], **options
+    )
     for name in expected:
         np.testing.assert_array_equal(scores[name].values, expected[name].values)
 
@@ -53,4 +65,7 @@ def test_attacks_are_those_on_the_logits(vit: nn.Module) -> None:
     images, labels = torch.rand(2, 3, 24, 24), torch.tensor([1, 3])
     options = {"epsilon": 0.03, "normalization": (0.5, 0.5)}
     attacked = tcnn_probe.evaluation.fgsm(vit, images, labels, **options)
-    assert torch.equal(attacked, tcnn_probe.evaluation.fgsm(LogitsAlone(vit), images, labels, **options))
+    assert torch.equal(
+        attacked,
+        tcnn_probe.evaluation.fgsm(LogitsAlone(vit), images, labels, **options),
+    )

@@ -10,7 +10,9 @@ from tcnn_probe.attribution.perturbation import random_squares
 from tests.tcnn_probe.attribution.models import Linear, OneBlock, bright
 
 pytestmark = pytest.mark.numerical
-IMAGES = torch.randn(3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(
+    3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+)
 TARGETS = torch.tensor([2, 0, 1])
 
 
@@ -25,7 +27,9 @@ def test_contributions_of_a_linear_model_are_faithful() -> None:
     assert infidelity(model, IMAGES, maps * torch.nan, TARGETS).isnan().all()
 
 
-@pytest.mark.parametrize(("batch_size", "normalize"), [(1, True), (4, False), (4, True), (50, True)])
+@pytest.mark.parametrize(
+    ("batch_size", "normalize"), [(1, True), (4, False), (4, True), (50, True)]
+)
 def test_infidelity_by_hand(batch_size: int, normalize: bool) -> None:
     model, x = OneBlock(), bright()
     maps = torch.rand(3, 12, 20, generator=torch.Generator().manual_seed(4))
@@ -77,16 +81,29 @@ def test_sensitivity_by_hand(batch_size: int) -> None:
         moved = [k * (image + 0.3 * one.double()).sum(0) ** 2 - here for one in noise]
         by_hand.append(max(float(one.norm()) for one in moved) / float(here.norm()))
     target = torch.tensor([2, 1, 1])
-    found = sensitivity(model, IMAGES, explain, target, radius=0.3, samples=5, seed=6, batch_size=batch_size)
+    found = sensitivity(
+        model,
+        IMAGES,
+        explain,
+        target,
+        radius=0.3,
+        samples=5,
+        seed=6,
+        batch_size=batch_size,
+    )
     np.testing.assert_allclose(found, by_hand, rtol=1e-6)
 
 
 def test_constant_explanation_is_not_sensitive() -> None:
-    found = sensitivity(Linear(), IMAGES, lambda x, target: torch.ones(len(x), 7, 11), TARGETS)
+    found = sensitivity(
+        Linear(), IMAGES, lambda x, target: torch.ones(len(x), 7, 11), TARGETS
+    )
     assert found.tolist() == [0, 0, 0]
 
 
 def test_a_method_that_changes_its_images_in_place() -> None:
     explain = (lambda x, target: x.mul_(0.5)[:, 0]), (lambda x, target: (x * 0.5)[:, 0])
-    found, expected = (sensitivity(Linear(), IMAGES, each, TARGETS, samples=3) for each in explain)
+    found, expected = (
+        sensitivity(Linear(), IMAGES, each, TARGETS, samples=3) for each in explain
+    )
     torch.testing.assert_close(found, expected)

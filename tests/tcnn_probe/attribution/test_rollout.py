@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tests.tcnn_probe.attention.bruteforce import attention_of
-from tests.tcnn_probe.attribution.models import CONVOLVED, SIZE, OneBlock, bilinear, patchconvnet, transformer
+from tests.tcnn_probe.attribution.models import (
+    CONVOLVED,
+    SIZE,
+    OneBlock,
+    bilinear,
+    patchconvnet,
+    transformer,
+)
 
 pytestmark = pytest.mark.numerical
 
@@ -61,15 +68,27 @@ def test_equals_the_product(name: str, prefix: int, token: int) -> None:
 def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = transformer("deit_tiny_patch16_224"), torch.randn(2, 3, *SIZE)
     whole = tcnn_probe.saliency(model, images, method="rollout")
-    monkeypatch.setattr(tcnn_probe.Attention, "BLOCK", 300)  # logits: 3 queries at a time
-    np.testing.assert_allclose(tcnn_probe.saliency(model, images, method="rollout"), whole, atol=1e-7)
+    monkeypatch.setattr(
+        tcnn_probe.Attention, "BLOCK", 300
+    )  # logits: 3 queries at a time
+    np.testing.assert_allclose(
+        tcnn_probe.saliency(model, images, method="rollout"), whole, atol=1e-7
+    )
 
 
-WINDOWS = {"num_classes": 3, "depths": (1, 1), "embed_dim": 16, "num_heads": (1, 2), "window_size": 7}
+WINDOWS = {
+    "num_classes": 3,
+    "depths": (1, 1),
+    "embed_dim": 16,
+    "num_heads": (1, 2),
+    "window_size": 7,
+}
 
 
 def swin() -> nn.Module:
-    return timm.create_model("swin_tiny_patch4_window7_224", img_size=(56, 84), **WINDOWS)
+    return timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=(56, 84), **WINDOWS
+    )
 
 
 def pvt() -> nn.Module:
@@ -83,16 +102,38 @@ def without_class_token() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "size", "message"),
     [
-        (swin, (56, 84), "attention over the whole image; 'layers.0.blocks.0.attn' attends in windows"),
-        (pvt, (64, 96), "same tokens in every layer: 'stages.0.blocks.0.attn' has 384 queries and 6 keys.*'occlusion'"),
-        (without_class_token, SIZE, "starts from a class token, and this model has none"),
+        (
+            swin,
+            (56, 84),
+            "attention over the whole image; 'layers.0.blocks.0.attn' attends in windows",
+        ),
+        (
+            pvt,
+            (64, 96),
+            "same tokens in every layer: 'stages.0.blocks.0.attn' has 384 queries and 6 keys.*'occlusion'",
+        ),
+        (
+            without_class_token,
+            SIZE,
+            "starts from a class token, and this model has none",
+        ),
         (OneBlock, (12, 20), "no attention was seen"),
-        (patchconvnet, CONVOLVED, "here only 'pool.block.attn' attends: use 'class_attention'"),
+        (
+            patchconvnet,
+            CONVOLVED,
+            "here only 'pool.block.attn' attends: use 'class_attention'",
+        ),
     ],
 )
-def test_what_cannot_be_followed(model: Callable[[], nn.Module], size: tuple[int, int], message: str) -> None:
+def test_what_cannot_be_followed(
+    model: Callable[[], nn.Module], size: tuple[int, int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        tcnn_probe.saliency(model(), torch.randn(2, 2 if model is OneBlock else 3, *size), method="rollout")
+        tcnn_probe.saliency(
+            model(),
+            torch.randn(2, 2 if model is OneBlock else 3, *size),
+            method="rollout",
+        )
 
 
 class Gate(nn.Module):
@@ -109,5 +150,7 @@ class Gate(nn.Module):
 
 
 def test_softmax_that_is_no_attention() -> None:
-    with pytest.raises(ValueError, match=r"followed a softmax that weighs no values: \[''\]"):
+    with pytest.raises(
+        ValueError, match=r"followed a softmax that weighs no values: \[''\]"
+    ):
         tcnn_probe.saliency(Gate().eval(), torch.randn(2, 3, *SIZE), method="rollout")

@@ -15,46 +15,81 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_probe import attribution
-from tests.tcnn_probe.attribution.models import CONVOLVED, Linear, OneBlock, bright, patchconvnet
+from tests.tcnn_probe.attribution.models import (
+    CONVOLVED,
+    Linear,
+    OneBlock,
+    bright,
+    patchconvnet,
+)
 
-IMAGES = torch.randn(5, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(
+    5, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+)
 
 
 def test_labels() -> None:
     model, x = patchconvnet(), torch.randn(2, 3, *CONVOLVED)
     maps = tcnn_probe.saliency(model, x)
-    assert (maps.name, maps.dims, maps.shape) == ("saliency", ("image", "y", "x"), (2, *CONVOLVED))
+    assert (maps.name, maps.dims, maps.shape) == (
+        "saliency",
+        ("image", "y", "x"),
+        (2, *CONVOLVED),
+    )
     assert maps.image.values.tolist() == [0, 1]
     assert maps.target.dims == ("image",)
     assert maps.target.values.tolist() == model(x).argmax(1).tolist()
-    assert {"method": "class_attention", "units": "1", "layer": "pool.block.attn"}.items() <= maps.attrs.items()
+    assert {
+        "method": "class_attention",
+        "units": "1",
+        "layer": "pool.block.attn",
+    }.items() <= maps.attrs.items()
     assert "Touvron" in maps.attrs["source"]
     assert maps.attrs["torch_version"] == torch.__version__.split("+")[0]
-    by_captum = tcnn_probe.saliency(Linear(), IMAGES, method="integrated_gradients", baseline=torch.zeros(1, 7, 11))
+    by_captum = tcnn_probe.saliency(
+        Linear(), IMAGES, method="integrated_gradients", baseline=torch.zeros(1, 7, 11)
+    )
     assert by_captum.attrs["captum_version"]
     assert by_captum.attrs["source"].endswith("; by captum's IntegratedGradients")
-    assert json.loads(by_captum.attrs["options"]) == {"n_steps": 32, "baseline": "of shape (1, 7, 11)"}
+    assert json.loads(by_captum.attrs["options"]) == {
+        "n_steps": 32,
+        "baseline": "of shape (1, 7, 11)",
+    }
 
 
 OPTIONS = {"integrated_gradients": {"n_steps": 3}, "occlusion": {"window": 5}}
 
 
-@pytest.mark.parametrize("method", ["class_attention", "gradcam", "integrated_gradients", "occlusion"])
+@pytest.mark.parametrize(
+    "method", ["class_attention", "gradcam", "integrated_gradients", "occlusion"]
+)
 def test_batches_do_not_matter(method: str) -> None:
     attends = method == "class_attention"
-    model, x = (patchconvnet("_multi", 3), torch.randn(3, 3, *CONVOLVED)) if attends else (OneBlock(), bright())
+    model, x = (
+        (patchconvnet("_multi", 3), torch.randn(3, 3, *CONVOLVED))
+        if attends
+        else (OneBlock(), bright())
+    )
     seen: list[int] = []
-    next(model.children()).register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    next(model.children()).register_forward_pre_hook(
+        lambda module, inputs: seen.append(len(inputs[0]))
+    )
     options = OPTIONS.get(method, {})
     together = tcnn_probe.saliency(model, x, method=method, **options)
     for batch_size in (1, 2):
         seen.clear()
-        maps = tcnn_probe.saliency(model, x, method=method, batch_size=batch_size, **options)
-        np.testing.assert_allclose(maps, together, atol=1e-5 * abs(together).max().item())
+        maps = tcnn_probe.saliency(
+            model, x, method=method, batch_size=batch_size, **options
+        )
+        np.testing.assert_allclose(
+            maps, together, atol=1e-5 * abs(together).max().item()
+        )
         assert max(seen) == batch_size
     seen.clear()
     given = {method: options} if options else {}
-    tcnn_probe.faithfulness(model, x, [method], batch_size=2, samples=2, steps=2, options=given)
+    tcnn_probe.faithfulness(
+        model, x, [method], batch_size=2, samples=2, steps=2, options=given
+    )
     assert max(seen) == 2
 
 
@@ -63,12 +98,16 @@ def test_targets_and_images_as_they_come() -> None:
     predicted = model(x).argmax(1)
     own = tcnn_probe.saliency(model, x, method="input_x_gradient", batch_size=2)
     for given in (predicted, predicted.tolist(), predicted.numpy()):
-        np.testing.assert_array_equal(tcnn_probe.saliency(model, x, given, "input_x_gradient"), own)
+        np.testing.assert_array_equal(
+            tcnn_probe.saliency(model, x, given, "input_x_gradient"), own
+        )
     other = (int(predicted[0]) + 1) % 3
     all_other = tcnn_probe.saliency(model, x, other, "input_x_gradient")
     assert all_other.target.values.tolist() == [other] * 3
     assert not np.allclose(all_other[0], own[0])
-    single = tcnn_probe.saliency(model, x.float().numpy(), predicted, "input_x_gradient")
+    single = tcnn_probe.saliency(
+        model, x.float().numpy(), predicted, "input_x_gradient"
+    )
     assert single.dtype == "float64"
 
 
@@ -83,18 +122,35 @@ def red(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 def test_own_method(mode: type) -> None:
     with mode():
         maps = tcnn_probe.saliency(Linear(), IMAGES, [2, 0, 1, 1, 2], red, batch_size=3)
-        tcnn_probe.faithfulness(Linear(), IMAGES, red, metrics="sensitivity")  # which captum computes under no_grad
-    np.testing.assert_array_equal(maps, IMAGES[:, 0] * torch.tensor([2, 0, 1, 1, 2])[:, None, None])
-    assert {"method": "red", "definition": "First channel, times the class."}.items() <= maps.attrs.items()
+        tcnn_probe.faithfulness(
+            Linear(), IMAGES, red, metrics="sensitivity"
+        )  # which captum computes under no_grad
+    np.testing.assert_array_equal(
+        maps, IMAGES[:, 0] * torch.tensor([2, 0, 1, 1, 2])[:, None, None]
+    )
+    assert {
+        "method": "red",
+        "definition": "First channel, times the class.",
+    }.items() <= maps.attrs.items()
 
 
 def test_several_methods(tmp_path: Path) -> None:
     model, x = patchconvnet(), torch.randn(2, 3, *CONVOLVED)
     methods = ["class_attention", "gradcam", "Saliency", red]
-    maps = tcnn_probe.saliency(model, x, method=methods, gradcam={"layer": "blocks.0.conv1"})
-    layers = {"class_attention": "pool.block.attn", "gradcam": "blocks.0.conv1", "Saliency": "", "red": ""}
+    maps = tcnn_probe.saliency(
+        model, x, method=methods, gradcam={"layer": "blocks.0.conv1"}
+    )
+    layers = {
+        "class_attention": "pool.block.attn",
+        "gradcam": "blocks.0.conv1",
+        "Saliency": "",
+        "red": "",
+    }
     assert {name: one.attrs["layer"] for name, one in maps.items()} == layers
-    for name, options in {"class_attention": {}, "gradcam": {"layer": "blocks.0.conv1"}}.items():
+    for name, options in {
+        "class_attention": {},
+        "gradcam": {"layer": "blocks.0.conv1"},
+    }.items():
         alone = tcnn_probe.saliency(model, x, method=name, **options).rename(name)
         xr.testing.assert_identical(maps[name].drop_attrs(), alone.drop_attrs())
     maps.to_zarr(tmp_path / "maps.zarr", consolidated=False)
@@ -105,10 +161,18 @@ def test_several_methods(tmp_path: Path) -> None:
 def test_an_unsupported_method_of_several_is_left_out() -> None:
     model = Linear()
     with pytest.warns(RuntimeWarning) as told:
-        maps = tcnn_probe.saliency(model, IMAGES, method=["class_attention", red, "rollout", "gradcam"])
+        maps = tcnn_probe.saliency(
+            model, IMAGES, method=["class_attention", red, "rollout", "gradcam"]
+        )
     assert [*maps.data_vars] == ["red"]
-    reasons = ["no layer has a map of class attention", "no attention was seen", "no layer gives a feature map"]
-    for one, name, reason in zip(told, ("class_attention", "rollout", "gradcam"), reasons, strict=True):
+    reasons = [
+        "no layer has a map of class attention",
+        "no attention was seen",
+        "no layer gives a feature map",
+    ]
+    for one, name, reason in zip(
+        told, ("class_attention", "rollout", "gradcam"), reasons, strict=True
+    ):
         assert str(one.message).startswith(f"{name!r} is left out: {reason}")
         assert one.filename == __file__
     with pytest.raises(ValueError, match="no layer has a map of class attention"):
@@ -127,28 +191,70 @@ def flat(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"images": IMAGES[0, 0]}, ValueError, r"\(B, C, H, W\), .*got shape \(7, 11\)"),
+        (
+            {"images": IMAGES[0, 0]},
+            ValueError,
+            r"\(B, C, H, W\), .*got shape \(7, 11\)",
+        ),
         ({"target": 3}, ValueError, "targets from 0 to 2, got 3"),
-        ({"target": [0, 1]}, ValueError, r"expected one target, or 5: one an image; got shape \(2,\)"),
+        (
+            {"target": [0, 1]},
+            ValueError,
+            r"expected one target, or 5: one an image; got shape \(2,\)",
+        ),
         ({"target": 1.0}, TypeError, "class indices for targets, got torch.float32"),
         ({"target": "cat"}, TypeError, "class indices for targets, got 'cat'"),
-        ({"method": "grad_cam"}, ValueError, r"one of \['class_attention', .*got 'grad_cam'"),
+        (
+            {"method": "grad_cam"},
+            ValueError,
+            r"one of \['class_attention', .*got 'grad_cam'",
+        ),
         ({"method": []}, ValueError, r"expected a method.*got \[\]"),
-        ({"method": ["occlusion", "occlusion"]}, ValueError, "different names, got 'occlusion' twice"),
-        ({"method": ["occlusion"], "gradcam": {}}, ValueError, "options for 'gradcam', which is none of the methods"),
-        ({"method": ["occlusion"], "occlusion": 3}, TypeError, "the options of each, as in .*got occlusion=3"),
-        ({"method": ["occlusion"], "layer": "a"}, TypeError, r"gradcam=\{'layer': ...\}; got layer='a'"),
-        ({"method": "rollout", "layer": "a"}, TypeError, "'rollout' has no option 'layer'"),
+        (
+            {"method": ["occlusion", "occlusion"]},
+            ValueError,
+            "different names, got 'occlusion' twice",
+        ),
+        (
+            {"method": ["occlusion"], "gradcam": {}},
+            ValueError,
+            "options for 'gradcam', which is none of the methods",
+        ),
+        (
+            {"method": ["occlusion"], "occlusion": 3},
+            TypeError,
+            "the options of each, as in .*got occlusion=3",
+        ),
+        (
+            {"method": ["occlusion"], "layer": "a"},
+            TypeError,
+            r"gradcam=\{'layer': ...\}; got layer='a'",
+        ),
+        (
+            {"method": "rollout", "layer": "a"},
+            TypeError,
+            "'rollout' has no option 'layer'",
+        ),
         ({"method": red, "strength": 3}, TypeError, "'red' is a function of yours"),
-        ({"method": flat}, TypeError, r"'flat' to give a tensor of shape \(5, 7, 11\), got shape \(5, 11\)"),
+        (
+            {"method": flat},
+            TypeError,
+            r"'flat' to give a tensor of shape \(5, 7, 11\), got shape \(5, 11\)",
+        ),
         ({"batch_size": 0}, ValueError, "integer from 1 for batch_size, got 0"),
-        ({"model": Heads()}, TypeError, r"a score for each class, shape \(5, K\), got tuple"),
+        (
+            {"model": Heads()},
+            TypeError,
+            r"a score for each class, shape \(5, K\), got tuple",
+        ),
         ({"model": torch.sum}, TypeError, "expected a torch.nn.Module, got builtin"),
     ],
 )
 def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        tcnn_probe.saliency(**({"model": Linear(), "images": IMAGES, "method": "occlusion"} | given))
+        tcnn_probe.saliency(
+            **({"model": Linear(), "images": IMAGES, "method": "occlusion"} | given)
+        )
 
 
 def test_names_are_functions_whatever_is_imported_first() -> None:

@@ -21,7 +21,10 @@ def data(count: int) -> TensorDataset:
 
 
 def test_lightning(tmp_path: Path) -> None:
-    pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install 'lightning>=2.4'")
+    pl = pytest.importorskip(
+        "lightning.pytorch",
+        reason="Lightning is not installed: pip install 'lightning>=2.4'",
+    )
     from tcnn_probe.callbacks.lightning import RecordCallback
 
     class Classifier(pl.LightningModule):  # type: ignore[name-defined, misc]
@@ -51,7 +54,9 @@ def test_lightning(tmp_path: Path) -> None:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", devices=1, callbacks=[recording], **quiet)
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", devices=1, callbacks=[recording], **quiet
+    )
     trainer.fit(model, DataLoader(data(5), 5), DataLoader(data(7), 4))
     trainer.validate(model, DataLoader(data(3), 3), verbose=False)
     assert Trace(model.vit).hooks == before
@@ -61,8 +66,12 @@ def test_lightning(tmp_path: Path) -> None:
     assert ds["layer"].values.tolist() == ["vit.blocks.0.attn", "vit.blocks.1.attn"]
     assert ds.val_loss.notnull().all()
     assert "epochs: 2 (0, 1)" in repr(recording.recorder)
-    for recorded, expected in zip(ds.entropy.values, model.truth[1:3], strict=True):  # the first is the sanity check
-        torch.testing.assert_close(torch.as_tensor(recorded), expected, rtol=1e-5, atol=1e-6)
+    for recorded, expected in zip(
+        ds.entropy.values, model.truth[1:3], strict=True
+    ):  # the first is the sanity check
+        torch.testing.assert_close(
+            torch.as_tensor(recorded), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 class Pixels(Dataset[dict[str, Tensor]]):
@@ -70,22 +79,43 @@ class Pixels(Dataset[dict[str, Tensor]]):
         return 6
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"pixel_values": images(6)[index, :, :16, :16], "labels": torch.tensor(index % 3)}
+        return {
+            "pixel_values": images(6)[index, :, :16, :16],
+            "labels": torch.tensor(index % 3),
+        }
 
 
 def test_hugging_face(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed, which Hugging Face's Trainer needs")
+    pytest.importorskip(
+        "accelerate",
+        reason="accelerate is not installed, which Hugging Face's Trainer needs",
+    )
     transformers = pytest.importorskip("transformers")
     from tcnn_probe.callbacks.huggingface import RecordCallback
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 8}
-    config = transformers.ViTConfig(image_size=16, patch_size=4, num_channels=2, num_labels=3, **sizes)
+    sizes = {
+        "hidden_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "intermediate_size": 8,
+    }
+    config = transformers.ViTConfig(
+        image_size=16, patch_size=4, num_channels=2, num_labels=3, **sizes
+    )
     model = transformers.ViTForImageClassification(config)
-    about = {"report_to": "none", "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no", "use_cpu": True}
+    about = {
+        "report_to": "none",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
     trainer = transformers.Trainer(
         model,
-        transformers.TrainingArguments(str(tmp_path / "out"), max_steps=4, disable_tqdm=True, **about),
+        transformers.TrainingArguments(
+            str(tmp_path / "out"), max_steps=4, disable_tqdm=True, **about
+        ),
         train_dataset=Pixels(),
         eval_dataset=Pixels(),
         callbacks=[RecordCallback(tmp_path / "run.zarr")],

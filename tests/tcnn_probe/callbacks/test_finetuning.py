@@ -18,11 +18,27 @@ TINY = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
 
 
 def _config(out: Path, **settings: Any) -> Config:
-    small = {"img_size": 64, "limit": 16, "batch_size": 8, "epochs": 2, "warmup_epochs": 1}
-    return Config(**{"model": "resnet18", "model_options": TINY, "out": str(out), **small, **settings})
+    small = {
+        "img_size": 64,
+        "limit": 16,
+        "batch_size": 8,
+        "epochs": 2,
+        "warmup_epochs": 1,
+    }
+    return Config(
+        **{
+            "model": "resnet18",
+            "model_options": TINY,
+            "out": str(out),
+            **small,
+            **settings,
+        }
+    )
 
 
-def test_each_epoch_of_a_resumed_run_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_epoch_of_a_resumed_run_is_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped between the checkpoint of an epoch and its mark."""
     settings = _config(tmp_path, reparameterize_at=0, ema=0.5)
     mark = Recording.__call__
@@ -45,17 +61,32 @@ def test_each_epoch_of_a_resumed_run_is_recorded_once(tmp_path: Path, monkeypatc
     assert ds.gate.notnull().all()
 
 
-def test_heads_come_in_where_a_cnn_becomes_a_tcnn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_come_in_where_a_cnn_becomes_a_tcnn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Scalars and settings are recorded from the beginning; one seed is beside another as a run."""
     results = list(train(_config(tmp_path / "a", reparameterize_at=1), progress=False))
     ds = xr.open_zarr(tmp_path / "a" / "recording.zarr")
     assert ds.epoch.values.tolist() == [0, 1, 2]
-    assert ds.train_top1.values.tolist()[1:] == [result.train_top1 for result in results[1:]]
-    assert ds.gate.notnull().any(["layer", "head"]).values.tolist() == [False, False, True]
+    assert ds.train_top1.values.tolist()[1:] == [
+        result.train_top1 for result in results[1:]
+    ]
+    assert ds.gate.notnull().any(["layer", "head"]).values.tolist() == [
+        False,
+        False,
+        True,
+    ]
     message = capsys.readouterr().err
-    assert "no heads are recorded, only scalars: nothing to mark: no attention was seen in ResNet" in message
+    assert (
+        "no heads are recorded, only scalars: nothing to mark: no attention was seen in ResNet"
+        in message
+    )
     assert len((tmp_path / "a" / "epochs.csv").read_text().splitlines()) == 4
-    list(train(_config(tmp_path / "b", seed=1, epochs=1, warmup_epochs=0), progress=False))
+    list(
+        train(
+            _config(tmp_path / "b", seed=1, epochs=1, warmup_epochs=0), progress=False
+        )
+    )
     tree = tcnn_probe.open([tmp_path / name / "recording.zarr" for name in "ab"])
     assert (tree.seed.values.tolist(), tree.reparameterize_at.values[0]) == ([0, 1], 1)
     assert tree.attrs["model"] == "resnet18"
@@ -67,19 +98,35 @@ def test_model_that_has_heads_and_gets_others(tmp_path: Path) -> None:
         return nn.Sequential(*layers).eval()
 
     attention, convolution = GPSA(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
-    before, after = build(attention, convolution), build(attention, GPSA.from_conv(convolution))
+    before, after = (
+        build(attention, convolution),
+        build(attention, GPSA.from_conv(convolution)),
+    )
     for epoch, model in enumerate((before, after, after)):
         watcher = Recording(model, tmp_path, {"seed": 3, "out": "here"})
         with torch.no_grad():
             model(torch.randn(2, 3, 5, 7))
         watcher({"epoch": epoch})
         watcher.close()
-    recorded = xr.open_zarr(tmp_path / "recording.zarr"), xr.open_zarr(tmp_path / "recording-converted.zarr")
+    recorded = (
+        xr.open_zarr(tmp_path / "recording.zarr"),
+        xr.open_zarr(tmp_path / "recording-converted.zarr"),
+    )
     assert [ds.epoch.values.tolist() for ds in recorded] == [[0], [1, 2]]
     assert [ds.layer.values.tolist() for ds in recorded] == [["0"], ["0", "1"]]
     assert "out" not in recorded[0].attrs
 
 
-def test_a_watcher_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    list(train(_config(tmp_path, epochs=1, warmup_epochs=0, watcher="nobody:Watches"), progress=False))
-    assert "nobody watches this run (No module named 'nobody'): epochs.csv" in capsys.readouterr().err
+def test_a_watcher_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    list(
+        train(
+            _config(tmp_path, epochs=1, warmup_epochs=0, watcher="nobody:Watches"),
+            progress=False,
+        )
+    )
+    assert (
+        "nobody watches this run (No module named 'nobody'): epochs.csv"
+        in capsys.readouterr().err
+    )

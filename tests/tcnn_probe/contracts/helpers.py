@@ -40,7 +40,14 @@ def vit(seed: int = 0, **options: Any) -> VisionTransformer:
     """Two blocks of 3 heads on 1 + 5 x 7 tokens, with peaked attention that differs between the heads."""
     torch.manual_seed(seed)
     model = VisionTransformer(
-        img_size=(20, 28), patch_size=4, in_chans=2, num_classes=5, embed_dim=12, depth=2, num_heads=3, **options
+        img_size=(20, 28),
+        patch_size=4,
+        in_chans=2,
+        num_classes=5,
+        embed_dim=12,
+        depth=2,
+        num_heads=3,
+        **options,
     )
     with torch.no_grad():
         for block in model.blocks:
@@ -55,8 +62,15 @@ def images(count: int = 3, seed: int = 0) -> Tensor:
 
 def entropy(attention: Attention, tokens: Tensor) -> Tensor:
     """Entropies of a layer given its input (B, N, C): mean over queries, (B, heads), in float64 throughout."""
-    weight, bias = attention.qkv.weight.detach().double(), attention.qkv.bias.detach().double()
-    q, k, _ = (tokens.detach().double() @ weight.T + bias).unflatten(-1, (3, attention.num_heads, -1)).unbind(2)
+    weight, bias = (
+        attention.qkv.weight.detach().double(),
+        attention.qkv.bias.detach().double(),
+    )
+    q, k, _ = (
+        (tokens.detach().double() @ weight.T + bias)
+        .unflatten(-1, (3, attention.num_heads, -1))
+        .unbind(2)
+    )
     weights = torch.einsum("bqhd,bkhd->bhqk", q, k).mul(q.shape[-1] ** -0.5).softmax(-1)
     return -(weights * weights.log()).sum(-1).mean(-1)
 
@@ -67,7 +81,9 @@ def entropies(model: nn.Module, x: Tensor) -> Tensor:
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     for layer in layers:
 
-        def forward(tokens: Tensor, *args: Any, layer: Any = layer, **kwargs: Any) -> Tensor:
+        def forward(
+            tokens: Tensor, *args: Any, layer: Any = layer, **kwargs: Any
+        ) -> Tensor:
             found.append(entropy(layer, tokens).mean(0))
             return type(layer).forward(layer, tokens, *args, **kwargs)
 
@@ -81,10 +97,17 @@ def entropies(model: nn.Module, x: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def check_entropies(recorder: tcnn_probe.Recorder, expected: Tensor, mark: int = -1, images: int | None = None) -> None:
+def check_entropies(
+    recorder: tcnn_probe.Recorder,
+    expected: Tensor,
+    mark: int = -1,
+    images: int | None = None,
+) -> None:
     """Those of one mark are these, (layers, heads), to what float32 keeps of logits up to 10; of so many images."""
     ds = recorder.dataset.isel(epoch=mark)
-    torch.testing.assert_close(torch.as_tensor(ds.entropy.values), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.as_tensor(ds.entropy.values), expected, rtol=1e-5, atol=1e-6
+    )
     if images is not None:
         assert set(ds.images.values.tolist()) == {images}
 
@@ -108,23 +131,36 @@ class Trace:
         modules = dict(model.named_modules())
         self.classes = {name: type(module) for name, module in modules.items()}
         self.attributes = {
-            name: {key: None if isinstance(value, _PLAIN) else id(value) for key, value in vars(module).items()}
+            name: {
+                key: None if isinstance(value, _PLAIN) else id(value)
+                for key, value in vars(module).items()
+            }
             for name, module in modules.items()
         }
         containers = {
-            (name, key): list(value.items()) if isinstance(value, dict) else sorted(map(str, value))
+            (name, key): list(value.items())
+            if isinstance(value, dict)
+            else sorted(map(str, value))
             for name, module in modules.items()
             for key, value in vars(module).items()
             if isinstance(value, _PLAIN) and key not in ("_parameters", "_buffers")
         }
-        self.hooks = {place: value for place, value in containers.items() if "hooks" in place[1]}  # in order
-        self.containers = {place: value for place, value in containers.items() if "hooks" not in place[1]}
+        self.hooks = {
+            place: value for place, value in containers.items() if "hooks" in place[1]
+        }  # in order
+        self.containers = {
+            place: value
+            for place, value in containers.items()
+            if "hooks" not in place[1]
+        }
         self.parameters = {
             name: (
                 id(p),
                 p.requires_grad,
                 None if not p._backward_hooks else list(p._backward_hooks.items()),
-                [key for key in vars(p) if not key.startswith("_dynamo")],  # a mark that torch.compile leaves
+                [
+                    key for key in vars(p) if not key.startswith("_dynamo")
+                ],  # a mark that torch.compile leaves
             )
             for name, p in model.named_parameters()
         }
@@ -134,7 +170,9 @@ class Trace:
     def __eq__(self, other: object) -> bool:
         mine, theirs = dict(vars(self)), dict(vars(other))
         before, after = mine.pop("state"), theirs.pop("state")
-        same = list(before) == list(after) and all(torch.equal(value, after[name]) for name, value in before.items())
+        same = list(before) == list(after) and all(
+            torch.equal(value, after[name]) for name, value in before.items()
+        )
         return mine == theirs and same
 
     __hash__ = None  # type: ignore[assignment]
@@ -161,4 +199,8 @@ def global_state() -> dict[str, Any]:
 
 def clean() -> bool:
     """Whether torch is as a fresh interpreter has it."""
-    return not any(value for name, value in global_state().items() if "hooks" in name or "modes" in name)
+    return not any(
+        value
+        for name, value in global_state().items()
+        if "hooks" in name or "modes" in name
+    )

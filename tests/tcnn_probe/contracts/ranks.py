@@ -16,9 +16,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import check_entropies, clean, entropies, images, vit
+from tests.tcnn_probe.contracts.helpers import (
+    check_entropies,
+    clean,
+    entropies,
+    images,
+    vit,
+)
 from tests.tcnn_probe.networks import Chain
-from tests.tcnn_probe.probes.class_attention_models import classes_of, network, pictures, truth
+from tests.tcnn_probe.probes.class_attention_models import (
+    classes_of,
+    network,
+    pictures,
+    truth,
+)
 
 COUNTS = 3, 2  # images of rank 0 and of rank 1
 
@@ -41,7 +52,9 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
         for block in model.children() if isinstance(model, Chain) else model.blocks:
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    return FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=True
+    )
 
 
 def values(rank: int, folder: Path) -> None:
@@ -55,14 +68,20 @@ def values(rank: int, folder: Path) -> None:
                 with torch.no_grad():
                     model(mine(given, rank))
                 recorder.mark(epoch=epoch, top1=0.5)
-            assert recorder.layers == ("blocks.0.attn", "blocks.1.attn"), (kind, recorder.layers)
+            assert recorder.layers == ("blocks.0.attn", "blocks.1.attn"), (
+                kind,
+                recorder.layers,
+            )
             assert recorder.epochs == (0, 1)
             if rank == 0:
                 assert recorder.dataset.images.values.tolist() == [[5, 5]] * 2, kind
                 for mark in range(2):
                     check_entropies(recorder, expected[mark], mark)
             else:
-                raises(lambda recorder=recorder: recorder.dataset, "rank 0 has the recording")
+                raises(
+                    lambda recorder=recorder: recorder.dataset,
+                    "rank 0 has the recording",
+                )
         assert clean()
         if kind != "fsdp":
             model = wrapped(kind, vit()).train()
@@ -79,7 +98,9 @@ def resume(rank: int, folder: Path) -> None:
     x = images(5)
     if rank == 0:
         model = vit()
-        with tcnn_probe.record(model, folder / "run.zarr", distributed=False) as recorder:
+        with tcnn_probe.record(
+            model, folder / "run.zarr", distributed=False
+        ) as recorder:
             model(x)
             recorder.mark(epoch=0)
     dist.barrier()
@@ -91,10 +112,14 @@ def resume(rank: int, folder: Path) -> None:
             model(mine(x, rank))
             recorder.mark(epoch=epoch)
             if rank == 0:
-                check_entropies(recorder, torch.as_tensor(recorder.dataset.entropy.values[0]))
+                check_entropies(
+                    recorder, torch.as_tensor(recorder.dataset.entropy.values[0])
+                )
                 assert recorder.dataset.images.values.tolist() == [[5, 5]] * (epoch + 1)
     if rank == 0:
-        with tcnn_probe.record(vit(), folder / "run.zarr", distributed=False) as recorder:
+        with tcnn_probe.record(
+            vit(), folder / "run.zarr", distributed=False
+        ) as recorder:
             assert recorder.epochs == (0, 1, 2)
 
 
@@ -114,9 +139,17 @@ def parameters(rank: int, folder: Path) -> None:
             recorder.mark(epoch=0)
             if rank == 0:
                 for name in expected.data_vars:
-                    given, wanted = (torch.as_tensor(ds[name].values) for ds in (recorder.dataset, expected))
+                    given, wanted = (
+                        torch.as_tensor(ds[name].values)
+                        for ds in (recorder.dataset, expected)
+                    )
                     torch.testing.assert_close(
-                        given, wanted, rtol=1e-5, atol=1e-6, equal_nan=True, msg=f"{kind}: {name}"
+                        given,
+                        wanted,
+                        rtol=1e-5,
+                        atol=1e-6,
+                        equal_nan=True,
+                        msg=f"{kind}: {name}",
                     )
 
 
@@ -132,12 +165,18 @@ def classes(rank: int, folder: Path) -> None:
             recorder.mark(epoch=0)
             if rank == 0:
                 ds = classes_of(recorder.tree).isel(epoch=0)
-                assert ds.class_index.isel(**{"class": 0}).values.tolist() == [*scores[:3].argmax(1), -1], kind
+                assert ds.class_index.isel(**{"class": 0}).values.tolist() == [
+                    *scores[:3].argmax(1),
+                    -1,
+                ], kind
                 best = torch.tensor(maps[range(3), scores[:3].argmax(1)]).float()
                 found = torch.tensor(ds.attention_by_class[:3, 0].values).flatten(1)
                 torch.testing.assert_close(found, best, rtol=0, atol=1e-5)
                 entropy = -(maps * np.log(maps)).sum(-1).mean()
-                assert abs(float(recorder.dataset.class_entropy.squeeze()) - entropy) < 1e-4, kind
+                assert (
+                    abs(float(recorder.dataset.class_entropy.squeeze()) - entropy)
+                    < 1e-4
+                ), kind
 
 
 def errors(rank: int, folder: Path) -> None:
@@ -160,13 +199,22 @@ def errors(rank: int, folder: Path) -> None:
     with tcnn_probe.record(model, folder / "run.zarr") as recorder:
         raises(lambda: recorder.mark(epoch=0), "nothing to mark")
         model(x)
-        raises(lambda: recorder.mark(epoch=0, top1=None if rank else 0.5), "expected a number for 'top1'")
-        raises(lambda: recorder.mark(epoch=0, entropy=1.0), "is the name of a recorded variable")
+        raises(
+            lambda: recorder.mark(epoch=0, top1=None if rank else 0.5),
+            "expected a number for 'top1'",
+        )
+        raises(
+            lambda: recorder.mark(epoch=0, entropy=1.0),
+            "is the name of a recorded variable",
+        )
         raises(lambda: recorder.mark(epoch=rank), "epoch 0 on rank 0, 1 on rank 1")
         recorder.mark(epoch=0)
         model(x)
         raises(lambda: recorder.mark(epoch=0), "already marked")
-        put, recorder._store.append = recorder._store.append, full if rank == 0 else recorder._store.append
+        put, recorder._store.append = (
+            recorder._store.append,
+            full if rank == 0 else recorder._store.append,
+        )
         raises(lambda: recorder.mark(epoch=1), "No space left")
         recorder._store.append = put
         recorder.mark(epoch=1)
@@ -193,7 +241,9 @@ def uneven(rank: int, folder: Path) -> None:
                 assert recorder.dataset.images.values.tolist() == [[3, 3]], idle
                 check_entropies(recorder, expected)
     if rank == 1:
-        with tcnn_probe.record(model, folder / "alone.zarr", distributed=False) as recorder:
+        with tcnn_probe.record(
+            model, folder / "alone.zarr", distributed=False
+        ) as recorder:
             model(x)
             recorder.mark(epoch=0)
             assert recorder.dataset.images.values.tolist() == [[3, 3]]
@@ -207,7 +257,11 @@ def main(rank: int, folder: Path) -> list[str]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+        "gloo",
+        init_method=f"file://{folder / 'meet'}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=20),
     )
     passed = []
     try:

@@ -8,7 +8,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, entropy, images, vit
+from tests.tcnn_probe.contracts.helpers import (
+    Trace,
+    check_entropies,
+    clean,
+    entropies,
+    entropy,
+    images,
+    vit,
+)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -31,7 +39,9 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
     recorders[(first + 2) % 3].remove()
     assert before == Trace(model)
     assert clean()
-    for place, (recorder, wanted) in enumerate(zip(recorders, (expected, expected[1:], expected), strict=True)):
+    for place, (recorder, wanted) in enumerate(
+        zip(recorders, (expected, expected[1:], expected), strict=True)
+    ):
         assert recorder.epochs == ((0,) if place == first else (0, 1))
         for mark in range(len(recorder.epochs)):
             check_entropies(recorder, wanted, mark, images=3 if place == 2 else 6)
@@ -43,7 +53,9 @@ def test_attached_and_removed_in_the_middle_of_a_forward() -> None:
     before, late = Trace(model), list[tcnn_probe.Recorder]()
     outer, inner = tcnn_probe.record(model), tcnn_probe.record(model)
     handles = [
-        model.blocks[0].register_forward_hook(lambda *_: late.append(tcnn_probe.record(model))),
+        model.blocks[0].register_forward_hook(
+            lambda *_: late.append(tcnn_probe.record(model))
+        ),
         model.blocks[1].register_forward_hook(lambda *_: inner.remove()),
     ]
     model(images())
@@ -63,7 +75,9 @@ def test_parts_called_instead_of_the_model(what: str) -> None:
     model, x = vit(), images()
     expected = entropies(model, x)
     with torch.no_grad():
-        tokens = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
+        tokens = model.norm_pre(
+            model.patch_drop(model._pos_embed(model.patch_embed(x)))
+        )
     with tcnn_probe.record(model) as recorder:
         if what == "features":
             model.forward_head(model.forward_features(x))
@@ -103,7 +117,11 @@ class Around(nn.Module):
         self.eval()
 
     def forward(self, x: Tensor, again: int = 0) -> Tensor:
-        return self(0.5 * x, again - 1) + self._how(self.parts, x) if again else self._how(self.parts, x)
+        return (
+            self(0.5 * x, again - 1) + self._how(self.parts, x)
+            if again
+            else self._how(self.parts, x)
+        )
 
 
 TOKENS = torch.randn(3, 7, 12, generator=torch.Generator().manual_seed(0))
@@ -113,18 +131,27 @@ def test_layer_called_twice_in_a_forward() -> None:
     """Each call counts: the mean is over both, ``images`` is twice as many. A shared layer has its first name."""
     model = Around(lambda parts, x: parts.two(parts.one(x) + parts.one(0.3 * x)))
     model.parts.again = model.parts.one
-    expected = (entropy(model.parts.one, TOKENS) + entropy(model.parts.one, 0.3 * TOKENS)).mean(0) / 2
+    expected = (
+        entropy(model.parts.one, TOKENS) + entropy(model.parts.one, 0.3 * TOKENS)
+    ).mean(0) / 2
     with tcnn_probe.record(model) as recorder:
         model(TOKENS)
         recorder.mark(epoch=0)
         assert recorder.layers == ("parts.one", "parts.two")
         assert recorder.dataset.images.values.tolist() == [[6, 3]]
-        check_entropies(recorder, torch.stack([expected, torch.as_tensor(recorder.dataset.entropy.values[0, 1])]))
+        check_entropies(
+            recorder,
+            torch.stack(
+                [expected, torch.as_tensor(recorder.dataset.entropy.values[0, 1])]
+            ),
+        )
 
 
 def test_model_that_calls_itself() -> None:
     model = Around(lambda parts, x: parts.two(parts.one(x)))
-    expected = torch.stack([entropy(model.parts.one, TOKENS * 0.5**depth).mean(0) for depth in range(3)]).mean(0)
+    expected = torch.stack(
+        [entropy(model.parts.one, TOKENS * 0.5**depth).mean(0) for depth in range(3)]
+    ).mean(0)
     before = Trace(model)
     with tcnn_probe.record(model, layers="parts.one") as recorder:
         model(TOKENS, again=2)
@@ -170,7 +197,9 @@ def checkpointed(how: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     model = Inside() if how == "inside" else vit()
     if how == "timm":
         model.set_grad_checkpointing()
-    return model.train(), (lambda x: checkpoint(model, x, use_reentrant=True)) if how == "around" else model
+    return model.train(), (
+        lambda x: checkpoint(model, x, use_reentrant=True)
+    ) if how == "around" else model
 
 
 @pytest.mark.parametrize("how", ["inside", "timm", "around"])

@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, entropies, images, vit
+from tests.tcnn_probe.contracts.helpers import (
+    Trace,
+    check_entropies,
+    entropies,
+    images,
+    vit,
+)
 
 # torch._dynamo hides this warning of its own, which a filter that raises undoes.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -52,9 +58,15 @@ def compiled(what: str) -> nn.Module:
 def test_a_compiled_model_is_refused(what: str) -> None:
     model = compiled(what)
     before = Trace(model)
-    with pytest.raises(TypeError, match=r"compiled.*record the original model, or attach before torch\.compile"):
+    with pytest.raises(
+        TypeError,
+        match=r"compiled.*record the original model, or attach before torch\.compile",
+    ):
         tcnn_probe.record(model)
-    with pytest.raises(TypeError, match="compiled"), tcnn_probe.attention_stream(model, print):
+    with (
+        pytest.raises(TypeError, match="compiled"),
+        tcnn_probe.attention_stream(model, print),
+    ):
         pass
     assert before == Trace(model)
 
@@ -69,11 +81,20 @@ def through(model: nn.Module, way: str, backend: Any, **options: Any) -> nn.Modu
     return torch.compile(model, backend=backend, **options)
 
 
-OLD = torch.__version__ < (2, 9)  # compiles a forward no more once it was recorded through the compiled wrapper
+OLD = torch.__version__ < (
+    2,
+    9,
+)  # compiles a forward no more once it was recorded through the compiled wrapper
 
 
 @pytest.mark.parametrize(
-    ("way", "first"), [("wrapped", "eval"), ("wrapped", "train"), ("in place", "eval"), ("part", "train")]
+    ("way", "first"),
+    [
+        ("wrapped", "eval"),
+        ("wrapped", "train"),
+        ("in place", "eval"),
+        ("part", "train"),
+    ],
 )
 def test_compiled_after_attaching(way: str, first: str) -> None:
     original, x = vit(), images()

@@ -14,7 +14,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, images, vit
+from tests.tcnn_probe.contracts.helpers import (
+    Trace,
+    check_entropies,
+    clean,
+    entropies,
+    images,
+    vit,
+)
 
 
 def saved(model: nn.Module) -> nn.Module:
@@ -37,15 +44,21 @@ def torch_average(model: nn.Module) -> nn.Module:
 
 
 def copied_again_and_again(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(copy.deepcopy(copy.copy(model))))))
+    return pickle.loads(
+        pickle.dumps(pickle.loads(pickle.dumps(copy.deepcopy(copy.copy(model)))))
+    )
 
 
-@pytest.mark.parametrize("make", [copied_again_and_again, saved, timm_average, torch_average])
+@pytest.mark.parametrize(
+    "make", [copied_again_and_again, saved, timm_average, torch_average]
+)
 def test_copies_record_nothing(make: Callable[[nn.Module], nn.Module]) -> None:
     model = vit()
     expected, logits = entropies(model, images()), model(images())
     before = Trace(model)
-    with tcnn_probe.record(model, probes=[*tcnn_probe.DEFAULT, "gradient"], when="always") as recorder:
+    with tcnn_probe.record(
+        model, probes=[*tcnn_probe.DEFAULT, "gradient"], when="always"
+    ) as recorder:
         assert [*model.state_dict()] == [*before.state]
         twin = make(model).eval()
         torch.testing.assert_close(twin(images()), logits)
@@ -56,7 +69,12 @@ def test_copies_record_nothing(make: Callable[[nn.Module], nn.Module]) -> None:
             check_entropies(recorder, expected, images=3)
     assert before == Trace(model)
     twin(images())
-    assert not any(value for module in twin.modules() for name, value in vars(module).items() if "forward" in name)
+    assert not any(
+        value
+        for module in twin.modules()
+        for name, value in vars(module).items()
+        if "forward" in name
+    )
     assert not any(parameter._backward_hooks for parameter in twin.parameters())
     assert clean()
 

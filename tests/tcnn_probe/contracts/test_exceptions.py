@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_probe.probes import ForwardCall
-from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, global_state, images, vit
+from tests.tcnn_probe.contracts.helpers import (
+    Trace,
+    check_entropies,
+    clean,
+    entropies,
+    global_state,
+    images,
+    vit,
+)
 
 
 class Bomb:
@@ -32,14 +40,17 @@ def in_attention(model: nn.Module, bomb: Bomb) -> None:
 PLACES: dict[str, Callable[[nn.Module, Bomb], object]] = {
     "before the model": lambda model, bomb: model.register_forward_pre_hook(bomb),
     "after the model": lambda model, bomb: model.register_forward_hook(bomb),
-    "before attention": lambda model, bomb: model.blocks[1].attn.register_forward_pre_hook(bomb),
+    "before attention": lambda model, bomb: model.blocks[
+        1
+    ].attn.register_forward_pre_hook(bomb),
     "in attention": in_attention,
     "in the head": lambda model, bomb: model.head.register_forward_pre_hook(bomb),
 }
 
 
 @pytest.mark.parametrize(
-    ("place", "error"), [*((place, ValueError) for place in PLACES), ("in attention", KeyboardInterrupt)]
+    ("place", "error"),
+    [*((place, ValueError) for place in PLACES), ("in attention", KeyboardInterrupt)],
 )
 def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> None:
     model, bomb, other = vit(), Bomb(error), vit(seed=1)
@@ -64,12 +75,19 @@ def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> 
     assert recorder.epochs == (0, 1)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_of_user_code_and_of_hooks_added_while_recording(error: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit]
+)
+def test_of_user_code_and_of_hooks_added_while_recording(
+    error: type[BaseException],
+) -> None:
     model, bomb = vit(), Bomb(error)
     before = Trace(model)
     with pytest.raises(error, match="mine"), tcnn_probe.record(model) as recorder:  # noqa: PT012
-        handles = [model.register_forward_pre_hook(bomb, prepend=True), model.register_forward_hook(bomb)]
+        handles = [
+            model.register_forward_pre_hook(bomb, prepend=True),
+            model.register_forward_hook(bomb),
+        ]
         bomb.armed = True
         with pytest.raises(error, match="boom"):
             model(images())
@@ -83,7 +101,9 @@ def test_of_user_code_and_of_hooks_added_while_recording(error: type[BaseExcepti
     assert recorder.dataset.images.values.tolist() == [[3, 3]]
 
 
-def test_refused_or_failing_record_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_or_failing_record_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = vit()
     before = Trace(model)
     (tmp_path / "notes.txt").write_text("mine")
@@ -120,30 +140,48 @@ def probe_that_fails_in(function: str, bomb: Bomb) -> tcnn_probe.Probe:
 
     variables = {
         "number": tcnn_probe.Variable(("layer",), "1", "a number", "One."),
-        "map": tcnn_probe.Variable(("layer", "image", "head", "y", "x"), "1", "a map", "Ones.", dtype="float16"),
+        "map": tcnn_probe.Variable(
+            ("layer", "image", "head", "y", "x"), "1", "a map", "Ones.", dtype="float16"
+        ),
     }
     given: dict[str, Any] = {"attention": number}
     if function != "attention":
         given = {"measure": number, "module_type": type(vit().blocks[0].attn)}
-    given |= {name: each for name, each in (("state", state), ("maps", maps)) if name == function}
+    given |= {
+        name: each
+        for name, each in (("state", state), ("maps", maps))
+        if name == function
+    }
     return tcnn_probe.Probe("failing", variables, **given)
 
 
 @pytest.mark.parametrize(
     ("function", "error"),
-    [("measure", KeyboardInterrupt), ("attention", ValueError), ("maps", ValueError), ("state", ValueError)],
+    [
+        ("measure", KeyboardInterrupt),
+        ("attention", ValueError),
+        ("maps", ValueError),
+        ("state", ValueError),
+    ],
 )
 def test_in_a_probe(function: str, error: type[BaseException]) -> None:
     model, bomb = vit(), Bomb(error)
     before = Trace(model)
-    with tcnn_probe.record(model, probes=["softmax", probe_that_fails_in(function, bomb)], images=[0]) as recorder:
+    with tcnn_probe.record(
+        model, probes=["softmax", probe_that_fails_in(function, bomb)], images=[0]
+    ) as recorder:
         bomb.armed = True
         with pytest.raises(error, match="boom") as caught:  # noqa: PT012
             model(images())
             recorder.mark(epoch=0)
-        assert any("tcnn_probe measured the layer 'blocks.0.attn'" in note for note in caught.value.__notes__)
+        assert any(
+            "tcnn_probe measured the layer 'blocks.0.attn'" in note
+            for note in caught.value.__notes__
+        )
         bomb.armed = False
-        if function != "state":  # there the forwards are kept, and the epoch can be marked again
+        if (
+            function != "state"
+        ):  # there the forwards are kept, and the epoch can be marked again
             model(images())
         recorder.mark(epoch=0)
     assert before == Trace(model)

@@ -22,11 +22,20 @@ class FlexAttention(nn.Module):
 
     def __init__(self, width: int, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.qkv, self.proj, self.attend = nn.Linear(width, 3 * width), nn.Linear(width, width), attend
+        self.qkv, self.proj, self.attend = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+            attend,
+        )
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
-        heads = self.attend(query, key, value, score_mod=lambda score, b, h, i, j: score + 0.01 * (i - j))
+        heads = self.attend(
+            query,
+            key,
+            value,
+            score_mod=lambda score, b, h, i, j: score + 0.01 * (i - j),
+        )
         return self.proj(heads.transpose(1, 2).flatten(2))
 
 
@@ -46,12 +55,16 @@ def of_cond(inner: nn.Module, x: Tensor) -> Tensor:
 
 
 def of_while_loop(inner: nn.Module, x: Tensor) -> Tensor:
-    _, x = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, 0.9 * x), (torch.tensor(0), x))
+    _, x = while_loop(
+        lambda i, x: i < 3, lambda i, x: (i + 1, 0.9 * x), (torch.tensor(0), x)
+    )
     return inner(x)
 
 
 def of_scan(inner: nn.Module, x: Tensor) -> Tensor:
-    _, sums = scan(lambda carry, x: (carry + x, (carry + x).clone()), torch.zeros_like(x[0]), x)
+    _, sums = scan(
+        lambda carry, x: (carry + x, (carry + x).clone()), torch.zeros_like(x[0]), x
+    )
     return inner(sums)
 
 
@@ -59,17 +72,28 @@ def of_checkpoint(inner: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(inner, x, use_reentrant=False)
 
 
-OPERATORS = {"cond": of_cond, "while_loop": of_while_loop, "scan": of_scan, "checkpoint": of_checkpoint}
+OPERATORS = {
+    "cond": of_cond,
+    "while_loop": of_while_loop,
+    "scan": of_scan,
+    "checkpoint": of_checkpoint,
+}
 
 
-@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*flex_attention called without torch.compile", "ignore::DeprecationWarning"
+)
 @pytest.mark.parametrize("kind", ["flex", "compiled flex", *OPERATORS])
 def test_runs_as_it_does_alone(kind: str) -> None:
     model, x = vit(), images()
     block = model.blocks[1]
     is_flex, gradients = "flex" in kind, kind == "checkpoint"
     if is_flex:
-        attend = torch.compile(flex_attention, backend="eager") if kind == "compiled flex" else flex_attention
+        attend = (
+            torch.compile(flex_attention, backend="eager")
+            if kind == "compiled flex"
+            else flex_attention
+        )
         block.attn = FlexAttention(block.attn.qkv.in_features, attend)
     else:
         block.attn = Around(OPERATORS[kind], block.attn)
@@ -81,10 +105,14 @@ def test_runs_as_it_does_alone(kind: str) -> None:
                 recorder.mark(epoch=0)
             torch.testing.assert_close(output, expected, rtol=0, atol=0)
             flex_is_asked_for = is_flex and layers is None
-            assert ("flex_attention" in recorder.unsupported.get("blocks.1.attn", "")) == flex_is_asked_for
+            assert (
+                "flex_attention" in recorder.unsupported.get("blocks.1.attn", "")
+            ) == flex_is_asked_for
         with tcnn_probe.attention_stream(model, lambda attention: None) as stream:
             torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
-        assert ("flex_attention" in stream.unsupported.get("blocks.1.attn", "")) == is_flex
+        assert (
+            "flex_attention" in stream.unsupported.get("blocks.1.attn", "")
+        ) == is_flex
         maps = tcnn_probe.attention_maps(model, x, layers=["blocks.0.attn"])
         assert maps.children
         with tcnn_probe.ablate(model, {"blocks.0.attn": [0]}):

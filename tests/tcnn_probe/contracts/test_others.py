@@ -15,7 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tcnn_probe
 from tcnn_probe.hooks.modes import put_on, take_off
-from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, entropies, images, vit
+from tests.tcnn_probe.contracts.helpers import (
+    Trace,
+    check_entropies,
+    entropies,
+    images,
+    vit,
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
@@ -24,9 +30,15 @@ def test_hooks_of_others_fire_in_their_order() -> None:
         fired: list[str] = []
         model.register_forward_pre_hook(lambda *_: fired.append("model pre"))
         model.register_forward_hook(lambda *_: fired.append("model"))
-        model.blocks[0].register_forward_hook(lambda *_: fired.append("block"), always_call=True)
-        model.blocks[0].attn.register_forward_pre_hook(lambda *_: fired.append("attn pre"))
-        model.blocks[0].attn.qkv.register_full_backward_hook(lambda *_: fired.append("qkv backward"))
+        model.blocks[0].register_forward_hook(
+            lambda *_: fired.append("block"), always_call=True
+        )
+        model.blocks[0].attn.register_forward_pre_hook(
+            lambda *_: fired.append("attn pre")
+        )
+        model.blocks[0].attn.qkv.register_full_backward_hook(
+            lambda *_: fired.append("qkv backward")
+        )
         model.blocks[0].attn.qkv.weight.register_hook(lambda *_: fired.append("weight"))
         everywhere = nn.modules.module.register_module_forward_hook(
             lambda module, *_: fired.append(type(module).__name__)
@@ -53,7 +65,9 @@ class Counter(TorchFunctionMode):
         super().__init__()
         self.calls: list[str] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.calls.append(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
 
@@ -76,8 +90,12 @@ def run_with(mode: Callable[[], Any], model: nn.Module, where: str) -> list[str]
             stack.enter_context(entered)
         else:
             handles = [
-                model.blocks[0].register_forward_pre_hook(lambda *_: (entered.__enter__(), None)[1]),
-                model.blocks[1].register_forward_hook(lambda *_: (entered.__exit__(None, None, None), None)[1]),
+                model.blocks[0].register_forward_pre_hook(
+                    lambda *_: (entered.__enter__(), None)[1]
+                ),
+                model.blocks[1].register_forward_hook(
+                    lambda *_: (entered.__exit__(None, None, None), None)[1]
+                ),
             ]
             for handle in handles:
                 stack.callback(handle.remove)
@@ -87,9 +105,13 @@ def run_with(mode: Callable[[], Any], model: nn.Module, where: str) -> list[str]
 
 @pytest.mark.parametrize("where", ["around", "inside"])
 @pytest.mark.parametrize("mode", [Counter, Operations])
-def test_modes_of_others_see_no_more_than_the_model(mode: Callable[[], Any], where: str) -> None:
+def test_modes_of_others_see_no_more_than_the_model(
+    mode: Callable[[], Any], where: str
+) -> None:
     if mode is Operations and where == "around" and torch.__version__ < (2, 9):
-        pytest.skip("with torch 2.8 the mode around the forward sees two operations of the recorder: detach and t")
+        pytest.skip(
+            "with torch 2.8 the mode around the forward sees two operations of the recorder: detach and t"
+        )
     alone = run_with(mode, vit(), where)
     model = vit()
     expected = entropies(model, images())
@@ -105,7 +127,9 @@ def test_modes_of_others_see_no_more_than_the_model(mode: Callable[[], Any], whe
 def test_mode_that_stays_on_after_the_forward(mode: Callable[[], Any]) -> None:
     model, entered = vit(), mode()
     with tcnn_probe.record(model) as recorder:
-        handle = model.blocks[1].register_forward_pre_hook(lambda *_: (entered.__enter__(), None)[1])
+        handle = model.blocks[1].register_forward_pre_hook(
+            lambda *_: (entered.__enter__(), None)[1]
+        )
         try:
             model(images())
             handle.remove()
@@ -136,7 +160,9 @@ def by_vmap(model: nn.Module) -> None:
 
 def by_grad(model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
-    torch.func.grad(lambda p: torch.func.functional_call(model, p, (images(),)).sum())(parameters)
+    torch.func.grad(lambda p: torch.func.functional_call(model, p, (images(),)).sum())(
+        parameters
+    )
 
 
 def by_jit_trace(model: nn.Module) -> None:
@@ -165,7 +191,10 @@ def by_fake_mode(model: nn.Module) -> None:
 
 def by_meta(model: nn.Module) -> None:
     with torch.device("meta"):
-        parameters = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
+        parameters = {
+            name: torch.empty_like(p, device="meta")
+            for name, p in model.named_parameters()
+        }
     assert torch.func.functional_call(model, parameters, (images().to("meta"),)).is_meta
 
 
@@ -175,12 +204,20 @@ TRANSFORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:Converting a tensor to a Python")
-@pytest.mark.filterwarnings("ignore:.*jit.*", "ignore:There is a performance drop because")
+@pytest.mark.filterwarnings(
+    "ignore:.*:DeprecationWarning", "ignore:Converting a tensor to a Python"
+)
+@pytest.mark.filterwarnings(
+    "ignore:.*jit.*", "ignore:There is a performance drop because"
+)
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_go_through_and_record_nothing(transform: Callable[[nn.Module], None]) -> None:
+def test_transforms_go_through_and_record_nothing(
+    transform: Callable[[nn.Module], None],
+) -> None:
     model = vit()
-    model.patch_embed.strict_img_size = False  # its check of the size is what some tracers do not take
+    model.patch_embed.strict_img_size = (
+        False  # its check of the size is what some tracers do not take
+    )
     expected = entropies(model, images())
     before = Trace(model)
     with tcnn_probe.record(model) as recorder:
@@ -200,7 +237,9 @@ def test_functional_call_is_a_forward() -> None:
         torch.func.functional_call(model, halved, (images(2),))
         recorder.mark(epoch=0)
         assert recorder.dataset.images.values.tolist() == [[2, 2]]
-        assert bool((recorder.dataset.entropy > entropies(model, images(2)).numpy()).all())  # halved: flatter
+        assert bool(
+            (recorder.dataset.entropy > entropies(model, images(2)).numpy()).all()
+        )  # halved: flatter
 
 
 class Traceable(nn.Module):
@@ -227,7 +266,9 @@ def test_symbolic_trace() -> None:
     alone = [node.name for node in torch.fx.symbolic_trace(model).graph.nodes]
     before = Trace(model)
     with tcnn_probe.record(model) as recorder:
-        assert [node.name for node in torch.fx.symbolic_trace(model).graph.nodes] == alone
+        assert [
+            node.name for node in torch.fx.symbolic_trace(model).graph.nodes
+        ] == alone
         model(torch.randn(2, 7, 4))
         recorder.mark(epoch=0)
         assert recorder.dataset.images.values.tolist() == [[2]]
@@ -238,10 +279,14 @@ def test_graphs_made_while_recording_are_those_made_alone() -> None:
     alone = [str(node.target) for node in make_fx(vit())(images()).graph.nodes]
     model = vit()
     with tcnn_probe.record(model):
-        assert [str(node.target) for node in make_fx(model)(images()).graph.nodes] == alone
+        assert [
+            str(node.target) for node in make_fx(model)(images()).graph.nodes
+        ] == alone
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")  # by which torch makes tangents
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script.*:FutureWarning"
+)  # by which torch makes tangents
 def test_forward_mode_differentiation() -> None:
     """Tangents are as without a recorder, and what is measured is the primal."""
     model, x = vit(), images()
@@ -251,7 +296,9 @@ def test_forward_mode_differentiation() -> None:
 
     def derivative() -> Tensor:
         with forward_ad.dual_level():
-            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent))).tangent
+            return forward_ad.unpack_dual(
+                model(forward_ad.make_dual(x, tangent))
+            ).tangent
 
     modes = put_on()  # where something was compiled before: under any dispatch mode torch rounds tangents otherwise
     alone = derivative()

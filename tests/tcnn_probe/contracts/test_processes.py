@@ -15,7 +15,9 @@ from tests.tcnn_probe.contracts.helpers import fresh_processes, images, vit
 def test_two_ranks(tmp_path: Path) -> None:
     """On the CPU, by gloo."""
     with fresh_processes(2) as pool:
-        told = pool.starmap_async(ranks.main, [(rank, tmp_path) for rank in range(2)], chunksize=1).get(timeout=300)
+        told = pool.starmap_async(
+            ranks.main, [(rank, tmp_path) for rank in range(2)], chunksize=1
+        ).get(timeout=300)
     assert told == [[scenario.__name__ for scenario in ranks.SCENARIOS]] * 2
 
 
@@ -23,10 +25,16 @@ def hooks_of(file: Path) -> tuple[bool, bool, bool]:
     """Hooks of a model in a file: whether ours are called, whether they are all, and whether others stayed."""
     model, seen = torch.load(file, weights_only=False), list[int]()
     modules = (model, *model.children())
-    handles = [module.register_forward_pre_hook(lambda module, args: seen.append(len(args))) for module in modules]
+    handles = [
+        module.register_forward_pre_hook(lambda module, args: seen.append(len(args)))
+        for module in modules
+    ]
     model(images())
     there = sum(len(module._forward_pre_hooks) for module in model.modules())
-    others = any(module._forward_pre_hooks_with_kwargs or module._forward_hooks for module in model.modules())
+    others = any(
+        module._forward_pre_hooks_with_kwargs or module._forward_hooks
+        for module in model.modules()
+    )
     return len(seen) > 5, there == len(handles), others
 
 
@@ -42,7 +50,9 @@ def test_a_file_in_another_process(tmp_path: Path) -> None:
 def dispatch_modes() -> list[int]:
     """How many a recorded forward of a model runs under."""
     model, modes = vit(), list[int]()
-    model.blocks[0].register_forward_hook(lambda *_: modes.append(torch._C._len_torch_dispatch_stack()))
+    model.blocks[0].register_forward_hook(
+        lambda *_: modes.append(torch._C._len_torch_dispatch_stack())
+    )
     with tcnn_probe.record(model):
         model(images())
     return modes

@@ -15,7 +15,14 @@ import tcnn_probe
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.modes import hidden_depth, hidden_from_recorders
 from tcnn_probe.models import untouched
-from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, clean, entropies, images, vit
+from tests.tcnn_probe.contracts.helpers import (
+    Trace,
+    check_entropies,
+    clean,
+    entropies,
+    images,
+    vit,
+)
 
 
 def in_thread(action: Callable[[], Any]) -> list[BaseException]:
@@ -53,7 +60,9 @@ def test_at_once() -> None:
         left.append(not no_modes())
 
     with tcnn_probe.record(model) as recorder:
-        threads = [threading.Thread(target=run, args=(each,)) for each in (model, model, other)]
+        threads = [
+            threading.Thread(target=run, args=(each,)) for each in (model, model, other)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -96,7 +105,9 @@ def test_removed_by_another_thread_in_the_middle_of_a_forward() -> None:
     model = vit()
     before = Trace(model)
     recorder = tcnn_probe.record(model)
-    handle = model.blocks[0].register_forward_hook(lambda *_: (in_thread(recorder.remove), None)[1])
+    handle = model.blocks[0].register_forward_hook(
+        lambda *_: (in_thread(recorder.remove), None)[1]
+    )
     model(images())
     handle.remove()
     assert clean()
@@ -179,7 +190,10 @@ def test_hooks_that_another_thread_is_adding_or_removing() -> None:
     """torch keeps a hook and its wish for keyword arguments apart: between the two it is called without them."""
     model = vit()
     with tcnn_probe.record(model) as recorder:
-        model._forward_hooks_with_kwargs.clear(), model._forward_pre_hooks_with_kwargs.clear()
+        (
+            model._forward_hooks_with_kwargs.clear(),
+            model._forward_pre_hooks_with_kwargs.clear(),
+        )
         model(images())
         recorder.mark(epoch=0)
     check_entropies(recorder, entropies(vit(), images()), images=3)
@@ -187,7 +201,11 @@ def test_hooks_that_another_thread_is_adding_or_removing() -> None:
 
 def test_what_one_thread_does_aside_sees_no_other_s_forwards() -> None:
     model, seen = vit(), list[str]()
-    with torch.no_grad(), untouched(model), tcnn_probe.attention_stream(model, lambda call: seen.append(call.name)):
+    with (
+        torch.no_grad(),
+        untouched(model),
+        tcnn_probe.attention_stream(model, lambda call: seen.append(call.name)),
+    ):
         assert not in_thread(lambda: model(images()))
         assert seen == []
         model(images())

@@ -34,10 +34,14 @@ def configured() -> nn.Module:
     return model
 
 
-def pixels(count: int, channels: int = 3, seed: int = 0, size: tuple[int, int] = SIZE) -> Tensor:
+def pixels(
+    count: int, channels: int = 3, seed: int = 0, size: tuple[int, int] = SIZE
+) -> Tensor:
     """Images of which some pixels are exactly 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.rand(count, channels, *size, generator=generator) * 1.2 - 0.1).clamp(0, 1)
+    return (torch.rand(count, channels, *size, generator=generator) * 1.2 - 0.1).clamp(
+        0, 1
+    )
 
 
 def labels(count: int, classes: int = 5) -> Tensor:

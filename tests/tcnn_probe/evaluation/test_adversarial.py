@@ -11,15 +11,30 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_probe import evaluation
 from tests.tcnn_probe.contracts.helpers import Trace, images, vit
-from tests.tcnn_probe.evaluation.classifiers import NONE, NORMALIZATION, Small, configured, labels, pixels
+from tests.tcnn_probe.evaluation.classifiers import (
+    NONE,
+    NORMALIZATION,
+    Small,
+    configured,
+    labels,
+    pixels,
+)
 
 pytestmark = pytest.mark.numerical
 
-ATTACKS: dict[str, Callable[..., Tensor]] = {"fgsm": evaluation.fgsm, "pgd": evaluation.pgd}
+ATTACKS: dict[str, Callable[..., Tensor]] = {
+    "fgsm": evaluation.fgsm,
+    "pgd": evaluation.pgd,
+}
 
 
 def foolbox_attack(
-    model: nn.Module, images: Tensor, labels: Tensor, normalization: Any, start: Tensor | None = None, **options: Any
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    normalization: Any,
+    start: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """FGSM or, of several steps, PGD from a given start, by foolbox."""
     with warnings.catch_warnings():
@@ -29,38 +44,76 @@ def foolbox_attack(
     attack: Any = foolbox.attacks.LinfFastGradientAttack()
     if "steps" in options:
         attack = foolbox.attacks.LinfProjectedGradientDescentAttack(
-            abs_stepsize=options["step"], steps=options["steps"], random_start=start is not None
+            abs_stepsize=options["step"],
+            steps=options["steps"],
+            random_start=start is not None,
         )
         attack.get_random_start = lambda x, epsilon: eagerpy.astensor(start)
     mean, std = ([float(x) for x in numbers] for numbers in normalization)
     preprocessing = {"mean": mean, "std": std, "axis": -3}
-    wrapped = foolbox.PyTorchModel(model, bounds=(0, 1), device="cpu", preprocessing=preprocessing)
+    wrapped = foolbox.PyTorchModel(
+        model, bounds=(0, 1), device="cpu", preprocessing=preprocessing
+    )
     return attack.run(wrapped, images, labels, epsilon=options["epsilon"])
 
 
 @pytest.mark.parametrize("channels", [2, 3])
 @pytest.mark.parametrize("epsilon", [1 / 255, 0.1])
 def test_fgsm_is_foolboxs(channels: int, epsilon: float) -> None:
-    model, x, y = Small(channels).double().eval(), pixels(7, channels).double(), labels(7)
+    model, x, y = (
+        Small(channels).double().eval(),
+        pixels(7, channels).double(),
+        labels(7),
+    )
     normalization = [numbers[:channels] for numbers in NORMALIZATION]
-    adversarial = evaluation.fgsm(model, x, y, epsilon=epsilon, normalization=normalization)
+    adversarial = evaluation.fgsm(
+        model, x, y, epsilon=epsilon, normalization=normalization
+    )
     expected = foolbox_attack(model, x, y, normalization, epsilon=epsilon)
-    torch.testing.assert_close(adversarial, expected, rtol=0, atol=1e-6)  # theirs passes through float32
+    torch.testing.assert_close(
+        adversarial, expected, rtol=0, atol=1e-6
+    )  # theirs passes through float32
     assert ((adversarial == 0) & (x > 0)).any()  # cut off
 
 
 @pytest.mark.parametrize("random_start", [True, False])
-@pytest.mark.parametrize(("epsilon", "step", "steps"), [(1 / 255, 0.5 / 255, 5), (0.1, 0.07, 3)])
-def test_pgd_is_foolboxs(epsilon: float, step: float, steps: int, random_start: bool) -> None:
+@pytest.mark.parametrize(
+    ("epsilon", "step", "steps"), [(1 / 255, 0.5 / 255, 5), (0.1, 0.07, 3)]
+)
+def test_pgd_is_foolboxs(
+    epsilon: float, step: float, steps: int, random_start: bool
+) -> None:
     """From the point where ours starts: that of an ascent whose first step is too small to matter."""
     model, x, y = Small().double().eval(), pixels(7).double(), labels(7)
     options = {"epsilon": epsilon, "step": step, "steps": steps}
-    adversarial = evaluation.pgd(model, x, y, normalization=NORMALIZATION, random_start=random_start, seed=3, **options)
+    adversarial = evaluation.pgd(
+        model,
+        x,
+        y,
+        normalization=NORMALIZATION,
+        random_start=random_start,
+        seed=3,
+        **options,
+    )
     start = None
     if random_start:
-        start = evaluation.pgd(model, x, y, epsilon=epsilon, step=1e-300, steps=1, seed=3, normalization=NORMALIZATION)
+        start = evaluation.pgd(
+            model,
+            x,
+            y,
+            epsilon=epsilon,
+            step=1e-300,
+            steps=1,
+            seed=3,
+            normalization=NORMALIZATION,
+        )
         moved = ((start - x) / epsilon)[(x > epsilon) & (x < 1 - epsilon)]
-        for value, expected in ((moved.min(), -1), (moved.max(), 1), (moved.mean(), 0), (moved.square().mean(), 1 / 3)):
+        for value, expected in (
+            (moved.min(), -1),
+            (moved.max(), 1),
+            (moved.mean(), 0),
+            (moved.square().mean(), 1 / 3),
+        ):
             assert abs(value - expected) < 0.03  # uniform
     reference = foolbox_attack(model, x, y, NORMALIZATION, start, **options)
     torch.testing.assert_close(adversarial, reference, rtol=0, atol=1e-6)
@@ -72,10 +125,16 @@ def test_pgd_is_foolboxs(epsilon: float, step: float, steps: int, random_start: 
 def test_budget_and_range(epsilon: float, dtype: torch.dtype) -> None:
     model, x = Small(), pixels(5, size=(29, 31)).to(dtype)
     for attack in ATTACKS.values():
-        adversarial = attack(model, x, labels(5), epsilon=epsilon, normalization=NORMALIZATION)
-        assert adversarial.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        adversarial = attack(
+            model, x, labels(5), epsilon=epsilon, normalization=NORMALIZATION
+        )
+        assert adversarial.dtype == (
+            torch.float64 if dtype == torch.float64 else torch.float32
+        )
         assert (adversarial.double() - x.double()).abs().max() <= epsilon
-        assert (adversarial - x.to(adversarial)).abs().max() <= torch.tensor(epsilon, dtype=adversarial.dtype)
+        assert (adversarial - x.to(adversarial)).abs().max() <= torch.tensor(
+            epsilon, dtype=adversarial.dtype
+        )
         assert 0 <= adversarial.min() <= adversarial.max() <= 1
         if epsilon > 1e-3:
             assert (adversarial.double() - x.double()).abs().max() > 0.999 * epsilon
@@ -86,10 +145,15 @@ def test_batches_do_not_matter() -> None:
     x[1], y[1] = x[0], y[0]
     options: dict[str, Any] = {"normalization": NORMALIZATION, "steps": 1, "step": 1e-9}
     together = evaluation.pgd(model, x, y, seed=5, **options)
-    parts = [evaluation.pgd(model, x[a:b], y[a:b], seed=5, first=a, **options) for a, b in ((0, 2), (2, 3), (3, 7))]
+    parts = [
+        evaluation.pgd(model, x[a:b], y[a:b], seed=5, first=a, **options)
+        for a, b in ((0, 2), (2, 3), (3, 7))
+    ]
     torch.testing.assert_close(torch.cat(parts), together, rtol=0, atol=1e-12)
     assert not torch.equal(together, evaluation.pgd(model, x, y, seed=6, **options))
-    assert (together[0] != together[1]).float().mean() > 0.9  # each image has a start of its own
+    assert (
+        together[0] != together[1]
+    ).float().mean() > 0.9  # each image has a start of its own
 
 
 def test_normalization() -> None:
@@ -97,10 +161,14 @@ def test_normalization() -> None:
     model, x, y = configured(), pixels(3), labels(3)
     mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
     usual = evaluation.fgsm(model, x, y)
-    assert torch.equal(usual, evaluation.fgsm(model, x, y, normalization=(torch.tensor(mean), std)))
+    assert torch.equal(
+        usual, evaluation.fgsm(model, x, y, normalization=(torch.tensor(mean), std))
+    )
     assert not torch.equal(usual, evaluation.fgsm(model, x, y, normalization=NONE))
     by_number = evaluation.fgsm(model, x, y, normalization=(0.5, 0.25))
-    assert torch.equal(by_number, evaluation.fgsm(model, x, y, normalization=([0.5] * 3, [0.25] * 3)))
+    assert torch.equal(
+        by_number, evaluation.fgsm(model, x, y, normalization=([0.5] * 3, [0.25] * 3))
+    )
     with pytest.raises(ValueError, match=r"one for each of the images' 2 channels"):
         evaluation.fgsm(model, pixels(2, 2), labels(2))
 
@@ -111,13 +179,20 @@ def test_functions_arrays_and_whatever_mode_the_caller_is_in(precision: str) -> 
     x, y = pixels(3), labels(3)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
         expected = attack(model, x, y, normalization=NORMALIZATION)
-        assert torch.equal(attack(model, x.numpy(), y.tolist(), normalization=NORMALIZATION), expected)
+        assert torch.equal(
+            attack(model, x.numpy(), y.tolist(), normalization=NORMALIZATION), expected
+        )
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 x, y = pixels(3), labels(3)
                 model(x)  # fills autocast's cache
-                assert torch.equal(attack(model, x, y, normalization=NORMALIZATION), expected)
-                assert torch.equal(attack(lambda x: model(x), x, y, normalization=NORMALIZATION), expected)
+                assert torch.equal(
+                    attack(model, x, y, normalization=NORMALIZATION), expected
+                )
+                assert torch.equal(
+                    attack(lambda x: model(x), x, y, normalization=NORMALIZATION),
+                    expected,
+                )
 
 
 def test_small_gradients_of_a_half_precision_model_are_not_zero() -> None:
@@ -125,13 +200,25 @@ def test_small_gradients_of_a_half_precision_model_are_not_zero() -> None:
     x = torch.full((1, 1, 2, 3), 0.5)
     sure = nn.Sequential(nn.Flatten(), nn.Linear(6, 2)).half()
     with torch.no_grad():
-        sure[1].weight[0], sure[1].weight[1], sure[1].bias[:] = -1, 1, torch.tensor([26.0, 0.0])
-    assert (evaluation.fgsm(sure, x, [0], epsilon=0.25, normalization=NONE) == 0.75).all()
+        sure[1].weight[0], sure[1].weight[1], sure[1].bias[:] = (
+            -1,
+            1,
+            torch.tensor([26.0, 0.0]),
+        )
+    assert (
+        evaluation.fgsm(sure, x, [0], epsilon=0.25, normalization=NONE) == 0.75
+    ).all()
 
 
 def test_gradients_that_are_nan_move_nothing() -> None:
     x, small = pixels(3), Small()
-    adversarial = evaluation.pgd(lambda x: small(x) * torch.nan, x, labels(3), random_start=False, normalization=NONE)
+    adversarial = evaluation.pgd(
+        lambda x: small(x) * torch.nan,
+        x,
+        labels(3),
+        random_start=False,
+        normalization=NONE,
+    )
     assert torch.equal(adversarial, x)
 
 
@@ -140,7 +227,9 @@ def test_recorders_do_not_see_it() -> None:
     with tcnn_probe.record(model) as recorder:
         model(images(3))
         for classifier in (model, lambda x: model(x)):
-            evaluation.pgd(classifier, pixels(2, 2, size=(20, 28)), [0, 1], normalization=NONE)
+            evaluation.pgd(
+                classifier, pixels(2, 2, size=(20, 28)), [0, 1], normalization=NONE
+            )
         recorder.mark(epoch=0)
     assert recorder.dataset.images.values.tolist() == [[3, 3]]
 
@@ -152,7 +241,9 @@ class BrokenError(Exception):
 def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
     model, x, y = Small(), pixels(3), labels(3)
     expected = evaluation.pgd(model.eval(), x, y, normalization=NORMALIZATION)
-    assert torch.equal(evaluation.pgd(model.train(), x, y, normalization=NORMALIZATION), expected)  # dropout is off
+    assert torch.equal(
+        evaluation.pgd(model.train(), x, y, normalization=NORMALIZATION), expected
+    )  # dropout is off
 
     def fail(*args: Any) -> None:
         raise BrokenError
@@ -169,24 +260,56 @@ def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"images": pixels(3) * 4 - 2}, r"in \[0, 1\], before normalisation; got values from -2 to 2: undo"),
-        ({"labels": [0, 1]}, r"expected 3 labels, one for each image, got shape \(2,\)"),
-        ({"labels": [0, 1, 5]}, "expected labels from 0 to 4, the model having 5 classes; got 5"),
+        (
+            {"images": pixels(3) * 4 - 2},
+            r"in \[0, 1\], before normalisation; got values from -2 to 2: undo",
+        ),
+        (
+            {"labels": [0, 1]},
+            r"expected 3 labels, one for each image, got shape \(2,\)",
+        ),
+        (
+            {"labels": [0, 1, 5]},
+            "expected labels from 0 to 4, the model having 5 classes; got 5",
+        ),
         ({"labels": [0, 1, -100]}, "expected labels from 0, got -100"),
-        ({"labels": [0.0, 1.0, 2.0]}, "expected class indices for labels, got torch.float32"),
-        ({"epsilon": 0}, "expected epsilon above 0 and at most 1, the range of pixels, got 0"),
+        (
+            {"labels": [0.0, 1.0, 2.0]},
+            "expected class indices for labels, got torch.float32",
+        ),
+        (
+            {"epsilon": 0},
+            "expected epsilon above 0 and at most 1, the range of pixels, got 0",
+        ),
         ({"epsilon": 8}, "expected epsilon .* got 8; did you mean 8 / 255?"),
         ({"steps": 0}, "expected an integer from 1 for steps, got 0"),
         ({"first": 1.5}, "expected an integer from 0 for first, got 1.5"),
-        ({"normalization": None}, "the model does not say how its images are normalised"),
-        ({"normalization": (0, 0)}, r"expected normalization=\(mean, std\), .* std positive; got \(0, 0\)"),
+        (
+            {"normalization": None},
+            "the model does not say how its images are normalised",
+        ),
+        (
+            {"normalization": (0, 0)},
+            r"expected normalization=\(mean, std\), .* std positive; got \(0, 0\)",
+        ),
         ({"normalization": ((0, 0), (1,))}, "one for each of the images' 3 channels"),
-        ({"model": lambda x: x}, r"expected the model to give a score for each class, shape \(3, K\)"),
-        ({"model": lambda x: Small()(x).detach()}, "expected scores that can be differentiated by the images"),
+        (
+            {"model": lambda x: x},
+            r"expected the model to give a score for each class, shape \(3, K\)",
+        ),
+        (
+            {"model": lambda x: Small()(x).detach()},
+            "expected scores that can be differentiated by the images",
+        ),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
-    arguments = {"model": Small(), "images": pixels(3), "labels": labels(3), "normalization": NONE} | options
+    arguments = {
+        "model": Small(),
+        "images": pixels(3),
+        "labels": labels(3),
+        "normalization": NONE,
+    } | options
     with pytest.raises((TypeError, ValueError), match=message):
         evaluation.pgd(**arguments)
 
@@ -194,5 +317,7 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
 def test_what_rounding_leaves_beyond_the_range_is_cut_off() -> None:
     x, y = pixels(3), labels(3)
     beyond = x + torch.where(x == 0, -5e-5, torch.where(x == 1, 5e-5, 0.0))
-    adversarial, expected = (evaluation.pgd(Small(), values, y, normalization=NONE) for values in (beyond, x))
+    adversarial, expected = (
+        evaluation.pgd(Small(), values, y, normalization=NONE) for values in (beyond, x)
+    )
     assert torch.equal(adversarial, expected)

@@ -17,7 +17,9 @@ KINDS = {
     "tensor": lambda x: torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255,
     "single tensor": lambda x: torch.from_numpy(x[0]).permute(2, 0, 1).double() / 255,
     "half": lambda x: torch.from_numpy(x).permute(0, 3, 1, 2).half() / 255,
-    "bfloat16, grey": lambda x: torch.from_numpy(x[..., :1]).permute(0, 3, 1, 2).bfloat16() / 255,
+    "bfloat16, grey": lambda x: (
+        torch.from_numpy(x[..., :1]).permute(0, 3, 1, 2).bfloat16() / 255
+    ),
     "uint8": lambda x: x,
     "single, float32": lambda x: (x[0] / 255).astype(np.float32),
     "grey, big-endian": lambda x: (x[0, ..., 0] / 255).astype(">f4"),
@@ -34,7 +36,9 @@ def batch() -> NDArray[Any]:
 
     china, flower = load_sample_images().images
     views = (china[20:380, 20:600], flower[:360, 40:620], china[60:400, 200:640])
-    return np.stack([np.asarray(Image.fromarray(view).resize((37, 23))) for view in views])
+    return np.stack(
+        [np.asarray(Image.fromarray(view).resize((37, 23))) for view in views]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,23 +58,35 @@ def test_the_same_kind_comes_back(kind: str, batch: NDArray[Any]) -> None:
 def test_bytes_tensors_and_arrays_agree(name: str, batch: NDArray[Any]) -> None:
     exact = corrupt(batch / 255, name, 3)
     assert 0 <= exact.min() <= exact.max() <= 1
-    np.testing.assert_allclose(corrupt(batch, name, 3) / 255, exact, atol=0.5 / 255 + 1e-12)
-    tensor = corrupt(torch.from_numpy(batch / 255).permute(0, 3, 1, 2).requires_grad_(), name, 3)
+    np.testing.assert_allclose(
+        corrupt(batch, name, 3) / 255, exact, atol=0.5 / 255 + 1e-12
+    )
+    tensor = corrupt(
+        torch.from_numpy(batch / 255).permute(0, 3, 1, 2).requires_grad_(), name, 3
+    )
     np.testing.assert_array_equal(tensor.permute(0, 2, 3, 1).numpy(), exact)
     grey = corrupt(batch[..., :1] / 255, name, 3)
     assert grey.shape == (3, 23, 37, 1)
 
 
 def global_generators() -> list[Any]:
-    return [random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())]  # noqa: NPY002
+    return [
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+        str(np.random.get_state()),  # noqa: NPY002
+    ]
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_draws_follow_from_the_seed_and_the_images_number(name: str, batch: NDArray[Any]) -> None:
+def test_draws_follow_from_the_seed_and_the_images_number(
+    name: str, batch: NDArray[Any]
+) -> None:
     """Neither from the batch nor from global generators, of which no number is taken."""
     before = global_generators()
     together = corrupt(batch, name, 2, seed=np.int64(11), first=40)  # type: ignore[arg-type]
-    np.testing.assert_array_equal(corrupt(batch[2], name, 2, seed=11, first=42), together[2])
+    np.testing.assert_array_equal(
+        corrupt(batch[2], name, 2, seed=11, first=42), together[2]
+    )
     assert global_generators() == before
     for options in ({"seed": 11, "first": 41}, {"seed": 12, "first": 40}):
         differs = (corrupt(batch, name, 2, **options)[0] != together[0]).any()  # type: ignore[arg-type]
@@ -88,9 +104,15 @@ def test_draws_of_every_version() -> None:
     }
 
 
-def test_corruptions_images_and_seeds_have_draws_of_their_own_and_severities_share_them() -> None:
+def test_corruptions_images_and_seeds_have_draws_of_their_own_and_severities_share_them() -> (
+    None
+):
     keys = ((0, 0), (0, 1), (1, 0), (2**32, 0), (0, 2**32))
-    draws = {_random_state(corruption, *key).random_sample() for corruption in CORRUPTIONS.values() for key in keys}
+    draws = {
+        _random_state(corruption, *key).random_sample()
+        for corruption in CORRUPTIONS.values()
+        for key in keys
+    }
     assert len(draws) == 15 * len(keys)
     noise = [(corrupt(GREY, "gaussian_noise", severity) - GREY) for severity in (1, 2)]
     np.testing.assert_allclose(noise[0] / 0.08, noise[1] / 0.12, atol=1e-12)
@@ -105,13 +127,24 @@ def test_damage_grows_with_severity(name: str) -> None:
     from sklearn.datasets import load_sample_images
 
     images = [
-        Image.fromarray(image).crop((x, 20, x + 380, 420)) for image in load_sample_images().images for x in (9, 250)
+        Image.fromarray(image).crop((x, 20, x + 380, 420))
+        for image in load_sample_images().images
+        for x in (9, 250)
     ]
     batch = np.stack([np.asarray(image.resize((59, 61))) for image in images]) / 255
-    damage = [np.square(corrupt(batch, name, severity) - batch).mean() for severity in (1, 2, 3, 4, 5)]
+    damage = [
+        np.square(corrupt(batch, name, severity) - batch).mean()
+        for severity in (1, 2, 3, 4, 5)
+    ]
     assert damage[0] > 5e-4
-    growing = [severity for severity in (2, 3, 4, 5) if damage[severity - 1] > 1.02 * damage[severity - 2]]
-    assert growing == [severity for severity in (2, 3, 4, 5) if (name, severity) not in LESS], damage
+    growing = [
+        severity
+        for severity in (2, 3, 4, 5)
+        if damage[severity - 1] > 1.02 * damage[severity - 2]
+    ]
+    assert growing == [
+        severity for severity in (2, 3, 4, 5) if (name, severity) not in LESS
+    ], damage
     smallest = batch[:, :8, :9]
     assert np.isfinite(corrupt(smallest, name, 5)).all()
 
@@ -123,16 +156,24 @@ def test_pictures_of_frost_can_be_given(batch: NDArray[Any], tmp_path: Path) -> 
     (tmp_path / "readme.txt").write_text("not a picture")
     for frost in ([blue], [blue / 255], tmp_path, str(tmp_path)):
         corrupted = corrupt(batch / 255, "frost", 1, frost=frost)
-        np.testing.assert_allclose(corrupted, np.clip(batch / 255 + [0, 0, 0.4], 0, 1), atol=1e-12)
+        np.testing.assert_allclose(
+            corrupted, np.clip(batch / 255 + [0, 0, 0.4], 0, 1), atol=1e-12
+        )
     grey = corrupt(batch[..., :1] / 255, "frost", 2, frost=[blue, blue])
-    np.testing.assert_allclose(grey, np.clip(0.8 * batch[..., :1] / 255 + 0.6 * 0.114, 0, 1), atol=1e-12)
-    np.testing.assert_array_equal(corrupt(batch, "fog", 1, frost=[blue]), corrupt(batch, "fog", 1))
+    np.testing.assert_allclose(
+        grey, np.clip(0.8 * batch[..., :1] / 255 + 0.6 * 0.114, 0, 1), atol=1e-12
+    )
+    np.testing.assert_array_equal(
+        corrupt(batch, "fog", 1, frost=[blue]), corrupt(batch, "fog", 1)
+    )
 
 
 def test_rounding_beyond_the_range_is_cut_off() -> None:
     images = torch.full((3, 8, 11), 1 + 1e-6)
     assert corrupt(images, "contrast", 1).max() <= 1
-    assert (corrupt(images - (1 + 2e-6), "shot_noise", 1) == 0).all()  # there are no negative counts
+    assert (
+        corrupt(images - (1 + 2e-6), "shot_noise", 1) == 0
+    ).all()  # there are no negative counts
 
 
 IMAGE = np.full((9, 11, 3), 0.5)
@@ -145,14 +186,34 @@ TENSOR = torch.full((2, 3, 9, 11), 0.5)
         ([[0.5]], TypeError, "a tensor, an array or an image of PIL, got list"),
         (IMAGE > 1, TypeError, "uint8, or of floats .*, got bool"),
         ((TENSOR * 255).byte(), TypeError, "floating-point tensor .* got torch.uint8"),
-        (TENSOR[0, 0], ValueError, r"\(C, H, W\) or \(B, C, H, W\) .* got shape \(9, 11\)"),
-        (TENSOR.permute(0, 2, 3, 1), ValueError, r"1 or 3 channels, got shape \(2, 9, 11, 3\)"),
+        (
+            TENSOR[0, 0],
+            ValueError,
+            r"\(C, H, W\) or \(B, C, H, W\) .* got shape \(9, 11\)",
+        ),
+        (
+            TENSOR.permute(0, 2, 3, 1),
+            ValueError,
+            r"1 or 3 channels, got shape \(2, 9, 11, 3\)",
+        ),
         (IMAGE.transpose(2, 0, 1), ValueError, "channels come first in tensors only"),
-        (np.full((5, 9, 11), 0.5), ValueError, r"got shape \(5, 9, 11\); .* is images\[..., None\]"),
+        (
+            np.full((5, 9, 11), 0.5),
+            ValueError,
+            r"got shape \(5, 9, 11\); .* is images\[..., None\]",
+        ),
         (IMAGE[:7], ValueError, r"at least 8 x 8 pixels; got shape \(7, 11, 3\)"),
         (TENSOR[:0], ValueError, "at least one image"),
-        (IMAGE * 255, ValueError, r"in \[0, 1\], before normalisation; got values from 127.5 to 127.5: .* divide by"),
-        (TENSOR.index_fill(0, torch.tensor([1]), float("nan")), ValueError, "from nan to nan"),
+        (
+            IMAGE * 255,
+            ValueError,
+            r"in \[0, 1\], before normalisation; got values from 127.5 to 127.5: .* divide by",
+        ),
+        (
+            TENSOR.index_fill(0, torch.tensor([1]), float("nan")),
+            ValueError,
+            "from nan to nan",
+        ),
     ],
 )
 def test_what_are_no_images(images: Any, error: type[Exception], message: str) -> None:
@@ -163,16 +224,29 @@ def test_what_are_no_images(images: Any, error: type[Exception], message: str) -
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("gausian_noise", 1), {}, ValueError, "got 'gausian_noise'; did you mean 'gaussian_noise'?"),
+        (
+            ("gausian_noise", 1),
+            {},
+            ValueError,
+            "got 'gausian_noise'; did you mean 'gaussian_noise'?",
+        ),
         ((3, 1), {}, TypeError, "expected the name of a corruption, got 3"),
         (("fog", 6), {}, ValueError, "integer from 1 to 5 for severity, got 6"),
         (("fog", 1), {"seed": -1}, ValueError, "integer from 0 for seed, got -1"),
         (("fog", 1), {"first": 0.5}, TypeError, "integer from 0 for first, got 0.5"),
-        (("frost", 1), {"frost": "nowhere"}, ValueError, "expected at least one picture of frost"),
+        (
+            ("frost", 1),
+            {"frost": "nowhere"},
+            ValueError,
+            "expected at least one picture of frost",
+        ),
     ],
 )
 def test_what_is_refused(
-    arguments: tuple[Any, Any], options: dict[str, Any], error: type[Exception], message: str
+    arguments: tuple[Any, Any],
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
 ) -> None:
     with pytest.raises(error, match=message):
         corrupt(IMAGE, *arguments, **options)
@@ -182,4 +256,6 @@ def test_an_image_of_pil_stays_one() -> None:
     array = np.random.default_rng(0).integers(0, 256, (31, 43, 3), dtype=np.uint8)
     blurred = corrupt(Image.fromarray(array), "defocus_blur", 2)
     assert isinstance(blurred, Image.Image)
-    np.testing.assert_array_equal(np.asarray(blurred), corrupt(array, "defocus_blur", 2))
+    np.testing.assert_array_equal(
+        np.asarray(blurred), corrupt(array, "defocus_blur", 2)
+    )

@@ -22,18 +22,34 @@ CORRUPTIONS = {"fog": "weather", "shot_noise": "noise", "snow": "weather"}
 def make_results(run: int = 0) -> xr.Dataset:
     """Results of 2 models, 3 corruptions, 2 severities, 1 seed, 2 attacks, 23 images and 4 classes."""
     random = np.random.default_rng(run)
-    coords = {"model": ["cnn", "tcnn"], "corruption": [*CORRUPTIONS], "severity": [1, 5], "attack": ["fgsm", "pgd"]}
-    coords |= {"seed": [0], "group": ("corruption", [*CORRUPTIONS.values()]), "image": range(23)}
+    coords = {
+        "model": ["cnn", "tcnn"],
+        "corruption": [*CORRUPTIONS],
+        "severity": [1, 5],
+        "attack": ["fgsm", "pgd"],
+    }
+    coords |= {
+        "seed": [0],
+        "group": ("corruption", [*CORRUPTIONS.values()]),
+        "image": range(23),
+    }
     label = np.arange(23) % 4
     ds = xr.Dataset(coords=coords | {"label": ("image", label)})
     dims = {"clean_": ("model",), "": ("model", "corruption", "severity", "seed")}
     for kind, names in (dims | {"adversarial_": ("model", "attack", "seed")}).items():
         shape = (*(ds.sizes[name] for name in names), 23)
-        predictions = np.where(random.random(shape) < 0.6, label, random.integers(0, 4, shape))
+        predictions = np.where(
+            random.random(shape) < 0.6, label, random.integers(0, 4, shape)
+        )
         ds[f"{kind}prediction"] = (*names, "image"), predictions
-        ds[f"{kind}confidence"] = (*names, "image"), random.random(shape).astype(np.float32)
+        ds[f"{kind}confidence"] = (
+            (*names, "image"),
+            random.random(shape).astype(np.float32),
+        )
         ds[f"{kind}correct"] = ds[f"{kind}prediction"] == ds.label
-    return ds.assign(accuracy=ds.correct.mean("image"), clean_accuracy=ds.clean_correct.mean("image"))
+    return ds.assign(
+        accuracy=ds.correct.mean("image"), clean_accuracy=ds.clean_correct.mean("image")
+    )
 
 
 @pytest.mark.parametrize("by", [None, "group", "corruption", "severity", "attack"])
@@ -46,23 +62,36 @@ def test_disagreement_by_hand(by: str | None) -> None:
     assert result.model.values.tolist() == result.other.values.tolist() == names
     for label in result[by].values.tolist() if by else [None]:
         axis = {"group": "corruption"}.get(by, by)
-        indices = [n for n, name in enumerate(ds[by].values) if name == label] if by else []
+        indices = (
+            [n for n, name in enumerate(ds[by].values) if name == label] if by else []
+        )
         cells = ds[f"{kind}prediction"].isel({axis: indices} if by else {})
-        rows = {name: cells.sel(model=name).values.reshape(-1, 23).tolist() for name in names[1:]}
+        rows = {
+            name: cells.sel(model=name).values.reshape(-1, 23).tolist()
+            for name in names[1:]
+        }
         rows["ground truth"] = [ds.label.values.tolist()] * len(rows["cnn"])
         of = result.sel({by: label} if by else {})
         for first in names:
             for second in names:
                 pair = of.sel(model=first, other=second)
                 conditions = list(zip(rows[first], rows[second], strict=True))
-                unequal = [a != b for x, y in conditions for a, b in zip(x, y, strict=True)]
+                unequal = [
+                    a != b for x, y in conditions for a, b in zip(x, y, strict=True)
+                ]
                 share = Fraction(sum(unequal), len(unequal))
-                assert float(pair.disagreement) == pytest.approx(float(share), abs=1e-15)
+                assert float(pair.disagreement) == pytest.approx(
+                    float(share), abs=1e-15
+                )
                 third = [x[3] != y[3] for x, y in conditions]
-                assert float(pair.differ.sel(image=3)) == pytest.approx(sum(third) / len(third))
+                assert float(pair.differ.sel(image=3)) == pytest.approx(
+                    sum(third) / len(third)
+                )
     if by is None:  # the row of the ground truth has the errors
         error = 1 - ds.clean_accuracy
-        np.testing.assert_allclose(result.disagreement.sel(model="ground truth")[1:], error)
+        np.testing.assert_allclose(
+            result.disagreement.sel(model="ground truth")[1:], error
+        )
 
 
 def test_mcnemar_by_hand() -> None:
@@ -71,10 +100,15 @@ def test_mcnemar_by_hand() -> None:
     result = mcnemar(ds.correct.sel(model="tcnn"), ds.correct.sel(model="cnn"))
     assert result.p_value.dims == ("corruption", "severity", "seed")
     for at in np.ndindex(3, 2, 1):
-        winning, losing = (ds.correct.sel(model=name).values[at].tolist() for name in ("tcnn", "cnn"))
+        winning, losing = (
+            ds.correct.sel(model=name).values[at].tolist() for name in ("tcnn", "cnn")
+        )
         won = sum(a and not b for a, b in zip(winning, losing, strict=True))
         lost = sum(b and not a for a, b in zip(winning, losing, strict=True))
-        chances = [Fraction(math.comb(won + lost, k), 2 ** (won + lost)) for k in range(won + lost + 1)]
+        chances = [
+            Fraction(math.comb(won + lost, k), 2 ** (won + lost))
+            for k in range(won + lost + 1)
+        ]
         expected = sum(chance for chance in chances if chance <= chances[won])
         assert (int(result.first_only[at]), int(result.second_only[at])) == (won, lost)
         assert float(result.p_value[at]) == pytest.approx(float(expected), rel=1e-12)
@@ -97,52 +131,87 @@ def test_calibration_error_by_brute_force(bins: int) -> None:
     errors = calibration_error(ds.confidence, ds.correct, bins)
     assert errors.dims == ds.confidence.dims[:-1]
     for at in np.ndindex(errors.shape):
-        sure, right = ds.confidence.values[at].astype(float).tolist(), ds.correct.values[at].tolist()
+        sure, right = (
+            ds.confidence.values[at].astype(float).tolist(),
+            ds.correct.values[at].tolist(),
+        )
         total = 0.0
         for m in range(bins):
             low, high = m / bins, (m + 1) / bins
-            held = [n for n, c in enumerate(sure) if low < c <= high or (m == 0 and c == 0)]
+            held = [
+                n for n, c in enumerate(sure) if low < c <= high or (m == 0 and c == 0)
+            ]
             if held:
-                accuracy, mean = sum(right[n] for n in held) / len(held), sum(sure[n] for n in held) / len(held)
+                accuracy, mean = (
+                    sum(right[n] for n in held) / len(held),
+                    sum(sure[n] for n in held) / len(held),
+                )
                 total += len(held) / 23 * abs(accuracy - mean)
         terms = sum(map(abs, sure)) / 23 + 1
-        assert float(errors[at]) == pytest.approx(total, abs=4 * np.finfo(float).eps * terms)
+        assert float(errors[at]) == pytest.approx(
+            total, abs=4 * np.finfo(float).eps * terms
+        )
 
 
 def test_calibrated_and_overconfident() -> None:
     """0.8 sure and right in 8 of 10: no error; wrong in all: 0.8."""
     sure = xr.DataArray(np.full((2, 10), 0.8), dims=("model", "image"))
-    right = xr.DataArray([[True] * 8 + [False] * 2, [False] * 10], dims=("model", "image"))
+    right = xr.DataArray(
+        [[True] * 8 + [False] * 2, [False] * 10], dims=("model", "image")
+    )
     np.testing.assert_allclose(calibration_error(sure, right), [0, 0.8], atol=1e-15)
-    at_bound, answers = xr.DataArray([0.5, 0.4, 0.6], dims="image"), xr.DataArray([False, True, True], dims="image")
-    assert float(calibration_error(at_bound, answers, 2)) == pytest.approx((0.1 + 0.4) / 3)  # 0.5 is in the first bin
+    at_bound, answers = (
+        xr.DataArray([0.5, 0.4, 0.6], dims="image"),
+        xr.DataArray([False, True, True], dims="image"),
+    )
+    assert float(calibration_error(at_bound, answers, 2)) == pytest.approx(
+        (0.1 + 0.4) / 3
+    )  # 0.5 is in the first bin
     assert calibration_error(sure.where(sure.image > 0), right).isnull().all()
 
 
 @pytest.mark.parametrize("dim", ["training", "seed"])
 def test_runs_with_several_seeds_join(dim: str) -> None:
     """Along a dimension of their own, or that of the corruptions' seeds; means are then over both."""
-    runs = [make_results(n).assign_coords(seed=[n if dim == "seed" else 0]) for n in (0, 1, 2)]
+    runs = [
+        make_results(n).assign_coords(seed=[n if dim == "seed" else 0])
+        for n in (0, 1, 2)
+    ]
     ds = xr.concat(runs, dim, **({"data_vars": "all"} if dim == "seed" else {}))
     for by in (None, "group"):
         apart = [disagreement(run, by).disagreement for run in runs]
-        np.testing.assert_allclose(disagreement(ds, by).disagreement, sum(result.values for result in apart) / 3)
+        np.testing.assert_allclose(
+            disagreement(ds, by).disagreement,
+            sum(result.values for result in apart) / 3,
+        )
     errors = calibration_error(ds.clean_confidence, ds.clean_correct)
     xr.testing.assert_allclose(
-        errors.isel({dim: 1}, drop=True), calibration_error(runs[1].clean_confidence, runs[1].clean_correct)
+        errors.isel({dim: 1}, drop=True),
+        calibration_error(runs[1].clean_confidence, runs[1].clean_correct),
     )
-    assert mcnemar(ds.clean_correct[{"model": 0}], ds.clean_correct[{"model": 1}]).p_value.dims == (dim,)
+    assert mcnemar(
+        ds.clean_correct[{"model": 0}], ds.clean_correct[{"model": 1}]
+    ).p_value.dims == (dim,)
     pooled = improvement(ds, "cnn", None, relative=False)
     apart = [improvement(run, "cnn", None, relative=False).improvement for run in runs]
-    np.testing.assert_allclose(pooled.improvement, sum(result.values for result in apart) / 3)
-    assert mean_corruption_error(ds, "cnn").corruption_error.dims[:2] == ("model", "corruption")
-    differ = xr.concat([disagreement(run).differ for run in runs], dim).sel(model="cnn", other="tcnn")
+    np.testing.assert_allclose(
+        pooled.improvement, sum(result.values for result in apart) / 3
+    )
+    assert mean_corruption_error(ds, "cnn").corruption_error.dims[:2] == (
+        "model",
+        "corruption",
+    )
+    differ = xr.concat([disagreement(run).differ for run in runs], dim).sel(
+        model="cnn", other="tcnn"
+    )
     low, high = mean_interval(differ, (dim, "image")).values
     assert low < float(differ.mean()) < high
 
 
 def test_of_results_that_are_not_loaded() -> None:
-    pytest.importorskip("dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'")
+    pytest.importorskip(
+        "dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'"
+    )
     ds = make_results()
     lazy = ds.chunk(image=5)
     for of in (
@@ -158,40 +227,75 @@ def test_of_results_that_are_not_loaded() -> None:
 def test_of_a_model_that_saw_less() -> None:
     """Merged with the others, it has NaN for what it did not see, which is neither agreement nor disagreement."""
     ds = make_results()
-    late = make_results(1).isel(model=[1], corruption=[0, 2]).drop_dims("attack").assign_coords(model=["late"])
+    late = (
+        make_results(1)
+        .isel(model=[1], corruption=[0, 2])
+        .drop_dims("attack")
+        .assign_coords(model=["late"])
+    )
     merged = xr.merge([ds, late], join="outer", compat="no_conflicts")
     for by in ("corruption", "attack"):
         result = disagreement(merged, by)
-        old = {"model": ["ground truth", "cnn", "tcnn"], "other": ["ground truth", "cnn", "tcnn"]}
+        old = {
+            "model": ["ground truth", "cnn", "tcnn"],
+            "other": ["ground truth", "cnn", "tcnn"],
+        }
         xr.testing.assert_equal(result.sel(old), disagreement(ds, by))
-        unseen = result.sel(model="late") if by == "attack" else result.sel(model="late", corruption="shot_noise")
+        unseen = (
+            result.sel(model="late")
+            if by == "attack"
+            else result.sel(model="late", corruption="shot_noise")
+        )
         assert unseen.to_dataarray().isnull().all()
-    interval = improvement(merged, "cnn", "corruption", relative=False).interval.sel(model=["tcnn", "late"])
-    assert interval.isnull().any("bound").values.tolist() == [[False] * 3, [False, True, False]]
+    interval = improvement(merged, "cnn", "corruption", relative=False).interval.sel(
+        model=["tcnn", "late"]
+    )
+    assert interval.isnull().any("bound").values.tolist() == [
+        [False] * 3,
+        [False, True, False],
+    ]
 
 
 def test_what_is_refused() -> None:
     ds = make_results()
     with pytest.raises(TypeError, match=r"bool, as ds.correct; got ndarray"):
         mcnemar(ds.clean_correct[0].values, ds.clean_correct[1])
-    with pytest.raises(TypeError, match=r"results of evaluation.robustness, an xarray.Dataset; got DataArray"):
+    with pytest.raises(
+        TypeError,
+        match=r"results of evaluation.robustness, an xarray.Dataset; got DataArray",
+    ):
         disagreement(ds.prediction)
-    with pytest.raises(ValueError, match=r"results of evaluation.robustness with 'clean_prediction', got"):
+    with pytest.raises(
+        ValueError,
+        match=r"results of evaluation.robustness with 'clean_prediction', got",
+    ):
         disagreement(ds.drop_vars("clean_prediction"))
-    with pytest.raises(ValueError, match=r"'clean_prediction' with the dimension 'model', got \('image',\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"'clean_prediction' with the dimension 'model', got \('image',\)",
+    ):
         disagreement(ds.sel(model="cnn"))
-    with pytest.raises(ValueError, match=r"expected by to be one of None, .*got 'colour'"):
+    with pytest.raises(
+        ValueError, match=r"expected by to be one of None, .*got 'colour'"
+    ):
         disagreement(ds, "colour")
     right = ds.clean_correct
-    with pytest.raises(TypeError, match=r"expected whether each image is right, bool, as ds.correct; got float64"):
+    with pytest.raises(
+        TypeError,
+        match=r"expected whether each image is right, bool, as ds.correct; got float64",
+    ):
         mcnemar(right[0].astype(float), right[1])
-    with pytest.raises(ValueError, match=r"with the dimension 'image'; got \('model',\)"):
+    with pytest.raises(
+        ValueError, match=r"with the dimension 'image'; got \('model',\)"
+    ):
         mcnemar(right.any("image"), right.any("image"))
     with pytest.raises(ValueError, match="cannot align"):
         mcnemar(right[0], right[1, :7])
     with pytest.raises(TypeError, match=r"bool, as ds.correct; got float32"):
         calibration_error(right, ds.clean_confidence)
-    with pytest.raises(ValueError, match=r"expected confidences in \[0, 1\], as ds.confidence"):
+    with pytest.raises(
+        ValueError, match=r"expected confidences in \[0, 1\], as ds.confidence"
+    ):
         calibration_error(ds.clean_confidence * 3, right)
     with pytest.raises(ValueError, match="expected bins from 1, got 0"):
         calibration_error(ds.clean_confidence, right, 0)

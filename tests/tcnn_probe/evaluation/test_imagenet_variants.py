@@ -14,10 +14,17 @@ from torch import Tensor
 from tcnn_probe import evaluation
 from tcnn_probe.evaluation import imagenet_variant
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*accuracies on it are not comparable with published ones:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*accuracies on it are not comparable with published ones:UserWarning"
+)
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()
-GOLDFISH, SHARK, HAMMERHEAD, STINGRAY = "n01443537", "n01484850", "n01494475", "n01498041"
+GOLDFISH, SHARK, HAMMERHEAD, STINGRAY = (
+    "n01443537",
+    "n01484850",
+    "n01494475",
+    "n01498041",
+)
 
 
 def picture(path: Path, level: int) -> Path:
@@ -39,18 +46,30 @@ def read(variant: evaluation.Variant) -> tuple[Tensor, Tensor]:
     return torch.cat(images), torch.cat(labels)
 
 
-@pytest.mark.parametrize("name", ["imagenet", "imagenet-r", "imagenet-v2", "imagenet-c"])
+@pytest.mark.parametrize(
+    "name", ["imagenet", "imagenet-r", "imagenet-v2", "imagenet-c"]
+)
 def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
     """Labels are class indices, not ranks among the folders; every image comes once."""
-    classes = ["10", "9", "2", "100"] if name == "imagenet-v2" else [STINGRAY, GOLDFISH, HAMMERHEAD, SHARK]
-    options: dict[str, Any] = {"corruption": "fog", "severity": 3} if name == "imagenet-c" else {"size": (5, 7)}
+    classes = (
+        ["10", "9", "2", "100"]
+        if name == "imagenet-v2"
+        else [STINGRAY, GOLDFISH, HAMMERHEAD, SHARK]
+    )
+    options: dict[str, Any] = (
+        {"corruption": "fog", "severity": 3}
+        if name == "imagenet-c"
+        else {"size": (5, 7)}
+    )
     if name == "imagenet-r":
         classes[0] = "n07873807"  # pizza: the stingray is no class of ImageNet-R
     by_class(tmp_path / "fog" / "3" if name == "imagenet-c" else tmp_path, classes)
     variant = imagenet_variant(name, tmp_path, batch_size=3, **options)
     images, labels = read(variant)
     levels = (images[:, 0].amax((1, 2)) * 255).round().int() // 10 - 1
-    indices = [int(folder) if folder.isdigit() else WNIDS.index(folder) for folder in classes]
+    indices = [
+        int(folder) if folder.isdigit() else WNIDS.index(folder) for folder in classes
+    ]
     assert sorted(levels.tolist()) == list(range(8))
     assert labels.tolist() == [indices[level // 2] for level in levels]
     assert WNIDS.index(GOLDFISH) == 1
@@ -64,7 +83,12 @@ def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["imagenet-a", "imagenet-r"])
 def test_the_200_classes(name: str, tmp_path: Path) -> None:
     """There is no warning if all folders exist; files and hidden folders are no classes."""
-    listed = Path(timm.__file__).parent / "data" / "_info" / f"{name.replace('-', '_')}_indices.txt"
+    listed = (
+        Path(timm.__file__).parent
+        / "data"
+        / "_info"
+        / f"{name.replace('-', '_')}_indices.txt"
+    )
     indices = [int(line) for line in listed.read_text().split()]
     for index in indices:
         (tmp_path / WNIDS[index]).mkdir()
@@ -82,11 +106,15 @@ def test_real_labels(tmp_path: Path) -> None:
     numbers = [1, 3, 6]  # of no class, of 230 and 231, of 57
     for number in numbers:
         picture(tmp_path / SHARK / f"ILSVRC2012_val_{number:08d}.JPEG", 10 * number)
-    images, right = read(imagenet_variant("imagenet-real", tmp_path, size=(3, 5), batch_size=1))
+    images, right = read(
+        imagenet_variant("imagenet-real", tmp_path, size=(3, 5), batch_size=1)
+    )
     assert (images[:, 0, 0, 0] * 255).round().tolist() == [30, 60]
     assert right.dtype == torch.bool
     assert [row.nonzero().flatten().tolist() for row in right] == [[230, 231], [57]]
-    reference = RealLabelsImagenet([f"ILSVRC2012_val_{number:08d}.JPEG" for number in numbers] + [""] * 49997)
+    reference = RealLabelsImagenet(
+        [f"ILSVRC2012_val_{number:08d}.JPEG" for number in numbers] + [""] * 49997
+    )
     reference.add_result(torch.eye(1000)[[795, 231, 58]])
     assert reference.is_correct[1] == [True, False] == right[[0, 1], [231, 58]].tolist()
 
@@ -95,17 +123,35 @@ def test_pixels(tmp_path: Path) -> None:
     """Resized and cropped as timm does for the model, in [0, 1]."""
     path = tmp_path / GOLDFISH / "a.png"
     path.parent.mkdir()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (61, 83, 3), dtype=np.uint8)).save(path)
+    Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (61, 83, 3), dtype=np.uint8)
+    ).save(path)
     model = timm.create_model("resnet10t", num_classes=3)
-    sizes = {"input_size": (3, 31, 31), "test_input_size": (3, 37, 37), "crop_pct": 0.95, "mean": (0.1, 0.2, 0.3)}
+    sizes = {
+        "input_size": (3, 31, 31),
+        "test_input_size": (3, 37, 37),
+        "crop_pct": 0.95,
+        "mean": (0.1, 0.2, 0.3),
+    }
     model.pretrained_cfg = {**model.pretrained_cfg, **sizes}
-    with pytest.warns(UserWarning, match="has folders of 1 of the 1000 classes of imagenet: accuracies"):
+    with pytest.warns(
+        UserWarning,
+        match="has folders of 1 of the 1000 classes of imagenet: accuracies",
+    ):
         images = read(imagenet_variant("imagenet", tmp_path, model=model))[0]
     transform = timm.data.create_transform(
-        (3, 37, 37), interpolation=model.pretrained_cfg["interpolation"], crop_pct=0.95, mean=(0, 0, 0), std=(1, 1, 1)
+        (3, 37, 37),
+        interpolation=model.pretrained_cfg["interpolation"],
+        crop_pct=0.95,
+        mean=(0, 0, 0),
+        std=(1, 1, 1),
     )
-    torch.testing.assert_close(images[0], transform(Image.open(path)), rtol=0, atol=1e-7)
-    assert read(imagenet_variant("imagenet", tmp_path, model=model, size=(11, 29)))[0].shape == (1, 3, 11, 29)
+    torch.testing.assert_close(
+        images[0], transform(Image.open(path)), rtol=0, atol=1e-7
+    )
+    assert read(imagenet_variant("imagenet", tmp_path, model=model, size=(11, 29)))[
+        0
+    ].shape == (1, 3, 11, 29)
     assert read(imagenet_variant("imagenet", tmp_path))[0].shape == (1, 3, 224, 224)
 
 
@@ -114,8 +160,14 @@ def test_imagenet_c_is_shown_as_it_is(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     pixels = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
-    model = timm.create_model("resnet10t", num_classes=3)  # which would be shown a part of it, resized
-    images, labels = read(imagenet_variant("imagenet-c", tmp_path, corruption="snow", severity=5, model=model))
+    model = timm.create_model(
+        "resnet10t", num_classes=3
+    )  # which would be shown a part of it, resized
+    images, labels = read(
+        imagenet_variant(
+            "imagenet-c", tmp_path, corruption="snow", severity=5, model=model
+        )
+    )
     expected = torch.from_numpy(pixels).permute(2, 0, 1) / 255
     torch.testing.assert_close(images[0], expected, rtol=0, atol=1e-7)
     assert labels.tolist() == [2]
@@ -131,26 +183,77 @@ def test_no_other_image_stands_in_for_one_that_cannot_be_read(tmp_path: Path) ->
 def test_reading_leaves_torchs_random_state(tmp_path: Path) -> None:
     variant = imagenet_variant("imagenet", by_class(tmp_path, [SHARK]), size=3)
     before = torch.get_rng_state()
-    assert all(torch.equal(a, b) for a, b in zip(read(variant), read(variant), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(read(variant), read(variant), strict=True)
+    )
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("imagenet-d", {}, ValueError, "expected one of imagenet, imagenet-a, .*; got 'imagenet-d'"),
-        ("imagenet-c", {"corruption": "smog", "severity": 1}, FileNotFoundError, "no folder .*smog.1"),
-        ("imagenet-c", {"corruption": "fog", "severity": 2}, ValueError, "folders such as n01440764, .*; got none"),
-        ("imagenet-c", {"corruption": "fog", "severity": 3}, ValueError, "expected images in the folders of"),
-        ("imagenet", {"corruption": "fog"}, ValueError, "imagenet-c has a corruption and a severity, not imagenet"),
-        ("imagenet", {"model": torch.nn.Flatten()}, ValueError, "no pretrained_cfg of timm's: give size instead"),
-        ("imagenet-a", {}, ValueError, "of the 200 classes of imagenet-a, in .*; got fog, n01484850"),
-        ("imagenet-v2", {}, ValueError, "expected folders such as 0, of the 1000 classes .*; got fog, n0148"),
-        ("imagenet-real", {}, ValueError, "val_00000001.JPEG to ILSVRC2012_val_00050000.JPEG, .*a.png"),
+        (
+            "imagenet-d",
+            {},
+            ValueError,
+            "expected one of imagenet, imagenet-a, .*; got 'imagenet-d'",
+        ),
+        (
+            "imagenet-c",
+            {"corruption": "smog", "severity": 1},
+            FileNotFoundError,
+            "no folder .*smog.1",
+        ),
+        (
+            "imagenet-c",
+            {"corruption": "fog", "severity": 2},
+            ValueError,
+            "folders such as n01440764, .*; got none",
+        ),
+        (
+            "imagenet-c",
+            {"corruption": "fog", "severity": 3},
+            ValueError,
+            "expected images in the folders of",
+        ),
+        (
+            "imagenet",
+            {"corruption": "fog"},
+            ValueError,
+            "imagenet-c has a corruption and a severity, not imagenet",
+        ),
+        (
+            "imagenet",
+            {"model": torch.nn.Flatten()},
+            ValueError,
+            "no pretrained_cfg of timm's: give size instead",
+        ),
+        (
+            "imagenet-a",
+            {},
+            ValueError,
+            "of the 200 classes of imagenet-a, in .*; got fog, n01484850",
+        ),
+        (
+            "imagenet-v2",
+            {},
+            ValueError,
+            "expected folders such as 0, of the 1000 classes .*; got fog, n0148",
+        ),
+        (
+            "imagenet-real",
+            {},
+            ValueError,
+            "val_00000001.JPEG to ILSVRC2012_val_00050000.JPEG, .*a.png",
+        ),
     ],
 )
 def test_what_is_refused(
-    name: str, options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+    name: str,
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "fog" / "2").mkdir(parents=True)
     (tmp_path / "fog" / "3" / SHARK).mkdir(parents=True)

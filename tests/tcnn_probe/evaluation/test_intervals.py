@@ -10,14 +10,21 @@ from scipy import stats
 from tcnn_probe import evaluation
 
 
-def interval(values: np.ndarray, dims: tuple[str, ...] = ("image",), **options: float) -> list[float]:
-    return evaluation.mean_interval(xr.DataArray(values, dims=dims), dims, **options).values.tolist()
+def interval(
+    values: np.ndarray, dims: tuple[str, ...] = ("image",), **options: float
+) -> list[float]:
+    return evaluation.mean_interval(
+        xr.DataArray(values, dims=dims), dims, **options
+    ).values.tolist()
 
 
 def test_labels_and_what_is_left_out() -> None:
     random = np.random.default_rng(0)
     values = xr.DataArray(
-        random.normal(3, 2, (2, 3, 97)), {"method": ["a", "b"]}, ("method", "epoch", "image"), attrs={"units": "1"}
+        random.normal(3, 2, (2, 3, 97)),
+        {"method": ["a", "b"]},
+        ("method", "epoch", "image"),
+        attrs={"units": "1"},
     )
     values[1, 2, 5:] = np.nan
     values[1, 1, 1:] = np.nan
@@ -28,7 +35,11 @@ def test_labels_and_what_is_left_out() -> None:
     expected = stats.ttest_1samp(values.values[1, 2, :5], 0).confidence_interval(0.9)
     np.testing.assert_allclose(interval[1, 2], expected)
     assert np.isnan(interval[1, 1]).all()
-    assert interval.identical(evaluation.mean_interval(values.transpose("image", ...), "image", confidence=0.9))
+    assert interval.identical(
+        evaluation.mean_interval(
+            values.transpose("image", ...), "image", confidence=0.9
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,10 +60,16 @@ def test_a_proportion_holds_what_exact_tests_do_not_refuse(right: int) -> None:
     low, high = interval(np.arange(11) < right)
     tails = {"greater": low, "less": high}
     for tail, p in tails.items():
-        if 0 < p < 1:  # at the bound, as many or more (fewer) right answers have a chance of 2.5 %
-            assert stats.binomtest(right, 11, p, alternative=tail).pvalue == pytest.approx(0.025)
+        if (
+            0 < p < 1
+        ):  # at the bound, as many or more (fewer) right answers have a chance of 2.5 %
+            assert stats.binomtest(
+                right, 11, p, alternative=tail
+            ).pvalue == pytest.approx(0.025)
     assert low <= right / 11 <= high
-    assert (low, high) == ((low, high) if 0 < right < 11 else (0, high) if right == 0 else (low, 1))
+    assert (low, high) == (
+        (low, high) if 0 < right < 11 else (0, high) if right == 0 else (low, 1)
+    )
 
 
 @pytest.mark.parametrize(("up", "down"), [(0, 0), (2, 0), (4, 3)])
@@ -61,22 +78,34 @@ def test_a_difference_of_paired_proportions(up: int, down: int) -> None:
     count = 31
     values = np.repeat([1.0, -1.0, 0.0], [up, down, count - up - down])
     p, q = (up + 1) / (count + 2), (down + 1) / (count + 2)
-    error = np.sqrt((p + q - (p - q) ** 2) / (count + 1))  # their n + 2, less 1 as the variance is a sample's
+    error = np.sqrt(
+        (p + q - (p - q) ** 2) / (count + 1)
+    )  # their n + 2, less 1 as the variance is a sample's
     half = stats.t.ppf(0.975, count + 1) * error
     np.testing.assert_allclose(interval(values), [p - q - half, p - q + half])
 
 
 def test_of_dimensions_that_cross() -> None:
     random = np.random.default_rng(1)
-    table = random.normal(0, 1, (3, 1)) + random.normal(0, 1, (1, 23)) + random.normal(0, 0.3, (3, 23))
+    table = (
+        random.normal(0, 1, (3, 1))
+        + random.normal(0, 1, (1, 23))
+        + random.normal(0, 0.3, (3, 23))
+    )
     parts = [table.mean(1).var(ddof=1) / 3, table.mean(0).var(ddof=1) / 23]
     freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 22)
     half = stats.t.ppf(0.975, freedom) * sum(parts) ** 0.5
     dims = ("seed", "image")
-    np.testing.assert_allclose(interval(table, dims), [table.mean() - half, table.mean() + half])
+    np.testing.assert_allclose(
+        interval(table, dims), [table.mean() - half, table.mean() + half]
+    )
     values = xr.DataArray(table, dims=dims)
-    np.testing.assert_allclose(evaluation.mean_interval(values.T, dims), interval(table, dims))
-    np.testing.assert_allclose(interval(table[:1], dims), interval(table[0]))  # one seed, as it is
+    np.testing.assert_allclose(
+        evaluation.mean_interval(values.T, dims), interval(table, dims)
+    )
+    np.testing.assert_allclose(
+        interval(table[:1], dims), interval(table[0])
+    )  # one seed, as it is
 
 
 def proportion(random: np.random.Generator, count: int) -> np.ndarray:
@@ -109,10 +138,14 @@ def of_seeds(random: np.random.Generator, count: int) -> np.ndarray:
         *((of_seeds, count, 0.0) for count in (32, 200)),
     ],
 )
-def test_intervals_cover(draw: Callable[[np.random.Generator, int], np.ndarray], count: int, truth: float) -> None:
+def test_intervals_cover(
+    draw: Callable[[np.random.Generator, int], np.ndarray], count: int, truth: float
+) -> None:
     """At the sizes that the studies have. A percentile bootstrap covered 0.39 of the first, of the second 0.84."""
     random = np.random.default_rng(count)
     dims = ("image",) if draw is not of_seeds else ("seed", "image")
     samples = np.stack([draw(random, count) for _ in range(1200)])
-    bounds = evaluation.mean_interval(xr.DataArray(samples, dims=("sample", *dims)), dims)
+    bounds = evaluation.mean_interval(
+        xr.DataArray(samples, dims=("sample", *dims)), dims
+    )
     assert float(((bounds[:, 0] <= truth) & (truth <= bounds[:, 1])).mean()) >= 0.93

@@ -16,18 +16,26 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(48, 1000), nn.ReLU(), nn.Linear(1000, 2))
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(48, 1000), nn.ReLU(), nn.Linear(1000, 2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
 
 def quick(models: object, size: object = None, **options: object) -> xr.Dataset:
-    return evaluation.cost(models, size, batch_size=8, rounds=1, progress=False, **options)
+    return evaluation.cost(
+        models, size, batch_size=8, rounds=1, progress=False, **options
+    )
 
 
 def test_by_hand() -> None:
-    grouped = nn.Sequential(nn.Conv2d(3, 6, 3, 2, padding=1, groups=3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+    grouped = nn.Sequential(
+        nn.Conv2d(3, 6, 3, 2, padding=1, groups=3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ).double()
     ds = quick({"wide": Wide(), "grouped": grouped}, 4)
     assert ds.parameters.values.tolist() == [48 * 1000 + 1000 + 2000 + 2, 6 * 9 + 6]
     assert ds.multiply_adds.values.tolist() == [48 * 1000 + 2000, 6 * 2 * 2 * 9]
@@ -40,10 +48,19 @@ def test_by_hand() -> None:
 
 
 def test_attention_in_blocks_is_counted() -> None:
-    layers = {backend: tcnn_model.GPSA(4, 4, 3, backend=backend) for backend in ("dense", "blocks")}
+    layers = {
+        backend: tcnn_model.GPSA(4, 4, 3, backend=backend)
+        for backend in ("dense", "blocks")
+    }
     counted = quick(layers, (4, 14, 15)).multiply_adds.values
     pixels, queries = 14 * 15, 12 * 13
-    assert counted[0] == counted[1] == 9 * queries * pixels * (1 + 4) + pixels * (9 + 4) * 4 + queries * (9 + 9 * 4) * 4
+    assert (
+        counted[0]
+        == counted[1]
+        == 9 * queries * pixels * (1 + 4)
+        + pixels * (9 + 4) * 4
+        + queries * (9 + 9 * 4) * 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,13 +114,18 @@ def test_training_leaves_no_trace() -> None:
 
 def test_the_model_is_as_it_was_and_the_tables_join() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).train()
-    before, state = Trace(model).hooks, {name: x.clone() for name, x in model.state_dict().items()}
+    before, state = (
+        Trace(model).hooks,
+        {name: x.clone() for name, x in model.state_dict().items()},
+    )
     ds = quick({"vit": model}, 32)
     assert model.training
     assert Trace(model).hooks == before
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
     accuracy = xr.Dataset({"clean_accuracy": ("model", [0.5])}, {"model": ["vit"]})
-    assert xr.merge([accuracy, ds]).sel(model="vit").parameters == sum(p.numel() for p in model.parameters())
+    assert xr.merge([accuracy, ds]).sel(model="vit").parameters == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 def test_refusals() -> None:

@@ -17,21 +17,48 @@ from torch.utils.data import DataLoader, TensorDataset
 from tcnn_probe import evaluation
 from tcnn_probe.evaluation.corruptions.table import named_corruptions
 from tests.tcnn_probe.contracts.helpers import Trace
-from tests.tcnn_probe.evaluation.classifiers import NONE, NORMALIZATION, Small, configured, labels, pixels
+from tests.tcnn_probe.evaluation.classifiers import (
+    NONE,
+    NORMALIZATION,
+    Small,
+    configured,
+    labels,
+    pixels,
+)
 
-SOME = {"corruptions": ["contrast", "gaussian_noise", "pixelate"], "severities": (5, 2), "seeds": (3, 0)}
-QUICK: dict[str, Any] = {"corruptions": "pixelate", "severities": 1, "attacks": "fgsm", "normalization": NONE}
+SOME = {
+    "corruptions": ["contrast", "gaussian_noise", "pixelate"],
+    "severities": (5, 2),
+    "seeds": (3, 0),
+}
+QUICK: dict[str, Any] = {
+    "corruptions": "pixelate",
+    "severities": 1,
+    "attacks": "fgsm",
+    "normalization": NONE,
+}
 CLEAN: dict[str, Any] = {"corruptions": (), "attacks": (), "normalization": NONE}
 # Attacks of which the starting point is almost all there is.
 STARTS = {"fgsm": {"epsilon": 0.9}, "pgd": {"epsilon": 0.9, "step": 1e-6, "steps": 1}}
 
 
-def right(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, normalization: Any) -> list[bool]:
+def right(
+    model: Callable[[Tensor], Tensor],
+    images: Tensor,
+    labels: Tensor,
+    normalization: Any,
+) -> list[bool]:
     """One image at a time."""
-    mean, std = (torch.as_tensor(numbers, dtype=images.dtype).view(-1, 1, 1) for numbers in normalization)
+    mean, std = (
+        torch.as_tensor(numbers, dtype=images.dtype).view(-1, 1, 1)
+        for numbers in normalization
+    )
     with torch.no_grad():
         scores = [model(((image - mean) / std)[None])[0] for image in images]
-    return [max(range(len(s)), key=lambda k, s=s: float(s[k])) == int(y) for s, y in zip(scores, labels, strict=True)]
+    return [
+        max(range(len(s)), key=lambda k, s=s: float(s[k])) == int(y)
+        for s, y in zip(scores, labels, strict=True)
+    ]
 
 
 def test_by_hand() -> None:
@@ -39,31 +66,61 @@ def test_by_hand() -> None:
     x, y = pixels(7).double(), labels(7)
     pgd = {"epsilon": 0.05, "step": 0.02, "steps": 3}
     attacks = {"pgd": pgd, "fgsm": {"epsilon": 0.04}}
-    ds = evaluation.robustness(models, x, y, **SOME, attacks=attacks, normalization=NORMALIZATION, batch_size=3)
-    assert ds.corruption.values.tolist() == ["gaussian_noise", "contrast", "pixelate"]  # the published order
+    ds = evaluation.robustness(
+        models, x, y, **SOME, attacks=attacks, normalization=NORMALIZATION, batch_size=3
+    )
+    assert ds.corruption.values.tolist() == [
+        "gaussian_noise",
+        "contrast",
+        "pixelate",
+    ]  # the published order
     assert ds.group.values.tolist() == ["noise", "digital", "digital"]
     assert (ds.severity.values.tolist(), ds.seed.values.tolist()) == ([5, 2], [3, 0])
-    assert (ds.label.values.tolist(), ds.attack.values.tolist()) == (y.tolist(), ["fgsm", "pgd"])
-    assert dict(ds.sizes) == {"model": 2, "image": 7, "corruption": 3, "severity": 2, "seed": 2, "attack": 2}
+    assert (ds.label.values.tolist(), ds.attack.values.tolist()) == (
+        y.tolist(),
+        ["fgsm", "pgd"],
+    )
+    assert dict(ds.sizes) == {
+        "model": 2,
+        "image": 7,
+        "corruption": 3,
+        "severity": 2,
+        "seed": 2,
+        "attack": 2,
+    }
     for name, model in models.items():
         of = ds.sel(model=name)
         assert of.clean_correct.values.tolist() == right(model, x, y, NORMALIZATION)
-        for correct in of.correct.stack(condition=("corruption", "severity", "seed")).transpose("condition", "image"):
+        for correct in of.correct.stack(
+            condition=("corruption", "severity", "seed")
+        ).transpose("condition", "image"):
             corruption, severity, seed = correct.condition.item()
             worse = evaluation.corrupt(x, corruption, severity, seed=seed)
             assert correct.values.tolist() == right(model, worse, y, NORMALIZATION)
         for seed in (3, 0):
-            worse = {"pgd": evaluation.pgd(model, x, y, seed=seed, normalization=NORMALIZATION, **pgd)}
-            worse["fgsm"] = evaluation.fgsm(model, x, y, epsilon=0.04, normalization=NORMALIZATION)
+            worse = {
+                "pgd": evaluation.pgd(
+                    model, x, y, seed=seed, normalization=NORMALIZATION, **pgd
+                )
+            }
+            worse["fgsm"] = evaluation.fgsm(
+                model, x, y, epsilon=0.04, normalization=NORMALIZATION
+            )
             for attack, images in worse.items():
                 correct = of.adversarial_correct.sel(attack=attack, seed=seed)
                 assert correct.values.tolist() == right(model, images, y, NORMALIZATION)
-    pairs = {"clean_correct": "clean_accuracy", "correct": "accuracy", "adversarial_correct": "adversarial_accuracy"}
+    pairs = {
+        "clean_correct": "clean_accuracy",
+        "correct": "accuracy",
+        "adversarial_correct": "adversarial_accuracy",
+    }
     for name, mean in pairs.items():
         share = ds[name].values.astype(float).sum(-1) / 7
         assert ds[mean].dims == ds[name].dims[:-1] == ds[f"{mean}_se"].dims
         np.testing.assert_allclose(ds[mean], share, atol=1e-15)
-        np.testing.assert_allclose(ds[f"{mean}_se"], (share * (1 - share) / 7) ** 0.5, atol=1e-15)
+        np.testing.assert_allclose(
+            ds[f"{mean}_se"], (share * (1 - share) / 7) ** 0.5, atol=1e-15
+        )
         assert ds[name].values.any() > ds[name].values.all()
 
 
@@ -71,28 +128,47 @@ def test_predictions_and_confidences_by_hand() -> None:
     """One image at a time, the softmax in float64: scores are rounded to float32 first."""
     models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
     x, y = pixels(7).double(), labels(7)
-    ds = evaluation.robustness(models, x, y, **SOME, attacks="fgsm", normalization=NONE, batch_size=3)
+    ds = evaluation.robustness(
+        models, x, y, **SOME, attacks="fgsm", normalization=NONE, batch_size=3
+    )
     for name, model in models.items():
         of = ds.sel(model=name)
-        kinds = {"clean_": x, "adversarial_": evaluation.fgsm(model, x, y, normalization=NONE)}
+        kinds = {
+            "clean_": x,
+            "adversarial_": evaluation.fgsm(model, x, y, normalization=NONE),
+        }
         kinds[""] = evaluation.corrupt(x, "gaussian_noise", 2, seed=3)
-        at = {"": {"corruption": "gaussian_noise", "severity": 2, "seed": 3}, "adversarial_": {"seed": 0}}
+        at = {
+            "": {"corruption": "gaussian_noise", "severity": 2, "seed": 3},
+            "adversarial_": {"seed": 0},
+        }
         for kind, images in kinds.items():
             with torch.no_grad():
                 scores = [model(image[None])[0].tolist() for image in images]
             best = [max(range(5), key=row.__getitem__) for row in scores]
-            sure = [math.exp(row[b]) / sum(map(math.exp, row)) for row, b in zip(scores, best, strict=True)]
+            sure = [
+                math.exp(row[b]) / sum(map(math.exp, row))
+                for row, b in zip(scores, best, strict=True)
+            ]
             decisions = of.sel(at.get(kind, {}))
             assert decisions[f"{kind}prediction"].values.ravel().tolist() == best
-            bound = 4 * (1 + max(abs(score) for row in scores for score in row)) * np.finfo(np.float32).eps
-            np.testing.assert_allclose(decisions[f"{kind}confidence"].values.ravel(), sure, rtol=bound)
+            bound = (
+                4
+                * (1 + max(abs(score) for row in scores for score in row))
+                * np.finfo(np.float32).eps
+            )
+            np.testing.assert_allclose(
+                decisions[f"{kind}confidence"].values.ravel(), sure, rtol=bound
+            )
     assert (ds.prediction.dtype, ds.confidence.dtype) == (np.int32, np.float32)
     assert len(set(ds.prediction.values.ravel().tolist())) > 1
 
 
 def sensitive(x: Tensor) -> Tensor:
     """Scores that any noise changes, of images 9 x 11."""
-    weight = torch.randn(3 * 9 * 11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weight = torch.randn(
+        3 * 9 * 11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     return (x.double() - 0.5).flatten(1) @ weight
 
 
@@ -106,28 +182,53 @@ def test_batches_do_not_matter() -> None:
         yield from ([x[:3].numpy(), y[:3].tolist()], [x[3:], y[3:]])
 
     for batches in (loader, once()):
-        xr.testing.assert_equal(evaluation.robustness(sensitive, batches, **options), expected)
+        xr.testing.assert_equal(
+            evaluation.robustness(sensitive, batches, **options), expected
+        )
 
 
 def test_seeds() -> None:
     """Each is its own measurement, whatever the others are; what is not random is measured once."""
     x, y = pixels(31, size=(9, 11)), labels(31)
-    options: dict[str, Any] = {"corruptions": ["impulse_noise", "contrast"], "severities": 4, "attacks": STARTS}
+    options: dict[str, Any] = {
+        "corruptions": ["impulse_noise", "contrast"],
+        "severities": 4,
+        "attacks": STARTS,
+    }
     batches = list[Tensor]()
 
     def model(x: Tensor) -> Tensor:
         batches.append(x)
         return sensitive(x)
 
-    together = evaluation.robustness({"a": model, "b": model}, x, y, seeds=(5, 1), normalization=NONE, **options)
-    once = {"clean": 1, "impulse_noise": 2, "contrast": 1, "gradient and answer": 2 * (1 + 2)}
+    together = evaluation.robustness(
+        {"a": model, "b": model}, x, y, seeds=(5, 1), normalization=NONE, **options
+    )
+    once = {
+        "clean": 1,
+        "impulse_noise": 2,
+        "contrast": 1,
+        "gradient and answer": 2 * (1 + 2),
+    }
     assert len(batches) == 2 * sum(once.values())
     # Each batch is corrupted once for both models.
-    assert all(torch.equal(a, b) for a, b in zip(batches[2:8:2], batches[3:8:2], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(batches[2:8:2], batches[3:8:2], strict=True)
+    )
     for seed in (5, 1):
-        alone = evaluation.robustness({"a": sensitive, "b": sensitive}, x, y, seeds=seed, normalization=NONE, **options)
+        alone = evaluation.robustness(
+            {"a": sensitive, "b": sensitive},
+            x,
+            y,
+            seeds=seed,
+            normalization=NONE,
+            **options,
+        )
         xr.testing.assert_equal(together.sel(seed=[seed]), alone)
-    for name, expected in (("correct", [False, True]), ("adversarial_correct", [True, False])):
+    for name, expected in (
+        ("correct", [False, True]),
+        ("adversarial_correct", [True, False]),
+    ):
         same = (together[name].sel(seed=5) == together[name].sel(seed=1))[0]
         assert same.all("image").values.ravel().tolist() == expected
 
@@ -136,23 +237,51 @@ def test_functions_and_normalization_by_model() -> None:
     model, x, y = configured().eval(), pixels(5), labels(5)
     mean, std = ([*model.pretrained_cfg[key]] for key in ("mean", "std"))
     models = {"own": model, "given": model, "function": lambda x: model(x)}
-    options: dict[str, Any] = {"corruptions": "contrast", "severities": 1, "attacks": {"pgd": {"epsilon": 0.02}}}
+    options: dict[str, Any] = {
+        "corruptions": "contrast",
+        "severities": 1,
+        "attacks": {"pgd": {"epsilon": 0.02}},
+    }
     normalizations = {"given": (mean, std), "function": (mean, std)}
     ds = evaluation.robustness(models, x, y, normalization=normalizations, **options)
     for name in ("given", "function"):
-        xr.testing.assert_equal(ds.sel(model=name, drop=True), ds.sel(model="own", drop=True))
-    assert json.loads(ds.attrs["models"]) == {"own": "Small", "given": "Small", "function": "<lambda>"}
+        xr.testing.assert_equal(
+            ds.sel(model=name, drop=True), ds.sel(model="own", drop=True)
+        )
+    assert json.loads(ds.attrs["models"]) == {
+        "own": "Small",
+        "given": "Small",
+        "function": "<lambda>",
+    }
     assert json.loads(ds.attrs["normalization"])["own"] == [mean, std]
 
 
 def test_only_what_is_asked_for() -> None:
     clean = evaluation.robustness(Small(), pixels(2), labels(2), **CLEAN)
     of_images = {f"clean_{name}" for name in ("prediction", "confidence", "correct")}
-    assert set(clean.variables) == of_images | {"model", "image", "label", "clean_accuracy", "clean_accuracy_se"}
-    attacked = evaluation.robustness(Small(), pixels(2), labels(2), **CLEAN | {"attacks": "fgsm"})
+    assert set(clean.variables) == of_images | {
+        "model",
+        "image",
+        "label",
+        "clean_accuracy",
+        "clean_accuracy_se",
+    }
+    attacked = evaluation.robustness(
+        Small(), pixels(2), labels(2), **CLEAN | {"attacks": "fgsm"}
+    )
     assert "accuracy" not in attacked
-    assert named_corruptions("blur") == ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur")
-    assert named_corruptions(["fog", "noise"]) == ("gaussian_noise", "shot_noise", "impulse_noise", "fog")
+    assert named_corruptions("blur") == (
+        "defocus_blur",
+        "glass_blur",
+        "motion_blur",
+        "zoom_blur",
+    )
+    assert named_corruptions(["fog", "noise"]) == (
+        "gaussian_noise",
+        "shot_noise",
+        "impulse_noise",
+        "fog",
+    )
     assert named_corruptions(None) == tuple(evaluation.CORRUPTIONS)
 
 
@@ -164,7 +293,9 @@ def test_frost_of_ones_own() -> None:
 
     options: dict[str, Any] = CLEAN | {"corruptions": "frost", "severities": 2}
     for white in (1.0, 0.0):
-        ds = evaluation.robustness(bright, x, [0] * 3, frost=[np.full((31, 37, 3), white)], **options)
+        ds = evaluation.robustness(
+            bright, x, [0] * 3, frost=[np.full((31, 37, 3), white)], **options
+        )
         assert (ds.accuracy.item(), ds.attrs["frost"]) == (white, "given")
 
 
@@ -178,7 +309,9 @@ def test_ties_and_nan() -> None:
         scores[1, 2] = scores[2, 1] = torch.nan  # torch takes NaN for the highest
         return scores
 
-    with pytest.warns(RuntimeWarning, match="scores with NaN, counted as wrong: {'bad': 2}"):
+    with pytest.warns(
+        RuntimeWarning, match="scores with NaN, counted as wrong: {'bad': 2}"
+    ):
         ds = evaluation.robustness({"bad": broken}, x, y, **CLEAN)
     assert ds.clean_correct[0].values.tolist() == [True, False, False, True]
     assert ds.clean_prediction[0].values.tolist() == [0, -1, -1, 2]
@@ -189,7 +322,14 @@ def test_ties_and_nan() -> None:
 
 def test_to_zarr_as_it_is(tmp_path: Path) -> None:
     variant = evaluation.Variant("mine", [(pixels(3), labels(3))])
-    ds = evaluation.robustness(Small(), pixels(5), labels(5), **SOME, variants=variant, normalization=NORMALIZATION)
+    ds = evaluation.robustness(
+        Small(),
+        pixels(5),
+        labels(5),
+        **SOME,
+        variants=variant,
+        normalization=NORMALIZATION,
+    )
     ds.to_zarr(tmp_path / "robustness.zarr", consolidated=False)
     again = xr.open_zarr(tmp_path / "robustness.zarr", consolidated=False).load()
     xr.testing.assert_identical(again, ds)
@@ -202,8 +342,15 @@ def test_to_zarr_as_it_is(tmp_path: Path) -> None:
 
 def test_variants() -> None:
     """Variants with their own classes, or several right answers, are measured as if they were the images."""
-    models, x, y = {"a": Small().eval(), "b": Small(seed=1).eval()}, pixels(9), labels(9)
-    any_of = torch.nn.functional.one_hot(y, 5).bool() | torch.nn.functional.one_hot((y + 1) % 5, 5).bool()
+    models, x, y = (
+        {"a": Small().eval(), "b": Small(seed=1).eval()},
+        pixels(9),
+        labels(9),
+    )
+    any_of = (
+        torch.nn.functional.one_hot(y, 5).bool()
+        | torch.nn.functional.one_hot((y + 1) % 5, 5).bool()
+    )
     few = y % 2 * 3
     variants = [
         evaluation.Variant("plain", DataLoader(TensorDataset(x, y), batch_size=4)),
@@ -213,12 +360,22 @@ def test_variants() -> None:
     ds = evaluation.robustness(models, x[:2], y[:2], variants=variants, **CLEAN)
     assert ds.variant.values.tolist() == ["plain", "several", "few"]
     assert ds.variant_images.values.tolist() == [9, 9, 7]
-    plain, shifted = (evaluation.robustness(models, x, targets, **CLEAN).clean_accuracy for targets in (y, (y + 1) % 5))
-    best = {name: (lambda x, model=model: model(x)[:, [0, 3]]) for name, model in models.items()}
+    plain, shifted = (
+        evaluation.robustness(models, x, targets, **CLEAN).clean_accuracy
+        for targets in (y, (y + 1) % 5)
+    )
+    best = {
+        name: (lambda x, model=model: model(x)[:, [0, 3]])
+        for name, model in models.items()
+    }
     masked = evaluation.robustness(best, x[:7], few[:7] // 3, **CLEAN).clean_accuracy
-    np.testing.assert_allclose(ds.variant_accuracy, np.stack([plain, plain + shifted, masked], 1), atol=1e-15)
+    np.testing.assert_allclose(
+        ds.variant_accuracy, np.stack([plain, plain + shifted, masked], 1), atol=1e-15
+    )
     p = ds.variant_accuracy.values
-    np.testing.assert_allclose(ds.variant_accuracy_se, np.sqrt(p * (1 - p) / [9, 9, 7]), atol=1e-15)
+    np.testing.assert_allclose(
+        ds.variant_accuracy_se, np.sqrt(p * (1 - p) / [9, 9, 7]), atol=1e-15
+    )
 
 
 class BrokenError(Exception):
@@ -240,7 +397,11 @@ def test_models_are_as_they_were() -> None:
 
     model.drop.register_forward_hook(fail)
     x, copy = pixels(3), pixels(3)
-    before, random, numpys = Trace(model), torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    before, random, numpys = (
+        Trace(model),
+        torch.get_rng_state(),
+        np.random.get_state()[1].copy(),  # noqa: NPY002
+    )
     for number in (0, 1, 3, 6):
         calls, broken_at = 0, number
         with pytest.raises(BrokenError) if number else nullcontext():
@@ -250,14 +411,20 @@ def test_models_are_as_they_were() -> None:
         assert (np.random.get_state()[1] == numpys).all()  # noqa: NPY002
         assert torch.equal(x, copy)
         assert (model.head.weight.grad == 0.5).all()
-        assert all(p.grad is None for n, p in model.named_parameters() if n != "head.weight")
+        assert all(
+            p.grad is None for n, p in model.named_parameters() if n != "head.weight"
+        )
 
 
 def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     for shown in (True, False):
-        evaluation.robustness(Small(), pixels(3), labels(3), **QUICK, batch_size=2, progress=shown)
+        evaluation.robustness(
+            Small(), pixels(3), labels(3), **QUICK, batch_size=2, progress=shown
+        )
         written = capsys.readouterr().err
-        assert ("robustness" in written) == ("/6 [" in written) == shown  # two batches: as is, pixelated, attacked
+        assert (
+            ("robustness" in written) == ("/6 [" in written) == shown
+        )  # two batches: as is, pixelated, attacked
 
 
 ONE = pixels(1)
@@ -267,29 +434,72 @@ ONE = pixels(1)
     ("options", "message"),
     [
         ({"labels": None}, "expected class indices for labels, got None"),
-        ({"models": {"b": Small(classes=4)}, "labels": [0, 1, 4]}, "to 3, the model 'b' having 4 classes; got 4"),
+        (
+            {"models": {"b": Small(classes=4)}, "labels": [0, 1, 4]},
+            "to 3, the model 'b' having 4 classes; got 4",
+        ),
         ({"models": {}}, "expected one model at least, got none"),
-        ({"models": [Small()]}, "expected a module or a function from images to scores, got list"),
-        ({"images": 3}, r"expected images, .*, or only an iterable of \(images, labels\) batches; got int"),
-        ({"images": [(pixels(3), labels(3))]}, "expected images, .*, or only an iterable .*; got list"),
-        ({"images": [pixels(3)], "labels": None}, r"expected batches \(images, labels\), got Tensor"),
-        ({"images": [], "labels": None}, r"expected batches \(images, labels\), got none"),
-        ({"images": [(pixels(3), torch.ones(3, 5).bool())], "labels": None}, "only variants have several"),
+        (
+            {"models": [Small()]},
+            "expected a module or a function from images to scores, got list",
+        ),
+        (
+            {"images": 3},
+            r"expected images, .*, or only an iterable of \(images, labels\) batches; got int",
+        ),
+        (
+            {"images": [(pixels(3), labels(3))]},
+            "expected images, .*, or only an iterable .*; got list",
+        ),
+        (
+            {"images": [pixels(3)], "labels": None},
+            r"expected batches \(images, labels\), got Tensor",
+        ),
+        (
+            {"images": [], "labels": None},
+            r"expected batches \(images, labels\), got none",
+        ),
+        (
+            {"images": [(pixels(3), torch.ones(3, 5).bool())], "labels": None},
+            "only variants have several",
+        ),
         ({"severities": 6}, "expected an integer from 1 to 5 for severities, got 6"),
         ({"severities": ()}, "expected at least one of severities, got none"),
         ({"severities": (2, 3, 2)}, "expected distinct severities, got 2 twice"),
         ({"attacks": "cw"}, "expected attacks among fgsm, pgd; got 'cw'"),
         ({"attacks": {"pgd": {"eps": 0.1}}}, "unexpected keyword argument 'eps'"),
         ({"batch_size": 0}, "expected an integer from 1 for batch_size, got 0"),
-        ({"normalization": {"b": NONE}}, "expected normalization by the models' names, model; got 'b'"),
-        ({"variants": evaluation.Variant("a", [(ONE, [0])], classes=(0, 988))}, "having 5 classes; got 988"),
-        ({"variants": "imagenet-a"}, "expected variants, as imagenet_variant gives them, got str"),
-        ({"variants": [evaluation.Variant("a", [])] * 2}, "expected distinct variants, got 'a' twice"),
-        ({"variants": evaluation.Variant("a", [])}, "expected images of the variant 'a', got none"),
-        ({"variants": evaluation.Variant("a", [(ONE, torch.ones(1, 9).bool())])}, r"labels \(B, 5\), .* got \(B, 9\)"),
+        (
+            {"normalization": {"b": NONE}},
+            "expected normalization by the models' names, model; got 'b'",
+        ),
+        (
+            {"variants": evaluation.Variant("a", [(ONE, [0])], classes=(0, 988))},
+            "having 5 classes; got 988",
+        ),
+        (
+            {"variants": "imagenet-a"},
+            "expected variants, as imagenet_variant gives them, got str",
+        ),
+        (
+            {"variants": [evaluation.Variant("a", [])] * 2},
+            "expected distinct variants, got 'a' twice",
+        ),
+        (
+            {"variants": evaluation.Variant("a", [])},
+            "expected images of the variant 'a', got none",
+        ),
+        (
+            {"variants": evaluation.Variant("a", [(ONE, torch.ones(1, 9).bool())])},
+            r"labels \(B, 5\), .* got \(B, 9\)",
+        ),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
-    arguments = {"models": Small(), "images": pixels(3), "labels": torch.tensor([0, 1, 3])} | QUICK | options
+    arguments = (
+        {"models": Small(), "images": pixels(3), "labels": torch.tensor([0, 1, 3])}
+        | QUICK
+        | options
+    )
     with pytest.raises((TypeError, ValueError), match=message):
         evaluation.robustness(**arguments)

@@ -18,7 +18,11 @@ import tcnn_probe
 NAN = math.nan
 BOTH = ("thresholds", "mixture")
 KEYS, DISTANCE, IMAGES = 64, 8.0, 16  # in every layer
-CONV, AVERAGE, CONTENT = (0.0, 0.5, 0.25, 0.9), (0.0, 1.0, 1.0, 0.1), (0.5, 0.6, 0.8, 0.2)
+CONV, AVERAGE, CONTENT = (
+    (0.0, 0.5, 0.25, 0.9),
+    (0.0, 1.0, 1.0, 0.1),
+    (0.5, 0.6, 0.8, 0.2),
+)
 """Shares that types depend on: information, entropy, distance, and equivariance."""
 
 
@@ -32,23 +36,39 @@ def recording(layers: Mapping[str, Mapping[str, Any]], marks: int = 1) -> xr.Dat
             values[name][:, at, : np.shape(numbers)[-1]] = numbers
     ds = xr.Dataset(
         {name: (("epoch", "layer", "head"), value) for name, value in values.items()},
-        {"epoch": 2 + np.arange(marks), "layer": np.array(list(layers), dtype=object), "head": range(heads)},
+        {
+            "epoch": 2 + np.arange(marks),
+            "layer": np.array(list(layers), dtype=object),
+            "head": range(heads),
+        },
     )
-    scales = {"uniform_entropy": math.log(KEYS), "uniform_distance": DISTANCE, "images": IMAGES}
+    scales = {
+        "uniform_entropy": math.log(KEYS),
+        "uniform_distance": DISTANCE,
+        "images": IMAGES,
+    }
     shape = marks, len(layers)
-    return ds.assign({name: (("epoch", "layer"), np.full(shape, value)) for name, value in scales.items()})
+    return ds.assign(
+        {
+            name: (("epoch", "layer"), np.full(shape, value))
+            for name, value in scales.items()
+        }
+    )
 
 
 def layer(*heads: Any, gate: Any = NAN) -> dict[str, np.ndarray]:
     """By the shares that types depend on, (heads, 4) or (marks, heads, 4); and by gates."""
-    information, entropy, distance, equivariance = np.moveaxis(np.array(heads, dtype=float), -1, 0)
+    information, entropy, distance, equivariance = np.moveaxis(
+        np.array(heads, dtype=float), -1, 0
+    )
     return {
         "content_information": information * math.log(KEYS),
         "entropy": entropy * math.log(KEYS),
         "attention_distance": distance * DISTANCE,
         "translation_equivariance": equivariance,
         "gate": np.broadcast_to(gate, information.shape),
-        "positional_entropy": np.where(np.isnan(gate), NAN, 0.5 * math.log(KEYS)) + 0 * information,
+        "positional_entropy": np.where(np.isnan(gate), NAN, 0.5 * math.log(KEYS))
+        + 0 * information,
     }
 
 
@@ -56,7 +76,9 @@ def of_marks() -> xr.Dataset:
     """Three marks of five heads, of which the last changes, and of a head without any place."""
     mixed = (0.05, 0.5, 0.25, 0.9)
     marks = [[CONV, AVERAGE, CONTENT, mixed, last] for last in (CONV, mixed, CONTENT)]
-    about = {name: np.array([layer(*mark)[name] for mark in marks]) for name in layer(CONV)}
+    about = {
+        name: np.array([layer(*mark)[name] for mark in marks]) for name in layer(CONV)
+    }
     return recording({"conv": about, "pool": layer((NAN,) * 4)}, 3)
 
 
@@ -68,12 +90,16 @@ def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
     xr.testing.assert_identical(ds, before)
     assert (types.name, types.dims) == ("head_type", ds.entropy.dims)
     assert (types.sel(layer="pool") == "").all()
-    assert json.loads(types.attrs["unlabelled"]) == {"pool": "nothing finite is recorded of it"}
+    assert json.loads(types.attrs["unlabelled"]) == {
+        "pool": "nothing finite is recorded of it"
+    }
     definitions = json.loads(types.attrs["definitions"])
     assert definitions["content"] == "content_information >= 0.125 log keys"
     if method == "thresholds":
         conv, average, content, mixed = "convolutional", "averaging", "content", "mixed"
-        expected = [[conv, average, content, mixed, last] for last in (conv, mixed, content)]
+        expected = [
+            [conv, average, content, mixed, last] for last in (conv, mixed, content)
+        ]
         assert types.sel(layer="conv").values.tolist() == expected
         first = tcnn_probe.head_types(ds[{"epoch": [0, 1]}], information=(0.03, 0.125))
         xr.testing.assert_identical(first, types[:2])
@@ -89,7 +115,13 @@ def test_by_the_gate() -> None:
     gates = [0.9, 0.1, 0.5, 1 / 3, 2 / 3]
     ds = recording({"gated": layer(*[AVERAGE] * 5, gate=gates), "plain": layer(CONV)})
     types = tcnn_probe.head_types(ds, by="gate")
-    assert types[0, 0].values.tolist() == ["convolutional", "content", "mixed", "content", "convolutional"]
+    assert types[0, 0].values.tolist() == [
+        "convolutional",
+        "content",
+        "mixed",
+        "content",
+        "convolutional",
+    ]
     assert (types[0, 1] == "").all()
     assert json.loads(types.attrs["unlabelled"]) == {
         "plain": "gate is not finite; positional_entropy / uniform_entropy is not finite"
@@ -101,17 +133,30 @@ def test_by_the_gate() -> None:
 
 
 def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -> None:
-    ds = recording({"a": layer((0.0, math.log(49) / math.log(64), 0.9, NAN), (0.15, 0.9, 0.9, NAN))})
+    ds = recording(
+        {
+            "a": layer(
+                (0.0, math.log(49) / math.log(64), 0.9, NAN), (0.15, 0.9, 0.9, NAN)
+            )
+        }
+    )
     assert tcnn_probe.head_types(ds).values.tolist() == [[["mixed", "content"]]]
     real = ds.assign(uniform_content_entropy=ds.uniform_entropy * 0 + math.log(49))
     assert tcnn_probe.head_types(real).values.tolist() == [[["averaging", "content"]]]
     for images in (2, 10**6):  # their number sets no scale
         counted = ds.assign(images=ds.images * 0 + images)
-        assert tcnn_probe.head_types(counted).values.tolist() == [[["mixed", "content"]]]
-        assert tcnn_probe.head_types(counted, information=(0.0, 0.1501)).values.tolist() == [[["mixed", "mixed"]]]
+        assert tcnn_probe.head_types(counted).values.tolist() == [
+            [["mixed", "content"]]
+        ]
+        assert tcnn_probe.head_types(
+            counted, information=(0.0, 0.1501)
+        ).values.tolist() == [[["mixed", "mixed"]]]
     single = tcnn_probe.head_types(ds.assign(images=ds.images * 0 + 1))
     assert (single == "").all()
-    assert "content_information / log keys is not finite (of one image" in single.attrs["unlabelled"]
+    assert (
+        "content_information / log keys is not finite (of one image"
+        in single.attrs["unlabelled"]
+    )
 
 
 @pytest.mark.parametrize("method", BOTH)
@@ -119,7 +164,12 @@ def test_selections_keep_their_dimensions_and_coordinates(method: Any) -> None:
     ds = of_marks().rename(epoch="step").transpose("head", "step", "layer")
     complete = tcnn_probe.head_types(ds, method)
     assert complete.dims == ("head", "step", "layer")
-    for selection in ({"step": 1}, {"layer": 0, "head": 4}, {"step": 0, "layer": 0, "head": 1}, {"layer": [1, 0]}):
+    for selection in (
+        {"step": 1},
+        {"layer": 0, "head": 4},
+        {"step": 0, "layer": 0, "head": 1},
+        {"layer": [1, 0]},
+    ):
         part = ds.isel(selection)
         types = tcnn_probe.head_types(part, method)
         assert types.dims == part.entropy.dims
@@ -132,7 +182,12 @@ def test_selections_keep_their_dimensions_and_coordinates(method: Any) -> None:
 def test_numbers_that_are_not_finite_give_no_label() -> None:
     """A number that is not finite matters only if the type depends on it: distance does not decide about content."""
     ds = recording({"a": layer(*[CONV] * 4, CONTENT, AVERAGE), "gone": layer(CONV)})
-    names = ("content_information", "entropy", "attention_distance", "translation_equivariance")
+    names = (
+        "content_information",
+        "entropy",
+        "attention_distance",
+        "translation_equivariance",
+    )
     for head, name in enumerate(names):
         ds[name].values[0, 0, head] = math.inf if head == 2 else NAN
     for name in names[2:]:
@@ -152,13 +207,20 @@ def test_numbers_that_are_not_finite_give_no_label() -> None:
     assert (posterior == "").all()  # of which nothing is known in full
     nothing = tcnn_probe.head_types(ds * NAN, "mixture")
     assert (nothing == "").all()
-    assert json.loads(nothing.attrs["unlabelled"])["a"] == "nothing finite is recorded of it"
+    assert (
+        json.loads(nothing.attrs["unlabelled"])["a"]
+        == "nothing finite is recorded of it"
+    )
 
 
-@pytest.mark.parametrize(("head", "expected"), [(CONV, "convolutional"), (CONTENT, "content")])
+@pytest.mark.parametrize(
+    ("head", "expected"), [(CONV, "convolutional"), (CONTENT, "content")]
+)
 def test_a_single_head_and_heads_that_are_alike(head: Any, expected: str) -> None:
     for method, heads in itertools.product(BOTH, (1, 5)):
-        types = tcnn_probe.head_types(recording({"only": layer(*[head] * heads)}, marks=heads), method)
+        types = tcnn_probe.head_types(
+            recording({"only": layer(*[head] * heads)}, marks=heads), method
+        )
         assert (types == expected).all()
     np.testing.assert_array_equal(types[f"posterior_{expected}"], 1)
 
@@ -167,11 +229,17 @@ def noisy(marks: int = 13) -> xr.Dataset:
     """Convolutional, content and averaging heads in turn, with noise."""
     rng = np.random.default_rng(0)
     means = np.array([(0.005, 0.5, 0.3, 0.9), CONTENT, (0.005, 1.03, 1.0, 0.1)] * 3)
-    deviations = np.array([(0.003, 0.04, 0.04, 0.03), (0.06, 0.04, 0.04, 0.1), (0.003, 0.01, 0.02, 0.1)] * 3)
+    deviations = np.array(
+        [(0.003, 0.04, 0.04, 0.03), (0.06, 0.04, 0.04, 0.1), (0.003, 0.01, 0.02, 0.1)]
+        * 3
+    )
     about = [layer(*rng.normal(means, deviations)) for _ in range(2 * marks)]
     layers = {}
     for at, name in enumerate(("c0", "c1")):
-        layers[name] = {variable: np.array([head[variable] for head in about[at::2]]) for variable in about[0]}
+        layers[name] = {
+            variable: np.array([head[variable] for head in about[at::2]])
+            for variable in about[0]
+        }
     return recording(layers | {"pool": layer((NAN,) * 4)}, marks)
 
 
@@ -179,7 +247,10 @@ def test_mixture_of_known_clusters() -> None:
     """Labels are known; posteriors are Bayes' rule by hand; the order of the heads does not matter."""
     ds = noisy()
     types = tcnn_probe.head_types(ds, "mixture")
-    assert types.sel(layer="c1").values.tolist() == [["convolutional", "content", "averaging"] * 3] * 13
+    assert (
+        types.sel(layer="c1").values.tolist()
+        == [["convolutional", "content", "averaging"] * 3] * 13
+    )
     said = json.loads(types.attrs["mixture"])
     names = ["convolutional", "averaging", "content", "mixed"]
     posterior = np.stack([types[f"posterior_{name}"].values for name in names])
@@ -189,53 +260,143 @@ def test_mixture_of_known_clusters() -> None:
     at = {"epoch": 5, "layer": "c0", "head": 2}
     row = ds.sel(at)
     scales = (math.log(KEYS), math.log(KEYS), DISTANCE, 1)
-    variables = ("content_information", "entropy", "attention_distance", "translation_equivariance")
-    point = np.array([float(row[name]) / scale for name, scale in zip(variables, scales, strict=True)])
+    variables = (
+        "content_information",
+        "entropy",
+        "attention_distance",
+        "translation_equivariance",
+    )
+    point = np.array(
+        [
+            float(row[name]) / scale
+            for name, scale in zip(variables, scales, strict=True)
+        ]
+    )
     densities = []
-    for weight, mean, covariance in zip(said["weights"], said["means"], said["covariances"], strict=True):
+    for weight, mean, covariance in zip(
+        said["weights"], said["means"], said["covariances"], strict=True
+    ):
         exponent = -0.5 * (point - mean) @ np.linalg.inv(covariance) @ (point - mean)
-        densities.append(weight * math.exp(exponent) / math.sqrt(np.linalg.det(covariance)))
+        densities.append(
+            weight * math.exp(exponent) / math.sqrt(np.linalg.det(covariance))
+        )
     for name, density in zip(said["components"], densities, strict=True):
         probability = float(types[f"posterior_{name}"].sel(at))
-        assert probability == pytest.approx(density / sum(densities), rel=1e-9, abs=1e-300)
+        assert probability == pytest.approx(
+            density / sum(densities), rel=1e-9, abs=1e-300
+        )
     order = np.random.default_rng(1).permutation(9)
-    xr.testing.assert_identical(tcnn_probe.head_types(ds.isel(head=order), "mixture"), types.isel(head=order))
+    xr.testing.assert_identical(
+        tcnn_probe.head_types(ds.isel(head=order), "mixture"), types.isel(head=order)
+    )
 
 
 def test_two_components_of_one_type() -> None:
     """Two clusters of content heads: their posteriors add up."""
     rng = np.random.default_rng(0)
     reach = np.resize([0.3, 0.9], 10)
-    marks = [layer(*((*rng.normal((0.3, 0.6, center), 0.03), 0.2) for center in reach)) for _ in range(17)]
-    ds = recording({"a": {name: np.array([mark[name] for mark in marks]) for name in marks[0]}}, 17)
+    marks = [
+        layer(*((*rng.normal((0.3, 0.6, center), 0.03), 0.2) for center in reach))
+        for _ in range(17)
+    ]
+    ds = recording(
+        {"a": {name: np.array([mark[name] for mark in marks]) for name in marks[0]}}, 17
+    )
     types = tcnn_probe.head_types(ds, "mixture")
     assert json.loads(types.attrs["mixture"])["components"] == ["content", "content"]
     np.testing.assert_allclose(types.posterior_content, 1, rtol=1e-12)
 
 
 def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = layer(*[(0.0, entropy, 0.5, 0.9) for entropy in (0.2, 0.21, 0.9, 0.91, 1.5, 1.51)])
+    heads = layer(
+        *[(0.0, entropy, 0.5, 0.9) for entropy in (0.2, 0.21, 0.9, 0.91, 1.5, 1.51)]
+    )
     ds = recording({"a": heads}, 20)
-    assert set(tcnn_probe.head_types(ds, "mixture").values.ravel()) == {"convolutional", "mixed", "averaging"}
-    monkeypatch.setattr(GaussianMixture, "predict_proba", lambda self, x: np.full((len(x), len(self.weights_)), 1 / 3))
+    assert set(tcnn_probe.head_types(ds, "mixture").values.ravel()) == {
+        "convolutional",
+        "mixed",
+        "averaging",
+    }
+    monkeypatch.setattr(
+        GaussianMixture,
+        "predict_proba",
+        lambda self, x: np.full((len(x), len(self.weights_)), 1 / 3),
+    )
     assert set(tcnn_probe.head_types(ds, "mixture").values.ravel()) == {"mixed"}
 
 
 @pytest.mark.parametrize(
     ("ds", "options", "error", "message"),
     [
-        (of_marks(), {"method": "guess"}, ValueError, "expected method='thresholds' or 'mixture', got 'guess'"),
-        (of_marks(), {"by": "name"}, ValueError, "expected by='content' or 'gate', got 'name'"),
-        (of_marks(), {"seed": 0.5}, TypeError, "'float' object cannot be interpreted as an integer"),
-        (of_marks().gate, {}, TypeError, "expected an xarray.Dataset that tcnn_probe.record has made, got DataArray"),
-        (xr.DataTree(of_marks()), {}, TypeError, "of a tree, tree['heads'].dataset, got DataTree"),
-        (of_marks().drop_vars("uniform_entropy"), {}, ValueError, "expects 'uniform_entropy' in the dataset, got"),
-        (of_marks().drop_vars("gate"), {"by": "gate"}, ValueError, "by='gate' expects 'gate' in the dataset"),
-        (of_marks().drop_vars("content_information"), {}, ValueError, "softmax attention; by='gate' does without"),
-        (of_marks().mean("head"), {}, ValueError, "expected the coordinate 'head', as recorded, got ['epoch', "),
+        (
+            of_marks(),
+            {"method": "guess"},
+            ValueError,
+            "expected method='thresholds' or 'mixture', got 'guess'",
+        ),
+        (
+            of_marks(),
+            {"by": "name"},
+            ValueError,
+            "expected by='content' or 'gate', got 'name'",
+        ),
+        (
+            of_marks(),
+            {"seed": 0.5},
+            TypeError,
+            "'float' object cannot be interpreted as an integer",
+        ),
+        (
+            of_marks().gate,
+            {},
+            TypeError,
+            "expected an xarray.Dataset that tcnn_probe.record has made, got DataArray",
+        ),
+        (
+            xr.DataTree(of_marks()),
+            {},
+            TypeError,
+            "of a tree, tree['heads'].dataset, got DataTree",
+        ),
+        (
+            of_marks().drop_vars("uniform_entropy"),
+            {},
+            ValueError,
+            "expects 'uniform_entropy' in the dataset, got",
+        ),
+        (
+            of_marks().drop_vars("gate"),
+            {"by": "gate"},
+            ValueError,
+            "by='gate' expects 'gate' in the dataset",
+        ),
+        (
+            of_marks().drop_vars("content_information"),
+            {},
+            ValueError,
+            "softmax attention; by='gate' does without",
+        ),
+        (
+            of_marks().mean("head"),
+            {},
+            ValueError,
+            "expected the coordinate 'head', as recorded, got ['epoch', ",
+        ),
     ],
-    ids=["method", "by", "seed", "array", "tree", "scale", "gate", "information", "heads"],
+    ids=[
+        "method",
+        "by",
+        "seed",
+        "array",
+        "tree",
+        "scale",
+        "gate",
+        "information",
+        "heads",
+    ],
 )
-def test_what_is_refused(ds: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_is_refused(
+    ds: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=re.escape(message)):
         tcnn_probe.head_types(ds, **options)

@@ -25,37 +25,56 @@ DEVIATION = math.sqrt(2 * (OFFSETS - 1) / ((PAIRS - OFFSETS) * (PAIRS - 1)))
 def mlp_model(block: type[nn.Module] = ResBlock) -> MlpMixer:
     torch.manual_seed(0)
     about = {"norm_layer": Affine, "mlp_ratio": 4} if block is ResBlock else {}
-    return MlpMixer(3, img_size=(16 * H, 16 * W), num_blocks=3, embed_dim=4, block_layer=block, **about)
+    return MlpMixer(
+        3,
+        img_size=(16 * H, 16 * W),
+        num_blocks=3,
+        embed_dim=4,
+        block_layer=block,
+        **about,
+    )
 
 
 def toeplitz() -> torch.Tensor:
     """A 3 x 3 convolution with weights of both signs."""
     kernel = {(-1, -1): 1.0, (-1, 0): -2, (0, 0): 4, (0, 1): -1, (1, 1): 0.01}
-    return torch.tensor([[kernel.get((v - y, u - x), 0.0) for v, u in PLACES] for y, x in PLACES])
+    return torch.tensor(
+        [[kernel.get((v - y, u - x), 0.0) for v, u in PLACES] for y, x in PLACES]
+    )
 
 
 @torch.no_grad()
 def known() -> MlpMixer:
     model = mlp_model()
     generator = torch.Generator().manual_seed(1)
-    matrices = torch.eye(H * W), toeplitz(), torch.randn(H * W, H * W, generator=generator)
+    matrices = (
+        torch.eye(H * W),
+        toeplitz(),
+        torch.randn(H * W, H * W, generator=generator),
+    )
     for block, matrix in zip(model.blocks, matrices, strict=True):
         block.linear_tokens.weight.copy_(matrix)
     return model
 
 
 def test_of_known_matrices() -> None:
-    identity, convolution, random = (cross_patch(known()).isel(layer=n, head=0) for n in range(3))
+    identity, convolution, random = (
+        cross_patch(known()).isel(layer=n, head=0) for n in range(3)
+    )
     assert identity.attention_distance == 0
     assert identity.entropy == 0
     for layer in (identity, convolution):
         assert layer.translation_equivariance.item() == pytest.approx(1, abs=1e-12)
     assert 0 < convolution.attention_distance < math.sqrt(2)
-    assert float(convolution.near_zero) == pytest.approx(float((toeplitz().abs() < 0.05 * 4).double().mean()))
+    assert float(convolution.near_zero) == pytest.approx(
+        float((toeplitz().abs() < 0.05 * 4).double().mean())
+    )
     assert abs(float(random.translation_equivariance)) < 4 * DEVIATION
     rows = torch.randn(4000, H * W, generator=torch.Generator().manual_seed(2)).abs()
     shares = rows / rows.sum(1, keepdim=True)
-    assert float(random.entropy) == pytest.approx(float(-(shares * shares.log()).sum(1).mean()), abs=0.05)
+    assert float(random.entropy) == pytest.approx(
+        float(-(shares * shares.log()).sum(1).mean()), abs=0.05
+    )
 
 
 def test_of_every_pair_of_patches() -> None:
@@ -63,13 +82,21 @@ def test_of_every_pair_of_patches() -> None:
     layers = cross_patch(model)
     assert layers.layer.values.tolist() == [f"blocks.{n}" for n in range(3)]
     for n, block in enumerate(model.blocks):
-        a, layer = block.linear_tokens.weight.detach().double().numpy(), layers.isel(layer=n)
+        a, layer = (
+            block.linear_tokens.weight.detach().double().numpy(),
+            layers.isel(layer=n),
+        )
         distance, entropy = 0.0, 0.0
         for i, (y, x) in enumerate(PLACES):
             shares = abs(a[i]) / abs(a[i]).sum()
-            distance += sum(p * math.dist((y, x), key) for p, key in zip(shares, PLACES, strict=True)) / len(PLACES)
+            distance += sum(
+                p * math.dist((y, x), key)
+                for p, key in zip(shares, PLACES, strict=True)
+            ) / len(PLACES)
             entropy -= sum(p * math.log(p) for p in shares if p > 0) / len(PLACES)
-            np.testing.assert_array_equal(layer.weight.sel(query_y=y, query_x=x), a[i].reshape(H, W))
+            np.testing.assert_array_equal(
+                layer.weight.sel(query_y=y, query_x=x), a[i].reshape(H, W)
+            )
         assert layer.attention_distance.item() == pytest.approx(distance, rel=1e-12)
         assert layer.entropy.item() == pytest.approx(entropy, rel=1e-12)
     even = sum(math.dist(a, b) for a in PLACES for b in PLACES) / len(PLACES) ** 2
@@ -97,8 +124,12 @@ def test_of_mlp_mixer_it_is_the_product() -> None:
     for key in (0, 9):
         patch = zero.clone()
         patch[..., key] = 1
-        effect = (block.mlp_tokens(patch) - block.mlp_tokens(zero)).detach().reshape(H, W)
-        np.testing.assert_allclose(weight.sel(y=key // W, x=key % W), effect, atol=1e-12)
+        effect = (
+            (block.mlp_tokens(patch) - block.mlp_tokens(zero)).detach().reshape(H, W)
+        )
+        np.testing.assert_allclose(
+            weight.sel(y=key // W, x=key % W), effect, atol=1e-12
+        )
 
 
 def equivariance(pattern: np.ndarray, prefix: int) -> float:
@@ -106,8 +137,12 @@ def equivariance(pattern: np.ndarray, prefix: int) -> float:
     of_offset = defaultdict(list)
     for (q, (y, x)), (k, (v, u)) in product(enumerate(PLACES, prefix), repeat=2):
         of_offset[v - y, u - x].append(pattern[q, k])
-    within = sum(np.square(values - np.mean(values)).sum() for values in of_offset.values())
-    return float(1 - within / (PAIRS - OFFSETS) / np.var(pattern[prefix:, prefix:], ddof=1))
+    within = sum(
+        np.square(values - np.mean(values)).sum() for values in of_offset.values()
+    )
+    return float(
+        1 - within / (PAIRS - OFFSETS) / np.var(pattern[prefix:, prefix:], ddof=1)
+    )
 
 
 @pytest.mark.parametrize("kind", ["swin", "beit"])
@@ -118,19 +153,35 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
     """
     shape: dict[str, Any] = {"embed_dim": 8, "num_classes": 2}
     if kind == "swin":
-        shape |= {"img_size": (4 * H, 4 * W), "window_size": (H, W), "depths": (1,), "num_heads": (2,)}
+        shape |= {
+            "img_size": (4 * H, 4 * W),
+            "window_size": (H, W),
+            "depths": (1,),
+            "num_heads": (2,),
+        }
         model, prefix = timm.create_model("swin_tiny_patch4_window7_224", **shape), 0
     else:
         shape |= {"img_size": (16 * H, 16 * W), "depth": 1, "num_heads": 2}
         model, prefix = timm.create_model("beit_base_patch16_224", **shape), 1
-    (layer,) = (module for module in model.modules() if hasattr(module, "relative_position_bias_table"))
+    (layer,) = (
+        module
+        for module in model.modules()
+        if hasattr(module, "relative_position_bias_table")
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         layer.relative_position_bias_table.normal_(generator=generator)
         layer.qkv.weight.zero_()  # the biases of queries are 0 already
-    bias = layer.relative_position_bias_table[layer.relative_position_index].permute(2, 0, 1).detach().double()
+    bias = (
+        layer.relative_position_bias_table[layer.relative_position_index]
+        .permute(2, 0, 1)
+        .detach()
+        .double()
+    )
     places = np.array([(math.nan, math.nan)] * prefix + PLACES)
-    np.testing.assert_allclose(translation_equivariance(bias.numpy(), places, places), 1, atol=1e-12)
+    np.testing.assert_allclose(
+        translation_equivariance(bias.numpy(), places, places), 1, atol=1e-12
+    )
     backwards = np.concatenate([places[:prefix], places[prefix:][::-1]])
     assert (translation_equivariance(bias.numpy(), backwards, places) < 0.1).all()
     noise = torch.randn(bias.shape, generator=generator).numpy()
@@ -139,10 +190,14 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
     with tcnn_probe.record(model.eval()) as recorder, torch.no_grad():
         model(torch.randn(2, 3, *shape["img_size"], generator=generator))
         recorder.mark(epoch=0)
-    expected = [equivariance(attention, prefix) for attention in bias.softmax(-1).numpy()]
+    expected = [
+        equivariance(attention, prefix) for attention in bias.softmax(-1).numpy()
+    ]
     assert 0.9 < min(expected) <= max(expected) < 0.99
     equivariances = recorder.dataset.translation_equivariance.squeeze()
-    np.testing.assert_allclose(equivariances, expected, atol=32 * np.finfo(np.float32).eps)
+    np.testing.assert_allclose(
+        equivariances, expected, atol=32 * np.finfo(np.float32).eps
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int16"])
@@ -150,15 +205,22 @@ def test_equivariance_is_in_float64(dtype: str) -> None:
     """Sums of so large squares are beyond float16 and int16."""
     pattern = np.random.default_rng(0).integers(-200, 200, (1, H * W, H * W))
     expected = translation_equivariance(pattern.astype(float), PLACES, PLACES)
-    np.testing.assert_array_equal(translation_equivariance(pattern.astype(dtype), PLACES, PLACES), expected)
+    np.testing.assert_array_equal(
+        translation_equivariance(pattern.astype(dtype), PLACES, PLACES), expected
+    )
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"\(heads, 35, 34\), of so many queries and keys, got \(1, 35, 35\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"\(heads, 35, 34\), of so many queries and keys, got \(1, 35, 35\)",
+    ):
         translation_equivariance(np.ones((1, H * W, H * W)), PLACES, PLACES[1:])
     with pytest.raises(ValueError, match="ResMLP or MLP-Mixer, got Linear"):
         cross_patch(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"grid=\(rows, columns\) of 35 patches, got \(6, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"grid=\(rows, columns\) of 35 patches, got \(6, 6\)"
+    ):
         cross_patch(mlp_model(), grid=(6, 6))
     with pytest.raises(ValueError, match="of 35 patches, got None"):
         cross_patch(nn.Sequential(mlp_model().blocks[0]))

@@ -26,7 +26,9 @@ def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
     torch.manual_seed(0)
     cnn = timm.create_model("resnet18", in_chans=1, num_classes=2)
     names = [f"layer4.{name}" for name in ("0.conv2", "1.conv1", "1.conv2")]
-    model = tcnn_model.reparameterize(cnn, layers=names, input_size=(1, 160, 224)).eval()
+    model = tcnn_model.reparameterize(
+        cnn, layers=names, input_size=(1, 160, 224)
+    ).eval()
     first, second, third = tcnn_model.gpsa_layers(model).values()
     size, conv = (3, 1, 160, 224), "convolutional"
     types = tcnn_probe.head_types(recorded(model, *size))
@@ -36,10 +38,16 @@ def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
         first.gating[2:5] = -3.0
         first.query.unflatten(0, (9, -1))[4] *= 1e5
     ds = recorded(model, *size, path=tmp_path / "run.zarr")
-    expected = [conv] * 2 + ["averaging"] * 2 + ["content"] + [conv] * 4  # a low gate alone is no content
-    assert tcnn_probe.head_types(ds).values.tolist() == [[expected, [conv] * 9, [conv] * 9]]
+    expected = (
+        [conv] * 2 + ["averaging"] * 2 + ["content"] + [conv] * 4
+    )  # a low gate alone is no content
+    assert tcnn_probe.head_types(ds).values.tolist() == [
+        [expected, [conv] * 9, [conv] * 9]
+    ]
     by_gate = [conv] * 2 + ["content"] * 3 + [conv] * 4
-    assert tcnn_probe.head_types(ds, by="gate").values.tolist() == [[by_gate, [conv] * 9, [conv] * 9]]
+    assert tcnn_probe.head_types(ds, by="gate").values.tolist() == [
+        [by_gate, [conv] * 9, [conv] * 9]
+    ]
     with torch.no_grad():
         first.gating.fill_(20.0)
         first.raw_locality.fill_(-4.0)  # no locality: averages
@@ -47,17 +55,26 @@ def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
         third.gating.fill_(20.0)
         third.center[8] = torch.tensor([40.0, 40.0])  # all queries look into one corner
     types = tcnn_probe.head_types(recorded(model, *size))
-    assert types.values.tolist() == [[["averaging"] * 9, ["mixed"] * 9, [conv] * 8 + ["mixed"]]]
+    assert types.values.tolist() == [
+        [["averaging"] * 9, ["mixed"] * 9, [conv] * 8 + ["mixed"]]
+    ]
 
 
-@pytest.mark.parametrize(("kernel", "size", "strength"), [(3, (5, 7), 1.0), (5, (4, 5), 20.0), (7, (7, 7), 20.0)])
-def test_convolutions_are_convolutional(kernel: int, size: tuple[int, int], strength: float) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "size", "strength"),
+    [(3, (5, 7), 1.0), (5, (4, 5), 20.0), (7, (7, 7), 20.0)],
+)
+def test_convolutions_are_convolutional(
+    kernel: int, size: tuple[int, int], strength: float
+) -> None:
     """At the papers' start, where content has a quarter of the weight, and where the layer is the convolution itself.
 
     Taps of 7 x 7 on 7 x 7 pixels look up to 4.2 pixels away, and uniform attention 5.5 on average.
     """
     torch.manual_seed(0)
-    layer = tcnn_model.GPSA(8, 2, kernel, padding=kernel // 2, locality_strength=strength, gating=strength)
+    layer = tcnn_model.GPSA(
+        8, 2, kernel, padding=kernel // 2, locality_strength=strength, gating=strength
+    )
     types = tcnn_probe.head_types(recorded(nn.Sequential(layer).eval(), 2, 8, *size))
     assert (types == "convolutional").all()
     assert types.size == kernel**2
@@ -68,8 +85,15 @@ class Four(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
-        y, x_ = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
-        squared = ((y[:, None] - y) ** 2 + (x_[:, None] - x_) ** 2).to(x).expand(len(x), -1, -1)
+        y, x_ = (
+            torch.arange(height).repeat_interleave(width),
+            torch.arange(width).repeat(height),
+        )
+        squared = (
+            ((y[:, None] - y) ** 2 + (x_[:, None] - x_) ** 2)
+            .to(x)
+            .expand(len(x), -1, -1)
+        )
         corner = (-(y**2) - x_**2).to(x).expand_as(squared)
         bright = 5 * x[:, 0].flatten(1)[:, None].expand_as(squared)
         tokens = torch.stack([x.flatten(2).transpose(1, 2)] * 4, 1)
@@ -80,16 +104,32 @@ class Four(nn.Module):
 def test_plain_attention() -> None:
     four = nn.Sequential(nn.Conv2d(3, 4, 8, stride=8), Four()).eval()
     ds = recorded(four, 5, 3, 40, 56)
-    assert tcnn_probe.head_types(ds).values.tolist() == [[["convolutional", "averaging", "content", "mixed"]]]
-    cait = timm.create_model("cait_xxs24_224", img_size=(80, 112), depth=1, embed_dim=8, num_heads=2).eval()
+    assert tcnn_probe.head_types(ds).values.tolist() == [
+        [["convolutional", "averaging", "content", "mixed"]]
+    ]
+    cait = timm.create_model(
+        "cait_xxs24_224", img_size=(80, 112), depth=1, embed_dim=8, num_heads=2
+    ).eval()
     types = tcnn_probe.head_types(recorded(cait, 2, 3, 80, 112)).isel(epoch=0)
-    assert (types == "averaging").all()  # class attention too, though it has no distance
+    assert (
+        types == "averaging"
+    ).all()  # class attention too, though it has no distance
 
 
 def test_a_convit_has_both_kinds() -> None:
-    options: dict[str, Any] = {"depth": 3, "local_up_to_layer": 2, "embed_dim": 6, "num_heads": 9, "num_classes": 3}
+    options: dict[str, Any] = {
+        "depth": 3,
+        "local_up_to_layer": 2,
+        "embed_dim": 6,
+        "num_heads": 9,
+        "num_classes": 3,
+    }
     torch.manual_seed(0)
-    ds = recorded(timm.create_model("convit_tiny", img_size=112, **options).eval(), 2, 3, 112, 112)
+    ds = recorded(
+        timm.create_model("convit_tiny", img_size=112, **options).eval(), 2, 3, 112, 112
+    )
     for method in ("thresholds", "mixture"):
         types = tcnn_probe.head_types(ds, method)  # type: ignore[arg-type]
-        assert types.values.tolist() == [[["convolutional"] * 9] * 2 + [["averaging"] * 9]]
+        assert types.values.tolist() == [
+            [["convolutional"] * 9] * 2 + [["averaging"] * 9]
+        ]

@@ -16,10 +16,20 @@ SET = Thresholds((0.125, 0.25), (0.5, 0.75), 0.25, 0.375, gate=(0.25, 0.5))
 
 
 def around(*thresholds: float) -> list[float]:
-    return [np.nextafter(threshold, towards) for threshold in thresholds for towards in (0, threshold, 2)]
+    return [
+        np.nextafter(threshold, towards)
+        for threshold in thresholds
+        for towards in (0, threshold, 2)
+    ]
 
 
-def by_content(information: float, evenness: float, reach: float, equivariance: float, t: Thresholds) -> str:
+def by_content(
+    information: float,
+    evenness: float,
+    reach: float,
+    equivariance: float,
+    t: Thresholds,
+) -> str:
     if not math.isfinite(information):
         return ""
     if information > t.information[0]:
@@ -30,7 +40,11 @@ def by_content(information: float, evenness: float, reach: float, equivariance: 
         return "mixed" if evenness < t.entropy[1] else "averaging"
     if not (math.isfinite(reach) and math.isfinite(equivariance)):
         return ""
-    return "convolutional" if reach <= t.distance and equivariance >= t.equivariance else "mixed"
+    return (
+        "convolutional"
+        if reach <= t.distance and equivariance >= t.equivariance
+        else "mixed"
+    )
 
 
 def by_gate(gate: float, spread: float, reach: float, t: Thresholds) -> str:
@@ -60,7 +74,9 @@ def test_types_at_and_beside_every_threshold(thresholds: Thresholds) -> None:
 
 
 @pytest.mark.parametrize("thresholds", [OWN, SET], ids=["own", "set"])
-def test_types_by_the_gate_at_and_beside_every_threshold(thresholds: Thresholds) -> None:
+def test_types_by_the_gate_at_and_beside_every_threshold(
+    thresholds: Thresholds,
+) -> None:
     values = list(
         itertools.product(
             [*around(*thresholds.gate), 0.0, 1.0, NAN, INF],
@@ -77,15 +93,45 @@ def test_types_by_the_gate_at_and_beside_every_threshold(thresholds: Thresholds)
     ("arguments", "error", "message"),
     [
         ({"gate": 0.5}, TypeError, "expected two thresholds for gate, got 0.5"),
-        ({"information": ("low", 0.3)}, TypeError, "expected two thresholds for information, got ('low', 0.3)"),
-        ({"gate": (0.5, 1.5)}, ValueError, "for gate, ascending and between 0 and 1, got (0.5, 1.5)"),
-        ({"gate": (NAN, 0.5)}, ValueError, "for gate, ascending and between 0 and 1, got (nan, 0.5)"),
-        ({"entropy": (0.5, 0.25)}, ValueError, "for entropy, ascending and between 0 and infinity, got (0.5, 0.25)"),
-        ({"entropy": (0.5, INF)}, ValueError, "for entropy, ascending and between 0 and infinity"),
-        ({"distance": NAN}, ValueError, "expected a finite threshold of at least 0 for distance, got nan"),
-        ({"equivariance": "0.5"}, TypeError, "expected a number as the threshold for equivariance, got '0.5'"),
+        (
+            {"information": ("low", 0.3)},
+            TypeError,
+            "expected two thresholds for information, got ('low', 0.3)",
+        ),
+        (
+            {"gate": (0.5, 1.5)},
+            ValueError,
+            "for gate, ascending and between 0 and 1, got (0.5, 1.5)",
+        ),
+        (
+            {"gate": (NAN, 0.5)},
+            ValueError,
+            "for gate, ascending and between 0 and 1, got (nan, 0.5)",
+        ),
+        (
+            {"entropy": (0.5, 0.25)},
+            ValueError,
+            "for entropy, ascending and between 0 and infinity, got (0.5, 0.25)",
+        ),
+        (
+            {"entropy": (0.5, INF)},
+            ValueError,
+            "for entropy, ascending and between 0 and infinity",
+        ),
+        (
+            {"distance": NAN},
+            ValueError,
+            "expected a finite threshold of at least 0 for distance, got nan",
+        ),
+        (
+            {"equivariance": "0.5"},
+            TypeError,
+            "expected a number as the threshold for equivariance, got '0.5'",
+        ),
     ],
 )
-def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_is_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=re.escape(message)):
         Thresholds(**arguments)

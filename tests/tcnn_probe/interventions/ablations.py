@@ -28,15 +28,47 @@ def other_chain() -> Chain:
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "zero": (Chain, chain_images, {"heads": {"near": [1, 3]}}),
-    "mean": (Chain, chain_images, {"heads": {"near": [1, 3], "far": 7}, "mode": "mean"}),
-    "images": (Chain, chain_images, {"heads": "far", "mode": "mean", "images": chain_images(5)}),
-    "static": (Chain, chain_images, {"heads": {"near": [1, 3]}, "mode": "static", "images": chain_images(5).flip(0)}),
+    "mean": (
+        Chain,
+        chain_images,
+        {"heads": {"near": [1, 3], "far": 7}, "mode": "mean"},
+    ),
+    "images": (
+        Chain,
+        chain_images,
+        {"heads": "far", "mode": "mean", "images": chain_images(5)},
+    ),
+    "static": (
+        Chain,
+        chain_images,
+        {
+            "heads": {"near": [1, 3]},
+            "mode": "static",
+            "images": chain_images(5).flip(0),
+        },
+    ),
     "positional": (Chain, chain_images, {"mode": "positional"}),
-    "replaced": (Chain, chain_images, {"heads": {"near": [1]}, "mode": "replaced", "source": other_chain()}),
+    "replaced": (
+        Chain,
+        chain_images,
+        {"heads": {"near": [1]}, "mode": "replaced", "source": other_chain()},
+    ),
     "zero, vit": (vit, vit_images, {}),
-    "images, vit": (vit, vit_images, {"heads": "blocks.1.attn", "mode": "mean", "images": vit_images(5)}),
-    "shuffled, vit": (vit, vit_images, {**OF_VIT, "mode": "shuffled", "images": vit_images(4)}),
-    "replaced, vit": (vit, vit_images, {**OF_VIT, "mode": "replaced", "source": vit(seed=3)}),
+    "images, vit": (
+        vit,
+        vit_images,
+        {"heads": "blocks.1.attn", "mode": "mean", "images": vit_images(5)},
+    ),
+    "shuffled, vit": (
+        vit,
+        vit_images,
+        {**OF_VIT, "mode": "shuffled", "images": vit_images(4)},
+    ),
+    "replaced, vit": (
+        vit,
+        vit_images,
+        {**OF_VIT, "mode": "replaced", "source": vit(seed=3)},
+    ),
 }
 
 
@@ -46,7 +78,9 @@ class State:
     def __init__(self, model: nn.Module) -> None:
         self.trace = Trace(model)
         self.parameters = [(name, id(p)) for name, p in model.named_parameters()]
-        self.gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        self.gradients = [
+            None if p.grad is None else p.grad.clone() for p in model.parameters()
+        ]
         self.random = torch.random.get_rng_state()
 
     def check(self, model: nn.Module) -> None:

@@ -12,10 +12,35 @@ import tcnn_model  # noqa: F401 (registers patchconvnet_* with timm)
 
 __all__ = ["MODELS", "first", "heads_of", "seen_of", "wide"]
 
-SMALL = {"img_size": (24, 40), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
-WINDOWS = {"img_size": (16, 24), "patch_size": 4, "window_size": 2, "embed_dim": 12, "depths": (2,), "num_heads": (3,)}
-LEVIT = {"img_size": 64, "embed_dim": (24, 32, 40), "depth": (1, 1, 1), "num_heads": (3, 5, 2), "key_dim": 4}
-COATNET = {"img_size": 64, "embed_dim": (32, 32, 32, 64), "depths": (1, 1, 1, 1), "num_classes": 5}
+SMALL = {
+    "img_size": (24, 40),
+    "patch_size": 8,
+    "embed_dim": 24,
+    "depth": 2,
+    "num_heads": 3,
+    "num_classes": 5,
+}
+WINDOWS = {
+    "img_size": (16, 24),
+    "patch_size": 4,
+    "window_size": 2,
+    "embed_dim": 12,
+    "depths": (2,),
+    "num_heads": (3,),
+}
+LEVIT = {
+    "img_size": 64,
+    "embed_dim": (24, 32, 40),
+    "depth": (1, 1, 1),
+    "num_heads": (3, 5, 2),
+    "key_dim": 4,
+}
+COATNET = {
+    "img_size": 64,
+    "embed_dim": (32, 32, 32, 64),
+    "depths": (1, 1, 1, 1),
+    "num_classes": 5,
+}
 
 
 class Torch(nn.Module):
@@ -54,14 +79,44 @@ def build(name: str, **options: Any) -> Callable[[], nn.Module]:
 IMAGE, SQUARE = (3, 24, 40), (3, 64, 64)
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
     "vit": (build("vit_tiny_patch16_224", **SMALL), IMAGE, "blocks.1.attn", "proj"),
-    "swin": (build("swin_tiny_patch4_window7_224", **WINDOWS), (3, 16, 24), "layers.0.blocks.1.attn", "proj"),
-    "cait": (build("cait_xxs24_224", **SMALL), IMAGE, "blocks_token_only.0.attn", "proj"),
-    "convit": (build("convit_tiny", **SMALL | {"img_size": 32}), (3, 32, 32), "blocks.1.attn", "proj"),
+    "swin": (
+        build("swin_tiny_patch4_window7_224", **WINDOWS),
+        (3, 16, 24),
+        "layers.0.blocks.1.attn",
+        "proj",
+    ),
+    "cait": (
+        build("cait_xxs24_224", **SMALL),
+        IMAGE,
+        "blocks_token_only.0.attn",
+        "proj",
+    ),
+    "convit": (
+        build("convit_tiny", **SMALL | {"img_size": 32}),
+        (3, 32, 32),
+        "blocks.1.attn",
+        "proj",
+    ),
     "beit": (build("beit_base_patch16_224", **SMALL), IMAGE, "blocks.0.attn", "proj"),
-    "levit": (build("levit_128s", **LEVIT), SQUARE, "stages.1.downsample.attn_downsample", "proj.ln.linear"),
-    "coatnet": (build("coatnet_pico_rw_224", **COATNET), SQUARE, "stages.3.blocks.0.attn", "proj"),
+    "levit": (
+        build("levit_128s", **LEVIT),
+        SQUARE,
+        "stages.1.downsample.attn_downsample",
+        "proj.ln.linear",
+    ),
+    "coatnet": (
+        build("coatnet_pico_rw_224", **COATNET),
+        SQUARE,
+        "stages.3.blocks.0.attn",
+        "proj",
+    ),
     "torch": (lambda: sharp(Torch()), (7, 4), "attn", "out_proj"),
-    "tokens first": (lambda: sharp(Torch(batch_first=False)), (7, 4), "attn", "out_proj"),
+    "tokens first": (
+        lambda: sharp(Torch(batch_first=False)),
+        (7, 4),
+        "attn",
+        "out_proj",
+    ),
     "pool": (
         build("patchconvnet_s20", embed_dim=24, depth=1, num_classes=5),
         (3, 48, 64),
@@ -76,7 +131,9 @@ def wide(model: nn.Module) -> nn.Module:
     for layer in model.double().modules():
         if isinstance(layer, GPSA):
             layer.rel_indices, offsets = None, layer.get_rel_indices
-            layer.get_rel_indices = lambda count, offsets=offsets: offsets(count).double()
+            layer.get_rel_indices = lambda count, offsets=offsets: offsets(
+                count
+            ).double()
     return model
 
 
@@ -91,6 +148,8 @@ def first(output: Any) -> Tensor:
 def seen_of(model: nn.Module, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """What a layer is given, and what it gives."""
     seen: list[Tensor] = []
-    with layer.register_forward_hook(lambda module, args, output: seen.extend((args[0], first(output)))):
+    with layer.register_forward_hook(
+        lambda module, args, output: seen.extend((args[0], first(output)))
+    ):
         model(x)
     return seen[0], seen[1]

@@ -46,8 +46,12 @@ def test_nothing_is_left(case: str) -> None:
     with tcnn_probe.ablate(model, **options):
         expected = model(x)
         assert not torch.allclose(expected, plain, atol=1e-4)
-        assert [id(p) for p in model.parameters()] == [key for _, key in before.parameters]
-        torch.testing.assert_close(dict(model.state_dict()), before.trace.state, rtol=0, atol=0)
+        assert [id(p) for p in model.parameters()] == [
+            key for _, key in before.parameters
+        ]
+        torch.testing.assert_close(
+            dict(model.state_dict()), before.trace.state, rtol=0, atol=0
+        )
         for error in (ZeroDivisionError("mine"), KeyboardInterrupt()):
             stop.error = error
             with pytest.raises(type(error)):
@@ -71,7 +75,10 @@ def test_nothing_is_left_if_taking_means_fails() -> None:
         ([chain_images(), "no images"], TypeError),
         ([chain_images(), torch.ones(1, 2, 5, 5)], ValueError),
     ):
-        with pytest.raises(error), tcnn_probe.ablate(model, mode="mean", images=iter(bad)):
+        with (
+            pytest.raises(error),
+            tcnn_probe.ablate(model, mode="mean", images=iter(bad)),
+        ):
             pass
         before.check(model)
     with tcnn_probe.ablate(model, mode="mean", images=chain_images()):
@@ -84,11 +91,23 @@ def test_nothing_is_left_if_taking_means_fails() -> None:
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        ((chain_images(), torch.arange(3)), r"of a pair .* give the first: got torch.int64 of shape \(3,\)"),
-        (chain_images().byte(), r"floating point; .* got torch.uint8 of shape \(3, 2, 7, 11\)"),
-        (TensorDataset(chain_images()), "got single ones: TensorDataset; give its DataLoader"),
+        (
+            (chain_images(), torch.arange(3)),
+            r"of a pair .* give the first: got torch.int64 of shape \(3,\)",
+        ),
+        (
+            chain_images().byte(),
+            r"floating point; .* got torch.uint8 of shape \(3, 2, 7, 11\)",
+        ),
+        (
+            TensorDataset(chain_images()),
+            "got single ones: TensorDataset; give its DataLoader",
+        ),
         ([()], "as the model takes them, got tuple"),
-        (torch.ones(0, 2, 7, 11), r"as the model takes them, got shape \(0, 2, 7, 11\)"),
+        (
+            torch.ones(0, 2, 7, 11),
+            r"as the model takes them, got shape \(0, 2, 7, 11\)",
+        ),
     ],
     ids=["labels", "bytes", "dataset", "empty", "none"],
 )
@@ -121,13 +140,21 @@ def test_what_did_not_happen_is_an_error() -> None:
     model, x = Chain(), chain_images()
     model.unused = scatter(GPSA(2, 2, 3, padding=1))
     before = State(model)
-    with pytest.raises(RuntimeError, match="the model ran, and 'unused' was not ablated"):  # noqa: SIM117
-        with tcnn_probe.ablate(model, ["near", "unused"]):
-            model(x)
+    with (
+        pytest.raises(
+            RuntimeError, match="the model ran, and 'unused' was not ablated"
+        ),
+        tcnn_probe.ablate(model, ["near", "unused"]),
+    ):
+        model(x)
     before.check(model)
     ablation = tcnn_probe.ablate(model, {"unused": 2})
     assert repr(ablation) == "Ablation(mode='zero', heads={'unused': (2,)})"
-    with ablation as entered, pytest.raises(RuntimeError, match="entered already"), ablation:
+    with (
+        ablation as entered,
+        pytest.raises(RuntimeError, match="entered already"),
+        ablation,
+    ):
         pass  # nothing ran
     assert entered is ablation
     with tcnn_probe.ablate(model, "*", "mean") as ablation:
@@ -136,7 +163,9 @@ def test_what_did_not_happen_is_an_error() -> None:
     assert ablation.mode == "mean"
     blocks = vit()
     with (
-        pytest.raises(RuntimeError, match=r"'patch_embed' ran and asked for no attention"),
+        pytest.raises(
+            RuntimeError, match=r"'patch_embed' ran and asked for no attention"
+        ),
         tcnn_probe.ablate(blocks, "patch_embed"),
     ):
         blocks(vit_images())
@@ -147,7 +176,9 @@ def test_without_a_with() -> None:
     """It acts at the call, until it is removed; a ``with`` around it ends it, and may begin it again."""
     model, x = Chain(), chain_images()
     plain, before = model(x), State(model)
-    ablation = tcnn_probe.ablate(model, {"near": [1, 3]}, "mean", images=chain_images(5))
+    ablation = tcnn_probe.ablate(
+        model, {"near": [1, 3]}, "mean", images=chain_images(5)
+    )
     ablated = model(x)
     assert not torch.allclose(ablated, plain, atol=1e-4)
     ablation.remove(), ablation.remove()

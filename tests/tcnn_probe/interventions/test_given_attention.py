@@ -24,7 +24,9 @@ from tests.tcnn_probe.networks import Chain, scatter
 
 pytestmark = pytest.mark.numerical
 
-ROUNDINGS = 64 * torch.finfo(torch.float64).eps  # of sums of sums of at most 60 terms each, logits up to 30 among them
+ROUNDINGS = (
+    64 * torch.finfo(torch.float64).eps
+)  # of sums of sums of at most 60 terms each, logits up to 30 among them
 HEADS = [0, 2]
 GIVEN = 3
 
@@ -33,8 +35,14 @@ class Seen:
     """What reaches a layer in a forward."""
 
     def __init__(self, model: nn.Module, layer: nn.Module, x: Tensor) -> None:
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
-            self.args, self.kwargs, self.output = args, kwargs, output[0] if isinstance(output, tuple) else output
+        def keep(
+            module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any
+        ) -> None:
+            self.args, self.kwargs, self.output = (
+                args,
+                kwargs,
+                output[0] if isinstance(output, tuple) else output,
+            )
 
         with layer.register_forward_hook(keep, with_kwargs=True):
             model(x)
@@ -56,29 +64,50 @@ def of_softmax(layer: Any, seen: Seen) -> tuple[Tensor, Tensor]:
         qkv = tokens @ layer.in_proj_weight.T + layer.in_proj_bias
     else:
         beit = getattr(layer, "q_bias", None) is not None
-        bias = torch.cat([layer.q_bias, 0 * layer.q_bias, layer.v_bias]) if beit else layer.qkv.bias
+        bias = (
+            torch.cat([layer.q_bias, 0 * layer.q_bias, layer.v_bias])
+            if beit
+            else layer.qkv.bias
+        )
         qkv = tokens @ layer.qkv.weight.T + bias
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     logits = q @ k.mT / q.shape[-1] ** 0.5
     if (table := getattr(layer, "relative_position_bias_table", None)) is not None:
-        logits = logits + table[layer.relative_position_index.view(*logits.shape[-2:])].permute(2, 0, 1)
-    if isinstance(layer, WindowAttention) and (mask := (*seen.args[1:], seen.kwargs.get("mask"))[0]) is not None:
+        logits = logits + table[
+            layer.relative_position_index.view(*logits.shape[-2:])
+        ].permute(2, 0, 1)
+    if (
+        isinstance(layer, WindowAttention)
+        and (mask := (*seen.args[1:], seen.kwargs.get("mask"))[0]) is not None
+    ):
         logits = (logits.unflatten(0, (-1, len(mask))) + mask[:, None]).flatten(0, 1)
     return logits.softmax(-1), v
 
 
-def close(found: Tensor, weights: Tensor, values: Tensor, projection: nn.Module, windows: int = 1) -> None:
+def close(
+    found: Tensor,
+    weights: Tensor,
+    values: Tensor,
+    projection: nn.Module,
+    windows: int = 1,
+) -> None:
     """The output of a layer is projection(weights @ values), to rounding of that sum."""
     weight, bias = projection.weight.flatten(1), projection.bias
     output = (weights @ values).transpose(1, 2).flatten(2) @ weight.T + bias  # type: ignore[operator]
-    size = (weights @ values.abs()).transpose(1, 2).flatten(2) @ weight.abs().T + bias.abs()  # type: ignore[operator, union-attr]
-    assert ((found - output).abs() <= ROUNDINGS * size).all(), ((found - output).abs() / size).max()
+    size = (weights @ values.abs()).transpose(1, 2).flatten(
+        2
+    ) @ weight.abs().T + bias.abs()  # type: ignore[operator, union-attr]
+    assert ((found - output).abs() <= ROUNDINGS * size).all(), (
+        (found - output).abs() / size
+    ).max()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["static", "shuffled"])
 @pytest.mark.parametrize(
-    ("name", "fused"), [(n, True) for n in ("vit", "beit", "swin", "torch")] + [("swin", False)], indirect=["fused"]
+    ("name", "fused"),
+    [(n, True) for n in ("vit", "beit", "swin", "torch")] + [("swin", False)],
+    indirect=["fused"],
 )
 def test_softmax_by_hand(name: str, mode: Any, fused: bool) -> None:
     """Each window has its own, with its bias and mask, in batches of any size."""
@@ -89,10 +118,14 @@ def test_softmax_by_hand(name: str, mode: Any, fused: bool) -> None:
     others, _ = of_softmax(layer, Seen(model, layer, given))
     own, values = of_softmax(layer, Seen(model, layer, x))
     whole, seed = model(x), None
-    with tcnn_probe.ablate(model, {path: HEADS}, mode, images=[given[:1], given[1:]], seed=seed):
+    with tcnn_probe.ablate(
+        model, {path: HEADS}, mode, images=[given[:1], given[1:]], seed=seed
+    ):
         found = Seen(model, layer, x).output
         assert not torch.allclose(model(x), whole)
-    by_image = given_to(own.unflatten(0, (4, -1)), others.unflatten(0, (GIVEN, -1)), mode)
+    by_image = given_to(
+        own.unflatten(0, (4, -1)), others.unflatten(0, (GIVEN, -1)), mode
+    )
     close(found, by_image.flatten(0, 1), values, layer.get_submodule(projection))
 
 
@@ -106,19 +139,34 @@ def test_gated_by_hand(mode: Any) -> None:
     x, given = torch.randn(4, 4, 5, 7).double(), torch.randn(GIVEN, 4, 5, 7).double()
     names = ("query", "key", "center", "gating", "locality_strength")
     options = {name: getattr(layer, name).detach() for name in names}
-    places = {"kernel_size": layer.kernel_size, "stride": layer.stride, "padding": layer.padding}
-    own, others = (gpsa_attention_reference(images, **options, **places) for images in (x, given))  # type: ignore[arg-type]
+    places = {
+        "kernel_size": layer.kernel_size,
+        "stride": layer.stride,
+        "padding": layer.padding,
+    }
+    own, others = (
+        gpsa_attention_reference(images, **options, **places) for images in (x, given)
+    )  # type: ignore[arg-type]
     weights = given_to(own, others, mode)
     values = nn.functional.pad(x, (1, 1, 1, 1)).flatten(2).mT @ layer.value.T
     taps = nn.Linear(1, 1)
-    taps.weight, taps.bias = nn.Parameter(layer.weight.permute(0, 2, 3, 1).flatten(1)), layer.bias  # type: ignore[assignment]
-    with tcnn_probe.ablate(layer, {"": HEADS}, mode, images=[given[:1], given[1:]], seed=None):
-        close(layer(x).flatten(2).mT, weights, values[:, None].expand(-1, 6, -1, -1), taps)
+    taps.weight, taps.bias = (
+        nn.Parameter(layer.weight.permute(0, 2, 3, 1).flatten(1)),
+        layer.bias,
+    )  # type: ignore[assignment]
+    with tcnn_probe.ablate(
+        layer, {"": HEADS}, mode, images=[given[:1], given[1:]], seed=None
+    ):
+        close(
+            layer(x).flatten(2).mT, weights, values[:, None].expand(-1, 6, -1, -1), taps
+        )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "fused"), [*((n, True) for n in MODELS), ("vit", False), ("swin", False)], indirect=["fused"]
+    ("name", "fused"),
+    [*((n, True) for n in MODELS), ("vit", False), ("swin", False)],
+    indirect=["fused"],
 )
 def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
     """Shuffled by the identity, and static over one image; a recorder sees attention as it is before."""
@@ -128,15 +176,21 @@ def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
     plain, recordings = model(x), []
     for heads in ({}, None):
         with (
-            tcnn_probe.ablate(model, heads, "shuffled", images=[x[:2], x[2:]], seed=None),
+            tcnn_probe.ablate(
+                model, heads, "shuffled", images=[x[:2], x[2:]], seed=None
+            ),
             tcnn_probe.record(model) as recorder,
         ):
-            torch.testing.assert_close(model(x), plain, rtol=0, atol=1e-11 * float(plain.abs().max()))
+            torch.testing.assert_close(
+                model(x), plain, rtol=0, atol=1e-11 * float(plain.abs().max())
+            )
             recorder.mark(epoch=0)
         recordings.append(torch.from_numpy(recorder.dataset.entropy.values))
     torch.testing.assert_close(*recordings, equal_nan=True)
     with tcnn_probe.ablate(model, {layer: 0}, "static", images=x[1:2]):
-        torch.testing.assert_close(model(x[1:2]), plain[1:2], rtol=0, atol=1e-11 * float(plain.abs().max()))
+        torch.testing.assert_close(
+            model(x[1:2]), plain[1:2], rtol=0, atol=1e-11 * float(plain.abs().max())
+        )
 
 
 def by_position(name: str) -> tuple[nn.Module, Tensor, Tensor]:
@@ -151,8 +205,12 @@ def by_position(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     for module in model.modules():
         if hasattr(module, "relative_position_bias_table"):
             qkv: Any = module.qkv
-            nn.init.zeros_(qkv.weight[: len(qkv.weight) // 3])  # queries, without a bias of their own
-            nn.init.zeros_(module.q_bias if name == "beit" else qkv.bias[: len(qkv.weight) // 3])  # type: ignore[arg-type]
+            nn.init.zeros_(
+                qkv.weight[: len(qkv.weight) // 3]
+            )  # queries, without a bias of their own
+            nn.init.zeros_(
+                module.q_bias if name == "beit" else qkv.bias[: len(qkv.weight) // 3]
+            )  # type: ignore[arg-type]
     return model, torch.randn(3, *shape), torch.randn(5, *shape)
 
 
@@ -172,17 +230,28 @@ def test_attention_by_position_alone_stays(name: str, mode: Any) -> None:
 def test_gates_of_other_ablations_count(name: str, accelerated: bool) -> None:
     """With gates at 1 no content is left to be exchanged; a gate at 0 leaves the given content alone."""
     make, shape, path, _ = MODELS["convit"]
-    model, x = (Chain().double(), chain_images().double()) if name == "gpsa" else (wide(make()), None)
+    model, x = (
+        (Chain().double(), chain_images().double())
+        if name == "gpsa"
+        else (wide(make()), None)
+    )
     x = torch.randn(3, *shape).double() if x is None else x
     handle = tcnn_model.accelerate(model) if accelerated and name == "convit" else None
     heads = {path if name == "convit" else "near": [0, 2]}
     twin = copy.deepcopy(model)
-    gating = next(p for n, p in twin.named_parameters() if n in (f"{path}.gating_param", "near.gating"))
+    gating = next(
+        p
+        for n, p in twin.named_parameters()
+        if n in (f"{path}.gating_param", "near.gating")
+    )
     for mode, forced in (("positional", torch.inf), ("content", -torch.inf)):
         gating[[0, 2]] = forced
         with tcnn_probe.ablate(twin, heads, "static", images=x.flip(3)):
             expected = twin(x)
-        with tcnn_probe.ablate(model, heads, "static", images=x.flip(3)), tcnn_probe.ablate(model, heads, mode):  # type: ignore[arg-type]
+        with (
+            tcnn_probe.ablate(model, heads, "static", images=x.flip(3)),
+            tcnn_probe.ablate(model, heads, mode),
+        ):  # type: ignore[arg-type]
             torch.testing.assert_close(model(x), expected)
         with tcnn_probe.ablate(model, heads, mode):  # type: ignore[arg-type]
             assert torch.allclose(model(x), expected) == (mode == "positional")
@@ -197,7 +266,14 @@ def test_who_gets_whose() -> None:
         given = AttentionReference(shuffled=True, seed=seed)
         for batch in ([0.0], [1.0, 2.0, 3.0]):  # of images with two windows each
             given.begin(len(batch))
-            given.add(0, [0, 2], torch.tensor(batch).repeat_interleave(2)[:, None, None, None].expand(-1, 3, 5, 7), "")
+            given.add(
+                0,
+                [0, 2],
+                torch.tensor(batch)
+                .repeat_interleave(2)[:, None, None, None]
+                .expand(-1, 3, 5, 7),
+                "",
+            )
         given.finish(None)
         attention = SimpleNamespace(number=0, rows=2 * 6, queries=5, content_keys=7)
         found = given.attention_for(attention, [2], "")  # type: ignore[arg-type]
@@ -212,16 +288,22 @@ def test_who_gets_whose() -> None:
 
 def test_gradients_flow_through_the_values() -> None:
     """As by hand, with the given attention as constants: the exchanged heads' queries and keys get none."""
-    model, x, given = vit().double(), vit_images(4).double(), vit_images(GIVEN, seed=1).double()
+    model, x, given = (
+        vit().double(),
+        vit_images(4).double(),
+        vit_images(GIVEN, seed=1).double(),
+    )
     layer: Any = model.blocks[1].attn
     others, _ = of_softmax(layer, Seen(model, layer, given))
     seen = Seen(model, layer, x)
     tokens = seen.args[0].detach().requires_grad_()
     seen.args = (tokens,)
     weights, values = of_softmax(layer, seen)
-    layer.proj((given_to(weights, others.detach(), "static") @ values).transpose(1, 2).flatten(2)).pow(
-        2
-    ).sum().backward()
+    layer.proj(
+        (given_to(weights, others.detach(), "static") @ values)
+        .transpose(1, 2)
+        .flatten(2)
+    ).pow(2).sum().backward()
     expected = [tokens.grad, layer.qkv.weight.grad]
     model.zero_grad()
     tokens.grad = None
@@ -234,10 +316,19 @@ def test_gradients_flow_through_the_values() -> None:
 @torch.no_grad()
 def test_images_in_every_form() -> None:
     make, _, layer, _ = MODELS["vit"]
-    model, pictures = make(), [Image.new("RGB", (40, 24), color) for color in ("red", "blue")]
+    model, pictures = (
+        make(),
+        [Image.new("RGB", (40, 24), color) for color in ("red", "blue")],
+    )
     given = as_images(pictures, model)
     x, found = torch.randn(3, 3, 24, 40), []
-    for form in (given, [*given], [given[:1], given[1:]], iter([(given, torch.arange(2))]), pictures):
+    for form in (
+        given,
+        [*given],
+        [given[:1], given[1:]],
+        iter([(given, torch.arange(2))]),
+        pictures,
+    ):
         with tcnn_probe.ablate(model, layer, "static", images=form):
             found.append(model(x))
     for other in found[1:]:
@@ -260,7 +351,10 @@ class Twice(nn.Module):
 def test_a_layer_that_attends_anew_in_the_same_forward_is_refused(mode: Any) -> None:
     """Not given its attention of the first call in the second one."""
     model = Twice().eval()
-    with pytest.raises(ValueError, match="'layer' is called several times for the same images: which of its attention"):
+    with pytest.raises(
+        ValueError,
+        match="'layer' is called several times for the same images: which of its attention",
+    ):
         tcnn_probe.ablate(model, mode=mode, images=chain_images())
     assert not model.layer._forward_hooks
 
@@ -270,15 +364,22 @@ def test_errors() -> None:
     model, x = Chain(), chain_images()
     with pytest.raises(ValueError, match="mode='static' needs images="):
         tcnn_probe.ablate(model, mode="static")
-    with pytest.raises(ValueError, match="images= is for mode='mean' or 'static' or 'shuffled'"):
+    with pytest.raises(
+        ValueError, match="images= is for mode='mean' or 'static' or 'shuffled'"
+    ):
         tcnn_probe.ablate(model, images=x)
     with pytest.raises(ValueError, match="expected images, got none"):
         tcnn_probe.ablate(model, mode="static", images=[])
     with pytest.raises(TypeError, match="an integer from 0 for seed"):
         tcnn_probe.ablate(model, mode="shuffled", images=x, seed=0.5)  # type: ignore[arg-type]
     with tcnn_probe.ablate(model, mode="shuffled", images=x):
-        with pytest.raises(ValueError, match=r"size of images=, \(2, 7, 11\); got \(2, 11, 7\)"):
+        with pytest.raises(
+            ValueError, match=r"size of images=, \(2, 7, 11\); got \(2, 11, 7\)"
+        ):
             model(x.mT)
-        with pytest.raises(ValueError, match="'near' has 1 x 77 queries and 77 keys, and now 3 x 66 queries"):
+        with pytest.raises(
+            ValueError,
+            match="'near' has 1 x 77 queries and 77 keys, and now 3 x 66 queries",
+        ):
             model.near(x[..., :6, :])
         model(x)

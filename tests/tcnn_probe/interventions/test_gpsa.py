@@ -24,18 +24,34 @@ def layer(**options: object) -> GPSA:
     return scatter(made, seed=3)
 
 
-def by_hand(own: GPSA, x: Tensor, *, bias: bool = True, heads: list[int] | None = None, **changed: Tensor) -> Tensor:
+def by_hand(
+    own: GPSA,
+    x: Tensor,
+    *,
+    bias: bool = True,
+    heads: list[int] | None = None,
+    **changed: Tensor,
+) -> Tensor:
     """Eqs. (5) and (7) in float64, with changed parameters; of some heads only."""
     wide = copy.deepcopy(own).double()
     weight = wide.weight.detach().clone()
     for head in range(wide.heads):
         if heads is not None and head not in heads:
             weight[:, :, head // 3, head % 3] = 0
-    given = {name: getattr(wide, name).detach() for name in ("query", "key", "value", "center", "gating")}
+    given = {
+        name: getattr(wide, name).detach()
+        for name in ("query", "key", "value", "center", "gating")
+    }
     given["locality_strength"] = wide.locality_strength.detach()
-    at: dict[str, object] = {"stride": wide.stride, "padding": wide.padding, "groups": wide.groups}
+    at: dict[str, object] = {
+        "stride": wide.stride,
+        "padding": wide.padding,
+        "groups": wide.groups,
+    }
     offset = wide.bias.detach() if bias and wide.bias is not None else None
-    return gpsa_reference(x.double(), weight=weight, bias=offset, **given | changed, **at)  # type: ignore[arg-type]
+    return gpsa_reference(
+        x.double(), weight=weight, bias=offset, **given | changed, **at
+    )  # type: ignore[arg-type]
 
 
 def images(count: int = 3, seed: int = 0) -> Tensor:
@@ -44,11 +60,15 @@ def images(count: int = 3, seed: int = 0) -> Tensor:
 
 def close(found: Tensor, expected: Tensor) -> None:
     """Sums of a few hundred products of size one, in float32: 1e-4 is a thousand roundings."""
-    torch.testing.assert_close(found.flatten(2).double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        found.flatten(2).double(), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", "dense", "blocks"])
-@pytest.mark.parametrize(("mode", "gate"), [("positional", math.inf), ("content", -math.inf)])
+@pytest.mark.parametrize(
+    ("mode", "gate"), [("positional", math.inf), ("content", -math.inf)]
+)
 def test_gates(mode: str, gate: float, backend: str) -> None:
     """Of some heads by hand; of all heads nothing of the other attention is left, not one bit."""
     model, x = layer(backend=backend), images()
@@ -57,7 +77,9 @@ def test_gates(mode: str, gate: float, backend: str) -> None:
     with torch.no_grad():
         with tcnn_probe.ablate(model, {"": [1, 4]}, mode):  # type: ignore[arg-type]
             close(model(x), by_hand(model, x, gating=gating))
-            assert torch.equal(model.gate, torch.sigmoid(model.gating))  # between forwards it is the model's own
+            assert torch.equal(
+                model.gate, torch.sigmoid(model.gating)
+            )  # between forwards it is the model's own
         close(model(x), by_hand(model, x))
         with tcnn_probe.ablate(model, mode=mode):  # type: ignore[arg-type]
             expected = model(x)
@@ -77,9 +99,16 @@ def test_gates_in_other_precisions(dtype: torch.dtype) -> None:
 
 def test_all_gates_at_one_give_the_convnet_back() -> None:
     torch.manual_seed(1)
-    options = {"channels": (4, 4, 6, 8), "in_chans": 2, "num_classes": 5, "zero_init_last": False}
+    options = {
+        "channels": (4, 4, 6, 8),
+        "in_chans": 2,
+        "num_classes": 5,
+        "zero_init_last": False,
+    }
     cnn = ResNet(BasicBlock, [1, 1, 1, 2], **options).eval()
-    model = reparameterize(cnn, stride="keep", locality_strength=20.0, input_size=(2, 71, 103))
+    model = reparameterize(
+        cnn, stride="keep", locality_strength=20.0, input_size=(2, 71, 103)
+    )
     for own in gpsa_layers(model).values():
         nn.init.normal_(own.gating, std=2)
         nn.init.normal_(own.query)
@@ -97,7 +126,12 @@ def test_zeroed_and_averaged_heads() -> None:
     model, x = layer(), images()
     for heads in ([0], [2, 5]):
         with tcnn_probe.ablate(model, {"": heads}):
-            close(model(x), by_hand(model, x, heads=[head for head in range(6) if head not in heads]))
+            close(
+                model(x),
+                by_hand(
+                    model, x, heads=[head for head in range(6) if head not in heads]
+                ),
+            )
     with tcnn_probe.ablate(model, {"": [1, 3]}, "mean"):
         found = model(x)
     mean = by_hand(model, x, heads=[1, 3], bias=False).mean(2, keepdim=True)
@@ -115,8 +149,15 @@ def test_mean_over_images() -> None:
     """Of as many batches as are given, gone through once; a mean of what enclosing ablations have made of the heads."""
     model, x, seen = nn.Sequential(layer()), images(), images(5, seed=1)
     own, calls = model[0], []
-    handle = model.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
-    ablation = tcnn_probe.ablate(model, {"0": [1, 3]}, "mean", images=iter([(seen[:2], torch.arange(2)), seen[2:]]))
+    handle = model.register_forward_hook(
+        lambda module, args, output: calls.append(len(args[0]))
+    )
+    ablation = tcnn_probe.ablate(
+        model,
+        {"0": [1, 3]},
+        "mean",
+        images=iter([(seen[:2], torch.arange(2)), seen[2:]]),
+    )
     mean = by_hand(own, seen, heads=[1, 3], bias=False).mean(0, keepdim=True)
     for _ in range(2):
         with ablation:
@@ -125,7 +166,9 @@ def test_mean_over_images() -> None:
     handle.remove()
     assert calls == [2, 3, 3, 1, 3, 1]
     gating = torch.full((6,), math.inf, dtype=torch.float64)
-    mean = by_hand(own, seen, heads=[1], bias=False, gating=gating).mean(0, keepdim=True)
+    mean = by_hand(own, seen, heads=[1], bias=False, gating=gating).mean(
+        0, keepdim=True
+    )
     with (
         tcnn_probe.ablate(model, "0", "positional"),
         tcnn_probe.ablate(model, {"0": [0, 1]}, "mean", images=seen),
@@ -140,7 +183,9 @@ def test_heads_of_another_layer_put_in() -> None:
     source = copy.deepcopy(model)
     for parameter in source.parameters():
         nn.init.normal_(parameter)
-    with tcnn_probe.ablate(model, {"0": slice(1, 3)}, "replaced", source=source) as ablation:
+    with tcnn_probe.ablate(
+        model, {"0": slice(1, 3)}, "replaced", source=source
+    ) as ablation:
         found = model(x)
     terms = by_hand(source[0], x, heads=[1, 2], bias=False)
     close(found, (by_hand(model[0], x, heads=[0, 3, 4, 5]) + terms).clamp_min(0))
@@ -155,7 +200,9 @@ def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
     with torch.no_grad():
         expected = model(x)
         with (
-            tcnn_probe.ablate(model, {"near": [1, 5], "far": [7]}, "replaced", source=source),
+            tcnn_probe.ablate(
+                model, {"near": [1, 5], "far": [7]}, "replaced", source=source
+            ),
             tcnn_probe.ablate(model, "near", "positional"),
         ):
             gated = model(x)
@@ -169,7 +216,10 @@ def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
 def test_gradients_are_those_of_what_runs() -> None:
     """Input and every parameter, in float64, against the same model with zeroed taps and fixed gates."""
     model, x = layer(dtype=torch.float64), images().double().requires_grad_()
-    with tcnn_probe.ablate(model, {"": [0, 2]}), tcnn_probe.ablate(model, {"": [2, 3]}, "positional"):
+    with (
+        tcnn_probe.ablate(model, {"": [0, 2]}),
+        tcnn_probe.ablate(model, {"": [2, 3]}, "positional"),
+    ):
         model(x).pow(2).sum().backward()
     found = [x.grad, *(parameter.grad for parameter in model.parameters())]
     assert model.gating.grad is not None
@@ -180,7 +230,10 @@ def test_gradients_are_those_of_what_runs() -> None:
     taps[[0, 2]] = 0
     twin.zero_grad()
     mask = torch.tensor([False, False, True, True, False, False])
-    changed = {"weight": twin.weight * taps.view(2, 3), "gating": torch.where(mask, 40.0, twin.gating)}
+    changed = {
+        "weight": twin.weight * taps.view(2, 3),
+        "gating": torch.where(mask, 40.0, twin.gating),
+    }
     torch.func.functional_call(twin, changed, y).pow(2).sum().backward()
     expected = [y.grad, *(parameter.grad for parameter in twin.parameters())]
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)

@@ -24,7 +24,10 @@ NEAR, FAR = tuple(range(9)), tuple(range(25))
         ("*ea*", {"near": NEAR}),
         ("", {"near": NEAR, "far": FAR}),
         (("near", "f*"), {"near": NEAR, "far": FAR}),
-        ({"near": [4, 1, 4], "far": slice(20, None)}, {"near": (1, 4), "far": (20, 21, 22, 23, 24)}),
+        (
+            {"near": [4, 1, 4], "far": slice(20, None)},
+            {"near": (1, 4), "far": (20, 21, 22, 23, 24)},
+        ),
         ({"*": slice(None, 7, 3)}, {"near": (0, 3, 6), "far": (0, 3, 6)}),
         ({"near": range(2, 4), "far": None}, {"near": (2, 3), "far": FAR}),
         ({"near": np.array([0, 2]), "far": np.int64(3)}, {"near": (0, 2), "far": (3,)}),
@@ -41,7 +44,10 @@ def test_by_name_and_index(heads: Any, expected: dict[str, tuple[int, ...]]) -> 
 def wanted(*layers: str, **true: list[int]) -> xr.DataArray:
     layers = layers or ("near", "far")
     array = xr.DataArray(
-        np.zeros((len(layers), 25), bool), {"layer": [*layers], "head": range(25)}, ("layer", "head"), name="wanted"
+        np.zeros((len(layers), 25), bool),
+        {"layer": [*layers], "head": range(25)},
+        ("layer", "head"),
+        name="wanted",
     )
     for layer, heads in true.items():
         array.loc[{"layer": layer, "head": heads}] = True
@@ -56,10 +62,15 @@ def test_by_array() -> None:
 
     expected = {"near": (1, 8), "far": (24,)}
     assert (
-        heads(array) == heads(array.isel(layer=[1, 0]).T) == heads(array.isel(head=slice(None, None, -1))) == expected
+        heads(array)
+        == heads(array.isel(layer=[1, 0]).T)
+        == heads(array.isel(head=slice(None, None, -1)))
+        == expected
     )
     marks = xr.concat([~array, ~array, array], xr.Variable("step", [1, 5, 9]))
-    assert heads(marks) == heads(marks.transpose("head", "step", "layer")) == expected  # the last mark
+    assert (
+        heads(marks) == heads(marks.transpose("head", "step", "layer")) == expected
+    )  # the last mark
     assert heads(array.sel(layer="near")) == {"near": (1, 8)}
     assert heads(array.sel(layer="far", head=24)) == {"far": (24,)}
     assert heads(array.any("head")) == {"near": NEAR, "far": FAR}
@@ -74,30 +85,62 @@ def test_an_empty_selection_ablates_nothing() -> None:
             with tcnn_probe.ablate(model, wanted(), mode, **options) as ablation:  # type: ignore[arg-type]
                 assert torch.equal(model(x), plain)
             assert ablation.heads == {}
-    with tcnn_probe.ablate(model, {"near": [], "far": ()}):  # of layers that need not even run
+    with tcnn_probe.ablate(
+        model, {"near": [], "far": ()}
+    ):  # of layers that need not even run
         model.near(x)
-    for given in (wanted("blocks.0", "far"), wanted("blocks.0").isel(layer=[])):  # nor be there
+    for given in (
+        wanted("blocks.0", "far"),
+        wanted("blocks.0").isel(layer=[]),
+    ):  # nor be there
         assert tcnn_probe.ablate(model, given).heads == {}
 
 
 @torch.no_grad()
 def test_all_of_timms_models() -> None:
-    model = timm.create_model("cait_xxs24_224", img_size=(24, 40), patch_size=8, embed_dim=24, depth=2, num_heads=3)
+    model = timm.create_model(
+        "cait_xxs24_224",
+        img_size=(24, 40),
+        patch_size=8,
+        embed_dim=24,
+        depth=2,
+        num_heads=3,
+    )
     x = torch.randn(1, 3, 24, 40)
-    layers = ["blocks.0.attn", "blocks.1.attn", "blocks_token_only.0.attn", "blocks_token_only.1.attn"]
+    layers = [
+        "blocks.0.attn",
+        "blocks.1.attn",
+        "blocks_token_only.0.attn",
+        "blocks_token_only.1.attn",
+    ]
     with tcnn_probe.ablate(model) as ablation:
         model(x)
     assert ablation.heads == dict.fromkeys(layers, (0, 1, 2))
-    with tcnn_probe.ablate(model, mode="mean") as ablation:  # where there are several queries
+    with tcnn_probe.ablate(
+        model, mode="mean"
+    ) as ablation:  # where there are several queries
         model(x)
     assert [*ablation.heads] == layers[:2]
     with (
-        pytest.raises(ValueError, match=r"'blocks_token_only\.0\.attn' has a single query, whose mean is itself"),
+        pytest.raises(
+            ValueError,
+            match=r"'blocks_token_only\.0\.attn' has a single query, whose mean is itself",
+        ),
         tcnn_probe.ablate(model, layers[2], "mean"),
     ):
         model(x)
-    convit = timm.create_model("convit_tiny", img_size=32, patch_size=8, embed_dim=8, depth=3, local_up_to_layer=2)
-    assert [*tcnn_probe.ablate(convit, mode="content").heads] == ["blocks.0.attn", "blocks.1.attn"]
+    convit = timm.create_model(
+        "convit_tiny",
+        img_size=32,
+        patch_size=8,
+        embed_dim=8,
+        depth=3,
+        local_up_to_layer=2,
+    )
+    assert [*tcnn_probe.ablate(convit, mode="content").heads] == [
+        "blocks.0.attn",
+        "blocks.1.attn",
+    ]
 
 
 class Own(nn.Module):
@@ -105,7 +148,11 @@ class Own(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = x.unflatten(-1, (2, 3)).transpose(1, 2)
-        return nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        return (
+            nn.functional.scaled_dot_product_attention(q, q, q)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class Around(Own):
@@ -132,7 +179,9 @@ class Channels(nn.Module):
 
 def test_a_layer_of_ones_own_has_to_be_named() -> None:
     model, x = nn.Sequential(nn.Linear(6, 6), Own()), torch.randn(2, 5, 6)
-    with pytest.raises(ValueError, match="a layer that is not called attention has to be named"):
+    with pytest.raises(
+        ValueError, match="a layer that is not called attention has to be named"
+    ):
         tcnn_probe.ablate(model)
     plain = model(x)
     ablation = tcnn_probe.ablate(model, {"1": slice(1, None)})
@@ -140,7 +189,10 @@ def test_a_layer_of_ones_own_has_to_be_named() -> None:
     with ablation:
         assert torch.equal(model(x), plain * torch.tensor([1, 1, 1, 0, 0, 0]))
     assert ablation.heads == {"1": (1,)}
-    with pytest.raises(ValueError, match=r"'1' has 2 heads, .* got head 2"), tcnn_probe.ablate(model, {"1": [0, 2]}):
+    with (
+        pytest.raises(ValueError, match=r"'1' has 2 heads, .* got head 2"),
+        tcnn_probe.ablate(model, {"1": [0, 2]}),
+    ):
         model(x)
     assert torch.equal(model(x), plain)
 
@@ -155,7 +207,9 @@ def test_attention_is_that_of_the_layer_itself() -> None:
     for layer in (Around(False), Channels()):
         model = nn.Sequential(layer)
         with (
-            pytest.raises(RuntimeError, match="'0' ran and asked for no attention between tokens"),
+            pytest.raises(
+                RuntimeError, match="'0' ran and asked for no attention between tokens"
+            ),
             tcnn_probe.ablate(model, "0"),
         ):
             model(x)
@@ -166,7 +220,10 @@ def test_layers_that_cannot_do_it() -> None:
         with pytest.raises(ValueError, match="mode='positional' needs gates"):
             tcnn_probe.ablate(vit(), heads, "positional")
     with pytest.raises(ValueError, match="attention between channels"):
-        tcnn_probe.ablate(timm.create_model("xcit_nano_12_p16_224", depth=1, cls_attn_layers=1), "blocks.0.attn")
+        tcnn_probe.ablate(
+            timm.create_model("xcit_nano_12_p16_224", depth=1, cls_attn_layers=1),
+            "blocks.0.attn",
+        )
     with pytest.raises(ValueError, match="no layer of this model can do mode='zero'"):
         tcnn_probe.ablate(timm.create_model("resnet10t"))
     layer = GPSA(2, 3, 3)
@@ -176,10 +233,16 @@ def test_layers_that_cannot_do_it() -> None:
 
 
 MASK = wanted(near=[1])
-NO_MASK = "or a boolean DataArray for heads; got {}: a mask is an xarray.DataArray with "
+NO_MASK = (
+    "or a boolean DataArray for heads; got {}: a mask is an xarray.DataArray with "
+)
 NO_INDEX = r"expected an integer from 0 for heads of 'near' \(an index, indices or a slice\), got {}"
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"heads": "fra"}, ValueError, "no attention layers match 'fra'; did you mean 'far'"),
+    (
+        {"heads": "fra"},
+        ValueError,
+        "no attention layers match 'fra'; did you mean 'far'",
+    ),
     ({"heads": {"fra": []}}, ValueError, "no attention layers match 'fra'"),
     ({"heads": {"*": 9}}, ValueError, "'near' has 9 heads, from 0 to 8; got head 9"),
     ({"heads": {"near": -1}}, ValueError, NO_INDEX.format("-1")),
@@ -187,28 +250,70 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"heads": {"near": True}}, TypeError, NO_INDEX.format("True")),
     ({"heads": {"near": [1.0]}}, TypeError, NO_INDEX.format("1.0")),
     ({"heads": {"near": torch.ones(9).bool()}}, TypeError, NO_INDEX.format("True")),
-    ({"heads": {3: 1}}, TypeError, "expected the name of a layer, or a glob, in heads; got 3"),
+    (
+        {"heads": {3: 1}},
+        TypeError,
+        "expected the name of a layer, or a glob, in heads; got 3",
+    ),
     ({"heads": 3}, TypeError, NO_MASK.format("int")),
     ({"heads": ("far", 3)}, TypeError, NO_MASK.format(r"\('far', 3\)")),
     ({"heads": MASK.to_dataset()}, TypeError, NO_MASK.format("Dataset")),
     ({"heads": MASK.to_pandas()}, TypeError, NO_MASK.format("DataFrame")),
-    ({"heads": MASK.astype(int)}, TypeError, "expected a boolean DataArray.*got dtype int64"),
-    ({"heads": MASK.expand_dims(epoch=[0], run=[1])}, ValueError, "over one more dimension at most"),
-    ({"heads": MASK.expand_dims("epoch").isel(epoch=[])}, ValueError, "over one more dimension at most"),
+    (
+        {"heads": MASK.astype(int)},
+        TypeError,
+        "expected a boolean DataArray.*got dtype int64",
+    ),
+    (
+        {"heads": MASK.expand_dims(epoch=[0], run=[1])},
+        ValueError,
+        "over one more dimension at most",
+    ),
+    (
+        {"heads": MASK.expand_dims("epoch").isel(epoch=[])},
+        ValueError,
+        "over one more dimension at most",
+    ),
     ({"heads": MASK.drop_vars("layer")}, ValueError, "with their names along layer"),
-    ({"heads": "near#1"}, ValueError, "the model has no attention 'near#1': 'near' has one only"),
+    (
+        {"heads": "near#1"},
+        ValueError,
+        "the model has no attention 'near#1': 'near' has one only",
+    ),
     ({"model": "vit"}, TypeError, r"expected a torch\.nn\.Module, got str"),
-    ({"mode": "frozen"}, ValueError, "expected mode to be one of positional, .*; got 'frozen'"),
+    (
+        {"mode": "frozen"},
+        ValueError,
+        "expected mode to be one of positional, .*; got 'frozen'",
+    ),
     ({"mode": "replaced"}, ValueError, "mode='replaced' needs source="),
-    ({"source": Chain()}, ValueError, "source= is for mode='replaced', got it with mode='zero'"),
+    (
+        {"source": Chain()},
+        ValueError,
+        "source= is for mode='replaced', got it with mode='zero'",
+    ),
     ({"images": torch.ones(1)}, ValueError, "images= is for mode='mean'"),
-    ({"mode": "replaced", "source": vit()}, ValueError, "VisionTransformer, has no layer 'near' to take heads from"),
-    ({"mode": "replaced", "source": Branches()}, ValueError, "expected 'near' of the source to have the same shapes"),
-    ({"mode": "replaced", "source": 3}, TypeError, "expected a torch.nn.Module, got int"),
+    (
+        {"mode": "replaced", "source": vit()},
+        ValueError,
+        "VisionTransformer, has no layer 'near' to take heads from",
+    ),
+    (
+        {"mode": "replaced", "source": Branches()},
+        ValueError,
+        "expected 'near' of the source to have the same shapes",
+    ),
+    (
+        {"mode": "replaced", "source": 3},
+        TypeError,
+        "expected a torch.nn.Module, got int",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("given", "error", "match"), BAD, ids=[str(number) for number in range(len(BAD))])
+@pytest.mark.parametrize(
+    ("given", "error", "match"), BAD, ids=[str(number) for number in range(len(BAD))]
+)
 def test_bad_input(given: dict[str, Any], error: type[Exception], match: str) -> None:
     model = Chain()
     before = Trace(model)

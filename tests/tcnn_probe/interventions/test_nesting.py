@@ -43,12 +43,19 @@ def test_nested() -> None:
     def replaced(heads: Any) -> Any:
         return ended(heads, "replaced", source=other_chain())
 
-    zero, mean, other, gates = ended(heads), ended(heads, "mean"), replaced(heads), ended({"near": 1}, "positional")
+    zero, mean, other, gates = (
+        ended(heads),
+        ended(heads, "mean"),
+        replaced(heads),
+        ended({"near": 1}, "positional"),
+    )
     torch.testing.assert_close(output(zero, mean, other), output(other))
     torch.testing.assert_close(output(zero, other, mean), output(mean))
     torch.testing.assert_close(output(mean, gates, other, zero), output(zero))
     second = ended({"near": 1})
-    torch.testing.assert_close(output(other, second), output(replaced({"near": 0}), second))
+    torch.testing.assert_close(
+        output(other, second), output(replaced({"near": 0}), second)
+    )
     gated, content = output(gates), ended("near", "content")
     model.near.gating[:] = torch.tensor([-40.0, 40, *[-40] * 7])
     torch.testing.assert_close(output(content, gates), model(x))
@@ -62,7 +69,9 @@ def test_nested() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("inside", [True, False], ids=["recorded inside", "ablated inside"])
+@pytest.mark.parametrize(
+    "inside", [True, False], ids=["recorded inside", "ablated inside"]
+)
 def test_recorded(inside: bool) -> None:
     """Gates and entropies are those of what runs; what is run besides is not recorded."""
     model, x = Chain(), chain_images()
@@ -71,7 +80,9 @@ def test_recorded(inside: bool) -> None:
         stack.enter_context(tcnn_probe.ablate(model, {"near": [1, 2]}, "positional"))
         stack.enter_context(tcnn_probe.ablate(model, {"near": 5}, "content"))
         stack.enter_context(tcnn_probe.ablate(model, {"near": [2, 4]}, "mean"))
-        stack.enter_context(tcnn_probe.ablate(model, {"near": [6]}, "replaced", source=other_chain()))
+        stack.enter_context(
+            tcnn_probe.ablate(model, {"near": [6]}, "replaced", source=other_chain())
+        )
 
     with ExitStack() as stack:
         if inside:
@@ -94,17 +105,24 @@ def test_recorded(inside: bool) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("inside", [True, False], ids=["recorded inside", "ablated inside"])
+@pytest.mark.parametrize(
+    "inside", [True, False], ids=["recorded inside", "ablated inside"]
+)
 def test_a_layer_that_is_all_of_the_model_is_recorded_as_it_runs(inside: bool) -> None:
     model = scatter(GPSA(2, 5, 3, padding=1)).eval()
-    ablations = [tcnn_probe.ablate(model, mode="positional"), tcnn_probe.ablate(model, {"": [1, 3]})]
+    ablations = [
+        tcnn_probe.ablate(model, mode="positional"),
+        tcnn_probe.ablate(model, {"": [1, 3]}),
+    ]
     recorder = tcnn_probe.record(model) if not inside else None
     with ablations[0], ablations[1]:
         recorder = recorder or tcnn_probe.record(model)
         model(chain_images())
         recorder.mark(epoch=0)
     recorder.remove()
-    assert abs(recorder.dataset.entropy - recorder.dataset.positional_entropy).max() < 1e-6
+    assert (
+        abs(recorder.dataset.entropy - recorder.dataset.positional_entropy).max() < 1e-6
+    )
 
 
 class Single(nn.Module):

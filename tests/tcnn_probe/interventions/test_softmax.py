@@ -15,14 +15,26 @@ import tcnn_model
 import tcnn_probe
 from tests.tcnn_probe.contracts.helpers import images as vit_images
 from tests.tcnn_probe.contracts.helpers import vit
-from tests.tcnn_probe.interventions.softmax_models import MODELS, first, heads_of, seen_of, wide
+from tests.tcnn_probe.interventions.softmax_models import (
+    MODELS,
+    first,
+    heads_of,
+    seen_of,
+    wide,
+)
 
 pytestmark = pytest.mark.numerical
 
-BUILT = [*((name, True) for name in MODELS), ("vit", False), ("swin", False)]  # and whether timm fuses attention
+BUILT = [
+    *((name, True) for name in MODELS),
+    ("vit", False),
+    ("swin", False),
+]  # and whether timm fuses attention
 
 
-def without(model: nn.Module, layer: str, projection: str, heads: list[int]) -> nn.Module:
+def without(
+    model: nn.Module, layer: str, projection: str, heads: list[int]
+) -> nn.Module:
     """A copy in float64 whose projection does not take these heads' channels: what zeroing them comes to."""
     twin = wide(copy.deepcopy(model))
     linear = twin.get_submodule(f"{layer}.{projection}")
@@ -41,30 +53,42 @@ def test_zeroed_heads(name: str, fused: bool) -> None:
     count, plain, recordings = heads_of(model, layer), model(x), []
     for heads in ([], [count - 1], [*range(count)]):
         expected = without(model, layer, projection, heads)(x.double())
-        with tcnn_probe.ablate(model, {layer: heads}) as ablation, tcnn_probe.record(model, layers=layer) as recorder:
+        with (
+            tcnn_probe.ablate(model, {layer: heads}) as ablation,
+            tcnn_probe.record(model, layers=layer) as recorder,
+        ):
             found = model(x)
             recorder.mark(epoch=0)
         assert ablation.heads == ({layer: tuple(heads)} if heads else {})
-        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            found.double(), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
+        )
         assert not heads or (plain - found).abs().max() > 1e-3 * expected.abs().max()
         recordings.append(recorder.dataset)
     assert recordings[0].equals(recordings[1])
     assert recordings[0].equals(recordings[2])
     bias = model.get_submodule(f"{layer}.{projection}").bias
-    if name not in ("levit", "coatnet"):  # whose bias is a norm's, or along another axis
+    if name not in (
+        "levit",
+        "coatnet",
+    ):  # whose bias is a norm's, or along another axis
         with tcnn_probe.ablate(model, layer):
             output = seen_of(model, model.get_submodule(layer), x)[1]
         assert torch.equal(output, bias.expand_as(output))  # type: ignore[operator, union-attr]
 
 
-def by_hand_talking(layer: TalkingHeadAttn, tokens: Tensor, zeroed: list[int]) -> Tensor:
+def by_hand_talking(
+    layer: TalkingHeadAttn, tokens: Tensor, zeroed: list[int]
+) -> Tensor:
     """Talking heads (arXiv:2003.02436) in float64."""
     wide = copy.deepcopy(layer).double()
     q, k, v = wide.qkv(tokens.double()).unflatten(-1, (3, wide.num_heads, -1)).unbind(2)
     logits = torch.einsum("bqhd,bkhd->bqkh", q, k) * wide.scale
     weights = wide.proj_l(logits).softmax(2)
     weights[..., zeroed] = 0
-    return wide.proj(torch.einsum("bqkh,bkhd->bqhd", wide.proj_w(weights), v).flatten(2))
+    return wide.proj(
+        torch.einsum("bqkh,bkhd->bqhd", wide.proj_w(weights), v).flatten(2)
+    )
 
 
 @torch.no_grad()
@@ -74,18 +98,27 @@ def test_talking_heads_are_zeroed_before_they_are_mixed() -> None:
     assert isinstance(layer, TalkingHeadAttn)
     with tcnn_probe.ablate(model, {"blocks.1.attn": [0, 2]}):
         tokens, output = seen_of(model, layer, x)
-    torch.testing.assert_close(output.double(), by_hand_talking(layer, tokens, [0, 2]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        output.double(), by_hand_talking(layer, tokens, [0, 2]), rtol=1e-3, atol=1e-3
+    )
 
 
 @torch.no_grad()
 def test_heads_before_windows() -> None:
     """The output channels of HaloNet's heads lie side by side, and an image has six windows."""
     torch.manual_seed(0)
-    model = nn.Sequential(HaloAttn(12, num_heads=3, dim_head=4, block_size=4, halo_size=1)).double().eval()
+    model = (
+        nn.Sequential(HaloAttn(12, num_heads=3, dim_head=4, block_size=4, halo_size=1))
+        .double()
+        .eval()
+    )
     x = torch.randn(2, 12, 8, 12).double()
     plain = model(x)
     with tcnn_probe.ablate(model, {"0": [0, 2]}):
-        torch.testing.assert_close(model(x), plain * torch.tensor([0, 1, 0]).repeat_interleave(4)[:, None, None])
+        torch.testing.assert_close(
+            model(x),
+            plain * torch.tensor([0, 1, 0]).repeat_interleave(4)[:, None, None],
+        )
     with tcnn_probe.ablate(model, "0", "shuffled", images=x, seed=None):
         torch.testing.assert_close(model(x), plain)
 
@@ -105,8 +138,16 @@ def test_means(over: str, fused: bool) -> None:
     layer = model.blocks[0].attn
     heads = by_hand(layer, seen_of(model, layer, x)[0])[:, :, [0, 2]]
     terms = by_hand(layer, seen_of(model, layer, seen)[0])[:, :, [0, 2]]
-    mean = heads.mean(1, keepdim=True) if over == "queries" else terms.mean(0, keepdim=True)
-    given = None if over == "queries" else [(seen[:3], torch.zeros(3)), (seen[3:], torch.zeros(2))]
+    mean = (
+        heads.mean(1, keepdim=True)
+        if over == "queries"
+        else terms.mean(0, keepdim=True)
+    )
+    given = (
+        None
+        if over == "queries"
+        else [(seen[:3], torch.zeros(3)), (seen[3:], torch.zeros(2))]
+    )
     with tcnn_probe.ablate(model, {"blocks.0.attn": [0, 2]}, "mean", images=given):
         tokens, found = seen_of(model, layer, x)
     expected = by_hand(layer, tokens)
@@ -116,7 +157,9 @@ def test_means(over: str, fused: bool) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["swin", "cait", "torch", "tokens first", "convit", "levit"])
+@pytest.mark.parametrize(
+    "name", ["swin", "cait", "torch", "tokens first", "convit", "levit"]
+)
 def test_means_of_windows_and_others(name: str) -> None:
     """With every head averaged the layer's output is its own mean: over the images, or over the queries of a window."""
     make, shape, layer, _ = MODELS[name]
@@ -131,10 +174,17 @@ def test_means_of_windows_and_others(name: str) -> None:
     mean = plain.unflatten(0, (3, -1)).mean(0)
     with tcnn_probe.ablate(model, layer, "mean", images=seen):
         found = output(torch.randn(2, *shape))
-    torch.testing.assert_close(found, mean.repeat(2, *[1] * (mean.ndim - 1)), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        found, mean.repeat(2, *[1] * (mean.ndim - 1)), rtol=1e-3, atol=1e-3
+    )
     if name in ("swin", "torch", "tokens first"):
         with tcnn_probe.ablate(model, layer, "mean"):
-            torch.testing.assert_close(output(seen), plain.mean(1, keepdim=True).expand_as(plain), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                output(seen),
+                plain.mean(1, keepdim=True).expand_as(plain),
+                rtol=1e-3,
+                atol=1e-3,
+            )
 
 
 @torch.no_grad()
@@ -151,11 +201,16 @@ def test_heads_of_another_model(name: str, fused: bool) -> None:
     with tcnn_probe.ablate(model, layer, "replaced", source=model):
         torch.testing.assert_close(model(x), plain, rtol=1e-6, atol=1e-6 * size)
     heads, rest = [count - 1], [*range(count - 1)]
-    twins = [without(model, layer, projection, heads), without(source, layer, projection, rest)]
+    twins = [
+        without(model, layer, projection, heads),
+        without(source, layer, projection, rest),
+    ]
     twins.append(without(source, layer, projection, [*heads, *rest]))
 
     def add(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        extra = [first(twin.get_submodule(layer)(*args, **kwargs)) for twin in twins[1:]]
+        extra = [
+            first(twin.get_submodule(layer)(*args, **kwargs)) for twin in twins[1:]
+        ]
         total = first(output) + extra[0] - extra[1]
         return (total, *output[1:]) if isinstance(output, tuple) else total
 
@@ -169,9 +224,14 @@ def test_heads_of_another_model(name: str, fused: bool) -> None:
 def test_heads_that_do_not_add_up_are_refused() -> None:
     model = vit(scale_attn_norm=True, norm_layer=nn.LayerNorm)
     x, plain = vit_images(), model(vit_images())
-    for mode, options in (("replaced", {"source": copy.deepcopy(model)}), ("mean", {"images": x})):
+    for mode, options in (
+        ("replaced", {"source": copy.deepcopy(model)}),
+        ("mean", {"images": x}),
+    ):
         with (
-            pytest.raises(ValueError, match=r"heads of 'blocks\.1\.attn' do not add up"),
+            pytest.raises(
+                ValueError, match=r"heads of 'blocks\.1\.attn' do not add up"
+            ),
             tcnn_probe.ablate(model, {"blocks.1.attn": [1]}, mode, **options),  # type: ignore[arg-type]
         ):
             model(x)
@@ -191,15 +251,24 @@ def test_gates_of_convit(mode: str, gate: float, accelerated: bool) -> None:
     wide = copy.deepcopy(layer).double()
     q, k = wide.qk(tokens.double()).unflatten(-1, (2, 3, -1)).unbind(2)
     content = (torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5).softmax(-1)
-    positional = wide.pos_proj(wide.get_rel_indices(tokens.shape[1]).double()).permute(0, 3, 1, 2).softmax(-1)
+    positional = (
+        wide.pos_proj(wide.get_rel_indices(tokens.shape[1]).double())
+        .permute(0, 3, 1, 2)
+        .softmax(-1)
+    )
     gates = wide.gating_param.sigmoid()
     gates[1] = gate
     weights = (1 - gates)[:, None, None] * content + gates[:, None, None] * positional
     values = wide.v(tokens.double()).unflatten(-1, (3, -1))
     expected = wide.proj(torch.einsum("bhqk,bkhd->bqhd", weights, values).flatten(2))
     handle = tcnn_model.accelerate(model) if accelerated else None
-    with tcnn_probe.ablate(model, {name: 1}, mode), tcnn_probe.record(model) as recorder:  # type: ignore[arg-type]
-        torch.testing.assert_close(seen_of(model, layer, x)[1].double(), expected, rtol=1e-3, atol=1e-3)
+    with (
+        tcnn_probe.ablate(model, {name: 1}, mode),
+        tcnn_probe.record(model) as recorder,
+    ):  # type: ignore[arg-type]
+        torch.testing.assert_close(
+            seen_of(model, layer, x)[1].double(), expected, rtol=1e-3, atol=1e-3
+        )
         recorder.mark(epoch=0)
     assert recorder.dataset.gate.sel(layer=name).values[0, 1] == gate
     if handle is not None:
@@ -222,15 +291,32 @@ class Twice(nn.Module):
 @torch.no_grad()
 def test_two_attentions_in_one_call() -> None:
     model, x = nn.Sequential(Twice()), torch.randn(2, 5, 6)
-    q, k = x.unflatten(-1, (2, 3)).transpose(1, 2), x.unflatten(-1, (3, 2)).transpose(1, 2)
+    q, k = (
+        x.unflatten(-1, (2, 3)).transpose(1, 2),
+        x.unflatten(-1, (3, 2)).transpose(1, 2),
+    )
     parts = [(y @ y.mT * scale).softmax(-1) @ y for y, scale in ((q, 3**-0.5), (k, 1))]
     parts[0][:, 1] = 0
     parts[1][:, 2] = 0
-    expected = sum(by * part.transpose(1, 2).flatten(2) for by, part in zip((1, 10), parts, strict=True))
-    with tcnn_probe.ablate(model, {"0": 1}), tcnn_probe.ablate(model, {"0#1": 2}) as inner:
-        torch.testing.assert_close(model(x), expected + x.softmax(-1), rtol=1e-4, atol=1e-4)
+    expected = sum(
+        by * part.transpose(1, 2).flatten(2)
+        for by, part in zip((1, 10), parts, strict=True)
+    )
+    with (
+        tcnn_probe.ablate(model, {"0": 1}),
+        tcnn_probe.ablate(model, {"0#1": 2}) as inner,
+    ):
+        torch.testing.assert_close(
+            model(x), expected + x.softmax(-1), rtol=1e-4, atol=1e-4
+        )
     assert inner.heads == {"0#1": (2,)}
-    with pytest.raises(RuntimeError, match="a softmax that weighs no values"), tcnn_probe.ablate(model, "0#2"):
+    with (
+        pytest.raises(RuntimeError, match="a softmax that weighs no values"),
+        tcnn_probe.ablate(model, "0#2"),
+    ):
         model(x)
-    with pytest.raises(RuntimeError, match="'0#3' ran and asked for no attention"), tcnn_probe.ablate(model, "0#3"):
+    with (
+        pytest.raises(RuntimeError, match="'0#3' ran and asked for no attention"),
+        tcnn_probe.ablate(model, "0#3"),
+    ):
         model(x)

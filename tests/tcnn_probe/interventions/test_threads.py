@@ -47,7 +47,11 @@ def ablated(model: Both, *, terms: bool = True) -> ExitStack:
     stack.enter_context(tcnn_probe.ablate(model, {"softmax": 1}, "shuffled", images=X))
     if terms:
         stack.enter_context(tcnn_probe.ablate(model, {"softmax": 1}, "mean", images=X))
-        stack.enter_context(tcnn_probe.ablate(model, {"gated": 6, "softmax": 2}, "replaced", source=Both(1)))
+        stack.enter_context(
+            tcnn_probe.ablate(
+                model, {"gated": 6, "softmax": 2}, "replaced", source=Both(1)
+            )
+        )
     return stack
 
 
@@ -67,7 +71,9 @@ def run(threads: list[threading.Thread]) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize(("terms", "forwards"), [(False, 8), (True, 3)], ids=["gates and heads", "terms too"])
+@pytest.mark.parametrize(
+    ("terms", "forwards"), [(False, 8), (True, 3)], ids=["gates and heads", "terms too"]
+)
 def test_three_threads(terms: bool, forwards: int) -> None:
     model, equal = Both(), []
     before = Trace(model)
@@ -84,12 +90,23 @@ def test_three_threads(terms: bool, forwards: int) -> None:
             run([threading.Thread(target=work) for _ in range(3)])
             recorder.mark(epoch=0)
     assert equal == [True] * 6 * forwards  # in three threads, twice
-    assert recorder.dataset.gate.sel(layer="gated").values[0, :4].tolist() == [1, 1, 1, 0]
+    assert recorder.dataset.gate.sel(layer="gated").values[0, :4].tolist() == [
+        1,
+        1,
+        1,
+        0,
+    ]
     assert before == Trace(model)
 
 
-@pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), None], ids=["exit", "interrupt", "returns"])
-def test_a_thread_that_is_in_the_middle_of_a_forward(error: BaseException | None) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(), KeyboardInterrupt(), None],
+    ids=["exit", "interrupt", "returns"],
+)
+def test_a_thread_that_is_in_the_middle_of_a_forward(
+    error: BaseException | None,
+) -> None:
     """When the ablation ends its layer ends as it began; one that was torn down leaves nothing behind."""
     model, outputs = Both(), []
     before, inside, ended = Trace(model), threading.Event(), threading.Event()
@@ -120,7 +137,9 @@ def test_a_thread_that_is_in_the_middle_of_a_forward(error: BaseException | None
         assert torch.equal(model(X), plain)
         ended.set()
         thread.join()
-        assert all(map(torch.equal, outputs, [expected, plain] if error is None else [plain]))
+        assert all(
+            map(torch.equal, outputs, [expected, plain] if error is None else [plain])
+        )
         assert torch.equal(model(X), plain)
     assert before == Trace(model)
 
@@ -153,7 +172,13 @@ def tiny_vit(seed: int) -> VisionTransformer:
     """One block of 3 heads on 1 + 2 x 3 tokens."""
     torch.manual_seed(seed)
     model = VisionTransformer(
-        img_size=(8, 12), patch_size=4, in_chans=1, num_classes=5, embed_dim=12, depth=1, num_heads=3
+        img_size=(8, 12),
+        patch_size=4,
+        in_chans=1,
+        num_classes=5,
+        embed_dim=12,
+        depth=1,
+        num_heads=3,
     )
     return model.eval()
 
@@ -172,19 +197,38 @@ def test_ablated_recorded_and_attributed_at_once() -> None:
 
     def maps(model: nn.Module) -> Tensor:
         """A forward for each image."""
-        return torch.from_numpy(tcnn_probe.saliency(model, x, 1, batch_size=1, progress=False).values)
+        return torch.from_numpy(
+            tcnn_probe.saliency(model, x, 1, batch_size=1, progress=False).values
+        )
 
     jobs: list[tuple[Callable[[nn.Module], Tensor], nn.Module, int]]
-    jobs = [(logits, ablated, forwards), (logits, recorded, forwards), (maps, attributed, forwards // len(x))]
+    jobs = [
+        (logits, ablated, forwards),
+        (logits, recorded, forwards),
+        (maps, attributed, forwards // len(x)),
+    ]
     equal = []
-    with tcnn_probe.ablate(ablated, {"blocks.0.attn": [0, 2]}), tcnn_probe.record(recorded) as recorder:
+    with (
+        tcnn_probe.ablate(ablated, {"blocks.0.attn": [0, 2]}),
+        tcnn_probe.record(recorded) as recorder,
+    ):
         alone = [run_one(model) for run_one, model, _ in jobs]
         recorder.mark(epoch=0)
 
-        def work(run_one: Callable[[nn.Module], Tensor], model: nn.Module, times: int, expected: Tensor) -> None:
+        def work(
+            run_one: Callable[[nn.Module], Tensor],
+            model: nn.Module,
+            times: int,
+            expected: Tensor,
+        ) -> None:
             equal.extend(torch.equal(run_one(model), expected) for _ in range(times))
 
-        run([threading.Thread(target=work, args=(*job, expected)) for job, expected in zip(jobs, alone, strict=True)])
+        run(
+            [
+                threading.Thread(target=work, args=(*job, expected))
+                for job, expected in zip(jobs, alone, strict=True)
+            ]
+        )
         recorder.mark(epoch=1)
     assert equal == [True] * sum(times for *_, times in jobs)
     first, second = recorder.dataset.entropy.values

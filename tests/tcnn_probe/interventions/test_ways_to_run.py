@@ -15,7 +15,9 @@ from tests.tcnn_probe.interventions.ablations import CASES, OF_VIT
 from tests.tcnn_probe.networks import scatter
 
 
-@pytest.mark.parametrize("case", ["images", "positional", "replaced", "zero, vit", "replaced, vit"])
+@pytest.mark.parametrize(
+    "case", ["images", "positional", "replaced", "zero, vit", "replaced, vit"]
+)
 def test_under_autocast_inference_and_channels_last(case: str) -> None:
     make, given, options = CASES[case]
     model, x = make(), given()
@@ -27,7 +29,9 @@ def test_under_autocast_inference_and_channels_last(case: str) -> None:
         found = model(x.to(memory_format=torch.channels_last))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * size)
         with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(model(x).float(), expected, rtol=0.1, atol=0.1 * size)
+            torch.testing.assert_close(
+                model(x).float(), expected, rtol=0.1, atol=0.1 * size
+            )
 
 
 def test_training_with_dropout() -> None:
@@ -36,7 +40,11 @@ def test_training_with_dropout() -> None:
     source = vit(seed=2, attn_drop_rate=0.4).train()
     model.train()
     found = []
-    for options in ({}, {"mode": "replaced", "source": source}, {"mode": "replaced", "source": source}):
+    for options in (
+        {},
+        {"mode": "replaced", "source": source},
+        {"mode": "replaced", "source": source},
+    ):
         torch.manual_seed(0)
         with tcnn_probe.ablate(model, "blocks.1.attn", **options):  # type: ignore[arg-type]
             found.append((model(x), torch.rand(1)))

@@ -10,14 +10,25 @@ __all__ = ["texts_within_and_apart"]
 def texts_within_and_apart(figure: Figure) -> None:
     """Every text but the numbers of y axes lies within the figure, and over no other; turned ones by their distance."""
     figure.draw_without_rendering()
-    numbers = {tick.label1 for axes in figure.axes for tick in axes.yaxis.majorTicks}  # some of which are not drawn
-    drawn = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text() and text not in numbers]
+    numbers = {
+        tick.label1 for axes in figure.axes for tick in axes.yaxis.majorTicks
+    }  # some of which are not drawn
+    drawn = [
+        text
+        for text in figure.findobj(Text)
+        if text.get_visible() and text.get_text() and text not in numbers
+    ]
     room = Bbox.from_extents(0, 0, *(figure.get_size_inches() * figure.dpi))
-    for nth, (text, span) in enumerate(spans := [(text, text.get_window_extent()) for text in drawn]):
+    for nth, (text, span) in enumerate(
+        spans := [(text, text.get_window_extent()) for text in drawn]
+    ):
         assert room.contains(*span.min), text.get_text()
         assert room.contains(*span.max), text.get_text()
         for label, its in spans[:nth]:
             overlap = span.overlaps(its)
             if text.get_rotation() == label.get_rotation() == 60:
-                overlap = abs(span.x1 - its.x1) * 3**0.5 / 2 < 0.9 * text.get_fontsize() / 72 * figure.dpi
+                overlap = (
+                    abs(span.x1 - its.x1) * 3**0.5 / 2
+                    < 0.9 * text.get_fontsize() / 72 * figure.dpi
+                )
             assert not overlap, (text.get_text(), label.get_text())

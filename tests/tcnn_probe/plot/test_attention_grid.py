@@ -21,12 +21,16 @@ LAYERS, HEADS = ["stages.3.0.conv", "stages.3.1.conv"], 3
 
 def some_maps() -> xr.DataArray:
     values = np.random.default_rng(0).random((2, HEADS, 5, 7))
-    return xr.DataArray(values, {"layer": LAYERS, "head": range(HEADS)}, ("layer", "head", "y", "x"))
+    return xr.DataArray(
+        values, {"layer": LAYERS, "head": range(HEADS)}, ("layer", "head", "y", "x")
+    )
 
 
 def some_gates() -> xr.DataArray:
     values = [[0.11, 0.22, 0.33, 0.9], [0.44, 0.55, 0.66, 0.9], [0.7, 0.7, 0.7, 0.7]]
-    return xr.DataArray(values, {"layer": [*LAYERS, "other"], "head": range(4)}, ("layer", "head"))
+    return xr.DataArray(
+        values, {"layer": [*LAYERS, "other"], "head": range(4)}, ("layer", "head")
+    )
 
 
 def with_pictures(figure: Figure) -> list[Axes]:
@@ -37,14 +41,20 @@ def boxes(axes: Axes) -> list[tuple[float, ...]]:
     """(y, x, height, width) of each red box."""
     rectangles = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     assert all(to_hex(patch.get_edgecolor()).upper() == RED for patch in rectangles)
-    return [(box.get_y(), box.get_x(), box.get_height(), box.get_width()) for box in rectangles]
+    return [
+        (box.get_y(), box.get_x(), box.get_height(), box.get_width())
+        for box in rectangles
+    ]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_row_a_layer_and_a_column_a_head(shuffled: bool) -> None:
     maps, gates = some_maps(), some_gates()
     if shuffled:
-        maps, gates = maps.transpose("x", "head", "layer", "y"), gates.isel(layer=[2, 1, 0]).T
+        maps, gates = (
+            maps.transpose("x", "head", "layer", "y"),
+            gates.isel(layer=[2, 1, 0]).T,
+        )
     figure = tcnn_probe.plot.attention_grid(maps, query=np.array([4, 6]), gate=gates)
     assert figure is plt.gcf()
     panels = with_pictures(figure)
@@ -60,24 +70,54 @@ def test_a_row_a_layer_and_a_column_a_head(shuffled: bool) -> None:
         assert axes.images[0].get_clim() == (0, expected[number].max())
         assert boxes(axes) == [(4, 6, 1, 1)]
         assert to_hex(axes.title.get_color()).upper() == RED
-    assert [axes.get_title() for axes in panels] == ["0.11", "0.22", "0.33", "0.44", "0.55", "0.66"]
-    assert [axes.get_ylabel() for axes in panels] == [LAYERS[0], "", "", LAYERS[1], "", ""]
-    assert [axes.get_xlabel() for axes in panels] == ["", "", "", "head 0", "head 1", "head 2"]
+    assert [axes.get_title() for axes in panels] == [
+        "0.11",
+        "0.22",
+        "0.33",
+        "0.44",
+        "0.55",
+        "0.66",
+    ]
+    assert [axes.get_ylabel() for axes in panels] == [
+        LAYERS[0],
+        "",
+        "",
+        LAYERS[1],
+        "",
+        "",
+    ]
+    assert [axes.get_xlabel() for axes in panels] == [
+        "",
+        "",
+        "",
+        "head 0",
+        "head 1",
+        "head 2",
+    ]
 
 
 @pytest.mark.parametrize("strided", [False, True])
 def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> None:
     maps = some_maps()
-    maps[1, :, 3:], maps[1, :, :, 4:] = np.nan, np.nan  # 3 x 4 cells in the second layer
+    maps[1, :, 3:], maps[1, :, :, 4:] = (
+        np.nan,
+        np.nan,
+    )  # 3 x 4 cells in the second layer
     first, second = (3, 6), (1, 3)
     if strided:  # where a layer with a stride has its query
         first, second = (2, 6), (0, 3)
         maps = maps.assign_coords(query_y=("layer", [2, 0]), query_x=("layer", [6, 3]))
-    figure = tcnn_probe.plot.attention_grid(maps, image=torch.rand(1, 30, 56), query=(19, 55))
+    figure = tcnn_probe.plot.attention_grid(
+        maps, image=torch.rand(1, 30, 56), query=(19, 55)
+    )
     *panels, picture = with_pictures(figure)
     assert picture.images[0].get_array().shape == (30, 56)
-    assert boxes(picture) == [(18, 48, 6, 8)]  # row 3 of five of 6 pixels, column 6 of seven of 8
-    assert [boxes(axes) for axes in panels] == [[(*first, 1, 1)]] * 3 + [[(*second, 1, 1)]] * 3
+    assert boxes(picture) == [
+        (18, 48, 6, 8)
+    ]  # row 3 of five of 6 pixels, column 6 of seven of 8
+    assert [boxes(axes) for axes in panels] == [[(*first, 1, 1)]] * 3 + [
+        [(*second, 1, 1)]
+    ] * 3
     assert panels[3].images[0].get_array().shape == (3, 4)
     assert picture.get_xlabel() == "image"
 
@@ -91,34 +131,67 @@ def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> No
         (25, {"image": torch.rand(3, 40, 56)}),
     ],
 )
-def test_texts_lie_within_the_figure_and_apart(heads: int, options: dict[str, Any]) -> None:
+def test_texts_lie_within_the_figure_and_apart(
+    heads: int, options: dict[str, Any]
+) -> None:
     names = ["stages.3.blocks.10.attention.conv", "stages.3.blocks.11.attention.conv"]
     values = np.random.default_rng(0).random((2, heads, 5, 7))
-    maps = xr.DataArray(values, {"layer": names, "head": range(heads)}, ("layer", "head", "y", "x"))
-    texts_within_and_apart(tcnn_probe.plot.attention_grid(maps, gate=maps.mean(["y", "x"]), **options))
+    maps = xr.DataArray(
+        values, {"layer": names, "head": range(heads)}, ("layer", "head", "y", "x")
+    )
+    texts_within_and_apart(
+        tcnn_probe.plot.attention_grid(maps, gate=maps.mean(["y", "x"]), **options)
+    )
 
 
 def test_twelve_layers_of_twelve_heads_fit_a_page() -> None:
     names = [f"blocks.{n}.attn" for n in range(12)]
     values = np.random.default_rng(0).random((12, 12, 3, 5))
-    maps = xr.DataArray(values, {"layer": names, "head": range(12)}, ("layer", "head", "y", "x"))
-    figure = tcnn_probe.plot.attention_grid(maps, gate=maps.mean(["y", "x"]), image=torch.rand(1, 30, 50))
+    maps = xr.DataArray(
+        values, {"layer": names, "head": range(12)}, ("layer", "head", "y", "x")
+    )
+    figure = tcnn_probe.plot.attention_grid(
+        maps, gate=maps.mean(["y", "x"]), image=torch.rand(1, 30, 50)
+    )
     assert figure.get_size_inches().max() < 13
-    texts_within_and_apart(tcnn_probe.plot.attention_grid(maps.isel(head=slice(5)), gate=maps.mean(["y", "x"])))
+    texts_within_and_apart(
+        tcnn_probe.plot.attention_grid(
+            maps.isel(head=slice(5)), gate=maps.mean(["y", "x"])
+        )
+    )
 
 
 def test_one_layer_one_head_and_heads_that_a_layer_lacks() -> None:
     maps, grid = some_maps(), tcnn_probe.plot.attention_grid
-    assert len(with_pictures(grid(maps.isel(layer=1, drop=True), gate=some_gates()[0, :3]))) == 3
-    assert len(with_pictures(grid(maps.isel(layer=[1], head=[2]).expand_dims(epoch=[3])))) == 1
+    assert (
+        len(
+            with_pictures(grid(maps.isel(layer=1, drop=True), gate=some_gates()[0, :3]))
+        )
+        == 3
+    )
+    assert (
+        len(with_pictures(grid(maps.isel(layer=[1], head=[2]).expand_dims(epoch=[3]))))
+        == 1
+    )
     maps[1, 2] = np.nan
     panels = with_pictures(grid(maps, gate=some_gates()))
-    assert [panel.get_xlabel() for panel in panels] == ["", "", "head 2", "head 0", "head 1"]
+    assert [panel.get_xlabel() for panel in panels] == [
+        "",
+        "",
+        "head 2",
+        "head 0",
+        "head 1",
+    ]
 
 
 def test_more_heads_than_fit_beside_each_other_are_below() -> None:
-    panels = with_pictures(tcnn_probe.plot.attention_grid(some_maps(), gate=some_gates(), col_wrap=2))
-    places = [(panel.get_subplotspec().rowspan.start, panel.get_subplotspec().colspan.start) for panel in panels]
+    panels = with_pictures(
+        tcnn_probe.plot.attention_grid(some_maps(), gate=some_gates(), col_wrap=2)
+    )
+    places = [
+        (panel.get_subplotspec().rowspan.start, panel.get_subplotspec().colspan.start)
+        for panel in panels
+    ]
     assert places == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0)]
     shown = [np.asarray(panel.images[0].get_array()) for panel in panels]
     np.testing.assert_allclose(shown, some_maps().values.reshape(6, *shown[0].shape))
@@ -127,8 +200,15 @@ def test_more_heads_than_fit_beside_each_other_are_below() -> None:
 def test_parts_of_a_figure_of_ones_own() -> None:
     parent = Figure(figsize=(7, 9), layout="constrained")
     upper, lower = parent.subfigures(2)
-    assert tcnn_probe.plot.attention_grid(some_maps(), image=np.zeros((1, 10, 14)), query=(0, 0), figure=upper) is upper
-    tcnn_probe.plot.attention_grid(some_maps().isel(layer=0), gate=some_gates()[0, :3], figure=lower, title="below")
+    assert (
+        tcnn_probe.plot.attention_grid(
+            some_maps(), image=np.zeros((1, 10, 14)), query=(0, 0), figure=upper
+        )
+        is upper
+    )
+    tcnn_probe.plot.attention_grid(
+        some_maps().isel(layer=0), gate=some_gates()[0, :3], figure=lower, title="below"
+    )
     assert [len(with_pictures(part)) for part in (upper, lower)] == [7, 3]
     texts_within_and_apart(parent)
     assert plt.get_fignums() == []
@@ -136,32 +216,48 @@ def test_parts_of_a_figure_of_ones_own() -> None:
     assert tcnn_probe.plot.attention_grid(some_maps(), query=(1, 2)) is current
     assert current.get_suptitle() == "attention from pixel (y, x) = (1, 2)"
     texts_within_and_apart(current)
-    assert tcnn_probe.plot.attention_grid(some_maps()) is not current  # which is not empty
+    assert (
+        tcnn_probe.plot.attention_grid(some_maps()) is not current
+    )  # which is not empty
 
 
 def test_what_it_refuses() -> None:
     maps, grid = some_maps(), tcnn_probe.plot.attention_grid
     with pytest.raises(TypeError, match=r"expected maps as an xarray.DataArray"):
         grid(maps.values)
-    with pytest.raises(ValueError, match=r"expected maps with the dimensions .* no 'head'"):
+    with pytest.raises(
+        ValueError, match=r"expected maps with the dimensions .* no 'head'"
+    ):
         grid(maps.isel(head=0))
-    with pytest.raises(ValueError, match=r"further dimensions \('image',\): choose one of each, .*image="):
+    with pytest.raises(
+        ValueError,
+        match=r"further dimensions \('image',\): choose one of each, .*image=",
+    ):
         grid(maps.expand_dims(image=2, epoch=1))
-    with pytest.raises(TypeError, match=r"figure to be matplotlib's Figure or SubFigure, got Axes"):
+    with pytest.raises(
+        TypeError, match=r"figure to be matplotlib's Figure or SubFigure, got Axes"
+    ):
         grid(maps, figure=Figure().subplots())
     for outside in ((5, 0), (0, 7), (-1, 0), (0, -1)):
-        with pytest.raises(ValueError, match=rf"inside 5 x 7 pixels, got \({outside[0]}, {outside[1]}\)"):
+        with pytest.raises(
+            ValueError,
+            match=rf"inside 5 x 7 pixels, got \({outside[0]}, {outside[1]}\)",
+        ):
             grid(maps, query=outside)
     with pytest.raises(ValueError, match=r"inside 20 x 30 pixels, got \(3, 30\)"):
         grid(maps, query=(3, 30), image=np.zeros((1, 20, 30)))
     for no_pixel in ((1.5, 2), (1, 2, 3), 4):
         with pytest.raises(ValueError, match=r"a query \(y, x\), two integers, got"):
             grid(maps, query=no_pixel)
-    with pytest.raises(ValueError, match=r"shape \(B, 1 or 3, H, W\), got \(1, 2, 20, 30\)"):
+    with pytest.raises(
+        ValueError, match=r"shape \(B, 1 or 3, H, W\), got \(1, 2, 20, 30\)"
+    ):
         grid(maps, image=np.zeros((2, 20, 30)))
     with pytest.raises(ValueError, match=r"gates lack layer 'stages.3.0.conv'"):
         grid(maps, gate=some_gates()[1:])
-    with pytest.raises(ValueError, match=r"gates lack layer .stages.3.1.conv. of the maps; they have"):
+    with pytest.raises(
+        ValueError, match=r"gates lack layer .stages.3.1.conv. of the maps; they have"
+    ):
         grid(maps, gate=some_gates()[0])
     with pytest.raises(ValueError, match=r"maps are all NaN"):
         grid(maps.where(maps.layer != LAYERS[0]))

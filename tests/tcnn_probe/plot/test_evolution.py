@@ -11,20 +11,37 @@ import tcnn_probe
 GATE = {"long_name": "gate", "units": "1"}
 
 
-def recorded(marks: int = 5, layers: int = 3, heads: int = 7, **attrs: str) -> xr.DataArray:
+def recorded(
+    marks: int = 5, layers: int = 3, heads: int = 7, **attrs: str
+) -> xr.DataArray:
     values = np.random.default_rng(0).random((marks, layers, heads))
-    coords = {"epoch": np.arange(marks) * 2, "layer": [f"stage.{n}.conv" for n in range(layers)], "head": range(heads)}
-    return xr.DataArray(values, coords, ("epoch", "layer", "head"), "gate", GATE | attrs)
+    coords = {
+        "epoch": np.arange(marks) * 2,
+        "layer": [f"stage.{n}.conv" for n in range(layers)],
+        "head": range(heads),
+    }
+    return xr.DataArray(
+        values, coords, ("epoch", "layer", "head"), "gate", GATE | attrs
+    )
 
 
-def drawn(ax: plt.Axes) -> list[tuple[list[float], list[float], float, tuple[float, ...]]]:
+def drawn(
+    ax: plt.Axes,
+) -> list[tuple[list[float], list[float], float, tuple[float, ...]]]:
     return [
-        (line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_linewidth(), to_rgba(line.get_color()))
+        (
+            line.get_xdata().tolist(),
+            line.get_ydata().tolist(),
+            line.get_linewidth(),
+            to_rgba(line.get_color()),
+        )
         for line in ax.lines
     ]
 
 
-@pytest.mark.parametrize("dims", [("epoch", "layer", "head"), ("head", "epoch", "layer")])
+@pytest.mark.parametrize(
+    "dims", [("epoch", "layer", "head"), ("head", "epoch", "layer")]
+)
 def test_a_thin_line_a_head_and_a_thick_one_a_layer(dims: tuple[str, ...]) -> None:
     values = recorded()
     ax = tcnn_probe.plot.evolution(values.transpose(*dims), colors=["r", "g", "b", "k"])
@@ -34,11 +51,15 @@ def test_a_thin_line_a_head_and_a_thick_one_a_layer(dims: tuple[str, ...]) -> No
         layer_lines = [line for line in lines if line[3] == to_rgba(color)]
         assert all(line[0] == [0, 2, 4, 6, 8] for line in layer_lines)
         thick = max(layer_lines, key=lambda line: line[2])
-        np.testing.assert_allclose(thick[1], [sum(epoch[layer]) / 7 for epoch in values.values.tolist()])
+        np.testing.assert_allclose(
+            thick[1], [sum(epoch[layer]) / 7 for epoch in values.values.tolist()]
+        )
         thin = sorted(line[1] for line in layer_lines if line is not thick)
         np.testing.assert_array_equal(thin, sorted(values.values[:, layer].T.tolist()))
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("epoch", "gate")
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(values.layer.values)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(
+        values.layer.values
+    )
 
 
 def test_without_heads_or_layers() -> None:
@@ -50,7 +71,9 @@ def test_without_heads_or_layers() -> None:
     assert of_heads.get_legend() is None
     scalar = values.mean(["layer", "head"]).rename(epoch="step")
     ax = tcnn_probe.plot.evolution(scalar, plt.figure().subplots(), ls="--")
-    assert [(line.get_ydata().tolist(), line.get_linestyle()) for line in ax.lines] == [(scalar.values.tolist(), "--")]
+    assert [(line.get_ydata().tolist(), line.get_linestyle()) for line in ax.lines] == [
+        (scalar.values.tolist(), "--")
+    ]
     assert ax.get_xlabel() == "step"
 
 
@@ -66,7 +89,10 @@ def test_on_the_current_axes_or_given_ones() -> None:
     assert tcnn_probe.plot.evolution(values, ax) is ax is not right
 
 
-@pytest.mark.parametrize(("units", "label"), [("1", "span"), ("nat", "span (nat)"), ("pixel-2", "span (pixel$^{-2}$)")])
+@pytest.mark.parametrize(
+    ("units", "label"),
+    [("1", "span"), ("nat", "span (nat)"), ("pixel-2", "span (pixel$^{-2}$)")],
+)
 def test_units(units: str, label: str) -> None:
     ax = tcnn_probe.plot.evolution(recorded(long_name="span", units=units))
     assert ax.get_ylabel() == label
@@ -81,7 +107,10 @@ def test_heads_and_layers_without_values_are_left_out() -> None:
     assert len(lines) == 8 + 6
     assert to_rgba("g") not in [line[3] for line in lines]
     np.testing.assert_allclose(lines[-1][1], values.values[:, 2, :5].mean(1))
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["stage.0.conv", "stage.2.conv"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "stage.0.conv",
+        "stage.2.conv",
+    ]
 
 
 def test_one_mark_is_a_point() -> None:
@@ -92,13 +121,20 @@ def test_one_mark_is_a_point() -> None:
 def test_what_it_refuses() -> None:
     values = recorded()
     evolution = tcnn_probe.plot.evolution
-    with pytest.raises(TypeError, match=r"DataArray, for example dataset\['gate'\]; got Dataset"):
+    with pytest.raises(
+        TypeError, match=r"DataArray, for example dataset\['gate'\]; got Dataset"
+    ):
         evolution(values.to_dataset())
     types = xr.where(values > 0.5, "content", "convolutional")
-    with pytest.raises(TypeError, match=r"expected values that are numbers, got .*\(types == 'content'\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"expected values that are numbers, got .*\(types == 'content'\)",
+    ):
         evolution(types)
     for dims in (values[0], values.expand_dims(image=2)):
-        with pytest.raises(ValueError, match=r"that of the marks, got \(.*'layer', 'head'\)"):
+        with pytest.raises(
+            ValueError, match=r"that of the marks, got \(.*'layer', 'head'\)"
+        ):
             evolution(dims)
     with pytest.raises(ValueError, match=r"a colour for each of the 3 layers, got 2"):
         evolution(values, colors=["r", "g"])
@@ -116,7 +152,9 @@ def test_the_legend_covers_nothing(layout: str | None) -> None:
     for axes, end in ((ax, neighbour.get_tightbbox().x0), (neighbour, figure.bbox.x1)):
         legend = axes.get_legend().get_window_extent()
         assert axes.get_window_extent().x1 <= legend.x0 < legend.x1 <= end
-    assert not ax.title.get_window_extent().overlaps(neighbour.title.get_window_extent())
+    assert not ax.title.get_window_extent().overlaps(
+        neighbour.title.get_window_extent()
+    )
 
 
 @pytest.mark.parametrize("marks", [1, 2, 5])
@@ -130,7 +168,10 @@ def test_whole_epochs_and_whole_numbers_beside_the_axis(marks: int) -> None:
 
 
 def test_a_title_where_there_is_none() -> None:
-    assert tcnn_probe.plot.evolution(recorded()).get_title() == "gate by head (thin), and mean (thick)"
+    assert (
+        tcnn_probe.plot.evolution(recorded()).get_title()
+        == "gate by head (thin), and mean (thick)"
+    )
     plt.figure()
     plt.title("mine")
     assert tcnn_probe.plot.evolution(recorded().mean("head")).get_title() == "mine"

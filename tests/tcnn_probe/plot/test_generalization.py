@@ -16,7 +16,10 @@ def measured(trainings: int) -> xr.Dataset:
     """3 models, each trained so often, on 23 images and on variants of 17 and 7."""
     random = np.random.default_rng(0)
     right = random.random((trainings, 3, 23)) < np.array([0.5, 0.7, 0.9])[:, None]
-    ds = xr.Dataset({"clean_correct": (("training", "model", "image"), right)}, {"model": ["a", "b", "c"]})
+    ds = xr.Dataset(
+        {"clean_correct": (("training", "model", "image"), right)},
+        {"model": ["a", "b", "c"]},
+    )
     images = np.array([17, 7])
     shares = random.integers(0, images + 1, (trainings, 3, 2)) / images
     ds["variant_accuracy"] = ("training", "model", "variant"), shares
@@ -26,34 +29,50 @@ def measured(trainings: int) -> xr.Dataset:
 
 
 def drawn(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
-    points = {container.get_label(): container[0].get_data() for container in axes.containers}
+    points = {
+        container.get_label(): container[0].get_data() for container in axes.containers
+    }
     return {label: (x.tolist(), y.tolist()) for label, (x, y) in points.items()}
 
 
 def wilson(p: float, n: int) -> list[float]:
     z = 1.959963984540054  # of 95 %
-    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    middle, half = (
+        p + z * z / (2 * n),
+        z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)),
+    )
     return [(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)]
 
 
 @pytest.mark.parametrize("trainings", [1, 5])
 def test_points_and_intervals(trainings: int) -> None:
     ds = measured(trainings)
-    axes = generalization(ds if trainings > 1 else ds.squeeze("training", drop=True), variant="real")
+    axes = generalization(
+        ds if trainings > 1 else ds.squeeze("training", drop=True), variant="real"
+    )
     points = drawn(axes)
     assert list(points) == ["a", "b", "c"]
     pairs = []
     for container, model in zip(axes.containers, "abc", strict=True):
-        expected = [ds.clean_accuracy.sel(model=model), ds.variant_accuracy.sel(model=model, variant="real")]
+        expected = [
+            ds.clean_accuracy.sel(model=model),
+            ds.variant_accuracy.sel(model=model, variant="real"),
+        ]
         np.testing.assert_allclose(points[model], expected)
         for axis, (bars, images) in enumerate(zip(container[2], (23, 7), strict=True)):
-            for segment, share in zip(bars.get_segments(), expected[axis].values, strict=True):
-                np.testing.assert_allclose(segment[:, axis], wilson(float(share), images), atol=1e-12)
+            for segment, share in zip(
+                bars.get_segments(), expected[axis].values, strict=True
+            ):
+                np.testing.assert_allclose(
+                    segment[:, axis], wilson(float(share), images), atol=1e-12
+                )
         pairs += zip(*points[model], strict=True)
     (line,) = (item for item in axes.lines if item.get_label() == "least squares")
     x, y = (np.array(item) for item in zip(*pairs, strict=True))
     slope = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()
-    np.testing.assert_allclose(line.get_ydata(), y.mean() + slope * (line.get_xdata() - x.mean()))
+    np.testing.assert_allclose(
+        line.get_ydata(), y.mean() + slope * (line.get_xdata() - x.mean())
+    )
     assert axes.get_ylabel() == "accuracy on real"
     texts_within_and_apart(axes.figure)
 
@@ -62,15 +81,22 @@ def test_one_model_on_given_axes() -> None:
     axes = plt.figure().subplots()
     ds = measured(1).isel(training=0).sel(variant=["v2"], model="a")
     assert generalization(ds, axes) is axes
-    assert drawn(axes) == {"a": ([float(ds.clean_accuracy)], [float(ds.variant_accuracy[0])])}
+    assert drawn(axes) == {
+        "a": ([float(ds.clean_accuracy)], [float(ds.variant_accuracy[0])])
+    }
     assert len(axes.lines) == 1  # no line through one point
 
 
 def test_what_is_refused() -> None:
     ds = measured(1)
     for variant in (None, "v3"):
-        with pytest.raises(ValueError, match=rf"expected variant to be one of \['v2', 'real'\], got {variant!r}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"expected variant to be one of \['v2', 'real'\], got {variant!r}",
+        ):
             generalization(ds, variant=variant)
-    with pytest.raises(ValueError, match=r"results of evaluation.robustness with 'variant_accuracy'"):
+    with pytest.raises(
+        ValueError, match=r"results of evaluation.robustness with 'variant_accuracy'"
+    ):
         generalization(ds.drop_vars("variant_accuracy"))
     assert plt.get_fignums() == []

@@ -16,14 +16,30 @@ from tests.tcnn_probe.plot.layout import texts_within_and_apart
 
 MODELS = ["CNN", "control", "T-CNN"]
 IMAGES = 19
-TIMM = ["resnet50", "deit3_small_patch16_224", "swin_tiny_patch4_window7_224", "vit_base_patch16_clip_224.openai"]
+TIMM = [
+    "resnet50",
+    "deit3_small_patch16_224",
+    "swin_tiny_patch4_window7_224",
+    "vit_base_patch16_clip_224.openai",
+]
 
 
-def measured(models: list[str] = MODELS, corruptions: int = 4, *, plain: bool = False) -> xr.Dataset:
+def measured(
+    models: list[str] = MODELS, corruptions: int = 4, *, plain: bool = False
+) -> xr.Dataset:
     """Results like those of evaluation.robustness, of 5 severities, 2 seeds, 2 attacks."""
     rng, count = np.random.default_rng(0), len(models)
-    right = rng.random((count, corruptions, 5, 2, IMAGES)) < np.linspace(0.5, 0.8, count)[:, None, None, None, None]
-    names = ["gaussian_noise", "motion_blur", "shot_noise", "fog", *list(evaluation.CORRUPTIONS)[-11:]][:corruptions]
+    right = (
+        rng.random((count, corruptions, 5, 2, IMAGES))
+        < np.linspace(0.5, 0.8, count)[:, None, None, None, None]
+    )
+    names = [
+        "gaussian_noise",
+        "motion_blur",
+        "shot_noise",
+        "fog",
+        *list(evaluation.CORRUPTIONS)[-11:],
+    ][:corruptions]
     groups = ["noise", "blur", "noise", "weather", *["digital"] * 11][:corruptions]
     coords = {
         "model": np.array(models, dtype=object),
@@ -33,32 +49,55 @@ def measured(models: list[str] = MODELS, corruptions: int = 4, *, plain: bool = 
         "attack": np.array(["fgsm", "pgd"], dtype=object),
         "seed": [0, 7],
     }
-    ds = xr.Dataset({"correct": (("model", "corruption", "severity", "seed", "image"), right)}, coords)
+    ds = xr.Dataset(
+        {"correct": (("model", "corruption", "severity", "seed", "image"), right)},
+        coords,
+    )
     if not plain:
         ds["clean_correct"] = ("model", "image"), rng.random((count, IMAGES)) < 0.9
-        ds["adversarial_correct"] = ("model", "attack", "seed", "image"), rng.random((count, 2, 2, IMAGES)) < 0.3
+        ds["adversarial_correct"] = (
+            ("model", "attack", "seed", "image"),
+            rng.random((count, 2, 2, IMAGES)) < 0.3,
+        )
     return ds
 
 
 def bars(axes: Axes) -> dict[str, Any]:
     """The bars of each model, from left to right."""
-    return {container.get_label(): container for container in axes.containers if isinstance(container, BarContainer)}
+    return {
+        container.get_label(): container
+        for container in axes.containers
+        if isinstance(container, BarContainer)
+    }
 
 
 def heights(axes: Axes) -> dict[str, list[float]]:
-    return {name: [bar.get_height() for bar in container] for name, container in bars(axes).items()}
+    return {
+        name: [bar.get_height() for bar in container]
+        for name, container in bars(axes).items()
+    }
 
 
 def error_bars(axes: Axes) -> list[list[list[float]]]:
     """[low, high] of each bar, by model."""
-    return [[[end[1] for end in segment] for segment in lines.get_segments()] for lines in axes.collections]
+    return [
+        [[end[1] for end in segment] for segment in lines.get_segments()]
+        for lines in axes.collections
+    ]
 
 
-def by_hand(ds: xr.Dataset, model: int, corruptions: list[int], severities: list[int]) -> list[float]:
+def by_hand(
+    ds: xr.Dataset, model: int, corruptions: list[int], severities: list[int]
+) -> list[float]:
     """Every image's share of right answers."""
     right, shares = ds.correct.values, []
     for image in range(IMAGES):
-        answers = [right[model, c, s, seed, image] for c in corruptions for s in severities for seed in (0, 1)]
+        answers = [
+            right[model, c, s, seed, image]
+            for c in corruptions
+            for s in severities
+            for seed in (0, 1)
+        ]
         shares.append(sum(map(int, answers)) / len(answers))
     return shares
 
@@ -70,7 +109,10 @@ ALL = [0, 1, 2, 3, 4]
     ("by", "parts"),
     [
         ("group", {"noise": ([0, 2], ALL), "blur": ([1], ALL), "weather": ([3], ALL)}),
-        ("corruption", {name: ([c], ALL) for c, name in enumerate(measured().corruption.values)}),
+        (
+            "corruption",
+            {name: ([c], ALL) for c, name in enumerate(measured().corruption.values)},
+        ),
         ("severity", {str(s + 1): ([0, 1, 2, 3], [s]) for s in range(5)}),
     ],
     ids=["group", "corruption", "severity"],
@@ -80,21 +122,36 @@ def test_accuracies_and_standard_errors(by: Any, parts: dict[str, Any]) -> None:
     axes = tcnn_probe.plot.robustness(ds.transpose("image", ...), by=by)
     assert axes is plt.gca()
     assert [label.get_text() for label in axes.get_xticklabels()] == list(parts)
-    assert list(heights(axes)) == [text.get_text() for text in axes.get_legend().get_texts()] == MODELS
+    assert (
+        list(heights(axes))
+        == [text.get_text() for text in axes.get_legend().get_texts()]
+        == MODELS
+    )
     for model, name in enumerate(MODELS):
         for place, (corruptions, severities) in enumerate(parts.values()):
             shares = by_hand(ds, model, corruptions, severities)
             mean = sum(shares) / IMAGES
-            error = (sum((share - mean) ** 2 for share in shares) / (IMAGES - 1) / IMAGES) ** 0.5
+            error = (
+                sum((share - mean) ** 2 for share in shares) / (IMAGES - 1) / IMAGES
+            ) ** 0.5
             assert heights(axes)[name][place] == pytest.approx(mean)
-            np.testing.assert_allclose(error_bars(axes)[model][place], [mean - error, mean + error])
+            np.testing.assert_allclose(
+                error_bars(axes)[model][place], [mean - error, mean + error]
+            )
 
 
 def test_clean_images_first_and_attacks() -> None:
     ds = measured()
     axes = tcnn_probe.plot.robustness(ds, by="attack")
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["clean", "fgsm", "pgd"]
-    expected = [ds.clean_correct[2].values.mean(), *ds.adversarial_correct[2].values.mean((1, 2))]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [
+        "clean",
+        "fgsm",
+        "pgd",
+    ]
+    expected = [
+        ds.clean_correct[2].values.mean(),
+        *ds.adversarial_correct[2].values.mean((1, 2)),
+    ]
     np.testing.assert_allclose(heights(axes)["T-CNN"], expected)
     assert axes.get_ylabel() == "accuracy\n(lines: standard error over images)"
 
@@ -108,19 +165,36 @@ def test_improvement_over_a_baseline_is_paired_by_image() -> None:
     assert list(drawn_heights) == ["CNN", "T-CNN"]
     for bar, model in ((0, 0), (1, 2)):
         for place, corruptions in enumerate(([0, 2], [1], [3])):
-            accuracies, baseline = (np.array(by_hand(ds, m, corruptions, ALL)) for m in (model, 1))
+            accuracies, baseline = (
+                np.array(by_hand(ds, m, corruptions, ALL)) for m in (model, 1)
+            )
             relative = (accuracies.mean() - baseline.mean()) / baseline.mean()
             assert drawn_heights[MODELS[model]][place] == pytest.approx(100 * relative)
-            drawn = np.random.default_rng(1).multinomial(IMAGES, np.full(IMAGES, 1 / IMAGES), 4000)
-            low, high = np.quantile((drawn @ accuracies) / (drawn @ baseline) - 1, [0.025, 0.975])
-            np.testing.assert_allclose(error_bars(axes)[bar][place], [100 * low, 100 * high], atol=3)
-    assert axes.get_ylabel() == "improvement over control (%)\n(lines: 95 % interval over images)"
+            drawn = np.random.default_rng(1).multinomial(
+                IMAGES, np.full(IMAGES, 1 / IMAGES), 4000
+            )
+            low, high = np.quantile(
+                (drawn @ accuracies) / (drawn @ baseline) - 1, [0.025, 0.975]
+            )
+            np.testing.assert_allclose(
+                error_bars(axes)[bar][place], [100 * low, 100 * high], atol=3
+            )
+    assert (
+        axes.get_ylabel()
+        == "improvement over control (%)\n(lines: 95 % interval over images)"
+    )
 
 
 def test_a_models_colour_does_not_depend_on_the_baseline() -> None:
     ds = measured()
-    plain, beside = (tcnn_probe.plot.robustness(ds, plt.figure().subplots(), baseline=name) for name in (None, "CNN"))
-    colors = [{name: patches[0].get_facecolor() for name, patches in bars(axes).items()} for axes in (plain, beside)]
+    plain, beside = (
+        tcnn_probe.plot.robustness(ds, plt.figure().subplots(), baseline=name)
+        for name in (None, "CNN")
+    )
+    colors = [
+        {name: patches[0].get_facecolor() for name, patches in bars(axes).items()}
+        for axes in (plain, beside)
+    ]
     assert colors[0]["T-CNN"] == colors[1]["T-CNN"]
     assert len(set(colors[0].values())) == 3
 
@@ -135,7 +209,9 @@ def test_bars_without_an_interval_are_hatched() -> None:
         assert [bar.get_hatch() for bar in container] == [None, None, "///"]
         assert np.isnan(container[1].get_height())
     assert "hatched: no interval" in axes.get_ylabel()
-    axes = tcnn_probe.plot.robustness(measured(), plt.figure().subplots(), baseline="control")
+    axes = tcnn_probe.plot.robustness(
+        measured(), plt.figure().subplots(), baseline="control"
+    )
     assert "hatched" not in axes.get_ylabel()
 
 
@@ -156,18 +232,34 @@ def test_what_robustness_measures_can_be_drawn_from_a_store(tmp_path: Any) -> No
         mean = images.mean((1, 2, 3))
         return torch.stack([0.5 - mean, mean - 0.5], 1)
 
-    models = {"mine": by_brightness, "blind": lambda images: 0 * by_brightness(images) + torch.tensor([0.0, 1.0])}
+    models = {
+        "mine": by_brightness,
+        "blind": lambda images: 0 * by_brightness(images) + torch.tensor([0.0, 1.0]),
+    }
     images = torch.rand(7, 3, 17, 19, generator=torch.Generator().manual_seed(0))
     images = (images * torch.linspace(0.5, 1.5, 7).view(-1, 1, 1, 1)).clamp(0, 1)
-    options: dict[str, Any] = {"corruptions": ["contrast", "gaussian_noise"], "severities": (1, 3), "attacks": "fgsm"}
-    measured = evaluation.robustness(models, images, [0, 0, 0, 1, 1, 1, 1], normalization=((0,), (1,)), **options)
+    options: dict[str, Any] = {
+        "corruptions": ["contrast", "gaussian_noise"],
+        "severities": (1, 3),
+        "attacks": "fgsm",
+    }
+    measured = evaluation.robustness(
+        models, images, [0, 0, 0, 1, 1, 1, 1], normalization=((0,), (1,)), **options
+    )
     measured.to_zarr(tmp_path / "robustness.zarr", consolidated=False)
     ds = xr.open_zarr(tmp_path / "robustness.zarr", consolidated=False)
     axes = tcnn_probe.plot.robustness(ds, by="corruption")
-    expected = [ds.clean_accuracy, *ds.accuracy.mean(["severity", "seed"]).transpose("corruption", "model")]
+    expected = [
+        ds.clean_accuracy,
+        *ds.accuracy.mean(["severity", "seed"]).transpose("corruption", "model"),
+    ]
     for place, values in enumerate(expected):
-        np.testing.assert_allclose([heights(axes)[name][place] for name in ("mine", "blind")], values)
-    single = tcnn_probe.plot.robustness(ds.isel(corruption=1), plt.figure().subplots(), by="corruption")
+        np.testing.assert_allclose(
+            [heights(axes)[name][place] for name in ("mine", "blind")], values
+        )
+    single = tcnn_probe.plot.robustness(
+        ds.isel(corruption=1), plt.figure().subplots(), by="corruption"
+    )
     np.testing.assert_allclose(heights(single)["mine"][1], ds.correct[0, 1].mean())
 
 

@@ -13,7 +13,9 @@ import tcnn_probe
 
 def some_maps(method: str = "gradcam", count: int = 2) -> xr.DataArray:
     values = np.random.default_rng(len(method)).random((count, 3, 5))
-    return xr.DataArray(values, dims=("image", "y", "x"), name="saliency", attrs={"method": method})
+    return xr.DataArray(
+        values, dims=("image", "y", "x"), name="saliency", attrs={"method": method}
+    )
 
 
 def outlines(axes: Axes) -> int:
@@ -21,30 +23,52 @@ def outlines(axes: Axes) -> int:
 
 
 def test_a_row_an_image_and_a_column_a_method_beside_the_images() -> None:
-    maps = xr.Dataset({name: some_maps(name) for name in ("class_attention", "gradcam", "occlusion")})
-    images, masks = torch.randn(2, 3, 11, 13), torch.arange(11 * 13).view(11, 13).expand(2, -1, -1) > 40
+    maps = xr.Dataset(
+        {name: some_maps(name) for name in ("class_attention", "gradcam", "occlusion")}
+    )
+    images, masks = (
+        torch.randn(2, 3, 11, 13),
+        torch.arange(11 * 13).view(11, 13).expand(2, -1, -1) > 40,
+    )
     axes = tcnn_probe.plot.saliency_overlay(maps, images, masks=masks)
     assert axes.shape == (2, 4)
-    assert [panel.get_title() for panel in axes[0]] == ["image", "class attention", "gradcam", "occlusion"]
+    assert [panel.get_title() for panel in axes[0]] == [
+        "image",
+        "class attention",
+        "gradcam",
+        "occlusion",
+    ]
     for row in range(2):
         scaled = images[row].numpy().transpose(1, 2, 0)
         scaled = (scaled - scaled.min()) / (scaled.max() - scaled.min())
-        np.testing.assert_allclose(axes[row, 0].images[0].get_array(), scaled, atol=1e-6)
+        np.testing.assert_allclose(
+            axes[row, 0].images[0].get_array(), scaled, atol=1e-6
+        )
         assert outlines(axes[row, 0]) == 0
         for column, name in enumerate(maps, 1):
             below, above = axes[row, column].images
             np.testing.assert_allclose(below.get_array(), scaled, atol=1e-6)
             np.testing.assert_array_equal(above.get_array(), maps[name].values[row])
-            assert above.get_extent() == [0, 13, 11, 0]  # the whole image, its first row at the top
+            assert above.get_extent() == [
+                0,
+                13,
+                11,
+                0,
+            ]  # the whole image, its first row at the top
             assert above.get_alpha() == 0.6
             assert outlines(axes[row, column]) == 1
 
 
 def test_on_given_axes() -> None:
     panels = plt.figure().subplots(2)
-    axes = tcnn_probe.plot.saliency_overlay(some_maps(), np.zeros((2, 1, 6, 10)), panels, alpha=1)
+    axes = tcnn_probe.plot.saliency_overlay(
+        some_maps(), np.zeros((2, 1, 6, 10)), panels, alpha=1
+    )
     assert axes[1, 0] is panels[1]
-    assert [len(panel.images) for panel in panels] == [1, 1]  # wholly covered: no image below
+    assert [len(panel.images) for panel in panels] == [
+        1,
+        1,
+    ]  # wholly covered: no image below
     alone = plt.figure().subplots()
     tcnn_probe.plot.saliency_overlay(some_maps()[0], np.zeros((1, 1, 6, 10)), alone)
     assert len(alone.images) == 2
@@ -54,7 +78,9 @@ def test_the_outline_lies_on_the_mask() -> None:
     mask = np.zeros((1, 11, 13), dtype=bool)
     mask[0, 2:4, 6:11] = True
     axes = plt.figure().subplots()
-    tcnn_probe.plot.saliency_overlay(some_maps(count=1), np.zeros((1, 1, 11, 13)), axes, masks=mask)
+    tcnn_probe.plot.saliency_overlay(
+        some_maps(count=1), np.zeros((1, 1, 11, 13)), axes, masks=mask
+    )
     (outline,) = axes.findobj(ContourSet)
     points = np.concatenate([path.vertices for path in outline.get_paths()])
     np.testing.assert_allclose(points.min(0), [6, 2])
@@ -62,7 +88,9 @@ def test_the_outline_lies_on_the_mask() -> None:
 
 
 def test_two_lines_on_ones_own_model() -> None:
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+    )
     images = torch.randn(2, 3, 11, 13)
     maps = tcnn_probe.saliency(model, images, method="input_x_gradient", progress=False)
     axes = tcnn_probe.plot.saliency_overlay(maps, images)
@@ -70,16 +98,28 @@ def test_two_lines_on_ones_own_model() -> None:
 
 
 def test_what_it_refuses() -> None:
-    overlay, maps, images = tcnn_probe.plot.saliency_overlay, some_maps(), np.zeros((2, 3, 6, 10))
-    with pytest.raises(TypeError, match=r"expected maps as an xarray.DataArray; got Tensor"):
+    overlay, maps, images = (
+        tcnn_probe.plot.saliency_overlay,
+        some_maps(),
+        np.zeros((2, 3, 6, 10)),
+    )
+    with pytest.raises(
+        TypeError, match=r"expected maps as an xarray.DataArray; got Tensor"
+    ):
         overlay(torch.zeros(2, 6, 10), images)
     with pytest.raises(ValueError, match=r"got a Dataset without variables"):
         overlay(xr.Dataset(), images)
-    with pytest.raises(ValueError, match=r"a map for each of the 3 images, got 2 of gradcam"):
+    with pytest.raises(
+        ValueError, match=r"a map for each of the 3 images, got 2 of gradcam"
+    ):
         overlay(maps, np.zeros((3, 3, 6, 10)))
-    with pytest.raises(ValueError, match=r"images of shape \(B, 1 or 3, H, W\), got \(2, 4, 6, 10\)"):
+    with pytest.raises(
+        ValueError, match=r"images of shape \(B, 1 or 3, H, W\), got \(2, 4, 6, 10\)"
+    ):
         overlay(maps, np.zeros((2, 4, 6, 10)))
-    with pytest.raises(ValueError, match=r"masks of shape \(2, 6, 10\), got \(2, 10, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"masks of shape \(2, 6, 10\), got \(2, 10, 6\)"
+    ):
         overlay(maps, images, masks=np.zeros((2, 10, 6)))
     with pytest.raises(ValueError, match=r"axes for 2 images and 1 methods, 2, got 3"):
         overlay(maps, images, plt.figure().subplots(3))

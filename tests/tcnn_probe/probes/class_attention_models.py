@@ -18,7 +18,9 @@ CLASSES, LAYER = 11, "pool.block.attn"
 
 def network(classes: int = CLASSES, seed: int = 0, **options: Any) -> PatchConvNet:
     """Of 3 x 5 patches, with maps and answers that differ between classes and images."""
-    model = PatchConvNet(24, 1, classes, **{"per_class": True, "init_values": 1.0} | options)
+    model = PatchConvNet(
+        24, 1, classes, **{"per_class": True, "init_values": 1.0} | options
+    )
     return sharpen(model, gain=3.0, seed=seed)
 
 

@@ -12,9 +12,23 @@ from torch import Tensor, nn
 
 from tests.tcnn_probe.contracts import helpers
 
-__all__ = ["VIT", "images", "inputs_in_float64", "recorded", "scattered", "small", "step"]
+__all__ = [
+    "VIT",
+    "images",
+    "inputs_in_float64",
+    "recorded",
+    "scattered",
+    "small",
+    "step",
+]
 
-VIT = {"img_size": (32, 48), "embed_dim": 21, "depth": 2, "num_heads": 3, "num_classes": 5}
+VIT = {
+    "img_size": (32, 48),
+    "embed_dim": 21,
+    "depth": 2,
+    "num_heads": 3,
+    "num_classes": 5,
+}
 
 
 def scattered(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -23,7 +37,9 @@ def scattered(model: nn.Module, seed: int = 0) -> nn.Module:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             spread = 0.1 if parameter.ndim > 1 else 0.5
-            parameter.add_(spread * torch.randn(parameter.shape, generator=generator).to(parameter))
+            parameter.add_(
+                spread * torch.randn(parameter.shape, generator=generator).to(parameter)
+            )
             assert parameter.isfinite().all(), name
     return model
 
@@ -36,7 +52,9 @@ def small(name: str, **about: Any) -> nn.Module:
 
 def images(count: int, height: int = 32, width: int = 48, seed: int = 1) -> Tensor:
     """Shape (count, 3, height, width)."""
-    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        count, 3, height, width, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def inputs_in_float64(
@@ -53,11 +71,19 @@ def inputs_in_float64(
     return seen
 
 
-def _keep(seen: dict[str, Any], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _keep(
+    seen: dict[str, Any],
+    name: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     seen[name] = module, args, kwargs
 
 
-def recorded(model: nn.Module, probe: Any, *batches: Tensor, **about: Any) -> xr.Dataset:
+def recorded(
+    model: nn.Module, probe: Any, *batches: Tensor, **about: Any
+) -> xr.Dataset:
     """The group of one probe after one epoch."""
     kind = probe if isinstance(probe, str) else probe.kind
     recorder = helpers.recorded(model, *batches, probes=probe, **about)

@@ -17,7 +17,14 @@ from tcnn_model.pooling.attention_pool import ClassScores
 from tcnn_probe.attention.attention import SoftmaxAttention
 from tests.tcnn_probe.attention.bruteforce import entropy
 from tests.tcnn_probe.contracts.helpers import recorded
-from tests.tcnn_probe.probes.class_attention_models import CLASSES, LAYER, classes_of, network, pictures, truth
+from tests.tcnn_probe.probes.class_attention_models import (
+    CLASSES,
+    LAYER,
+    classes_of,
+    network,
+    pictures,
+    truth,
+)
 
 IMAGES = [1, 3, 6]
 
@@ -26,7 +33,9 @@ def maps_of(recorder: tcnn_probe.Recorder, shape: str = "3x5") -> xr.Dataset:
     return classes_of(recorder.tree, shape).isel(epoch=-1).load()
 
 
-def check(ds: xr.Dataset, model: nn.Module, x: Tensor, images: Sequence[int], classes: Any) -> None:
+def check(
+    ds: xr.Dataset, model: nn.Module, x: Tensor, images: Sequence[int], classes: Any
+) -> None:
     """Entry by entry. ``classes`` are those expected of each image, None for the best three."""
     maps, scores = truth(copy.deepcopy(model), x)
     assert ds.attention_by_class.dims == ("image", "class", "y", "x")
@@ -34,12 +43,20 @@ def check(ds: xr.Dataset, model: nn.Module, x: Tensor, images: Sequence[int], cl
     assert ds.class_index.dtype == np.int64
     assert ds.image.values.tolist() == list(images)
     for place, image in enumerate(images):
-        best = sorted(range(scores.shape[1]), key=lambda c: -scores[image, c])[:3] if classes is None else classes
+        best = (
+            sorted(range(scores.shape[1]), key=lambda c: -scores[image, c])[:3]
+            if classes is None
+            else classes
+        )
         assert ds.class_index[place].values.tolist() == best
         for rank, c in enumerate(best):
             found = ds.attention_by_class[place, rank].values
-            np.testing.assert_allclose(found, maps[image, c].reshape(found.shape), atol=1e-5)
-            np.testing.assert_allclose(ds.class_score[place, rank], scores[image, c], rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                found, maps[image, c].reshape(found.shape), atol=1e-5
+            )
+            np.testing.assert_allclose(
+                ds.class_score[place, rank], scores[image, c], rtol=1e-4, atol=1e-4
+            )
 
 
 @pytest.mark.numerical
@@ -71,18 +88,30 @@ def test_numbers_of_a_layer_with_a_token_a_class() -> None:
     model, x = network(), pictures()
     expected = entropy(truth(copy.deepcopy(model), x)[0]).mean()
     recorder = recorded(model, x, images=1)
-    ds, tree, missing = recorder.dataset.squeeze().load(), recorder.tree, recorder.missing
+    ds, tree, missing = (
+        recorder.dataset.squeeze().load(),
+        recorder.tree,
+        recorder.missing,
+    )
     np.testing.assert_allclose([ds.entropy, ds.class_entropy], expected, atol=1e-4)
-    assert not {"attention_distance", "prefix_attention", "class_prefix_attention"} & {n for n in ds if ds[n].notnull()}
+    assert not {"attention_distance", "prefix_attention", "class_prefix_attention"} & {
+        n for n in ds if ds[n].notnull()
+    }
     assert set(tree["maps/1x3x5"].data_vars) == {"attention_received"}
-    assert missing.keys() == {"attention_distance", "uniform_distance", "center_attention"}
+    assert missing.keys() == {
+        "attention_distance",
+        "uniform_distance",
+        "center_attention",
+    }
     assert "one for each class" in missing["attention_distance"][LAYER]
     recorder = recorded(model, x, images=2, classes=None)
     assert [*recorder.tree["maps"].children] == ["1x3x5"]
     assert "attention_by_class" not in recorder.missing
 
 
-@pytest.mark.parametrize("classes", [1, 15, 24], ids=["one", "as many as patches", "as many as channels"])
+@pytest.mark.parametrize(
+    "classes", [1, 15, 24], ids=["one", "as many as patches", "as many as channels"]
+)
 def test_shapes_that_could_be_something_else(classes: int) -> None:
     """A token a class is known by its pool, not by how many there are: 15 patches, 24 channels."""
     model, x = network(classes), pictures(3)
@@ -92,7 +121,9 @@ def test_shapes_that_could_be_something_else(classes: int) -> None:
     check(ds, model, x, [0, 1], None)
     assert "class_attention" not in recorder.tree["maps/1x3x5"]
     assert recorder.layers == (LAYER,)
-    assert recorder.dataset.get("attention_distance", xr.DataArray(np.nan)).isnull().all()
+    assert (
+        recorder.dataset.get("attention_distance", xr.DataArray(np.nan)).isnull().all()
+    )
 
 
 class Wrapped(nn.Module):
@@ -101,7 +132,9 @@ class Wrapped(nn.Module):
     def __init__(self, output: Any) -> None:
         super().__init__()
         self.stem, self.output = nn.Conv2d(3, 24, 16, 16), output
-        self.pools = nn.ModuleList([nn.ModuleDict({"pool": AttentionPool2d(24, CLASSES, init_values=1.0)})])
+        self.pools = nn.ModuleList(
+            [nn.ModuleDict({"pool": AttentionPool2d(24, CLASSES, init_values=1.0)})]
+        )
         self.head = ClassScores(24, CLASSES)
         self.eval()
 
@@ -114,11 +147,20 @@ DEEP = "pools.0.pool.block.attn"
 
 def test_a_pool_anywhere_called_by_keyword() -> None:
     model, x = Wrapped(lambda scores: scores), pictures(5)
-    ds = recorded(model, x, images=5).tree["maps/classes/2x4"].to_dataset().sel(layer=DEEP, epoch=0)
+    ds = (
+        recorded(model, x, images=5)
+        .tree["maps/classes/2x4"]
+        .to_dataset()
+        .sel(layer=DEEP, epoch=0)
+    )
     check(ds, model, x, range(5), None)
 
 
-@pytest.mark.parametrize("output", [lambda s: {"logits": s}, lambda s: s[:, :5]], ids=["no tensor", "too few"])
+@pytest.mark.parametrize(
+    "output",
+    [lambda s: {"logits": s}, lambda s: s[:, :5]],
+    ids=["no tensor", "too few"],
+)
 def test_an_output_that_is_no_score_for_each_class(output: Any) -> None:
     model, x = Wrapped(output), pictures(2)
     recorder = recorded(model, x, images=2)
@@ -136,11 +178,17 @@ def test_a_part_of_the_model_called_by_itself() -> None:
     model, x = network(), pictures()
     expected = truth(copy.deepcopy(model), x)[0]
     for classes in (3, [8, 2]):
-        with torch.no_grad(), tcnn_probe.record(model, images=IMAGES, classes=classes) as recorder:
+        with (
+            torch.no_grad(),
+            tcnn_probe.record(model, images=IMAGES, classes=classes) as recorder,
+        ):
             model.forward_head(model.forward_features(x), pre_logits=True)
             recorder.mark(epoch=0)
         if classes == 3:
-            assert "the model was not called as a whole" in recorder.missing["attention_by_class"][LAYER]
+            assert (
+                "the model was not called as a whole"
+                in recorder.missing["attention_by_class"][LAYER]
+            )
             assert "classes" not in recorder.tree["maps"].children
         else:
             found = maps_of(recorder).attention_by_class.values.reshape(3, 2, -1)
@@ -153,7 +201,10 @@ class AttentionPooledViews(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.pool = nn.Conv2d(3, 24, 16, 16), AttentionPool2d(24, CLASSES, init_values=1.0)
+        self.stem, self.pool = (
+            nn.Conv2d(3, 24, 16, 16),
+            AttentionPool2d(24, CLASSES, init_values=1.0),
+        )
         self.head = ClassScores(24, CLASSES)
         self.eval()
 
@@ -178,27 +229,41 @@ def test_two_grids() -> None:
     for shape, given, images in (("3x5", x, [0, 1]), ("5x2", other, [2, 3])):
         ds = maps_of(recorder, shape)
         assert ds.image[ds.class_index[:, 0] >= 0].values.tolist() == images
-        check(ds.sel(image=images).assign_coords(image=[0, 1]), model, given, [0, 1], None)
+        check(
+            ds.sel(image=images).assign_coords(image=[0, 1]), model, given, [0, 1], None
+        )
 
 
 def test_only_some_images_and_forwards() -> None:
     model, x = network(), pictures()
-    ds = maps_of(recorded(model, *x.split(1), images=[0, 2, 3, 5], max_images=3, every=2))
+    ds = maps_of(
+        recorded(model, *x.split(1), images=[0, 2, 3, 5], max_images=3, every=2)
+    )
     check(ds.sel(image=[0, 2]).assign_coords(image=[0, 4]), model, x, [0, 4], None)
     assert (ds.class_index.sel(image=[3, 5]) == -1).all()
     whole = maps_of(recorded(model, x, images=[0, 2, 3], max_images=3))
-    assert whole.attention_by_class.isnull().all(("class", "y", "x")).values.tolist() == [False, False, True]
+    assert whole.attention_by_class.isnull().all(
+        ("class", "y", "x")
+    ).values.tolist() == [False, False, True]
 
 
 def test_classes_that_went_while_recording() -> None:
     model, x = network(), pictures()
-    with torch.no_grad(), tcnn_probe.record(model, images=2, classes=[1, 9]) as recorder:
+    with (
+        torch.no_grad(),
+        tcnn_probe.record(model, images=2, classes=[1, 9]) as recorder,
+    ):
         model(x)
         recorder.mark(epoch=0)
         model.reset_classifier(5)
-        with pytest.raises(ValueError, match=r"expected indices of classes below 5, for 'pool.block.attn', got 9"):
+        with pytest.raises(
+            ValueError,
+            match=r"expected indices of classes below 5, for 'pool.block.attn', got 9",
+        ):
             model.eval()(x)
-        with pytest.raises(RuntimeError, match="nothing to mark: no image in eval mode reached"):
+        with pytest.raises(
+            RuntimeError, match="nothing to mark: no image in eval mode reached"
+        ):
             recorder.mark(epoch=1)
 
 
@@ -206,34 +271,52 @@ def test_best_classes_change_from_epoch_to_epoch_and_run_to_run(tmp_path: Path) 
     model, x, path = network(), pictures(), tmp_path / "run.zarr"
     for epoch in range(3):
         with torch.no_grad(), tcnn_probe.record(model, path, images=IMAGES) as recorder:
-            model.head.bias.copy_(torch.zeros(CLASSES).scatter(0, torch.tensor([epoch, epoch + 4]), 50.0))
+            model.head.bias.copy_(
+                torch.zeros(CLASSES).scatter(0, torch.tensor([epoch, epoch + 4]), 50.0)
+            )
             model(x)
             recorder.mark(epoch=epoch)
         check(maps_of(recorder), model, x, IMAGES, None)
     index = classes_of(tcnn_probe.open(path).load()).class_index
     assert index.attrs["long_name"] == "class"
-    assert [set(index.sel(epoch=e, **{"class": [0, 1]}).values.flat) for e in range(3)] == [{0, 4}, {1, 5}, {2, 6}]
+    assert [
+        set(index.sel(epoch=e, **{"class": [0, 1]}).values.flat) for e in range(3)
+    ] == [{0, 4}, {1, 5}, {2, 6}]
 
 
 @pytest.mark.parametrize(("there", "here"), [(3, None), ([0, 1], [1, 0])], ids=str)
-def test_a_store_of_other_classes_is_refused(tmp_path: Path, there: Any, here: Any) -> None:
+def test_a_store_of_other_classes_is_refused(
+    tmp_path: Path, there: Any, here: Any
+) -> None:
     path, model = tmp_path / "run.zarr", network()
     recorded(model, pictures(), store=path, images=2, classes=there)
     with pytest.raises(tcnn_probe.StoreError) as raised:
         tcnn_probe.record(model, path, images=2, classes=here)
-    assert str(raised.value) == f"the store has maps of {LAYER!r} with classes={there}, got classes={here}"
+    assert (
+        str(raised.value)
+        == f"the store has maps of {LAYER!r} with classes={there}, got classes={here}"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
-def test_only_maps_of_images_that_were_chosen_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_maps_of_images_that_were_chosen_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[int | None] = []
     weights = SoftmaxAttention.weights
 
-    def counted(self: SoftmaxAttention, queries: slice, image: int | None = None) -> Tensor:
+    def counted(
+        self: SoftmaxAttention, queries: slice, image: int | None = None
+    ) -> Tensor:
         asked.append(image)
         return weights(self, queries, image)
 
     monkeypatch.setattr(SoftmaxAttention, "weights", counted)
-    with torch.no_grad(), tcnn_probe.record(model := network(), images=[2, 5], probes="attention-by-class"):
+    with (
+        torch.no_grad(),
+        tcnn_probe.record(
+            model := network(), images=[2, 5], probes="attention-by-class"
+        ),
+    ):
         model(pictures())
     assert asked == [2, 5]

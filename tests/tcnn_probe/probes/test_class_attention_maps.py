@@ -17,7 +17,14 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded
 
 SIZE = (24, 40)  # 3 x 5 patches of 8 x 8
-SMALL = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 7}
+SMALL = {
+    "img_size": SIZE,
+    "patch_size": 8,
+    "embed_dim": 24,
+    "depth": 2,
+    "num_heads": 3,
+    "num_classes": 7,
+}
 IMAGES = [0, 3, 4]
 
 pytestmark = pytest.mark.numerical
@@ -48,30 +55,48 @@ def transformer(name: str, **options: object) -> nn.Module:
 
 def with_latents(count: int, pool_type: str = "token") -> nn.Module:
     model = transformer("vit_base_patch16_siglip_224", depth=1)
-    model.attn_pool = AttentionPoolLatent(24, num_heads=3, latent_len=count, pool_type=pool_type)
+    model.attn_pool = AttentionPoolLatent(
+        24, num_heads=3, latent_len=count, pool_type=pool_type
+    )
     return model
 
 
 def unpadded() -> nn.Module:
     """5 x 14 patches of 23 x 41 pixels, which no patch side gives: the grid is known by the pool's input alone."""
-    return nn.Sequential(nn.Conv2d(3, 12, 15, stride=2), AttentionPool2d(12, init_values=1.0))
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 15, stride=2), AttentionPool2d(12, init_values=1.0)
+    )
 
 
 BLOCKS = ("blocks.0.attn", "blocks.1.attn")
 CASES = [
-    Case("vit", lambda: transformer("vit_tiny_patch16_224"), dict.fromkeys(BLOCKS, Row(1, 0))),
-    Case("registers", lambda: transformer("vit_small_patch14_reg4_dinov2"), dict.fromkeys(BLOCKS, Row(5, 0))),
+    Case(
+        "vit",
+        lambda: transformer("vit_tiny_patch16_224"),
+        dict.fromkeys(BLOCKS, Row(1, 0)),
+    ),
+    Case(
+        "registers",
+        lambda: transformer("vit_small_patch14_reg4_dinov2"),
+        dict.fromkeys(BLOCKS, Row(5, 0)),
+    ),
     Case(
         "distilled",
         lambda: transformer("deit_tiny_distilled_patch16_224"),
         dict.fromkeys(BLOCKS, Row(2, 0, distillation=1)),
     ),
-    Case("cait", lambda: transformer("cait_xxs24_224"), {f"blocks_token_only.{i}.attn": Row(1, 0) for i in range(2)}),
+    Case(
+        "cait",
+        lambda: transformer("cait_xxs24_224"),
+        {f"blocks_token_only.{i}.attn": Row(1, 0) for i in range(2)},
+    ),
     Case("two latents", lambda: with_latents(2), {"attn_pool": Row(0, None)}),
     Case("latents, averaged", lambda: with_latents(2, "avg"), {}),
     Case(
         "latent and class token",
-        lambda: transformer("vit_base_patch16_siglip_224", class_token=True, pool_include_prefix=True),
+        lambda: transformer(
+            "vit_base_patch16_siglip_224", class_token=True, pool_include_prefix=True
+        ),
         {**dict.fromkeys(BLOCKS, Row(1, 0)), "attn_pool": Row(1, None)},
     ),
     Case("pool", unpadded, {"1.block.attn": Row(1, 0)}, (5, 14), (23, 41)),
@@ -87,54 +112,109 @@ def maps_of(model: nn.Module, pictures: Tensor) -> dict[str, xr.Dataset]:
     """The maps of each layer that has some."""
     tree = recorded(model, *pictures.split([1, 3, 1]), images=IMAGES).tree
     groups = [group.to_dataset().load() for group in tree["maps"].leaves]
-    return {layer: group.isel(epoch=0).sel(layer=layer) for group in groups for layer in group.layer.values}
+    return {
+        layer: group.isel(epoch=0).sel(layer=layer)
+        for group in groups
+        for layer in group.layer.values
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_brute_force(case: Case) -> None:
     torch.manual_seed(0)
     model, pictures = peaked(case.build()), torch.randn(5, 3, *case.size)
-    wholes = {whole.layer: whole.weights.numpy()[IMAGES] for whole in attention_of(model, pictures)}
+    wholes = {
+        whole.layer: whole.weights.numpy()[IMAGES]
+        for whole in attention_of(model, pictures)
+    }
     maps = maps_of(model, pictures)
     assert case.rows.keys() <= wholes.keys()
     largest = 0.0
     for layer, row in case.rows.items():
-        check(maps[layer], "class", "", wholes[layer][:, :, row.query], row.prefix, row.own, case.grid)
+        check(
+            maps[layer],
+            "class",
+            "",
+            wholes[layer][:, :, row.query],
+            row.prefix,
+            row.own,
+            case.grid,
+        )
         largest = max(largest, wholes[layer][:, :, row.query].max())
         if row.distillation is not None:
             asked = wholes[layer][:, :, row.distillation]
-            check(maps[layer], "distillation", "distillation_", asked, row.prefix, row.distillation, case.grid)
+            check(
+                maps[layer],
+                "distillation",
+                "distillation_",
+                asked,
+                row.prefix,
+                row.distillation,
+                case.grid,
+            )
     assert largest > 0.5 or not case.rows
     for layer in maps.keys() - case.rows.keys():
-        assert all(maps[layer][name].isnull().all() for name in maps[layer] if "class_" in name or "token" in name)
+        assert all(
+            maps[layer][name].isnull().all()
+            for name in maps[layer]
+            if "class_" in name or "token" in name
+        )
     if not any(row.distillation for row in case.rows.values()):
-        assert not any("distillation" in name for group in maps.values() for name in group)
+        assert not any(
+            "distillation" in name for group in maps.values() for name in group
+        )
 
 
 def check(
-    maps: xr.Dataset, token: str, prefix: str, row: np.ndarray, count: int, own: int | None, grid: tuple[int, int]
+    maps: xr.Dataset,
+    token: str,
+    prefix: str,
+    row: np.ndarray,
+    count: int,
+    own: int | None,
+    grid: tuple[int, int],
 ) -> None:
     """A row (images, heads, N_key) in its three parts."""
-    found = {"attention": maps[f"{token}_attention"], "token_attention": maps[f"{prefix}token_attention"]}
+    found = {
+        "attention": maps[f"{token}_attention"],
+        "token_attention": maps[f"{prefix}token_attention"],
+    }
     assert found["attention"].dims == ("image", "head", "y", "x")
     assert found["attention"].dtype == found["token_attention"].dtype == np.float32
-    np.testing.assert_allclose(found["attention"], row[..., count:].reshape(*row.shape[:2], *grid), atol=1e-5)
+    np.testing.assert_allclose(
+        found["attention"], row[..., count:].reshape(*row.shape[:2], *grid), atol=1e-5
+    )
     others = [key for key in range(count) if key != own]
-    np.testing.assert_allclose(found["token_attention"], row[..., others].sum(-1), atol=1e-5)
-    itself = maps.get(f"{prefix}self_attention", xr.full_like(found["token_attention"], np.nan))
+    np.testing.assert_allclose(
+        found["token_attention"], row[..., others].sum(-1), atol=1e-5
+    )
+    itself = maps.get(
+        f"{prefix}self_attention", xr.full_like(found["token_attention"], np.nan)
+    )
     expected = row[..., own] if own is not None else np.full(row.shape[:2], np.nan)
     np.testing.assert_allclose(itself, expected, atol=1e-5)
-    total = found["attention"].sum(("y", "x")) + itself.fillna(0) + found["token_attention"]
+    total = (
+        found["attention"].sum(("y", "x")) + itself.fillna(0) + found["token_attention"]
+    )
     np.testing.assert_allclose(total, 1, atol=1e-6)
 
 
 def test_numbers_of_the_distillation_token() -> None:
     torch.manual_seed(0)
-    model, pictures = peaked(transformer("deit_tiny_distilled_patch16_224")), torch.randn(5, 3, *SIZE)
-    rows = np.stack([whole.weights.numpy()[:, :, 1] for whole in attention_of(model, pictures)])
+    model, pictures = (
+        peaked(transformer("deit_tiny_distilled_patch16_224")),
+        torch.randn(5, 3, *SIZE),
+    )
+    rows = np.stack(
+        [whole.weights.numpy()[:, :, 1] for whole in attention_of(model, pictures)]
+    )
     ds = recorded(model, pictures).dataset.isel(epoch=0)
-    np.testing.assert_allclose(ds.distillation_entropy, -(rows * np.log(rows)).sum(-1).mean(1), atol=1e-4)
-    np.testing.assert_allclose(ds.distillation_prefix_attention, rows[..., :2].sum(-1).mean(1), atol=1e-5)
+    np.testing.assert_allclose(
+        ds.distillation_entropy, -(rows * np.log(rows)).sum(-1).mean(1), atol=1e-4
+    )
+    np.testing.assert_allclose(
+        ds.distillation_prefix_attention, rows[..., :2].sum(-1).mean(1), atol=1e-5
+    )
 
 
 def test_a_user_s_distillation_token_has_a_name_and_a_latent_no_place() -> None:
@@ -146,4 +226,7 @@ def test_a_user_s_distillation_token_has_a_name_and_a_latent_no_place() -> None:
     assert "distillation_attention" in maps_of(model, pictures)["blocks.0.attn"]
     recorder = recorded(peaked(with_latents(1)), pictures, images=1)
     assert "latents" in recorder.missing["self_attention"]["attn_pool"]
-    assert not any(name.startswith("distillation") or "by_class" in name for name in recorder.missing)
+    assert not any(
+        name.startswith("distillation") or "by_class" in name
+        for name in recorder.missing
+    )

@@ -14,7 +14,9 @@ def mlp_model(block: type[nn.Module]) -> nn.Module:
     """Two blocks on 2 x 3 patches of 7 channels, with weights of very different sizes."""
     torch.manual_seed(0)
     about = {"mlp_ratio": 3, "norm_layer": Affine} if block is ResBlock else {}
-    model = MlpMixer(5, img_size=(32, 48), num_blocks=2, embed_dim=7, block_layer=block, **about).eval()
+    model = MlpMixer(
+        5, img_size=(32, 48), num_blocks=2, embed_dim=7, block_layer=block, **about
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) ** 5)
@@ -24,7 +26,9 @@ def mlp_model(block: type[nn.Module]) -> nn.Module:
 def share_of_small(*layers: nn.Linear) -> float:
     small, count = 0, 0
     for layer in layers:
-        weights = [abs(w) for row in layer.weight.detach().double().tolist() for w in row]
+        weights = [
+            abs(w) for row in layer.weight.detach().double().tolist() for w in row
+        ]
         small += sum(w < 0.05 * max(weights) for w in weights)
         count += len(weights)
     return small / count
@@ -34,20 +38,31 @@ def share_of_small(*layers: nn.Linear) -> float:
 def test_share_of_small_weights(block: type[nn.Module], tmp_path: Path) -> None:
     model = mlp_model(block)
     for epoch in range(2):
-        with tcnn_probe.record(model, tmp_path / "run.zarr", probes="cross-patch") as recorder:
+        with tcnn_probe.record(
+            model, tmp_path / "run.zarr", probes="cross-patch"
+        ) as recorder:
             recorder.mark(epoch=epoch)  # nothing need have run
         for layer in ("blocks.0", "blocks.1"):
             one, ds = (
                 model.get_submodule(layer),
                 recorder.tree["cross-patch"].to_dataset().sel(layer=layer, epoch=epoch),
             )
-            between = [one.linear_tokens] if block is ResBlock else [one.mlp_tokens.fc1, one.mlp_tokens.fc2]
-            expected = {"cross_patch_sparsity": between, "fc1_sparsity": [one.mlp_channels.fc1]}
+            between = (
+                [one.linear_tokens]
+                if block is ResBlock
+                else [one.mlp_tokens.fc1, one.mlp_tokens.fc2]
+            )
+            expected = {
+                "cross_patch_sparsity": between,
+                "fc1_sparsity": [one.mlp_channels.fc1],
+            }
             expected["fc2_sparsity"] = [one.mlp_channels.fc2]
             assert set(ds.data_vars) == set(expected)
             for name, layers in expected.items():
                 assert 0.1 < float(ds[name]) < 1
-                assert float(ds[name]) == pytest.approx(share_of_small(*layers), rel=1e-12)
+                assert float(ds[name]) == pytest.approx(
+                    share_of_small(*layers), rel=1e-12
+                )
         with torch.no_grad():
             model.blocks[1].mlp_channels.fc2.weight[0, 0] = 1e6
 
@@ -59,4 +74,6 @@ def test_threshold_is_not_rounded_to_half_precision() -> None:
         model.blocks[0].linear_tokens.weight.fill_(0.05029296875)[0, 0] = 1.0078125
     with tcnn_probe.record(model, probes="cross-patch", layers="blocks.0") as recorder:
         recorder.mark(epoch=0)
-    assert recorder.tree["cross-patch"].to_dataset().cross_patch_sparsity.item() == pytest.approx(35 / 36)
+    assert recorder.tree[
+        "cross-patch"
+    ].to_dataset().cross_patch_sparsity.item() == pytest.approx(35 / 36)

@@ -26,30 +26,44 @@ MEASURED = ("entropy", "content_entropy", "positional_entropy", "attention_dista
 
 
 def images(count: int = 7, channels: int = 2) -> Tensor:
-    return torch.randn(count, channels, 5, 11, generator=torch.Generator().manual_seed(3))
+    return torch.randn(
+        count, channels, 5, 11, generator=torch.Generator().manual_seed(3)
+    )
 
 
-def record_epoch(model: nn.Module, x: Tensor, split: Sequence[int] = (7,)) -> xr.Dataset:
+def record_epoch(
+    model: nn.Module, x: Tensor, split: Sequence[int] = (7,)
+) -> xr.Dataset:
     return recorded(model, *x.split(list(split))).dataset.load()
 
 
-def assert_layer(ds: xr.Dataset, layer: str, expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+def assert_layer(
+    ds: xr.Dataset, layer: str, expected: dict[str, Tensor], tolerance: float = 1e-5
+) -> None:
     """The last epoch holds the means over images of ``expected``, and NaN for heads that the layer has not.
 
     1e-5 nat or pixel is what float32 leaves of sums over some hundred pixels with logits up to some ten.
     """
     for name in MEASURED:
         got, mean = ds[name].sel(layer=layer).values[-1], expected[name].mean(0).numpy()
-        np.testing.assert_allclose(got[: len(mean)], mean, rtol=tolerance, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            got[: len(mean)], mean, rtol=tolerance, atol=tolerance, err_msg=name
+        )
         assert np.isnan(got[len(mean) :]).all()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=str)
-def test_means_over_images_equal_brute_force_whatever_the_batches(dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=str
+)
+def test_means_over_images_equal_brute_force_whatever_the_batches(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     model, x = Chain().to(dtype), images().to(dtype)
     ds = record_epoch(model, x, (0, 3, 4))
     for name, seen in inputs_of(model, ["near", "far"], x).items():
-        assert_layer(ds, name, gpsa_statistics(model.get_submodule(name), seen), tolerance)
+        assert_layer(
+            ds, name, gpsa_statistics(model.get_submodule(name), seen), tolerance
+        )
     assert ds.images.values.tolist() == [[7, 7]]
     assert ds.nonfinite_images.values.tolist() == [[0, 0]]
 
@@ -58,7 +72,11 @@ def test_reparameterized_resnet() -> None:
     model, x = small_resnet(), torch.randn(5, 1, 71, 103)
     ds = record_epoch(model, x, (2, 3))
     layers = gpsa_layers(model)
-    assert ds.layer.values.tolist() == list(layers) == [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
+    assert (
+        ds.layer.values.tolist()
+        == list(layers)
+        == [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
+    )
     for name, seen in inputs_of(model, list(layers), x).items():
         assert seen.shape[2:] == (5, 7)
         assert_layer(ds, name, gpsa_statistics(layers[name], seen))
@@ -73,30 +91,50 @@ def test_parameters_are_those_of_the_layers_as_marked() -> None:
             model.near.center.data *= 1.5
             recorder.mark(epoch=epoch)
             for name, layer in gpsa_layers(model).items():
-                row = recorder.dataset.sel(layer=name, epoch=epoch, head=slice(0, layer.heads - 1))
+                row = recorder.dataset.sel(
+                    layer=name, epoch=epoch, head=slice(0, layer.heads - 1)
+                )
                 alpha = layer.locality_strength.detach()
-                np.testing.assert_allclose(row.gate, torch.sigmoid(layer.gating.detach()), rtol=1e-6)
+                np.testing.assert_allclose(
+                    row.gate, torch.sigmoid(layer.gating.detach()), rtol=1e-6
+                )
                 np.testing.assert_allclose(row.locality_strength, alpha, rtol=1e-6)
                 np.testing.assert_allclose(row.attention_span, 1 / alpha, rtol=1e-6)
                 np.testing.assert_array_equal(row.center_y, layer.center[:, 0].detach())
                 np.testing.assert_array_equal(row.center_x, layer.center[:, 1].detach())
     ds = recorder.dataset
     assert ds.sizes == {"epoch": 2, "layer": 2, "head": 25}
-    assert ds[["gate", "attention_span", "center_y"]].sel(layer="near", head=slice(9, None)).to_array().isnull().all()
+    assert (
+        ds[["gate", "attention_span", "center_y"]]
+        .sel(layer="near", head=slice(9, None))
+        .to_array()
+        .isnull()
+        .all()
+    )
 
 
-def test_each_epoch_starts_anew_in_any_gradient_mode_without_training_forwards() -> None:
+def test_each_epoch_starts_anew_in_any_gradient_mode_without_training_forwards() -> (
+    None
+):
     model, parts = Chain(), (images(3), 2 * images(2))
     with tcnn_probe.record(model) as recorder:
         for epoch, x in enumerate(parts):
             model.train()(9 * x)
             model.eval()
-            for mode, one in zip((torch.no_grad, torch.inference_mode, torch.enable_grad), x, strict=False):
+            for mode, one in zip(
+                (torch.no_grad, torch.inference_mode, torch.enable_grad),
+                x,
+                strict=False,
+            ):
                 with mode():
                     model(one[None])
             recorder.mark(epoch=epoch)
     for epoch, x in enumerate(parts):
-        assert_layer(recorder.dataset.isel(epoch=slice(epoch + 1)), "near", gpsa_statistics(model.near, x))
+        assert_layer(
+            recorder.dataset.isel(epoch=slice(epoch + 1)),
+            "near",
+            gpsa_statistics(model.near, x),
+        )
     assert recorder.dataset.images.values.tolist() == [[3, 3], [2, 2]]
 
 
@@ -106,7 +144,11 @@ def test_recording_changes_neither_outputs_nor_gradients_nor_random_numbers() ->
         torch.manual_seed(5)
         output = model(x)
         output.square().sum().backward()
-        return [output, *(p.grad for p in model.parameters() if p.grad is not None), torch.rand(3)]
+        return [
+            output,
+            *(p.grad for p in model.parameters() if p.grad is not None),
+            torch.rand(3),
+        ]
 
     for make, x in ((Chain, images()), (convit, tokens())):
         watched = make()
@@ -128,21 +170,34 @@ def test_layers_called_by_keyword_with_different_numbers_of_images() -> None:
 @pytest.mark.filterwarnings("ignore:no content_information")
 def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> None:
     layer = scatter(GPSA(2, 2, 3, padding=1))
-    model, small, large = nn.Sequential(layer, nn.Tanh(), layer).eval(), images(3), torch.randn(2, 2, 13, 7)
+    model, small, large = (
+        nn.Sequential(layer, nn.Tanh(), layer).eval(),
+        images(3),
+        torch.randn(2, 2, 13, 7),
+    )
     layer.register_forward_pre_hook(lambda module, args: (3 * args[0],))
     with torch.no_grad():
-        seen = [x for given in (small, large) for x in (3 * given, 3 * layer(given).tanh())]
+        seen = [
+            x for given in (small, large) for x in (3 * given, 3 * layer(given).tanh())
+        ]
         with tcnn_probe.record(model) as recorder:
             model(small), model(large)
             recorder.mark(epoch=0)
     parts = [gpsa_statistics(layer, x) for x in seen]
-    assert_layer(recorder.dataset, "0", {name: torch.cat([p[name] for p in parts]) for name in MEASURED})
+    assert_layer(
+        recorder.dataset,
+        "0",
+        {name: torch.cat([p[name] for p in parts]) for name in MEASURED},
+    )
     assert recorder.dataset.images.values.tolist() == [[10]]
 
 
 def test_autocast() -> None:
     """From queries and keys as they were rounded."""
-    model, x = nn.Sequential(scatter(GPSA(2, 3, 3, padding=1, qk_dim=4))).eval(), images()
+    model, x = (
+        nn.Sequential(scatter(GPSA(2, 3, 3, padding=1, qk_dim=4))).eval(),
+        images(),
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ds, seen = record_epoch(model, x, (3, 4)), model[0].gated_attention(x)
     assert seen.query.dtype == torch.bfloat16
@@ -155,7 +210,13 @@ LAYERS = ["blocks.0.attn", "blocks.1.attn"]
 @torch.no_grad()
 def convit(side: int = 5) -> nn.Module:
     """Two GPSA blocks of 9 heads on side x side tokens and one block with a class token; scattered weights."""
-    options = {"depth": 3, "local_up_to_layer": 2, "embed_dim": 6, "num_heads": 9, "num_classes": 3}
+    options = {
+        "depth": 3,
+        "local_up_to_layer": 2,
+        "embed_dim": 6,
+        "num_heads": 9,
+        "num_classes": 3,
+    }
     torch.manual_seed(0)
     model = timm.create_model("convit_tiny", img_size=16 * side, **options).eval()
     for name in LAYERS:
@@ -169,7 +230,9 @@ def convit(side: int = 5) -> nn.Module:
 
 
 def tokens(side: int = 5) -> Tensor:
-    return torch.randn(5, 3, 16 * side, 16 * side, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        5, 3, 16 * side, 16 * side, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def offsets(side: int) -> tuple[Tensor, Tensor]:
@@ -185,25 +248,41 @@ def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
     layer, x = copy.deepcopy(layer).double(), x.double()
     dy, dx = offsets(math.isqrt(x.shape[1]))
     weight = layer.pos_proj.weight[:, :, None, None]
-    positional = torch.softmax(weight[:, 0] * dx + weight[:, 1] * dy + weight[:, 2] * (dy**2 + dx**2), -1)
+    positional = torch.softmax(
+        weight[:, 0] * dx + weight[:, 1] * dy + weight[:, 2] * (dy**2 + dx**2), -1
+    )
     query, key = (x @ w.T for w in layer.qk.weight.chunk(2))
     query, key = (t.unflatten(-1, (9, 6)).transpose(1, 2) for t in (query, key))
     content = torch.softmax(query @ key.transpose(2, 3) / math.sqrt(6), -1)
     with default_dtype(torch.float64):
         layer.rel_indices = layer.get_rel_indices(x.shape[1])
-    return summarise(layer.get_attention(x), content, positional, torch.sqrt(dy**2 + dx**2))
+    return summarise(
+        layer.get_attention(x), content, positional, torch.sqrt(dy**2 + dx**2)
+    )
 
 
-@pytest.mark.parametrize(("side", "dtype"), [(7, torch.float32), (5, torch.bfloat16)], ids=str)
-def test_convit_equals_brute_force_on_each_layers_own_input(side: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("side", "dtype"), [(7, torch.float32), (5, torch.bfloat16)], ids=str
+)
+def test_convit_equals_brute_force_on_each_layers_own_input(
+    side: int, dtype: torch.dtype
+) -> None:
     model, x = convit(side).to(dtype), tokens(side).to(dtype)
     with default_dtype(dtype):
         ds, inputs = record_epoch(model, x, (2, 3)), inputs_of(model, LAYERS, x)
-    assert ds.layer.values.tolist() == [*LAYERS, "blocks.2.attn"]  # the last one is softmax attention
+    assert ds.layer.values.tolist() == [
+        *LAYERS,
+        "blocks.2.attn",
+    ]  # the last one is softmax attention
     assert ds.images.values.tolist() == [[5, 5, 5]]
     for name, seen in inputs.items():
         # timm's layer rounds its weights and products to bfloat16, of which brute force knows the inputs alone.
-        assert_layer(ds, name, brute_force(model.get_submodule(name), seen), 1e-5 if dtype == torch.float32 else 0.02)
+        assert_layer(
+            ds,
+            name,
+            brute_force(model.get_submodule(name), seen),
+            1e-5 if dtype == torch.float32 else 0.02,
+        )
 
 
 @torch.no_grad()
@@ -213,19 +292,28 @@ def test_convit_s_parameters_rebuild_the_layers_own_positional_attention() -> No
     dy, dx = (offset.numpy()[None] for offset in offsets(5))
     for name in LAYERS:
         row = ds.sel(layer=name, epoch=0)
-        alpha, y, x = (row[v].values[:, None, None] for v in ("locality_strength", "center_y", "center_x"))
-        rebuilt = torch.softmax(torch.from_numpy(-alpha * ((dy - y) ** 2 + (dx - x) ** 2)), -1)
+        alpha, y, x = (
+            row[v].values[:, None, None]
+            for v in ("locality_strength", "center_y", "center_x")
+        )
+        rebuilt = torch.softmax(
+            torch.from_numpy(-alpha * ((dy - y) ** 2 + (dx - x) ** 2)), -1
+        )
         layer = copy.deepcopy(model.get_submodule(name)).double()
         with default_dtype(torch.float64):
             indices = layer.get_rel_indices(25)
         own = layer.pos_proj(indices).permute(0, 3, 1, 2).softmax(-1)[0]
         torch.testing.assert_close(rebuilt, own, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(row.attention_span, 1 / row.locality_strength)
-        np.testing.assert_allclose(row.gate, 1 / (1 + np.exp(-layer.gating_param.numpy())), rtol=1e-6)
+        np.testing.assert_allclose(
+            row.gate, 1 / (1 + np.exp(-layer.gating_param.numpy())), rtol=1e-6
+        )
 
 
 def test_convit_s_initial_heads_lie_on_a_kernel_column_by_column() -> None:
-    model = timm.create_model("convit_tiny", img_size=80, depth=1, embed_dim=6, num_heads=9, num_classes=3).eval()
+    model = timm.create_model(
+        "convit_tiny", img_size=80, depth=1, embed_dim=6, num_heads=9, num_classes=3
+    ).eval()
     row = record_epoch(model, tokens(), (5,)).isel(epoch=0, layer=0)
     assert row.center_y.values.tolist() == [-1, 0, 1] * 3
     assert row.center_x.values.tolist() == [-1, -1, -1, 0, 0, 0, 1, 1, 1]
@@ -236,7 +324,9 @@ def test_convit_s_initial_heads_lie_on_a_kernel_column_by_column() -> None:
 def test_hooks_inside_convit_fire_as_often_as_without_recording() -> None:
     model, fired = convit(), list[Any]()
     for part in ("qk", "v", "pos_proj"):
-        model.blocks[0].attn.get_submodule(part).register_forward_hook(lambda *args, part=part: fired.append(part))
+        model.blocks[0].attn.get_submodule(part).register_forward_hook(
+            lambda *args, part=part: fired.append(part)
+        )
     model(tokens())
     expected = list(fired)
     fired.clear()
@@ -246,13 +336,22 @@ def test_hooks_inside_convit_fire_as_often_as_without_recording() -> None:
 
 
 @pytest.mark.parametrize("of_convit", [False, True])
-def test_queries_and_keys_are_not_formed_again(of_convit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_and_keys_are_not_formed_again(
+    of_convit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = (convit(), tokens()) if of_convit else (Chain(), images())
-    formed, layers = list[Any](), [m for m in model.modules() if isinstance(m, GPSA | ConViTLayer)]
+    formed, layers = (
+        list[Any](),
+        [m for m in model.modules() if isinstance(m, GPSA | ConViTLayer)],
+    )
     for layer in layers:
-        owner, name = (layer.qk, "forward") if of_convit else (layer, "_queries_and_keys")
+        owner, name = (
+            (layer.qk, "forward") if of_convit else (layer, "_queries_and_keys")
+        )
         form = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda x, form=form: formed.append(1) or form(x))
+        monkeypatch.setattr(
+            owner, name, lambda x, form=form: formed.append(1) or form(x)
+        )
     recorded(model, x, x)
     assert len(formed) == 2 * len(layers)
 
@@ -260,7 +359,9 @@ def test_queries_and_keys_are_not_formed_again(of_convit: bool, monkeypatch: pyt
 def test_a_layer_whose_queries_and_keys_are_formed_more_than_once() -> None:
     class InParts(GPSA):
         def forward(self, x: Tensor) -> Tensor:
-            output = torch.cat([super(InParts, self).forward(part) for part in x.split(2)])
+            output = torch.cat(
+                [super(InParts, self).forward(part) for part in x.split(2)]
+            )
             return output + super().forward(0 * x[:1])
 
     layer, x = scatter(InParts(2, 3, 3, padding=1, bias=False)), images(5)

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.numerical
 
 
 def squares(gradients: list[np.ndarray]) -> float:
-    return float(sum((gradient.astype(np.float64) ** 2).sum() for gradient in gradients))
+    return float(
+        sum((gradient.astype(np.float64) ** 2).sum() for gradient in gradients)
+    )
 
 
 def grad(parameter: nn.Parameter) -> np.ndarray:
@@ -36,13 +38,19 @@ def of_linear(layer: Any, head: int) -> float:
     """Rows of queries, keys and values and columns of the projection, one head's: (3, heads, d) and (heads, d)."""
     size, grads = layer.proj.in_features // layer.num_heads, []
     for name in ("qkv", "q", "k", "v", "qk"):
-        for parameter in getattr(getattr(layer, name, None), "_parameters", {}).values():
+        for parameter in getattr(
+            getattr(layer, name, None), "_parameters", {}
+        ).values():
             if parameter is not None:
                 starts = range(head * size, len(parameter), size * layer.num_heads)
                 grads += [grad(parameter)[start : start + size] for start in starts]
     grads.append(grad(layer.proj.weight)[:, head * size : (head + 1) * size])
     biases = [getattr(layer, name, None) for name in ("q_bias", "v_bias")]
-    grads += [grad(bias)[head * size : (head + 1) * size] for bias in biases if bias is not None]
+    grads += [
+        grad(bias)[head * size : (head + 1) * size]
+        for bias in biases
+        if bias is not None
+    ]
     if hasattr(layer, "pos_proj"):
         grads += [grad(layer.pos_proj.weight)[head], grad(layer.pos_proj.bias)[head]]
         grads.append(grad(layer.gating_param)[head])
@@ -57,31 +65,61 @@ def of_multihead(layer: nn.MultiheadAttention, head: int) -> float:
     else:
         grads += [getattr(layer, f"{x}_proj_weight").grad[rows].numpy() for x in "qkv"]
     grads += [part[rows].numpy() for part in layer.in_proj_bias.grad.chunk(3)]
-    grads += [bias.grad[0, 0, rows].numpy() for bias in (layer.bias_k, layer.bias_v) if bias is not None]
+    grads += [
+        bias.grad[0, 0, rows].numpy()
+        for bias in (layer.bias_k, layer.bias_v)
+        if bias is not None
+    ]
     return squares([*grads, layer.out_proj.weight.grad[:, rows].numpy()])
 
 
 def of_gpsa(layer: GPSA, head: int) -> float:
-    rows, (_, width) = slice(head * layer.qk_dim, (head + 1) * layer.qk_dim), layer.kernel_size
-    grads = [layer.query.grad[rows], layer.key.grad[rows], layer.weight.grad[:, :, head // width, head % width]]
+    rows, (_, width) = (
+        slice(head * layer.qk_dim, (head + 1) * layer.qk_dim),
+        layer.kernel_size,
+    )
+    grads = [
+        layer.query.grad[rows],
+        layer.key.grad[rows],
+        layer.weight.grad[:, :, head // width, head % width],
+    ]
     return squares(
-        [x.numpy() for x in (*grads, *(p.grad[head] for p in (layer.raw_locality, layer.center, layer.gating)))]
+        [
+            x.numpy()
+            for x in (
+                *grads,
+                *(
+                    p.grad[head]
+                    for p in (layer.raw_locality, layer.center, layer.gating)
+                ),
+            )
+        ]
     )
 
 
-def compare(model: nn.Module, batch: Tensor, oracle: Callable[..., float], *, rtol: float = 1e-5) -> None:
+def compare(
+    model: nn.Module, batch: Tensor, oracle: Callable[..., float], *, rtol: float = 1e-5
+) -> None:
     """Three backward passes in two epochs; the norms are the root mean square of those of each epoch."""
     weights, truth = (1.0, -3.0), {}
     with tcnn_probe.record(model, probes="gradient") as recorder:
         layers = recorder.layers
-        heads = {name: getattr(model.get_submodule(name), "num_heads", None) for name in layers}
-        heads = {name: count or model.get_submodule(name).heads for name, count in heads.items()}
+        heads = {
+            name: getattr(model.get_submodule(name), "num_heads", None)
+            for name in layers
+        }
+        heads = {
+            name: count or model.get_submodule(name).heads
+            for name, count in heads.items()
+        }
         for epoch, times in enumerate([weights, (2.0,)]):
             for factor in times:
                 model.zero_grad()
                 step(model, batch, factor)
                 for name, count in heads.items():
-                    one = [oracle(model.get_submodule(name), head) for head in range(count)]
+                    one = [
+                        oracle(model.get_submodule(name), head) for head in range(count)
+                    ]
                     truth.setdefault((epoch, name), []).append(one)
             recorder.mark(epoch=epoch)
     ds = recorder.tree["gradient"].to_dataset().load()
@@ -90,7 +128,9 @@ def compare(model: nn.Module, batch: Tensor, oracle: Callable[..., float], *, rt
     for (epoch, name), rows in truth.items():
         expected = np.sqrt(np.mean(rows, 0))
         found = ds.gradient_norm.sel(epoch=epoch, layer=name).values
-        assert len(set(np.round(expected / expected.max(), 6))) == len(expected)  # no head like another
+        assert len(set(np.round(expected / expected.max(), 6))) == len(
+            expected
+        )  # no head like another
         np.testing.assert_allclose(found[: len(expected)], expected, rtol=rtol)
         assert np.isnan(found[len(expected) :]).all()
 
@@ -106,7 +146,9 @@ def compare(model: nn.Module, batch: Tensor, oracle: Callable[..., float], *, rt
 def test_timm_models(name: str, about: dict[str, Any]) -> None:
     model = small(name, **VIT | about)
     layers = {
-        name for name, module in model.named_modules() if hasattr(module, "num_heads") and hasattr(module, "proj")
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "num_heads") and hasattr(module, "proj")
     }
     compare(model, images(3, *(VIT | about)["img_size"]), of_linear)
     with tcnn_probe.record(model, probes="gradient") as recorder:
@@ -128,14 +170,26 @@ class Multihead(nn.Module):
         return self.attn(x, self.other(x), self.other(x))[0]
 
 
-@pytest.mark.parametrize("about", [{"add_bias_kv": True}, {"kdim": 7, "vdim": 7}], ids=["bias", "other sizes"])
+@pytest.mark.parametrize(
+    "about",
+    [{"add_bias_kv": True}, {"kdim": 7, "vdim": 7}],
+    ids=["bias", "other sizes"],
+)
 def test_torch_multihead_attention(about: dict[str, Any]) -> None:
-    compare(Multihead(**about), torch.randn(2, 11, 15, generator=torch.Generator().manual_seed(0)), of_multihead)
+    compare(
+        Multihead(**about),
+        torch.randn(2, 11, 15, generator=torch.Generator().manual_seed(0)),
+        of_multihead,
+    )
 
 
 def test_gpsa() -> None:
     """9 and 25 heads."""
-    compare(Chain(), torch.randn(2, 2, 7, 11, generator=torch.Generator().manual_seed(0)), of_gpsa)
+    compare(
+        Chain(),
+        torch.randn(2, 2, 7, 11, generator=torch.Generator().manual_seed(0)),
+        of_gpsa,
+    )
 
 
 class Silence:
@@ -157,40 +211,82 @@ class Silence:
 
 def multiscale() -> nn.Module:
     about = {"residual_pooling": False}  # which hears the queries of silent heads
-    cfg = MultiScaleVitCfg(depths=(1, 1), embed_dim=(9, 18), num_heads=(3, 6), stride_q=((1, 1), (2, 2)), **about)
+    cfg = MultiScaleVitCfg(
+        depths=(1, 1),
+        embed_dim=(9, 18),
+        num_heads=(3, 6),
+        stride_q=((1, 1), (2, 2)),
+        **about,
+    )
     return MultiScaleVit(cfg, img_size=(64, 64), num_classes=3)  # square only
 
 
 def volo() -> nn.Module:
-    about = {"downsamples": (True, False), "outlook_attention": (True, False), "num_classes": 3}
-    return VOLO([1, 1], 64, embed_dims=[12, 15], num_heads=[3, 5], stem_hidden_dim=4, **about)
+    about = {
+        "downsamples": (True, False),
+        "outlook_attention": (True, False),
+        "num_classes": 3,
+    }
+    return VOLO(
+        [1, 1], 64, embed_dims=[12, 15], num_heads=[3, 5], stem_hidden_dim=4, **about
+    )
 
 
 LAYOUTS = {
-    "swin_tiny_patch4_window7_224": ({"embed_dim": 12, "depths": (1, 1), "num_heads": (3, 6)}, (224, 224)),
-    "swinv2_tiny_window8_256": ({"embed_dim": 12, "depths": (1, 1), "num_heads": (3, 6)}, (256, 256)),
-    "pvt_v2_b0": ({"depths": (1,) * 4, "embed_dims": (6, 10, 12, 20), "num_heads": (1, 2, 3, 5)}, (64, 96)),
-    "twins_svt_small": ({"embed_dims": (6, 9, 15, 21), "num_heads": (3,) * 4, "depths": (2, 1, 1, 2)}, (224, 224)),
+    "swin_tiny_patch4_window7_224": (
+        {"embed_dim": 12, "depths": (1, 1), "num_heads": (3, 6)},
+        (224, 224),
+    ),
+    "swinv2_tiny_window8_256": (
+        {"embed_dim": 12, "depths": (1, 1), "num_heads": (3, 6)},
+        (256, 256),
+    ),
+    "pvt_v2_b0": (
+        {"depths": (1,) * 4, "embed_dims": (6, 10, 12, 20), "num_heads": (1, 2, 3, 5)},
+        (64, 96),
+    ),
+    "twins_svt_small": (
+        {"embed_dims": (6, 9, 15, 21), "num_heads": (3,) * 4, "depths": (2, 1, 1, 2)},
+        (224, 224),
+    ),
     "mvitv2": (multiscale, (64, 64)),
     "volo": (volo, (64, 64)),
     "vit_relpos_small_patch16_224": (VIT, (32, 48)),
     "eva02_tiny_patch14_224": (VIT | {"img_size": (28, 42), "embed_dim": 24}, (28, 42)),
     "vit_base_patch16_siglip_224": (VIT, (32, 48)),
-    "samvit_base_patch16": (VIT | {"window_size": 2, "global_attn_indexes": (1,)}, (32, 48)),
+    "samvit_base_patch16": (
+        VIT | {"window_size": 2, "global_attn_indexes": (1,)},
+        (32, 48),
+    ),
     "fastvit_sa12": ({"layers": (1,) * 4, "embed_dims": (8, 16, 32, 96)}, (64, 96)),
-    "davit_tiny": ({"embed_dims": (6, 12), "num_heads": (3, 3), "depths": (1, 1)}, (64, 96)),
+    "davit_tiny": (
+        {"embed_dims": (6, 12), "num_heads": (3, 3), "depths": (1, 1)},
+        (64, 96),
+    ),
     "tnt_s_legacy_patch16_224": (
-        {"img_size": 32, "embed_dim": 18, "num_heads_inner": 2, "num_heads_outer": 3, "depth": 1},
+        {
+            "img_size": 32,
+            "embed_dim": 18,
+            "num_heads_inner": 2,
+            "num_heads_outer": 3,
+            "depth": 1,
+        },
         (32, 32),
     ),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_heads_are_told_apart_by_what_they_compute(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_told_apart_by_what_they_compute(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     about, size = LAYOUTS[name]
     torch.manual_seed(0)
-    model = scattered(about()).eval() if callable(about) else small(name, **{"num_classes": 3} | about)
+    model = (
+        scattered(about()).eval()
+        if callable(about)
+        else small(name, **{"num_classes": 3} | about)
+    )
     silence = Silence(monkeypatch)
     with tcnn_probe.record(model, probes="gradient") as recorder:
         heads = {name: model.get_submodule(name).num_heads for name in recorder.layers}
@@ -209,15 +305,25 @@ def norms(recorder: tcnn_probe.Recorder) -> xr.DataArray:
     return recorder.tree["gradient"].to_dataset().gradient_norm.load()
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 1e-5), (torch.float64, 1e-12)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.bfloat16, 1e-5), (torch.float64, 1e-12)], ids=str
+)
 def test_dtypes(dtype: torch.dtype, rtol: float) -> None:
     """Of half precision gradients as they are, the norm in float32."""
-    compare(small("vit_tiny_patch16_224", **VIT).to(dtype), images(2).to(dtype), of_linear, rtol=rtol)
+    compare(
+        small("vit_tiny_patch16_224", **VIT).to(dtype),
+        images(2).to(dtype),
+        of_linear,
+        rtol=rtol,
+    )
 
 
 def test_accumulated_passes_are_counted_each_but_not_those_that_overflowed() -> None:
     """The second before a step adds to .grad, and is measured by itself; after infinities a scaler does not step."""
-    model, x = Chain().train(), torch.randn(3, 2, 5, 11, generator=torch.Generator().manual_seed(0))
+    model, x = (
+        Chain().train(),
+        torch.randn(3, 2, 5, 11, generator=torch.Generator().manual_seed(0)),
+    )
     found = []
     for factors in ([1.0], [1.0, 1.0, 1.0], [1.0, float("inf")]):
         with tcnn_probe.record(model, probes="gradient") as recorder:
@@ -241,12 +347,19 @@ def test_layouts_that_are_not_known_are_left_out_and_named(name: str) -> None:
     """LeViT interleaves queries, keys and values head by head, Nest the heads in each channel."""
     with torch.device("meta"):
         model = timm.create_model(name)
-    with pytest.raises(ValueError, match=r"no layer for the probes \['gradient'\]: .*heads of Attention"):
+    with pytest.raises(
+        ValueError,
+        match=r"no layer for the probes \['gradient'\]: .*heads of Attention",
+    ):
         tcnn_probe.record(model, probes="gradient")
     model.head_of_ours = nn.MultiheadAttention(15, 5)
     with tcnn_probe.record(model, probes="gradient") as recorder:
         assert recorder.layers == ("head_of_ours",)
-        attention = {n for n, m in model.named_modules() if type(m).__name__.startswith("Attention")}
+        attention = {
+            n
+            for n, m in model.named_modules()
+            if type(m).__name__.startswith("Attention")
+        }
         assert set(recorder.missing["gradient_norm"]) == attention
 
 
@@ -260,7 +373,12 @@ def test_layers_that_are_known_and_were_changed_are_left_out() -> None:
     with tcnn_probe.record(model, probes="gradient") as recorder:
         reasons = recorder.missing["gradient_norm"]
         assert recorder.layers == ("blocks.4.attn",)
-    said = ("qkv is Sequential", "computed from other parameters", "is not known", "63 rows of qkv are not 3 x 5 heads")
+    said = (
+        "qkv is Sequential",
+        "computed from other parameters",
+        "is not known",
+        "63 rows of qkv are not 3 x 5 heads",
+    )
     for number, words in enumerate(said):
         assert words in reasons[f"blocks.{number}.attn"]
 
@@ -269,7 +387,10 @@ def test_training_alone_can_be_marked_from_when_parameters_are_trained() -> None
     model, batch = small("vit_tiny_patch16_224", **VIT).train(), images(2)
     model.blocks[0].attn.requires_grad_(False)
     with tcnn_probe.record(model, probes="gradient") as recorder:
-        with pytest.raises(RuntimeError, match=r"no gradient reached \['blocks.0.attn', 'blocks.1.attn'\] since"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"no gradient reached \['blocks.0.attn', 'blocks.1.attn'\] since",
+        ):
             recorder.mark(epoch=0)
         for epoch in range(2):
             step(model, batch)
@@ -290,19 +411,27 @@ def test_beside_attention() -> None:
     model, batch = small("vit_tiny_patch16_224", **VIT), images(2)
     with tcnn_probe.record(model, probes=["softmax", "gradient"]) as recorder:
         step(model.train(), batch)
-        with pytest.raises(RuntimeError, match=r"no forward in eval mode .* leave the probes of attention out"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"no forward in eval mode .* leave the probes of attention out",
+        ):
             recorder.mark(epoch=0)
     with tcnn_probe.record(model, probes=["softmax", "gradient"]) as recorder:
         for epoch in range(2):
             with torch.no_grad():
                 model.eval()(batch)
             if epoch == 1:
-                step(model, batch)  # in eval mode, and in the same forward: a gradient all the same
+                step(
+                    model, batch
+                )  # in eval mode, and in the same forward: a gradient all the same
             recorder.mark(epoch=epoch)
         step(model.train(), batch)
         with pytest.raises(RuntimeError, match=r"no image in eval mode reached"):
             recorder.mark(epoch=2)
-    assert norms(recorder).isnull().all(["layer", "head"]).values.tolist() == [True, False]
+    assert norms(recorder).isnull().all(["layer", "head"]).values.tolist() == [
+        True,
+        False,
+    ]
     assert recorder.dataset.entropy.notnull().all()
 
 
@@ -314,7 +443,10 @@ def test_nothing_is_left_on_parameters_and_hooks_of_others_stay() -> None:
     step(model, batch)
     truth = other.grad.clone()
     model.zero_grad()
-    with pytest.raises(RuntimeError, match="of the user"), tcnn_probe.record(model, probes="gradient"):  # noqa: PT012
+    with (  # noqa: PT012
+        pytest.raises(RuntimeError, match="of the user"),
+        tcnn_probe.record(model, probes="gradient"),
+    ):
         assert before != Trace(model)
         step(model, batch)
         assert torch.equal(other.grad, truth)
@@ -326,7 +458,10 @@ def test_nothing_is_left_on_parameters_and_hooks_of_others_stay() -> None:
 
 
 def test_a_store_of_other_heads_is_refused_at_the_call(tmp_path: Path) -> None:
-    model, options = small("vit_tiny_patch16_224", **VIT), {"probes": "gradient", "layers": "blocks.1.*"}
+    model, options = (
+        small("vit_tiny_patch16_224", **VIT),
+        {"probes": "gradient", "layers": "blocks.1.*"},
+    )
     with tcnn_probe.record(model, tmp_path / "run.zarr", **options) as recorder:
         step(model, images(2))
         recorder.mark(epoch=0)

@@ -20,21 +20,27 @@ SMALL = 2.0**-25  # where it is below the smallest normal one
 def tcnn() -> nn.Module:
     torch.manual_seed(0)
     channels = {"channels": (5, 7, 11, 13), "num_classes": 3}
-    return reparameterize(scattered(timm.create_model("resnet10t", **channels)), layers="layer4.0.conv1").eval()
+    return reparameterize(
+        scattered(timm.create_model("resnet10t", **channels)), layers="layer4.0.conv1"
+    ).eval()
 
 
 def outputs(model: nn.Module, x: Tensor, *names: str) -> dict[str, np.ndarray]:
     """Of layers, (B, C, N) or (B, N, C) as the layer has it; the forward is in float32 as the recorded one was."""
     found: dict[str, np.ndarray] = {}
     for name in names:
-        keep = lambda _, __, out, name=name: found.__setitem__(name, out.double().numpy())  # noqa: E731
+        keep = lambda _, __, out, name=name: found.__setitem__(  # noqa: E731
+            name, out.double().numpy()
+        )
         model.get_submodule(name).register_forward_hook(keep)
     with torch.no_grad():
         model(x)
     return found
 
 
-def recorded(model: nn.Module, x: Tensor, store: Path | None = None, **about: object) -> tcnn_probe.Recorder:
+def recorded(
+    model: nn.Module, x: Tensor, store: Path | None = None, **about: object
+) -> tcnn_probe.Recorder:
     probes = [*tcnn_probe.DEFAULT, tcnn_probe.features(**about)]
     with tcnn_probe.record(model, store, probes=probes) as recorder, torch.no_grad():
         for batch in x.split([3, 2]):
@@ -45,7 +51,10 @@ def recorded(model: nn.Module, x: Tensor, store: Path | None = None, **about: ob
 
 def check(feature: np.ndarray, expected: np.ndarray, terms: np.ndarray) -> None:
     """Rounding to float16, and of the mean in float32."""
-    assert (abs(feature - expected) <= FLOAT16 * abs(expected) + SMALL + 4 * 2.0**-23 * terms).all()
+    assert (
+        abs(feature - expected)
+        <= FLOAT16 * abs(expected) + SMALL + 4 * 2.0**-23 * terms
+    ).all()
 
 
 def cosines(tokens: np.ndarray) -> float:
@@ -58,7 +67,9 @@ def cosines(tokens: np.ndarray) -> float:
 def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
     model, x = tcnn(), images(5, 64, 96)
     recorder = recorded(model, x, tmp_path / "run.zarr", images=[1, 4, 9])
-    assert recorder.dataset.layer.values.tolist() == ["layer4.0.conv1"]  # the heads, as ever
+    assert recorder.dataset.layer.values.tolist() == [
+        "layer4.0.conv1"
+    ]  # the heads, as ever
     found = recorder.tree["features"].dataset.isel(epoch=0)
     assert found.layer.values.tolist() == [f"layer{n}" for n in range(1, 5)]
     assert found["image"].values.tolist() == [1, 4, 9]
@@ -78,17 +89,25 @@ def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
 def test_of_tokens() -> None:
     torch.manual_seed(0)
     options = {"img_size": (32, 48), "depth": 2, "embed_dim": 12, "num_heads": 3}
-    model = sharpen(timm.create_model("deit_tiny_distilled_patch16_224", **options)).eval()
+    model = sharpen(
+        timm.create_model("deit_tiny_distilled_patch16_224", **options)
+    ).eval()
     x = images(5)
-    recorder = recorded(model, x, layers="blocks.?", images=4, tokens=[0, 1], prefix_tokens=2)
+    recorder = recorded(
+        model, x, layers="blocks.?", images=4, tokens=[0, 1], prefix_tokens=2
+    )
     found = recorder.tree["features"].dataset.isel(epoch=0)
     assert found.token.values.tolist() == ["mean", "0", "1"]
     for layer, whole in outputs(model, x, "blocks.0", "blocks.1").items():
         feature = found.feature.sel(layer=layer).values
         check(feature[:, 0], whole[:4, 2:].mean(1), abs(whole[:4, 2:]).mean(1))
         check(feature[:, 1:], whole[:4, :2], abs(whole[:4, :2]))
-        np.testing.assert_allclose(found.token_cosine.sel(layer=layer), cosines(whole[:, 2:]), rtol=1e-4)
-        both = tcnn_probe.representation.token_cosine(feature[:, 1:].astype(float))  # class and distillation token
+        np.testing.assert_allclose(
+            found.token_cosine.sel(layer=layer), cosines(whole[:, 2:]), rtol=1e-4
+        )
+        both = tcnn_probe.representation.token_cosine(
+            feature[:, 1:].astype(float)
+        )  # class and distillation token
         np.testing.assert_allclose(both.mean(), cosines(whole[:4, :2]), atol=2e-3)
 
 
@@ -106,7 +125,12 @@ def test_of_channels_last() -> None:
         with tcnn_probe.record(model, probes=probe) as recorder:
             model(x)
             recorder.mark(epoch=0)
-        np.testing.assert_allclose(recorder.tree["features"].feature[0, 0, :, 0], expected, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(
+            recorder.tree["features"].feature[0, 0, :, 0],
+            expected,
+            rtol=1e-3,
+            atol=1e-6,
+        )
     narrow = nn.Sequential(nn.Conv2d(3, 7, 1)).eval()
     with tcnn_probe.record(narrow, probes=tcnn_probe.features("0", 5)) as recorder:
         narrow(images(5, 7, 9))
@@ -116,16 +140,29 @@ def test_of_channels_last() -> None:
 
 def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
     torch.manual_seed(0)
-    cnn = scattered(timm.create_model("resnet10t", channels=(5, 7, 11, 13), num_classes=3)).double().eval()
+    cnn = (
+        scattered(
+            timm.create_model("resnet10t", channels=(5, 7, 11, 13), num_classes=3)
+        )
+        .double()
+        .eval()
+    )
     same = reparameterize(cnn, stride="keep", locality_strength=40, gating=40)
     other = reparameterize(cnn)
     x, layers = images(7, 64, 96).double(), ["layer3", "layer4"]
-    of = {name: outputs(model, x, *layers) for name, model in {"cnn": cnn, "same": same, "other": other}.items()}
+    of = {
+        name: outputs(model, x, *layers)
+        for name, model in {"cnn": cnn, "same": same, "other": other}.items()
+    }
     for layer in layers:
         pooled = {name: found[layer].mean((2, 3)) for name, found in of.items()}
-        whole = tcnn_probe.representation.linear_cka(of["cnn"][layer], of["same"][layer])
+        whole = tcnn_probe.representation.linear_cka(
+            of["cnn"][layer], of["same"][layer]
+        )
         assert whole == pytest.approx(1, abs=1e-6)
-        assert tcnn_probe.representation.linear_cka(pooled["cnn"], pooled["same"]) == pytest.approx(1, abs=1e-6)
+        assert tcnn_probe.representation.linear_cka(
+            pooled["cnn"], pooled["same"]
+        ) == pytest.approx(1, abs=1e-6)
         far = tcnn_probe.representation.linear_cka(pooled["cnn"], pooled["other"])
         assert (abs(far - 1) < 1e-6) == (layer == "layer3")
 
@@ -135,11 +172,19 @@ def test_the_store_grows_by_what_was_said(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Conv2d(3, 97, 1)).eval(), torch.randn(101, 3, 3, 5)
     sizes = []
     for epoch in range(2):
-        with tcnn_probe.record(model, tmp_path / "run.zarr", probes=tcnn_probe.features("0", 89)) as recorder:
+        with tcnn_probe.record(
+            model, tmp_path / "run.zarr", probes=tcnn_probe.features("0", 89)
+        ) as recorder:
             with torch.no_grad():
                 model(x)
             recorder.mark(epoch=epoch)
-        sizes.append(sum(path.stat().st_size for path in (tmp_path / "run.zarr").rglob("*") if path.is_file()))
+        sizes.append(
+            sum(
+                path.stat().st_size
+                for path in (tmp_path / "run.zarr").rglob("*")
+                if path.is_file()
+            )
+        )
     said = 89 * 97 * 2
     assert 0.7 * said < sizes[1] - sizes[0] < said + 4000
 
@@ -151,7 +196,12 @@ def test_layers_and_images_as_they_may_be_given(tmp_path: Path) -> None:
         model.add_module(name, nn.Conv2d(3, 3, 1))
     for layers, found in (("a[1]", ["a[1]"]), (None, ["s1"])):
         probe = tcnn_probe.features(layers, np.arange(3), tokens=[5])
-        with tcnn_probe.record(model.eval(), tmp_path / f"{layers}.zarr", probes=probe) as recorder, torch.no_grad():
+        with (
+            tcnn_probe.record(
+                model.eval(), tmp_path / f"{layers}.zarr", probes=probe
+            ) as recorder,
+            torch.no_grad(),
+        ):
             model(torch.randn(5, 3, 2, 3))
             recorder.mark(epoch=0)
         assert recorder.tree["features"].layer.values.tolist() == found
@@ -161,7 +211,9 @@ def test_layers_and_images_as_they_may_be_given(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     model, x = tcnn(), images(5, 64, 96)
-    with pytest.raises(TypeError, match=r"an integer from 0 for each of images, got 1.5"):
+    with pytest.raises(
+        TypeError, match=r"an integer from 0 for each of images, got 1.5"
+    ):
         tcnn_probe.features(images=[1.5])
     with pytest.raises(ValueError, match="an integer from 0 for prefix_tokens, got -1"):
         tcnn_probe.features(prefix_tokens=-1)
@@ -172,20 +224,31 @@ def test_refusals(tmp_path: Path) -> None:
             pytest.raises(ValueError, match="below 6, the places of '0', got"),
         ):
             layer(torch.randn(5, 3, 2, 3))
-    with pytest.raises(ValueError, match="a number of images, or the numbers of some, got 0"):
+    with pytest.raises(
+        ValueError, match="a number of images, or the numbers of some, got 0"
+    ):
         tcnn_probe.features(images=0)
     with pytest.raises(ValueError, match="no layers match 'layer5': the model has"):
         tcnn_probe.record(model, probes=tcnn_probe.features(["layer1", "layer5"]))
     with pytest.raises(ValueError, match="no layer for the probes"):
         tcnn_probe.record(nn.Sequential(nn.ReLU()), probes="features")
-    with pytest.raises(ValueError, match="256 images of 5 channels need 2560 bytes for 'layer1', more than max"):
+    with pytest.raises(
+        ValueError,
+        match="256 images of 5 channels need 2560 bytes for 'layer1', more than max",
+    ):
         recorded(model, x, max_bytes=9)
-    with pytest.raises(ValueError, match=r"\(B, C, H, W\) or \(B, N, C\), got shape \(3, 3\) from 'fc'"):
+    with pytest.raises(
+        ValueError, match=r"\(B, C, H, W\) or \(B, N, C\), got shape \(3, 3\) from 'fc'"
+    ):
         recorded(model, x, layers="fc")
     recorded(model, x, tmp_path / "run.zarr", images=3)
-    with pytest.raises(tcnn_probe.StoreError, match="the store has features of 3 other images"):
+    with pytest.raises(
+        tcnn_probe.StoreError, match="the store has features of 3 other images"
+    ):
         recorded(model, x, tmp_path / "run.zarr", images=4)
     for other in ({"tokens": [3]}, {"prefix_tokens": 1}, {"channel_axis": 1}):
-        with pytest.raises(tcnn_probe.StoreError, match=r"of other layers .*'tokens': \[\], .* there, "):
+        with pytest.raises(
+            tcnn_probe.StoreError, match=r"of other layers .*'tokens': \[\], .* there, "
+        ):
             recorded(model, x, tmp_path / "run.zarr", images=3, **other)
     assert len(recorded(model, x, tmp_path / "run.zarr", images=3).epochs) == 2

@@ -16,9 +16,19 @@ from timm.models.mlp_mixer import Affine, MixerBlock, MlpMixer, ResBlock
 from torch import Tensor, nn
 
 import tcnn_probe
-from tests.tcnn_probe.probes.helpers import VIT, images, inputs_in_float64, recorded, scattered, small
+from tests.tcnn_probe.probes.helpers import (
+    VIT,
+    images,
+    inputs_in_float64,
+    recorded,
+    scattered,
+    small,
+)
 
-pytestmark = [pytest.mark.numerical, pytest.mark.filterwarnings("ignore:.*for the probe .layer-scale. to read")]
+pytestmark = [
+    pytest.mark.numerical,
+    pytest.mark.filterwarnings("ignore:.*for the probe .layer-scale. to read"),
+]
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """What each branch adds, and what it is added to."""
@@ -35,19 +45,30 @@ def gammas(block: Any, x: Tensor, **positions: Any) -> Pairs:
     first = first * (one if block.gamma_1 is None else block.gamma_1)
     then = x + first
     second = block.mlp(block.norm2(then))
-    return [(first, x), (second * (one if block.gamma_2 is None else block.gamma_2), then)]
+    return [
+        (first, x),
+        (second * (one if block.gamma_2 is None else block.gamma_2), then),
+    ]
 
 
 def cait(block: Any, x: Tensor, x_cls: Tensor | None = None) -> Pairs:
     main = x if x_cls is None else x_cls
-    first = block.gamma_1 * block.attn(block.norm1(x if x_cls is None else torch.cat((x_cls, x), 1)))
-    return [(first, main), (block.gamma_2 * block.mlp(block.norm2(main + first)), main + first)]
+    first = block.gamma_1 * block.attn(
+        block.norm1(x if x_cls is None else torch.cat((x_cls, x), 1))
+    )
+    return [
+        (first, main),
+        (block.gamma_2 * block.mlp(block.norm2(main + first)), main + first),
+    ]
 
 
 def resmlp(block: Any, x: Tensor) -> Pairs:
     mixed = torch.einsum("mn,bnc->bmc", block.linear_tokens.weight, block.norm1(x))
     first = block.ls1 * (mixed + block.linear_tokens.bias[:, None])
-    return [(first, x), (block.ls2 * block.mlp_channels(block.norm2(x + first)), x + first)]
+    return [
+        (first, x),
+        (block.ls2 * block.mlp_channels(block.norm2(x + first)), x + first),
+    ]
 
 
 def mixer(block: Any, x: Tensor) -> Pairs:
@@ -60,34 +81,60 @@ def xcit(block: Any, x: Tensor, height: int, width: int) -> Pairs:
     then = x + first
     local = block.gamma3 * block.local_mp(block.norm3(then), height, width)
     last = then + local
-    return [(first, x), (block.gamma2 * block.mlp(block.norm2(last)), last), (local, then)]
+    return [
+        (first, x),
+        (block.gamma2 * block.mlp(block.norm2(last)), last),
+        (local, then),
+    ]
 
 
 def convnext(block: Any, x: Tensor) -> Pairs:
     y = block.conv_dw(x)
-    y = block.mlp(block.norm(y)) if block.use_conv_mlp else block.mlp(block.norm(y.movedim(1, -1))).movedim(-1, 1)
-    return [(y * (1 if block.gamma is None else block.gamma[:, None, None]), block.shortcut(x))]
+    y = (
+        block.mlp(block.norm(y))
+        if block.use_conv_mlp
+        else block.mlp(block.norm(y.movedim(1, -1))).movedim(-1, 1)
+    )
+    return [
+        (
+            y * (1 if block.gamma is None else block.gamma[:, None, None]),
+            block.shortcut(x),
+        )
+    ]
 
 
 def focalnet(block: Any, x: Tensor) -> Pairs:
     first = block.ls1(block.norm1_post(block.modulation(block.norm1(x))))
-    return [(first, x), (block.ls2(block.norm2_post(block.mlp(block.norm2(x + first)))), x + first)]
+    return [
+        (first, x),
+        (block.ls2(block.norm2_post(block.mlp(block.norm2(x + first)))), x + first),
+    ]
 
 
 def metaformer(block: Any, x: Tensor) -> Pairs:
-    norm1, norm2 = getattr(block, "norm1", nn.Identity()), getattr(block, "norm2", nn.Identity())
+    norm1, norm2 = (
+        getattr(block, "norm1", nn.Identity()),
+        getattr(block, "norm2", nn.Identity()),
+    )
     first = block.ls1(block.token_mixer(norm1(x)))
     return [(first, x), (block.ls2(block.mlp(norm2(x + first))), x + first)]
 
 
-def expected(model: nn.Module, batch: Tensor, oracle: Callable[..., Pairs], *classes: str) -> dict[str, np.ndarray]:
+def expected(
+    model: nn.Module, batch: Tensor, oracle: Callable[..., Pairs], *classes: str
+) -> dict[str, np.ndarray]:
     """For each block the mean over images of each branch's ratio, pixel by pixel in float64."""
-    found = inputs_in_float64(model, batch, lambda module: type(module).__name__ in classes)
+    found = inputs_in_float64(
+        model, batch, lambda module: type(module).__name__ in classes
+    )
     ratios = {}
     with torch.no_grad():
         for name, (block, args, kwargs) in found.items():
             rows = [
-                [(one.square().sum() / x.square().sum()).sqrt().item() for one, x in zip(added, main, strict=True)]
+                [
+                    (one.square().sum() / x.square().sum()).sqrt().item()
+                    for one, x in zip(added, main, strict=True)
+                ]
                 for added, main in oracle(block, *args, **kwargs)
             ]
             ratios[name] = np.array(rows).mean(1)
@@ -104,7 +151,9 @@ class Windows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        cfg = MaxxVitTransformerCfg(dim_head=1, window_size=(3, 5), grid_size=(3, 5), init_values=0.3)
+        cfg = MaxxVitTransformerCfg(
+            dim_head=1, window_size=(3, 5), grid_size=(3, 5), init_values=0.3
+        )
         self.block = PartitionAttentionCl(3, "grid", cfg)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,11 +162,19 @@ class Windows(nn.Module):
 
 def mlp_model(block: type) -> nn.Module:
     about = {"mlp_ratio": 4, "norm_layer": Affine} if block is ResBlock else {}
-    return MlpMixer(3, img_size=(32, 48), num_blocks=2, embed_dim=7, block_layer=block, **about)
+    return MlpMixer(
+        3, img_size=(32, 48), num_blocks=2, embed_dim=7, block_layer=block, **about
+    )
 
 
 def focal_net() -> nn.Module:
-    return FocalNet(depths=(1, 1), embed_dim=6, layerscale_value=0.2, focal_levels=(2, 2), focal_windows=(3, 3))
+    return FocalNet(
+        depths=(1, 1),
+        embed_dim=6,
+        layerscale_value=0.2,
+        focal_levels=(2, 2),
+        focal_windows=(3, 3),
+    )
 
 
 def former() -> nn.Module:
@@ -129,19 +186,44 @@ def timms(name: str, **about: Any) -> Callable[[], nn.Module]:
 
 
 SMALL, SCALED = (32, 48), {"init_values": 0.3}
-CONVNEXT = partial(timm.create_model, "convnext_tiny", depths=(1, 1, 2, 1), dims=(5, 7, 11, 13))
-BLOCKS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Pairs], list[str], tuple[int, int]]] = {
+CONVNEXT = partial(
+    timm.create_model, "convnext_tiny", depths=(1, 1, 2, 1), dims=(5, 7, 11, 13)
+)
+BLOCKS: dict[
+    str,
+    tuple[Callable[[], nn.Module], Callable[..., Pairs], list[str], tuple[int, int]],
+] = {
     "vit": (timms("vit_tiny_patch16_224", **SCALED), vit, ["Block"], SMALL),
-    "relpos": (timms("vit_relpos_small_patch16_224", **SCALED), vit, ["RelPosBlock"], SMALL),
+    "relpos": (
+        timms("vit_relpos_small_patch16_224", **SCALED),
+        vit,
+        ["RelPosBlock"],
+        SMALL,
+    ),
     "beit": (timms("beit_base_patch16_224", **SCALED), gammas, ["Block"], SMALL),
-    "eva": (timms("eva02_tiny_patch14_224", img_size=(28, 42), embed_dim=24), gammas, ["EvaBlock"], (28, 42)),
-    "cait": (timms("cait_xxs24_224"), cait, ["LayerScaleBlock", "LayerScaleBlockClassAttn"], SMALL),
+    "eva": (
+        timms("eva02_tiny_patch14_224", img_size=(28, 42), embed_dim=24),
+        gammas,
+        ["EvaBlock"],
+        (28, 42),
+    ),
+    "cait": (
+        timms("cait_xxs24_224"),
+        cait,
+        ["LayerScaleBlock", "LayerScaleBlockClassAttn"],
+        SMALL,
+    ),
     "xcit": (timms("xcit_nano_12_p16_224"), xcit, ["XCABlock"], SMALL),
     "convnext": (CONVNEXT, convnext, ["ConvNeXtBlock"], (64, 96)),
     "resmlp": (lambda: mlp_model(ResBlock), resmlp, ["ResBlock"], SMALL),
     "mixer": (lambda: mlp_model(MixerBlock), mixer, ["MixerBlock"], SMALL),
     "channels first": (focal_net, focalnet, ["FocalNetBlock"], (64, 96)),
-    "two kinds of blocks": (former, metaformer, ["MetaBlock1d", "MetaBlock2d"], (224, 224)),
+    "two kinds of blocks": (
+        former,
+        metaformer,
+        ["MetaBlock1d", "MetaBlock2d"],
+        (224, 224),
+    ),
     "windows": (Windows, windowed, ["PartitionAttentionCl"], (6, 10)),
 }
 
@@ -157,19 +239,34 @@ def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
     np.testing.assert_array_equal(ds.images, 3)
     for layer, ratios in truth.items():
         # float32 models: branches carry a relative error of some 1e-6, norms average it
-        np.testing.assert_allclose(ds.residual_ratio.sel(layer=layer)[: len(ratios)], ratios, rtol=1e-4)
+        np.testing.assert_allclose(
+            ds.residual_ratio.sel(layer=layer)[: len(ratios)], ratios, rtol=1e-4
+        )
         assert np.isnan(ds.residual_ratio.sel(layer=layer)[len(ratios) :]).all()
     assert ("scale" in ds) == (family not in ("mixer", "eva"))
     if family == "resmlp":
-        np.testing.assert_allclose(ds.scale.sel(layer="blocks.1")[0], model.blocks[1].ls1.detach().double(), rtol=0)
+        np.testing.assert_allclose(
+            ds.scale.sel(layer="blocks.1")[0],
+            model.blocks[1].ls1.detach().double(),
+            rtol=0,
+        )
     if family == "convnext":  # channels beyond a stage are NaN
         assert ds.scale.dims == ("layer", "branch", "channel")
-        assert [int(np.isfinite(row).sum()) for row in ds.scale.values] == [5, 7, 11, 11, 13]
+        assert [int(np.isfinite(row).sum()) for row in ds.scale.values] == [
+            5,
+            7,
+            11,
+            11,
+            13,
+        ]
         assert "channel" in ds.coords
 
 
 def test_scale_is_read_when_marked_and_is_1_without() -> None:
-    model, batch = small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3}), images(1)
+    model, batch = (
+        small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3}),
+        images(1),
+    )
     model.blocks[0].ls2 = nn.Identity()
     with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
         for epoch in range(2):
@@ -178,10 +275,18 @@ def test_scale_is_read_when_marked_and_is_1_without() -> None:
             recorder.mark(epoch=epoch)
     ds = recorder.tree["layer-scale"].to_dataset().load()
     final = model.blocks[0].ls1.gamma.detach().double()
-    np.testing.assert_allclose(ds.scale.sel(epoch=1, layer="blocks.0")[0], final, rtol=0)
-    np.testing.assert_allclose(ds.scale.sel(epoch=0, layer="blocks.0")[0], final / 2, rtol=0)
+    np.testing.assert_allclose(
+        ds.scale.sel(epoch=1, layer="blocks.0")[0], final, rtol=0
+    )
+    np.testing.assert_allclose(
+        ds.scale.sel(epoch=0, layer="blocks.0")[0], final / 2, rtol=0
+    )
     np.testing.assert_array_equal(ds.scale.sel(layer="blocks.0")[:, 1], 1)
-    np.testing.assert_allclose(ds.scale.sel(epoch=1, layer="blocks.1")[1], model.blocks[1].ls2.gamma.detach(), rtol=0)
+    np.testing.assert_allclose(
+        ds.scale.sel(epoch=1, layer="blocks.1")[1],
+        model.blocks[1].ls2.gamma.detach(),
+        rtol=0,
+    )
 
 
 def test_layer_scale_in_place() -> None:
@@ -190,10 +295,14 @@ def test_layer_scale_in_place() -> None:
     before = recorded(model, "layer-scale", batch)
     for block in model.blocks:
         block.ls1.inplace = block.ls2.inplace = True
-    np.testing.assert_array_equal(recorded(model, "layer-scale", batch).residual_ratio, before.residual_ratio)
+    np.testing.assert_array_equal(
+        recorded(model, "layer-scale", batch).residual_ratio, before.residual_ratio
+    )
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str
+)
 def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
     """The model's own rounding, of 2^-9 and 2^-12 an operation, is all the error: norms are taken in float32."""
     model = small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3}).to(dtype)
@@ -201,7 +310,11 @@ def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
         model.pos_embed.mul_(80000)  # a norm beyond the range of float16
     batch = images(3).to(dtype)
     truth = expected(model, batch, vit, "Block")
-    np.testing.assert_allclose(recorded(model, "layer-scale", batch).residual_ratio, list(truth.values()), rtol=rtol)
+    np.testing.assert_allclose(
+        recorded(model, "layer-scale", batch).residual_ratio,
+        list(truth.values()),
+        rtol=rtol,
+    )
 
 
 def test_training_is_measured_before_stochastic_depth() -> None:
@@ -209,15 +322,25 @@ def test_training_is_measured_before_stochastic_depth() -> None:
     model = small("cait_xxs24_224", **VIT | {"drop_path_rate": 0.5, "depth": 1}).train()
     block, seen = model.blocks[0], {}
     for name in ("norm1", "norm2", "attn", "mlp"):
-        getattr(block, name).register_forward_hook(lambda m, x, y, name=name: seen.update({name: (x[0], y)}))
+        getattr(block, name).register_forward_hook(
+            lambda m, x, y, name=name: seen.update({name: (x[0], y)})
+        )
     torch.manual_seed(3)
     ds = recorded(model, "layer-scale", images(11), when="train")
     first = block.gamma_1 * seen["attn"][1]
     dropped = (seen["norm2"][0] == seen["norm1"][0]).flatten(1).all(1)
     assert 0 < dropped.sum() < 11
-    pairs = (first, seen["norm1"][0]), (block.gamma_2 * seen["mlp"][1], seen["norm2"][0])
-    truth = [(a.flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)).mean().item() for a, b in pairs]
-    np.testing.assert_allclose(ds.residual_ratio.sel(layer="blocks.0"), truth, rtol=1e-5)
+    pairs = (
+        (first, seen["norm1"][0]),
+        (block.gamma_2 * seen["mlp"][1], seen["norm2"][0]),
+    )
+    truth = [
+        (a.flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)).mean().item()
+        for a, b in pairs
+    ]
+    np.testing.assert_allclose(
+        ds.residual_ratio.sel(layer="blocks.0"), truth, rtol=1e-5
+    )
 
 
 def test_block_with_another_forward_is_left_alone() -> None:
@@ -226,7 +349,10 @@ def test_block_with_another_forward_is_left_alone() -> None:
             return super().forward(2 * x)
 
     model = small("vit_tiny_patch16_224", **VIT | {"block_fn": Other})
-    with pytest.raises(ValueError, match=r"VisionTransformer has no layer for the probes \['layer-scale'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"VisionTransformer has no layer for the probes \['layer-scale'\]",
+    ):
         tcnn_probe.record(model, probes="layer-scale")
     assert not model._forward_hooks
 
@@ -253,7 +379,9 @@ def test_labels_and_resuming(tmp_path: Path) -> None:
     ):
         model, path = small(name, **VIT), tmp_path / f"{name}.zarr"
         for epoch in range(2):
-            with tcnn_probe.record(model, path, probes="layer-scale", layers="blocks.1") as recorder:
+            with tcnn_probe.record(
+                model, path, probes="layer-scale", layers="blocks.1"
+            ) as recorder:
                 with torch.no_grad():
                     model(images(2))
                 recorder.mark(epoch=epoch)

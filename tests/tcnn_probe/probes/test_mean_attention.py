@@ -17,7 +17,10 @@ QUERIES = [(0.5, 0.5), (0.0, 0.99)]
 
 
 def recorded(model: nn.Module, x: Tensor) -> tcnn_probe.Recorder:
-    with tcnn_probe.record(model, probes=tcnn_probe.mean_attention(QUERIES)) as recorder, torch.no_grad():
+    with (
+        tcnn_probe.record(model, probes=tcnn_probe.mean_attention(QUERIES)) as recorder,
+        torch.no_grad(),
+    ):
         for batch in x.split([3, 2]):
             model(batch)
         recorder.mark(epoch=0)
@@ -34,28 +37,42 @@ def test_of_a_vit_with_a_class_token() -> None:
     assert (found.images == 5).all()
     for whole in attention_of(model, x):  # grid of 3 x 5, after a class token
         rows = whole.weights[:, :, [1 + 1 * 5 + 2, 1 + 4], 1:].mean(0).numpy()
-        np.testing.assert_allclose(found.mean_attention.sel(layer=whole.layer), rows.reshape(3, 2, 3, 5), atol=1e-6)
+        np.testing.assert_allclose(
+            found.mean_attention.sel(layer=whole.layer),
+            rows.reshape(3, 2, 3, 5),
+            atol=1e-6,
+        )
 
 
 def test_of_gated_attention() -> None:
     torch.manual_seed(0)
     layer = GPSA(3, 4, 3, padding=1, gating=-1.0, qk_scale=50.0)
     x = torch.randn(5, 3, 7, 5)
-    found = recorded(nn.Sequential(layer).eval(), x).tree["mean-attention"].mean_attention[0, 0]
-    padded = layer.double().attention(x.double()).detach()  # (B, heads, N_query, padded keys)
+    found = (
+        recorded(nn.Sequential(layer).eval(), x)
+        .tree["mean-attention"]
+        .mean_attention[0, 0]
+    )
+    padded = (
+        layer.double().attention(x.double()).detach()
+    )  # (B, heads, N_query, padded keys)
     rows = padded.unflatten(-1, (9, 7))[:, :, [3 * 5 + 2, 4], 1:-1, 1:-1].mean(0)
     np.testing.assert_allclose(found, rows, atol=1e-6)
 
 
 def test_images_of_another_size_are_refused() -> None:
     model = nn.Sequential(GPSA(3, 4, 3, padding=1)).eval()
-    wrong = pytest.raises(ValueError, match=r"as of earlier images, got .*: give images of one size")
+    wrong = pytest.raises(
+        ValueError, match=r"as of earlier images, got .*: give images of one size"
+    )
     with wrong, tcnn_probe.record(model, probes=tcnn_probe.mean_attention()):
         model(torch.randn(2, 3, 7, 5))
         model(torch.randn(2, 3, 5, 7))
 
 
-@pytest.mark.parametrize("queries", [[], [(0.5, 1.0)], [(-0.1, 0.5)], (0.5, 0.5), torch.tensor([[0.5, 1.0]])])
+@pytest.mark.parametrize(
+    "queries", [[], [(0.5, 1.0)], [(-0.1, 0.5)], (0.5, 0.5), torch.tensor([[0.5, 1.0]])]
+)
 def test_queries_that_lie_outside_or_are_no_pairs_are_refused(queries: Any) -> None:
     with pytest.raises(ValueError, match="from 0 and below 1, got"):
         tcnn_probe.mean_attention(queries)

@@ -17,7 +17,9 @@ from tests.tcnn_probe.probes.helpers import VIT, images, recorded, small, step
 
 
 def variable(*dims: str) -> tcnn_probe.Variable:
-    return tcnn_probe.Variable(("layer", *dims), "1", "zeros", "Share of zeros after a ReLU.")
+    return tcnn_probe.Variable(
+        ("layer", *dims), "1", "zeros", "Share of zeros after a ReLU."
+    )
 
 
 ZEROS = tcnn_probe.Probe(
@@ -36,12 +38,17 @@ X = torch.randn(7, 2, 11, 13, generator=torch.Generator().manual_seed(0))
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 5, 3), nn.ReLU(inplace=True)).eval()
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 5, 3), nn.ReLU(inplace=True)
+    ).eval()
 
 
 def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
     model = network()
-    with tcnn_probe.record(model, tmp_path / "run.zarr", probes=ZEROS) as recorder, torch.no_grad():
+    with (
+        tcnn_probe.record(model, tmp_path / "run.zarr", probes=ZEROS) as recorder,
+        torch.no_grad(),
+    ):
         model(X[:2]), model(X[2:])
         recorder.mark(epoch=0, top1=0.5)
     ds = tcnn_probe.open(tmp_path / "run.zarr")["zeros"].to_dataset()
@@ -49,7 +56,11 @@ def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
         truth = [(model[: n + 1](X) == 0).double().mean() for n in (1, 3)]
     np.testing.assert_allclose(ds.share.sel(epoch=0), truth, rtol=1e-12)
     assert list(ds["layer"].values) == ["1", "3"]
-    assert ds.share.attrs == {"units": "1", "long_name": "zeros", "description": "Share of zeros after a ReLU."}
+    assert ds.share.attrs == {
+        "units": "1",
+        "long_name": "zeros",
+        "description": "Share of zeros after a ReLU.",
+    }
 
 
 def test_largest_weight_of_each_head_beside_the_built_in_ones_and_by_name() -> None:
@@ -57,9 +68,15 @@ def test_largest_weight_of_each_head_beside_the_built_in_ones_and_by_name() -> N
     tcnn_probe.register(LARGEST)
     try:
         tcnn_probe.register(LARGEST)
-        with pytest.raises(ValueError, match="there is a probe of the kind 'largest' already"):
-            tcnn_probe.register(tcnn_probe.Probe("largest", {}, attention=lambda call: {}))
-        recorder = helpers.recorded(model, batch[:2], batch[2:], probes=[*tcnn_probe.DEFAULT, "largest"])
+        with pytest.raises(
+            ValueError, match="there is a probe of the kind 'largest' already"
+        ):
+            tcnn_probe.register(
+                tcnn_probe.Probe("largest", {}, attention=lambda call: {})
+            )
+        recorder = helpers.recorded(
+            model, batch[:2], batch[2:], probes=[*tcnn_probe.DEFAULT, "largest"]
+        )
     finally:
         del tcnn_probe.PROBES["largest"]
     weights: list[Tensor] = []
@@ -69,13 +86,19 @@ def test_largest_weight_of_each_head_beside_the_built_in_ones_and_by_name() -> N
     with torch.no_grad():
         model(batch)
     found = recorder.tree["largest"].to_dataset().largest[0]
-    np.testing.assert_allclose(found, torch.stack([one.amax((2, 3)).mean(0) for one in weights]), rtol=1e-5)
+    np.testing.assert_allclose(
+        found, torch.stack([one.amax((2, 3)).mean(0) for one in weights]), rtol=1e-5
+    )
     assert recorder.dataset.entropy.notnull().all()
 
 
 def test_two_probes_may_want_the_same_submodules() -> None:
     def mean(call: Any) -> dict[str, Tensor]:
-        return {"mean": (call.parts["2"].inputs[0].mean() + call.parts["2"].output.mean()).expand(7)}
+        return {
+            "mean": (
+                call.parts["2"].inputs[0].mean() + call.parts["2"].output.mean()
+            ).expand(7)
+        }
 
     model = network()
     model[3].inplace = False  # which would overwrite what the convolution gave
@@ -85,13 +108,17 @@ def test_two_probes_may_want_the_same_submodules() -> None:
             return {"2": module[2]}
 
     about = {"mean": variable()}
-    probes = [OfPart(kind, about, nn.Sequential, measure=mean) for kind in ("one", "two")]
+    probes = [
+        OfPart(kind, about, nn.Sequential, measure=mean) for kind in ("one", "two")
+    ]
     with tcnn_probe.record(model, probes=probes) as recorder, torch.no_grad():
         model(X)
         recorder.mark(epoch=0)
         truth = model[:2](X).mean() + model[:3](X).mean()
     for kind in ("one", "two"):
-        np.testing.assert_allclose(recorder.tree[kind].to_dataset()["mean"], [[truth]], rtol=1e-5)
+        np.testing.assert_allclose(
+            recorder.tree[kind].to_dataset()["mean"], [[truth]], rtol=1e-5
+        )
 
 
 def test_variables_that_some_layers_or_epochs_or_forwards_have() -> None:
@@ -102,37 +129,76 @@ def test_variables_that_some_layers_or_epochs_or_forwards_have() -> None:
         mean = call.output.mean((2, 3))
         own = {"last": mean[:, :2]} if call.name == "2" else {}
         at_times = {"at_times": torch.full((len(mean),), 3.0)} if len(mean) == 3 else {}
-        return {"mean": mean, **own, **at_times, **({"late": mean.mean(1)} if late else {})}
+        return {
+            "mean": mean,
+            **own,
+            **at_times,
+            **({"late": mean.mean(1)} if late else {}),
+        }
 
-    about = {"mean": variable("channel"), "last": variable("k"), "at_times": variable(), "never": variable("other")}
-    probe = tcnn_probe.Probe("own", about | {"late": variable("few")}, nn.Conv2d, measure=measure)
+    about = {
+        "mean": variable("channel"),
+        "last": variable("k"),
+        "at_times": variable(),
+        "never": variable("other"),
+    }
+    probe = tcnn_probe.Probe(
+        "own", about | {"late": variable("few")}, nn.Conv2d, measure=measure
+    )
     model = network()
     with tcnn_probe.record(model, probes=probe) as recorder, torch.no_grad():
         model(X[:3]), model(X[3:])
         recorder.mark(epoch=0)
-        recorder._collector.accumulators["0", "own"].probe.variables["late"] = variable()
+        recorder._collector.accumulators["0", "own"].probe.variables["late"] = (
+            variable()
+        )
         late.append(True)
         model(X[3:])
-        with pytest.warns(RuntimeWarning, match=r"the recording began without them: \['late'\]") as told:
+        with pytest.warns(
+            RuntimeWarning, match=r"the recording began without them: \['late'\]"
+        ) as told:
             recorder.mark(epoch=1)
         assert told[0].filename == __file__
     ds = recorder.tree["own"].to_dataset()
-    assert set(ds.data_vars) == {"mean", "last", "at_times", "images", "nonfinite_images"}
+    assert set(ds.data_vars) == {
+        "mean",
+        "last",
+        "at_times",
+        "images",
+        "nonfinite_images",
+    }
     assert np.isfinite(ds["mean"].values).sum(2).tolist() == [[3, 5]] * 2
     assert np.isfinite(ds["last"].values[0]).tolist() == [[False, False], [True, True]]
     np.testing.assert_array_equal(ds.at_times, [[3, 3], [np.nan, np.nan]])
 
 
-OWN = {"kind": "own", "module_type": nn.ReLU, "measure": ZEROS.measure, "variables": {"share": variable()}}
+OWN = {
+    "kind": "own",
+    "module_type": nn.ReLU,
+    "measure": ZEROS.measure,
+    "variables": {"share": variable()},
+}
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"measure": None}, ValueError, "'own' measures nothing: give it state, measure"),
     ({"module_type": "ReLU"}, TypeError, "predicate for module_type, got 'ReLU'"),
     ({"kind": "heads"}, ValueError, "under 'heads', as others are"),
     ({"group": "maps/1x2x3"}, ValueError, "under 'maps/1x2x3', as others are"),
-    ({"kind": "a.partial"}, ValueError, "names of letters, digits, '_' and '-' .* got 'a.partial'"),
+    (
+        {"kind": "a.partial"},
+        ValueError,
+        "names of letters, digits, '_' and '-' .* got 'a.partial'",
+    ),
     ({"group": "a/../b"}, ValueError, r"got '\.\.'"),
-    ({"variables": {"share": tcnn_probe.Variable(("head",), "1", "", "")}}, ValueError, r"got \('head',\)"),
-    ({"variables": {"images": variable()}}, ValueError, "'images' of the probe 'own' is recorded for"),
+    (
+        {"variables": {"share": tcnn_probe.Variable(("head",), "1", "", "")}},
+        ValueError,
+        r"got \('head',\)",
+    ),
+    (
+        {"variables": {"images": variable()}},
+        ValueError,
+        "'images' of the probe 'own' is recorded for",
+    ),
 ]
 
 
@@ -160,12 +226,36 @@ BAD: dict[str, tuple[tcnn_probe.Probe, type[Exception], str]] = {
     "measure": (bad(measure=oops), ZeroDivisionError, "oops"),
     "state": (bad(state=oops), ZeroDivisionError, "oops"),
     "attention": (bad(attention=oops), ZeroDivisionError, "oops"),
-    "gradient": (BadGradients("bad", {"share": variable()}, nn.Conv2d), ZeroDivisionError, "oops"),
-    "name": (bad(attention=lambda call: {"shar": torch.zeros(2)}), ValueError, "'bad' measures 'shar', which"),
-    "shape": (bad(measure=lambda call: {"share": call.output.mean((2, 3))}), ValueError, r"'image',\), got the shape"),
-    "shape of state": (bad(state=lambda m: {"share": torch.zeros(1)}), ValueError, r"got the shape \(1,\)"),
-    "tensor": (bad(measure=lambda call: call.output), TypeError, r"'bad' to give \{variable: tensor\}"),
-    "number": (bad(measure=lambda call: {"share": 0.5}), TypeError, "a tensor for 'share', got 0.5"),
+    "gradient": (
+        BadGradients("bad", {"share": variable()}, nn.Conv2d),
+        ZeroDivisionError,
+        "oops",
+    ),
+    "name": (
+        bad(attention=lambda call: {"shar": torch.zeros(2)}),
+        ValueError,
+        "'bad' measures 'shar', which",
+    ),
+    "shape": (
+        bad(measure=lambda call: {"share": call.output.mean((2, 3))}),
+        ValueError,
+        r"'image',\), got the shape",
+    ),
+    "shape of state": (
+        bad(state=lambda m: {"share": torch.zeros(1)}),
+        ValueError,
+        r"got the shape \(1,\)",
+    ),
+    "tensor": (
+        bad(measure=lambda call: call.output),
+        TypeError,
+        r"'bad' to give \{variable: tensor\}",
+    ),
+    "number": (
+        bad(measure=lambda call: {"share": 0.5}),
+        TypeError,
+        "a tensor for 'share', got 0.5",
+    ),
 }
 
 
@@ -174,10 +264,16 @@ def test_badly_written_ones_name_the_layer_and_leave_the_model_clean(case: str) 
     probe, error, message = BAD[case]
     model, batch = small("vit_tiny_patch16_224", **VIT), images(2)
     before = Trace(model)
-    with pytest.raises(error, match=message) as caught, tcnn_probe.record(model, probes=probe) as recorder:  # noqa: PT012
+    with (  # noqa: PT012
+        pytest.raises(error, match=message) as caught,
+        tcnn_probe.record(model, probes=probe) as recorder,
+    ):
         model(batch).sum().backward()
         recorder.mark(epoch=0)
-    assert re.search(r"'(blocks\.0\.attn|patch_embed\.proj)'", f"{caught.value} {caught.value.__notes__}")
+    assert re.search(
+        r"'(blocks\.0\.attn|patch_embed\.proj)'",
+        f"{caught.value} {caught.value.__notes__}",
+    )
     assert before == Trace(model)
     assert clean()
 
@@ -206,9 +302,23 @@ def test_after_an_error_the_next_epoch_is_right() -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ([ZEROS, tcnn_probe.Probe("zeros", {}, nn.ReLU, state=oops)], "two probes of one kind: zeros"),
-        (["softmax", tcnn_probe.Probe("own", {"entropy": variable()}, nn.ReLU, "", measure=oops)], "other dimensions"),
-        (tcnn_probe.Probe("dropout", {}, nn.Dropout, state=oops), "Sequential has no layer for the probes"),
+        (
+            [ZEROS, tcnn_probe.Probe("zeros", {}, nn.ReLU, state=oops)],
+            "two probes of one kind: zeros",
+        ),
+        (
+            [
+                "softmax",
+                tcnn_probe.Probe(
+                    "own", {"entropy": variable()}, nn.ReLU, "", measure=oops
+                ),
+            ],
+            "other dimensions",
+        ),
+        (
+            tcnn_probe.Probe("dropout", {}, nn.Dropout, state=oops),
+            "Sequential has no layer for the probes",
+        ),
     ],
     ids=["kinds", "dimensions", "no layer"],
 )
@@ -220,9 +330,14 @@ def test_probes_that_cannot_be_used(wanted: Any, message: str) -> None:
 def test_probe_that_finds_no_layer_is_told() -> None:
     """Once; those of other attention than the model has, which are there by default, are not."""
     model = network()
-    with tcnn_probe.record(model, probes=[*tcnn_probe.DEFAULT, "layer-scale", ZEROS]) as recorder:
+    with tcnn_probe.record(
+        model, probes=[*tcnn_probe.DEFAULT, "layer-scale", ZEROS]
+    ) as recorder:
         model(X)
-        with pytest.warns(RuntimeWarning, match=r"no layer was found for the probes \['gpsa', .*, 'layer-scale'\]"):
+        with pytest.warns(
+            RuntimeWarning,
+            match=r"no layer was found for the probes \['gpsa', .*, 'layer-scale'\]",
+        ):
             recorder.mark(epoch=0)
         model(X)
         recorder.mark(epoch=1)

@@ -8,11 +8,19 @@ from tcnn_probe import Probe, Variable
 from tcnn_probe.recording.accumulator import Accumulator
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [("float16", 2), ("float32", 4), ("float64", 8)])
+@pytest.mark.parametrize(
+    ("dtype", "itemsize"), [("float16", 2), ("float32", 4), ("float64", 8)]
+)
 def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
     """Neither the rest of the batch nor its dtype: float32 as stored is that of the batch itself."""
-    about = {"map": Variable(("layer", "image", "y", "x"), "1", "a map", "Of a test.", dtype=dtype)}
-    sums = Accumulator("layer", nn.Identity(), Probe("mine", about, measure=lambda call: {}))
+    about = {
+        "map": Variable(
+            ("layer", "image", "y", "x"), "1", "a map", "Of a test.", dtype=dtype
+        )
+    }
+    sums = Accumulator(
+        "layer", nn.Identity(), Probe("mine", about, measure=lambda call: {})
+    )
     batch = torch.randn(7, 3, 5)
     sums.add_maps([11, 13], {"map": batch[2:4]})
     assert list(sums.maps) == [11, 13]

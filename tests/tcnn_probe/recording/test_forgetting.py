@@ -9,11 +9,23 @@ import torch
 from torch import nn
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, entropies, images, vit
+from tests.tcnn_probe.contracts.helpers import (
+    Trace,
+    check_entropies,
+    entropies,
+    images,
+    vit,
+)
 from tests.tcnn_probe.probes.helpers import VIT, small, step
 
 
-def leave(model: nn.Module, count: int, *, marks: bool = False, error: type[Exception] | None = None) -> None:
+def leave(
+    model: nn.Module,
+    count: int,
+    *,
+    marks: bool = False,
+    error: type[Exception] | None = None,
+) -> None:
     with tcnn_probe.record(model) as recorder:
         if marks:
             model(images())
@@ -26,12 +38,20 @@ def leave(model: nn.Module, count: int, *, marks: bool = False, error: type[Exce
 
 def test_leaving_without_a_mark() -> None:
     model = vit()
-    with pytest.warns(RuntimeWarning, match=r"^3 images measured and nothing was marked: .*call mark\(epoch="):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"^3 images measured and nothing was marked: .*call mark\(epoch=",
+    ):
         leave(model, 3)
-    with pytest.warns(RuntimeWarning, match=r"^2 images measured since the last mark: .*recorder\.pause\(\)") as told:
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"^2 images measured since the last mark: .*recorder\.pause\(\)",
+    ) as told:
         leave(model, 2, marks=True)
     assert told[0].filename == __file__
-    with pytest.warns(RuntimeWarning, match="nothing was recorded, as nothing was marked"):
+    with pytest.warns(
+        RuntimeWarning, match="nothing was recorded, as nothing was marked"
+    ):
         leave(model.train(), 1)
     model.eval()
     leave(model, 0)
@@ -61,9 +81,14 @@ def test_pause() -> None:
 
 
 def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
-    model, batch = small("vit_tiny_patch16_224", **VIT), torch.rand(1, 3, *VIT["img_size"])
+    model, batch = (
+        small("vit_tiny_patch16_224", **VIT),
+        torch.rand(1, 3, *VIT["img_size"]),
+    )
 
-    def backward(model: nn.Module, some: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def backward(
+        model: nn.Module, some: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor:
         model(some).square().sum().backward()
         return torch.ones(len(some), *some.shape[2:])
 
@@ -91,7 +116,10 @@ def test_other_images_than_in_the_epochs_before(tmp_path: Path) -> None:
             recorder.mark(epoch=epoch)
     with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
         model(x[[0, 1, 2, 3, 5, 4]])
-        with pytest.warns(RuntimeWarning, match=r"the images \[4\] of this epoch are not .* shuffle=False") as told:
+        with pytest.warns(
+            RuntimeWarning,
+            match=r"the images \[4\] of this epoch are not .* shuffle=False",
+        ) as told:
             recorder.mark(epoch=3)
         model(x.flip(0))
         recorder.mark(epoch=4)  # not again
@@ -99,7 +127,9 @@ def test_other_images_than_in_the_epochs_before(tmp_path: Path) -> None:
 
 
 def test_what_a_recorder_shows(tmp_path: Path) -> None:
-    model = timm.create_model("xcit_nano_12_p16_224", depth=1, cls_attn_layers=1, img_size=32).eval()
+    model = timm.create_model(
+        "xcit_nano_12_p16_224", depth=1, cls_attn_layers=1, img_size=32
+    ).eval()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "a.zarr") as recorder:
         for epoch in range(5):
             model(torch.randn(1, 3, 32, 32))
@@ -118,7 +148,10 @@ def test_a_probe_that_finds_only_a_part() -> None:
     model = vit()
     with torch.no_grad(), tcnn_probe.record(model, probes="layer-scale") as recorder:
         model(images())
-        with pytest.warns(RuntimeWarning, match=r"VisionTransformer has no \['scale'\] for the probe 'layer-scale'"):
+        with pytest.warns(
+            RuntimeWarning,
+            match=r"VisionTransformer has no \['scale'\] for the probe 'layer-scale'",
+        ):
             recorder.mark(epoch=0)
 
 
@@ -131,5 +164,7 @@ def test_a_recorder_that_is_dropped_leaves_no_hooks(tmp_path: Path) -> None:
     del recorder
     gc.collect()
     assert before == Trace(model)
-    with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:  # the lock is free as well
+    with tcnn_probe.record(
+        model, tmp_path / "run.zarr"
+    ) as recorder:  # the lock is free as well
         assert recorder.epochs == (0,)

@@ -41,5 +41,7 @@ def test_killed_recording(tmp_path: Path) -> None:
     ds = xr.open_zarr(path)
     np.testing.assert_array_equal(ds.epoch, np.arange(there + 1))
     np.testing.assert_array_equal(ds.top1, ds.epoch / 7)
-    np.testing.assert_array_equal(ds.center_y, np.broadcast_to(ds.epoch.values[:, None, None], ds.gate.shape))
+    np.testing.assert_array_equal(
+        ds.center_y, np.broadcast_to(ds.epoch.values[:, None, None], ds.gate.shape)
+    )
     assert np.isfinite(ds.entropy).all()

@@ -23,7 +23,9 @@ def mark(recorder: tcnn_probe.Recorder, **values: Any) -> None:
     recorder.mark(**values)
 
 
-def test_epochs_of_any_integer_kind_negative_and_far_apart(recorder: tcnn_probe.Recorder) -> None:
+def test_epochs_of_any_integer_kind_negative_and_far_apart(
+    recorder: tcnn_probe.Recorder,
+) -> None:
     for epoch in (-5, np.int16(-1), np.uint8(0), True, torch.tensor(7), np.array(1000)):
         mark(recorder, epoch=epoch)
     assert recorder.dataset.epoch.values.tolist() == [-5, -1, 0, 1, 7, 1000]
@@ -32,15 +34,37 @@ def test_epochs_of_any_integer_kind_negative_and_far_apart(recorder: tcnn_probe.
 
 def test_scalars_of_any_number_kind(recorder: tcnn_probe.Recorder) -> None:
     half = torch.tensor(0.5)
-    kinds = [0.5, np.float32(0.5), np.array(0.5), half, half[None, None], half.bfloat16(), half.requires_grad_()]
+    kinds = [
+        0.5,
+        np.float32(0.5),
+        np.array(0.5),
+        half,
+        half[None, None],
+        half.bfloat16(),
+        half.requires_grad_(),
+    ]
     for epoch, value in enumerate(kinds):
-        mark(recorder, epoch=epoch, top1=value, top5=np.int64(3), best=True, worst=-np.inf)
+        mark(
+            recorder,
+            epoch=epoch,
+            top1=value,
+            top5=np.int64(3),
+            best=True,
+            worst=-np.inf,
+        )
     ds = recorder.dataset
-    assert [set(ds[name].values) for name in ("top1", "top5", "best", "worst")] == [{0.5}, {3.0}, {1.0}, {-np.inf}]
+    assert [set(ds[name].values) for name in ("top1", "top5", "best", "worst")] == [
+        {0.5},
+        {3.0},
+        {1.0},
+        {-np.inf},
+    ]
 
 
 def test_scalars_come_and_go(recorder: tcnn_probe.Recorder) -> None:
-    for epoch, scalars in enumerate([{"top1": 0.1}, {"lr": 0.2}, {"top1": 0.3, "lr": 0.4}, {"loss": 5}, {}]):
+    for epoch, scalars in enumerate(
+        [{"top1": 0.1}, {"lr": 0.2}, {"top1": 0.3, "lr": 0.4}, {"loss": 5}, {}]
+    ):
         mark(recorder, epoch=epoch, **scalars)
     nan, ds = np.nan, recorder.dataset
     np.testing.assert_array_equal(ds.top1, [0.1, nan, 0.3, nan, nan])
@@ -50,7 +74,9 @@ def test_scalars_come_and_go(recorder: tcnn_probe.Recorder) -> None:
     assert ds.top1.attrs == {"long_name": "top1", "description": "As given to mark()."}
 
 
-def test_skip_drops_what_was_seen_for_a_marked_epoch(recorder: tcnn_probe.Recorder) -> None:
+def test_skip_drops_what_was_seen_for_a_marked_epoch(
+    recorder: tcnn_probe.Recorder,
+) -> None:
     mark(recorder, epoch=1, top1=0.25, if_marked="skip")
     recorder._model(9 * images())
     mark(recorder, epoch=1, top1=0.5, if_marked="skip")

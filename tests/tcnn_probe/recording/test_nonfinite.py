@@ -20,19 +20,27 @@ def images(*broken: float) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(np.nan, torch.float32), (-np.inf, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(np.nan, torch.float32), (-np.inf, torch.bfloat16)], ids=str
+)
 def test_recorded_as_nan_counted_and_told(value: float, dtype: torch.dtype) -> None:
     model, fine = Branches().to(dtype), images().to(dtype)
     with tcnn_probe.record(model) as recorder:
         model(near=fine, far=images(value, 0.0, value).to(dtype))
         model(near=fine, far=fine)
-        with pytest.warns(RuntimeWarning, match=r"NaN or infinite.*\{'far': 2\}") as caught:
+        with pytest.warns(
+            RuntimeWarning, match=r"NaN or infinite.*\{'far': 2\}"
+        ) as caught:
             recorder.mark(epoch=0, top1=0.5)
     assert [warning.filename for warning in caught] == [__file__]
     ds = recorder.dataset
     assert ds.nonfinite_images.values.tolist() == [[0, 2]]
     assert ds.images.values.tolist() == [[10, 10]]
-    assert np.isnan(ds.sel(layer="far")[["entropy", "content_entropy", "attention_distance"]].to_array()).all()
+    assert np.isnan(
+        ds.sel(layer="far")[
+            ["entropy", "content_entropy", "attention_distance"]
+        ].to_array()
+    ).all()
     assert np.isfinite(ds.entropy.sel(layer="near")[0, :9]).all()
     assert np.isfinite(ds.gate.sel(layer="far")).all()
     assert ds.top1 == 0.5

@@ -10,7 +10,13 @@ import torch
 import xarray as xr
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import check_entropies, entropies, images, recorded, vit
+from tests.tcnn_probe.contracts.helpers import (
+    check_entropies,
+    entropies,
+    images,
+    recorded,
+    vit,
+)
 
 
 def test_every() -> None:
@@ -25,7 +31,9 @@ def test_every() -> None:
             recorder.mark(epoch=epoch)
     measured = torch.cat(batches[::3])
     for mark in range(2):
-        check_entropies(recorder, entropies(vit(), measured), mark, images=len(measured))
+        check_entropies(
+            recorder, entropies(vit(), measured), mark, images=len(measured)
+        )
 
 
 @pytest.mark.parametrize("most", [5, 100])
@@ -39,8 +47,14 @@ def test_max_images(most: int) -> None:
     for mark in range(2):
         check_entropies(recorder, entropies(vit(), x[:most]), mark, images=min(most, 9))
     ds, alone = recorder.dataset, recorded(vit(), x[:most]).dataset
-    for name in ("content_information", "class_content_information", "translation_equivariance"):
-        np.testing.assert_allclose(ds[name], alone[name].isel(epoch=[0, 0]), atol=1e-5, err_msg=name)
+    for name in (
+        "content_information",
+        "class_content_information",
+        "translation_equivariance",
+    ):
+        np.testing.assert_allclose(
+            ds[name], alone[name].isel(epoch=[0, 0]), atol=1e-5, err_msg=name
+        )
 
 
 def test_max_images_where_layers_see_different_numbers_of_them() -> None:
@@ -82,11 +96,18 @@ def maps_of(recorder: tcnn_probe.Recorder) -> xr.DataArray:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "numbers"), [(2, [0, 1]), (np.array([5, 0, 2, 2]), [0, 2, 5])], ids=["count", "numbers"]
+    ("chosen", "numbers"),
+    [(2, [0, 1]), (np.array([5, 0, 2, 2]), [0, 2, 5])],
+    ids=["count", "numbers"],
 )
-def test_images_are_numbered_in_the_order_in_which_they_pass(chosen: Any, numbers: list[int]) -> None:
+def test_images_are_numbered_in_the_order_in_which_they_pass(
+    chosen: Any, numbers: list[int]
+) -> None:
     model, x = vit(), images(6)
-    with tcnn_probe.record(model, images=6) as whole, tcnn_probe.record(model, images=chosen) as recorder:
+    with (
+        tcnn_probe.record(model, images=6) as whole,
+        tcnn_probe.record(model, images=chosen) as recorder,
+    ):
         for epoch, split in enumerate(((6,), (1, 3, 2))):
             for batch in x.split(split):
                 model(batch)
@@ -99,12 +120,17 @@ def test_images_are_numbered_in_the_order_in_which_they_pass(chosen: Any, number
         np.testing.assert_allclose(maps[mark], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_images_that_never_came_are_nan_and_one_must_have_come_by_the_first_mark() -> None:
+def test_images_that_never_came_are_nan_and_one_must_have_come_by_the_first_mark() -> (
+    None
+):
     """How large maps are is not known before. Said, and nothing lost: later ones would have nowhere to go."""
     model = vit()
     with tcnn_probe.record(model, images=[4, 7]) as recorder:
         model(images(3))
-        with pytest.raises(RuntimeError, match=r"of the images asked for, \[4, 7\], none was among the 3 seen"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"of the images asked for, \[4, 7\], none was among the 3 seen",
+        ):
             recorder.mark(epoch=0)
         model(images(2))
         recorder.mark(epoch=0)
@@ -116,9 +142,13 @@ def test_images_that_never_came_are_nan_and_one_must_have_come_by_the_first_mark
 
 @pytest.mark.filterwarnings("ignore:the images:RuntimeWarning")
 @pytest.mark.parametrize("resumed", [False, True])
-def test_maps_of_a_size_that_the_first_epoch_had_not(tmp_path: Path, resumed: bool) -> None:
+def test_maps_of_a_size_that_the_first_epoch_had_not(
+    tmp_path: Path, resumed: bool
+) -> None:
     """Are left out with a warning, in the same run and in a later one; the epoch's numbers are kept."""
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, dynamic_img_size=True).eval()
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, depth=1, dynamic_img_size=True
+    ).eval()
     recorder = tcnn_probe.record(model, tmp_path / "run.zarr", images=1)
     with torch.no_grad():
         model(torch.randn(1, 3, 32, 32))
@@ -127,17 +157,24 @@ def test_maps_of_a_size_that_the_first_epoch_had_not(tmp_path: Path, resumed: bo
             recorder.remove()
             recorder = tcnn_probe.record(model, tmp_path / "run.zarr", images=1)
         model(torch.randn(1, 3, 32, 48))
-        with pytest.warns(RuntimeWarning, match=r"began without them: \['blocks\.0\.attn in maps/3x2x3'\]") as told:
+        with pytest.warns(
+            RuntimeWarning,
+            match=r"began without them: \['blocks\.0\.attn in maps/3x2x3'\]",
+        ) as told:
             recorder.mark(epoch=1)
         assert told[0].filename == __file__
         model(torch.randn(1, 3, 32, 32))
         recorder.mark(epoch=2)
     recorder.remove()
     assert recorder.dataset.entropy.notnull().all()
-    assert maps_of(recorder).notnull().all(("layer", "image", "head", "y", "x")).values.tolist() == [True, False, True]
+    assert maps_of(recorder).notnull().all(
+        ("layer", "image", "head", "y", "x")
+    ).values.tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize(("along", "marks"), [("step", [10, 25, 1000]), ("images_seen", [0.5, 1.25, 3e5])])
+@pytest.mark.parametrize(
+    ("along", "marks"), [("step", [10, 25, 1000]), ("images_seen", [0.5, 1.25, 3e5])]
+)
 def test_along(along: str, marks: list[float], tmp_path: Path) -> None:
     model = vit()
     with tcnn_probe.record(model, tmp_path / "run.zarr", along=along) as recorder:

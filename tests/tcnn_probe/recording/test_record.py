@@ -19,18 +19,34 @@ IMAGES = torch.randn(2, 2, 5, 7, generator=torch.Generator().manual_seed(0))
 
 def test_every_variable_says_what_it_is() -> None:
     ds = recorded(Chain(), IMAGES).dataset
-    units = {"gate": "1", "locality_strength": "pixel-2", "attention_span": "pixel2", "center_y": "pixel"}
-    units |= {"center_x": "pixel", "attention_distance": "pixel", "uniform_distance": "pixel"}
+    units = {
+        "gate": "1",
+        "locality_strength": "pixel-2",
+        "attention_span": "pixel2",
+        "center_y": "pixel",
+    }
+    units |= {
+        "center_x": "pixel",
+        "attention_distance": "pixel",
+        "uniform_distance": "pixel",
+    }
     units |= {"images": "1", "nonfinite_images": "1", "translation_equivariance": "1"}
-    units |= dict.fromkeys(("content_information", "content_part_information", "uniform_content_entropy"), "nat")
-    units |= dict.fromkeys(("entropy", "content_entropy", "positional_entropy", "uniform_entropy"), "nat")
+    units |= dict.fromkeys(
+        ("content_information", "content_part_information", "uniform_content_entropy"),
+        "nat",
+    )
+    units |= dict.fromkeys(
+        ("entropy", "content_entropy", "positional_entropy", "uniform_entropy"), "nat"
+    )
     assert {name: array.units for name, array in ds.data_vars.items()} == units
     for array in (*ds.data_vars.values(), *ds.coords.values()):
         assert len(array.description) > 15
         assert array.long_name
     for name, array in ds.data_vars.items():
         of_layers = name.endswith("images") or name.startswith("uniform")
-        assert array.dims == (("epoch", "layer") if of_layers else ("epoch", "layer", "head"))
+        assert array.dims == (
+            ("epoch", "layer") if of_layers else ("epoch", "layer", "head")
+        )
 
 
 def test_provenance() -> None:
@@ -43,14 +59,21 @@ def test_provenance() -> None:
         assert attrs[f"{package}_version"] == version(package)
     assert attrs["model_class"] == "ConVit"
     assert attrs["model_architecture"] == "convit_tiny"
-    assert json.loads(attrs["layers"]) == {"blocks.0.attn": {"kind": "convit-gpsa", "heads": 4}}
+    assert json.loads(attrs["layers"]) == {
+        "blocks.0.attn": {"kind": "convit-gpsa", "heads": 4}
+    }
     ours = recorded(Chain(), IMAGES).dataset.attrs
     assert ours["model_class"] == "Chain"
     assert "model_architecture" not in ours
-    assert json.loads(ours["layers"]) == {"near": {"kind": "gpsa", "heads": 9}, "far": {"kind": "gpsa", "heads": 25}}
+    assert json.loads(ours["layers"]) == {
+        "near": {"kind": "gpsa", "heads": 9},
+        "far": {"kind": "gpsa", "heads": 25},
+    }
 
 
-def test_store_tells_neither_paths_nor_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_tells_neither_paths_nor_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     model = Chain()
     with tcnn_probe.Recorder(model, tmp_path / "somewhere" / "run.zarr") as recorder:

@@ -16,29 +16,139 @@ from tests.tcnn_probe.oracle import gpsa_statistics
 from tests.tcnn_probe.probes.class_attention_models import network
 
 RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
-    "unknown name": (vit, {"layers": "block"}, ValueError, "no layers match 'block'; did you mean 'blocks'"),
-    "unknown glob": (vit, {"layers": ["blocks", "layer4.*"]}, ValueError, r"match 'layer4\.\*'"),
-    "unknown probe": (vit, {"probes": "softmacks"}, ValueError, "no probe 'softmacks'; did you mean 'softmax'"),
-    "no probe": (vit, {"probes": [3]}, TypeError, "expected a tcnn_probe.Probe or the name of one, got 3"),
-    "no layer": (vit, {"probes": "layer-scale", "layers": "head"}, ValueError, r"has no layer among those asked for"),
-    "unknown mode": (vit, {"mode": "r"}, ValueError, r"expected mode='a' \(continue\), 'w' .* got 'r'"),
-    "unknown time": (vit, {"when": "test"}, ValueError, "expected when='eval', 'train' or 'always', got 'test'"),
-    "no forward": (vit, {"every": 0}, ValueError, "expected an integer from 1 for every, got 0"),
-    "half an image": (vit, {"max_images": 0.5}, TypeError, "an integer from 1 for max_images, got 0.5"),
-    "negative prefix": (vit, {"prefix_tokens": -1}, ValueError, "an integer from 0 for prefix_tokens, got -1"),
-    "negative image": (vit, {"images": [3, -1]}, ValueError, "an integer from 0 for each of images, got -1"),
-    "no image": (vit, {"images": ["first"]}, TypeError, "an integer from 0 for each of images, got 'first'"),
-    "no maps": (vit, {"images": 1, "probes": "gradient"}, ValueError, r"none of the probes \['gradient'\] has any"),
-    "no JSON": (vit, {"attrs": {"seed": {1}}}, TypeError, r"attrs of plain JSON, got .*: Object of type set is not"),
-    "layer as mark": (vit, {"along": "layer"}, ValueError, "'epoch' or 'step', for along; got 'layer'"),
+    "unknown name": (
+        vit,
+        {"layers": "block"},
+        ValueError,
+        "no layers match 'block'; did you mean 'blocks'",
+    ),
+    "unknown glob": (
+        vit,
+        {"layers": ["blocks", "layer4.*"]},
+        ValueError,
+        r"match 'layer4\.\*'",
+    ),
+    "unknown probe": (
+        vit,
+        {"probes": "softmacks"},
+        ValueError,
+        "no probe 'softmacks'; did you mean 'softmax'",
+    ),
+    "no probe": (
+        vit,
+        {"probes": [3]},
+        TypeError,
+        "expected a tcnn_probe.Probe or the name of one, got 3",
+    ),
+    "no layer": (
+        vit,
+        {"probes": "layer-scale", "layers": "head"},
+        ValueError,
+        r"has no layer among those asked for",
+    ),
+    "unknown mode": (
+        vit,
+        {"mode": "r"},
+        ValueError,
+        r"expected mode='a' \(continue\), 'w' .* got 'r'",
+    ),
+    "unknown time": (
+        vit,
+        {"when": "test"},
+        ValueError,
+        "expected when='eval', 'train' or 'always', got 'test'",
+    ),
+    "no forward": (
+        vit,
+        {"every": 0},
+        ValueError,
+        "expected an integer from 1 for every, got 0",
+    ),
+    "half an image": (
+        vit,
+        {"max_images": 0.5},
+        TypeError,
+        "an integer from 1 for max_images, got 0.5",
+    ),
+    "negative prefix": (
+        vit,
+        {"prefix_tokens": -1},
+        ValueError,
+        "an integer from 0 for prefix_tokens, got -1",
+    ),
+    "negative image": (
+        vit,
+        {"images": [3, -1]},
+        ValueError,
+        "an integer from 0 for each of images, got -1",
+    ),
+    "no image": (
+        vit,
+        {"images": ["first"]},
+        TypeError,
+        "an integer from 0 for each of images, got 'first'",
+    ),
+    "no maps": (
+        vit,
+        {"images": 1, "probes": "gradient"},
+        ValueError,
+        r"none of the probes \['gradient'\] has any",
+    ),
+    "no JSON": (
+        vit,
+        {"attrs": {"seed": {1}}},
+        TypeError,
+        r"attrs of plain JSON, got .*: Object of type set is not",
+    ),
+    "layer as mark": (
+        vit,
+        {"along": "layer"},
+        ValueError,
+        "'epoch' or 'step', for along; got 'layer'",
+    ),
     "alone": (vit, {"distributed": True}, RuntimeError, "init_process_group"),
-    "no module": (lambda: torch.ones(2), {}, TypeError, "expected a torch.nn.Module, got Tensor"),
-    "no classes": (network, {"classes": 0}, ValueError, "an integer from 1 for classes, .* got 0"),
-    "half a class": (network, {"classes": 1.5}, TypeError, "from 1 for classes, a number .* got 1.5"),
-    "truth value": (network, {"classes": [True]}, TypeError, "an integer from 0 for each of classes, got True"),
-    "class beyond": (network, {"images": 2, "classes": [2, 11]}, ValueError, "classes below 11, for 'pool', got 11"),
-    "classes of none": (vit, {"images": 1, "classes": [1]}, ValueError, "no layer or probe has one for each class"),
-    "classes, no images": (network, {"classes": [1]}, ValueError, "there are none without images="),
+    "no module": (
+        lambda: torch.ones(2),
+        {},
+        TypeError,
+        "expected a torch.nn.Module, got Tensor",
+    ),
+    "no classes": (
+        network,
+        {"classes": 0},
+        ValueError,
+        "an integer from 1 for classes, .* got 0",
+    ),
+    "half a class": (
+        network,
+        {"classes": 1.5},
+        TypeError,
+        "from 1 for classes, a number .* got 1.5",
+    ),
+    "truth value": (
+        network,
+        {"classes": [True]},
+        TypeError,
+        "an integer from 0 for each of classes, got True",
+    ),
+    "class beyond": (
+        network,
+        {"images": 2, "classes": [2, 11]},
+        ValueError,
+        "classes below 11, for 'pool', got 11",
+    ),
+    "classes of none": (
+        vit,
+        {"images": 1, "classes": [1]},
+        ValueError,
+        "no layer or probe has one for each class",
+    ),
+    "classes, no images": (
+        network,
+        {"classes": [1]},
+        ValueError,
+        "there are none without images=",
+    ),
 }
 
 
@@ -65,25 +175,77 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "epoch 3 is already marked: .*mode='w'.* recorder.epochs, or .*if_marked='skip'",
     ),
-    "going back": ({"epoch": 2}, ValueError, "expected epoch to be later than the last one marked, 3, got 2"),
-    "float epoch": ({"epoch": 4.0}, TypeError, "expected an integer for epoch, got 4.0"),
-    "no epoch": ({"top1": 0.5}, TypeError, r"needs the epoch: mark\(epoch=\.\.\., top1=\.\.\.\)$"),
-    "step": ({"step": 1}, TypeError, r"needs the epoch: .*; to mark steps, record\(model, along='step'\)"),
-    "epoch beyond int64": ({"epoch": 2**70}, ValueError, "an integer of 64 bits for epoch, got 1180591620717411303424"),
+    "going back": (
+        {"epoch": 2},
+        ValueError,
+        "expected epoch to be later than the last one marked, 3, got 2",
+    ),
+    "float epoch": (
+        {"epoch": 4.0},
+        TypeError,
+        "expected an integer for epoch, got 4.0",
+    ),
+    "no epoch": (
+        {"top1": 0.5},
+        TypeError,
+        r"needs the epoch: mark\(epoch=\.\.\., top1=\.\.\.\)$",
+    ),
+    "step": (
+        {"step": 1},
+        TypeError,
+        r"needs the epoch: .*; to mark steps, record\(model, along='step'\)",
+    ),
+    "epoch beyond int64": (
+        {"epoch": 2**70},
+        ValueError,
+        "an integer of 64 bits for epoch, got 1180591620717411303424",
+    ),
     "numeral": ({"epoch": 4, "top1": "0.5"}, TypeError, "number for 'top1', got '0.5'"),
     "bytes": ({"epoch": 4, "top1": b"1.5"}, TypeError, "number for 'top1', got b'1.5'"),
-    "vector": ({"epoch": 4, "top1": torch.ones(2)}, TypeError, r"number for 'top1', got tensor\(\[1., 1.\]\)"),
-    "failing": ({"epoch": 4, "fresh": 1.0, "top1": NotANumber()}, TypeError, "number for 'top1'"),
-    "variable": ({"epoch": 4, "gate": 1.0}, ValueError, "'gate' is the name of a recorded variable"),
-    "coordinate": ({"epoch": 4, "layer": 1.0}, ValueError, "'layer' is the name of a coordinate"),
-    "group": ({"epoch": 4, "heads": 1.0}, ValueError, "'heads' is the name of something else in the recording"),
-    "no name": ({"epoch": 4, "val/top1": 1.0}, ValueError, "letters, digits and underscores .* got 'val/top1'"),
-    "otherwise": ({"epoch": 4, "if_marked": "drop"}, ValueError, "if_marked='error' or 'skip', got 'drop'"),
+    "vector": (
+        {"epoch": 4, "top1": torch.ones(2)},
+        TypeError,
+        r"number for 'top1', got tensor\(\[1., 1.\]\)",
+    ),
+    "failing": (
+        {"epoch": 4, "fresh": 1.0, "top1": NotANumber()},
+        TypeError,
+        "number for 'top1'",
+    ),
+    "variable": (
+        {"epoch": 4, "gate": 1.0},
+        ValueError,
+        "'gate' is the name of a recorded variable",
+    ),
+    "coordinate": (
+        {"epoch": 4, "layer": 1.0},
+        ValueError,
+        "'layer' is the name of a coordinate",
+    ),
+    "group": (
+        {"epoch": 4, "heads": 1.0},
+        ValueError,
+        "'heads' is the name of something else in the recording",
+    ),
+    "no name": (
+        {"epoch": 4, "val/top1": 1.0},
+        ValueError,
+        "letters, digits and underscores .* got 'val/top1'",
+    ),
+    "otherwise": (
+        {"epoch": 4, "if_marked": "drop"},
+        ValueError,
+        "if_marked='error' or 'skip', got 'drop'",
+    ),
 }
 
 
 def files(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(path)): p.read_bytes()
+        for p in sorted(path.rglob("*"))
+        if p.is_file()
+    }
 
 
 NEAR, FAR = torch.randn(2, 3, 2, 5, 7, generator=torch.Generator().manual_seed(0))
@@ -111,9 +273,13 @@ def test_mark(first: bool, tmp_path: Path) -> None:
     assert ds.top1.values.tolist() == [0.25, 0.5][first:]
     assert "fresh" not in ds
     assert ds.images.values.tolist() == [[3, 3], [6, 6]][first:]
-    for name, expected in gpsa_statistics(model.near, torch.cat([2 * NEAR, 3 * NEAR])).items():
+    for name, expected in gpsa_statistics(
+        model.near, torch.cat([2 * NEAR, 3 * NEAR])
+    ).items():
         got = ds[name].sel(layer="near", epoch=4)[:9]
-        np.testing.assert_allclose(got, expected.mean(0), rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            got, expected.mean(0), rtol=1e-5, atol=1e-5, err_msg=name
+        )
 
 
 def test_nothing_to_mark(tmp_path: Path) -> None:
@@ -121,32 +287,49 @@ def test_nothing_to_mark(tmp_path: Path) -> None:
     model = vit().train()
     with tcnn_probe.record(model) as recorder:
         model(images())
-        with pytest.raises(RuntimeError, match=r"no forward in eval mode .*\(1 forwards in training mode\); run"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"no forward in eval mode .*\(1 forwards in training mode\); run",
+        ):
             recorder.mark(epoch=0)
         model.eval()(images())
         recorder.mark(epoch=0)
         model.train()(images())
-        with pytest.raises(RuntimeError, match=r"reached \['blocks\.0\.attn', .* since .*\(1 forwards"):
+        with pytest.raises(
+            RuntimeError, match=r"reached \['blocks\.0\.attn', .* since .*\(1 forwards"
+        ):
             recorder.mark(epoch=1)
-    with pytest.raises(RuntimeError, match=r"was removed: mark\(\) works inside the with block only"):
+    with pytest.raises(
+        RuntimeError, match=r"was removed: mark\(\) works inside the with block only"
+    ):
         recorder.mark(epoch=1)
     branches = Branches()
     with tcnn_probe.record(branches) as recorder:
         branches.near(NEAR)
-        with pytest.raises(RuntimeError, match=r"no image in eval mode reached \['far'\]"):
+        with pytest.raises(
+            RuntimeError, match=r"no image in eval mode reached \['far'\]"
+        ):
             recorder.mark(epoch=0)
         branches.far(FAR)
         recorder.mark(epoch=0)
 
 
 NO_ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "a convolution": (lambda: nn.Conv2d(2, 1, 3), {}, r"no attention was seen in Conv2d.*reparameterize\(model\)"),
+    "a convolution": (
+        lambda: nn.Conv2d(2, 1, 3),
+        {},
+        r"no attention was seen in Conv2d.*reparameterize\(model\)",
+    ),
     "no attention": (
         vit,
         {"layers": "blocks.0.mlp"},
         r"asked for, 'blocks.0.mlp': .* \['blocks.0.attn', 'blocks.1.attn'\]",
     ),
-    "not there": (vit, {"layers": ["blocks.1", "norm"]}, "asked for 'norm', .* no attention was seen there"),
+    "not there": (
+        vit,
+        {"layers": ["blocks.1", "norm"]},
+        "asked for 'norm', .* no attention was seen there",
+    ),
 }
 
 
@@ -159,23 +342,33 @@ def test_nothing_found_is_told_by_mark(case: str, tmp_path: Path) -> None:
         model(images())
         with pytest.raises(RuntimeError, match=message):
             recorder.mark(epoch=0)
-        with pytest.raises(RuntimeError, match=r"nothing is recorded yet: run a forward, then mark\(epoch=\.\.\.\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"nothing is recorded yet: run a forward, then mark\(epoch=\.\.\.\)",
+        ):
             recorder.dataset  # noqa: B018
     assert not list(tmp_path.iterdir())
 
 
-def marked(model: nn.Module, path: Path, epoch: int, x: torch.Tensor, **options: Any) -> None:
+def marked(
+    model: nn.Module, path: Path, epoch: int, x: torch.Tensor, **options: Any
+) -> None:
     with torch.no_grad(), tcnn_probe.record(model, path, **options) as recorder:
         model(x)
         recorder.mark(epoch=epoch)
 
 
 @pytest.mark.parametrize(("there", "here"), [(None, 1), ([0, 2], [0, 1])], ids=str)
-def test_a_store_of_other_images_is_refused_at_the_call(there: Any, here: Any, tmp_path: Path) -> None:
+def test_a_store_of_other_images_is_refused_at_the_call(
+    there: Any, here: Any, tmp_path: Path
+) -> None:
     model = vit()
     marked(model, tmp_path / "run.zarr", 0, images(), images=there)
     before, stored = Trace(model), files(tmp_path)
-    with pytest.raises(tcnn_probe.StoreError, match=r"keeps maps of the images .*, and images= asks for"):
+    with pytest.raises(
+        tcnn_probe.StoreError,
+        match=r"keeps maps of the images .*, and images= asks for",
+    ):
         tcnn_probe.record(model, tmp_path / "run.zarr", images=here)
     assert before == Trace(model)
     assert files(tmp_path) == stored
@@ -189,11 +382,16 @@ def test_a_store_of_other_layers_or_heads(tmp_path: Path) -> None:
         tcnn_probe.record(Branches(), path)
     shallow = vit()
     del shallow.blocks[1]
-    with pytest.raises(tcnn_probe.StoreError, match=r"\('blocks\.1\.attn' there, absent in this model\)"):
+    with pytest.raises(
+        tcnn_probe.StoreError,
+        match=r"\('blocks\.1\.attn' there, absent in this model\)",
+    ):
         tcnn_probe.record(shallow, path)
     other = vit()
     for block in other.blocks:
         block.attn.num_heads, block.attn.head_dim = 2, 6
-    with pytest.raises(tcnn_probe.StoreError, match=r"something else \(layer 'blocks\.0\.attn'"):
+    with pytest.raises(
+        tcnn_probe.StoreError, match=r"something else \(layer 'blocks\.0\.attn'"
+    ):
         marked(other, path, 1, images())
     assert tcnn_probe.open(path).epoch.values.tolist() == [0]

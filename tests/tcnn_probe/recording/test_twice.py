@@ -30,7 +30,10 @@ def script(store: Any, *epochs: int, **options: Any) -> list[int]:
 def test_modes(kind: str, tmp_path: Path) -> None:
     store = tmp_path / "run.zarr" if kind == "directory" else MemoryStore()
     assert script(store, 0, 1, mode="x") == [0, 1]
-    with pytest.raises(tcnn_probe.StoreError, match=r"is there already: mode='a' continues it, mode='w' replaces it"):
+    with pytest.raises(
+        tcnn_probe.StoreError,
+        match=r"is there already: mode='a' continues it, mode='w' replaces it",
+    ):
         script(store, 0, mode="x")
     assert script(store, 2) == [0, 1, 2]
     assert script(store, mode="w") == []  # which marks nothing, and so deletes nothing
@@ -44,7 +47,9 @@ def test_replacing_what_is_no_recording_or_is_being_written(tmp_path: Path) -> N
     zarr.open_group(path, mode="w")
     with pytest.raises(tcnn_probe.StoreError, match="something else than a recording"):
         script(path, 0, mode="w")
-    (path / "zarr.json").write_text('{"attributes": {"tcnn_probe_schema": "0"}}')  # of another version
+    (path / "zarr.json").write_text(
+        '{"attributes": {"tcnn_probe_schema": "0"}}'
+    )  # of another version
     assert script(path, 0, mode="w") == [0]
     model = vit()
     with tcnn_probe.record(model, path) as recorder:
@@ -60,7 +65,10 @@ def test_replacing_deletes_nothing_of_the_users(tmp_path: Path) -> None:
     assert script(path, 0) == [0]
     (path / "ckpt").mkdir()
     (path / "ckpt" / "model.pt.partial").write_text("mine")
-    with pytest.raises(tcnn_probe.StoreError, match=r"more than a recording, and is not replaced: 'ckpt"):
+    with pytest.raises(
+        tcnn_probe.StoreError,
+        match=r"more than a recording, and is not replaced: 'ckpt",
+    ):
         script(path, 0, mode="w")
     assert (path / "ckpt" / "model.pt.partial").read_text() == "mine"
     assert xr.open_zarr(path).epoch.values.tolist() == [0]
@@ -78,7 +86,8 @@ def test_replacing_through_a_link(tmp_path: Path) -> None:
 def test_open_gives_no_advice_for_writing(tmp_path: Path) -> None:
     zarr.open_group(tmp_path / "foreign.zarr", mode="w")
     with pytest.raises(
-        tcnn_probe.StoreError, match=r"foreign\.zarr holds something else .*: tcnn_probe\.open reads what"
+        tcnn_probe.StoreError,
+        match=r"foreign\.zarr holds something else .*: tcnn_probe\.open reads what",
     ):
         tcnn_probe.open(tmp_path / "foreign.zarr")
 
@@ -91,20 +100,38 @@ def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
 
     def train(stop: int) -> list[float]:
         model = vit()
-        with tcnn_probe.record(model, store, mode="a" if checkpoint.exists() else "w") as recorder:
+        with tcnn_probe.record(
+            model, store, mode="a" if checkpoint.exists() else "w"
+        ) as recorder:
             results = tcnn_model.finetune(
-                model, data, data, epochs=2, warmup_epochs=0, seed=0, checkpoint=checkpoint, progress=False
+                model,
+                data,
+                data,
+                epochs=2,
+                warmup_epochs=0,
+                seed=0,
+                checkpoint=checkpoint,
+                progress=False,
             )
             for result in itertools.islice(results, stop):
                 if lost == "mark" and stop == 2 and result.epoch == 1:
                     break
-                recorder.mark(epoch=result.epoch, top1=result.top1, loss=result.val_loss, if_marked="skip")
+                recorder.mark(
+                    epoch=result.epoch,
+                    top1=result.top1,
+                    loss=result.val_loss,
+                    if_marked="skip",
+                )
         return xr.open_zarr(store).loss.values.tolist()
 
     whole = train(9)
     for path in (checkpoint, store):
         path.rename(path.with_name(f"whole {path.name}"))
-    with pytest.warns(RuntimeWarning, match="4 images measured since") if lost == "mark" else nullcontext():
+    with (
+        pytest.warns(RuntimeWarning, match="4 images measured since")
+        if lost == "mark"
+        else nullcontext()
+    ):
         stopped = train(2)
     assert stopped == whole[: 1 if lost == "mark" else 2]
     if lost == "checkpoint":

@@ -11,30 +11,63 @@ import numpy as np
 import xarray as xr
 
 NAUGHTY = "</script><img src=x onerror=alert(1)>"
-ABOUT = {"units": "nat", "long_name": "attention entropy", "description": "-sum A log A <b>"}
+ABOUT = {
+    "units": "nat",
+    "long_name": "attention entropy",
+    "description": "-sum A log A <b>",
+}
 
 
 def recording(
-    layers: dict[str, int], epochs: list[int], *, seed: int = 0, grid: tuple[int, int] | None = (3, 5)
+    layers: dict[str, int],
+    epochs: list[int],
+    *,
+    seed: int = 0,
+    grid: tuple[int, int] | None = (3, 5),
 ) -> Any:
     """A tree as ``tcnn_probe.open`` gives it: random numbers by layer and head, and maps of two images on a grid."""
     rng, heads = np.random.default_rng(seed), max(layers.values())
     coords = {"epoch": epochs, "layer": list(layers), "head": range(heads)}
     exists = np.arange(heads) < np.array([*layers.values()])[:, None]
-    table = {"layers": json.dumps({name: {"kind": "softmax", "heads": count} for name, count in layers.items()})}
+    table = {
+        "layers": json.dumps(
+            {
+                name: {"kind": "softmax", "heads": count}
+                for name, count in layers.items()
+            }
+        )
+    }
 
     def of_heads(*shape: int) -> Any:
         values = rng.random((len(epochs), len(layers), *shape, heads))
-        return np.where(np.expand_dims(exists, tuple(range(1, 1 + len(shape)))), values, np.nan)
+        return np.where(
+            np.expand_dims(exists, tuple(range(1, 1 + len(shape)))), values, np.nan
+        )
 
     dims = ("epoch", "layer", "head")
-    numbers = xr.Dataset({"entropy": (dims, of_heads(), ABOUT), "gate": (dims, of_heads())}, coords, table)
-    numbers["uniform_entropy"] = ("epoch", "layer"), rng.random((len(epochs), len(layers)))
-    attrs = {"along": "epoch", "model_class": "Net", "unsupported": json.dumps({"stem": "no softmax"}), "missing": "{}"}
-    root = xr.Dataset({"top1": ("epoch", rng.random(len(epochs)))}, {"epoch": epochs}, attrs)
+    numbers = xr.Dataset(
+        {"entropy": (dims, of_heads(), ABOUT), "gate": (dims, of_heads())},
+        coords,
+        table,
+    )
+    numbers["uniform_entropy"] = (
+        ("epoch", "layer"),
+        rng.random((len(epochs), len(layers))),
+    )
+    attrs = {
+        "along": "epoch",
+        "model_class": "Net",
+        "unsupported": json.dumps({"stem": "no softmax"}),
+        "missing": "{}",
+    }
+    root = xr.Dataset(
+        {"top1": ("epoch", rng.random(len(epochs)))}, {"epoch": epochs}, attrs
+    )
     groups = {"/": root, "/heads": numbers}
     if grid is not None:
-        maps = np.moveaxis(of_heads(2, *grid), -1, 3).astype(np.float16)  # (epoch, layer, image, head, y, x)
+        maps = np.moveaxis(of_heads(2, *grid), -1, 3).astype(
+            np.float16
+        )  # (epoch, layer, image, head, y, x)
         groups["/maps"] = xr.Dataset(
             {"class_attention": (("epoch", "layer", "image", "head", "y", "x"), maps)},
             coords | {"image": [0, 3]},
@@ -45,10 +78,22 @@ def recording(
 
 def held(page: str) -> tuple[dict[str, Any], np.ndarray, list[bytes]]:
     """Decode the arguments of the page's program: its facts, its numbers and its maps."""
-    scripts = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, flags=re.DOTALL)
+    scripts = re.findall(
+        r'<script type="application/json"[^>]*>(.*?)</script>', page, flags=re.DOTALL
+    )
     args = dict(_program(json.loads(html.unescape(scripts[0])))["args"]["entries"])
-    numbers = np.frombuffer(_inflated(args["numbers"]), np.uint8).reshape(8, -1).T.copy().view("<f8").ravel()
-    return json.loads(args["page"]), numbers, [_inflated(buffer) for buffer in args["maps"]]
+    numbers = (
+        np.frombuffer(_inflated(args["numbers"]), np.uint8)
+        .reshape(8, -1)
+        .T.copy()
+        .view("<f8")
+        .ravel()
+    )
+    return (
+        json.loads(args["page"]),
+        numbers,
+        [_inflated(buffer) for buffer in args["maps"]],
+    )
 
 
 def _inflated(about: dict[str, str]) -> bytes:

@@ -19,11 +19,14 @@ from tests.tcnn_probe.reporting.made import NAUGHTY, recording
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="no chromium or no chromedriver (apt install chromium chromium-driver)"
+    CHROMIUM is None or DRIVER is None,
+    reason="no chromium or no chromedriver (apt install chromium chromium-driver)",
 )
 EPOCHS = [0, 5, 7]
 LAYER, HEAD = 11, 3
-LAYERS = {NAUGHTY: 3} | {f"blocks.{number}": 5 for number in range(1, 11)} | {"blocks.11": 9}
+LAYERS = (
+    {NAUGHTY: 3} | {f"blocks.{number}": 5 for number in range(1, 11)} | {"blocks.11": 9}
+)
 
 
 EVERYWHERE = """(all = (root, kind) => [...root.querySelectorAll("*")].flatMap(
@@ -45,16 +48,25 @@ def runs() -> list[xr.DataTree]:
 
 
 @pytest.fixture(scope="module")
-def browser(runs: list[xr.DataTree], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def browser(
+    runs: list[xr.DataTree], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """A browser with the page of both runs in it."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1200"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--window-size=1400,1200",
+    ):
         options.add_argument(argument)
     options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability(
+        "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
+    )
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
     try:
         path = tmp_path_factory.mktemp("page") / "report.html"
@@ -69,7 +81,9 @@ def browser(runs: list[xr.DataTree], tmp_path_factory: pytest.TempPathFactory) -
 def until(driver: Any, condition: str) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
-    WebDriverWait(driver, 60, poll_frequency=0.05).until(lambda driver: driver.execute_script(f"return {condition}"))
+    WebDriverWait(driver, 60, poll_frequency=0.05).until(
+        lambda driver: driver.execute_script(f"return {condition}")
+    )
 
 
 def at(driver: Any, grid: int, row: int, column: int) -> tuple[float, float]:
@@ -93,7 +107,10 @@ def click(driver: Any, grid: int, row: int, column: int) -> None:
     for kind in ("mousePressed", "mouseReleased"):
         event = {"type": kind, "x": x, "y": y, "button": "left", "clickCount": 1}
         driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
-    until(driver, f"document.getElementById('chosen').textContent.endsWith('head {column}')")
+    until(
+        driver,
+        f"document.getElementById('chosen').textContent.endsWith('head {column}')",
+    )
 
 
 def color(driver: Any, row: int, column: int) -> tuple[int, ...]:
@@ -102,7 +119,11 @@ def color(driver: Any, row: int, column: int) -> tuple[int, ...]:
     driver.execute_async_script(
         "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], 100)))"
     )
-    return Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB").getpixel((int(x) + 4, int(y) + 4))
+    return (
+        Image.open(io.BytesIO(driver.get_screenshot_as_png()))
+        .convert("RGB")
+        .getpixel((int(x) + 4, int(y) + 4))
+    )
 
 
 def to(driver: Any, mark: int, colour: str) -> None:
@@ -118,21 +139,37 @@ def to(driver: Any, mark: int, colour: str) -> None:
 def test_it_opens_at_the_last_epoch_that_both_runs_have(browser: Any) -> None:
     browser.refresh()
     until(browser, "document.body.dataset.ready")
-    assert browser.execute_script("return document.getElementById('now').textContent") == "epoch 5 (2 of 3)"
+    assert (
+        browser.execute_script("return document.getElementById('now').textContent")
+        == "epoch 5 (2 of 3)"
+    )
 
 
-def test_a_click_shows_the_numbers_of_its_head(browser: Any, runs: list[xr.DataTree]) -> None:
+def test_a_click_shows_the_numbers_of_its_head(
+    browser: Any, runs: list[xr.DataTree]
+) -> None:
     for mark, epoch in enumerate(EPOCHS):
         to(browser, mark, "gate")
-        click(browser, mark % 3, LAYER, HEAD)  # in either run's grid, or that of the difference
-        assert browser.execute_script("return document.getElementById('chosen').textContent") == "blocks.11, head 3"
+        click(
+            browser, mark % 3, LAYER, HEAD
+        )  # in either run's grid, or that of the difference
+        assert (
+            browser.execute_script(
+                "return document.getElementById('chosen').textContent"
+            )
+            == "blocks.11, head 3"
+        )
         for name in ("entropy", "gate"):
             cells = browser.find_elements("xpath", f"//*[@id='value {name}']/data")
             for run, cell in zip(runs, cells, strict=True):
                 if epoch not in run.epoch:
                     assert cell.text == "no value"
                     continue
-                value = run["heads"][name].sel(epoch=epoch, layer="blocks.11", head=3).item()
+                value = (
+                    run["heads"][name]
+                    .sel(epoch=epoch, layer="blocks.11", head=3)
+                    .item()
+                )
                 assert float(cell.get_attribute("value")) == value
                 assert float(cell.text.removesuffix(" nat")) == float(f"{value:.5g}")
     source = browser.execute_script(
@@ -144,7 +181,9 @@ def test_a_click_shows_the_numbers_of_its_head(browser: Any, runs: list[xr.DataT
     assert source[2] == pytest.approx(heads.mean("head").values.tolist(), rel=1e-14)
 
 
-def test_colours_mean_the_same_at_every_epoch(browser: Any, runs: list[xr.DataTree]) -> None:
+def test_colours_mean_the_same_at_every_epoch(
+    browser: Any, runs: list[xr.DataTree]
+) -> None:
     """Colours are ``(value - low) / (high - low)`` of all epochs and both runs; selecting a head dims no others."""
     values = [run["heads"].entropy.values for run in runs]
     low, high = (f([f(array) for array in values]) for f in (np.nanmin, np.nanmax))
@@ -169,7 +208,9 @@ def test_the_first_row_of_a_map_is_at_the_top(browser: Any) -> None:
     to(browser, 2, "gate")
     click(browser, 0, LAYER, HEAD)
     frame = browser.find_element("css selector", ".frame")
-    light = np.asarray(Image.open(io.BytesIO(frame.screenshot_as_png)).convert("L"), dtype=int)
+    light = np.asarray(
+        Image.open(io.BytesIO(frame.screenshot_as_png)).convert("L"), dtype=int
+    )
     height, width = light.shape
     cells = light[height // 6 :: height // 3, width // 10 :: width // 5][:3, :5]
     assert cells[0, 0] > 200
@@ -178,16 +219,26 @@ def test_the_first_row_of_a_map_is_at_the_top(browser: Any) -> None:
 
 def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -> None:
     to(browser, 1, "gate")
-    browser.execute_script("document.execCommand = () => { window.copied = document.activeElement.value }")
+    browser.execute_script(
+        "document.execCommand = () => { window.copied = document.activeElement.value }"
+    )
     browser.execute_script(
         "for (const cell of document.querySelectorAll('#heads th')) if (cell.textContent === 'gate') cell.click()"
     )
     browser.execute_script("document.getElementById('copy').click()")
-    title, *rows = (line.split("\t") for line in browser.execute_script("return window.copied").splitlines())
+    title, *rows = (
+        line.split("\t")
+        for line in browser.execute_script("return window.copied").splitlines()
+    )
     assert title == ["run", "layer", "head", "entropy", "gate"]
     cells = [(row[0], row[1], int(row[2]), float(row[4])) for row in rows]
     expected = {
-        (f"Net ({which})", layer, head, run["heads"].gate.sel(epoch=5, layer=layer, head=head).item())
+        (
+            f"Net ({which})",
+            layer,
+            head,
+            run["heads"].gate.sel(epoch=5, layer=layer, head=head).item(),
+        )
         for which, run in zip("AB", runs, strict=True)
         for layer, count in LAYERS.items()
         for head in range(count)
@@ -197,24 +248,48 @@ def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -
     shown = browser.execute_script(
         "return [...document.querySelectorAll('#heads td:last-child')].map(x => x.textContent)"
     )
-    assert [float(number) for number in shown] == [float(f"{row[3]:.5g}") for row in cells]
+    assert [float(number) for number in shown] == [
+        float(f"{row[3]:.5g}") for row in cells
+    ]
 
 
-def test_nothing_is_asked_for_and_nothing_fails(browser: Any, runs: list[xr.DataTree], tmp_path: Path) -> None:
+def test_nothing_is_asked_for_and_nothing_fails(
+    browser: Any, runs: list[xr.DataTree], tmp_path: Path
+) -> None:
     """After all that was done above, and in a notebook's frame."""
     browser.execute_script("document.getElementById('play').click()")
     until(browser, "document.getElementById('now').textContent.startsWith('epoch 7')")
     x, y = at(browser, 0, 0, 1)
-    browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y})
+    browser.execute_cdp_cmd(
+        "Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y}
+    )
     until(browser, EVERYWHERE + "(document, '.bk-tooltip-row-value').length")
     assert NAUGHTY in browser.execute_script("return document.body.innerText")
     assert browser.execute_script(f"return {EVERYWHERE}(document, 'img').length") == 0
     notebook = tmp_path / "notebook.html"
-    notebook.write_text('<meta charset="utf-8">' + tcnn_probe.report(runs[1])._repr_html_(), encoding="utf-8")
+    notebook.write_text(
+        '<meta charset="utf-8">' + tcnn_probe.report(runs[1])._repr_html_(),
+        encoding="utf-8",
+    )
     browser.get(notebook.as_uri())
-    until(browser, "document.querySelector('iframe').contentDocument.body?.dataset.ready")
-    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    requests = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    until(
+        browser, "document.querySelector('iframe').contentDocument.body?.dataset.ready"
+    )
+    assert [
+        entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"
+    ] == []
+    events = [
+        json.loads(entry["message"])["message"]
+        for entry in browser.get_log("performance")
+    ]
+    requests = [
+        event["params"]["request"]["url"]
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+    ]
     assert len(requests) >= 2
-    assert [url for url in requests if not url.startswith(("file:", "data:", "about:srcdoc"))] == []
+    assert [
+        url
+        for url in requests
+        if not url.startswith(("file:", "data:", "about:srcdoc"))
+    ] == []

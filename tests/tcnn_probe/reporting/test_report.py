@@ -38,8 +38,14 @@ def runs() -> list[xr.DataTree]:
     first = recording({"a.attn": 3, NAUGHTY: 9}, [0, 5, 7])
     first["heads"]["entropy"][0, 1, 4] = np.nan
     peaks = np.random.default_rng(2).random((3, 1, 4))
-    first["peaks"] = xr.Dataset({"peak": (("epoch", "layer", "head"), peaks)}, {"layer": ["d"], "head": range(4)})
-    return [first, recording({"a.attn": 3, NAUGHTY: 7, "c": 2}, [0, 7, 8], seed=1, grid=None)]
+    first["peaks"] = xr.Dataset(
+        {"peak": (("epoch", "layer", "head"), peaks)},
+        {"layer": ["d"], "head": range(4)},
+    )
+    return [
+        first,
+        recording({"a.attn": 3, NAUGHTY: 7, "c": 2}, [0, 7, 8], seed=1, grid=None),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,27 +53,48 @@ def page(runs: list[xr.DataTree]) -> str:
     return tcnn_probe.report(runs).html
 
 
-def test_numbers_are_those_of_the_recordings(runs: list[xr.DataTree], page: str) -> None:
+def test_numbers_are_those_of_the_recordings(
+    runs: list[xr.DataTree], page: str
+) -> None:
     facts, numbers, _ = held(page)
     assert facts["marks"] == [0, 5, 7, 8]
     heads = {"a.attn": 3, NAUGHTY: 9, "d": 4, "c": 2}
-    assert facts["layers"] == [{"name": layer, "heads": count} for layer, count in heads.items()]
+    assert facts["layers"] == [
+        {"name": layer, "heads": count} for layer, count in heads.items()
+    ]
     sizes = {"head": (4, 4, 9), "layer": (4, 4), "model": (4,)}
     compared = {}
     for number, run in enumerate(runs):
         for about in facts["variables"]:
-            ds = next((node.dataset for node in run.subtree if about["name"] in node.data_vars), None)
+            ds = next(
+                (
+                    node.dataset
+                    for node in run.subtree
+                    if about["name"] in node.data_vars
+                ),
+                None,
+            )
             if ds is None:
                 assert about["starts"][number] is None
                 continue
             shape = sizes[about["of"]]
             values = numbers[about["starts"][number] :][: np.prod(shape)].reshape(shape)
             for at in np.ndindex(shape):
-                labels = facts["marks"], [layer["name"] for layer in facts["layers"]], facts["heads"]
-                place = {dim: labels[n][at[n]] for n, dim in enumerate(("epoch", "layer", "head")[: len(at)])}
+                labels = (
+                    facts["marks"],
+                    [layer["name"] for layer in facts["layers"]],
+                    facts["heads"],
+                )
+                place = {
+                    dim: labels[n][at[n]]
+                    for n, dim in enumerate(("epoch", "layer", "head")[: len(at)])
+                }
                 exists = all(value in ds[dim].values for dim, value in place.items())
                 expected = ds[about["name"]].sel(place).item() if exists else np.nan
-                assert np.array_equal(values[at], expected, equal_nan=True), (about["name"], place)
+                assert np.array_equal(values[at], expected, equal_nan=True), (
+                    about["name"],
+                    place,
+                )
                 compared[about["name"], exists] = True
     assert len(compared) == 10
 
@@ -85,13 +112,23 @@ def test_maps_are_those_of_the_recording(runs: list[xr.DataTree], page: str) -> 
         assert np.array_equal(largest, np.nan_to_num(expected).max((-2, -1)))
         assert np.array_equal(cells == 255, np.isnan(expected))
         shown = np.where(cells == 255, np.nan, cells / 254 * largest[..., None, None])
-        assert np.nanmax(np.abs(shown - expected) / largest.max()) <= 0.5 / 254 + 4 * np.finfo("f4").eps
+        assert (
+            np.nanmax(np.abs(shown - expected) / largest.max())
+            <= 0.5 / 254 + 4 * np.finfo("f4").eps
+        )
 
 
 def test_names_are_text_and_nothing_is_loaded(page: str) -> None:
     tags = Tags(page).found
     assert {tag for tag, _ in tags} >= {"style", "script", "table"}
-    assert not {tag for tag, _ in tags} & {"img", "b-onerror", "link", "iframe", "object", "base"}
+    assert not {tag for tag, _ in tags} & {
+        "img",
+        "b-onerror",
+        "link",
+        "iframe",
+        "object",
+        "base",
+    }
     assert not [attrs for _, attrs in tags if {"src", "href", "onerror"} & attrs.keys()]
     assert html.escape(NAUGHTY) in page  # in the list of what is missing
 
@@ -121,9 +158,14 @@ def test_maps_are_thinned_and_said_to_be() -> None:
     complete = tcnn_probe.report(run)
     assert "because max_mb" not in complete.html
     assert len(complete.html) <= run["maps/class_attention"].nbytes + 5e6
-    room = 1.6 + 4 / 3 * 10.5 * 2 * 2 * 5 * (31 * 37 + 4) / 1e6  # of ten of the forty epochs
+    room = (
+        1.6 + 4 / 3 * 10.5 * 2 * 2 * 5 * (31 * 37 + 4) / 1e6
+    )  # of ten of the forty epochs
     thinned = tcnn_probe.report(run, max_mb=room)
-    assert f"this page has those of 10 of 40 epochs, evenly spread, because max_mb={room:g}" in thinned.html
+    assert (
+        f"this page has those of 10 of 40 epochs, evenly spread, because max_mb={room:g}"
+        in thinned.html
+    )
     marks = held(thinned.html)[0]["runs"][0]["kept"]
     assert len(marks) == 10
     assert set(np.diff(marks)) <= {4, 5}
@@ -139,14 +181,21 @@ def test_images_are_left_out_last() -> None:
     assert choose_maps(run, 2 * size) == Choice([39], 2, 2)
     assert choose_maps(run, 2 * size - 1) == Choice([39], 1, 2)
     assert choose_maps(run, size - 1) == Choice([], 0, 2)
-    assert choose_maps(read_run(recording({"a": 3}, [1], grid=None)), 0) == Choice([], 0, 0)
+    assert choose_maps(read_run(recording({"a": 3}, [1], grid=None)), 0) == Choice(
+        [], 0, 0
+    )
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=(32, 48), depth=2, embed_dim=24, num_classes=3).eval()
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", img_size=(32, 48), depth=2, embed_dim=24, num_classes=3
+    ).eval()
     path = tmp_path_factory.mktemp("store") / "run.zarr"
-    with tcnn_probe.record(vit, path, images=[0, 2], layers="blocks.1*") as recorder, torch.no_grad():
+    with (
+        tcnn_probe.record(vit, path, images=[0, 2], layers="blocks.1*") as recorder,
+        torch.no_grad(),
+    ):
         vit(torch.randn(3, 3, 32, 48))
         recorder.mark(epoch=4, top1=0.5)
     return path
@@ -154,12 +203,23 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_of_a_store_and_a_dataset(store: Path, tmp_path: Path) -> None:
     ds = xr.open_zarr(store)
-    shown = tcnn_probe.report(store, tmp_path / "page.html", images=np.random.default_rng(0).random((2, 3, 32, 48)))
+    shown = tcnn_probe.report(
+        store,
+        tmp_path / "page.html",
+        images=np.random.default_rng(0).random((2, 3, 32, 48)),
+    )
     for page, maps in ((shown, 5), (tcnn_probe.report(ds), 0)):
         facts, numbers, blocks = held(page.html)
         assert len(blocks) == maps
-        start = next(about["starts"][0] for about in facts["variables"] if about["name"] == "class_entropy")
-        assert numbers[start : start + 3].tolist() == ds.class_entropy.values.ravel().tolist()
+        start = next(
+            about["starts"][0]
+            for about in facts["variables"]
+            if about["name"] == "class_entropy"
+        )
+        assert (
+            numbers[start : start + 3].tolist()
+            == ds.class_entropy.values.ravel().tolist()
+        )
         assert facts["variables"][0]["types"]
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == shown.html
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
@@ -168,33 +228,69 @@ def test_of_a_store_and_a_dataset(store: Path, tmp_path: Path) -> None:
     assert [(tag, attrs["srcdoc"]) for tag, attrs in frame] == [("iframe", shown.html)]
 
 
-def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "two.html"
     shutil.copytree(store, tmp_path / "again" / "run.zarr")
-    assert main(["report", str(store), str(tmp_path / "again" / "run.zarr"), "-o", str(output), "--max-mb", "9"]) == 0
-    assert f"{store.parent.name}/run.zarr and again/run.zarr" in output.read_text(encoding="utf-8")
+    assert (
+        main(
+            [
+                "report",
+                str(store),
+                str(tmp_path / "again" / "run.zarr"),
+                "-o",
+                str(output),
+                "--max-mb",
+                "9",
+            ]
+        )
+        == 0
+    )
+    assert f"{store.parent.name}/run.zarr and again/run.zarr" in output.read_text(
+        encoding="utf-8"
+    )
     assert main(["report", *[str(store)] * 3, "-o", str(output)]) == 2
     assert "expected one recording or two, got 3" in capsys.readouterr().err
 
 
 def test_refusals(runs: list[xr.DataTree], monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = recording({"a": 2}, [1]).map_over_datasets(lambda ds: ds.rename(epoch="step") if "epoch" in ds.dims else ds)
+    steps = recording({"a": 2}, [1]).map_over_datasets(
+        lambda ds: ds.rename(epoch="step") if "epoch" in ds.dims else ds
+    )
     steps.attrs["along"] = "step"
     for recordings, error, match in (
         ([], ValueError, "expected one recording or two, got 0"),
         (3, TypeError, "got int"),
         (xr.Dataset({"a": 1}), ValueError, "expected a recording"),
         (runs[0].isel(epoch=slice(0)), ValueError, "Net has no epoch yet"),
-        ({"a": runs[0].map_over_datasets(lambda ds: ds.where(False))}, ValueError, "no variable of a has a value"),
-        (runs[0].map_over_datasets(lambda ds: ds.expand_dims(run=2)), ValueError, "give their paths, report([a, b])"),
+        (
+            {"a": runs[0].map_over_datasets(lambda ds: ds.where(False))},
+            ValueError,
+            "no variable of a has a value",
+        ),
+        (
+            runs[0].map_over_datasets(lambda ds: ds.expand_dims(run=2)),
+            ValueError,
+            "give their paths, report([a, b])",
+        ),
         ([runs[0], steps], ValueError, "Net (A) was marked by epoch, Net (B) by step"),
     ):
         with pytest.raises(error, match=re.escape(match)):
             tcnn_probe.report(recordings)
-    with pytest.raises(ValueError, match=r"expected the images \[0, 3\], whose maps were recorded; got 3"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected the images \[0, 3\], whose maps were recorded; got 3",
+    ):
         tcnn_probe.report(runs[0], images=np.zeros((3, 1, 5, 7)))
-    for name in [name for name in sys.modules if name.startswith(("bokeh", "tcnn_probe.reporting.page"))]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("bokeh", "tcnn_probe.reporting.page"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "bokeh", None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "tcnn-probe\[report\]"'):
+    with pytest.raises(
+        ModuleNotFoundError, match=r'pip install "tcnn-probe\[report\]"'
+    ):
         tcnn_probe.report(runs[0])

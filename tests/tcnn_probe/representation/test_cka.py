@@ -23,14 +23,19 @@ def hsic(x: np.ndarray, y: np.ndarray) -> float:
             for q in range(n):
                 if len({i, j, q}) == 3:
                     triples += k[i, j] * l[i, q]
-                    quadruples += sum(k[i, j] * l[q, r] for r in range(n) if r not in (i, j, q))
+                    quadruples += sum(
+                        k[i, j] * l[q, r] for r in range(n) if r not in (i, j, q)
+                    )
     return pairs + quadruples / math.perm(n, 4) - 2 * triples / math.perm(n, 3)
 
 
 def make_features(*channels: int, n: int = 11, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     shared = rng.standard_normal((n, 2))
-    return [shared @ rng.standard_normal((2, c)) + rng.standard_normal((n, c)) + 5 for c in channels]
+    return [
+        shared @ rng.standard_normal((2, c)) + rng.standard_normal((n, c)) + 5
+        for c in channels
+    ]
 
 
 def test_is_the_u_statistic() -> None:
@@ -46,7 +51,10 @@ def test_whole_feature_maps_need_no_matrix_of_their_channels() -> None:
     cka = linear_cka(x, y.reshape(7, -1, 1))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert cka == pytest.approx(hsic(x - 5, y - 5) / math.sqrt(hsic(x - 5, x - 5) * hsic(y - 5, y - 5)), rel=1e-10)
+    assert cka == pytest.approx(
+        hsic(x - 5, y - 5) / math.sqrt(hsic(x - 5, x - 5) * hsic(y - 5, y - 5)),
+        rel=1e-10,
+    )
     assert peak < 20 * x.nbytes < 1009 * 1013 * 8
 
 
@@ -58,16 +66,23 @@ def test_batches_do_not_matter_nor_do_shift_rotation_and_scale() -> None:
     result = streamed.result()
     assert result.dims == ("layer", "other_layer")
     np.testing.assert_allclose(np.diag(result), 1, rtol=1e-12)
-    assert result.sel(layer="a", other_layer="b").item() == pytest.approx(linear_cka(x, y), rel=1e-10)
+    assert result.sel(layer="a", other_layer="b").item() == pytest.approx(
+        linear_cka(x, y), rel=1e-10
+    )
     rotation = np.linalg.qr(make_features(7, n=7)[0])[0]
-    assert linear_cka(x, 3 * (y + 1e4) @ rotation) == pytest.approx(linear_cka(x, y), rel=1e-6)
+    assert linear_cka(x, 3 * (y + 1e4) @ rotation) == pytest.approx(
+        linear_cka(x, y), rel=1e-6
+    )
     assert linear_cka(x, -2 * x + 1e3) == pytest.approx(1, rel=1e-10)
 
 
 def test_of_unrelated_features_it_is_0_on_average() -> None:
     """The biased estimate of as few images would be above 0.9."""
     rng = np.random.default_rng(0)
-    values = [linear_cka(rng.standard_normal((17, 101)), rng.standard_normal((17, 103))) for _ in range(40)]
+    values = [
+        linear_cka(rng.standard_normal((17, 101)), rng.standard_normal((17, 103)))
+        for _ in range(40)
+    ]
     assert abs(np.mean(values)) < 3 * np.std(values) / math.sqrt(len(values))
 
 
@@ -79,13 +94,20 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="as many images from all layers, got"):
         cka.add({"a": x}, {"b": y[:5]})
     cka.add({"a": x}, {"b": y})
-    with pytest.raises(ValueError, match=r"expected the layers \[\['a'\], \['b'\]\], as before"):
+    with pytest.raises(
+        ValueError, match=r"expected the layers \[\['a'\], \['b'\]\], as before"
+    ):
         cka.add({"a": x})
     before = cka.result()
-    with pytest.raises(ValueError, match="expected 7 numbers an image of 'b', as before, got 6"):
+    with pytest.raises(
+        ValueError, match="expected 7 numbers an image of 'b', as before, got 6"
+    ):
         cka.add({"a": x}, {"b": y[:, :6]})
     assert cka.result().identical(before)
-    for images, value in ((11, 1.0), (5, 123456.789)):  # the mean of five of these is another number
+    for images, value in (
+        (11, 1.0),
+        (5, 123456.789),
+    ):  # the mean of five of these is another number
         assert math.isnan(linear_cka(x[:images], np.full((images, 7), value)))
 
 
@@ -97,11 +119,16 @@ def test_labelled_is_the_same_and_has_nan_where_features_are_missing() -> None:
     dims = ("epoch", "layer", "image", "channel")
     features = xr.DataArray(padded, {"epoch": [0, 1], "layer": ["a", "b"]}, dims)
     cka = layer_cka(features)
-    assert cka.sel(epoch=0, layer="a", other_layer="b").item() == pytest.approx(linear_cka(x, y), rel=1e-4)
+    assert cka.sel(epoch=0, layer="a", other_layer="b").item() == pytest.approx(
+        linear_cka(x, y), rel=1e-4
+    )
     assert cka.sel(epoch=1).isnull().values.tolist() == [[False, True], [True, True]]
     fixed = layer_cka(features, features.sel(epoch=0, drop=True))
     np.testing.assert_allclose(fixed.sel(layer="a", other_layer="a"), 1, rtol=1e-5)
     features[0, 0, 3, 2] = np.inf  # as of a number that float16 cannot hold
-    assert layer_cka(features).sel(epoch=0).isnull().values.tolist() == [[True, True], [True, False]]
+    assert layer_cka(features).sel(epoch=0).isnull().values.tolist() == [
+        [True, True],
+        [True, False],
+    ]
     with pytest.raises(ValueError, match="with the dims 'image' and 'channel', got"):
         layer_cka(features.rename(image="sample"))

@@ -15,9 +15,13 @@ def make_features(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Feature maps, and masks of three classes; most pixels of a cell have the class that its features show."""
     rng = np.random.default_rng(seed)
     shown = rng.choice([0, 4, 7], (images, *GRID))
-    features = np.stack([shown % 3, shown % 4, shown % 2], 1) + 0.3 * rng.standard_normal((images, CHANNELS, *GRID))
+    features = np.stack(
+        [shown % 3, shown % 4, shown % 2], 1
+    ) + 0.3 * rng.standard_normal((images, CHANNELS, *GRID))
     masks = shown.repeat(CELL[0], 1).repeat(CELL[1], 2)
-    return features, np.where(rng.random(masks.shape) < 0.2, rng.choice([0, 4, 7], masks.shape), masks)
+    return features, np.where(
+        rng.random(masks.shape) < 0.2, rng.choice([0, 4, 7], masks.shape), masks
+    )
 
 
 def pixels(features: np.ndarray, masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -28,14 +32,18 @@ def pixels(features: np.ndarray, masks: np.ndarray) -> tuple[np.ndarray, np.ndar
         for y in range(masks.shape[1])
         for x in range(masks.shape[2])
     ]
-    return np.array([x for x, _ in labelled]), np.array([label for _, label in labelled])
+    return np.array([x for x, _ in labelled]), np.array(
+        [label for _, label in labelled]
+    )
 
 
 def test_is_a_classifier_of_pixels() -> None:
     (features, masks), train = make_features(7, 0), make_features(11, 1)
     x, y = pixels(*train)
     mean, deviation = x.mean(0), x.std(0)
-    classifier = LogisticRegression(C=1 / 500, max_iter=5000).fit((x - mean) / deviation, y)
+    classifier = LogisticRegression(C=1 / 500, max_iter=5000).fit(
+        (x - mean) / deviation, y
+    )
     x, y = pixels(features, masks)
     named = classifier.predict((x - mean) / deviation)
     expected = [
@@ -44,7 +52,9 @@ def test_is_a_classifier_of_pixels() -> None:
         for label in (0, 4, 7)
     ]
     assert 0.3 < min(expected) < max(expected) < 1
-    np.testing.assert_allclose(dense_probe(features, masks, *train, regularization=500), expected, rtol=1e-12)
+    np.testing.assert_allclose(
+        dense_probe(features, masks, *train, regularization=500), expected, rtol=1e-12
+    )
 
 
 def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
@@ -76,24 +86,41 @@ def test_labelled_judges_grids_by_the_same_pixels() -> None:
     iou = layer_dense_probe(
         {"a": features, "fine": fine, "b": coarse},
         masks,
-        {"a": train, "fine": train.repeat(CELL[0], 2).repeat(CELL[1], 3), "b": train[..., :1]},
+        {
+            "a": train,
+            "fine": train.repeat(CELL[0], 2).repeat(CELL[1], 3),
+            "b": train[..., :1],
+        },
         known,
     )
     assert iou.dims == ("layer", "class")
     assert iou["class"].values.tolist() == [0, 4, 7]
-    np.testing.assert_allclose(iou.sel(layer="a"), dense_probe(features, masks, train, known))
+    np.testing.assert_allclose(
+        iou.sel(layer="a"), dense_probe(features, masks, train, known)
+    )
     np.testing.assert_allclose(iou.sel(layer="fine"), iou.sel(layer="a"))
     assert iou.sel(layer="b").mean() < iou.sel(layer="a").mean()
-    with pytest.raises(ValueError, match=r"the same layers to fit and to judge, got \['b'\] and \['a'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"the same layers to fit and to judge, got \['b'\] and \['a'\]",
+    ):
         layer_dense_probe({"a": features}, masks, {"b": train}, known)
 
 
 @pytest.mark.parametrize(
     ("features", "masks", "message"),
     [
-        (np.ones((7, 2, 3, 4)), np.ones((6, 3, 4), int), r"got the shapes \(7, 2, 3, 4\) and \(6, 3, 4\)"),
+        (
+            np.ones((7, 2, 3, 4)),
+            np.ones((6, 3, 4), int),
+            r"got the shapes \(7, 2, 3, 4\) and \(6, 3, 4\)",
+        ),
         (np.ones((7, 2, 3)), np.ones((7, 3), int), r"features \(n, C, h, w\)"),
-        (np.ones((7, 2, 3, 4)), np.ones((7, 6, 9), int), "multiples of 3 and 4, got 6 and 9: resize them"),
+        (
+            np.ones((7, 2, 3, 4)),
+            np.ones((7, 6, 9), int),
+            "multiples of 3 and 4, got 6 and 9: resize them",
+        ),
         (np.full((7, 2, 3, 4), math.nan), np.ones((7, 3, 4), int), "finite features"),
     ],
 )

@@ -8,36 +8,56 @@ import xarray as xr
 from sklearn.datasets import load_iris
 
 from tcnn_probe import representation
-from tcnn_probe.representation import average_precision, knn_correct, linear_probe_correct
+from tcnn_probe.representation import (
+    average_precision,
+    knn_correct,
+    linear_probe_correct,
+)
 
 Q, G, K = 7, 23, 5
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
+    return (
+        sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
+    )
 
 
 def make_features(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Features of three classes, which overlap; labels are no 0, 1, 2."""
     rng = np.random.default_rng(seed)
     labels = rng.choice([11, 4, 30], count)
-    return np.stack([labels % 7, labels % 3, labels % 2], 1) + 2 * rng.standard_normal((count, 3)), labels
+    return np.stack([labels % 7, labels % 3, labels % 2], 1) + 2 * rng.standard_normal(
+        (count, 3)
+    ), labels
 
 
 def voted(x: np.ndarray, gallery: np.ndarray, labels: np.ndarray) -> int:
     """Eq. 2.6."""
     near = sorted(range(len(gallery)), key=lambda j: -cosine(x, gallery[j]))[:K]
-    votes = {label: sum(math.exp(cosine(x, gallery[j]) / 0.05) for j in near if labels[j] == label) for label in labels}
+    votes = {
+        label: sum(
+            math.exp(cosine(x, gallery[j]) / 0.05) for j in near if labels[j] == label
+        )
+        for label in labels
+    }
     return max(votes, key=lambda label: votes[label])
 
 
 def test_knn_is_that_of_the_thesis() -> None:
     (x, y), (gallery, known) = make_features(Q, 0), make_features(G, 1)
-    expected = [voted(query, gallery, known) == label for query, label in zip(x, y, strict=True)]
+    expected = [
+        voted(query, gallery, known) == label for query, label in zip(x, y, strict=True)
+    ]
     assert len({*expected}) == 2
     assert knn_correct(x, y, gallery, known, neighbors=K).tolist() == expected
-    nearest = [known[max(range(G), key=lambda j: cosine(query, gallery[j]))] for query in x]
-    assert knn_correct(x, y, gallery, known, neighbors=K, temperature=1e-4).tolist() == (nearest == y).tolist()
+    nearest = [
+        known[max(range(G), key=lambda j: cosine(query, gallery[j]))] for query in x
+    ]
+    assert (
+        knn_correct(x, y, gallery, known, neighbors=K, temperature=1e-4).tolist()
+        == (nearest == y).tolist()
+    )
     alone = []
     for query in range(G):
         rest = np.arange(G) != query
@@ -49,7 +69,9 @@ def precision(scores: list[float], relevant: list[bool]) -> float:
     """Mean over the relevant ones of the precision at their rank."""
     order = sorted(range(len(scores)), key=lambda j: -scores[j])
     hits = [relevant[j] for j in order]
-    return sum(sum(hits[: r + 1]) / (r + 1) for r in range(len(hits)) if hits[r]) / sum(hits)
+    return sum(sum(hits[: r + 1]) / (r + 1) for r in range(len(hits)) if hits[r]) / sum(
+        hits
+    )
 
 
 def test_retrieval_is_that_of_the_thesis() -> None:
@@ -59,7 +81,9 @@ def test_retrieval_is_that_of_the_thesis() -> None:
     p = rng.uniform(0.1, 0.9, Q)
     p = np.stack([1 - p, p], 1)
     plain = average_precision(x, y, gallery, known)
-    conditioned = average_precision(x, y, gallery, known, coarse_probabilities=p, gallery_coarse=coarse)
+    conditioned = average_precision(
+        x, y, gallery, known, coarse_probabilities=p, gallery_coarse=coarse
+    )
     for query in range(Q):
         cosines = [cosine(x[query], candidate) for candidate in gallery]
         odds = [math.log(p[query, c] / (1 - p[query, c])) for c in coarse]
@@ -69,7 +93,9 @@ def test_retrieval_is_that_of_the_thesis() -> None:
             continue
         assert plain[query] == pytest.approx(precision(cosines, relevant), rel=1e-12)
         scores = [c + o for c, o in zip(cosines, odds, strict=True)]
-        assert conditioned[query] == pytest.approx(precision(scores, relevant), rel=1e-12)
+        assert conditioned[query] == pytest.approx(
+            precision(scores, relevant), rel=1e-12
+        )
     assert not np.allclose(plain, conditioned, equal_nan=True)
 
 
@@ -77,11 +103,15 @@ def test_an_oracle_ranks_its_coarse_class_first_and_by_cosine_in_it() -> None:
     (x, y), (gallery, known) = make_features(Q, 0), make_features(G, 1)
     coarse = (known == 30).astype(int)
     oracle = np.stack([y != 30, y == 30], 1).astype(float)
-    precisions = average_precision(x, y, gallery, known, coarse_probabilities=oracle, gallery_coarse=coarse)
+    precisions = average_precision(
+        x, y, gallery, known, coarse_probabilities=oracle, gallery_coarse=coarse
+    )
     for query in range(Q):
         first = coarse == (y[query] == 30)
         cosines = [cosine(x[query], candidate) for candidate in gallery[first]]
-        assert precisions[query] == pytest.approx(precision(cosines, (known[first] == y[query]).tolist()), rel=1e-12)
+        assert precisions[query] == pytest.approx(
+            precision(cosines, (known[first] == y[query]).tolist()), rel=1e-12
+        )
 
 
 def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
@@ -91,30 +121,57 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
     train, test = slice(0, None, 2), slice(1, None, 2)
 
     def linear(labels: np.ndarray) -> float:
-        return linear_probe_correct(x[test], labels[test], x[train], labels[train]).mean()
+        return linear_probe_correct(
+            x[test], labels[test], x[train], labels[train]
+        ).mean()
 
-    for measure, chance in ((lambda labels: knn_correct(x, labels).mean(), 1 / 3), (linear, 1 / 3)):
+    for measure, chance in (
+        (lambda labels: knn_correct(x, labels).mean(), 1 / 3),
+        (linear, 1 / 3),
+    ):
         scores = [measure(labels) for labels in shuffled]
         assert measure(y) > 0.85
-        assert abs(np.mean(scores) - chance) < 3 * math.sqrt(chance * (1 - chance) / (75 * len(scores)))
+        assert abs(np.mean(scores) - chance) < 3 * math.sqrt(
+            chance * (1 - chance) / (75 * len(scores))
+        )
     third = slice(None, None, 3)
     assert average_precision(x[third], y[third]).mean() > 0.7
-    assert average_precision(x[third], shuffled[0][third]).mean() == pytest.approx(1 / 3, abs=0.08)
+    assert average_precision(x[third], shuffled[0][third]).mean() == pytest.approx(
+        1 / 3, abs=0.08
+    )
 
 
 def test_labelled_is_the_same() -> None:
     x, y = make_features(G, 1)
     features_by_layer = np.full((3, G, 5), np.nan)
-    features_by_layer[0, :, :3], features_by_layer[1, 1:, :] = x, 1.0  # the second layer lacks an image
-    features_by_layer[2, :, :3], features_by_layer[2, 5, 1] = x, np.inf  # as float16 has a large number
-    features = xr.DataArray(features_by_layer, {"layer": ["a", "b", "c"]}, ("layer", "image", "channel"))
+    features_by_layer[0, :, :3], features_by_layer[1, 1:, :] = (
+        x,
+        1.0,
+    )  # the second layer lacks an image
+    features_by_layer[2, :, :3], features_by_layer[2, 5, 1] = (
+        x,
+        np.inf,
+    )  # as float16 has a large number
+    features = xr.DataArray(
+        features_by_layer, {"layer": ["a", "b", "c"]}, ("layer", "image", "channel")
+    )
     scores = representation.layer_scores(features, y, neighbors=K)
-    np.testing.assert_array_equal(scores.knn_correct.sel(layer="a"), knn_correct(x, y, neighbors=K))
-    assert scores.participation_ratio.sel(layer="a").item() == pytest.approx(representation.participation_ratio(x))
+    np.testing.assert_array_equal(
+        scores.knn_correct.sel(layer="a"), knn_correct(x, y, neighbors=K)
+    )
+    assert scores.participation_ratio.sel(layer="a").item() == pytest.approx(
+        representation.participation_ratio(x)
+    )
     assert all(scores[name].sel(layer=["b", "c"]).isnull().all() for name in scores)
-    pytest.importorskip("dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'")
-    assert representation.layer_scores(features.chunk(image=7), y, neighbors=K).identical(scores)
-    assert representation.layer_cka(features.chunk(image=7)).identical(representation.layer_cka(features))
+    pytest.importorskip(
+        "dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'"
+    )
+    assert representation.layer_scores(
+        features.chunk(image=7), y, neighbors=K
+    ).identical(scores)
+    assert representation.layer_cka(features.chunk(image=7)).identical(
+        representation.layer_cka(features)
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +180,10 @@ def test_labelled_is_the_same() -> None:
         ({"neighbors": 23}, "neighbors from 1 to 22"),
         ({"temperature": 0}, "a temperature above 0, got 0"),
         ({"gallery": np.ones((4, 3))}, "gallery and gallery_labels together"),
-        ({"gallery": np.ones((4, 2)), "gallery_labels": np.ones(4)}, "a gallery of 3 numbers an image, got 2"),
+        (
+            {"gallery": np.ones((4, 2)), "gallery_labels": np.ones(4)},
+            "a gallery of 3 numbers an image, got 2",
+        ),
         ({"labels": np.ones(22)}, r"labels of shape \(23,\)"),
         ({"features": np.full((23, 3), np.nan)}, "finite features"),
     ],
@@ -136,10 +196,24 @@ def test_refusals(change: dict[str, object], message: str) -> None:
 
 def test_coarse_labels_come_with_their_probabilities() -> None:
     features, labels = make_features(G, 1)
-    with pytest.raises(ValueError, match="coarse_probabilities and gallery_coarse together"):
+    with pytest.raises(
+        ValueError, match="coarse_probabilities and gallery_coarse together"
+    ):
         average_precision(features, labels, gallery_coarse=labels)
     for wrong in (labels - 11, labels):  # -7 would be that of the seventh from the end
-        with pytest.raises(ValueError, match=r"expected gallery_coarse from 0 to 29, got \["):
-            average_precision(features, labels, gallery_coarse=wrong, coarse_probabilities=np.full((23, 30), 0.5))
+        with pytest.raises(
+            ValueError, match=r"expected gallery_coarse from 0 to 29, got \["
+        ):
+            average_precision(
+                features,
+                labels,
+                gallery_coarse=wrong,
+                coarse_probabilities=np.full((23, 30), 0.5),
+            )
     with pytest.raises(ValueError, match=r"from 0 to 1 of shape \(23, K\)"):
-        average_precision(features, labels, gallery_coarse=labels, coarse_probabilities=2 * np.ones((23, 31)))
+        average_precision(
+            features,
+            labels,
+            gallery_coarse=labels,
+            coarse_probabilities=2 * np.ones((23, 31)),
+        )

@@ -12,19 +12,31 @@ from tcnn_probe.representation import participation_ratio, pca_energy, token_cos
 
 @pytest.mark.parametrize("shape", [(17, 5), (5, 17)])
 def test_beside_singular_values(shape: tuple[int, int]) -> None:
-    x = np.random.default_rng(0).standard_normal(shape) * np.geomspace(1, 0.1, shape[1]) + 3
+    x = (
+        np.random.default_rng(0).standard_normal(shape) * np.geomspace(1, 0.1, shape[1])
+        + 3
+    )
     variances = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
-    np.testing.assert_allclose(pca_energy(x), np.cumsum(variances) / variances.sum(), rtol=1e-10)
-    assert participation_ratio(x) == pytest.approx(variances.sum() ** 2 / (variances**2).sum(), rel=1e-10)
+    np.testing.assert_allclose(
+        pca_energy(x), np.cumsum(variances) / variances.sum(), rtol=1e-10
+    )
+    assert participation_ratio(x) == pytest.approx(
+        variances.sum() ** 2 / (variances**2).sum(), rel=1e-10
+    )
 
 
 def test_known_spectra() -> None:
-    corners = np.concatenate([np.eye(3), -np.eye(3)])  # equal variance along each of three axes
+    corners = np.concatenate(
+        [np.eye(3), -np.eye(3)]
+    )  # equal variance along each of three axes
     assert participation_ratio(corners) == pytest.approx(3)
     np.testing.assert_allclose(pca_energy(corners), [1 / 3, 2 / 3, 1])
     line = np.arange(7.0)[:, None] * np.array([1.0, 2, 3])
     assert participation_ratio(line) == pytest.approx(1)
-    for same in (np.ones((4, 3)), np.full((7, 3), 0.1)):  # the mean of seven 0.1 is another number
+    for same in (
+        np.ones((4, 3)),
+        np.full((7, 3), 0.1),
+    ):  # the mean of seven 0.1 is another number
         assert math.isnan(participation_ratio(same))
         assert np.isnan(pca_energy(same)).all()
 
@@ -32,13 +44,29 @@ def test_known_spectra() -> None:
 def test_token_cosine_is_the_mean_over_pairs() -> None:
     x = np.random.default_rng(0).standard_normal((3, 5, 7)) + 0.5
     pairs = list(permutations(range(5), 2))
-    cosines = [[a[i] @ a[j] / np.linalg.norm(a[i]) / np.linalg.norm(a[j]) for i, j in pairs] for a in x]
+    cosines = [
+        [a[i] @ a[j] / np.linalg.norm(a[i]) / np.linalg.norm(a[j]) for i, j in pairs]
+        for a in x
+    ]
     np.testing.assert_allclose(token_cosine(x), np.mean(cosines, 1), rtol=1e-12)
-    np.testing.assert_allclose(token_cosine(torch.tensor(x)), token_cosine(x), rtol=1e-12)
-    np.testing.assert_allclose(token_cosine(np.array([[1.0, 0], [1, 0], [0, 0]])), 1 / 3)
+    np.testing.assert_allclose(
+        token_cosine(torch.tensor(x)), token_cosine(x), rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        token_cosine(np.array([[1.0, 0], [1, 0], [0, 0]])), 1 / 3
+    )
     np.testing.assert_allclose(token_cosine(np.stack([x[0, 0], 3 * x[0, 0]])), 1)
     same = np.full((2, 300), 20)
-    for narrow in (same.astype(np.float16), same.astype(np.int8), torch.tensor(same).half()):
-        np.testing.assert_allclose(token_cosine(narrow), 1, rtol=1e-6)  # the squares overflow, and their sum
-    with pytest.raises(ValueError, match=r"two tokens or more, shape \(..., N, C\), got the shape \(3, 1, 7\)"):
+    for narrow in (
+        same.astype(np.float16),
+        same.astype(np.int8),
+        torch.tensor(same).half(),
+    ):
+        np.testing.assert_allclose(
+            token_cosine(narrow), 1, rtol=1e-6
+        )  # the squares overflow, and their sum
+    with pytest.raises(
+        ValueError,
+        match=r"two tokens or more, shape \(..., N, C\), got the shape \(3, 1, 7\)",
+    ):
         token_cosine(x[:, :1])

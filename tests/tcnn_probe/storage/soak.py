@@ -25,7 +25,14 @@ import pytest
 
 from tcnn_probe.recording.epoch import check_resumed
 from tcnn_probe.storage import EpochStore, StoreError, open_recording, repack
-from tests.tcnn_probe.storage.tables import GROUPS, add, assert_holds, contents, create, values
+from tests.tcnn_probe.storage.tables import (
+    GROUPS,
+    add,
+    assert_holds,
+    contents,
+    create,
+    values,
+)
 
 MOST = 90  # marks of a recording; numbers begin a second chunk with the 65th
 Tell = Callable[[int], object]
@@ -37,7 +44,9 @@ class Child:
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         announced, tell = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 warns of zarr's thread, where a writer forks
+            warnings.simplefilter(
+                "ignore"
+            )  # Python 3.12 warns of zarr's thread, where a writer forks
             self.pid = os.fork()
         if not self.pid:
             signal.alarm(120)  # a process that hangs has failed
@@ -92,7 +101,10 @@ def go_on(store: EpochStore, pid: int, tell: Tell) -> None:
 
 def check(path: Path, seeds: list[int], tell: Tell) -> None:
     """Compare everything in a store with the seeds, as plain xarray reads it; looking at it changes nothing."""
-    before, expected = contents(path), {f"phase{epoch // 5}": {} for epoch in range(len(seeds))} | {"top1": {}}
+    before, expected = (
+        contents(path),
+        {f"phase{epoch // 5}": {} for epoch in range(len(seeds))} | {"top1": {}},
+    )
     for epoch, seed in enumerate(seeds):
         for name, value in scalars(epoch, seed).items():
             expected[name][epoch] = value
@@ -120,7 +132,10 @@ def look(path: Path, first: int, seeds: list[int], count: int, tell: Tell) -> No
 def refused(path: Path, pid: int, tell: Tell) -> None:
     """A second recorder, and one of something else."""
     store = create(path)
-    with pytest.raises(StoreError, match=rf"is being written by process {pid} |: \d+ marks were left in it"):
+    with pytest.raises(
+        StoreError,
+        match=rf"is being written by process {pid} |: \d+ marks were left in it",
+    ):
         add(store, 10**6, 1)
     with pytest.raises(StoreError, match="recording of something else"):
         check_resumed(EpochStore(path).groups or {}, {"": GROUPS[""]})
@@ -150,7 +165,12 @@ class Soak:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.path, self.packed = folder / "run.zarr", folder / "packed.zarr"
-        self.chance, self.counts, self.seeds, self.runs = random.Random(seed), Counter[str](), list[int](), 0
+        self.chance, self.counts, self.seeds, self.runs = (
+            random.Random(seed),
+            Counter[str](),
+            list[int](),
+            0,
+        )
 
     def round(self) -> None:
         """Do each operation once."""
@@ -181,7 +201,11 @@ class Soak:
     def kill(self) -> None:
         """Killed at any moment of a mark."""
         writer = self._writer(1000)
-        self._killed(writer, writer.numbers(self.chance.randint(1, 6)), self.chance.uniform(0, 0.1))
+        self._killed(
+            writer,
+            writer.numbers(self.chance.randint(1, 6)),
+            self.chance.uniform(0, 0.1),
+        )
 
     def kill_early(self) -> None:
         """Killed at any moment of opening, or making, the recording and its first mark."""
@@ -191,7 +215,9 @@ class Soak:
         """Read by another process meanwhile."""
         writer = self._writer(1000)
         announced = writer.numbers(1)
-        counts_seen = Child(look, self.path, self.first, self.seeds, self.chance.randint(1, 3)).end()
+        counts_seen = Child(
+            look, self.path, self.first, self.seeds, self.chance.randint(1, 3)
+        ).end()
         assert counts_seen == sorted(counts_seen)
         self.counts["looks"] += len(counts_seen)
         self._killed(writer, announced, 0)
@@ -214,7 +240,10 @@ class Soak:
         if not self.packed.exists():
             self.counts["copies killed"] += 1
             Child(pack, self.path, self.packed).end()
-        assert {path.name for path in self.path.parent.iterdir()} == {"run.zarr", "packed.zarr"}
+        assert {path.name for path in self.path.parent.iterdir()} == {
+            "run.zarr",
+            "packed.zarr",
+        }
         self.counts["values"] += Child(check, self.packed, self.seeds).end()[0]
         shutil.rmtree(self.packed)
 
@@ -282,7 +311,9 @@ def main(minutes: float, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=2)
     parser.add_argument("--seed", type=int, default=0)
     main(**vars(parser.parse_args()))

@@ -18,7 +18,10 @@ from tcnn_probe.storage import EpochStore
 from tcnn_probe.storage.place import run
 
 MAPS = "maps/5x3x11"
-LAYERS = {name: {"kind": "gpsa", "heads": heads} for name, heads in (("a.conv", 5), ("слой#1", 3), ("層", 5))}
+LAYERS = {
+    name: {"kind": "gpsa", "heads": heads}
+    for name, heads in (("a.conv", 5), ("слой#1", 3), ("層", 5))
+}
 GROUPS = {
     "": Group(
         {
@@ -36,7 +39,15 @@ GROUPS = {
         coords={"channel": list("abcdefg")},
     ),
     MAPS: Group(
-        {"saliency": Variable(("layer", "image", "head", "y", "x"), "1", "saliency", "The map.", dtype="float16")},
+        {
+            "saliency": Variable(
+                ("layer", "image", "head", "y", "x"),
+                "1",
+                "saliency",
+                "The map.",
+                dtype="float16",
+            )
+        },
         {"a.conv": LAYERS["a.conv"], "層": LAYERS["層"]},
         {"image": 2, "head": 5, "y": 3, "x": 11},
         maps=True,
@@ -60,7 +71,11 @@ def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
         arrays[path] = {}
         for number, (name, about) in enumerate(group.variables.items()):
             index = np.arange(np.prod(group.shape(name))).reshape(group.shape(name))
-            wide = (index + 661 * seed) % 2039 if group.maps else 1e6 * seed + 1e3 * number + index
+            wide = (
+                (index + 661 * seed) % 2039
+                if group.maps
+                else 1e6 * seed + 1e3 * number + index
+            )
             arrays[path][name] = wide.astype(about.dtype)
     arrays[""]["gate"][1, 3:] = np.nan
     return arrays
@@ -76,7 +91,9 @@ def create(target: Any, **options: Any) -> EpochStore:
     return store
 
 
-def add(store: EpochStore, mark: float, seed: int | None = None, **scalars: float) -> None:
+def add(
+    store: EpochStore, mark: float, seed: int | None = None, **scalars: float
+) -> None:
     """A mark with the values of a seed, which is the mark itself unless another is given."""
     store.append(mark, values(int(mark) if seed is None else seed), scalars)
 
@@ -98,7 +115,10 @@ def dies(store: EpochStore) -> None:
 
 def contents(root: Path) -> dict[str, bytes | None]:
     """Return all that lies under a directory."""
-    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
+    return {
+        str(p.relative_to(root)): p.read_bytes() if p.is_file() else None
+        for p in sorted(root.rglob("*"))
+    }
 
 
 def assert_holds(
@@ -114,10 +134,16 @@ def assert_holds(
     those there are not looked at.
     """
     seeds = seeds if isinstance(seeds, Mapping) else {mark: mark for mark in seeds}
-    arrays = run(_arrays(source._place.store if isinstance(source, EpochStore) else source))
+    arrays = run(
+        _arrays(source._place.store if isinstance(source, EpochStore) else source)
+    )
     rows = [values(seed) for seed in seeds.values()]
     for path, group in GROUPS.items():
-        labels = {"layer": group.layers, **{dim: range(n) for dim, n in group.sizes.items()}, **group.coords}
+        labels = {
+            "layer": group.layers,
+            **{dim: range(n) for dim, n in group.sizes.items()},
+            **group.coords,
+        }
         for name, expected in {along: seeds, **labels}.items():
             assert arrays.pop(f"{path}/{name}".strip("/"))[1].tolist() == list(expected)
         for name, about in group.variables.items():
@@ -127,21 +153,32 @@ def assert_holds(
     if scalars is not None:
         assert arrays.keys() == scalars.keys()
         for name, expected_scalars in scalars.items():
-            np.testing.assert_array_equal(arrays[name][1], [expected_scalars.get(mark, np.nan) for mark in seeds])
+            np.testing.assert_array_equal(
+                arrays[name][1], [expected_scalars.get(mark, np.nan) for mark in seeds]
+            )
 
 
 async def _arrays(store: Any) -> dict[str, tuple[tuple[str, ...], np.ndarray]]:
     """Dims and values of all arrays, by path."""
-    group = await zarr.api.asynchronous.open_group(store, mode="r", use_consolidated=True)
-    members = [(path, array) async for path, array in group.members(max_depth=None) if hasattr(array, "dtype")]
+    group = await zarr.api.asynchronous.open_group(
+        store, mode="r", use_consolidated=True
+    )
+    members = [
+        (path, array)
+        async for path, array in group.members(max_depth=None)
+        if hasattr(array, "dtype")
+    ]
     arrays = await asyncio.gather(*(array.getitem(...) for _, array in members))
     return {
-        path: (array.metadata.dimension_names, stored) for (path, array), stored in zip(members, arrays, strict=True)
+        path: (array.metadata.dimension_names, stored)
+        for (path, array), stored in zip(members, arrays, strict=True)
     }
 
 
 @contextmanager
-def steps(crash_at: int | None = None, on: str = "", error: Any = Crash) -> Iterator[list[str]]:
+def steps(
+    crash_at: int | None = None, on: str = "", error: Any = Crash
+) -> Iterator[list[str]]:
     """Record the steps of writing that match a pattern, and let one of them, and all after it, fail.
 
     They are "set KEY" in a remote store; "fsync PATH" and "replace PATH" in directories, PATH being the new name.
@@ -161,7 +198,13 @@ def steps(crash_at: int | None = None, on: str = "", error: Any = Crash) -> Iter
         await original(self, key, value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda file: step(f"fsync {Path(f'/proc/self/fd/{file}').readlink()}"))
-        patch.setattr(os, "replace", lambda old, new: (step(f"replace {new}"), replace(old, new)))
+        patch.setattr(
+            os,
+            "fsync",
+            lambda file: step(f"fsync {Path(f'/proc/self/fd/{file}').readlink()}"),
+        )
+        patch.setattr(
+            os, "replace", lambda old, new: (step(f"replace {new}"), replace(old, new))
+        )
         patch.setattr(Remote, "set", remote_set)
         yield done

@@ -40,7 +40,11 @@ def place(kind: str, folder: Path, copy: Any = None) -> Any:
     """Nothing, or a copy of what is somewhere."""
     if kind == "remote":
         return tables.Remote({} if copy is None else dict(copy._store_dict))
-    return folder / "run.zarr" if copy is None else Path(shutil.copytree(copy, folder / "run.zarr"))
+    return (
+        folder / "run.zarr"
+        if copy is None
+        else Path(shutil.copytree(copy, folder / "run.zarr"))
+    )
 
 
 @pytest.mark.parametrize("kind", ["directory", "remote"])
@@ -55,12 +59,16 @@ def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str) -> None:
                 add(store, 1, 9, top1=9.0, fresh=9.0)
                 break
             except Crash:
-                landed = f"replace {target}/zarr.json" in done[:-1]  # there, but not announced
+                landed = (
+                    f"replace {target}/zarr.json" in done[:-1]
+                )  # there, but not announced
         assert store.marks == (0,)
         killed = create(place(kind, tmp_path / f"{number} killed", target))
         assert killed.marks == ((0, 1) if landed else (0,))
         if landed:
-            assert_holds(killed, {0: 0, 1: 9}, {"top1": {0: 0.0, 1: 9.0}, "fresh": {1: 9.0}})
+            assert_holds(
+                killed, {0: 0, 1: 9}, {"top1": {0: 0.0, 1: 9.0}, "fresh": {1: 9.0}}
+            )
         else:
             assert_holds(target, [0], {"top1": {0: 0.0}})
         for writer in (store, *(() if landed else (killed,))):
@@ -115,10 +123,17 @@ def test_crash_at_every_write_of_the_mark_that_brings_layers(tmp_path: Path) -> 
         store.create(tables.GROUPS, {})
     tree = open_recording(path)
     np.testing.assert_array_equal(tree.top1, [0, 1 / 7, 2 / 7, np.nan])
-    for group, name in (("heads", "gate"), ("layer_scale", "scale"), (MAPS, "saliency")):
+    for group, name in (
+        ("heads", "gate"),
+        ("layer_scale", "scale"),
+        (MAPS, "saliency"),
+    ):
         array = tree[group][name]
         assert array[:2].isnull().all()
-        np.testing.assert_array_equal(array[2:], [values(mark)[group.replace("heads", "")][name] for mark in (2, 3)])
+        np.testing.assert_array_equal(
+            array[2:],
+            [values(mark)[group.replace("heads", "")][name] for mark in (2, 3)],
+        )
     assert create(path).marks == (0, 1, 2, 3)
 
 
@@ -133,7 +148,9 @@ def test_scalar_that_a_layer_is_recorded_as_later(tmp_path: Path) -> None:
     store.create({"": Group({}, {})}, {})
     store.append(0, {"": {}}, {"gate": 0.5})
     store.create(tables.GROUPS, {})
-    with pytest.raises(ValueError, match=r"'gate' was given to mark\(\) before, and is now recorded"):
+    with pytest.raises(
+        ValueError, match=r"'gate' was given to mark\(\) before, and is now recorded"
+    ):
         add(store, 1)
 
 
@@ -165,7 +182,10 @@ def test_crash_at_every_write_of_closing(tmp_path: Path) -> None:
     np.testing.assert_array_equal(group.saliency[8], values(8)[MAPS]["saliency"])
 
 
-@pytest.mark.parametrize("on", ["run.zarr/.zarr.json.partial$", "gate/c/0/0/0$", "fresh/c/0$", "saliency/c/1/.*$"])
+@pytest.mark.parametrize(
+    "on",
+    ["run.zarr/.zarr.json.partial$", "gate/c/0/0/0$", "fresh/c/0$", "saliency/c/1/.*$"],
+)
 def test_full_disk(tmp_path: Path, on: str) -> None:
     def full() -> OSError:
         return OSError(errno.ENOSPC, "No space left on device")
@@ -182,10 +202,14 @@ def test_full_disk(tmp_path: Path, on: str) -> None:
         store.close()  # what it writes is for those who read without the root: that it cannot harms no mark
     assert attempts
     assert not list(tmp_path.rglob(".*"))
-    assert_holds(tmp_path / "run.zarr", [0, 1], {"top1": {0: 0.25, 1: 0.5}, "fresh": {1: 1.0}})
+    assert_holds(
+        tmp_path / "run.zarr", [0, 1], {"top1": {0: 0.25, 1: 0.5}, "fresh": {1: 1.0}}
+    )
 
 
-def test_leftovers_of_a_crashed_mark_are_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_crashed_mark_are_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A scalar that comes again in a later chunk; a map that is all NaN; half a file of a killed process."""
     monkeypatch.setattr("tcnn_probe.storage.chunks.MARKS_PER_CHUNK", (1, 3))
     path = tmp_path / "run.zarr"
@@ -193,7 +217,9 @@ def test_leftovers_of_a_crashed_mark_are_written_over(tmp_path: Path, monkeypatc
     add(store, 0)
     with steps(0, "run.zarr/zarr.json$"), pytest.raises(Crash):
         add(store, 1, 9, fresh=9.0)
-    (path / MAPS / "saliency" / "c" / "1" / "0" / "0" / "0" / "0" / ".0.partial").write_bytes(b"half a sh")
+    (
+        path / MAPS / "saliency" / "c" / "1" / "0" / "0" / "0" / "0" / ".0.partial"
+    ).write_bytes(b"half a sh")
     dies(store)
     before = contents(path)
     store = create(path)
@@ -225,16 +251,25 @@ def test_unfinished_creation_is_cleared_by_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slow", ["gate/c/0/0/0", "zarr.json"])
-def test_interrupt_from_the_keyboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+def test_interrupt_from_the_keyboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
     """Writes under way end before the interrupt is raised, so that they cannot land on what comes next."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs in the background
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in jobs in the background
     store = create(tmp_path / "run.zarr")
     add(store, 0)
     original: Callable[..., None] = module.Folder._write
 
     def slowly(self: module.Folder, path: Path, data: bytes) -> None:
         if path == tmp_path / "run.zarr" / slow:
-            threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
+            threading.Timer(
+                0.1,
+                lambda: signal.pthread_kill(
+                    threading.main_thread().ident, signal.SIGINT
+                ),
+            ).start()
             time.sleep(0.4)
         original(self, path, data)
 

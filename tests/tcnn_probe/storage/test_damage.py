@@ -12,7 +12,14 @@ import zarr
 
 from tcnn_probe.schema import difference
 from tcnn_probe.storage import EpochStore, StoreError, open_recording, repack
-from tests.tcnn_probe.storage.tables import MAPS, add, assert_holds, contents, create, recording
+from tests.tcnn_probe.storage.tables import (
+    MAPS,
+    add,
+    assert_holds,
+    contents,
+    create,
+    recording,
+)
 
 
 @pytest.fixture
@@ -21,20 +28,40 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run.zarr"
 
 
-def test_every_flipped_byte_of_every_chunk_is_noticed(path: Path, tmp_path: Path) -> None:
+def test_every_flipped_byte_of_every_chunk_is_noticed(
+    path: Path, tmp_path: Path
+) -> None:
     """Flip bits in each file at eight places: numbers, shards and their index, labels, the marks themselves."""
-    chance, files = random.Random(0), [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"]
+    chance, files = (
+        random.Random(0),
+        [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"],
+    )
     assert len(files) > 18
     for file in files:
         name, intact = str(file.relative_to(path)).split("/c/")[0], file.read_bytes()
-        places = [0, len(intact) - 1, *(chance.randrange(len(intact)) for _ in range(6))]
-        damaged = [intact[:n] + bytes([intact[n] ^ (1 << chance.randrange(8))]) + intact[n + 1 :] for n in places]
+        places = [
+            0,
+            len(intact) - 1,
+            *(chance.randrange(len(intact)) for _ in range(6)),
+        ]
+        damaged = [
+            intact[:n]
+            + bytes([intact[n] ^ (1 << chance.randrange(8))])
+            + intact[n + 1 :]
+            for n in places
+        ]
         for data in (*damaged, intact[: len(intact) // 2]):
             file.write_bytes(data)
             with pytest.raises(ValueError, match=r"checksum|bytes"):
                 zarr.open_group(path, mode="r")[name][...]
-        if name in ("gate", "top1", "layer_scale/scale"):  # which the next mark goes on from
-            with pytest.raises(StoreError, match=f"the last chunk of '{name}' in .*run.zarr is damaged"):
+        if name in (
+            "gate",
+            "top1",
+            "layer_scale/scale",
+        ):  # which the next mark goes on from
+            with pytest.raises(
+                StoreError, match=f"the last chunk of '{name}' in .*run.zarr is damaged"
+            ):
                 add(store := create(path), 2)
             store.close()
         if name in ("gate", "layer", f"{MAPS}/saliency"):
@@ -59,7 +86,9 @@ def load(path: Path) -> None:
         node.to_dataset().load()
 
 
-def test_every_chunk_that_is_empty_or_not_there_is_noticed(path: Path, tmp_path: Path) -> None:
+def test_every_chunk_that_is_empty_or_not_there_is_noticed(
+    path: Path, tmp_path: Path
+) -> None:
     """A lacking chunk would be read as NaN, and added to, and copied."""
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"]
     assert len(files) > 18
@@ -80,7 +109,13 @@ def test_every_chunk_that_is_empty_or_not_there_is_noticed(path: Path, tmp_path:
 
 
 def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+    for key in (
+        tree
+        if isinstance(tree, dict)
+        else range(len(tree))
+        if isinstance(tree, list)
+        else ()
+    ):
         yield (*at, key)
         yield from places(tree[key], (*at, key))
 
@@ -91,7 +126,9 @@ def test_damaged_roots_are_refused_or_read(path: Path) -> None:
     root, chance, refused = json.loads(text), random.Random(1), 0
     for at in chance.sample(sorted(places(root), key=str), 70):
         damaged = inner = copy.deepcopy(root)
-        wrong = chance.choice([None, -1, 2**70, 0.5, "", "x", [], ["x"], {}, {"x": 1}, "delete"])
+        wrong = chance.choice(
+            [None, -1, 2**70, 0.5, "", "x", [], ["x"], {}, {"x": 1}, "delete"]
+        )
         for key in at[:-1]:
             inner = inner[key]
         inner[at[-1]] = wrong
@@ -106,31 +143,52 @@ def test_damaged_roots_are_refused_or_read(path: Path) -> None:
         except StoreError:
             refused += 1
     assert refused > 35
-    for broken in ("", text[:100], text[:-1], "[]", "3", '"x"', "\x00", '{"attributes": []}'):
+    for broken in (
+        "",
+        text[:100],
+        text[:-1],
+        "[]",
+        "3",
+        '"x"',
+        "\x00",
+        '{"attributes": []}',
+    ):
         (path / "zarr.json").write_text(broken)
         for read in (open_recording, EpochStore):
             with pytest.raises(StoreError, match="or a damaged one"):
                 read(path)
 
 
-@pytest.mark.parametrize("name", ["../victim", "{tmp}/victim", "maps/../../victim", "", ".", "a//b"])
-def test_paths_in_metadata_are_not_followed(path: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../victim", "{tmp}/victim", "maps/../../victim", "", ".", "a//b"]
+)
+def test_paths_in_metadata_are_not_followed(
+    path: Path, tmp_path: Path, name: str
+) -> None:
     recording(tmp_path / "victim")
     root = json.loads((path / "zarr.json").read_text())
     documents = root["consolidated_metadata"]["metadata"]
     documents[name.format(tmp=tmp_path)] = documents["top1"]
     (path / "zarr.json").write_text(json.dumps(root))
     before = contents(tmp_path)
-    for use in (open_recording, EpochStore, lambda path: repack(path, tmp_path / "packed.zarr")):
+    for use in (
+        open_recording,
+        EpochStore,
+        lambda path: repack(path, tmp_path / "packed.zarr"),
+    ):
         with pytest.raises(StoreError, match="is no path in a recording"):
             use(path)
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(("name", "shape"), [("gate", [3, 3, 5]), (f"{MAPS}/saliency", [2, 2, 2, 5, 3, 12])])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("gate", [3, 3, 5]), (f"{MAPS}/saliency", [2, 2, 2, 5, 3, 12])]
+)
 def test_lengths_that_do_not_fit(path: Path, name: str, shape: list[int]) -> None:
     root = json.loads((path / "zarr.json").read_text())
     root["consolidated_metadata"]["metadata"][name]["shape"] = shape
     (path / "zarr.json").write_text(json.dumps(root))
-    with pytest.raises(StoreError, match=r"damaged metadata.*(unequal lengths|another shape)"):
+    with pytest.raises(
+        StoreError, match=r"damaged metadata.*(unequal lengths|another shape)"
+    ):
         open_recording(path)

@@ -12,13 +12,18 @@ def durable(done: list[str], changed: Iterable[Path], folders: Iterable[Path]) -
     """When the last of these files and new folders was on the disk: itself before its name, its name before that."""
     times = []
     for path in changed:
-        written, named = done.index(f"fsync {path.parent}/.{path.name}.partial"), done.index(f"replace {path}")
+        written, named = (
+            done.index(f"fsync {path.parent}/.{path.name}.partial"),
+            done.index(f"replace {path}"),
+        )
         assert written < named
         times.append(done.index(f"fsync {path.parent}", named))
     return max(times + [done.index(f"fsync {folder.parent}") for folder in folders])
 
 
-@pytest.mark.parametrize("fresh", [{}, {"fresh": 0.5}], ids=["same scalars", "new scalar"])
+@pytest.mark.parametrize(
+    "fresh", [{}, {"fresh": 0.5}], ids=["same scalars", "new scalar"]
+)
 def test_chunks_then_the_root(tmp_path: Path, fresh: dict[str, float]) -> None:
     path = tmp_path / "run.zarr"
     store = create(path)
@@ -26,12 +31,24 @@ def test_chunks_then_the_root(tmp_path: Path, fresh: dict[str, float]) -> None:
     before = contents(path)
     with steps() as done:
         add(store, 1, **fresh)
-    new = {name: data for name, data in contents(path).items() if before.get(name, 0) != data}
+    new = {
+        name: data
+        for name, data in contents(path).items()
+        if before.get(name, 0) != data
+    }
     files = [path / name for name, data in new.items() if data is not None]
-    assert len(files) == 1 + 3 + 5 + 2 * len(fresh)  # root, marks of the groups, variables
+    assert len(files) == 1 + 3 + 5 + 2 * len(
+        fresh
+    )  # root, marks of the groups, variables
     files.remove(path / "zarr.json")
-    last = durable(done, files, [path / name for name, data in new.items() if data is None])
-    root = [f"fsync {path}/.zarr.json.partial", f"replace {path}/zarr.json", f"fsync {path}"]
+    last = durable(
+        done, files, [path / name for name, data in new.items() if data is None]
+    )
+    root = [
+        f"fsync {path}/.zarr.json.partial",
+        f"replace {path}/zarr.json",
+        f"fsync {path}",
+    ]
     assert (last < done.index(root[0]), done[-3:]) == (True, root)
 
 
@@ -40,14 +57,32 @@ def test_first_mark(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "run.zarr"
     with steps() as done:
         add(create(path), 0)
-    filled = Path(next(step for step in done if step.endswith("/zarr.json")).split()[1]).parent
+    filled = Path(
+        next(step for step in done if step.endswith("/zarr.json")).split()[1]
+    ).parent
     while filled.suffix != ".init":
         filled = filled.parent
     assert filled.parent == path.parent
-    written_files = {filled / name: data for name, data in contents(path).items() if not name.startswith(".")}
-    files = [name for name, data in written_files.items() if data is not None and name != filled / "zarr.json"]
-    last = durable(done, files, [name for name, data in written_files.items() if data is None])
-    root = [f"fsync {filled}/.zarr.json.partial", f"replace {filled}/zarr.json", f"fsync {filled}"]
-    parents = [f"fsync {folder}" for folder in (path.parent, path.parent.parent, tmp_path)]
+    written_files = {
+        filled / name: data
+        for name, data in contents(path).items()
+        if not name.startswith(".")
+    }
+    files = [
+        name
+        for name, data in written_files.items()
+        if data is not None and name != filled / "zarr.json"
+    ]
+    last = durable(
+        done, files, [name for name, data in written_files.items() if data is None]
+    )
+    root = [
+        f"fsync {filled}/.zarr.json.partial",
+        f"replace {filled}/zarr.json",
+        f"fsync {filled}",
+    ]
+    parents = [
+        f"fsync {folder}" for folder in (path.parent, path.parent.parent, tmp_path)
+    ]
     assert last < done.index(root[0])
     assert done[done.index(root[0]) :] == [*root, f"replace {path}", *parents]

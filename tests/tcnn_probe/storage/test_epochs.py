@@ -11,17 +11,30 @@ import zarr
 from tcnn_probe.schema import Variable
 from tcnn_probe.storage import EpochStore, StoreError
 from tcnn_probe.storage.chunks import array_document
-from tests.tcnn_probe.storage.tables import GROUPS, MAPS, Remote, add, assert_holds, create, dies, values
+from tests.tcnn_probe.storage.tables import (
+    GROUPS,
+    MAPS,
+    Remote,
+    add,
+    assert_holds,
+    create,
+    dies,
+    values,
+)
 
 
 def test_chunks_are_of_a_bounded_size() -> None:
     for shape, marks in {(): 64, (12, 6): 64, (23, 31): 45, (53, 64): 16}.items():
-        about = array_document(Variable(("layer", "head")[: len(shape)], "", "", ""), shape, "epoch")
+        about = array_document(
+            Variable(("layer", "head")[: len(shape)], "", "", ""), shape, "epoch"
+        )
         assert about["chunk_grid"]["configuration"]["chunk_shape"] == [marks, *shape]
 
 
 @pytest.mark.parametrize("target", ["memory", "directory"])
-def test_marks_in_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+def test_marks_in_several_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
     monkeypatch.setattr("tcnn_probe.storage.chunks.MARKS_PER_CHUNK", (1, 4))
     path = Remote() if target == "memory" else tmp_path / "run.zarr"
     store = create(path)
@@ -30,11 +43,16 @@ def test_marks_in_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if mark in (2, 3, 4, 7):  # resumed on both sides of a boundary
             dies(store)
             store = create(path)
-    assert_holds(store, list(range(9)), {"late": {mark: mark / 7 for mark in range(6, 9)}})
+    assert_holds(
+        store, list(range(9)), {"late": {mark: mark / 7 for mark in range(6, 9)}}
+    )
     assert store.groups == GROUPS
     store.close()
     unconsolidated = zarr.open_group(path, mode="r", use_consolidated=False)
-    assert [unconsolidated[name].shape[0] for name in ("epoch", "gate", "late", f"{MAPS}/saliency")] == [9] * 4
+    assert [
+        unconsolidated[name].shape[0]
+        for name in ("epoch", "gate", "late", f"{MAPS}/saliency")
+    ] == [9] * 4
 
 
 def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
@@ -43,7 +61,9 @@ def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
     for mark in range(131):
         store.append(mark, {"": values(mark)[""]}, {})
     ds = xr.open_zarr(tmp_path / "run.zarr")
-    np.testing.assert_array_equal(ds.gate, [values(mark)[""]["gate"] for mark in range(131)])
+    np.testing.assert_array_equal(
+        ds.gate, [values(mark)[""]["gate"] for mark in range(131)]
+    )
     assert len([p for p in tmp_path.rglob("*") if p.is_file()]) < 40
 
 
@@ -64,7 +84,11 @@ def test_marks_that_are_no_integers(tmp_path: Path, resumed: bool) -> None:
         if resumed:
             store.close()
             store = create(tmp_path / "run.zarr", along="tokens")
-    assert [(mark, type(mark)) for mark in store.marks] == [(0.5, float), (1.0, float), (2.25, float)]
+    assert [(mark, type(mark)) for mark in store.marks] == [
+        (0.5, float),
+        (1.0, float),
+        (2.25, float),
+    ]
     assert_holds(tmp_path / "run.zarr", {0.5: 1, 1.0: 2, 2.25: 3}, {}, along="tokens")
 
 
@@ -84,7 +108,10 @@ def test_wrong_marks_and_values() -> None:
     for target_store in (store, create(None)):
         for rows, scalars, message in (
             (flat, {}, r"gate: expected shape \(3, 5\), got \(5, 3\)"),
-            *((right, {name: 1.0}, f"'{name}' is the name of something else") for name in occupied),
+            *(
+                (right, {name: 1.0}, f"'{name}' is the name of something else")
+                for name in occupied
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 target_store.append(2, rows, scalars)

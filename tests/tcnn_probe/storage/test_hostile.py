@@ -18,7 +18,15 @@ from numcodecs.checksum32 import CRC32C
 from tcnn_probe.storage import EpochStore, StoreError, open_recording, repack
 from tcnn_probe.storage.chunks import frame_size
 from tcnn_probe.storage.directory import LOCK
-from tests.tcnn_probe.storage.tables import MAPS, add, assert_holds, contents, create, recording, values
+from tests.tcnn_probe.storage.tables import (
+    MAPS,
+    add,
+    assert_holds,
+    contents,
+    create,
+    recording,
+    values,
+)
 
 MAP_SHARD = f"{MAPS}/saliency/c/0/0/0/0/0/0"
 
@@ -43,13 +51,17 @@ def refused(path: Path, message: str, *uses: Callable[[Path], object]) -> None:
             tracemalloc.stop()
 
 
-def change(path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
+def change(
+    path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], object]
+) -> None:
     root = json.loads((path / "zarr.json").read_text())
     edit(root["attributes"], root["consolidated_metadata"]["metadata"])
     (path / "zarr.json").write_text(json.dumps(root))
 
 
-def cut(name: str, shape: list[int], chunk: list[int]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+def cut(
+    name: str, shape: list[int], chunk: list[int]
+) -> Callable[[dict[str, Any], dict[str, Any]], None]:
     def edit(_: dict[str, Any], documents: dict[str, Any]) -> None:
         documents[name]["shape"] = shape
         documents[name]["chunk_grid"]["configuration"]["chunk_shape"] = chunk
@@ -58,14 +70,20 @@ def cut(name: str, shape: list[int], chunk: list[int]) -> Callable[[dict[str, An
 
 
 def encoded(name: str, codec: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    return lambda _, documents: documents[name]["codecs"].insert(1, {"name": codec, "configuration": {"level": 1}})
+    return lambda _, documents: documents[name]["codecs"].insert(
+        1, {"name": codec, "configuration": {"level": 1}}
+    )
 
 
 def crowded(_: dict[str, Any], documents: dict[str, Any]) -> None:
-    documents |= {f"name{number}": copy.deepcopy(documents["top1"]) for number in range(20_000)}
+    documents |= {
+        f"name{number}": copy.deepcopy(documents["top1"]) for number in range(20_000)
+    }
 
 
-def attributed(name: str, value: Any, array: str = "") -> Callable[[dict[str, Any], dict[str, Any]], None]:
+def attributed(
+    name: str, value: Any, array: str = ""
+) -> Callable[[dict[str, Any], dict[str, Any]], None]:
     def edit(attributes: dict[str, Any], documents: dict[str, Any]) -> None:
         (documents[array]["attributes"] if array else attributes)[name] = value
 
@@ -98,7 +116,9 @@ DEEP = "[" * 100_000 + "]" * 100_000
         attributed("_FillValue", "x", "entropy"),
     ],
 )
-def test_metadata(path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+def test_metadata(
+    path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], None]
+) -> None:
     change(path, edit)
     refused(path, "has damaged metadata")
 
@@ -115,12 +135,20 @@ def test_roots_that_are_deep_or_large(path: Path) -> None:
 def test_frame_size_is_what_zstd_decodes_to(length: int) -> None:
     for data in (bytes(length), np.random.default_rng(0).bytes(length)):
         assert frame_size(bytes(numcodecs.zstd.compress(data, 1))[:18]) == length
-    assert frame_size(b"\x28\xb5\x2f\xfd\x00\x58") is None  # RFC 8878: a frame that does not say it
+    assert (
+        frame_size(b"\x28\xb5\x2f\xfd\x00\x58") is None
+    )  # RFC 8878: a frame that does not say it
     assert frame_size(b"no frame") is None
 
 
-@pytest.mark.parametrize(("layer", "length"), [(0, 2**24), (slice(None), 2**29)], ids=["a part of a shard", "a shard"])
-def test_chunk_that_says_that_it_is_large(path: Path, layer: int | slice, length: int) -> None:
+@pytest.mark.parametrize(
+    ("layer", "length"),
+    [(0, 2**24), (slice(None), 2**29)],
+    ids=["a part of a shard", "a shard"],
+)
+def test_chunk_that_says_that_it_is_large(
+    path: Path, layer: int | slice, length: int
+) -> None:
     """16 kB that decode to 512 MB, with right checksums, in the place of every chunk of a shard."""
     bomb = numcodecs.zstd.compress(np.zeros(length, np.uint8), 1)
     checksum = CRC32C(location="end")
@@ -128,18 +156,27 @@ def test_chunk_that_says_that_it_is_large(path: Path, layer: int | slice, length
     index = np.array([[0, len(chunk)]] * 10, "<u8")
     (path / MAP_SHARD).write_bytes(chunk + bytes(checksum.encode(index.tobytes())))
     maps = open_recording(path)[MAPS].saliency
-    refused(path, "compressed from other than 132 bytes", lambda _: maps.isel(epoch=0, layer=layer).load())
+    refused(
+        path,
+        "compressed from other than 132 bytes",
+        lambda _: maps.isel(epoch=0, layer=layer).load(),
+    )
 
 
 def test_shard_with_ranges_beyond_it(path: Path) -> None:
     index = np.array([[0, 2**40]] * 10, "<u8")
-    (path / MAP_SHARD).write_bytes(b"x" * 99 + bytes(CRC32C(location="end").encode(index.tobytes())))
+    (path / MAP_SHARD).write_bytes(
+        b"x" * 99 + bytes(CRC32C(location="end").encode(index.tobytes()))
+    )
     maps = open_recording(path)[MAPS].saliency
     refused(path, "too large", lambda _: maps.isel(epoch=0, layer=0, head=0).load())
 
 
 def test_files_that_are_larger_than_they_may_be(path: Path) -> None:
-    heads, maps = open_recording(path)["heads"].gate, open_recording(path)[MAPS].saliency
+    heads, maps = (
+        open_recording(path)["heads"].gate,
+        open_recording(path)[MAPS].saliency,
+    )
     for name in ("gate/c/0/0/0", MAP_SHARD):
         with (path / name).open("r+b") as file:
             file.truncate(2**40)
@@ -149,8 +186,12 @@ def test_files_that_are_larger_than_they_may_be(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zarr.json", "gate/c/0/0/0", "epoch/c/0"])
-@pytest.mark.parametrize("kind", ["pipe", "link", "link to a device", "link to a folder"])
-def test_files_that_are_no_files(path: Path, tmp_path: Path, name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["pipe", "link", "link to a device", "link to a folder"]
+)
+def test_files_that_are_no_files(
+    path: Path, tmp_path: Path, name: str, kind: str
+) -> None:
     (path / name).rename(tmp_path / "outside")
     if kind == "pipe":
         os.mkfifo(path / name)
@@ -163,11 +204,20 @@ def test_files_that_are_no_files(path: Path, tmp_path: Path, name: str, kind: st
         (path / name).parent.rename(tmp_path / "folder")
         (path / name).parent.symlink_to(tmp_path / "folder")
     if (path / name).parent == path and kind == "link to a folder":
-        assert open_recording(path).sizes["epoch"] == 2  # the whole recording is elsewhere, as users do
+        assert (
+            open_recording(path).sizes["epoch"] == 2
+        )  # the whole recording is elsewhere, as users do
         return
-    uses = [lambda path: open_recording(path)["heads"].gate.load(), lambda path: add(create(path), 2)]
+    uses = [
+        lambda path: open_recording(path)["heads"].gate.load(),
+        lambda path: add(create(path), 2),
+    ]
     refused(path, "expected a regular file|expected folders", *uses)
-    refused(path, "expected a regular file|expected folders", lambda path: repack(path, tmp_path / "packed.zarr"))
+    refused(
+        path,
+        "expected a regular file|expected folders",
+        lambda path: repack(path, tmp_path / "packed.zarr"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +231,9 @@ def test_files_that_are_no_files(path: Path, tmp_path: Path, name: str, kind: st
         (f"{MAPS}/saliency/c/2", os.symlink),
     ],
 )
-def test_nothing_outside_is_written(path: Path, tmp_path: Path, name: str, link: Callable[..., None]) -> None:
+def test_nothing_outside_is_written(
+    path: Path, tmp_path: Path, name: str, link: Callable[..., None]
+) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "file").write_text("precious")
     link(tmp_path / "outside" / ("" if name.endswith("/c/2") else "file"), path / name)
@@ -190,7 +242,11 @@ def test_nothing_outside_is_written(path: Path, tmp_path: Path, name: str, link:
         add(create(path), 2)
         assert_holds(path, [0, 1, 2])
     else:
-        refused(path, "a link|second name of another file", lambda path: add(create(path), 2))
+        refused(
+            path,
+            "a link|second name of another file",
+            lambda path: add(create(path), 2),
+        )
         assert_holds(path, [0, 1])
     assert contents(tmp_path / "outside") == before
 
@@ -198,8 +254,14 @@ def test_nothing_outside_is_written(path: Path, tmp_path: Path, name: str, link:
 def test_limits_hold_for_what_is_written(path: Path) -> None:
     """A root that could not be read again is refused when it is to be written."""
     store = create(path)
-    for scalars, attributes in (({f"name{n}": 0.5 for n in range(4000)}, {}), ({}, {"text": "x" * 2**24})):
-        with pytest.raises(ValueError, match="expected at most 4000 arrays and 16777216 bytes of metadata"):
+    for scalars, attributes in (
+        ({f"name{n}": 0.5 for n in range(4000)}, {}),
+        ({}, {"text": "x" * 2**24}),
+    ):
+        with pytest.raises(
+            ValueError,
+            match="expected at most 4000 arrays and 16777216 bytes of metadata",
+        ):
             store.append(2, values(2), scalars, attrs=attributes)
     assert_holds(path, [0, 1])
     assert zarr.open_group(path, mode="r")["gate"].shape[0] == 2

@@ -13,7 +13,15 @@ import pytest
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
 from tcnn_probe.storage.directory import LOCK
 from tests.tcnn_probe.storage.soak import Child
-from tests.tcnn_probe.storage.tables import GROUPS, Remote, add, assert_holds, contents, create, recording
+from tests.tcnn_probe.storage.tables import (
+    GROUPS,
+    Remote,
+    add,
+    assert_holds,
+    contents,
+    create,
+    recording,
+)
 
 HELD = "run.zarr is being written by process {} since 20.*: one recorder at a time"
 
@@ -42,7 +50,10 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
             use()
     add(first, 1)
     first.close()
-    with pytest.raises(StoreError, match=r"another recorder writes to .*: 1 marks were left in it, 2 are there"):
+    with pytest.raises(
+        StoreError,
+        match=r"another recorder writes to .*: 1 marks were left in it, 2 are there",
+    ):
         second.hold()
     second.close()
     assert not (path / LOCK).exists()
@@ -54,7 +65,9 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
     assert not (path / LOCK).exists()
 
 
-def test_forked_process_has_no_right_to_write_and_leaves_the_lock(tmp_path: Path) -> None:
+def test_forked_process_has_no_right_to_write_and_leaves_the_lock(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "run.zarr"
     store = create(path)
     add(store, 0)
@@ -87,14 +100,18 @@ def test_two_that_begin_the_same(tmp_path: Path) -> None:
     for target in (tmp_path / "run.zarr", Remote()):
         first, second = create(target), create(target)
         add(first, 0)
-        with pytest.raises(StoreError, match=r"another recorder writes .*made meanwhile"):
+        with pytest.raises(
+            StoreError, match=r"another recorder writes .*made meanwhile"
+        ):
             add(second, 0, 7)
         assert_holds(first, [0])
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["no locks", "remote"])
-def test_without_locks_the_root_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
+def test_without_locks_the_root_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -104,7 +121,10 @@ def test_without_locks_the_root_is_compared(tmp_path: Path, monkeypatch: pytest.
     add(first, 0)
     second = create(target)
     add(first, 1)
-    with pytest.raises(StoreError, match=r"another recorder writes to .*: 1 marks were left in it, 2 are there"):
+    with pytest.raises(
+        StoreError,
+        match=r"another recorder writes to .*: 1 marks were left in it, 2 are there",
+    ):
         add(second, 1, 7)
     second.close()
     add(first, 2)
@@ -115,7 +135,16 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
     """Also not what looks like a leftover; nor does a mark that is refused, or made, delete any of it."""
     path = tmp_path / "run.zarr"
     recording(path)
-    precious = [path / name for name in (".0.partial", "epoch.partial", "ckpt/c.0", "c.0", "gate/c/.tcnn_probe.init")]
+    precious = [
+        path / name
+        for name in (
+            ".0.partial",
+            "epoch.partial",
+            "ckpt/c.0",
+            "c.0",
+            "gate/c/.tcnn_probe.init",
+        )
+    ]
     for name in precious:
         name.parent.mkdir(exist_ok=True)
         name.write_bytes(b"precious")
@@ -134,7 +163,9 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("instead", ["nothing", "an empty directory", "another recording", "something else"])
+@pytest.mark.parametrize(
+    "instead", ["nothing", "an empty directory", "another recording", "something else"]
+)
 def test_store_that_vanished(tmp_path: Path, instead: str, resumed: bool) -> None:
     path, away = tmp_path / "run.zarr", tmp_path / "away.zarr"
     store = create(path)
@@ -151,12 +182,16 @@ def test_store_that_vanished(tmp_path: Path, instead: str, resumed: bool) -> Non
         path.mkdir()
         (path / "notes.txt").write_text("") if instead == "something else" else None
     before = contents(tmp_path)
-    with pytest.raises(StoreError, match=r"deleted or moved|another recorder writes to|something else"):
+    with pytest.raises(
+        StoreError, match=r"deleted or moved|another recorder writes to|something else"
+    ):
         add(store, 1)
     assert contents(tmp_path) == before
 
 
-def test_stale_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_lock_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its file can be read, and deleted in a folder that a group may write; while its process lives it is refused."""
     recording(path := tmp_path / "run.zarr")
     (path / LOCK).write_text("process 1 since 2026")
@@ -175,7 +210,9 @@ def test_stale_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "open", open_as_other)
     with (path / LOCK).open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(StoreError, match=r"run\.zarr is being written by process 1 since 2026"):
+        with pytest.raises(
+            StoreError, match=r"run\.zarr is being written by process 1 since 2026"
+        ):
             create(path).hold()
     store = create(path)
     add(store, 1)

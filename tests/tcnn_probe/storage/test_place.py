@@ -29,7 +29,10 @@ from tests.tcnn_probe.storage.tables import (
 )
 
 
-@pytest.mark.parametrize("kind", ["memory", "path", "text", "file URL", "URL", "zarr directory", "zarr store"])
+@pytest.mark.parametrize(
+    "kind",
+    ["memory", "path", "text", "file URL", "URL", "zarr directory", "zarr store"],
+)
 def test_everywhere_the_same(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run.zarr"
     target = {
@@ -74,14 +77,35 @@ def repacked(path: Path) -> None:
 
 OURS = {"tcnn_probe_schema": 3, "along": "epoch"}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a file": (lambda path: path.write_text("precious"), r"something else than a recording \(a file\): (choose|tcnn)"),
-    "notes": (with_notes, r"run.zarr holds something else than a recording \(\['notes.txt'\]\)"),
-    "an array": (lambda path: zarr.create_array(path, shape=(3,), dtype="float64"), "something else than a recording"),
-    "zarr 2": (lambda path: zarr.open_group(path, mode="w", zarr_format=2), "something else than a recording"),
-    "not consolidated": (lambda path: zarr.open_group(path, mode="w", attributes=OURS), "has damaged metadata"),
+    "a file": (
+        lambda path: path.write_text("precious"),
+        r"something else than a recording \(a file\): (choose|tcnn)",
+    ),
+    "notes": (
+        with_notes,
+        r"run.zarr holds something else than a recording \(\['notes.txt'\]\)",
+    ),
+    "an array": (
+        lambda path: zarr.create_array(path, shape=(3,), dtype="float64"),
+        "something else than a recording",
+    ),
+    "zarr 2": (
+        lambda path: zarr.open_group(path, mode="w", zarr_format=2),
+        "something else than a recording",
+    ),
+    "not consolidated": (
+        lambda path: zarr.open_group(path, mode="w", attributes=OURS),
+        "has damaged metadata",
+    ),
     "other version": (with_version, "run.zarr has schema version 2, expected 3"),
-    "other marks": (lambda path: recording(path, along="step"), "has its marks along 'step', expected 'epoch'"),
-    "repacked": (repacked, "run.zarr was repacked for reading: continue the recording that it was made of"),
+    "other marks": (
+        lambda path: recording(path, along="step"),
+        "has its marks along 'step', expected 'epoch'",
+    ),
+    "repacked": (
+        repacked,
+        "run.zarr was repacked for reading: continue the recording that it was made of",
+    ),
 }
 
 
@@ -90,7 +114,11 @@ def test_refused_and_nothing_changed(tmp_path: Path, what: str) -> None:
     make, message = REFUSED[what]
     make(tmp_path / "run.zarr")
     before = contents(tmp_path)
-    for read in (EpochStore,) if what in ("other marks", "repacked") else (EpochStore, open_recording):
+    for read in (
+        (EpochStore,)
+        if what in ("other marks", "repacked")
+        else (EpochStore, open_recording)
+    ):
         with pytest.raises(StoreError, match=message):
             read(tmp_path / "run.zarr")
     assert contents(tmp_path) == before
@@ -106,16 +134,36 @@ GATE, VARIABLES = GROUPS[""].variables["gate"], GROUPS[""].variables
 def test_recording_of_something_else() -> None:
     stored = recording(None).groups
     for groups, message in (
-        ({"": GROUPS[""], "layer_scale": GROUPS["layer_scale"]}, f"group '{MAPS}': present there, absent here"),
-        (changed(layers={"a.conv": LAYERS["a.conv"]}), "layer 'слой#1': .* there, absent here$"),
+        (
+            {"": GROUPS[""], "layer_scale": GROUPS["layer_scale"]},
+            f"group '{MAPS}': present there, absent here",
+        ),
+        (
+            changed(layers={"a.conv": LAYERS["a.conv"]}),
+            "layer 'слой#1': .* there, absent here$",
+        ),
         (changed(layers={**LAYERS, "d": {}}), "layer 'd': absent there, {} here"),
         (changed(layers=dict(reversed(LAYERS.items()))), "order of layers"),
-        (changed(layers={**LAYERS, "層": {"kind": "gpsa"}}), "'層': {'kind': 'gpsa', 'heads': 5} there"),
-        (changed(MAPS, sizes={**GROUPS[MAPS].sizes, "x": 13}), f"in group '{MAPS}', dimension 'x': 11 there, 13 here"),
-        (changed(MAPS, coords={"image": [3, 18]}), r"labels along 'image': \[3, 17\] there, \[3, 18\] here"),
-        (changed(variables={"gate": GATE}), "variable 'entropy': .* there, absent here"),
         (
-            changed(variables={**VARIABLES, "gate": dataclasses.replace(GATE, units="cell")}),
+            changed(layers={**LAYERS, "層": {"kind": "gpsa"}}),
+            "'層': {'kind': 'gpsa', 'heads': 5} there",
+        ),
+        (
+            changed(MAPS, sizes={**GROUPS[MAPS].sizes, "x": 13}),
+            f"in group '{MAPS}', dimension 'x': 11 there, 13 here",
+        ),
+        (
+            changed(MAPS, coords={"image": [3, 18]}),
+            r"labels along 'image': \[3, 17\] there, \[3, 18\] here",
+        ),
+        (
+            changed(variables={"gate": GATE}),
+            "variable 'entropy': .* there, absent here",
+        ),
+        (
+            changed(
+                variables={**VARIABLES, "gate": dataclasses.replace(GATE, units="cell")}
+            ),
             r"float64 of \(layer, head\), units '1' there, float64 of \(layer, head\), units 'cell' here",
         ),
     ):
@@ -132,7 +180,9 @@ def test_nothing_is_there(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=r"run.zarr holds nothing yet"):
             use()
     for read in (open_recording, lambda path: repack(path, tmp_path / "b")):
-        with pytest.raises(StoreError, match=r"run.zarr holds no recording: nothing is there"):
+        with pytest.raises(
+            StoreError, match=r"run.zarr holds no recording: nothing is there"
+        ):
             read(path)
     assert list(tmp_path.iterdir()) == []
     store.create(GROUPS, {})
@@ -176,13 +226,19 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_targets_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recording(tmp_path / "run.zarr")
     (tmp_path / "file").write_text("")
     only_read = LocalStore(tmp_path / "run.zarr", read_only=True)
     assert open_recording(only_read).epoch.values.tolist() == [0]
-    occupied = MemoryStore({"mine/c/0": default_buffer_prototype().buffer.from_bytes(b"precious")})
-    monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path)  # root, who may run tests, has all rights
+    occupied = MemoryStore(
+        {"mine/c/0": default_buffer_prototype().buffer.from_bytes(b"precious")}
+    )
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path == tmp_path
+    )  # root, who may run tests, has all rights
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for target, message in (
         ("", "expected the path of a directory, got an empty one"),
@@ -191,18 +247,28 @@ def test_targets_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (tmp_path / "file" / "a" / "run.zarr", "the file .*file stands in its way"),
         (tmp_path / "run.zarr", "no permission to write in .*run.zarr$"),
         ("/a/b/run.zarr", "no permission to write in /$"),
-        ("nonsense://bucket/run.zarr", r"nonsense://bucket/run.zarr cannot be opened \(.*nonsense"),
-        ("s3://bucket/run.zarr", "cannot be opened .* URLs need the package fsspec and, for most protocols, one more"),
+        (
+            "nonsense://bucket/run.zarr",
+            r"nonsense://bucket/run.zarr cannot be opened \(.*nonsense",
+        ),
+        (
+            "s3://bucket/run.zarr",
+            "cannot be opened .* URLs need the package fsspec and, for most protocols, one more",
+        ),
     ):
         with pytest.raises(StoreError, match=message):
             EpochStore(target)
     assert EpochStore(tmp_path / "c" / "run.zarr").marks == ()
 
 
-def test_mount_points_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mount_points_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The folder that the first mark has filled cannot take the place of one where a disk is mounted."""
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path)
-    with pytest.raises(StoreError, match="is where a disk is mounted: choose a path inside it"):
+    with pytest.raises(
+        StoreError, match="is where a disk is mounted: choose a path inside it"
+    ):
         EpochStore(tmp_path)
     add(create(tmp_path / "run.zarr"), 0)
     assert_holds(tmp_path / "run.zarr", [0])
@@ -241,21 +307,34 @@ def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_recording_of_other_shapes(tmp_path: Path) -> None:
     """Without numbers of heads, maps of few dimensions, along something that is no integer."""
-    kinds = {"maps/a": (("layer", "y"), {"y": 3}), "maps/b": (("image",), {"image": 5}), "maps/c": ((), {})}
+    kinds = {
+        "maps/a": (("layer", "y"), {"y": 3}),
+        "maps/b": (("image",), {"image": 5}),
+        "maps/c": ((), {}),
+    }
     groups = {"": Group({}, {})}
     rows = {}
     for path, (dims, sizes) in kinds.items():
         m = Variable(dims, "1", "m", "m", dtype="float32")
         groups[path] = Group({"m": m}, {"a": {}, "b": {}}, sizes, maps=True)
-        rows[path] = np.arange(2 * np.prod(groups[path].shape("m"))).reshape(2, *groups[path].shape("m"))
+        rows[path] = np.arange(2 * np.prod(groups[path].shape("m"))).reshape(
+            2, *groups[path].shape("m")
+        )
     store = EpochStore(tmp_path / "run.zarr", along="tokens")
     store.create(groups, {})
     for mark in (0, 1):
-        store.append(mark + 0.5, {path: {"m": row[mark]} for path, row in rows.items()}, {"top1": 0.5})
+        store.append(
+            mark + 0.5,
+            {path: {"m": row[mark]} for path, row in rows.items()},
+            {"top1": 0.5},
+        )
     repack(tmp_path / "run.zarr", tmp_path / "packed.zarr")
     for name in ("run.zarr", "packed.zarr"):
         tree = open_recording(tmp_path / name)
-        assert (tree.top1.values.tolist(), tree.tokens.values.tolist()) == ([0.5, 0.5], [0.5, 1.5])
+        assert (tree.top1.values.tolist(), tree.tokens.values.tolist()) == (
+            [0.5, 0.5],
+            [0.5, 1.5],
+        )
         for path, row in rows.items():
             np.testing.assert_array_equal(tree[path].m, row)
     assert EpochStore(tmp_path / "run.zarr", along="tokens").groups == groups

@@ -26,7 +26,12 @@ for mark in range(4):
 @contextmanager
 def mounted(image: Path, folder: Path) -> Iterator[Path]:
     folder.mkdir()
-    run = subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        ["mount", "-o", "loop", image, folder],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if run.returncode:
         pytest.skip(f"no loop device can be mounted here: {run.stderr.strip()}")
     try:
@@ -35,7 +40,9 @@ def mounted(image: Path, folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can mount a disk")
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="only root can mount a disk"
+)
 def test_a_disk_copied_after_each_mark(tmp_path: Path) -> None:
     """The copy is made below the file system, of what has reached the disk; its journal is replayed when mounted."""
     image = tmp_path / "disk.img"
@@ -47,7 +54,9 @@ def test_a_disk_copied_after_each_mark(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with mounted(image, tmp_path / "disk") as disk:
         command = [sys.executable, "-c", WRITER, disk / "run.zarr"]
-        with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        with subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as writer:
             for mark in range(4):
                 assert writer.stdout.readline() == f"{mark}\n"
                 shutil.copyfile(image, tmp_path / f"{mark}.img")
@@ -56,5 +65,7 @@ def test_a_disk_copied_after_each_mark(tmp_path: Path) -> None:
         with mounted(tmp_path / f"{mark}.img", tmp_path / f"disk{mark}") as disk:
             fresh = {"fresh": {2: 0.5}} if mark >= 2 else {}
             assert_holds(
-                disk / "run.zarr", list(range(mark + 1)), {"top1": {n: n / 7 for n in range(mark + 1)}, **fresh}
+                disk / "run.zarr",
+                list(range(mark + 1)),
+                {"top1": {n: n / 7 for n in range(mark + 1)}, **fresh},
             )

@@ -8,12 +8,29 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from tcnn_probe.storage import EpochStore, open_recording, repack
-from tests.tcnn_probe.storage.tables import MAPS, Crash, Remote, add, assert_holds, create, dies, steps
+from tests.tcnn_probe.storage.tables import (
+    MAPS,
+    Crash,
+    Remote,
+    add,
+    assert_holds,
+    create,
+    dies,
+    steps,
+)
 
-SCALARS = st.dictionaries(st.sampled_from(["top1", "loss", "lr"]), st.floats(-9, 9), max_size=2)
+SCALARS = st.dictionaries(
+    st.sampled_from(["top1", "loss", "lr"]), st.floats(-9, 9), max_size=2
+)
 
 
 class Histories(RuleBasedStateMachine):
@@ -36,8 +53,15 @@ class Histories(RuleBasedStateMachine):
         self.step = 0.5 if floats else 1
         self.store = create(self.target)
 
-    @rule(gap=st.integers(1, 3), scalars=SCALARS, crash=st.none() | st.integers(0, 45), killed=st.booleans())
-    def mark(self, gap: int, scalars: dict[str, float], crash: int | None, killed: bool) -> None:
+    @rule(
+        gap=st.integers(1, 3),
+        scalars=SCALARS,
+        crash=st.none() | st.integers(0, 45),
+        killed=st.booleans(),
+    )
+    def mark(
+        self, gap: int, scalars: dict[str, float], crash: int | None, killed: bool
+    ) -> None:
         """Mark, or crash at a step; then the same store goes on, or another one where its process was killed."""
         self.count += 1
         mark = (self.store.marks[-1] if self.seeds else -self.step) + gap * self.step
@@ -63,7 +87,9 @@ class Histories(RuleBasedStateMachine):
             self.store.close()
         dies(self.store)
         self.store = create(self.target)
-        assert not self.seeds or open_recording(self.target)[MAPS].sizes["epoch"] == len(self.seeds)
+        assert not self.seeds or open_recording(self.target)[MAPS].sizes[
+            "epoch"
+        ] == len(self.seeds)
 
     @precondition(lambda self: self.seeds)
     @rule()
@@ -86,6 +112,10 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=5, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=5,
+    stateful_step_count=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
 )
 test_random_histories = Histories.TestCase

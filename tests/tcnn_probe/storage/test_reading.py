@@ -20,9 +20,18 @@ def test_tree(tmp_path: Path) -> None:
         assert tree.attrs["made_by"] == "a test"
         assert set(tree.dataset.data_vars) == {"top1"}
         assert dict(tree["heads"].sizes) == {"epoch": 2, "layer": 3, "head": 5}
-        assert dict(tree[MAPS].sizes) == {"epoch": 2, "layer": 2, "image": 2, "head": 5, "y": 3, "x": 11}
+        assert dict(tree[MAPS].sizes) == {
+            "epoch": 2,
+            "layer": 2,
+            "image": 2,
+            "head": 5,
+            "y": 3,
+            "x": 11,
+        }
         assert json.loads(tree["heads"].attrs["layers"]) == LAYERS
-        assert tree[MAPS].saliency.sel(epoch=3, layer="層", head=4, image=17).values.shape == (3, 11)
+        assert tree[MAPS].saliency.sel(
+            epoch=3, layer="層", head=4, image=17
+        ).values.shape == (3, 11)
         assert not tree[MAPS].saliency._in_memory  # read when looked at
 
 
@@ -31,11 +40,19 @@ def test_attributes(tmp_path: Path) -> None:
     add(store, 0, top1=0.5)
     ds = xr.open_zarr(tmp_path / "run.zarr")
     assert ds.attrs == dict(store.attrs)
-    assert (ds.attrs["made_by"], ds.attrs["tcnn_probe_schema"], ds.attrs["along"]) == ("a test", 3, "epoch")
+    assert (ds.attrs["made_by"], ds.attrs["tcnn_probe_schema"], ds.attrs["along"]) == (
+        "a test",
+        3,
+        "epoch",
+    )
     assert ds.entropy.attrs["units"] == "nat"
     assert ds.top1.attrs["description"] == "As given to mark()."
     assert "kernel tap" in ds["head"].attrs["description"]
-    assert list(json.loads(xr.open_zarr(tmp_path / "run.zarr", group="layer_scale").attrs["layers"])) == ["a.ls1", ""]
+    assert list(
+        json.loads(
+            xr.open_zarr(tmp_path / "run.zarr", group="layer_scale").attrs["layers"]
+        )
+    ) == ["a.ls1", ""]
     assert store.groups == GROUPS
 
 
@@ -49,16 +66,30 @@ def test_plain_metadata(tmp_path: Path) -> None:
             codecs, expected = about["codecs"], ["bytes", "crc32c"]
             if codecs[0]["name"] == "sharding_indexed":
                 expected = ["bytes", "zstd", "crc32c"]
-                assert codecs[0]["configuration"]["index_codecs"][-1]["name"] == "crc32c"
+                assert (
+                    codecs[0]["configuration"]["index_codecs"][-1]["name"] == "crc32c"
+                )
                 codecs = codecs[0]["configuration"]["codecs"]
             assert [codec["name"] for codec in codecs] == expected
             dtype = about["data_type"]
-            kinds.add((dtype if isinstance(dtype, str) else dtype["name"], about["fill_value"]))
-    assert kinds == {("int64", -1), ("float64", "NaN"), ("float16", "NaN"), ("fixed_length_utf32", "")}
+            kinds.add(
+                (
+                    dtype if isinstance(dtype, str) else dtype["name"],
+                    about["fill_value"],
+                )
+            )
+    assert kinds == {
+        ("int64", -1),
+        ("float64", "NaN"),
+        ("float16", "NaN"),
+        ("fixed_length_utf32", ""),
+    }
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_dataset_taken_before_further_marks_keeps_its_own(tmp_path: Path, in_memory: bool) -> None:
+def test_dataset_taken_before_further_marks_keeps_its_own(
+    tmp_path: Path, in_memory: bool
+) -> None:
     store = create(None if in_memory else tmp_path / "run.zarr")
     early = {}
     for mark in range(4):
@@ -66,4 +97,6 @@ def test_dataset_taken_before_further_marks_keeps_its_own(tmp_path: Path, in_mem
         early[mark + 1] = store.dataset()
     for count, ds in early.items():
         assert ds.epoch.values.tolist() == list(range(count))
-        np.testing.assert_array_equal(ds.gate, [values(mark)[""]["gate"] for mark in range(count)])
+        np.testing.assert_array_equal(
+            ds.gate, [values(mark)[""]["gate"] for mark in range(count)]
+        )

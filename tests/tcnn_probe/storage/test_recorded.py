@@ -16,13 +16,17 @@ from tests.tcnn_probe.storage.tables import Crash, contents, steps
 IMAGES = torch.randn(2, 2, 5, 7, generator=torch.Generator().manual_seed(0))
 
 
-def record_epochs(model: nn.Module, path: Path | None, epochs: range, **options: object) -> xr.Dataset:
+def record_epochs(
+    model: nn.Module, path: Path | None, epochs: range, **options: object
+) -> xr.Dataset:
     with tcnn_probe.record(model, path, **options) as recorder:
         for epoch in epochs:
             model((epoch + 1) * IMAGES)
             recorder.mark(epoch=epoch, top1=epoch / 7)
             if path is not None:
-                assert xr.open_zarr(path).epoch.values.tolist() == list(range(epoch + 1))
+                assert xr.open_zarr(path).epoch.values.tolist() == list(
+                    range(epoch + 1)
+                )
     return recorder.dataset
 
 
@@ -35,13 +39,17 @@ def test_memory_and_directory_hold_the_same_also_continued(tmp_path: Path) -> No
     in_memory = record_epochs(Chain(), None, range(4))
     differ = {"created_at": "", "recording_id": ""}
     for ds in (continued, xr.open_zarr(path)):
-        xr.testing.assert_identical(ds.assign_attrs(differ), in_memory.assign_attrs(differ))
+        xr.testing.assert_identical(
+            ds.assign_attrs(differ), in_memory.assign_attrs(differ)
+        )
 
 
 def test_a_recording_of_fewer_layers_is_refused(tmp_path: Path) -> None:
     record_epochs(Chain(), tmp_path / "run.zarr", range(1), layers="far")
     before = contents(tmp_path)
-    with pytest.raises(StoreError, match=r"\('near': absent there, {'kind': 'gpsa', 'heads': 9} here\)"):
+    with pytest.raises(
+        StoreError, match=r"\('near': absent there, {'kind': 'gpsa', 'heads': 9} here\)"
+    ):
         tcnn_probe.record(Chain(), tmp_path / "run.zarr")
     assert contents(tmp_path) == before
 
@@ -60,7 +68,9 @@ def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
         recorder.remove()
         recorder = tcnn_probe.record(model, path)
         model(7 * IMAGES)
-    recorder.mark(epoch=3, top1=3, fresh=1.5)  # what was seen before the crash still counts, once
+    recorder.mark(
+        epoch=3, top1=3, fresh=1.5
+    )  # what was seen before the crash still counts, once
     ds = recorder.dataset
     xr.testing.assert_identical(ds.isel(epoch=slice(3)).drop_vars("fresh"), expected)
     np.testing.assert_array_equal(ds.fresh, [np.nan, np.nan, np.nan, 1.5])
@@ -77,7 +87,9 @@ def test_store_deleted_between_resuming_and_the_next_mark(tmp_path: Path) -> Non
     with tcnn_probe.record(model, path) as recorder:
         path.rename(tmp_path / "away.zarr")
         model(IMAGES)
-        with pytest.raises(StoreError, match=r"run.zarr was deleted or moved while it was recorded"):
+        with pytest.raises(
+            StoreError, match=r"run.zarr was deleted or moved while it was recorded"
+        ):
             recorder.mark(epoch=3)
         assert [p.name for p in tmp_path.iterdir()] == ["away.zarr"]
         (tmp_path / "away.zarr").rename(path)

@@ -24,16 +24,26 @@ from tests.tcnn_probe.storage.tables import (
 )
 
 
-def test_a_head_of_many_marks_is_read_from_few_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_of_many_marks_is_read_from_few_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recording(tmp_path / "run.zarr", 30)
     before = contents(tmp_path)
     repack(tmp_path / "run.zarr", tmp_path / "packed.zarr")
-    assert {name: data for name, data in contents(tmp_path).items() if not name.startswith("packed")} == before
+    assert {
+        name: data
+        for name, data in contents(tmp_path).items()
+        if not name.startswith("packed")
+    } == before
     assert not list((tmp_path / "packed.zarr").glob(".*"))
     top1 = {mark: mark / 7 for mark in range(30)}
     assert_holds(tmp_path / "packed.zarr", list(range(30)), {"top1": top1})
-    unconsolidated = xr.open_zarr(tmp_path / "packed.zarr", group=MAPS, consolidated=False)
-    np.testing.assert_array_equal(unconsolidated.saliency[29], values(29)[MAPS]["saliency"])
+    unconsolidated = xr.open_zarr(
+        tmp_path / "packed.zarr", group=MAPS, consolidated=False
+    )
+    np.testing.assert_array_equal(
+        unconsolidated.saliency[29], values(29)[MAPS]["saliency"]
+    )
     read: list[str] = []
     original = LocalStore.get
 
@@ -46,9 +56,13 @@ def test_a_head_of_many_marks_is_read_from_few_objects(tmp_path: Path, monkeypat
         ("run.zarr", 30, (1, 2, 2, 5, 3, 11), (1, 1, 2, 1, 3, 11)),
         ("packed.zarr", 1, (100, 1, 2, 5, 3, 11), (25, 1, 2, 1, 3, 11)),
     ):
-        head = xr.open_zarr(tmp_path / name, group=MAPS, chunks=None).saliency.isel(layer=1, head=3)
+        head = xr.open_zarr(tmp_path / name, group=MAPS, chunks=None).saliency.isel(
+            layer=1, head=3
+        )
         read.clear()
-        np.testing.assert_array_equal(head, [values(mark)[MAPS]["saliency"][1, :, 3] for mark in range(30)])
+        np.testing.assert_array_equal(
+            head, [values(mark)[MAPS]["saliency"][1, :, 3] for mark in range(30)]
+        )
         assert len(set(read)) == count
         array = zarr.open_group(tmp_path / name, mode="r")[f"{MAPS}/saliency"]
         assert (array.shards, array.chunks) == (shards, chunks)

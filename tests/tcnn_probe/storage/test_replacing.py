@@ -26,7 +26,9 @@ from tests.tcnn_probe.storage.tables import (
     values,
 )
 
-EVERY = int(os.environ.get("TCNN_PROBE_KILL_EVERY", "29"))  # 1 kills at all, in two minutes
+EVERY = int(
+    os.environ.get("TCNN_PROBE_KILL_EVERY", "29")
+)  # 1 kills at all, in two minutes
 
 
 def replace(path: Path) -> EpochStore:
@@ -65,8 +67,14 @@ def changes_until(number: int | None, work: Callable[[], object]) -> list[str]:
     os._exit(0)
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["in one step", "where directories cannot be exchanged"])
-def test_killed_at_any_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+@pytest.mark.parametrize(
+    "exchange",
+    [True, False],
+    ids=["in one step", "where directories cannot be exchanged"],
+)
+def test_killed_at_any_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
     if not exchange:
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     recording(tmp_path / "whole" / "run.zarr", 2)
@@ -86,12 +94,17 @@ def test_killed_at_any_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
         assert [entry.name for entry in folder.iterdir()] == ["run.zarr"]
 
 
-@pytest.mark.parametrize("on", ["fsync .*init/gate/c/", "fsync .*/test_an_error_leaves_the_old.*0$"])
+@pytest.mark.parametrize(
+    "on", ["fsync .*init/gate/c/", "fsync .*/test_an_error_leaves_the_old.*0$"]
+)
 def test_an_error_leaves_the_old(tmp_path: Path, on: str) -> None:
     """On the way, and after the exchange; the same mark can then be tried again."""
     recording(path := tmp_path / "run.zarr", 2)
     store = create(path, mode="w")
-    with steps(0, on, lambda: OSError(errno.ENOSPC, "No space left")), pytest.raises(OSError, match="No space left"):
+    with (
+        steps(0, on, lambda: OSError(errno.ENOSPC, "No space left")),
+        pytest.raises(OSError, match="No space left"),
+    ):
         add(store, 0, 9)
     assert_holds(path, [0, 1])
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.zarr"]
@@ -137,13 +150,18 @@ def test_a_reader_from_before_reads_no_values_of_the_new(tmp_path: Path) -> None
     np.testing.assert_array_equal(before["heads"].gate[1], values(1)[""]["gate"])
     store = replace(path)
     for name, group in (("gate", "heads"), ("saliency", MAPS)):
-        with pytest.raises(StoreError, match="was deleted, or replaced by another recording: open it again"):
+        with pytest.raises(
+            StoreError,
+            match="was deleted, or replaced by another recording: open it again",
+        ):
             before[group][name].load()
     add(store, 1)
     np.testing.assert_array_equal(store.dataset().gate[0], values(9)[""]["gate"])
 
 
-def test_a_folder_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Network disks keep a name for a deleted file that is open; the next recorder deletes the folder."""
 
     def busy(*_: object, **__: object) -> None:
@@ -162,7 +180,9 @@ def test_a_folder_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_is_the_users_is_refused_at_the_call(tmp_path: Path, kind: str) -> None:
     recording(path := tmp_path / "run.zarr")
     if kind == "array":
-        zarr.open_group(path, mode="r+", use_consolidated=False).create_array("mine", shape=(2,), dtype="float64")
+        zarr.open_group(path, mode="r+", use_consolidated=False).create_array(
+            "mine", shape=(2,), dtype="float64"
+        )
     elif kind == "folder":
         (path / "mine").mkdir()
     elif kind == "link":
@@ -175,7 +195,8 @@ def test_what_is_the_users_is_refused_at_the_call(tmp_path: Path, kind: str) -> 
         (path / "c" / ("mine.txt" if kind == "file" else "0")).write_text("precious")
     before = contents(path)
     with pytest.raises(
-        StoreError, match=r"run\.zarr holds more than a recording, and is not replaced: '(mine|gate/|c)"
+        StoreError,
+        match=r"run\.zarr holds more than a recording, and is not replaced: '(mine|gate/|c)",
     ):
         create(path, mode="w")
     assert contents(path) == before

@@ -15,7 +15,13 @@ from tcnn_probe.storage import EpochStore, StoreError, open, open_recording  # n
 MAPS = "maps/3x2x5"
 
 
-def _record(path: Path, layers: Sequence[str], heads: int, marks: Sequence[float], about: dict[str, Any]) -> Path:
+def _record(
+    path: Path,
+    layers: Sequence[str],
+    heads: int,
+    marks: Sequence[float],
+    about: dict[str, Any],
+) -> Path:
     """Numbers of every head, maps of the first layer if there are three heads, class indices, and the rate."""
     groups = {
         "": Group(
@@ -28,8 +34,12 @@ def _record(path: Path, layers: Sequence[str], heads: int, marks: Sequence[float
         )
     }
     if heads == 3:
-        look = Variable(("layer", "head", "y", "x"), "1", "look", "A map.", dtype="float16")
-        groups[MAPS] = Group({"look": look}, {layers[0]: {}}, {"head": 3, "y": 2, "x": 5}, maps=True)
+        look = Variable(
+            ("layer", "head", "y", "x"), "1", "look", "A map.", dtype="float16"
+        )
+        groups[MAPS] = Group(
+            {"look": look}, {layers[0]: {}}, {"head": 3, "y": 2, "x": 5}, maps=True
+        )
     store, rng = EpochStore(path), np.random.default_rng(len(layers) + heads)
     store.create(groups, about)
     for mark in marks:
@@ -49,11 +59,35 @@ def _record(path: Path, layers: Sequence[str], heads: int, marks: Sequence[float
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two that agree, and one with other layers, heads and marks."""
     root = tmp_path_factory.mktemp("runs")
-    attributes = {"seed": 5, "lr": 0.1, "recipe": "deit", "missing": json.dumps({"gate": {"c": "why"}}), "classes": [1]}
+    attributes = {
+        "seed": 5,
+        "lr": 0.1,
+        "recipe": "deit",
+        "missing": json.dumps({"gate": {"c": "why"}}),
+        "classes": [1],
+    }
     return [
-        _record(root / "seed0/recording.zarr", ["a", "b"], 3, range(4), {"seed": 0, "lr": 0.1, "missing": "{}"}),
-        _record(root / "seed1/recording.zarr", ["a", "b"], 3, range(4), {"seed": 1, "lr": 0.1, "missing": "{}"}),
-        _record(root / "seed5/recording.zarr", ["c", "b"], 2, [1, 3, 5], {**attributes, "lr": 0.2}),
+        _record(
+            root / "seed0/recording.zarr",
+            ["a", "b"],
+            3,
+            range(4),
+            {"seed": 0, "lr": 0.1, "missing": "{}"},
+        ),
+        _record(
+            root / "seed1/recording.zarr",
+            ["a", "b"],
+            3,
+            range(4),
+            {"seed": 1, "lr": 0.1, "missing": "{}"},
+        ),
+        _record(
+            root / "seed5/recording.zarr",
+            ["c", "b"],
+            2,
+            [1, 3, 5],
+            {**attributes, "lr": 0.2},
+        ),
     ]
 
 
@@ -61,7 +95,12 @@ def _in_memory(paths: Sequence[Path], group: str) -> xr.Dataset:
     members = [open_recording(path)[group].to_dataset().load() for path in paths]
     names = xr.DataArray([path.parent.name for path in paths], dims="run", name="run")
     fill = {"best": -1} if "best" in members[0] else {}
-    options = {"join": "outer", "combine_attrs": "drop", "coords": "minimal", "compat": "override"}
+    options = {
+        "join": "outer",
+        "combine_attrs": "drop",
+        "coords": "minimal",
+        "compat": "override",
+    }
     return xr.concat(members, names, fill_value=fill or np.nan, **options)  # type: ignore[call-overload]
 
 
@@ -98,28 +137,53 @@ def test_parts_are_the_same_parts(three: list[Path], key: dict[str, Any]) -> Non
     np.testing.assert_array_equal(complete.isel(key), complete.load().isel(key))
 
 
-def test_what_differs_is_a_coordinate_and_what_is_absent_is_said(three: list[Path]) -> None:
+def test_what_differs_is_a_coordinate_and_what_is_absent_is_said(
+    three: list[Path],
+) -> None:
     tree = open(three)
     assert tree.seed.values.tolist() == [0, 1, 5]
     assert tree.recipe.values.tolist() == ["", "", "deit"]
     assert tree.classes.values.tolist() == ["", "", "[1]"]
-    assert tree.run_lr.values.tolist() == [0.1, 0.1, 0.2]  # beside the scalar of that name
+    assert tree.run_lr.values.tolist() == [
+        0.1,
+        0.1,
+        0.2,
+    ]  # beside the scalar of that name
     assert tree["heads"].lr.values.tolist() == [0.1, 0.1, 0.2]
     assert tree["heads"].gate.groupby("seed").mean(...).sizes == {"seed": 3}
     assert json.loads(tree.attrs["absent"]) == {
         "seed0": {"epoch": [5], "heads/layer": ["c"]},
         "seed1": {"epoch": [5], "heads/layer": ["c"]},
-        "seed5": {"epoch": [0, 2], "heads/layer": ["a"], "heads/head": [2], "groups": [MAPS]},
+        "seed5": {
+            "epoch": [0, 2],
+            "heads/layer": ["a"],
+            "heads/head": [2],
+            "groups": [MAPS],
+        },
     }
-    assert json.loads(tree.attrs["missing"]) == {"seed0": {}, "seed1": {}, "seed5": {"gate": {"c": "why"}}}
+    assert json.loads(tree.attrs["missing"]) == {
+        "seed0": {},
+        "seed1": {},
+        "seed5": {"gate": {"c": "why"}},
+    }
     layers = json.loads(tree["heads"].attrs["layers"])
-    assert layers == {"a": {"kind": "gpsa", "heads": 3}, "b": {"kind": "gpsa"}, "c": {"kind": "gpsa", "heads": 2}}
+    assert layers == {
+        "a": {"kind": "gpsa", "heads": 3},
+        "b": {"kind": "gpsa"},
+        "c": {"kind": "gpsa", "heads": 2},
+    }
 
 
 def test_attributes_with_the_name_of_a_group(tmp_path: Path) -> None:
     """A coordinate and a group cannot have the same name."""
-    about = [{"heads": run, "maps": run, "run": run, "epoch": run, "gate": run} for run in range(2)]
-    paths = [_record(tmp_path / f"{run}.zarr", ["a"], 3, range(2), about[run]) for run in range(2)]
+    about = [
+        {"heads": run, "maps": run, "run": run, "epoch": run, "gate": run}
+        for run in range(2)
+    ]
+    paths = [
+        _record(tmp_path / f"{run}.zarr", ["a"], 3, range(2), about[run])
+        for run in range(2)
+    ]
     tree = open(paths)
     assert {*tree.groups} == {"/", "/heads", "/maps", f"/{MAPS}"}
     for group in (tree, tree["heads"], tree[MAPS]):
@@ -129,9 +193,15 @@ def test_attributes_with_the_name_of_a_group(tmp_path: Path) -> None:
 
 
 def test_names_of_runs(three: list[Path]) -> None:
-    assert open({"one": three[0], "two": three[0]}).run.values.tolist() == ["one", "two"]
+    assert open({"one": three[0], "two": three[0]}).run.values.tolist() == [
+        "one",
+        "two",
+    ]
     assert open([three[0]]).run.values.tolist() == ["recording"]
-    with pytest.raises(ValueError, match=r"expected different recordings, got .*a mapping gives them names"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected different recordings, got .*a mapping gives them names",
+    ):
         open([three[0], three[0]])
     with pytest.raises(ValueError, match="expected one recording at least"):
         open([])
@@ -143,14 +213,24 @@ def test_marks_of_two_kinds_are_refused(three: list[Path], tmp_path: Path) -> No
     store = EpochStore(tmp_path / "steps.zarr", along="step")
     store.create({"": Group({}, {})}, {})
     store.append(0, {"": {}}, {})
-    with pytest.raises(StoreError, match=r"expected the same marks in all, got marks along \['epoch', 'step'\]"):
+    with pytest.raises(
+        StoreError,
+        match=r"expected the same marks in all, got marks along \['epoch', 'step'\]",
+    ):
         open([three[0], tmp_path / "steps.zarr"])
 
 
 @pytest.fixture
 def _cluster() -> Iterator[None]:
-    distributed = pytest.importorskip("dask.distributed", reason="dask is an extra: pip install 'tcnn-probe[dask]'")
-    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    distributed = pytest.importorskip(
+        "dask.distributed", reason="dask is an extra: pip install 'tcnn-probe[dask]'"
+    )
+    options = {
+        "n_workers": 2,
+        "threads_per_worker": 1,
+        "processes": False,
+        "dashboard_address": None,
+    }
     with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster):
         yield
 
@@ -162,4 +242,6 @@ def test_reductions_by_dask_are_numpys(three: list[Path]) -> None:
     by_dask = maps.chunk(run=1, epoch=2, head=2).astype(float)
     assert by_dask.chunks is not None
     expected = np.nanmean(maps.values.astype(float), axis=(0, 1))
-    np.testing.assert_allclose(by_dask.mean(["run", "epoch"]).compute(), expected, rtol=1e-12)
+    np.testing.assert_allclose(
+        by_dask.mean(["run", "epoch"]).compute(), expected, rtol=1e-12
+    )

@@ -22,15 +22,23 @@ from tests.tcnn_probe.storage.tables import add, assert_holds, create, values
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Imports take seconds, and are not for every process that collects tests."""
-    _, _, moto = (pytest.importorskip(name) for name in ("s3fs", "obstore", "moto.server"))
+    _, _, moto = (
+        pytest.importorskip(name) for name in ("s3fs", "obstore", "moto.server")
+    )
     server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    names = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}
+    names = {
+        "ACCESS_KEY_ID": "key",
+        "SECRET_ACCESS_KEY": "secret",
+        "DEFAULT_REGION": "us-east-1",
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**names, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
             patch.setenv(f"AWS_{name}", value)
-        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
+        urllib.request.urlopen(
+            urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")
+        ).close()
         yield "s3://bucket"
     server.stop()
 
@@ -84,11 +92,16 @@ def test_another_recorder_in_the_middle_of_a_mark(
         await original(*arguments)
 
     monkeypatch.setattr(module, "put_if", meanwhile)
-    with pytest.raises(StoreError, match=r"another recorder writes to .*: it was written to meanwhile"):
+    with pytest.raises(
+        StoreError, match=r"another recorder writes to .*: it was written to meanwhile"
+    ):
         add(slow, count, 7)
     assert slow.marks == tuple(range(count))
     add(quick, count + 1)
-    assert_holds(target, {**{mark: mark for mark in range(count)}, count: 5, count + 1: count + 1})
+    assert_holds(
+        target,
+        {**{mark: mark for mark in range(count)}, count: 5, count + 1: count + 1},
+    )
 
 
 @pytest.mark.parametrize("what", ["answer lost", "no conditional writes"])
@@ -103,7 +116,10 @@ def test_servers(url: str, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
             if only:
                 raise OSError(errno.EIO, "connection lost")
         elif only:
-            raise OSError(errno.ENOSYS, "A header you provided implies functionality that is not implemented")
+            raise OSError(
+                errno.ENOSYS,
+                "A header you provided implies functionality that is not implemented",
+            )
         else:
             await original(self, path, data)
 

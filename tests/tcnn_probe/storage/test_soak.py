@@ -8,8 +8,22 @@ from pathlib import Path
 
 
 def test_one_round(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.tcnn_probe.storage.soak", "--minutes", "0", "--seed", "1"]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path)}
+    command = [
+        sys.executable,
+        "-m",
+        "tests.tcnn_probe.storage.soak",
+        "--minutes",
+        "0",
+        "--seed",
+        "1",
+    ]
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "TMPDIR": str(tmp_path),
+    }
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr, list(tmp_path.rglob("*.zarr"))) == (0, "", [])
-    assert re.search(r"1 rounds, no mark lost, no value wrong: .*'marks': [1-9]", run.stdout)
+    assert re.search(
+        r"1 rounds, no mark lost, no value wrong: .*'marks': [1-9]", run.stdout
+    )

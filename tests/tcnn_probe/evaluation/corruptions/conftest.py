@@ -18,7 +18,9 @@ def image() -> NDArray[Any]:
     """Uint8 (43, 61, 3), with edges, flat parts and all grey levels."""
     from sklearn.datasets import load_sample_image
 
-    return np.ascontiguousarray(load_sample_image("china.jpg")[10:424:9, 5:608:10][:43, :61])
+    return np.ascontiguousarray(
+        load_sample_image("china.jpg")[10:424:9, 5:608:10][:43, :61]
+    )
 
 
 @pytest.fixture
@@ -26,7 +28,9 @@ def frost_folder() -> Path:
     """Folder where the reference package keeps the published pictures of frost."""
     spec = importlib.util.find_spec("imagecorruptions")
     if spec is None or spec.origin is None:
-        pytest.skip("the reference package imagecorruptions is not installed: pip install 'tcnn-probe[test]'")
+        pytest.skip(
+            "the reference package imagecorruptions is not installed: pip install 'tcnn-probe[test]'"
+        )
     return Path(spec.origin).parent / "frost"
 
 
@@ -45,8 +49,12 @@ def reference(frost_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
             pytest.skip(f"the reference package cannot be imported here: {error}")
     gaussian = corruptions.gaussian
 
-    def as_formerly(values: Any, sigma: Any, multichannel: bool = False, **options: Any) -> Any:
-        return gaussian(values, sigma, channel_axis=-1 if multichannel else None, **options)
+    def as_formerly(
+        values: Any, sigma: Any, multichannel: bool = False, **options: Any
+    ) -> Any:
+        return gaussian(
+            values, sigma, channel_axis=-1 if multichannel else None, **options
+        )
 
     monkeypatch.setattr(corruptions, "resource_filename", resources.resource_filename)
     monkeypatch.setattr(corruptions, "gaussian", as_formerly)

@@ -7,12 +7,21 @@ import numpy as np
 import pytest
 from numpy.random import RandomState
 
-from tcnn_probe.evaluation.corruptions.frost_pictures import crop, read_photographs, texture
+from tcnn_probe.evaluation.corruptions.frost_pictures import (
+    crop,
+    read_photographs,
+    texture,
+)
 
 
 def test_the_texture_looks_like_the_photographs(frost_folder: Path) -> None:
-    ours, photographs = texture(), [picture.mean((0, 1)) for picture in read_photographs(frost_folder)[:5]]
-    np.testing.assert_allclose(ours.mean((0, 1)), np.mean(photographs, 0), atol=0.04)  # the colour
+    ours, photographs = (
+        texture(),
+        [picture.mean((0, 1)) for picture in read_photographs(frost_folder)[:5]],
+    )
+    np.testing.assert_allclose(
+        ours.mean((0, 1)), np.mean(photographs, 0), atol=0.04
+    )  # the colour
     assert 0.07 < ours.mean(2).std() < 0.13  # the photographs': 0.06 to 0.17
     assert 0 <= ours.min() < ours.max() <= 1
     assert texture() is ours
@@ -35,7 +44,10 @@ def test_what_is_no_frost(pictures: Any, error: type[Exception], message: str) -
 def test_parts_lie_anywhere_inside() -> None:
     y, x = np.mgrid[:11, :13]
     picture = np.stack([y, x, 0 * x], -1) / 20
-    corners = {tuple(np.rint(crop(picture, (7, 5), RandomState(n))[0, 0, :2] * 20)) for n in range(200)}
+    corners = {
+        tuple(np.rint(crop(picture, (7, 5), RandomState(n))[0, 0, :2] * 20))
+        for n in range(200)
+    }
     assert corners == {(y, x) for y in range(4) for x in range(8)}
 
 

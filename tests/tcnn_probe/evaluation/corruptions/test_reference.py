@@ -17,36 +17,66 @@ from tcnn_probe.evaluation import CORRUPTIONS, corrupt
 from tcnn_probe.evaluation.corrupt_images import _random_state
 
 # Largest difference in levels of 256. Where it is 1 the reference rounds to whole levels on the way, and ours does not.
-DIFFERENCE = dict.fromkeys(CORRUPTIONS, 1e-3) | {"glass_blur": 1.0, "snow": 1.0, "pixelate": 1.001}
+DIFFERENCE = dict.fromkeys(CORRUPTIONS, 1e-3) | {
+    "glass_blur": 1.0,
+    "snow": 1.0,
+    "pixelate": 1.001,
+}
 SEED = 5
 
 
-def damaged(reference: Any, name: str, image: NDArray[Any], severity: int, random: RandomState) -> NDArray[Any]:
+def damaged(
+    reference: Any, name: str, image: NDArray[Any], severity: int, random: RandomState
+) -> NDArray[Any]:
     """Corrupt by the reference, before it cuts off fractions; it draws from NumPy's global generator."""
     np.random.set_state(random.get_state())  # noqa: NPY002
-    function = elastic_transform if name == "elastic_transform" else getattr(reference, name)
-    arguments = (reference, image, severity) if name == "elastic_transform" else (Image.fromarray(image), severity)
+    function = (
+        elastic_transform if name == "elastic_transform" else getattr(reference, name)
+    )
+    arguments = (
+        (reference, image, severity)
+        if name == "elastic_transform"
+        else (Image.fromarray(image), severity)
+    )
     return np.asarray(function(*arguments), dtype=float)
 
 
 @pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("name", [name for name in CORRUPTIONS if name not in ("frost", "elastic_transform")])
+@pytest.mark.parametrize(
+    "name", [name for name in CORRUPTIONS if name not in ("frost", "elastic_transform")]
+)
 def test_same_as_the_reference(
-    name: str, severity: int, reference: Any, image: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    severity: int,
+    reference: Any,
+    image: NDArray[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(np.random, "default_rng", lambda *_: Generator(MT19937(SEED)))  # impulse noise asks for one
-    monkeypatch.setattr(Image, "NEAREST", Image.Resampling.BOX)  # pixelate, as first published
+    monkeypatch.setattr(
+        np.random, "default_rng", lambda *_: Generator(MT19937(SEED))
+    )  # impulse noise asks for one
+    monkeypatch.setattr(
+        Image, "NEAREST", Image.Resampling.BOX
+    )  # pixelate, as first published
     corruption = CORRUPTIONS[name]
-    ours = corruption.function(image / 255, RandomState(MT19937(SEED)), 1.0, **corruption.at(severity))
+    ours = corruption.function(
+        image / 255, RandomState(MT19937(SEED)), 1.0, **corruption.at(severity)
+    )
     expected = damaged(reference, name, image, severity, RandomState(MT19937(SEED)))
-    np.testing.assert_allclose(np.clip(ours, 0, 1) * 255, expected, rtol=0, atol=DIFFERENCE[name])
+    np.testing.assert_allclose(
+        np.clip(ours, 0, 1) * 255, expected, rtol=0, atol=DIFFERENCE[name]
+    )
     assert np.abs(expected - image).mean() > 1  # it did something
 
 
 @pytest.mark.parametrize("name", ["shot_noise", "motion_blur", "snow", "contrast"])
-def test_whole_images_at_the_published_size(name: str, reference: Any, image: NDArray[Any]) -> None:
+def test_whole_images_at_the_published_size(
+    name: str, reference: Any, image: NDArray[Any]
+) -> None:
     """Test the rest of corrupt(): random numbers, the scale, rounding to uint8."""
-    large = np.asarray(Image.fromarray(image).resize((227, 224), Image.Resampling.BICUBIC))
+    large = np.asarray(
+        Image.fromarray(image).resize((227, 224), Image.Resampling.BICUBIC)
+    )
     draws = _random_state(CORRUPTIONS[name], 3, 7)
     ours = corrupt(large, name, 2, seed=3, first=7)
     expected = damaged(reference, name, large, 2, draws)
@@ -62,28 +92,47 @@ def test_frost_with_the_published_pictures(
         (file,) = frost_folder.glob(f"frost{number}.*")
         picture = reference.cv2.imread(str(file))
         size = tuple(int(np.ceil(side * 1.1)) for side in picture.shape[1::-1])
-        pictures.append(reference.cv2.resize(picture, size, interpolation=reference.cv2.INTER_CUBIC)[..., ::-1])
+        pictures.append(
+            reference.cv2.resize(
+                picture, size, interpolation=reference.cv2.INTER_CUBIC
+            )[..., ::-1]
+        )
     parameters = CORRUPTIONS["frost"].at(severity)
     random = RandomState(MT19937(SEED))
     large = np.asarray(Image.fromarray(image).resize((229, 241)))
     ours = CORRUPTIONS["frost"].function(
-        large / 255, random, 1.0, **parameters, photographs=[picture / 255 for picture in pictures]
+        large / 255,
+        random,
+        1.0,
+        **parameters,
+        photographs=[picture / 255 for picture in pictures],
     )
     expected = damaged(reference, "frost", large, severity, RandomState(MT19937(SEED)))
     np.testing.assert_allclose(np.clip(ours, 0, 1) * 255, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
-def test_elastic_transform_as_published(severity: int, reference: Any, image: NDArray[Any]) -> None:
+def test_elastic_transform_as_published(
+    severity: int, reference: Any, image: NDArray[Any]
+) -> None:
     image = np.asarray(Image.fromarray(image).resize((137, 131)))
     corruption = CORRUPTIONS["elastic_transform"]
-    ours = corruption.function(image / 255, RandomState(MT19937(SEED)), 1.0, **corruption.at(severity)) * 255
-    expected = damaged(reference, "elastic_transform", image, severity, RandomState(MT19937(SEED)))
+    ours = (
+        corruption.function(
+            image / 255, RandomState(MT19937(SEED)), 1.0, **corruption.at(severity)
+        )
+        * 255
+    )
+    expected = damaged(
+        reference, "elastic_transform", image, severity, RandomState(MT19937(SEED))
+    )
     np.testing.assert_allclose(np.clip(ours, 0, 255), expected, rtol=0, atol=0.01)
     assert np.abs(expected - image).mean() > 10
 
 
-def elastic_transform(reference: Any, image: NDArray[Any], severity: int) -> NDArray[Any]:
+def elastic_transform(
+    reference: Any, image: NDArray[Any], severity: int
+) -> NDArray[Any]:
     """Rewritten from the published code, which is for square images; what it asks OpenCV for is done by hand."""
     (height, width, _), third = image.shape, min(image.shape[:2]) // 3
     amplitude = 244 * [2, 2, 0.05, 0.07, 0.12][severity - 1]
@@ -94,14 +143,23 @@ def elastic_transform(reference: Any, image: NDArray[Any], severity: int) -> NDA
     moved = corners.copy()
     moved[:, :2] += np.random.uniform(-reach, reach, size=(3, 2))  # noqa: NPY002
     y, x = np.mgrid[:height, :width]
-    from_x, from_y, _ = np.linalg.inv(moved.T @ np.linalg.inv(corners.T)) @ [x.ravel(), y.ravel(), 1 + 0 * x.ravel()]
+    from_x, from_y, _ = np.linalg.inv(moved.T @ np.linalg.inv(corners.T)) @ [
+        x.ravel(),
+        y.ravel(),
+        1 + 0 * x.ravel(),
+    ]
     warped = bilinear(image / 255, from_y, from_x).reshape(image.shape)
     fields = []
     for _ in range(2):
         noise = np.random.uniform(-1, 1, size=(height, width))  # noqa: NPY002
-        fields.append(reference.gaussian(noise, sigma, mode="reflect", truncate=3) * amplitude)
+        fields.append(
+            reference.gaussian(noise, sigma, mode="reflect", truncate=3) * amplitude
+        )
     places = [y + fields[1], x + fields[0]]
-    channels = [reference.map_coordinates(warped[..., c], places, order=1, mode="reflect") for c in range(3)]
+    channels = [
+        reference.map_coordinates(warped[..., c], places, order=1, mode="reflect")
+        for c in range(3)
+    ]
     return np.clip(np.stack(channels, -1), 0, 1) * 255
 
 

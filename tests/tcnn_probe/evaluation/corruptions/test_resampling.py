@@ -5,7 +5,13 @@ import pytest
 from numpy.typing import NDArray
 from scipy.ndimage import zoom as scipy_zoom
 
-from tcnn_probe.evaluation.corruptions.resampling import area_weights, reference_shape, scale_of, shrink, zoom
+from tcnn_probe.evaluation.corruptions.resampling import (
+    area_weights,
+    reference_shape,
+    scale_of,
+    shrink,
+    zoom,
+)
 
 
 def slow_means(layer: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
@@ -13,21 +19,32 @@ def slow_means(layer: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
     means = np.zeros((*shape, *layer.shape[2:]))
     for y in range(shape[0]):
         for x in range(shape[1]):
-            rows = ((y + (np.arange(60) + 0.5) / 60) * layer.shape[0] / shape[0]).astype(int)
-            columns = ((x + (np.arange(60) + 0.5) / 60) * layer.shape[1] / shape[1]).astype(int)
+            rows = (
+                (y + (np.arange(60) + 0.5) / 60) * layer.shape[0] / shape[0]
+            ).astype(int)
+            columns = (
+                (x + (np.arange(60) + 0.5) / 60) * layer.shape[1] / shape[1]
+            ).astype(int)
             means[y, x] = layer[np.ix_(rows, columns)].mean((0, 1))
     return means
 
 
 def test_shrink_averages() -> None:
     layer = np.random.default_rng(0).random((23, 29, 3))
-    np.testing.assert_allclose(shrink(layer, (11, 7)), slow_means(layer, (11, 7)), atol=0.01)
-    np.testing.assert_allclose(shrink(layer[..., 0], (11, 7)), slow_means(layer[..., 0], (11, 7)), atol=0.01)
+    np.testing.assert_allclose(
+        shrink(layer, (11, 7)), slow_means(layer, (11, 7)), atol=0.01
+    )
+    np.testing.assert_allclose(
+        shrink(layer[..., 0], (11, 7)), slow_means(layer[..., 0], (11, 7)), atol=0.01
+    )
     assert shrink(layer, (23, 29, 1)) is layer
 
 
 def test_area_weights_are_overlaps() -> None:
-    np.testing.assert_allclose(area_weights(np.array([1.0, 3.2]), 1.5, 4), [[0.25, 1, 0.25, 0], [0, 0, 0.05, 1]])
+    np.testing.assert_allclose(
+        area_weights(np.array([1.0, 3.2]), 1.5, 4),
+        [[0.25, 1, 0.25, 0], [0, 0, 0.05, 1]],
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.07, 1.31, 2.5, 4.5])
@@ -36,7 +53,11 @@ def test_zoom_is_scipys_of_the_middle(factor: float) -> None:
     sides = [int(np.ceil(size / factor)) for size in (23, 31)]
     top, left = (23 - sides[0]) // 2, (31 - sides[1]) // 2
     middle = image[top : top + sides[0], left : left + sides[1]]
-    np.testing.assert_allclose(zoom(image, factor), scipy_zoom(middle, (factor, factor, 1), order=1), atol=1e-12)
+    np.testing.assert_allclose(
+        zoom(image, factor),
+        scipy_zoom(middle, (factor, factor, 1), order=1),
+        atol=1e-12,
+    )
 
 
 def test_the_shorter_side_gives_the_scale() -> None:

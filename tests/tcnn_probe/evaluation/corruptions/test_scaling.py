@@ -23,10 +23,14 @@ def small(image: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(Image.fromarray(image).resize((37, 32))) / 255
 
 
-def run(name: str, image: NDArray[Any], severity: int, seed: int = 5, **options: Any) -> NDArray[Any]:
+def run(
+    name: str, image: NDArray[Any], severity: int, seed: int = 5, **options: Any
+) -> NDArray[Any]:
     corruption = CORRUPTIONS[name]
     scale = scale_of(image.shape)
-    return corruption.function(image, RandomState(MT19937(seed)), scale, **corruption.at(severity), **options)
+    return corruption.function(
+        image, RandomState(MT19937(seed)), scale, **corruption.at(severity), **options
+    )
 
 
 def enlarged(image: NDArray[Any]) -> NDArray[Any]:
@@ -35,7 +39,9 @@ def enlarged(image: NDArray[Any]) -> NDArray[Any]:
 
 def averaged(image: NDArray[Any]) -> NDArray[Any]:
     height, width, channels = image.shape
-    return image.reshape(height // TIMES, TIMES, width // TIMES, TIMES, channels).mean((1, 3))
+    return image.reshape(height // TIMES, TIMES, width // TIMES, TIMES, channels).mean(
+        (1, 3)
+    )
 
 
 @pytest.mark.parametrize("severity", [1, 5])
@@ -44,7 +50,9 @@ def test_layers_are_averaged(name: str, severity: int, small: NDArray[Any]) -> N
     large = enlarged(small)
     assert scale_of(small.shape) == pytest.approx(1 / TIMES)
     assert scale_of(large.shape) == 1
-    np.testing.assert_allclose(run(name, small, severity), averaged(run(name, large, severity)), atol=1e-12)
+    np.testing.assert_allclose(
+        run(name, small, severity), averaged(run(name, large, severity)), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
@@ -54,33 +62,48 @@ def test_discs_are_averaged(severity: int, small: NDArray[Any]) -> None:
     blurred = run("defocus_blur", small, severity)
     inside = np.s_[2:-2, 2:-2]  # borders are mirrored at another place
     np.testing.assert_allclose(blurred[inside], expected[inside], atol=1e-12)
-    assert (np.abs(blurred - small).mean() > 1e-3) == (severity > 1)  # a disc of radius 3 lies within seven pixels
+    assert (np.abs(blurred - small).mean() > 1e-3) == (
+        severity > 1
+    )  # a disc of radius 3 lies within seven pixels
 
 
 @pytest.mark.parametrize("severity", [1, 3, 5])
 def test_motion_is_shortened(severity: int, small: NDArray[Any]) -> None:
     half = TIMES // 2
     for seed in range(5):  # so many directions
-        expected = run("motion_blur", enlarged(small), severity, seed)[half::TIMES, half::TIMES]
+        expected = run("motion_blur", enlarged(small), severity, seed)[
+            half::TIMES, half::TIMES
+        ]
         blurred = run("motion_blur", small, severity, seed)
-        assert np.square(blurred - expected).mean() < 0.05 * np.square(expected - small).mean()
+        assert (
+            np.square(blurred - expected).mean()
+            < 0.05 * np.square(expected - small).mean()
+        )
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 @pytest.mark.parametrize("severity", [1, 3, 5])
-def test_pixels_are_displaced_one_by_one(severity: int, scale: float, small: NDArray[Any]) -> None:
+def test_pixels_are_displaced_one_by_one(
+    severity: int, scale: float, small: NDArray[Any]
+) -> None:
     parameters = CORRUPTIONS["glass_blur"].at(severity) | {"deviation": 1e-6}
-    displaced = CORRUPTIONS["glass_blur"].function(small, RandomState(MT19937(5)), scale, **parameters)
+    displaced = CORRUPTIONS["glass_blur"].function(
+        small, RandomState(MT19937(5)), scale, **parameters
+    )
     expected, random = small.copy(), RandomState(MT19937(5))
     reach, (height, width, _) = int(parameters["reach"]), small.shape
     margin = int(np.ceil(reach * scale))
     for _ in range(int(parameters["rounds"])):
-        moves = random.randint(-reach, reach, size=(height - 2 * margin, width - 2 * margin, 2))
+        moves = random.randint(
+            -reach, reach, size=(height - 2 * margin, width - 2 * margin, 2)
+        )
         up = random.random_sample(moves.shape) if scale < 1 else np.zeros(moves.shape)
         for i, y in enumerate(range(height - margin, margin, -1)):
             for j, x in enumerate(range(width - margin, margin, -1)):
                 right, down = np.floor(moves[i, j] * scale + up[i, j]).astype(int)
-                expected[y, x] = expected[min(max(y + down, 0), height - 1), min(max(x + right, 0), width - 1)]
+                expected[y, x] = expected[
+                    min(max(y + down, 0), height - 1), min(max(x + right, 0), width - 1)
+                ]
     np.testing.assert_array_equal(displaced, expected)
 
 
@@ -88,10 +111,14 @@ def test_pixels_are_displaced_one_by_one(severity: int, scale: float, small: NDA
 def test_elastic_displacements_are_scaled(severity: int) -> None:
     sizes = []
     for size in (224, 112):
-        ramp = np.broadcast_to(np.arange(float(size))[:, None, None], (size, size + 3, 1))
+        ramp = np.broadcast_to(
+            np.arange(float(size))[:, None, None], (size, size + 3, 1)
+        )
         parameters = CORRUPTIONS["elastic_transform"].at(severity) | {"corners": 0.0}
         function = CORRUPTIONS["elastic_transform"].function
-        warped = function(ramp, RandomState(MT19937(5)), scale_of(ramp.shape), **parameters)
+        warped = function(
+            ramp, RandomState(MT19937(5)), scale_of(ramp.shape), **parameters
+        )
         sizes.append((warped - ramp)[8:-8, 8:-8].std())
     assert sizes[1] / sizes[0] == pytest.approx(0.5, rel=0.1)
 
@@ -99,19 +126,33 @@ def test_elastic_displacements_are_scaled(severity: int) -> None:
 def test_corners_of_the_elastic_map_are_scaled(small: NDArray[Any]) -> None:
     parameters = CORRUPTIONS["elastic_transform"].at(1) | {"amplitude": 0.0}
     function = CORRUPTIONS["elastic_transform"].function
-    ramps = [np.stack(np.mgrid[:height, :width], -1)[..., :1] * 1.0 for height, width in ((224, 259), (32, 37))]
-    large, little = (function(ramp, RandomState(MT19937(5)), scale_of(ramp.shape), **parameters) for ramp in ramps)
+    ramps = [
+        np.stack(np.mgrid[:height, :width], -1)[..., :1] * 1.0
+        for height, width in ((224, 259), (32, 37))
+    ]
+    large, little = (
+        function(ramp, RandomState(MT19937(5)), scale_of(ramp.shape), **parameters)
+        for ramp in ramps
+    )
     half = TIMES // 2
     inside = np.s_[8:-8, 8:-8]
     assert np.abs(large[half::TIMES, half::TIMES] / TIMES - little)[inside].max() < 0.8
     assert np.abs(little - ramps[1])[inside].max() > 1.5
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("zoom_blur", 0.25), ("contrast", 1e-9), ("brightness", 1e-9)])
-def test_the_rest_knows_no_lengths(name: str, tolerance: float, small: NDArray[Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [("zoom_blur", 0.25), ("contrast", 1e-9), ("brightness", 1e-9)],
+)
+def test_the_rest_knows_no_lengths(
+    name: str, tolerance: float, small: NDArray[Any]
+) -> None:
     expected = averaged(run(name, enlarged(small), 3))
     corrupted = run(name, small, 3)
-    assert np.square(corrupted - expected).mean() < tolerance * np.square(expected - small).mean()
+    assert (
+        np.square(corrupted - expected).mean()
+        < tolerance * np.square(expected - small).mean()
+    )
 
 
 def test_large_images_get_the_published_lengths() -> None:
