@@ -100,9 +100,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
         try:
             model.eval()
             for parameter, _ in gradients:
-                parameter.grad = (
-                    None  # backwards inside would add to the user's gradients
-                )
+                # Backwards inside would add to the user's gradients.
+                parameter.grad = None
             with balanced_modes(), hidden_from_recorders(), torch.inference_mode(False):
                 yield
         finally:

@@ -123,9 +123,8 @@ class PatchConvNet(nn.Module):
         self.num_classes = num_classes
         self.global_pool = global_pool
         self.embed_dim = embed_dim
-        self.num_features = self.head_hidden_size = (
-            embed_dim  # the names that timm reads
-        )
+        # The names that timm reads.
+        self.num_features = self.head_hidden_size = embed_dim
         self.grad_checkpointing = False
         widths = [in_chans, embed_dim // 8, embed_dim // 4, embed_dim // 2, embed_dim]
         stem: list[nn.Module] = []

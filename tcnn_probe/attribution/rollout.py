@@ -62,12 +62,10 @@ class _TokenFlow:
     def __init__(self, images: int) -> None:
         self.layers: list[str] = []
         self._images = images
-        self._shares: Tensor | None = (
-            None  # (B, N, N): of each token, in terms of the first layer's tokens
-        )
-        self._class_row: Tensor | None = (
-            None  # (B, 1 + N): of a class token outside of the N, by itself and these
-        )
+        # (B, N, N): of each token, in terms of the first layer's tokens.
+        self._shares: Tensor | None = None
+        # (B, 1 + N): of a class token outside of the N, by itself and these.
+        self._class_row: Tensor | None = None
         self._last: Attention | None = None
 
     def follow(self, attention: Attention) -> None:

@@ -124,9 +124,8 @@ class GradientSums:
         for parameter, handle in self._hooked:
             handle.remove()
             if not parameter._backward_hooks:
-                parameter._backward_hooks = (
-                    None  # as torch leaves it where no hook ever was
-                )
+                # As torch leaves it where no hook ever was.
+                parameter._backward_hooks = None
         self._hooked, self._unhooked = [], []
 
     def reset(self) -> None:

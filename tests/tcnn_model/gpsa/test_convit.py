@@ -51,9 +51,8 @@ def _model(**options: Any) -> nn.Module:
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, convit.GPSA):
-                module.pos_proj.weight[0, 2] = (
-                    0.1  # attention that grows with the distance: no Gaussian
-                )
+                # Attention that grows with the distance: no Gaussian.
+                module.pos_proj.weight[0, 2] = 0.1
     return model
 
 

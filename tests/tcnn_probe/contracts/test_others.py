@@ -215,9 +215,8 @@ def test_transforms_go_through_and_record_nothing(
     transform: Callable[[nn.Module], None],
 ) -> None:
     model = vit()
-    model.patch_embed.strict_img_size = (
-        False  # its check of the size is what some tracers do not take
-    )
+    # Its check of the size is what some tracers do not take.
+    model.patch_embed.strict_img_size = False
     expected = entropies(model, images())
     before = Trace(model)
     with tcnn_probe.record(model) as recorder:
