@@ -76,7 +76,7 @@ class Uncompiled(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let ``flex_attention`` compile: it asks for a whole graph even in eager mode (torch 2.9 to 2.15)."""
+        """Let ``flex_attention`` compile: it asks for a whole graph even in eager mode (torch 2.15)."""
         flex = sys.modules.get("torch.nn.attention.flex_attention")
         frame = None if flex is None else sys._getframe()
         while frame is not None and frame.f_code is not flex.flex_attention.__code__:  # type: ignore[union-attr]
