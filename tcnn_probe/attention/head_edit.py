@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnn_probe.architectures.lookup import as_rows, from_rows
-from tcnn_probe.attention.attention import weigh
+from tcnn_probe.attention.attention import Attention, weigh
 from tcnn_probe.attention.gated import GatedAttention, gated_attention_of
 from tcnn_probe.attention.reconstruction import values_of
 from tcnn_probe.hooks.interception import SeenAttention, describe, multihead_arguments
+from tcnn_probe.models import whole_number
 
 __all__ = [
     "AttendingCall",
@@ -47,6 +48,42 @@ class HeadEdit:
     give: Literal["zero", "mean"] = "zero"
     attention: Tensor | None = None
     terms: Callable[[Any, Tensor, Sequence[int]], Tensor] | None = None
+
+    def check(self, attention: Attention) -> None:
+        """Refuse what cannot be done to an attention.
+
+        Raises:
+            TypeError: Heads are no integers.
+            ValueError: A head that the attention lacks or that is named twice, another value of ``give``, or an
+                attention of another shape.
+        """
+        heads = [
+            whole_number(head, f"heads of {attention.name!r}") for head in self.heads
+        ]
+        missing = [head for head in heads if head >= attention.heads]
+        if missing or len({*heads}) < len(heads):
+            raise ValueError(
+                f"expected different heads below {attention.heads} of {attention.name!r}, got {heads}"
+            )
+        if self.give not in ("zero", "mean"):
+            raise ValueError(f"expected give='zero' or 'mean', got {self.give!r}")
+        if self.attention is None:
+            return
+        images = attention.rows // attention.windows
+        shape = (
+            attention.windows,
+            len(heads),
+            attention.queries,
+            attention.content_keys,
+        )
+        if (
+            self.attention.shape[0] not in (1, images)
+            or self.attention.shape[1:] != shape
+        ):
+            raise ValueError(
+                f"expected attention of shape (1 or {images}, {', '.join(map(str, shape))}) for {attention.name!r}, "
+                f"got {tuple(self.attention.shape)}"
+            )
 
     def only(self, heads: Sequence[int]) -> "HeadEdit":
         """Return the edit of some of its heads."""
@@ -188,6 +225,15 @@ def edit_gated(
 
 def edit_gated_output(layer: nn.Module, x: Tensor, edits: Sequence[HeadEdit]) -> Tensor:
     """Return the output of a gated layer, edited: it is computed again, differentiable."""
+    drops = [
+        getattr(layer, name)
+        for name in ("attn_drop", "proj_drop")
+        if hasattr(layer, name)
+    ]
+    if layer.training and any(drop.p > 0 for drop in drops):
+        raise RuntimeError(
+            "a stream's edit computes the layer again, without its dropout: use tcnn_probe.ablate, or eval mode"
+        )
     attention = gated_attention_of(layer, x)
     return attention.output(edit_gated(attention, edits, attention.head_outputs()))
 

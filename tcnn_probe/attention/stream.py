@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import without_autocast
@@ -114,8 +115,19 @@ class _Callback(AttentionListener):
         self._on_attention = on_attention
 
     def attends(self, attention: Attention) -> HeadEdit | None:
-        answer = self._on_attention(attention)
-        return answer if isinstance(answer, HeadEdit) else None
+        edit = self._on_attention(attention)
+        if isinstance(edit, (list, tuple)):
+            raise TypeError(
+                f"expected a HeadEdit or None from the function, got {edit!r}"
+            )
+        if not isinstance(edit, HeadEdit):
+            return None
+        if edit.terms is not None:
+            raise ValueError(
+                "terms= of a HeadEdit is for listeners to single layers, not for a stream"
+            )
+        edit.check(attention)
+        return edit if edit.heads else None
 
 
 @dataclass(eq=False)
@@ -184,7 +196,10 @@ class AttentionStream:
         self._maps = FeatureMaps(special_tokens(self._names, tokens or GivenTokens()))
         self._explained: set[nn.Module] = set()
         self._reset()
-        self._forwards = Forwards(model, self)
+        # A stream that may edit follows forwards above those who only look: these see attention as it is before.
+        self._forwards = Forwards(
+            model, self, first=not isinstance(listener, _Callback)
+        )
 
     @property
     def attached(self) -> bool:
@@ -324,9 +339,17 @@ class AttentionStream:
         self._shown.append(_ShownSoftmax(layer, module, operand, has_heads))
         if edit is None:
             return None
-        return lambda func, args, kwargs, output: edit_call(
-            AttendingCall(func, args, kwargs, output), module, [edit]
-        )
+
+        def answer(
+            func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> Any:
+            # Multi-head attention runs a second time, which no other listener is to see.
+            with torch._C.DisableTorchFunction():
+                return edit_call(
+                    AttendingCall(func, args, kwargs, output), module, [edit]
+                )
+
+        return answer
 
     def _show_gated(
         self, forward: Forward, layer: nn.Module, inputs: Sequence[Any], output: Any
@@ -339,7 +362,10 @@ class AttentionStream:
                 self.verification.add(name, attention.discrepancy(output))
             edit = self._listener.attends(attention)
         self._shown.append(_ShownSoftmax(name, layer, None, has_heads=True))
-        return None if edit is None else edit_gated_output(layer, inputs[0], [edit])
+        if edit is None:
+            return None
+        with edited(layer):  # with the gates and heads that ablations of the layer have
+            return edit_gated_output(layer, inputs[0], [edit])
 
     def _explain(self, ran: Collection[nn.Module]) -> None:
         """Say why modules that look like attention showed none while they ran; once for each."""

@@ -57,9 +57,11 @@ class Listener(Protocol):
 class Forwards(Calls["Forward"]):
     """Tells a listener of each forward of a model that it wants, from its making until :meth:`detach`."""
 
-    def __init__(self, model: nn.Module, listener: Listener) -> None:
+    def __init__(
+        self, model: nn.Module, listener: Listener, *, first: bool = True
+    ) -> None:
         super().__init__(model, Forward)
-        self._listener = listener
+        self._listener, self._first = listener, first
         self._names = {module: name for name, module in model.named_modules()}
         self._followed: Forward | None = None  # of those that are running, at most one
         self._depth = hidden_depth()
@@ -75,7 +77,7 @@ class Forwards(Calls["Forward"]):
         for entry, is_whole in dict(_entries(self.module)).items():
             # Compiled away from parts, it breaks no graph; the hook of the whole model stops to look.
             self._handles.append(
-                add_hook(entry, self._begin, first=True, compiled=not is_whole)
+                add_hook(entry, self._begin, first=self._first, compiled=not is_whole)
             )
             self._handles.append(
                 add_hook(

@@ -299,3 +299,79 @@ def layers_of(model: nn.Module) -> list[str]:
     ):
         model(torch.randn(1, 3, 80, 80, dtype=torch.float64))
     return list(stream.layers)
+
+
+@pytest.mark.parametrize("case", ["64 pixels", "convit"])
+def test_answers_combine_with_ablations_and_recorders(case: str) -> None:
+    """The others' heads and gates stay ablated; a recorder around or inside sees attention as it is before edits."""
+    model, x = gated_models()[case]
+    model, x = model.double(), x.double()
+    layer = layers_of(model)[0]
+
+    def answer(attention: tcnn_probe.Attention) -> tcnn_probe.HeadEdit | None:
+        return tcnn_probe.HeadEdit([1]) if attention.name == layer else None
+
+    def stream() -> Any:
+        return tcnn_probe.attention_stream(model, answer)
+
+    with torch.no_grad():
+        plain = model(x)
+        for heads, mode in (({layer: [0]}, "zero"), (layer, "positional")):
+            with (
+                tcnn_probe.ablate(model, heads, mode),
+                tcnn_probe.ablate(model, {layer: [1]}),
+            ):
+                expected = model(x)
+            with tcnn_probe.ablate(model, heads, mode), stream():
+                torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-12)
+        with tcnn_probe.record(model) as recorder, stream():
+            assert not torch.equal(model(x), plain)
+            recorder.mark(epoch=0)
+        around = recorder.dataset.entropy.load()
+        with stream(), tcnn_probe.record(model) as recorder:
+            model(x)
+            recorder.mark(epoch=0)
+        np.testing.assert_allclose(around, recorder.dataset.entropy, rtol=1e-9)
+
+
+def test_an_edited_multihead_attention_is_seen_once() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(12, 3, 17, batch_first=True).eval()
+    with (
+        torch.no_grad(),
+        tcnn_probe.attention_stream(model, lambda attention: tcnn_probe.HeadEdit([1])),
+        tcnn_probe.record(model) as recorder,
+    ):
+        model(torch.randn(2, 5, 12))
+        recorder.mark(epoch=0)
+    assert recorder.layers == ("self_attn",)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (tcnn_probe.HeadEdit([0, 7]), "different heads below 3 of 'blocks.0.attn'"),
+        (tcnn_probe.HeadEdit([1, 1]), "different heads"),
+        (tcnn_probe.HeadEdit([1], "men"), "give='zero' or 'mean'"),  # type: ignore[arg-type]
+        (
+            tcnn_probe.HeadEdit([0, 1], attention=torch.ones(1, 1, 1, 36, 36)),
+            "expected attention of shape",
+        ),
+        (
+            tcnn_probe.HeadEdit([0], terms=lambda call, output, heads: output),
+            "listeners to single layers",
+        ),
+    ],
+)
+def test_edits_that_cannot_be_done_are_refused(
+    edit: tcnn_probe.HeadEdit, message: str
+) -> None:
+    model = vit()
+    before = Trace(model)
+    with (
+        pytest.raises(ValueError, match=message),
+        tcnn_probe.attention_stream(model, lambda attention: edit),
+    ):
+        model(images())
+    assert before == Trace(model)
+    assert clean()
