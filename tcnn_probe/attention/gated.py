@@ -32,8 +32,6 @@ __all__ = [
 
 GATED_LAYERS = (GPSALayer, ConViTLayer)
 
-Layer = GPSALayer | ConViTLayer
-
 
 @dataclass(frozen=True, kw_only=True)
 class GatedAttention(Attention):

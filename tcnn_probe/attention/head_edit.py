@@ -158,9 +158,8 @@ class AttendingCall:
             return self._output
         edited = edited.view(self._output.shape)
         if self.is_softmax and not self._output.requires_grad:
-            return self._output.copy_(
-                edited
-            )  # in place, where who follows it to the values knows it to be
+            # In place, where whoever follows it to the values knows it to be.
+            return self._output.copy_(edited)
         return edited
 
     def _run_multihead(self, func: Any, arguments: dict[str, Any]) -> None:

@@ -214,10 +214,8 @@ class HeadEditor(Calls[LayerCall]):
     def reading(self) -> Iterator[None]:
         """Inside, whatever is computed of the layer is what its forwards compute."""
         running, frame = self.current(), sys._getframe()
-        while (
-            frame.f_back is not None
-        ):  # the outermost frame, which outlives the reading
-            frame = frame.f_back
+        while frame.f_back is not None:
+            frame = frame.f_back  # to the outermost, which outlives the reading
         call = running or LayerCall(
             self.module, (), {}, frame, listeners=self._listeners
         )

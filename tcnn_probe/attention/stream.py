@@ -88,6 +88,9 @@ def attention_stream(
 class AttentionListener:
     """A listener to the forwards of a model, of one at a time. It does nothing: override what you need."""
 
+    may_edit = False
+    """Flag that answers of :meth:`attends` can be edits."""
+
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
         """Return whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
         return True
@@ -111,6 +114,8 @@ class AttentionListener:
 
 
 class _Callback(AttentionListener):
+    may_edit = True
+
     def __init__(self, on_attention: Callable[[Attention], HeadEdit | None]) -> None:
         self._on_attention = on_attention
 
@@ -197,9 +202,7 @@ class AttentionStream:
         self._explained: set[nn.Module] = set()
         self._reset()
         # A stream that may edit follows forwards above those who only look: these see attention as it is before.
-        self._forwards = Forwards(
-            model, self, first=not isinstance(listener, _Callback)
-        )
+        self._forwards = Forwards(model, self, first=not listener.may_edit)
 
     @property
     def attached(self) -> bool:
@@ -295,9 +298,8 @@ class AttentionStream:
 
     def _reset(self) -> None:
         self._shown: list[_ShownSoftmax] = []
-        self._counts: Counter[nn.Module] = (
-            Counter()
-        )  # attentions in the call of a module that is running
+        # Numbers of attentions in the calls of modules that are running.
+        self._counts: Counter[nn.Module] = Counter()
         self._ran: set[nn.Module] = set()
         self._tracker = ValueProductTracker()
         self._formed: dict[nn.Module, dict[str, list[Any]]] = {}
