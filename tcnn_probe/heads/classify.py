@@ -2,6 +2,7 @@
 
 import json
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.heads.features import By, Features, features_of
+from tcnn_probe.heads.features import LEAST_IMAGES, By, Features, features_of
 from tcnn_probe.heads.mixture import fit_mixture
 from tcnn_probe.heads.thresholds import (
     CONCENTRATED,
@@ -57,6 +58,7 @@ def head_types(
     distance: float = Thresholds.distance,
     equivariance: float = Thresholds.equivariance,
     gate: Sequence[float] = Thresholds.gate,
+    least_images: int = LEAST_IMAGES,
     seed: int = 0,
 ) -> xr.DataArray:
     """Classify the heads of a recording at each mark.
@@ -84,6 +86,8 @@ def head_types(
         method: "thresholds", or "mixture" for scikit-learn's Gaussian mixture.
         by: "content" for types by measured attention, "gate" for types by the gate.
         information, entropy, distance, equivariance, gate: Thresholds; see :class:`~tcnn_probe.heads.Thresholds`.
+        least_images: Number of images that types by attention need at each mark: of fewer, content information is too
+            uncertain, and a head has no type. At least 2.
         seed: Seed of the mixture.
 
     Returns:
@@ -101,8 +105,19 @@ def head_types(
     if by not in _TYPES:
         raise ValueError(f"expected by='content' or 'gate', got {by!r}")
     thresholds = Thresholds(information, entropy, distance, equivariance, gate)
-    seed = operator.index(seed)
-    features = features_of(ds, by)
+    seed, least_images = operator.index(seed), operator.index(least_images)
+    if least_images < 2:
+        raise ValueError(
+            f"expected least_images of at least 2, got {least_images}: of one image nothing is known"
+        )
+    features = features_of(ds, by, least_images)
+    if by == "content" and (ds.images < least_images).any():
+        warnings.warn(
+            f"types need at least {least_images} images at each mark, and some have {int(ds.images.min())}: "
+            "their heads have no type (least_images= asks for fewer)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     posterior: dict[str, np.ndarray] = {}
     attrs = _attrs(method, by, thresholds)
     if method == "thresholds":

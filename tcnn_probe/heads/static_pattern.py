@@ -11,27 +11,31 @@ from numpy.typing import ArrayLike
 __all__ = ["information", "translation_equivariance"]
 
 
-def information(mean: np.ndarray, entropy: np.ndarray) -> np.ndarray:
+def information(mean: np.ndarray, entropy: np.ndarray, images: int) -> np.ndarray:
     """Measure how strongly attention depends on the image: content information, in nat.
 
-    I = mean over queries i of [H(mean over images b of A_b(i, .)) - mean over b of H(A_b(i, .))], the mutual
-    information of image and key given the query, or the Jensen-Shannon divergence of the images' attentions. It is 0
-    where attention does not depend on the image, and at most log min(images, keys).
+    I = n / (n - 1) times the mean over queries i of [H(mean over images b of A_b(i, .)) - mean over b of
+    H(A_b(i, .))]: the mutual information of image and key given the query, or the Jensen-Shannon divergence of the
+    images' attentions. It is 0 where attention does not depend on the image.
 
-    The estimate from n images is too low on average, because the mean of more images is more even. For large n it lacks
-    about 1/2n sum_j Var_b(A_b(i, j)) / A(i, j). So compare numbers from as many images.
+    Without the factor, the estimate from n images is too low on average, because the mean of more images is more even:
+    to second order in what images change, it lacks 1/2n sum_j Var_b(A_b(i, j)) / A(i, j), and the whole is 1/2 of that
+    sum, so the factor removes this bias. Where attention depends strongly on the image, the estimate is still too low:
+    n images cannot show more than n / (n - 1) log min(n, keys).
 
     Args:
         mean: Mean over images of A, shape (heads, queries, keys). Keys whose attention no image changes, such as
             padding, may be left out of both.
         entropy: Mean over images and queries of H(A_b(i, .)), over the same keys, shape (heads,).
+        images: Number n of images, at least 2.
 
     Returns:
         Content information, shape (heads,).
     """
     logarithms = np.maximum(mean, np.finfo(mean.dtype).tiny)  # 0 log 0 is 0
     np.log(logarithms, out=logarithms)
-    return -np.einsum("hij,hij->h", mean, logarithms) / mean.shape[1] - entropy
+    divergence = -np.einsum("hij,hij->h", mean, logarithms) / mean.shape[1] - entropy
+    return divergence * images / (images - 1)
 
 
 def translation_equivariance(

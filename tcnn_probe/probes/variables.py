@@ -55,10 +55,11 @@ def content_information(attention: str) -> Variable:
         HEAD,
         "nat",
         f"content information {attention}",
-        f"Mean over queries of H(mean over images of A_i) - mean over images of H(A_i), {attention}: the mutual "
-        "information of image and key. 0 if the image has no say, at most log of the number of images or keys; of "
-        f"few images it is too low. Of at most {QUERIES} queries of each layer, evenly chosen, always the same ones. "
-        "NaN if images of several sizes were seen since the previous mark.",
+        f"Mean over queries of H(mean over images of A_i) - mean over images of H(A_i), {attention}, times n / (n - 1) "
+        "of n images: the mutual information of image and key. 0 if the image has no say, at most log of the number of "
+        "keys; of few images it is too low where the image has much say. Of at most "
+        f"{QUERIES} queries of each layer, evenly chosen, always the same ones. NaN of a single image, and if images "
+        "of several sizes were seen since the previous mark.",
     )
 
 

@@ -76,7 +76,10 @@ class EpochSums:
             if pattern is None:
                 continue
             mean = pattern.attention / pattern.images
-            means[name] = information(mean, pattern.entropy / pattern.images)
+            if pattern.images > 1:  # of a single image nothing is known
+                means[name] = information(
+                    mean, pattern.entropy / pattern.images, pattern.images
+                )
             if pattern.queries is not None and pattern.keys is not None:
                 equivariance = translation_equivariance(
                     mean, pattern.queries, pattern.keys

@@ -67,7 +67,7 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         for epoch in range(2):
             model(
-                torch.randn(2, 2, 7, 11, generator=torch.Generator().manual_seed(epoch))
+                torch.randn(8, 2, 7, 11, generator=torch.Generator().manual_seed(epoch))
             )
             recorder.mark(epoch=epoch)
             model[0].gating += 0.5

@@ -141,7 +141,9 @@ def entropy(weights: np.ndarray) -> np.ndarray:
 
 def information(weights: np.ndarray) -> np.ndarray:
     """Content information: (B, windows, heads, N_query, N_key) -> (heads,), each position in each window a query."""
-    return (entropy(weights.mean(0)) - entropy(weights).mean(0)).mean((0, 2))
+    divergence = (entropy(weights.mean(0)) - entropy(weights).mean(0)).mean((0, 2))
+    images = len(weights)
+    return divergence / (1 - 1 / images) if images > 1 else np.nan * divergence
 
 
 def distance(

@@ -143,7 +143,7 @@ def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -
     assert tcnn_probe.head_types(ds).values.tolist() == [[["mixed", "content"]]]
     real = ds.assign(uniform_content_entropy=ds.uniform_entropy * 0 + math.log(49))
     assert tcnn_probe.head_types(real).values.tolist() == [[["averaging", "content"]]]
-    for images in (2, 10**6):  # their number sets no scale
+    for images in (8, 10**6):  # their number sets no scale
         counted = ds.assign(images=ds.images * 0 + images)
         assert tcnn_probe.head_types(counted).values.tolist() == [
             [["mixed", "content"]]
@@ -151,12 +151,19 @@ def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -
         assert tcnn_probe.head_types(
             counted, information=(0.0, 0.1501)
         ).values.tolist() == [[["mixed", "mixed"]]]
-    single = tcnn_probe.head_types(ds.assign(images=ds.images * 0 + 1))
-    assert (single == "").all()
+    few = ds.assign(images=ds.images * 0 + 7)
+    with pytest.warns(RuntimeWarning, match="at least 8 images .* some have 7"):
+        types = tcnn_probe.head_types(few)
+    assert (types == "").all()
     assert (
-        "content_information / log keys is not finite (of one image"
-        in single.attrs["unlabelled"]
+        "content_information / log keys is not finite (it was measured from fewer than 8 images"
+        in types.attrs["unlabelled"]
     )
+    assert tcnn_probe.head_types(few, least_images=7).values.tolist() == [
+        [["mixed", "content"]]
+    ]
+    with pytest.raises(ValueError, match="least_images of at least 2, got 1"):
+        tcnn_probe.head_types(few, least_images=1)
 
 
 @pytest.mark.parametrize("method", BOTH)

@@ -30,7 +30,7 @@ def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
         cnn, layers=names, input_size=(1, 160, 224)
     ).eval()
     first, second, third = tcnn_model.gpsa_layers(model).values()
-    size, conv = (3, 1, 160, 224), "convolutional"
+    size, conv = (8, 1, 160, 224), "convolutional"
     types = tcnn_probe.head_types(recorded(model, *size))
     assert types.shape == (1, 3, 9)
     assert (types == conv).all()
@@ -75,7 +75,7 @@ def test_convolutions_are_convolutional(
     layer = tcnn_model.GPSA(
         8, 2, kernel, padding=kernel // 2, locality_strength=strength, gating=strength
     )
-    types = tcnn_probe.head_types(recorded(nn.Sequential(layer).eval(), 2, 8, *size))
+    types = tcnn_probe.head_types(recorded(nn.Sequential(layer).eval(), 11, 8, *size))
     assert (types == "convolutional").all()
     assert types.size == kernel**2
 
@@ -103,14 +103,14 @@ class Four(nn.Module):
 
 def test_plain_attention() -> None:
     four = nn.Sequential(nn.Conv2d(3, 4, 8, stride=8), Four()).eval()
-    ds = recorded(four, 5, 3, 40, 56)
+    ds = recorded(four, 11, 3, 40, 56)
     assert tcnn_probe.head_types(ds).values.tolist() == [
         [["convolutional", "averaging", "content", "mixed"]]
     ]
     cait = timm.create_model(
         "cait_xxs24_224", img_size=(80, 112), depth=1, embed_dim=8, num_heads=2
     ).eval()
-    types = tcnn_probe.head_types(recorded(cait, 2, 3, 80, 112)).isel(epoch=0)
+    types = tcnn_probe.head_types(recorded(cait, 11, 3, 80, 112)).isel(epoch=0)
     assert (
         types == "averaging"
     ).all()  # class attention too, though it has no distance
@@ -126,10 +126,30 @@ def test_a_convit_has_both_kinds() -> None:
     }
     torch.manual_seed(0)
     ds = recorded(
-        timm.create_model("convit_tiny", img_size=112, **options).eval(), 2, 3, 112, 112
+        timm.create_model("convit_tiny", img_size=112, **options).eval(), 8, 3, 112, 112
     )
     for method in ("thresholds", "mixture"):
         types = tcnn_probe.head_types(ds, method)  # type: ignore[arg-type]
         assert types.values.tolist() == [
             [["convolutional"] * 9] * 2 + [["averaging"] * 9]
         ]
+
+
+def test_types_of_an_untrained_network_from_8_and_from_256_images() -> None:
+    """Its queries and keys are scaled, so that its heads are of several types."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"depth": 6, "embed_dim": 60, "num_heads": 10}
+    model = timm.create_model("vit_tiny_patch16_224", img_size=(80, 112), **options)
+    with torch.no_grad():
+        for depth, block in enumerate(model.blocks):
+            block.attn.qkv.weight[:120].mul_(2.0 ** (depth + 1))
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(256, 3, 80, 112, generator=generator)
+    types = []
+    for count in (8, 256):
+        with tcnn_probe.record(model.eval()) as recorder, torch.no_grad():
+            model(images[:count])
+            recorder.mark(epoch=0)
+        types.append(tcnn_probe.head_types(recorder.dataset).values)
+    assert {"averaging", "mixed", "content"} <= {*types[0].flat}
+    assert (types[0] == types[1]).mean() >= 0.95
