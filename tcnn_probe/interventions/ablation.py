@@ -1,5 +1,6 @@
 """``ablate()``: run a model without some of its heads, or with other attention."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -12,14 +13,16 @@ from tqdm.auto import tqdm
 from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.head_editor import HeadEditor
 from tcnn_probe.hooks.calls import Call, Calls
-from tcnn_probe.hooks.modes import put_on
+from tcnn_probe.hooks.modes import is_transformed, put_on
 from tcnn_probe.interventions.edits import Ablated, Mode
 from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
 from tcnn_probe.interventions.references import (
     AttentionReference,
     GivenImages,
+    ReferenceStatistics,
     TermReference,
     as_batches,
+    fingerprints,
 )
 from tcnn_probe.models import check_model, layer_names, untouched, whole_number
 
@@ -80,8 +83,9 @@ def ablate(
         source: Model with the same layers, for mode "replaced". It runs in eval mode, without gradients of its own.
         images: Images for modes "mean", "static" and "shuffled": a batch as the model takes it, floating point, or
             several (of a loader's pairs the first is taken), or pictures as :func:`tcnn_probe.images.as_images` takes
-            them. The model sees them at this call, in eval mode. For every head "mean" holds one map of the layer's
-            output, "static" one attention (windows x N_query x N_key), and "shuffled" one for each image.
+            them. The model sees them at this call, in eval mode. Take them from images that are not evaluated: a
+            RuntimeWarning tells where an image gets back its own attention. For every head "mean" holds one map of the
+            layer's output, "static" one attention (windows x N_query x N_key), and "shuffled" one for each image.
         seed: Seed of mode "shuffled".
 
     Returns:
@@ -222,11 +226,26 @@ class _Forwards(Calls[Call]):
     def __init__(self, model: nn.Module, ablated: Sequence[Ablated]) -> None:
         super().__init__(model, Call)
         self._reference = ablated[0].reference if ablated else None
+        self._has_warned = False
 
     def begins(self, call: Call) -> None:
         if self._reference is not None:
             self._reference.check(call.inputs)
+            self._warn_of_overlap(self._reference, call.inputs)
         call.modes = put_on()
+
+    def _warn_of_overlap(
+        self, reference: ReferenceStatistics, inputs: Sequence[Any]
+    ) -> None:
+        """Warn once, where images come again over which attention was taken."""
+        images = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 1), None)
+        if not reference.is_finished or self._has_warned or images is None:
+            return
+        with torch._C.DisableTorchFunction():
+            reason = "" if is_transformed(inputs) else reference.overlap(images)
+        if reason:
+            self._has_warned = True
+            warnings.warn(reason, RuntimeWarning, stacklevel=2)
 
     def returns(self, call: Call, output: Any) -> None:
         self.has_run = True
@@ -265,8 +284,10 @@ def _collect_references(
     size = None
     with _edited_model(model, ablated), untouched(model), torch.no_grad():
         for batch in tqdm(images, "ablate: images", leave=False, delay=3, disable=None):
+            prints = fingerprints(batch)
             for reference in references:
                 reference.begin(len(batch))
+                reference.fingerprints += prints
             model(batch)
             size = batch.shape[1:]
     for reference in references:

@@ -19,6 +19,7 @@ __all__ = [
     "ReferenceStatistics",
     "TermReference",
     "as_batches",
+    "fingerprints",
 ]
 
 GivenImages = Tensor | Iterable[Any]
@@ -32,11 +33,13 @@ class ReferenceStatistics:
         images: Number of images in the batch that is running.
         total: Number of images so far, with those of that batch.
         size: Size of one image, once finished.
+        fingerprints: Fingerprint of each image, in the order in which they passed.
     """
 
     def __init__(self) -> None:
         self.is_finished, self.images, self.total = False, 0, 0
         self.size: torch.Size | None = None
+        self.fingerprints: list[bytes] = []
         self._thread = threading.get_ident()
 
     @property
@@ -59,6 +62,10 @@ class ReferenceStatistics:
             raise ValueError(
                 f"expected images of the size of images=, {tuple(self.size)}; got {tuple(size)}"
             )
+
+    def overlap(self, images: Tensor) -> str:
+        """Explain how evaluated images bias the result, being among the given ones; "" if they do not."""
+        return ""
 
     def _by_image(self, rows: Tensor, layer: str) -> Tensor:
         """Return (images * windows, ...) as (images, windows, ...)."""
@@ -116,6 +123,30 @@ class AttentionReference(ReferenceStatistics):
                 number: total / self._counts[number]
                 for number, total in self._attention.items()
             }
+
+    def overlap(self, images: Tensor) -> str:
+        """Explain how evaluated images bias the result, being among the given ones; "" if they do not."""
+        prints = fingerprints(images)
+        if not self._shuffled:
+            given = set(self.fingerprints)
+            count = sum(fingerprint in given for fingerprint in prints)
+            return (
+                f"{count} of {len(prints)} images of a forward are among images=: the mean attention that they get has "
+                "a share of their own, so that too little is lost. Take images= from others, such as the training set"
+                if count
+                else ""
+            )
+        donors = self._order(len(self.fingerprints))
+        count = sum(
+            fingerprint == self.fingerprints[donors[place % len(donors)]]
+            for place, fingerprint in enumerate(prints)
+        )
+        return (
+            f"{count} of {len(prints)} images of a forward get their own attention: they are among images=, at the "
+            "place that they are given. Take images= from others, or choose another seed="
+            if count and self._seed is not None  # None asks for the order as it is
+            else ""
+        )
 
     def attention_for(
         self, attention: Attention, heads: Sequence[int], layer: str
@@ -199,6 +230,13 @@ class TermReference(ReferenceStatistics):
             if windows == 1
             else (output.unflatten(0, (-1, windows)) + mean).flatten(0, 1)
         )
+
+
+def fingerprints(images: Tensor) -> list[bytes]:
+    """Return a fingerprint of each image, (B, ...): its values at 64 places, which no two photographs share."""
+    values = images.detach().flatten(1)
+    places = torch.linspace(0, values.shape[1] - 1, 64).long().to(values.device)
+    return [row.numpy().tobytes() for row in values[:, places].float().cpu()]
 
 
 def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:

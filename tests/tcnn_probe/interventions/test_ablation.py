@@ -35,6 +35,7 @@ class Stop(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:.*among images=")
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_left(case: str) -> None:
     """Neither of the ablation, while it is there but for its hooks, nor of exceptions in a forward or in the body."""

@@ -168,6 +168,7 @@ def test_gated_by_hand(mode: Any) -> None:
     [*((n, True) for n in MODELS), ("vit", False), ("swin", False)],
     indirect=["fused"],
 )
+@pytest.mark.filterwarnings("ignore:.*among images=")
 def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
     """Shuffled by the identity, and static over one image; a recorder sees attention as it is before."""
     make, shape, layer, _ = MODELS[name]
@@ -217,6 +218,7 @@ def by_position(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["static", "shuffled"])
 @pytest.mark.parametrize("name", ["gpsa", "beit", "swin"])
+@pytest.mark.filterwarnings("ignore:.*among images=")
 def test_attention_by_position_alone_stays(name: str, mode: Any) -> None:
     model, x, given = by_position(name)
     plain = model(x)
@@ -383,3 +385,26 @@ def test_errors() -> None:
         ):
             model.near(x[..., :6, :])
         model(x)
+
+
+def test_warns_where_an_image_gets_back_its_own_attention() -> None:
+    """Once for each ablation; not of other images, nor where the order of the given ones is asked for."""
+    model = vit()
+    given, others = torch.randn(5, 2, 20, 28), torch.randn(3, 2, 20, 28)
+    with torch.no_grad():
+        with tcnn_probe.ablate(model, mode="static", images=given):
+            model(others)
+            with pytest.warns(
+                RuntimeWarning, match="1 of 4 images .* are among images="
+            ):
+                model(torch.cat([others, given[4:]]))
+            model(given)
+        with tcnn_probe.ablate(model, mode="shuffled", images=given):
+            model(given)  # each gets another's
+        with (
+            tcnn_probe.ablate(model, mode="shuffled", images=given[:1]),
+            pytest.warns(RuntimeWarning, match="1 of 2 images .* their own attention"),
+        ):
+            model(given[:2])
+        with tcnn_probe.ablate(model, mode="shuffled", images=given, seed=None):
+            model(given)

@@ -17,6 +17,9 @@ from tcnn_model import GPSA
 from tests.tcnn_probe.contracts.helpers import Trace
 from tests.tcnn_probe.networks import scatter
 
+# Threads see the images that attention was taken over.
+pytestmark = pytest.mark.filterwarnings("ignore:.*among images=")
+
 
 class Both(nn.Module):
     """Gated attention, then softmax attention: (B, 2, H, W) -> (B, H * W, 6)."""
