@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from tcnn_model.conversion.selection import LayerFilter, select_layers
+from tcnn_probe.hooks.calls import balanced_hooks
 from tcnn_probe.hooks.modes import balanced_modes, hidden_from_recorders
 
 __all__ = [
@@ -102,7 +103,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for parameter, _ in gradients:
                 # Backwards inside would add to the user's gradients.
                 parameter.grad = None
-            with balanced_modes(), hidden_from_recorders(), torch.inference_mode(False):
+            with (
+                balanced_hooks(model),
+                balanced_modes(),
+                hidden_from_recorders(),
+                torch.inference_mode(False),
+            ):
                 yield
         finally:
             for module, training in modes:

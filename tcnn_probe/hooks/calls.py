@@ -2,7 +2,8 @@
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -14,7 +15,15 @@ from torch.utils.hooks import RemovableHandle
 
 from tcnn_probe.hooks.modes import Mode, take_off
 
-__all__ = ["Call", "Calls", "CopySafeHook", "add_hook", "innermost_call", "is_under"]
+__all__ = [
+    "Call",
+    "Calls",
+    "CopySafeHook",
+    "add_hook",
+    "balanced_hooks",
+    "innermost_call",
+    "is_under",
+]
 
 
 @dataclass(eq=False)
@@ -186,14 +195,8 @@ class CopySafeHook:
             ):  # torch leaves kwargs out while another thread adds or removes the hook
                 call = (call[0], {}, *call[1:])
             return self._act(module, *call)
-        for where in (
-            "pre_hooks",
-            "pre_hooks_with_kwargs",
-            "hooks",
-            "hooks_with_kwargs",
-            "hooks_always_called",
-        ):
-            getattr(module, f"_forward_{where}").pop(self.number, None)
+        for hooks in _forward_hooks(module):
+            hooks.pop(self.number, None)
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CopySafeHook":
@@ -246,6 +249,34 @@ def add_hook(
         handle = module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
     hook.number = handle.id
     return handle
+
+
+def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the tables in which torch keeps what it knows of a module's hooks, by their numbers."""
+    return [
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ]
+
+
+@contextmanager
+def balanced_hooks(model: nn.Module) -> Iterator[None]:
+    """Take off all hooks that code inside leaves on a model: Ctrl-C can fall where they are taken off."""
+    before = [
+        (hooks, set(hooks))
+        for module in model.modules()
+        for hooks in _forward_hooks(module)
+    ]
+    try:
+        yield
+    except KeyboardInterrupt:
+        for hooks, numbers in before:
+            for number in set(hooks) - numbers:
+                del hooks[number]
+        raise
 
 
 # A stack is read while its thread runs on: a look that breaks off in the middle is repeated, and a few suffice.

@@ -4,7 +4,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -152,12 +152,24 @@ def _take_off(mode: Mode) -> None:
 def balanced_modes() -> Iterator[None]:
     """Take off all modes that code inside leaves on: Ctrl-C can fall between a mode's entry and its ``with`` block."""
     before = {id(mode) for mode in _modes()}
+    has_gradients = torch.is_grad_enabled()
+    # It restores the flag that torch functions are shown, for which torch has no setter.
+    shown = (
+        torch._C._EnableTorchFunction()
+        if torch._C._is_torch_function_enabled()
+        else nullcontext()
+    )
     try:
-        yield
-    except KeyboardInterrupt as error:
-        # It can also fall in the __exit__ of a context manager, which is then resumed when its frame is cleared.
-        traceback.clear_frames(error.__traceback__)
-        raise
+        # Leaving inference mode late also brings back dispatch keys of modes that are off by then.
+        with shown, torch._C._PreserveDispatchKeyGuard():
+            try:
+                yield
+            except KeyboardInterrupt as error:
+                # It can also fall in the __exit__ of a context manager, which is then resumed when its frame is
+                # cleared: after those around it, so that it brings back what was set inside of them.
+                traceback.clear_frames(error.__traceback__)
+                torch.set_grad_enabled(has_gradients)
+                raise
     finally:
         take_off([mode for mode in _modes() if id(mode) not in before])
 
