@@ -19,7 +19,7 @@ also give the reasons.
 Most models need no record, because [attention is seen where the model calls torch](recording.md#your-own-model). A
 class has a record if these calls do not show all that is needed:
 
-- *not recorded*: the layer looks like attention but has no matrix between tokens. `recorder.unsupported` has the reason.
+- *not recorded*: the layer looks like attention but has no matrix between tokens; `recorder.unsupported` says why.
 - *heads*: which axis of (..., N_query, N_key) holds the heads.
 - *grid*: where queries and keys lie, or why they lie on no grid.
 - *windows*: how the layer cuts them, so that `attention_maps` can put them on the image.
