@@ -276,5 +276,5 @@ def test_resume_with_other_settings_is_refused(
         in capsys.readouterr().err
     )
     assert main(["resnet18", "--out", str(tmp_path / "run")]) == 2
-    assert "holds a run already: --resume goes on with it" in capsys.readouterr().err
+    assert "already holds a run: --resume continues it" in capsys.readouterr().err
     assert "workers" in session.FREE
