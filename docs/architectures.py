@@ -11,19 +11,19 @@ from pathlib import Path
 from tcnn_probe.architectures.lookup import RECORDS
 from tcnn_probe.architectures.record import LayerRecord
 
-HEADER = """# Layers that are known
+HEADER = """# Layers with a record
 
-Written by `python docs/architectures.py` from [the records](../tcnn_probe/architectures/timm_layers.py), which have
-the reasons beside them.
+Written by `python docs/architectures.py` from [the records](../tcnn_probe/architectures/timm_layers.py), which
+also give the reasons.
 
-Most models need no record: [attention is seen where torch is asked for it](recording.md#your-own-model). A class has
-one where no call of torch shows what is to be known:
+Most models need no record, because [attention is seen where the model calls torch](recording.md#your-own-model). A
+class has a record if these calls do not show all that is needed:
 
-- *not recorded*: it looks like attention and has no matrix between tokens. `recorder.unsupported` has the reason.
-- *heads*: which axis of (..., N_query, N_key) is that of the heads.
-- *grid*: where its queries and keys lie, or why they lie on no grid.
-- *windows*: how it cuts them, so that `attention_maps` puts them on the image.
-- *layer-scale*, *gradient*: the probes of these names measure it.
+- *not recorded*: the layer looks like attention but has no matrix between tokens; `recorder.unsupported` says why.
+- *heads*: which axis of (..., N_query, N_key) holds the heads.
+- *grid*: where queries and keys lie, or why they lie on no grid.
+- *windows*: how the layer cuts them, so that `attention_maps` can put them on the image.
+- *layer-scale*, *gradient*: the probes of these names measure the layer.
 """
 
 HEADS = {
@@ -61,7 +61,7 @@ def page() -> str:
     for library, names in itertools.groupby(
         sorted(RECORDS), key=lambda name: name.partition(".")[0]
     ):
-        lines += [f"## {library}", "", "| class | known |", "|---|---|"]
+        lines += [f"## {library}", "", "| class | record |", "|---|---|"]
         lines += [f"| `{name}` | {'; '.join(facts(RECORDS[name]))} |" for name in names]
         lines.append("")
     return "\n".join(lines)

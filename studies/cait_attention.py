@@ -6,8 +6,8 @@ Takes about a minute on one CPU core.
 
 What one should see (cait_attention.png): in a CaiT the class token meets the patches in two class-attention layers
 alone. The first looks at the digit, as in the thesis. The thesis sees the second look at more of the image. The lines
-that are printed compare both with even attention and with each other, image by image; studies/README.md says what
-several seeds agree on.
+that are printed compare both with even attention and with each other, image by image. studies/pages/cait_attention.md
+says what several seeds agree on.
 
 How: a small CaiT (two blocks of self-attention, two of class attention, four heads) learns handwritten digits, each
 somewhere in a scene. Its patches are embedded by the convolutions of timm's XCiT in place of a single layer, so that it

@@ -7,10 +7,10 @@ Takes about 3 minutes on one CPU core.
 What one should see: class attention of the PatchConvNet, on 16 x 16 patches and without any gradient, comes within 4
 pixels (one patch) of the digit far more often than chance, and more often than Grad-CAM. Gradients of single pixels
 meet the very strokes more often. In the ResNet, whose last feature map has 4 x 4 cells, class attention finds the digit
-less often; its accuracy is about the same with the learned pooling as without. studies/README.md has the ranges of
-several seeds; the table that is printed has this run's numbers, and the last lines compare class attention with
-Grad-CAM, image by image, with intervals. After so short a training the tokens of the classes look at almost the same
-places.
+less often; its accuracy is about the same with the learned pooling as without.
+studies/pages/class_attention_saliency.md has the ranges of several seeds; the table that is printed has this run's
+numbers, and the last lines compare class attention with Grad-CAM, image by image, with intervals. After so short a
+training the tokens of the classes look at almost the same places.
 
 How: a small ResNet with average pooling and a small PatchConvNet learn handwritten digits in cluttered scenes. The
 ResNet is trained on with a learned pooling in place of its average (``tcnn_model.add_attention_pool``) and, as the

@@ -7,7 +7,7 @@ Takes about 2 minutes on one CPU core.
 What one should see (gating_evolution.png): all gates start at sigma(1) = 0.73. Those of the first GPSA layer rise: it
 goes on convolving. Those of the last layer fall: it hardly uses position any more, and after so short a training its
 content attention is still spread almost evenly over the image (D; log 64 = 4.16 nat is even). The two layers between
-differ from seed to seed (studies/README.md has the ranges).
+differ from seed to seed (studies/pages/gating_evolution.md has the ranges).
 
 How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage is then reparameterized as gated
 positional self-attention (GPSA) and fine-tuned, while the gate, the attention span and the entropy of every head are

@@ -196,7 +196,7 @@ def _plot(store: str, variable: str, layers: str, output: str) -> None:
         ]
         if not names:
             raise ValueError(
-                f"no layer of {store} fits {layers!r}; there are {', '.join(values.layer.values)}"
+                f"no layer of {store} matches {layers!r}; it has {', '.join(values.layer.values)}"
             )
         values = values.sel(layer=names)
     figure = plt.figure(layout="constrained")

@@ -85,9 +85,7 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
     images = as_batch(images, _CONVENTION)
     largest = float(images.detach().abs().amax())
     if not math.isfinite(largest):
-        raise ValueError(
-            f"expected {_CONVENTION}; got values that are no finite numbers"
-        )
+        raise ValueError(f"expected {_CONVENTION}; got values that are not finite")
     # A smaller deviation, such as 1 / 255, belongs to a model that takes values as large as bytes.
     if largest > _LARGEST and min(_config(unwrap(model)).get("std", (1,))) > 0.02:
         raise ValueError(

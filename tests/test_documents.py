@@ -113,16 +113,37 @@ def test_examples_of_aggregation_run() -> None:
     assert special.per_class
 
 
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/**/*.md", "studies/**/*.md", "benchmarks/*.md")
+    for page in ROOT.glob(pattern)
+    if "generated" not in page.parts
+)
+
+
+def without_code(path: Path) -> str:
+    """Return a document without its blocks of code, in which ``#`` is a comment and ``](`` no link."""
+    return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors that GitHub and MyST give to the headings of a document."""
+    headings = re.findall(r"^#+ (.*)$", without_code(path), flags=re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    }
+
+
 @pytest.mark.parametrize(
-    "path",
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("studies/*.md")],
-    ids=lambda path: path.name,
+    "path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix()
 )
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(
-        r"\]\((?!http)([^)#]+)[^)]*\)", re.sub("`[^`]*`", "", path.read_text())
-    ):
-        assert (path.parent / target).exists(), target
+    text = re.sub("`[^`]*`", "", without_code(path))
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        page = path.parent / target if target else path
+        assert page.exists(), target
+        assert not anchor or anchor in anchors(page), f"{target}#{anchor}"
 
 
 def python_blocks(path: Path) -> list[str]:
@@ -148,14 +169,13 @@ def test_commands_of_the_readme_exist() -> None:
     assert (ROOT / "studies" / "gating_evolution.py").exists()
 
 
-def test_every_study_has_its_row() -> None:
-    rows = (ROOT / "studies" / "README.md").read_text()
-    missing = [
-        path.name
-        for path in (ROOT / "studies").glob("*.py")
-        if f"`python studies/{path.name}`" not in rows
-    ]
-    assert missing == []
+def test_every_study_has_its_row_and_its_page() -> None:
+    studies = ROOT / "studies"
+    names = {path.stem for path in studies.glob("*.py")}
+    rows = (studies / "README.md").read_text()
+    assert [name for name in names if f"`python studies/{name}.py`" not in rows] == []
+    assert [name for name in names if f"](pages/{name}.md" not in rows] == []
+    assert {page.stem for page in studies.glob("pages/*.md")} - names <= {"photographs"}
 
 
 def test_registry_names_in_the_readme() -> None:

@@ -1,8 +1,8 @@
 """The documentation as a site: ``python -m sphinx -E -W -c docs/site . build/site``, without network.
 
 Its pages are the repository's own Markdown at its own paths, so a link that works on GitHub works here. The examples of
-docs/*.md are run by tests/test_documents.py; the build runs docs/notebooks. Pages of names and of studies are written
-into docs/site/generated, from ``__all__`` and from studies/.
+docs/*.md are run by tests/test_documents.py; the build runs docs/notebooks. Pages of names and the gallery of studies
+are written into docs/site/generated, from ``__all__`` and from studies/.
 """
 
 import ast
@@ -40,6 +40,7 @@ include_patterns = [
     "docs/site/**",
     "*/README.md",
     "*/kernels/README.md",
+    "studies/pages/*.md",
 ]
 exclude_patterns = [".*", "build", "docs/site/contents.md", "docs/site/templates"]
 templates_path = [
@@ -90,29 +91,21 @@ def modules() -> list[str]:
     ]
 
 
-def write_studies(_: Sphinx) -> None:
-    """Write the gallery, a card a study, and a page for each: its figure, where docs/ has one, and its code."""
-    (GENERATED / "studies").mkdir(parents=True, exist_ok=True)
+def write_gallery(_: Sphinx) -> None:
+    """Write the gallery, a card for each study: its first line and, where docs/ has it, its figure."""
+    GENERATED.mkdir(parents=True, exist_ok=True)
     cards = []
     for path in STUDIES:
-        title = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[
-            0
-        ]
-        figures = [
-            f"/{folder}/{path.stem}.png" for folder in ("docs", "docs/thumbnails")
-        ]
-        figures = [name for name in figures if (ROOT / name[1:]).exists()]
-        figure = f"![{title}]({figures[0]})" if figures else ""
-        thumbnail = f":img-bottom: {figures[-1]}" if figures else ""
-        (GENERATED / "studies" / f"{path.stem}.md").write_text(
-            f"# {path.stem}\n\n{title}\n\n{figure}\n\n"
-            f"[What all studies found](/studies/README.md)\n\n```{{literalinclude}} /studies/{path.name}\n```\n"
-        )
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        title = docstring.partition("\n")[0]
+        thumbnail = f"/docs/thumbnails/{path.stem}.png"
+        image = f":img-bottom: {thumbnail}" if (ROOT / thumbnail[1:]).exists() else ""
         cards.append(
-            f":::{{grid-item-card}} {path.stem}\n:link: studies/{path.stem}\n:link-type: doc\n"
-            f"{thumbnail}\n\n{title}\n:::\n"
+            f":::{{grid-item-card}} {path.stem}\n:link: /studies/pages/{path.stem}\n:link-type: doc\n"
+            f"{image}\n\n{title}\n:::\n"
         )
-    names = "\n".join(f"studies/{path.stem}" for path in STUDIES)
+    pages = sorted(ROOT.glob("studies/pages/*.md"))
+    names = "\n".join(f"/studies/pages/{page.stem}" for page in pages)
     (GENERATED / "gallery.md").write_text(
         "# Studies\n\nEach is one command and stands for a figure or table of the papers, or for a question that they "
         f"leave open. [What they found](/studies/README.md).\n\n::::{{grid}} 1 1 2 2\n{''.join(cards)}::::\n\n"
@@ -121,11 +114,15 @@ def write_studies(_: Sphinx) -> None:
 
 
 def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
-    """Add the contents to the README, and to a notebook where it can be had as a file."""
+    """Add the contents to the README, its code to a study's page, and a link to the file of a notebook."""
+    name = Path(docname).name
     if docname == root_doc:
         source[0] += "\n" + (HERE / "contents.md").read_text()
+    elif (
+        docname.startswith("studies/pages/") and (ROOT / f"studies/{name}.py").exists()
+    ):
+        source[0] += f"\n## Code\n\n```{{literalinclude}} /studies/{name}.py\n```\n"
     elif docname.startswith("docs/notebooks/"):
-        name = Path(docname).name
         first, heading, rest = source[0].partition("\n# ")
         title, _, rest = rest.partition("\n")
         source[0] = (
@@ -162,7 +159,7 @@ def describe_constants(
 
 def setup(app: Sphinx) -> None:
     """Connect what is above."""
-    app.connect("builder-inited", write_studies, priority=0)
+    app.connect("builder-inited", write_gallery, priority=0)
     app.connect("source-read", add_contents)
     app.connect("env-check-consistency", check_names)
     app.connect("autodoc-process-docstring", describe_constants)

@@ -98,7 +98,7 @@ def describe(module: nn.Module) -> Convolution:
     for name in ("forward", "_conv_forward"):
         if name in vars(module):
             raise ValueError(
-                f"its {name} was replaced by another, which would be lost: take that off first"
+                f"its {name} was replaced by another one, which would be lost: restore the original first"
             )
     if type(module) is nn.Conv2d:
         geometry = (module.stride, module.padding, module.dilation, module.groups)
@@ -141,7 +141,7 @@ def _from_trial(module: nn.Conv2d) -> Convolution:
             on_meta or torch.allclose(expected, output)
         ):
             raise ValueError(
-                f"{kind} computes something else than one convolution with zero or 'same' padding"
+                f"{kind} computes something other than a single convolution with zero or 'same' padding"
             )
     return _with_parameters_of(module, trial, convolution)
 

@@ -148,7 +148,7 @@ def _converted(
     steps = _strided_steps(calls, selected) if stride == "unit" else {}
     if convert is None and not steps:
         raise ValueError(
-            f"no stride to take out: neither {_first_names(selected)} nor what is around them in a block has one"
+            f"no stride to remove: neither {_first_names(selected)} nor the layers around them in a block have one"
         )
 
     def replacements(source: nn.Module) -> dict[str, nn.Module]:
@@ -232,7 +232,7 @@ def _choose(
     unused = [name for name in selected if name not in traced]
     if unused:
         raise ValueError(
-            f"not used by the model's feature extractor, so not known at which resolution: {unused}"
+            f"not used by the model's feature extractor, so of unknown resolution: {unused}"
         )
     return selected
 

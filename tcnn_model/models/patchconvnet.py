@@ -118,7 +118,7 @@ class PatchConvNet(nn.Module):
             )
         if num_classes and not global_pool:
             raise ValueError(
-                f"a feature map, unpooled, has no classifier: expected num_classes=0, got {num_classes}"
+                f"without a pool there is no classifier: expected num_classes=0, got {num_classes}"
             )
         self.num_classes = num_classes
         self.global_pool = global_pool

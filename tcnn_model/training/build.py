@@ -350,7 +350,7 @@ def _freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
         for name in names:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ValueError("freeze: nothing is left to be trained")
+        raise ValueError("freeze: no parameters are left to train")
     frozen = []
     for module in model.modules():
         trainable = [parameter.requires_grad for parameter in module.parameters()]

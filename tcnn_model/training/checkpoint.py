@@ -70,7 +70,7 @@ def check_sums(path: str | Path) -> None:
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
-        raise zipfile.BadZipFile(f"the checksum of {damaged} does not fit")
+        raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
 
 
 def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
@@ -84,7 +84,7 @@ def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch and zipfile raise many kinds for damaged files
         raise ValueError(
-            f"{Path(path).name} is damaged, or no checkpoint of tcnn_model: {error!r}"
+            f"{Path(path).name} is damaged, or is not a checkpoint of tcnn_model: {error!r}"
         ) from error
 
 
@@ -109,7 +109,7 @@ def read_checkpoint(
     if not isinstance(state, dict) or not required <= state.keys():
         expected = ", ".join(sorted(required))
         raise ValueError(
-            f"{path.name} is damaged, or no checkpoint of tcnn_model: expected {expected} in it"
+            f"{path.name} is damaged, or is not a checkpoint of tcnn_model: expected {expected} in it"
         )
     before = state["settings"]
     changes = [
@@ -119,6 +119,6 @@ def read_checkpoint(
     ]
     if changes:
         raise ValueError(
-            f"checkpoint {path.name} is of a run with other settings ({'; '.join(changes)})"
+            f"checkpoint {path.name} belongs to a run with other settings ({'; '.join(changes)})"
         )
     return state

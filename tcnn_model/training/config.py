@@ -338,7 +338,7 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
     if resume:
         if "recipe" in options or file:
             raise ValueError(
-                "--resume goes on with the settings of the run: leave --recipe and --config out"
+                "--resume continues with the settings of the run: leave out --recipe and --config"
             )
         run_settings = Path(options.get("out", Config.out)) / "config.toml"
         if not run_settings.exists():

@@ -117,7 +117,7 @@ def papers_qk_lr(steps: int) -> float:
         steps: Number of steps in the whole training.
     """
     if steps < 1:
-        raise ValueError(f"expected steps from 1, got {steps}")
+        raise ValueError(f"expected at least one step, got {steps}")
     return PAPERS_SUM / (0.5 * steps)
 
 

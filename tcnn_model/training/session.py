@@ -119,7 +119,7 @@ class Folder:
         """
         if (self.path / "config.toml").exists():
             raise ValueError(
-                f"{self.path} holds a run already: --resume goes on with it, or give another --out"
+                f"{self.path} already holds a run: --resume continues it, or give another --out"
             )
 
     def begin(self) -> None:

@@ -128,7 +128,7 @@ def open_sources(
         )
     if _kind(dataset) in _STREAMS:
         raise ValueError(
-            f"{dataset} gives images in a stream, and a run that is exact needs their numbers: use hfds/"
+            f"{dataset} gives a stream of images, and an exact run needs numbered images: use hfds/"
         )
     roots = (data, data) if dataset else _roots(data, splits)
     train = _open(roots[0], dataset, splits[0])

@@ -26,11 +26,10 @@ _ALL = slice(None)
 class Attention(ABC):
     """The attention A of one call of a layer: B images, each in one or more windows, and a softmax for each head.
 
-    A forward shows two kinds, :class:`SoftmaxAttention` and
-    :class:`~tcnn_probe.attention.gated.GatedAttention`; readers such as recorders, maps and rollout work on what is
-    below and need not tell them apart. A third kind (the kernel of linear attention, say) takes one file: a subclass
-    with :attr:`shape`, :attr:`source`, :meth:`weights`, :meth:`statistics` and :meth:`discrepancy`, shown by the stream
-    where the layer has what it is made of.
+    A forward shows two kinds, ``SoftmaxAttention`` and ``GatedAttention``; readers such as recorders, maps and rollout
+    work on what is below and need not tell them apart. A third kind (the kernel of linear attention, say) takes one
+    file: a subclass with :attr:`shape`, :attr:`source`, :meth:`weights`, :meth:`statistics` and :meth:`discrepancy`,
+    shown by the stream where the layer has what it is made of.
 
     The tensors behind it are the model's own, valid while the layer runs: read what you need, and keep copies.
 
@@ -87,7 +86,7 @@ class Attention(ABC):
 
         Returns:
             ``{variable: tensor}``, shape (B, heads) or, for the scales of uniform attention, (B,); and for variables
-            that need sums over images a :class:`~tcnn_probe.attention.patterns.Pattern`.
+            that need sums over images a ``Pattern``.
         """
 
     @abstractmethod

@@ -63,7 +63,7 @@ class HeadEdit:
         missing = [head for head in heads if head >= attention.heads]
         if missing or len({*heads}) < len(heads):
             raise ValueError(
-                f"expected different heads below {attention.heads} of {attention.name!r}, got {heads}"
+                f"expected distinct heads below {attention.heads} of {attention.name!r}, got {heads}"
             )
         if self.give not in ("zero", "mean"):
             raise ValueError(f"expected give='zero' or 'mean', got {self.give!r}")

@@ -388,7 +388,7 @@ def first_tensor(output: Any, layer: str) -> Tensor:
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise TypeError(
-            f"expected {layer!r} to give a tensor, or several; got {type(first).__name__}"
+            f"expected {layer!r} to return a tensor, or several; got {type(first).__name__}"
         )
     return first
 

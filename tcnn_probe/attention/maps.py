@@ -166,7 +166,7 @@ def attention_maps(
             f"{layer}: {reason}" for layer, reason in listener.missing.items()
         )
         warnings.warn(
-            f"no attention maps of {len(listener.missing)} layers: {reasons}",
+            f"no attention maps for {len(listener.missing)} layers: {reasons}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -206,7 +206,7 @@ def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
     if outside or not pixels:
         got = outside[0] if outside else queries
         raise ValueError(
-            f"expected queries (y, x) inside of images of {size[0]} x {size[1]} pixels, got {got!r}"
+            f"expected queries (y, x) inside images of {size[0]} x {size[1]} pixels, got {got!r}"
         )
     return pixels
 

@@ -326,7 +326,7 @@ def _find_attributions(
     for name in options:
         if name not in computed:
             raise ValueError(
-                f"options for {name!r}, which is none of the methods to compute: {computed}"
+                f"options for {name!r}, which is not one of the methods to compute: {computed}"
             )
     return attributions
 
@@ -341,7 +341,7 @@ def _targets_of(attributions: Sequence[Attribution]) -> Tensor | None:
     for name, targets in known[1:]:
         if not torch.equal(targets, known[0][1]):
             raise ValueError(
-                f"the maps {known[0][0]!r} and {name!r} are of different targets: say which with target="
+                f"the maps {known[0][0]!r} and {name!r} explain different targets: choose one with target="
             )
     return known[0][1] if known else None
 

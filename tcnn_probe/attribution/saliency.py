@@ -287,7 +287,7 @@ def find_methods(
     for name in options:
         if name not in names:
             raise ValueError(
-                f"options for {name!r}, which is none of the methods {names}"
+                f"options for {name!r}, which is not one of the methods {names}"
             )
     return attributions
 

@@ -197,7 +197,7 @@ def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
     )
     if gradient is None:
         raise TypeError(
-            "expected scores that can be differentiated by the images; the model detaches them"
+            "expected scores that can be differentiated with respect to the images; the model detaches them"
         )
     return gradient
 

@@ -138,7 +138,7 @@ def calibration_error(
     """
     _check_right(correct)
     if bins < 1:
-        raise ValueError(f"expected bins from 1, got {bins}")
+        raise ValueError(f"expected at least one bin, got {bins}")
     if bool(((confidence < 0) | (confidence > 1)).any()):
         raise ValueError(
             "expected confidences in [0, 1], as ds.confidence: the softmax of scores, not scores"

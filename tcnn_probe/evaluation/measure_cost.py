@@ -86,7 +86,7 @@ def cost(
     """
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:
-        raise ValueError("expected one model at least, got none")
+        raise ValueError("expected at least one model, got none")
     batch_size, rounds = (
         whole_number(batch_size, "batch_size", 1),
         whole_number(rounds, "rounds", 1),

@@ -104,7 +104,7 @@ def robustness(
     """
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:
-        raise ValueError("expected one model at least, got none")
+        raise ValueError("expected at least one model, got none")
     test_sets = _as_variants(variants)
     measurement = _Measurement(
         members,

@@ -64,7 +64,8 @@ def translation_equivariance(
     queries, keys = np.asarray(queries, dtype=float), np.asarray(keys, dtype=float)
     if mean.shape[1:] != (len(queries), len(keys)):
         raise ValueError(
-            f"expected attention (heads, {len(queries)}, {len(keys)}), of so many queries and keys, got {mean.shape}"
+            f"expected attention (heads, {len(queries)}, {len(keys)}), "
+            f"a row for each query and a column for each key, got {mean.shape}"
         )
     pairs, group, count = _offsets_of_pairs(queries.tobytes(), keys.tobytes())
     free = group.size - count.size

@@ -118,7 +118,9 @@ def ablate(
             "mode='replaced' needs source=, the model whose heads are put in"
         )
     if mode in ("static", "shuffled") and images is None:
-        raise ValueError(f"mode={mode!r} needs images=, of which attention is taken")
+        raise ValueError(
+            f"mode={mode!r} needs images=, the images whose attention is used"
+        )
     seed = None if seed is None else whole_number(seed, "seed")
     batches = None if images is None else as_batches(images, model)
     ablated = select_heads(model, heads, mode, with_images=images is not None)
@@ -177,7 +179,7 @@ class Ablation:
     def __enter__(self) -> Self:
         if self._entered:
             raise RuntimeError(
-                "this ablation is entered already; call ablate() again for another"
+                "this ablation is already active; call ablate() again for another one"
             )
         if self._forwards is None:
             self._begin()
@@ -200,8 +202,8 @@ class Ablation:
         ]
         if missed:
             raise RuntimeError(
-                f"the model ran, and {missed[0]!r} was not ablated: it did not run, or asked for no attention that "
-                f"could be edited"
+                f"the model ran, and {missed[0]!r} was not ablated: it did not run, or computed no attention that "
+                f"can be edited"
             )
 
     def _begin(self) -> None:

@@ -62,7 +62,7 @@ class Terms:
         if bool(difference > tolerance(output.dtype) * size):
             raise ValueError(
                 f"the heads of {self.layer!r} do not add up: something that mixes them, such as a norm, follows, so "
-                f"that none has a term of its own; mode='zero', or 'mean' over queries, can be done"
+                f"that none has a term of its own; mode='zero', or 'mean' over queries, are possible"
             )
 
     def _run(

@@ -126,7 +126,7 @@ class Ablated(HeadListener):
                 f" of this number, only {call.attentions}" if self.number else ""
             )
             raise RuntimeError(
-                f"{self.layer!r} ran and asked for no attention between tokens{of_number}"
+                f"{self.layer!r} ran and computed no attention between tokens{of_number}"
             )
 
 
@@ -283,5 +283,5 @@ def _check_reconstruction(attention: Attention) -> None:
     if compared is not None and not bool(compared[0] <= compared[1]):
         raise ReconstructionError(
             f"attention of {type(attention.module).__name__} as rebuilt differs from the layer's own output by "
-            f"{float(compared[0]):.2g} of its largest value: it cannot be exchanged"
+            f"{float(compared[0]):.2g} of its largest value, so it cannot be exchanged"
         )

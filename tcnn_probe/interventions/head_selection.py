@@ -132,7 +132,7 @@ def _ablated_layers(
         reason = known(module).no_attention_matrix or kind.reason_against(module, mode)
         if reason:
             raise ValueError(
-                f"{layer!r} ({type(module).__name__}) cannot be ablated so: {reason}"
+                f"{layer!r} ({type(module).__name__}) cannot be ablated in this way: {reason}"
             )
         if number and isinstance(module, GATED_LAYERS):
             raise ValueError(

@@ -71,7 +71,7 @@ class ReferenceStatistics:
         """Return (images * windows, ...) as (images, windows, ...)."""
         if rows.shape[0] % self.images:
             raise ValueError(
-                f"{layer!r} gives {rows.shape[0]} rows for {self.images} images: which are one image's is not known"
+                f"{layer!r} gives {rows.shape[0]} rows for {self.images} images, so the rows of an image are not known"
             )
         return rows.unflatten(0, (self.images, -1))
 
@@ -111,8 +111,8 @@ class AttentionReference(ReferenceStatistics):
         )
         if self._counts[number] > self.total:
             raise ValueError(
-                f"{layer!r} is called several times for the same images: which of its attention is to be exchanged for "
-                f"which is not known"
+                f"{layer!r} is called several times for the same images: which attention to exchange for which is not "
+                f"known"
             )
 
     def finish(self, size: torch.Size | None) -> None:

@@ -65,7 +65,7 @@ def attention_maps(
     """
     if not isinstance(maps, xr.DataTree) or "input" not in maps:
         raise TypeError(
-            f"expected what tcnn_probe.attention_maps gives, an xarray.DataTree, got {type(maps).__name__}"
+            f"expected the xarray.DataTree of tcnn_probe.attention_maps, got {type(maps).__name__}"
         )
     if not 0 <= image < maps.sizes["image"]:
         raise ValueError(
@@ -160,7 +160,7 @@ def _rows(
     for glob in globs:
         if not fnmatch.filter(names, glob):
             raise ValueError(
-                f"there are no such maps of the layer {glob!r}; there are of {sorted(by_layer)}"
+                f"no such maps of the layer {glob!r}; there are of {sorted(by_layer)}"
             )
     if not by_layer:
         raise ValueError("there is no class token in these maps")

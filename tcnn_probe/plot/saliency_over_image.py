@@ -85,7 +85,9 @@ def _by_method(maps: Any) -> dict[str, np.ndarray]:
     """Return maps (image, y, x) by the name of their method."""
     if isinstance(maps, xr.Dataset):
         if not maps.data_vars:
-            raise ValueError("expected a map or more, got a Dataset without variables")
+            raise ValueError(
+                "expected at least one map, got a Dataset without variables"
+            )
         return {str(name): _by_image(values) for name, values in maps.data_vars.items()}
     maps = check_array(maps, "maps")
     return {str(maps.attrs.get("method", maps.name or "")): _by_image(maps)}

@@ -134,14 +134,14 @@ class LinearCKA:
         counts = {f"{name!r}": len(values) for (_, name), values in batch.items()}
         if len(set(counts.values())) != 1:
             raise ValueError(
-                f"expected features of as many images from all layers, got {counts or 'no layer'}"
+                f"expected features of the same number of images from all layers, got {counts or 'no layer'}"
             )
         for layer, values in batch.items():
             channels = len(self._shift.get(layer, values[0]))
             if channels != values.shape[1]:
                 got = f"as before, got {values.shape[1]}"
                 raise ValueError(
-                    f"expected {channels} numbers an image of {layer[1]!r}, {got}"
+                    f"expected {channels} numbers per image of {layer[1]!r}, {got}"
                 )
         self._names = names
         self._images += next(iter(counts.values()))

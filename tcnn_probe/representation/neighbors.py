@@ -138,7 +138,7 @@ def _with_gallery(
     matrix = feature_matrix(gallery, "a gallery")
     if matrix.shape[1] != queries.shape[1]:
         raise ValueError(
-            f"expected a gallery of {queries.shape[1]} numbers an image, got {matrix.shape[1]}"
+            f"expected a gallery of {queries.shape[1]} numbers per image, got {matrix.shape[1]}"
         )
     return (
         queries,

@@ -347,7 +347,7 @@ class Root:
         self._check_sizes()
         for path, about in self.documents.items():
             if not all(is_name(part) for part in path.split("/")):
-                raise ValueError(f"{path!r} is no path in a recording")
+                raise ValueError(f"{path!r} is not a path in a recording")
             if about["node_type"] == "array":
                 shape = open_array(store, path, about).shape
                 if (

@@ -68,7 +68,7 @@ class EpochStore:
         occupied = mode in ("w", "x") and Root.is_at(self._place)
         if occupied and mode == "x":
             raise StoreError(
-                f"{self._place.name} is there already: mode='a' continues it, mode='w' replaces it"
+                f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces it"
             )
         if occupied:
             check_replaceable(self._place)

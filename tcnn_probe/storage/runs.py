@@ -79,7 +79,7 @@ def open_recordings(
         return open_recording(target)
     targets = dict(target) if isinstance(target, Mapping) else _by_name(list(target))
     if not targets:
-        raise ValueError("expected one recording at least, got none")
+        raise ValueError("expected at least one recording, got none")
     return _joined(
         {name: open_recording(recording) for name, recording in targets.items()}
     )

@@ -164,7 +164,7 @@ def test_plot(stores: list[str], tmp_path: Path) -> None:
         ),
         (
             ["plot", "{store}", "entropy", "-o", "x.png", "--layers", "blocks*"],
-            "fits 'blocks*'; there are layer4",
+            "matches 'blocks*'; it has layer4",
         ),
         (["plot", "{store}", "entropy", "-o", "{tmp}/no/x.png"], "no/x.png"),
         (["compare", "{store}", "{tmp}"], "{tmp}"),

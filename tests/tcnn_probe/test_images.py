@@ -86,7 +86,7 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
         (
             torch.full((1, 3, 64, 64), torch.nan),
             ValueError,
-            "got values that are no finite numbers",
+            "got values that are not finite",
         ),
         (torch.rand(1, 64, 64, 3), ValueError, "got channels last"),
         (torch.ones(1, 3, 64, 64, dtype=torch.int64), TypeError, "got torch.int64"),

@@ -160,12 +160,15 @@ class _Unfolded(nn.Conv2d):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (_Rectified, "_Rectified computes something else than one convolution"),
+        (_Rectified, "_Rectified computes something other than a single convolution"),
         (_Twice, "_Twice makes 2 calls of conv2d in its forward; expected one"),
-        (_Conditional, "_Conditional computes something else than one convolution"),
+        (
+            _Conditional,
+            "_Conditional computes something other than a single convolution",
+        ),
         (
             _Reflected,
-            "_Reflected computes something else than one convolution with zero or 'same' padding",
+            "_Reflected computes something other than a single convolution with zero or 'same' padding",
         ),
         (_Routed, "_Routed does not run on an image alone"),
         (_Unfolded, "_Unfolded makes 0 calls of conv2d"),
@@ -186,7 +189,7 @@ def test_refusal_by_value_leaves_the_model(inplace: bool) -> None:
     modules = list(model)
     with pytest.raises(
         ValueError,
-        match="cannot reparameterize '1': _Rectified computes something else",
+        match="cannot reparameterize '1': _Rectified computes something other",
     ):
         reparameterize(model, inplace=inplace)
     assert list(model) == modules
@@ -202,7 +205,7 @@ def test_forward_of_an_instance_is_refused(name: str) -> None:
         lambda x, *_: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), conv.weight),
     )
     with pytest.raises(
-        ValueError, match=f"its {name} was replaced by another, which would be lost"
+        ValueError, match=f"its {name} was replaced by another one, which would be lost"
     ):
         GPSA.from_conv(conv)
     with pytest.raises(

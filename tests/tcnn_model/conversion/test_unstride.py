@@ -331,6 +331,6 @@ def test_nothing_to_unstride() -> None:
     before = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.MaxPool2d(2))
     model = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2, padding=1), before, stage)
     with pytest.raises(
-        ValueError, match=r"no stride to take out: neither 2\.0, 2\.1 nor"
+        ValueError, match=r"no stride to remove: neither 2\.0, 2\.1 nor"
     ):
         unstride(model, layers="2")

@@ -142,7 +142,8 @@ def test_checkpoint_with_other_settings_is_refused(tmp_path: Path) -> None:
     before, shown = copy.deepcopy(model.state_dict()), repr(model)
     for changed, message in SETTINGS_OF_ANOTHER_RUN:
         with pytest.raises(
-            ValueError, match=r"run\.pt is of a run with other settings \(" + message
+            ValueError,
+            match=r"run\.pt belongs to a run with other settings \(" + message,
         ):
             _run(model, tmp_path / "run.pt", **changed)
     assert (tmp_path / "run.pt").read_bytes() == written
@@ -223,7 +224,8 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     ):
         path.write_bytes(content)
         with pytest.raises(
-            ValueError, match=r"run\.pt is damaged, or no checkpoint of tcnn_model: "
+            ValueError,
+            match=r"run\.pt is damaged, or is not a checkpoint of tcnn_model: ",
         ):
             _run(tiny_tcnn(), path)
 

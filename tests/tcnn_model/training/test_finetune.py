@@ -188,7 +188,7 @@ def test_sums_of_rates_are_recorded_and_printed(
 def test_rates_of_queries_and_keys_that_are_the_papers() -> None:
     steps = 50 * 1251
     assert papers_qk_lr(steps) == pytest.approx(1e-4, rel=0.01)
-    with pytest.raises(ValueError, match="expected steps from 1, got 0"):
+    with pytest.raises(ValueError, match="expected at least one step, got 0"):
         papers_qk_lr(0)
 
 

@@ -147,7 +147,7 @@ def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(
             ValueError,
-            match=r"epoch-0002\.pt is damaged, or no checkpoint .*the checksum of",
+            match=r"epoch-0002\.pt is damaged, or is not a checkpoint .*the checksum of",
         ):
             finish(settings, resume=True)
 

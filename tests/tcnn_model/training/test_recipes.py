@@ -639,7 +639,7 @@ def test_device_that_is_not_there(
         (["resnet18", "--resume"], "there is no run in"),
         (
             ["--resume", "--recipe", "deit"],
-            "with the settings of the run: leave --recipe and --config out",
+            "with the settings of the run: leave out --recipe and --config",
         ),
         (["resnet18", "--num-classes", "3"], "the data has 10 classes, got 3"),
         (

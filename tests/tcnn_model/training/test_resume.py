@@ -272,9 +272,9 @@ def test_resume_with_other_settings_is_refused(
     finish(config(tmp_path / "run"))
     assert main(["--resume", "--out", str(tmp_path / "run"), "--lr", "1"]) == 2
     assert (
-        "of a run with other settings (lr: 0.0001 there, 1.0 now)"
+        "belongs to a run with other settings (lr: 0.0001 there, 1.0 now)"
         in capsys.readouterr().err
     )
     assert main(["resnet18", "--out", str(tmp_path / "run")]) == 2
-    assert "holds a run already: --resume goes on with it" in capsys.readouterr().err
+    assert "already holds a run: --resume continues it" in capsys.readouterr().err
     assert "workers" in session.FREE

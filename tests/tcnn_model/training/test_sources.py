@@ -100,7 +100,7 @@ def test_folder_that_is_none(
 
 
 def test_streams_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"gives images in a stream, .* use hfds/"):
+    with pytest.raises(ValueError, match=r"gives a stream of images, .* use hfds/"):
         open_sources("somewhere", "tfds/imagenet", ("train", "validation"))
 
 

@@ -467,9 +467,9 @@ def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
     [
         (
             {"queries": [(32, 0)]},
-            r"queries \(y, x\) inside of images of 32 x 48 pixels, got \(32, 0\)",
+            r"queries \(y, x\) inside images of 32 x 48 pixels, got \(32, 0\)",
         ),
-        ({"queries": []}, "inside of images"),
+        ({"queries": []}, "inside images"),
         ({"queries": "cls"}, "pairs of integers, or 'class'; got 'cls'"),
         ({"queries": 3}, "pairs of integers"),
         ({"heads": [-1]}, "an integer from 0 for heads, got -1"),

@@ -350,8 +350,8 @@ def test_an_edited_multihead_attention_is_seen_once() -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (tcnn_probe.HeadEdit([0, 7]), "different heads below 3 of 'blocks.0.attn'"),
-        (tcnn_probe.HeadEdit([1, 1]), "different heads"),
+        (tcnn_probe.HeadEdit([0, 7]), "distinct heads below 3 of 'blocks.0.attn'"),
+        (tcnn_probe.HeadEdit([1, 1]), "distinct heads"),
         (tcnn_probe.HeadEdit([1], "men"), "give='zero' or 'mean'"),  # type: ignore[arg-type]
         (
             tcnn_probe.HeadEdit([0, 1], attention=torch.ones(1, 1, 1, 36, 36)),

@@ -218,7 +218,7 @@ def flat(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
         (
             {"method": ["occlusion"], "gradcam": {}},
             ValueError,
-            "options for 'gradcam', which is none of the methods",
+            "options for 'gradcam', which is not one of the methods",
         ),
         (
             {"method": ["occlusion"], "occlusion": 3},

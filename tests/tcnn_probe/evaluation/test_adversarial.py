@@ -299,7 +299,7 @@ def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
         ),
         (
             {"model": lambda x: Small()(x).detach()},
-            "expected scores that can be differentiated by the images",
+            "expected scores that can be differentiated with respect to the images",
         ),
     ],
 )

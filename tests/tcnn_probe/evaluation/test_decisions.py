@@ -297,5 +297,5 @@ def test_what_is_refused() -> None:
         ValueError, match=r"expected confidences in \[0, 1\], as ds.confidence"
     ):
         calibration_error(ds.clean_confidence * 3, right)
-    with pytest.raises(ValueError, match="expected bins from 1, got 0"):
+    with pytest.raises(ValueError, match="expected at least one bin, got 0"):
         calibration_error(ds.clean_confidence, right, 0)

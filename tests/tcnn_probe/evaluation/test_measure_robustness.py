@@ -438,7 +438,7 @@ ONE = pixels(1)
             {"models": {"b": Small(classes=4)}, "labels": [0, 1, 4]},
             "to 3, the model 'b' having 4 classes; got 4",
         ),
-        ({"models": {}}, "expected one model at least, got none"),
+        ({"models": {}}, "expected at least one model, got none"),
         (
             {"models": [Small()]},
             "expected a module or a function from images to scores, got list",

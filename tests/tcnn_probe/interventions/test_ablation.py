@@ -153,7 +153,7 @@ def test_what_did_not_happen_is_an_error() -> None:
     assert repr(ablation) == "Ablation(mode='zero', heads={'unused': (2,)})"
     with (
         ablation as entered,
-        pytest.raises(RuntimeError, match="entered already"),
+        pytest.raises(RuntimeError, match="already active"),
         ablation,
     ):
         pass  # nothing ran
@@ -165,7 +165,7 @@ def test_what_did_not_happen_is_an_error() -> None:
     blocks = vit()
     with (
         pytest.raises(
-            RuntimeError, match=r"'patch_embed' ran and asked for no attention"
+            RuntimeError, match=r"'patch_embed' ran and computed no attention"
         ),
         tcnn_probe.ablate(blocks, "patch_embed"),
     ):

@@ -208,7 +208,7 @@ def test_attention_is_that_of_the_layer_itself() -> None:
         model = nn.Sequential(layer)
         with (
             pytest.raises(
-                RuntimeError, match="'0' ran and asked for no attention between tokens"
+                RuntimeError, match="'0' ran and computed no attention between tokens"
             ),
             tcnn_probe.ablate(model, "0"),
         ):

@@ -316,7 +316,7 @@ def test_two_attentions_in_one_call() -> None:
     ):
         model(x)
     with (
-        pytest.raises(RuntimeError, match="'0#3' ran and asked for no attention"),
+        pytest.raises(RuntimeError, match="'0#3' ran and computed no attention"),
         tcnn_probe.ablate(model, "0#3"),
     ):
         model(x)

@@ -32,7 +32,7 @@ def test_modes(kind: str, tmp_path: Path) -> None:
     assert script(store, 0, 1, mode="x") == [0, 1]
     with pytest.raises(
         tcnn_probe.StoreError,
-        match=r"is there already: mode='a' continues it, mode='w' replaces it",
+        match=r"already exists: mode='a' continues it, mode='w' replaces it",
     ):
         script(store, 0, mode="x")
     assert script(store, 2) == [0, 1, 2]

@@ -91,7 +91,7 @@ def test_refusals() -> None:
     cka = LinearCKA()
     with pytest.raises(ValueError, match="4 images or more, got 3"):
         linear_cka(x[:3], y[:3])
-    with pytest.raises(ValueError, match="as many images from all layers, got"):
+    with pytest.raises(ValueError, match="same number of images from all layers, got"):
         cka.add({"a": x}, {"b": y[:5]})
     cka.add({"a": x}, {"b": y})
     with pytest.raises(
@@ -100,7 +100,7 @@ def test_refusals() -> None:
         cka.add({"a": x})
     before = cka.result()
     with pytest.raises(
-        ValueError, match="expected 7 numbers an image of 'b', as before, got 6"
+        ValueError, match="expected 7 numbers per image of 'b', as before, got 6"
     ):
         cka.add({"a": x}, {"b": y[:, :6]})
     assert cka.result().identical(before)

@@ -182,7 +182,7 @@ def test_labelled_is_the_same() -> None:
         ({"gallery": np.ones((4, 3))}, "gallery and gallery_labels together"),
         (
             {"gallery": np.ones((4, 2)), "gallery_labels": np.ones(4)},
-            "a gallery of 3 numbers an image, got 2",
+            "a gallery of 3 numbers per image, got 2",
         ),
         ({"labels": np.ones(22)}, r"labels of shape \(23,\)"),
         ({"features": np.full((23, 3), np.nan)}, "finite features"),

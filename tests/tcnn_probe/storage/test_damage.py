@@ -176,7 +176,7 @@ def test_paths_in_metadata_are_not_followed(
         EpochStore,
         lambda path: repack(path, tmp_path / "packed.zarr"),
     ):
-        with pytest.raises(StoreError, match="is no path in a recording"):
+        with pytest.raises(StoreError, match="is not a path in a recording"):
             use(path)
     assert contents(tmp_path) == before
 

@@ -203,7 +203,7 @@ def test_names_of_runs(three: list[Path]) -> None:
         match=r"expected different recordings, got .*a mapping gives them names",
     ):
         open([three[0], three[0]])
-    with pytest.raises(ValueError, match="expected one recording at least"):
+    with pytest.raises(ValueError, match="expected at least one recording"):
         open([])
     with pytest.raises(StoreError, match="holds no recording"):
         open([three[0], three[0].parent / "nothing.zarr"])
