@@ -39,7 +39,8 @@ from matplotlib.figure import Figure
 from common.ending import ended, finish, learned
 from common.models import SMALL_RESNETS
 from common.options import add_output, fill_in, parsed, study_parser
-from common.training import Training, add_training, begin, settle
+from common.training import Study, begin
+from common.training_options import add_training, settle
 from tcnn_model import reparameterize, unstride
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
@@ -60,65 +61,66 @@ COLORS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    each = [
-        argparse.Namespace(**(vars(args) | which(name, args))) for name in args.models
+
+    # Load all CNNs first, so that one that cannot be used is refused before hours of training.
+    first_args, *further_args = (args_of(name, args) for name in args.models)
+    first = begin("architectures", first_args, stages=4)
+    studies = [first, *(first.with_cnn(further) for further in further_args)]
+
+    # Train each, fine-tune it in three ways, and measure what these cost.
+    by_architecture = [
+        measure(study, name) for study, name in zip(studies, args.models, strict=True)
     ]
-    first = begin("architectures", each[0], stages=4)
-    studies = [first, *(first.other(one) for one in each[1:])]
-    parts = [
-        of_architecture(study, name)
-        for study, name in zip(studies, args.models, strict=True)
-    ]
-    found = xr.concat(parts, "architecture").assign(
-        images=len(first.loaders[1].dataset)
-    )
-    found = found.assign_coords(
-        {dim: found[dim].astype(object) for dim in ("architecture", "model")}
-    )
-    first.output.save(found)
-    draw(found).savefig(first.output.figure, dpi=200)
-    print(table(found))
+    scores = xr.concat(by_architecture, "architecture")
+    scores["images"] = len(first.loaders[1].dataset)
+
+    first.output.save(scores)
+    draw(scores).savefig(first.output.figure, dpi=200)
+    print(table(scores))
     print(f"wrote {first.output.store} and {first.output.figure}")
-    return finish(check(found, first.chance), args.data)
+    return finish(check(scores, first.chance), args.data)
 
 
-def which(name: str, args: argparse.Namespace) -> dict[str, str]:
-    """The option that says which CNN a training begins with: a small one for the digits, or one of timm's."""
-    return {
-        "small_resnet"
-        if name in SMALL_RESNETS and args.data == "digits"
-        else "model": name
-    }
+def args_of(name: str, args: argparse.Namespace) -> argparse.Namespace:
+    """Return the command line for one architecture: a small one for the digits, or one of timm's."""
+    is_small = name in SMALL_RESNETS and args.data == "digits"
+    option = "small_resnet" if is_small else "model"
+    return argparse.Namespace(**{**vars(args), option: name})
 
 
-def of_architecture(study: Training, name: str) -> xr.Dataset:
-    """Accuracy and cost of the CNN and of what it is fine-tuned as, (architecture, model)."""
+def measure(study: Study, name: str) -> xr.Dataset:
+    """Return accuracy and cost of the CNN and of its three successors, (architecture, model)."""
     slug = name.lower().replace(" ", "-")
+    cnn = study.cnn
     study.train_cnn(f"cnn={slug}", f"training the {name}")
+
+    # What longer training brings, what the finer grid brings besides, and what attention brings.
     torch.manual_seed(study.args.seed)
-    models = {
-        CONTROL: copy.deepcopy(study.cnn),
-        UNSTRIDED: unstride(study.cnn),
-        TCNN: reparameterize(study.cnn),
+    control, unstrided, tcnn = copy.deepcopy(cnn), unstride(cnn), reparameterize(cnn)
+    runs = {
+        CONTROL: study.finetune(control, f"control={slug}", f"{name}: {CONTROL}"),
+        UNSTRIDED: study.finetune(
+            unstrided, f"unstrided={slug}", f"{name}: {UNSTRIDED}"
+        ),
+        TCNN: study.finetune(tcnn, f"tcnn={slug}", f"{name}: {TCNN}"),
     }
-    top1 = []
-    for (arm, model), kind in zip(
-        models.items(), ("control", "unstrided", "tcnn"), strict=True
-    ):
-        top1.append(
-            [
-                result.top1
-                for result in study.fine_tune(model, f"{kind}={slug}", f"{name}: {arm}")
-            ]
-        )
-    models = {CNN: study.cnn, **models}
-    image = study.loaders[1].dataset[0][0]
-    size, batch = tuple(image.shape), study.args.batch_size
-    found = evaluation.cost(
-        models, size, batch_size=batch, training=True, progress=False
+    top1 = {
+        model: [result.top1 for result in results] for model, results in runs.items()
+    }
+
+    models = {CNN: cnn, CONTROL: control, UNSTRIDED: unstrided, TCNN: tcnn}
+    image, _ = study.loaders[1].dataset[0]
+    scores = evaluation.cost(
+        models,
+        tuple(image.shape),
+        batch_size=study.args.batch_size,
+        training=True,
+        progress=False,
     )
-    found["top1"] = ("model", [top1[0][0], *(accuracies[-1] for accuracies in top1)])
-    return found.expand_dims(architecture=[name])
+    # At epoch 0 the control is the CNN.
+    ends = [top1[CONTROL][0], *(curve[-1] for curve in top1.values())]
+    scores["top1"] = "model", ends
+    return scores.expand_dims(architecture=[name])
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})

@@ -36,6 +36,7 @@ On your own model and images, as the papers did on ImageNet with a GPU:
 import argparse
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +50,9 @@ from common.data import probed_images
 from common.ending import ended, finish
 from common.gpsa_maps import maps_of, open_images
 from common.options import add_output, from_least, image_file, parsed, study_parser
-from common.training import Training, add_training, begin, settle
-from tcnn_model import EpochResult, reparameterize
+from common.training import Study, begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 
 COLUMNS = 13  # heads beside each other
 
@@ -58,63 +60,68 @@ COLUMNS = 13  # heads beside each other
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin(
-        "attention_maps", args, stages=2, later=("epoch", "query", "image", "images")
-    )
-    images, names = wanted_images(args, study)
-    if not weights(study, args.epochs).exists():
+
+    # Load the CNN, the digits, and the images that are looked at.
+    later = ("epoch", "query", "image", "images")
+    study = begin("attention_maps", args, stages=2, later=later)
+    images, names = open_or_pick_images(args, study)
+
+    # Train the CNN, convert it and fine-tune it, unless that is done: the weights of every epoch are kept.
+    if not weights_file(study, args.epochs).exists():
         study.train_cnn()
+        torch.manual_seed(args.seed)  # queries and keys are new
+        tcnn = reparameterize(study.cnn)
         store = study.output.beside("_recording.zarr")
-        study.tcnn(
-            store, after=lambda model, result: keep_weights(study, model, result)
-        )
-    model = reparameterize(study.cnn).to(args.device)
-    maps = []
-    for epoch in sorted(
-        {0, *args.epoch, args.epochs}
-    ):  # the first and the last for the check
-        model.load_state_dict(
-            torch.load(
-                weights(study, epoch), map_location=args.device, weights_only=True
-            )
-        )
-        maps.append(maps_of(model, images, args.query).expand_dims(epoch=[epoch]))
-    found = describe(xr.concat(maps, "epoch"), args.query, names)
-    study.output.save(found)
-    draw(found, images, args.query, args.epoch).savefig(study.output.figure, dpi=150)
-    print(head_table(found))
+        with tcnn_probe.record(tcnn, store) as recorder:
+            for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
+                # A resumed run has marked its first epochs, and has their weights.
+                recorder.mark(if_marked="skip", **asdict(result))
+                save_weights(tcnn, weights_file(study, result.epoch))
+
+    # Look through the heads of the epochs that are asked for; the check needs the first and the last.
+    tcnn = reparameterize(study.cnn).to(args.device)
+    by_epoch = []
+    for epoch in sorted({0, *args.epoch, args.epochs}):
+        file = weights_file(study, epoch)
+        weights = torch.load(file, map_location=args.device, weights_only=True)
+        tcnn.load_state_dict(weights)
+        by_epoch.append(maps_of(tcnn, images, args.query).expand_dims(epoch=[epoch]))
+    maps = describe(xr.concat(by_epoch, "epoch"), args.query, names)
+
+    study.output.save(maps)
+    draw(maps, images, args.query, args.epoch).savefig(study.output.figure, dpi=150)
+    print(head_table(maps))
     print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found), args.data)
+    return finish(check(maps), args.data)
 
 
-def weights(study: Training, epoch: int) -> Path:
-    """The file with the weights of an epoch."""
+def weights_file(study: Study, epoch: int) -> Path:
+    """Return the file of the weights of an epoch."""
     return study.output.checkpoints / f"tcnn-{epoch:04d}.pt"
 
 
-def keep_weights(study: Training, model: nn.Module, result: EpochResult) -> None:
-    """Write the weights of an epoch, whole or not at all, unless a resumed run has them."""
-    path = weights(study, result.epoch)
-    if not path.exists():
-        partial = path.with_suffix(".partial")
+def save_weights(model: nn.Module, file: Path) -> None:
+    """Write the weights whole or not at all, unless they are there."""
+    if not file.exists():
+        partial = file.with_suffix(".partial")
         torch.save(model.state_dict(), partial)
-        os.replace(partial, path)
+        os.replace(partial, file)
 
 
-def wanted_images(
-    args: argparse.Namespace, study: Training
+def open_or_pick_images(
+    args: argparse.Namespace, study: Study
 ) -> tuple[Tensor, list[str]]:
-    """The images that the heads look at, and their names: the user's files, or images of the validation set."""
+    """Return the images that the heads look at and their names: the user's files, or images of the validation set."""
     dataset = study.loaders[1].dataset
     if args.image:
-        return open_images(args.image, dataset, args.img_size), [
-            Path(file).name for file in args.image
-        ]
+        names = [Path(file).name for file in args.image]
+        return open_images(args.image, dataset, args.img_size), names
     probed = probed_images(dataset, args.images)
-    return probed.images, [
+    names = [
         f"validation image {number}, class {probed.classes[int(label)]}"
         for number, label in zip(probed.numbers, probed.labels, strict=True)
     ]
+    return probed.images, names
 
 
 def describe(found: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.Dataset:

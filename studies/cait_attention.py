@@ -45,7 +45,6 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.ending import ended, finish
 from common.options import from_least, study_parser
-from common.output import plain_labels
 from common.single_model import SingleModel, begin_single, parse_single
 from tcnn_probe import evaluation
 
@@ -114,10 +113,9 @@ def look(model: nn.Module, images: Tensor) -> xr.Dataset:
     probability = torch.cat(
         [model.eval()(some.to(device)).softmax(1).cpu() for some in images.split(32)]
     )
-    found = node[["class_attention"]].assign(
+    return node[["class_attention"]].assign(
         input=maps.input, probability=(("image", "class"), probability.numpy())
     )
-    return plain_labels(found, "layer")
 
 
 def on_object(

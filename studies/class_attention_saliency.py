@@ -57,7 +57,6 @@ from common.ending import ended, finish, learned, refused
 from common.following import Follower, Run
 from common.models import small_patchconvnet, small_resnet
 from common.options import (
-    NOT_SAVED,
     add_data,
     add_machine,
     add_output,
@@ -78,9 +77,6 @@ from tcnn_probe import evaluation
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    options = {
-        name: value for name, value in vars(args).items() if name not in NOT_SAVED
-    }
     with refused(ValueError, RuntimeError, OSError):
         runs, loaders = plan(args)
         validation = loaders[1].dataset
@@ -88,13 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
             probed = boxed_images(args.boxes, validation, runs[0].make({}))
         else:
             probed = probed_images(validation, args.images)
-        output = RunOutput(
-            args.out,
-            "class_attention_saliency",
-            options,
-            resume=args.resume,
-            overwrite=args.overwrite,
-        )
+        output = RunOutput.from_args(args, "class_attention_saliency")
     follower = Follower(loaders, probed, output, args)
     models: dict[str, nn.Module] = {}
     found: dict[str, xr.Dataset] = {}

@@ -40,7 +40,6 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.ending import ended, finish, learned
 from common.options import (
-    NOT_SAVED,
     add_machine,
     add_output,
     fill_in,
@@ -75,17 +74,9 @@ OVER = ("training", "image")
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    options = {
-        name: value for name, value in vars(args).items() if name not in NOT_SAVED
-    }
-    output = RunOutput(
-        args.out, "coarse_labels", options, resume=args.resume, overwrite=args.overwrite
-    )
+    output = RunOutput.from_args(args, "coarse_labels")
     seeds = range(args.seed, args.seed + args.seeds)
     found = xr.concat([one_training(args, output, seed) for seed in seeds], "training")
-    found = found.assign_coords(
-        features=found.features.astype(object), arm=found.arm.astype(object)
-    )
     output.save(found)
     draw(found).savefig(output.figure, dpi=200)
     print(table(found))

@@ -82,7 +82,6 @@ from common.content_report import check, draw, report, tree_of
 from common.content_runs import Run, train_and_measure
 from common.ending import InputError, ended, finish, refused
 from common.options import (
-    NOT_SAVED,
     add_output,
     fill_in,
     from_least,
@@ -104,18 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(
         1
     )  # a run then has the same numbers whatever else the machine does
-    saved = {
-        name: value
-        for name, value in vars(args).items()
-        if name not in (*NOT_SAVED, "report")
-    }
-    output = RunOutput(
-        args.out,
-        "content_or_mixing",
-        saved,
-        later=LATER,
-        resume=args.resume,
-        overwrite=args.overwrite,
+    output = RunOutput.from_args(
+        args, "content_or_mixing", later=LATER, unsaved=("report",)
     )
     if not args.report:
         train(args, output.checkpoints)

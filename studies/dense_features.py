@@ -47,8 +47,8 @@ from common.data import probed_images
 from common.ending import ended, finish, learned
 from common.models import small_patchconvnet
 from common.options import add_output, fill_in, from_least, parsed, study_parser
-from common.output import plain_labels
-from common.training import Training, add_training, begin, settle
+from common.training import Study, begin
+from common.training_options import add_training, settle
 from tcnn_model import EpochResult, reparameterize, unstride
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
@@ -69,42 +69,40 @@ Scenes = tuple[Tensor, np.ndarray]
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
+
+    # Load the CNN and the digits, and scenes to fit the probe to and to judge it on.
     study = begin("dense_features", args, stages=4)
-    found = plain_labels(trainings(study), "model").assign(
-        images=len(study.loaders[1].dataset)
-    )
-    study.output.save(found)
-    draw(found).savefig(study.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found, study.chance), args.data)
-
-
-def trainings(study: Training) -> xr.Dataset:
-    """IoU of all models, (model, epoch, stage, image), what their grids allow, and accuracies."""
-    args = study.args
-    fixed = copy.copy(study.loaders[0].dataset)
-    fixed.fixed = True  # the same scene for a digit each time
+    cnn, (train, validation) = study.cnn, study.loaders
+    fit_digits = copy.copy(train.dataset)
+    fit_digits.fixed = True  # the same scene for a digit at each epoch
     scenes = [
-        scenes_of(dataset, args.images) for dataset in (fixed, study.loaders[1].dataset)
+        scenes_of(digits, args.images) for digits in (fit_digits, validation.dataset)
     ]
-    runs = [follow(study, study.cnn, study.cnn_epochs("cnn", CNN), "cnn", scenes)]
+
+    # Probe the CNN at each epoch of its training.
+    results = study.cnn_epochs("cnn", CNN)
+    by_model = {CNN: probe_epochs(study, cnn, results, "cnn", scenes)}
+
+    # Convert it, or set it to stride 1, fine-tune both and probe them; and a PatchConvNet, trained from scratch.
     torch.manual_seed(args.seed)
-    models = {
-        TCNN: reparameterize(study.cnn),
-        UNSTRIDED: unstride(study.cnn),
-        PATCH: small_patchconvnet(),
-    }
-    for (name, model), file in zip(
-        models.items(), ("tcnn", "unstrided", "patchconvnet"), strict=True
-    ):
-        recipe = {"epochs": args.patch_epochs, "lr": PATCH_LR} if name == PATCH else {}
-        runs.append(
-            follow(
-                study, model, study.fine_tune(model, file, name, **recipe), file, scenes
-            )
-        )
-    return xr.concat(runs, xr.Variable("model", [CNN, *models]), join="outer")
+    tcnn, unstrided = reparameterize(cnn), unstride(cnn)
+    patchconvnet = small_patchconvnet()
+    results = study.finetune(tcnn, "tcnn", TCNN)
+    by_model[TCNN] = probe_epochs(study, tcnn, results, "tcnn", scenes)
+    results = study.finetune(unstrided, "unstrided", UNSTRIDED)
+    by_model[UNSTRIDED] = probe_epochs(study, unstrided, results, "unstrided", scenes)
+    recipe = {"epochs": args.patch_epochs, "lr": PATCH_LR}
+    results = study.finetune(patchconvnet, "patchconvnet", PATCH, **recipe)
+    by_model[PATCH] = probe_epochs(study, patchconvnet, results, "patchconvnet", scenes)
+
+    names = xr.Variable("model", list(by_model))
+    scores = xr.concat(list(by_model.values()), names, join="outer")
+    scores["images"] = len(validation.dataset)
+    study.output.save(scores)
+    draw(scores).savefig(study.output.figure, dpi=200)
+    print(table(scores))
+    print(f"wrote {study.output.store} and {study.output.figure}")
+    return finish(check(scores, study.chance), args.data)
 
 
 def scenes_of(dataset: Any, count: int) -> Scenes:
@@ -114,8 +112,8 @@ def scenes_of(dataset: Any, count: int) -> Scenes:
     return probed.images, probed.masks.numpy()
 
 
-def follow(
-    study: Training,
+def probe_epochs(
+    study: Study,
     model: nn.Module,
     results: Iterator[EpochResult],
     file: str,

@@ -37,6 +37,7 @@ On your own images, with a GPU. Fine-tuned from the same weights, there is no ya
 import argparse
 import copy
 import sys
+from dataclasses import replace
 
 import matplotlib as mpl
 import numpy as np
@@ -56,7 +57,8 @@ from common.options import (
     parsed,
     study_parser,
 )
-from common.training import Training, add_training, begin, settle
+from common.training import Study, begin
+from common.training_options import add_training, settle
 from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
@@ -77,40 +79,47 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if isinstance(args.model, list):
         return finish(compare_given(args, LATER), args.data)
+
+    # Load the CNN and the digits; with each seed train it, fine-tune it in three ways, and let all decide.
     study = begin("disagreement", args, stages=4 * args.seeds, later=LATER)
-    results = xr.concat(
-        [one_training(study, nth) for nth in range(args.seeds)], "training"
-    )
+    by_training = [decide(study, nth) for nth in range(args.seeds)]
+    results = xr.concat(by_training, "training")
+    # Fine-tuned from the same weights, or with one seed, no two CNNs start apart.
     if args.seeds > 1 and not args.pretrained:
         results = with_other_start(results)
     study.output.save(results)
-    found = {by: differing(results, by) for by in ("group", "corruption")}
-    draw(found["group"], found["corruption"]).savefig(study.output.figure, dpi=200)
-    print(table(found["group"], results))
-    print(verdicts(found))
+
+    rates = {by: differing(results, by) for by in ("group", "corruption")}
+    draw(rates["group"], rates["corruption"]).savefig(study.output.figure, dpi=200)
+    print(table(rates["group"], results))
+    print(verdicts(rates))
     print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found["group"], results, study.chance), args.data)
+    return finish(check(rates["group"], results, study.chance), args.data)
 
 
-def one_training(study: Training, nth: int) -> xr.Dataset:
-    """What the CNN of a seed, fine-tuned in three ways, decides of the validation images."""
-    args, loaders = argparse.Namespace(**vars(study.args)), study.loaders
+def decide(study: Study, nth: int) -> xr.Dataset:
+    """Train the CNN of a seed, fine-tune it in three ways, and return their decisions on the validation images."""
+    args = argparse.Namespace(**vars(study.args))
     args.seed += nth
     if nth:
-        study = study.other(args)
-        study.loaders = loaders  # the same images for all
+        # Data of another seed would be split anew: all are shown the same images.
+        study = replace(study.with_cnn(args), loaders=study.loaders)
     study.train_cnn(f"cnn_{nth}", f"CNN {nth}")
+
     torch.manual_seed(args.seed)
-    models = {
-        CNN: copy.deepcopy(study.cnn),
-        TCNN: reparameterize(study.cnn),
-        ORDER: copy.deepcopy(study.cnn),
-    }
-    for (name, model), file in zip(
-        models.items(), ("control", "tcnn", "order"), strict=True
-    ):
-        seed = args.seed + FAR if name == ORDER else args.seed
-        list(study.fine_tune(model, f"{file}_{nth}", f"{name} {nth}", seed=seed))
+    control, tcnn = copy.deepcopy(study.cnn), reparameterize(study.cnn)
+    reordered = copy.deepcopy(study.cnn)
+    runs = [
+        study.finetune(control, f"control_{nth}", f"{CNN} {nth}", seed=args.seed),
+        study.finetune(tcnn, f"tcnn_{nth}", f"{TCNN} {nth}", seed=args.seed),
+        study.finetune(
+            reordered, f"order_{nth}", f"{ORDER} {nth}", seed=args.seed + FAR
+        ),
+    ]
+    for results in runs:
+        list(results)  # train to the end
+
+    models = {CNN: control, TCNN: tcnn, ORDER: reordered}
     images = PixelBatches(study.cnn, study.loaders[1], args.images)
     return evaluation.robustness(
         models,

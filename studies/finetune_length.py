@@ -25,16 +25,19 @@ On your own images, as the paper did on ImageNet with a GPU:
 """
 
 import argparse
+import copy
 import sys
-from collections.abc import Iterator
 
 import matplotlib as mpl
+import torch
 import xarray as xr
 from matplotlib.figure import Figure
 
 from common.ending import ended, finish, learned
 from common.options import add_output, fill_in, from_least, parsed, study_parser
-from common.training import Training, add_training, begin, settle
+from common.training import begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
 CONTROL, TCNN = "CNN", "T-CNN"
@@ -44,37 +47,45 @@ COLORS = {CONTROL: "0.25", TCNN: OKABE_ITO["vermillion"]}
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
+
+    # Load the CNN and the digits, and train the CNN.
     study = begin("finetune_length", args, stages=1 + 2 * len(args.lengths))
     study.train_cnn()
-    found = xr.concat(list(curves(study)), "length", join="outer").assign(
-        images=len(study.loaders[1].dataset)
-    )
-    study.output.save(found)
-    draw(found).savefig(study.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found, study.chance), args.data)
 
-
-def curves(study: Training) -> Iterator[xr.Dataset]:
-    """Accuracy of both models by epoch, for each length."""
-    for length in study.args.lengths:
-        results = study.both(f"{length}", f"{length} epochs", epochs=length)
-        top1 = [[result.top1 for result in run] for run in results]
-        coords = {
-            "model": [CONTROL, TCNN],
-            "epoch": range(length + 1),
-            "length": [length],
+    # Fine-tune the CNN as it is (control) and converted, for each number of epochs, and watch their accuracies.
+    by_length = []
+    for length in args.lengths:
+        torch.manual_seed(args.seed)  # the same queries and keys for each length
+        control, tcnn = copy.deepcopy(study.cnn), reparameterize(study.cnn)
+        runs = {
+            CONTROL: study.finetune(
+                control,
+                f"control_{length}",
+                f"the CNN, {length} epochs",
+                epochs=length,
+            ),
+            TCNN: study.finetune(
+                tcnn, f"tcnn_{length}", f"the T-CNN, {length} epochs", epochs=length
+            ),
         }
-        of_length = xr.Dataset({"top1": (("length", "model", "epoch"), [top1])}, coords)
-        yield of_length.assign_coords(
-            model=of_length.model.astype(object)
-        )  # zarr warns of fixed-width text
+        top1 = [[result.top1 for result in results] for results in runs.values()]
+        coords = {"model": list(runs), "epoch": range(length + 1)}
+        by_length.append(xr.DataArray(top1, coords, ("model", "epoch"), name="top1"))
+    # Shorter runs have NaN at the epochs that they do not have.
+    lengths = xr.Variable("length", args.lengths)
+    scores = xr.concat(by_length, lengths, join="outer").to_dataset()
+    scores["images"] = len(study.loaders[1].dataset)
+
+    study.output.save(scores)
+    draw(scores).savefig(study.output.figure, dpi=200)
+    print(table(scores))
+    print(f"wrote {study.output.store} and {study.output.figure}")
+    return finish(check(scores, study.chance), args.data)
 
 
-def end(found: xr.Dataset) -> xr.DataArray:
-    """Accuracy after each fine-tuning, (model, length)."""
-    return found.top1.sel(epoch=found.length)
+def end(scores: xr.Dataset) -> xr.DataArray:
+    """Return the accuracy after each fine-tuning, (model, length)."""
+    return scores.top1.sel(epoch=scores.length)
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})

@@ -34,6 +34,7 @@ On your own images, as the papers did on ImageNet with a GPU:
 
 import argparse
 import sys
+from dataclasses import asdict
 
 import matplotlib as mpl
 import torch
@@ -47,34 +48,53 @@ import tcnn_probe
 from common.ending import ended, finish
 from common.head_types import BY_GATE, COLORS, PAIR
 from common.options import add_output, parsed, study_parser
-from common.training import add_training, begin, settle
-from tcnn_model import GPSA, gpsa
+from common.training import begin
+from common.training_options import add_training, settle
+from tcnn_model import GPSA, gpsa, reparameterize
 from tcnn_probe.probes import ForwardCall
 
 PARTS = {"positional": "-", "content": "--"}
-WHOLE = (
+SAVED = (
     "gate",
     "entropy",
     "attention_distance",
     "content_entropy",
     "positional_entropy",
 )
-EVEN = ("uniform_entropy", "uniform_distance")
+UNIFORM = ("uniform_entropy", "uniform_distance")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
+
+    # Load the CNN and the digits, and train the CNN.
     study = begin("head_entropy", args, stages=2)
     study.train_cnn()
+
+    # Convert it and fine-tune it, with every head recorded, and how far the two parts of its attention reach.
+    torch.manual_seed(args.seed)  # queries and keys are new
+    tcnn = reparameterize(study.cnn)
     store = study.output.beside("_recording.zarr")
-    _, recorded = study.tcnn(store, probes=[*tcnn_probe.DEFAULT, DISTANCES])
-    found = numbers(recorded, tcnn_probe.open(store)[DISTANCES.kind].dataset.load())
-    study.output.save(found)
-    draw(found).savefig(study.output.figure, dpi=200)
-    print(table(found))
+    probes = [*tcnn_probe.DEFAULT, DISTANCES]
+    with tcnn_probe.record(tcnn, store, probes=probes) as recorder:
+        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
+            # A resumed run has marked its first epochs before.
+            recorder.mark(if_marked="skip", **asdict(result))
+        recording = recorder.dataset.load()
+        distances = recorder.tree[DISTANCES.kind].dataset.load()
+
+    # Type the heads at each epoch by their gates.
+    types = tcnn_probe.head_types(recording, by="gate")
+    heads = recording[[*SAVED, *UNIFORM, "top1"]].assign(head_type=types)
+    for name in DISTANCES.variables:
+        heads[name] = distances[name]
+
+    study.output.save(heads)
+    draw(heads).savefig(study.output.figure, dpi=200)
+    print(table(heads))
     print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found), args.data)
+    return finish(check(heads), args.data)
 
 
 def distances_of_parts(call: ForwardCall) -> dict[str, Tensor]:
@@ -108,15 +128,6 @@ DISTANCES = tcnn_probe.Probe(
     },
     measure=distances_of_parts,
 )
-
-
-def numbers(recorded: xr.Dataset, distances: xr.Dataset) -> xr.Dataset:
-    """What is drawn, (epoch, layer, head), with the type of each head."""
-    parts = distances[[f"{part}_distance" for part in PARTS]].assign_coords(
-        layer=recorded.layer, head=recorded["head"]
-    )
-    found = recorded[[*WHOLE, *EVEN, "top1"]].assign(parts.data_vars)
-    return found.assign(head_type=tcnn_probe.head_types(recorded, by="gate"))
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -197,7 +208,7 @@ def table(found: xr.Dataset) -> str:
         lines.append(
             f"{words:14} {int(heads.sum()):5d}" + (cells if bool(heads.any()) else "")
         )
-    even = [float(last[name].mean()) for name in EVEN]
+    even = [float(last[name].mean()) for name in UNIFORM]
     lines.append(
         f"if attention were even, to padding too: {even[0]:.2f} nat and {even[1]:.2f} pixels, mean over layers"
     )

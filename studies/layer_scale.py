@@ -43,7 +43,6 @@ from torch import nn
 import tcnn_probe
 from common.ending import ended, finish
 from common.options import positive_number, study_parser
-from common.output import plain_labels
 from common.single_model import SingleModel, begin_single, parse_single
 
 WITHOUT, WITH = "without LayerScale", "with LayerScale"
@@ -112,10 +111,9 @@ def trained(run: SingleModel) -> xr.Dataset:
         several.append(
             xr.Dataset({"residual_ratio": ratio(tree), "top1": tree.dataset.top1})
         )
-    found = xr.concat(
+    return xr.concat(
         several, xr.Variable("model", [WITHOUT, WITH]), combine_attrs="override"
     )
-    return plain_labels(found, "model", "layer", "branch")
 
 
 def looked_at(run: SingleModel) -> xr.Dataset:
@@ -124,8 +122,7 @@ def looked_at(run: SingleModel) -> xr.Dataset:
     with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
         model(run.images.to(run.args.device))
         recorder.mark(epoch=0)
-    found = ratio(recorder.tree).expand_dims(model=[run.args.model]).to_dataset()
-    return plain_labels(found, "model", "layer", "branch")
+    return ratio(recorder.tree).expand_dims(model=[run.args.model]).to_dataset()
 
 
 def ratio(tree: xr.DataTree) -> xr.DataArray:

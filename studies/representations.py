@@ -41,6 +41,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -50,7 +51,9 @@ from common.data import labels_of
 from common.ending import ended, finish, learned
 from common.folder import spread
 from common.options import add_output, parsed, study_parser
-from common.training import Training, add_training, begin, settle
+from common.training import begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
 IMAGES = 256
@@ -61,30 +64,40 @@ SAME = 0.999  # CKA of features that differ by their rounding to float16 only
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
+
+    # Load the CNN and the digits, and train the CNN.
     study = begin("representations", args, stages=3)
     study.train_cnn()
     dataset = study.loaders[1].dataset
-    probe = tcnn_probe.features(images=spread(len(dataset), min(IMAGES, len(dataset))))
-    stores = [study.output.beside(f"_{name}.zarr") for name in ("tcnn", "control")]
-    study.tcnn(stores[0], probes=[*tcnn_probe.DEFAULT, probe])
-    follow_control(study, stores[1], probe)
-    found = numbers(stores, labels_of(dataset))
-    study.output.save(found)
-    draw(found).savefig(study.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found, study.chance), args.data)
+    features = tcnn_probe.features(images=spread(len(dataset), IMAGES))
+    stores = {
+        name: study.output.beside(f"_{name}.zarr") for name in ("tcnn", "control")
+    }
 
-
-def follow_control(study: Training, store: Path, probe: tcnn_probe.Probe) -> None:
-    """Fine-tune the CNN as it is, for as long."""
-    model = copy.deepcopy(study.cnn)
-    with tcnn_probe.record(model, store, probes=probe) as recorder:
-        for result in study.fine_tune(model, "control", "the CNN goes on (control)"):
+    # Convert it and fine-tune it, with every head and the features of each stage recorded.
+    torch.manual_seed(args.seed)  # queries and keys are new
+    tcnn = reparameterize(study.cnn)
+    probes = [*tcnn_probe.DEFAULT, features]
+    with tcnn_probe.record(tcnn, stores["tcnn"], probes=probes) as recorder:
+        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
+            # A resumed run has marked its first epochs before.
             recorder.mark(if_marked="skip", **asdict(result))
 
+    # The control, which has no heads: the CNN goes on as it is, for as long.
+    control = copy.deepcopy(study.cnn)
+    with tcnn_probe.record(control, stores["control"], probes=features) as recorder:
+        for result in study.finetune(control, "control", "the CNN goes on (control)"):
+            recorder.mark(if_marked="skip", **asdict(result))
 
-def numbers(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
+    scores = compare(list(stores.values()), labels_of(dataset))
+    study.output.save(scores)
+    draw(scores).savefig(study.output.figure, dpi=200)
+    print(table(scores))
+    print(f"wrote {study.output.store} and {study.output.figure}")
+    return finish(check(scores, study.chance), args.data)
+
+
+def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
     """What is drawn, (model, epoch, layer), of the images whose features are kept."""
     trees = [tcnn_probe.open(store) for store in stores]
     features = [
@@ -108,17 +121,14 @@ def numbers(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
         )
     found = xr.concat(
         several, xr.Variable("model", list(MODELS)), combine_attrs="drop_conflicts"
-    ).drop_encoding()
+    )
     attention = trees[0]["heads"].dataset.layer.values
     converted = [
         any(name.startswith(f"{stage}.") for name in attention)
         for stage in found.layer.values
     ]
     found["converted"] = "layer", converted
-    text = ("model", "layer", "other_layer")  # zarr warns of fixed width
-    return found.load().assign_coords(
-        {name: found[name].astype(object) for name in text}
-    )
+    return found.load()
 
 
 def same_layer(found: xr.Dataset) -> xr.DataArray:

@@ -42,9 +42,8 @@ from torch import nn
 
 import tcnn_probe
 from common.ending import ended, finish
-from common.following import write_whole
 from common.options import study_parser
-from common.output import plain_labels
+from common.output import write_whole
 from common.single_model import SingleModel, begin_single, parse_single
 from tcnn_probe.heads import cross_patch
 
@@ -100,7 +99,7 @@ def trained(run: SingleModel) -> xr.Dataset:
                 part,
             )
         parts.append(xr.open_zarr(part, consolidated=False).load())
-    return plain_labels(xr.concat(parts, "epoch"), "layer", "head_type")
+    return xr.concat(parts, "epoch")
 
 
 def read(model: nn.Module, epoch: int) -> xr.Dataset:
@@ -114,8 +113,7 @@ def read(model: nn.Module, epoch: int) -> xr.Dataset:
     found = matrices.assign(head_type=tcnn_probe.head_types(matrices)).isel(
         head=0, drop=True
     )
-    found = found.expand_dims(epoch=[epoch]).assign(shares.data_vars)
-    return plain_labels(found, "layer", "head_type")
+    return found.expand_dims(epoch=[epoch]).assign(shares.data_vars)
 
 
 def limit(found: xr.Dataset) -> float:

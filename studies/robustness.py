@@ -33,13 +33,22 @@ corrupted at --img-size; the papers "keep a resolution of 224 at test time" for 
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import torch
 import xarray as xr
 from matplotlib.figure import Figure
 from torch import nn
 
 import tcnn_probe
+from common.controls import (
+    CONTROLS,
+    TRAINING_TITLES,
+    add_controls,
+    control_models,
+    count_controls,
+)
 from common.data import PixelBatches
 from common.ending import InputError, ended, finish, learned
 from common.options import (
@@ -51,14 +60,9 @@ from common.options import (
     positive_number,
     study_parser,
 )
-from common.training import (
-    CONTROLS,
-    add_controls,
-    add_training,
-    begin,
-    count_controls,
-    settle,
-)
+from common.training import begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
 CNN, CONTROL, TCNN = "CNN", CONTROLS["control"], "T-CNN, fine-tuned"
@@ -67,6 +71,8 @@ CNN, CONTROL, TCNN = "CNN", CONTROLS["control"], "T-CNN, fine-tuned"
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
+
+    # Load the CNN and the digits, or refuse test sets that do not fit it, and train the CNN.
     variants: list[evaluation.Variant] = []
     study = begin(
         "robustness",
@@ -76,12 +82,25 @@ def main(arguments: list[str] | None = None) -> int:
         before=lambda cnn: variants.extend(open_variants(cnn, args)),
     )
     study.train_cnn()
-    controls = {CONTROLS[name]: model for name, (model, _) in study.controls().items()}
-    tcnn, _ = study.tcnn(study.output.beside("_heads.zarr"))
+    models = {CNN: study.cnn}
 
+    # The controls, which are trained for as long.
+    for name, control in control_models(study.cnn, args).items():
+        list(study.finetune(control, name, TRAINING_TITLES[name]))
+        models[CONTROLS[name]] = control
+
+    # Convert the CNN and fine-tune it, with every head recorded.
+    torch.manual_seed(args.seed)  # queries and keys are new
+    tcnn = models[TCNN] = reparameterize(study.cnn)
+    with tcnn_probe.record(tcnn, study.output.beside("_heads.zarr")) as recorder:
+        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
+            # A resumed run has marked its first epochs before.
+            recorder.mark(if_marked="skip", **asdict(result))
+
+    # Show all of them the same images: clean, corrupted and attacked.
     images = PixelBatches(study.cnn, study.loaders[1], args.images)
     results = evaluation.robustness(
-        {CNN: study.cnn, **controls, TCNN: tcnn},
+        models,
         images,
         corruptions=args.corruptions,
         severities=args.severities,

@@ -32,6 +32,7 @@ On your own images, as the paper did on ImageNet with a GPU:
 
 import argparse
 import sys
+from dataclasses import asdict
 
 import matplotlib as mpl
 import torch
@@ -41,18 +42,19 @@ from torch import nn
 from tqdm import tqdm
 
 import tcnn_probe
+from common.controls import (
+    CONTROLS,
+    TRAINING_TITLES,
+    add_controls,
+    control_models,
+    count_controls,
+)
 from common.data import at_resolution
 from common.ending import ended, finish, learned
 from common.options import add_output, fill_in, from_least, parsed, study_parser
-from common.training import (
-    CONTROLS,
-    Training,
-    add_controls,
-    add_training,
-    begin,
-    count_controls,
-    settle,
-)
+from common.training import Study, begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
 CNN, TCNN = "CNN", "T-CNN, fine-tuned"
@@ -71,24 +73,39 @@ PARTS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin(
-        "test_resolution", args, stages=2 + count_controls(args), later=("sizes",)
-    )
+
+    # Load the CNN and the digits, and train the CNN.
+    stages = 2 + count_controls(args)
+    study = begin("test_resolution", args, stages=stages, later=("sizes",))
     study.train_cnn()
-    controls = {CONTROLS[name]: model for name, (model, _) in study.controls().items()}
-    tcnn, _ = study.tcnn(study.output.beside("_tcnn.zarr"))
-    found = by_resolution(study, {CNN: study.cnn, **controls, TCNN: tcnn})
-    study.output.save(found)
-    draw(found, args.img_size).savefig(study.output.figure, dpi=200)
-    print(table(found))
+    models = {CNN: study.cnn}
+
+    # The controls, which are trained for as long.
+    for name, control in control_models(study.cnn, args).items():
+        list(study.finetune(control, name, TRAINING_TITLES[name]))
+        models[CONTROLS[name]] = control
+
+    # Convert the CNN and fine-tune it, with every head recorded.
+    torch.manual_seed(args.seed)  # queries and keys are new
+    tcnn = models[TCNN] = reparameterize(study.cnn)
+    with tcnn_probe.record(tcnn, study.output.beside("_tcnn.zarr")) as recorder:
+        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
+            # A resumed run has marked its first epochs before.
+            recorder.mark(if_marked="skip", **asdict(result))
+
+    # Show all of them the validation images at each resolution, and record the heads along it.
+    scores = record_resolutions(study, models)
+    study.output.save(scores)
+    draw(scores, args.img_size).savefig(study.output.figure, dpi=200)
+    print(table(scores))
     print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found, args.img_size, study.chance), args.data)
+    return finish(check(scores, args.img_size, study.chance), args.data)
 
 
 @torch.no_grad()
-def by_resolution(study: Training, models: dict[str, nn.Module]) -> xr.Dataset:
-    """Accuracy of each model and the heads of the T-CNN, by resolution."""
-    args, parts = study.args, []
+def record_resolutions(study: Study, models: dict[str, nn.Module]) -> xr.Dataset:
+    """Return the accuracy of each model and the heads of the T-CNN, by resolution."""
+    args, top1 = study.args, []
     for model in models.values():
         model.to(args.device).eval()
     with tcnn_probe.record(models[TCNN], along="resolution") as recorder:
@@ -97,21 +114,17 @@ def by_resolution(study: Training, models: dict[str, nn.Module]) -> xr.Dataset:
             for images, labels in at_resolution(study.cnn, study.loaders[1], size):
                 count += len(labels)
                 for name, model in models.items():
-                    right[name] += int(
-                        (model(images.to(args.device)).argmax(1).cpu() == labels).sum()
-                    )
-            parts.append([number / count for number in right.values()])
+                    answers = model(images.to(args.device)).argmax(1).cpu()
+                    right[name] += int((answers == labels).sum())
+            top1.append([number / count for number in right.values()])
             recorder.mark(resolution=size)
         heads = recorder.dataset.load()
-    found = heads.assign(top1=(("resolution", "model"), parts), images=count)
-    found["reach"] = heads.attention_distance / heads.uniform_distance
-    found["reach"].attrs = {
+    scores = heads.assign(top1=(("resolution", "model"), top1), images=count)
+    scores["reach"] = heads.attention_distance / heads.uniform_distance
+    scores["reach"].attrs = {
         "long_name": "mean distance of attention, in those of even attention"
     }
-    found = found.assign_coords(model=[*models])
-    return found.assign_coords(
-        {dim: found[dim].astype(object) for dim in ("layer", "model")}
-    )  # zarr warns of "<U17"
+    return scores.assign_coords(model=[*models])
 
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})

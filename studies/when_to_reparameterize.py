@@ -38,7 +38,6 @@ from matplotlib.figure import Figure
 import tcnn_probe
 from common.ending import ended, finish, learned, refused
 from common.options import (
-    NOT_SAVED,
     add_machine,
     add_output,
     fill_in,
@@ -58,16 +57,7 @@ KEPT = ("top1", "val_loss", "train_loss", "train_top1")
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    options = {
-        name: value for name, value in vars(args).items() if name not in NOT_SAVED
-    }
-    output = RunOutput(
-        args.out,
-        "when_to_reparameterize",
-        options,
-        resume=args.resume,
-        overwrite=args.overwrite,
-    )
+    output = RunOutput.from_args(args, "when_to_reparameterize")
     found = xr.concat(
         [one_run(args, output, t1) for t1 in args.times], "t1", join="outer"
     )

@@ -41,7 +41,7 @@ Table = tuple[str, str]
 
 
 def tree_of(folder: Path) -> xr.DataTree:
-    """Read all finished runs: a node for each table (blocks, batch norm), and in it one for each run."""
+    """Return all finished runs: a node for each table (blocks, batch norm), and in it one for each run."""
     nodes: dict[str, xr.Dataset] = {}
     for file in sorted(folder.glob("[0-9]_*.npz")):
         blocks, batch_norm, arm, start, seed = file.stem.split("_")
@@ -58,7 +58,7 @@ def tree_of(folder: Path) -> xr.DataTree:
 
 
 def report(tree: xr.DataTree) -> str:
-    """Tables of every endpoint and the verdicts."""
+    """Return tables of every endpoint and the verdicts."""
     parts = []
     for name, table in tree.children.items():
         runs = [node.to_dataset() for node in table.children.values()]
@@ -110,7 +110,7 @@ def check(tree: xr.DataTree) -> bool:
 
 
 def draw(tree: xr.DataTree) -> Figure:
-    """Content information and gates by step, accuracy by arm, and the endpoints with their intervals."""
+    """Draw content information and gates by step, accuracy by arm, and the endpoints with their intervals."""
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     panels = figure.subplots(1, 4)
     runs = [
@@ -173,28 +173,28 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
 def _stacked(
     runs: list[xr.Dataset], arm: str, start: float, variable: str
 ) -> dict[int, NDArray[np.floating]]:
-    """Whether images are right, by seed; of corrupted images the mean over corruptions."""
-    found = {}
+    """Return whether images are right, by seed; of corrupted images by corruption."""
+    by_seed = {}
     for run in runs:
         if (
             run.attrs["arm"] == arm
             and (run.attrs["start"] in (start, 0.0))
             and variable in run
         ):
-            found[run.attrs["seed"]] = run[variable].values.astype(float)
-    return found
+            by_seed[run.attrs["seed"]] = run[variable].values.astype(float)
+    return by_seed
 
 
 def _difference(
     first: dict[int, NDArray[np.floating]], second: dict[int, NDArray[np.floating]]
 ) -> NDArray[np.floating] | None:
-    """First minus second of the seeds that both have, shape (seeds, ...); None of none."""
+    """Return first minus second of the seeds that both have, shape (seeds, ...); None if there are none."""
     seeds = sorted(first.keys() & second.keys())
     return np.stack([first[seed] - second[seed] for seed in seeds]) if seeds else None
 
 
 def _accuracies(runs: list[xr.Dataset]) -> list[str]:
-    """Accuracy of every arm, mean over its seeds, and the sums of its learning rates."""
+    """Return lines on the accuracy of every arm, mean over its seeds, and the sums of its learning rates."""
     lines = [
         "accuracy (mean over seeds)                 seeds  clean   corrupted  C static  C by position"
     ]
@@ -234,20 +234,20 @@ def _accuracies(runs: list[xr.Dataset]) -> list[str]:
 
 
 def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effect]:
-    """Endpoints 1, 2 and 3: the difference in accuracy by name, start, and kind of images."""
+    """Return endpoints 1, 2 and 3: the difference in accuracy by name, start, and kind of images."""
     effects = {}
     for start in sorted(
         {run.attrs["start"] for run in runs if run.attrs["arm"] in "CD"}, reverse=True
     ):
         for kind in ("clean", "corrupted"):
             c = _stacked(runs, "C", start, kind)
-            others = {
+            comparisons = {
                 "C - D": _stacked(runs, "D", start, kind),
                 "C - C static": _stacked(runs, "C", start, f"{kind}_static"),
                 "C - A": _stacked(runs, "A", 0.0, kind),
             }
-            for name, other in others.items():
-                difference = _difference(c, other)
+            for name, comparison in comparisons.items():
+                difference = _difference(c, comparison)
                 if difference is not None:
                     by_image = difference if kind == "clean" else difference.mean(1)
                     effects[name, start, kind] = crossed_effect(by_image)
@@ -255,16 +255,16 @@ def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effe
 
 
 def _endpoints(runs: list[xr.Dataset]) -> list[str]:
-    """Differences with their intervals and verdicts, and the families of corruptions."""
+    """Return lines on differences with their intervals and verdicts, and the families of corruptions."""
     effects = primary_effects(runs)
     lines = [
         f"endpoints: difference in accuracy [95 % interval over seeds and images]; margin {MARGIN}"
     ]
     for name in ("C - D", "C - C static", "C - A"):
-        chosen = {key: effect for key, effect in effects.items() if key[0] == name}
-        adjusted = holm([effect.p_value for effect in chosen.values()])
+        of_endpoint = {key: effect for key, effect in effects.items() if key[0] == name}
+        adjusted = holm([effect.p_value for effect in of_endpoint.values()])
         answers = []
-        for (key, effect), p_value in zip(chosen.items(), adjusted, strict=True):
+        for (key, effect), p_value in zip(of_endpoint.items(), adjusted, strict=True):
             answers.append(verdict(effect, MARGIN, p_value))
             row = f"  {name:13s}lambda = {key[1]:+g}, {key[2]:10s}{effect}  p (Holm) {p_value:.3f}  {answers[-1]}"
             if effect.seeds == 1:
@@ -285,14 +285,14 @@ def _endpoints(runs: list[xr.Dataset]) -> list[str]:
 
 
 def _together(answers: list[str]) -> str:
-    """The verdict of several: yes if any is, no if all are."""
+    """Return the verdict of several: yes if any is, no if all are."""
     if "yes" in answers:
         return "YES"
     return "NO" if set(answers) == {"no"} else "UNDECIDED"
 
 
 def _families(runs: list[xr.Dataset], start: float) -> list[str]:
-    """C - D by family of corruptions."""
+    """Return lines on C - D by family of corruptions."""
     difference = _difference(
         _stacked(runs, "C", start, "corrupted"), _stacked(runs, "D", start, "corrupted")
     )
@@ -314,7 +314,7 @@ def _families(runs: list[xr.Dataset], start: float) -> list[str]:
 
 
 def _heads(runs: list[xr.Dataset]) -> list[str]:
-    """Heads of C one by one: what their static attention costs, against what was recorded of them."""
+    """Return lines on the heads of C one by one: the cost of static attention, against what was recorded of them."""
     of_c = [run for run in runs if run.attrs["arm"] == "C" and "heads_static" in run]
     if not of_c:
         return []
@@ -322,8 +322,8 @@ def _heads(runs: list[xr.Dataset]) -> list[str]:
         "heads of C, one by one static: rank correlation of the cost with what was recorded, by run"
     ]
     for run in of_c:
-        whole = run.clean.values[run.heads_rows.values].mean()
-        cost = whole - run.heads_static.mean("head_image").values
+        accuracy = run.clean.values[run.heads_rows.values].mean()
+        cost = accuracy - run.heads_static.mean("head_image").values
         last = run.isel(mark=-1)
         words = [f"costs {cost.min():+.4f} to {cost.max():+.4f}"]
         for name in ("gate", "content_information"):
@@ -391,5 +391,5 @@ def _draw_effects(panel: Any, runs: list[xr.Dataset]) -> None:
     panel.set(xlabel="difference in accuracy")
     limits = [abs(effect.mean) for effect in effects.values()]
     if limits:
-        most = 3 * max(MARGIN, *limits)
-        panel.set_xlim(-most, most)
+        reach = 3 * max(MARGIN, *limits)
+        panel.set_xlim(-reach, reach)

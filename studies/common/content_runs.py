@@ -37,14 +37,14 @@ RECORDED = (
 
 @dataclass(frozen=True)
 class Run:
-    """A training.
+    """A training of the comparison.
 
     Attributes:
-        arm: of :data:`ARMS`.
-        start: initial lambda of the gates; 0 where there is none to choose.
-        seed: of queries, keys and the order of images.
-        blocks: of the last stage that are converted, from its end.
-        batch_norm: "frozen" or "free" statistics.
+        arm: Key of :data:`ARMS`.
+        start: Initial lambda of the gates; 0 where there is none to choose.
+        seed: Seed of queries, keys and the order of images.
+        blocks: Number of blocks of the last stage that are converted, from its end.
+        batch_norm: Statistics of batch norm, "frozen" or "free".
     """
 
     arm: str
@@ -54,7 +54,7 @@ class Run:
     batch_norm: str
 
     def file(self, folder: Path) -> Path:
-        """Where its results are."""
+        """Return the file of its results."""
         return (
             folder
             / f"{self.blocks}_{self.batch_norm}_{self.arm}_{self.start:+g}_{self.seed}.npz"
@@ -145,13 +145,13 @@ def _measured(
     features: Features,
     options: Mapping[str, Any],
 ) -> dict[str, NDArray[Any]]:
-    """Whether test images are right, with attention as it is and changed."""
+    """Return whether test images are classified correctly, with attention as it is and changed."""
     labels = features.images.test.labels
-    worse = labels[features.images.corrupted_rows]
+    corrupted_labels = labels[features.images.corrupted_rows]
     results = {
         "clean": _right(model, features.test, labels),
         "corrupted": np.stack(
-            [_right(model, part, worse) for part in features.corrupted]
+            [_right(model, part, corrupted_labels) for part in features.corrupted]
         ),
     }
     if not has_content:
@@ -159,13 +159,13 @@ def _measured(
     with tcnn_probe.ablate(model, mode="static", images=features.reference):
         results["clean_static"] = _right(model, features.test, labels)
         results["corrupted_static"] = np.stack(
-            [_right(model, part, worse) for part in features.corrupted]
+            [_right(model, part, corrupted_labels) for part in features.corrupted]
         )
     with tcnn_probe.ablate(model, mode="positional"):
         results["clean_positional"] = _right(model, features.test, labels)
     if run.arm == "C":
         rows = np.array(spread(len(labels), options["head_images"]))
-        some = features.test[rows]
+        features_of_rows = features.test[rows]
         by_layer = []
         for name, layer in gpsa_layers(model).items():
             by_head = []
@@ -173,14 +173,14 @@ def _measured(
                 with tcnn_probe.ablate(
                     model, {name: head}, mode="static", images=features.reference
                 ):
-                    by_head.append(_right(model, some, labels[rows]))
+                    by_head.append(_right(model, features_of_rows, labels[rows]))
             by_layer.append(np.stack(by_head))
         results["heads_static"], results["heads_rows"] = np.stack(by_layer), rows
     return results
 
 
 def _initial_stds(model: nn.Module, tail: nn.Module) -> dict[str, float]:
-    """Standard deviation of the weights of each group before training; 1 of gates, whose unit is that of lambda."""
+    """Return the standard deviation of each group's weights before training; 1 of gates, in the unit of lambda."""
     filters = [p.detach().flatten() for p in tail.parameters() if p.ndim > 1]
     vectors = [p.detach().flatten() for p in tail.parameters() if p.ndim == 1]
     return {
@@ -195,7 +195,7 @@ def _initial_stds(model: nn.Module, tail: nn.Module) -> dict[str, float]:
 def _answers(
     model: nn.Module, features: Tensor | NDArray[np.float16], batch_size: int = 125
 ) -> NDArray[np.int64]:
-    """The most probable class of each image."""
+    """Return the most probable class of each image."""
     model.eval()
     answers = []
     for start in range(0, len(features), batch_size):

@@ -1,4 +1,4 @@
-"""A folder of the user's own images: ``train/`` and ``val/``, in each a folder for every class."""
+"""Folder of the user's own images: ``train/`` and ``val/``, in each a folder for every class."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +18,12 @@ class ClassFolders(ImageFolder):
     """Images in a folder for each class; hidden folders are no classes.
 
     Args:
-        folder: of the split.
-        data: that the user gave, for messages.
-        classes: those of the training images; None if these are they.
+        folder: Folder of the split.
+        data: Folder that the user named, for messages.
+        classes: Classes of the training images; None if these are they.
 
     Raises:
-        InputError: no folders of classes, one alone, an empty one, or other ones than those for training.
+        InputError: There are no folders of classes, one alone, an empty one, or others than those for training.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class ClassFolders(ImageFolder):
     ) -> None:
         self._data, self._known = data, classes
         try:
+            # A validation folder may lack images of some classes; classes keep the numbers of training.
             super().__init__(str(folder), loader=_read, allow_empty=classes is not None)
         except FileNotFoundError as error:
             raise InputError(f"--data: {error}") from None
@@ -39,11 +40,11 @@ class ClassFolders(ImageFolder):
             raise InputError(f"--data: there are no images in {folder}")
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """The names of the folders in order, and their numbers."""
+        """Return the names of the folders in order, and their numbers."""
         names = sorted(
-            each.name
-            for each in Path(directory).iterdir()
-            if each.is_dir() and each.name[0] != "."
+            path.name
+            for path in Path(directory).iterdir()
+            if path.is_dir() and path.name[0] != "."
         )
         if len(names) < 2 and self._known is None:
             raise _layout(
@@ -67,14 +68,14 @@ class ClassFolders(ImageFolder):
 
 
 def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolders]:
-    """Training and validation images.
+    """Return training and validation images.
 
     Args:
-        data: the folder.
-        limit: use only so many images, a quarter of them for validation.
+        data: Folder of the layout above.
+        limit: Number of images to use, a quarter of them for validation; None for all.
 
     Raises:
-        InputError: it is no folder of this layout.
+        InputError: It is no folder of this layout.
     """
     root = Path(data)
     if not root.is_dir():
@@ -84,10 +85,10 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
         for names in SPLITS
     ]
     if None in folders:
-        found = sorted(
-            f"{each.name}/" if each.is_dir() else each.name for each in root.iterdir()
+        entries = sorted(
+            f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()
         )
-        raise _layout(data, _some(found) or "nothing", data)
+        raise _layout(data, _some(entries) or "nothing", data)
     train = ClassFolders(folders[0], data)
     validation = ClassFolders(folders[1], data, train.classes)
     if limit is not None:
@@ -99,14 +100,14 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
 def imagenet_rows(
     classes: Sequence[str], subset: str | None = "imagenet-1k"
 ) -> list[int] | None:
-    """The classes' rows in a classifier of ImageNet, if all are WordNet ids of it; else None."""
+    """Return the classes' rows in a classifier of ImageNet, if all are WordNet ids of it; else None."""
     names = timm.data.ImageNetInfo(subset).label_names() if subset else []
     rows = {name: row for row, name in enumerate(names)}
     return [rows[name] for name in classes] if rows.keys() >= set(classes) else None
 
 
 def spread(length: int, count: int) -> list[int]:
-    """So many numbers below ``length``, spread evenly, since folders are sorted by class."""
+    """Return so many numbers below ``length``, spread evenly, since folders are sorted by class."""
     count = min(count, length)
     return [round((i + 0.5) * length / count - 0.5) for i in range(count)]
 

@@ -1,14 +1,11 @@
-"""Following a model while it trains: its pooling is recorded, and saliency by every method scored at some epochs."""
+"""Recording of a model's pooling while it trains, with saliency by every method scored at some epochs."""
 
 import argparse
 import copy
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +16,11 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.data import Loaders, Probed
 from common.ending import refused
-from common.output import RunOutput
+from common.output import RunOutput, write_whole
+from common.training import warmup
 from tcnn_model import EpochResult, finetune
 
-__all__ = ["Follower", "Models", "Run", "write_whole"]
+__all__ = ["Follower", "Models", "Run"]
 
 METHODS = (
     "class_attention",
@@ -39,7 +37,7 @@ Models = Mapping[str, nn.Module]
 
 @dataclass(frozen=True)
 class Run:
-    """A model and how it is trained; ``make`` gives it, from the models trained before."""
+    """Model and its training; ``make`` builds it from the models trained before."""
 
     name: str
     make: Callable[[Models], nn.Module]
@@ -49,18 +47,18 @@ class Run:
 
     @property
     def slug(self) -> str:
-        """For file names."""
+        """Name for files."""
         return self.name.lower().replace(",", "").replace(" ", "_").replace("/", "_")
 
 
 def chance(model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
-    """A map that says nothing: the same everywhere, with which every measure comes out as chance has it."""
+    """Return a map that says nothing: the same everywhere, with which every measure comes out as chance has it."""
     return torch.zeros(len(images), *images.shape[2:])
 
 
 @dataclass(frozen=True)
 class Follower:
-    """What it takes to follow any of the runs; ``args`` is the study's command line."""
+    """Trainer, recorder and scorer of the study's runs; ``args`` is its command line."""
 
     loaders: Loaders
     probed: Probed
@@ -68,13 +66,14 @@ class Follower:
     args: argparse.Namespace
 
     def follow(self, run: Run, model: nn.Module, title: str) -> xr.Dataset | None:
-        """Train a model; record its pooling at each epoch, score every method at some: (epoch, attribution, image)."""
+        """Train a model, record its pooling, and score all methods at some epochs: (epoch, attribution, image)."""
         results = self.epochs(run, model, title)
         if not run.probed:
             for _ in results:
                 pass
             return None
         methods = usable_methods(model, self.probed.images[:1])
+        # Indices of images in what is validated: the validation set in training, else the probed images alone.
         numbers = (
             self.probed.numbers if run.epochs else list(range(len(self.probed.images)))
         )[: self.args.show]
@@ -98,7 +97,7 @@ class Follower:
         return xr.concat(parts, "epoch", data_vars="all", combine_attrs="override")
 
     def epochs(self, run: Run, model: nn.Module, title: str) -> Iterator[EpochResult]:
-        """Train it; without epochs, look at the chosen images as it is."""
+        """Train the model; without epochs, look at the probed images as it is."""
         if run.epochs:
             with refused(ValueError):
                 yield from finetune(
@@ -106,7 +105,7 @@ class Follower:
                     *self.loaders,
                     epochs=run.epochs,
                     lr=run.lr,
-                    warmup_epochs=min(5, max(1, run.epochs // 5), run.epochs - 1),
+                    warmup_epochs=warmup(run.epochs),
                     checkpoint=self.output.checkpoints / f"{run.slug}.pt",
                     device=self.args.device,
                     amp=self.args.amp,
@@ -128,7 +127,7 @@ class Follower:
     def score(
         self, model: nn.Module, methods: list[str], result: EpochResult
     ) -> xr.Dataset:
-        """Every measure of every method, the maps, and the probabilities of all classes, of this epoch."""
+        """Return every measure of every method, the maps, and the probabilities of all classes, at this epoch."""
         images, labels, masks = (
             self.probed.images,
             self.probed.labels,
@@ -176,6 +175,7 @@ class Follower:
             .reindex(attribution=scores.attribution)
             .astype("float32")
         )
+        # A forward of the model itself would be recorded as one of validation.
         unrecorded = copy.deepcopy(model).eval()
         scores["probability"] = (
             ("image", "class"),
@@ -186,7 +186,7 @@ class Follower:
 
     @torch.no_grad()
     def logits(self, model: nn.Module) -> Tensor:
-        """The model's scores of the chosen images, shape (B, K)."""
+        """Return the model's scores of the probed images, shape (B, K)."""
         batches = self.probed.images.split(self.args.batch_size)
         return torch.cat(
             [model(images.to(self.args.device)).float().cpu() for images in batches]
@@ -194,7 +194,7 @@ class Follower:
 
 
 def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
-    """Those that this model has what they need for; attention that does not lead to a class token, say, has no map."""
+    """Return the methods that fit this model: attention that leads to no class token, say, has no map."""
     usable, side = [], image.shape[-1] // 2
     quick: Any = {
         "integrated_gradients": {"n_steps": 1},
@@ -209,11 +209,3 @@ def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
         except ValueError as error:
             print(f"{type(model).__name__}: without {method} ({error})")
     return usable
-
-
-def write_whole(dataset: xr.Dataset, path: Path) -> None:
-    """Written under another name first, so that what has the name is complete."""
-    partial = path.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    dataset.to_zarr(partial, consolidated=False)
-    os.replace(partial, path)

@@ -18,13 +18,15 @@ __all__ = ["sentence", "table"]
 
 
 def table(tree: xr.DataTree) -> str:
-    """Accuracy, what types cost, what random heads cost, and the difference with its interval, by condition."""
+    """Return accuracy, the cost of types and of random heads, and the difference with its interval, by condition."""
     right, heads = tree["types"].right.load(), tree["heads"].dataset.load()
     types = tree["types"].head_type.load()
     lines = ["heads by type, of each training:"]
     for training in types.training.values:
-        of_one = types.sel(training=training)
-        counts = ", ".join(f"{kind} {int((of_one == kind).sum())}" for kind in COLORS)
+        of_training = types.sel(training=training)
+        counts = ", ".join(
+            f"{kind} {int((of_training == kind).sum())}" for kind in COLORS
+        )
         lines.append(f"  seed {training}: {counts}")
     for mode in right.mode.values:
         of_mode = right.sel(mode=mode, drop=True)
@@ -36,7 +38,9 @@ def table(tree: xr.DataTree) -> str:
                 f"  {'':<10}{'accuracy':>9}  {'these heads':<25}{'as many at random':<25}{'difference':<25}"
             )
             for condition in right.condition.values:
-                whole = float(of_mode.sel(ablation=NOTHING, condition=condition).mean())
+                accuracy = float(
+                    of_mode.sel(ablation=NOTHING, condition=condition).mean()
+                )
                 cells = [
                     costs(of_mode, kind),
                     costs(of_mode, f"random for {kind}"),
@@ -46,7 +50,7 @@ def table(tree: xr.DataTree) -> str:
                     interval_in_words(cell.sel(condition=condition)) for cell in cells
                 ]
                 lines.append(
-                    f"  {condition:<10}{whole:>9.3f}  "
+                    f"  {condition:<10}{accuracy:>9.3f}  "
                     + "".join(f"{word:<25}" for word in words)
                 )
     cost = head_costs(heads)
@@ -69,7 +73,7 @@ def table(tree: xr.DataTree) -> str:
 
 
 def sentence(tree: xr.DataTree) -> str:
-    """What the intervals support, and nothing more."""
+    """Return what the intervals support, and nothing more."""
     right = tree["types"].right.load()
     return "\n".join(
         _sentence(right.sel(mode=mode, drop=True), words)

@@ -1,4 +1,4 @@
-"""The table of the saliency study, and what it says of class attention beside Grad-CAM."""
+"""Table of the saliency study, and its comparison of class attention with Grad-CAM."""
 
 import xarray as xr
 
@@ -8,7 +8,7 @@ __all__ = ["report"]
 
 
 def report(tree: xr.DataTree, tolerance: float) -> str:
-    """Accuracy and every measure at the end, by model and method, with 95 % intervals over images."""
+    """Return accuracy and every measure at the end, by model and method, with 95 % intervals over images."""
     columns = {
         "pointing_game": f"pointing ({tolerance:g} px)",
         "pointing_game_exact": "pointing (0 px)",
@@ -52,11 +52,12 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
 
 
 def beside_gradcam(hits: xr.DataArray) -> str:
-    """Class attention's hits beside Grad-CAM's, image by image."""
-    ours, theirs = (
+    """Return a sentence on class attention's hits beside Grad-CAM's, image by image."""
+    attention_hits, gradcam_hits = (
         hits.sel(attribution=method) for method in ("class_attention", "gradcam")
     )
-    low, high = evaluation.mean_interval(ours - theirs).values
+    difference = attention_hits - gradcam_hits
+    low, high = evaluation.mean_interval(difference).values
     verdict = (
         "is ahead"
         if low > 0
@@ -65,6 +66,6 @@ def beside_gradcam(hits: xr.DataArray) -> str:
         else "and Grad-CAM are not distinguishable"
     )
     return (
-        f"class attention {float(ours.mean()):.2f}, Grad-CAM {float(theirs.mean()):.2f}, "
-        f"difference {float((ours - theirs).mean()):+.2f} [{low:+.2f}, {high:+.2f}]: class attention {verdict}"
+        f"class attention {float(attention_hits.mean()):.2f}, Grad-CAM {float(gradcam_hits.mean()):.2f}, "
+        f"difference {float(difference.mean()):+.2f} [{low:+.2f}, {high:+.2f}]: class attention {verdict}"
     )

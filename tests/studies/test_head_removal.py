@@ -8,12 +8,12 @@ import torch
 import xarray as xr
 
 from common.head_removal import (
-    by_condition,
+    mean_by_condition,
     random_heads,
     single_heads,
     type_sets,
-    without,
 )
+from conv_vs_content_heads import without
 from tcnn_model import GPSA
 
 TYPES = xr.DataArray(
@@ -115,7 +115,7 @@ def test_conditions_against_a_loop() -> None:
             "attack": ["pgd"],
         },
     )
-    right = by_condition(results).right
+    right = mean_by_condition(results).right
     assert right.dims == ("ablation", "draw", "condition", "image")
     assert right.draw.values.tolist() == [0, 1]
     assert right.ablation.values.tolist() == ["nothing", "random for x", "x"]

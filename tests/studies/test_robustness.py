@@ -9,8 +9,13 @@ import xarray as xr
 from torch import nn
 
 import robustness as study
+from common.controls import (
+    CONTROLS,
+    TRAINING_TITLES,
+    control_models,
+    count_controls,
+)
 from common.models import small_resnet
-from common.training import Training
 from tcnn_model import GPSA
 
 MODELS = [study.CNN, study.CONTROL, study.TCNN]
@@ -95,31 +100,19 @@ def test_the_check_can_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert study.check(one, 0.1)  # against clean images
 
 
-def test_the_second_control_has_the_finer_grid_and_no_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trained: list[str] = []
-    monkeypatch.setattr(
-        Training,
-        "fine_tune",
-        lambda self, model, file, title: trained.append(file) or [],
-    )
+def test_the_second_control_has_the_finer_grid_and_no_attention() -> None:
     cnn = small_resnet()
-    for further, names in (
-        (False, ["control"]),
-        (True, ["control", "unstrided", "matched"]),
-    ):
-        args = Namespace(unstrided=further, matched_start=further, seed=0)
-        controls = Training(args, cnn, (), None, 4).controls()  # type: ignore[arg-type]
-        assert [*controls] == names
-        assert {*controls} <= {*study.CONTROLS}
-    control, finer, matched = (model.eval() for model, _ in controls.values())
-    assert trained == ["control", "control", "unstrided", "matched"]
+    alone = Namespace(unstrided=False, matched_start=False, seed=0)
+    assert [*control_models(cnn, alone)] == ["control"]
+    assert count_controls(alone) == 1
+    args = Namespace(unstrided=True, matched_start=True, seed=0)
+    controls = control_models(cnn, args)
+    assert [*controls] == [*CONTROLS] == [*TRAINING_TITLES]
+    assert count_controls(args) == 3
+    control, finer, matched = (model.eval() for model in controls.values())
     images = torch.randn(2, 1, 64, 48)
     torch.testing.assert_close(matched(images), finer(images))
     assert isinstance(matched.layer4[0].conv1, GPSA)
-    assert (control.layer4[0].conv1.stride, finer.layer4[0].conv1.stride) == (
-        (2, 2),
-        (1, 1),
-    )
+    assert control.layer4[0].conv1.stride == (2, 2)
+    assert finer.layer4[0].conv1.stride == (1, 1)
     assert isinstance(finer.layer4[0].conv1, nn.Conv2d)

@@ -22,7 +22,7 @@ import coarse_labels
 import tcnn_probe
 from common.data import digits_loaders, probed_images
 from common.models import small_resnet
-from common.training import Training
+from common.training import Study
 from tcnn_model import EpochResult, reparameterize
 from tcnn_model.training.evaluation import evaluate
 
@@ -57,10 +57,10 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
     """
     runs: dict[str, Done] = {}
     trained: dict[str, list[tuple[EpochResult, dict[str, Tensor]]]] = {}
-    threads, train = torch.get_num_threads(), Training._train
+    threads, train = torch.get_num_threads(), Study._train
 
     def train_once(
-        study: Training, model: nn.Module, file: str, title: str, **recipe: Any
+        study: Study, model: nn.Module, file: str, title: str, **recipe: Any
     ) -> Iterator[EpochResult]:
         key = repr((file.partition("_")[0], recipe))
         if key not in trained:
@@ -83,7 +83,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
                 contextlib.redirect_stderr(printed),
                 pytest.MonkeyPatch.context() as patch,
             ):
-                patch.setattr(Training, "_train", train_once)
+                patch.setattr(Study, "_train", train_once)
                 code = importlib.import_module(name).main([*SMALL, "--out", str(out)])
             torch.set_num_threads(threads)
             runs[name] = Done(code, printed.getvalue(), out)
@@ -197,7 +197,7 @@ def test_drawing_attention_maps_again_does_not_train(
     def no_training(*args: object, **options: object) -> None:
         raise AssertionError("trains")
 
-    monkeypatch.setattr(Training, "_train", no_training)
+    monkeypatch.setattr(Study, "_train", no_training)
     again = [
         "--resume",
         "--epoch",
