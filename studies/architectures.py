@@ -1,4 +1,4 @@
-"""What attention brings to several architectures, and what it costs (T-CNN paper, Table 5 and Fig. 2).
+"""Gain and cost of attention in several architectures (T-CNN paper, Table 5 and Fig. 2).
 
     python studies/architectures.py
 
@@ -37,6 +37,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from common.ending import ended, finish, learned
+from common.figures import STYLE
 from common.models import SMALL_RESNETS
 from common.options import add_output, fill_in, parsed, study_parser
 from common.training import Study, begin
@@ -59,7 +60,7 @@ COLORS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
 
     # Load all CNNs first, so that one that cannot be used is refused before hours of training.
@@ -123,16 +124,17 @@ def measure(study: Study, name: str) -> xr.Dataset:
     return scores.expand_dims(architecture=[name])
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """Gains by architecture; accuracy against time."""
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset) -> Figure:
+    """Draw gains by architecture, and gains against time."""
     figure = Figure(figsize=(9.5, 4), layout="constrained")
     a, b = figure.subplots(1, 2)
-    gains, slower = relative(found)
-    variance = found.top1 * (1 - found.top1) / float(found.images)
+    gains, slowdown = relative(scores)
+    variance = scores.top1 * (1 - scores.top1) / float(scores.images)
+    # As if the two models saw different images: too wide, since they see the same.
     error = (variance + variance.sel(model=CNN)) ** 0.5
     for place, (arm, color) in enumerate(COLORS.items()):
-        x = [row + 0.26 * (place - 1) for row in range(found.sizes["architecture"])]
+        x = [row + 0.26 * (place - 1) for row in range(scores.sizes["architecture"])]
         a.bar(
             x,
             gains.sel(model=arm),
@@ -142,18 +144,18 @@ def draw(found: xr.Dataset) -> Figure:
             label=arm,
             error_kw={"lw": 0.8},
         )
-        for row, name in enumerate(found.architecture.values):
-            one = {"model": arm, "architecture": name}
+        for row, name in enumerate(scores.architecture.values):
+            at = {"model": arm, "architecture": name}
             b.scatter(
-                slower.sel(one),
-                gains.sel(one),
+                slowdown.sel(at),
+                gains.sel(at),
                 color=color,
                 s=36,
                 marker="osD^v"[row % 5],
             )
-    for row, name in enumerate(found.architecture.values):
+    for row, name in enumerate(scores.architecture.values):
         b.scatter([], [], color="0.4", marker="osD^v"[row % 5], label=name)
-    a.set_xticks(range(found.sizes["architecture"]), found.architecture.values)
+    a.set_xticks(range(scores.sizes["architecture"]), scores.architecture.values)
     a.set(ylabel="gain in validation accuracy over the CNN", title="gain")
     b.set(
         xlabel="time of a training step (of the CNN's)",
@@ -175,58 +177,58 @@ def draw(found: xr.Dataset) -> Figure:
     return figure
 
 
-def relative(found: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
-    """Gain in accuracy over the CNN that the fine-tuning began with, and time of a step relative to it."""
-    speed = found.training_images_per_second
-    return found.top1 - found.top1.sel(model=CNN), speed.sel(model=CNN) / speed
+def relative(scores: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return gain in accuracy over the CNN that the fine-tuning began with, and time of a step relative to it."""
+    speed = scores.training_images_per_second
+    return scores.top1 - scores.top1.sel(model=CNN), speed.sel(model=CNN) / speed
 
 
-def table(found: xr.Dataset) -> str:
-    """Table 5 of the paper, with the controls and what they cost."""
-    gains, slower = relative(found)
-    error = (0.25 / int(found.images)) ** 0.5
+def table(scores: xr.Dataset) -> str:
+    """Return Table 5 of the paper, with the controls and their costs."""
+    gains, slowdown = relative(scores)
+    # Of a share, largest at 1/2.
+    error = (0.25 / int(scores.images)) ** 0.5
     lines = [
-        f"\naccuracy on {int(found.images)} validation images (one seed; a standard error is at most {error:.3f})"
+        f"\naccuracy on {int(scores.images)} validation images (one seed; a standard error is at most {error:.3f})"
     ]
     columns = {
-        "top-1": found.top1,
+        "top-1": scores.top1,
         "gain": gains,
-        "parameters (M)": found.parameters / 1e6,
+        "parameters (M)": scores.parameters / 1e6,
     }
     columns |= {
-        "multiply-adds (M)": found.multiply_adds / 1e6,
-        "step (of the CNN's)": slower,
+        "multiply-adds (M)": scores.multiply_adds / 1e6,
+        "step (of the CNN's)": slowdown,
     }
-    width = max(len(name) for name in found.architecture.values) + 2
+    width = max(len(name) for name in scores.architecture.values) + 2
     lines.append(" " * (width + 24) + "".join(f"{title:>21}" for title in columns))
-    for name in found.architecture.values:
-        for arm in found.model.values:
+    for name in scores.architecture.values:
+        for arm in scores.model.values:
             cells = "".join(
-                f"{float(of.sel(architecture=name, model=arm)):>21.3f}"
-                for of in columns.values()
+                f"{float(values.sel(architecture=name, model=arm)):>21.3f}"
+                for values in columns.values()
             )
             lines.append(f"{name:<{width}}{arm:<24}{cells}")
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, chance: float) -> bool:
-    """Whether all models learned, and the T-CNNs need more multiply-adds than their CNNs."""
-    least = found.top1.min("architecture")
-    seen = [
-        learned(str(arm), float(least.sel(model=arm)), int(found.images), chance)
-        for arm in found.model.values
+def check(scores: xr.Dataset, chance: float) -> bool:
+    """Return whether all models learned, and the T-CNNs need more multiply-adds than their CNNs."""
+    lowest = scores.top1.min("architecture")
+    have_learned = [
+        learned(str(arm), float(lowest.sel(model=arm)), int(scores.images), chance)
+        for arm in scores.model.values
     ]
-    more = found.multiply_adds.sel(model=TCNN) / found.multiply_adds.sel(model=CNN)
-    verdict, times = (
-        "more" if bool((more > 1).all()) else "NOT more",
-        ", ".join(f"{x:.2f}" for x in more.values),
-    )
+    ratio = scores.multiply_adds.sel(model=TCNN) / scores.multiply_adds.sel(model=CNN)
+    needs_more = bool((ratio > 1).all())
+    verdict = "more" if needs_more else "NOT more"
+    times = ", ".join(f"{value:.2f}" for value in ratio.values)
     print(f"check: T-CNNs need {verdict} multiply-adds than their CNNs: {times} times")
-    return all(seen) and bool((more > 1).all())
+    return all(have_learned) and needs_more
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="1 architecture, 4 epochs, 15 seconds")
     add = parser.add_argument_group("architectures").add_argument
@@ -242,6 +244,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "--model: here --models takes one or more names, such as --models resnet50d resnetrs50"
         )
     if args.models is not None:
+        # The checks that all studies share look at --model.
         args.model = args.models[0]
     settle(parser, args)
     args.model = None

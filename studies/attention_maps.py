@@ -1,4 +1,4 @@
-"""Where the heads of GPSA layers look, from one query pixel (T-CNN paper, Figs. 5 and 8).
+"""Attention maps of the heads of GPSA layers, from one query pixel (T-CNN paper, Figs. 5 and 8).
 
     python studies/attention_maps.py
 
@@ -58,7 +58,7 @@ COLUMNS = 13  # heads beside each other
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
 
     # Load the CNN, the digits, and the images that are looked at.
@@ -124,7 +124,7 @@ def open_or_pick_images(
     return probed.images, names
 
 
-def describe(found: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.Dataset:
+def describe(maps: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.Dataset:
     """Add units, descriptions and the names of the images."""
     about = {
         "attention": ("1", "A_ij of the query over the real keys (T-CNN Eq. 7)"),
@@ -150,43 +150,46 @@ def describe(found: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.
         "query_x": ("pixel", "where the query lies in the layer's map"),
     }
     for name, (units, description) in about.items():
-        found[name].attrs = {"units": units, "description": description}
-    found = found.assign_coords(name=("image", np.array(names, dtype=object)))
-    return found.assign_attrs(
+        maps[name].attrs = {"units": units, "description": description}
+    maps = maps.assign_coords(name=("image", np.array(names, dtype=object)))
+    return maps.assign_attrs(
         query_y=query[0], query_x=query[1], query="of the images, in pixels"
     )
 
 
 def draw(
-    found: xr.Dataset, images: Tensor, query: tuple[int, int], epochs: list[int]
+    maps: xr.Dataset, images: Tensor, query: tuple[int, int], epochs: list[int]
 ) -> Figure:
-    """One grid of maps for each epoch and image."""
+    """Draw one grid of maps for each epoch and image."""
     blocks = [(epoch, image) for epoch in epochs for image in range(len(images))]
-    lines = -(-found.sizes["head"] // COLUMNS)
-    rows, columns = found.sizes["layer"] * lines, -(-found.sizes["head"] // lines)
+    lines = -(-maps.sizes["head"] // COLUMNS)
+    rows, columns = maps.sizes["layer"] * lines, -(-maps.sizes["head"] // lines)
     figure = Figure(
         figsize=(1.1 * columns + 3.2, (1.3 * max(rows, 2) + 0.8) * len(blocks)),
         layout="constrained",
     )
     parts = np.atleast_1d(figure.subfigures(len(blocks)))
     for part, (epoch, image) in zip(parts, blocks, strict=True):
-        one = found.sel(epoch=epoch).isel(image=image)
-        title = f"epoch {epoch}, {one.name.item()}"
-        maps = one.set_coords(["query_y", "query_x"]).attention
+        shown = maps.sel(epoch=epoch).isel(image=image)
+        title = f"epoch {epoch}, {shown.name.item()}"
+        values = shown.set_coords(["query_y", "query_x"]).attention
         options = {
             "query": query,
-            "gate": one.gate,
+            "gate": shown.gate,
             "col_wrap": COLUMNS,
             "title": title,
             "figure": part,
         }
-        tcnn_probe.plot.attention_grid(maps, image=images[image], **options)
+        tcnn_probe.plot.attention_grid(values, image=images[image], **options)
     return figure
 
 
-def differences_between_images(found: xr.Dataset) -> xr.DataArray:
-    """How much attention a head spends elsewhere in another image: total variation, mean over pairs; (layer, head)."""
-    last = found.attention.isel(epoch=-1)
+def differences_between_images(maps: xr.Dataset) -> xr.DataArray:
+    """Return how much attention a head spends elsewhere in another image, (layer, head).
+
+    It is the total variation between the two maps, mean over pairs of images.
+    """
+    last = maps.attention.isel(epoch=-1)
     pairs = [(i, j) for i in range(last.sizes["image"]) for j in range(i)]
     moved = [
         abs(last.isel(image=i) - last.isel(image=j)).sum(["y", "x"]) / 2
@@ -195,17 +198,17 @@ def differences_between_images(found: xr.Dataset) -> xr.DataArray:
     return sum(moved) / len(pairs)
 
 
-def peaks(found: xr.Dataset) -> xr.DataArray:
-    """The largest value of each head's map at the end, mean over images; (layer, head)."""
-    return found.attention.isel(epoch=-1).max(["y", "x"]).mean("image")
+def peaks(maps: xr.Dataset) -> xr.DataArray:
+    """Return the largest value of each head's map at the end, mean over images; (layer, head)."""
+    return maps.attention.isel(epoch=-1).max(["y", "x"]).mean("image")
 
 
-def head_table(found: xr.Dataset) -> str:
-    """The gate of every head at the end, the peak of its map and, with several images, how far maps differ."""
-    last = found.isel(epoch=-1)
-    parts = {"gate": last.gate, "peak": peaks(found)}
-    if found.sizes["image"] > 1:
-        parts["differs"] = differences_between_images(found)
+def head_table(maps: xr.Dataset) -> str:
+    """Return gates at the end, peaks of the maps and, with several images, how far maps differ, as a table."""
+    last = maps.isel(epoch=-1)
+    parts = {"gate": last.gate, "peak": peaks(maps)}
+    if maps.sizes["image"] > 1:
+        parts["differs"] = differences_between_images(maps)
     width = max(len(str(name)) for name in last.layer.values)
     lines = [
         f"\nafter epoch {int(last.epoch)}: gates, peaks of the maps, and how far maps differ between images (0 to 1)"
@@ -221,12 +224,13 @@ def head_table(found: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset) -> bool:
-    """Whether heads start at their taps, and those with lower gates end with fainter peaks."""
-    start = found.isel(epoch=0)
+def check(maps: xr.Dataset) -> bool:
+    """Return whether heads start at their taps, and those with lower gates end with fainter peaks."""
+    start = maps.isel(epoch=0)
     far = np.fmax(
         abs(start.peak_y - start.center_y), abs(start.peak_x - start.center_x)
     )
+    # Taps lie on whole pixels, so half a pixel tells a neighbour.
     count = int((far > 0.5).any("image").sum())
     heads = int(start.gate.notnull().sum())
     verdict = (
@@ -236,11 +240,12 @@ def check(found: xr.Dataset) -> bool:
     )
     print(f"check: at epoch 0 {verdict}")
     gate, peak = (
-        part.values.ravel() for part in (found.gate.isel(epoch=-1), peaks(found))
+        part.values.ravel() for part in (maps.gate.isel(epoch=-1), peaks(maps))
     )
-    there = np.isfinite(gate)
-    order = gate[there].argsort()
-    low, high = (peak[there][half].mean() for half in np.array_split(order, 2))
+    # Layers with fewer heads have NaN.
+    exists = np.isfinite(gate)
+    order = gate[exists].argsort()
+    low, high = (peak[exists][half].mean() for half in np.array_split(order, 2))
     fainter = low < high
     verdict = "have fainter peaks" if fainter else "do NOT have fainter peaks"
     print(
@@ -251,7 +256,7 @@ def check(found: xr.Dataset) -> bool:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 10 seconds")
     add = parser.add_argument_group("maps; these may change with --resume").add_argument
@@ -298,7 +303,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def pixel(text: str) -> tuple[int, int]:
-    """Two integers, as Y,X."""
+    """Parse two integers, as Y,X."""
     y, x = text.split(",")
     return int(y), int(x)
 

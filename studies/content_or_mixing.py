@@ -1,4 +1,4 @@
-"""Whether attention that replaces convolutions gains from content, or only from mixing over the image.
+"""Content or mixing: whether attention that replaces convolutions gains from content, or only from mixing.
 
     python studies/content_or_mixing.py
 

@@ -1,4 +1,4 @@
-"""Whether heads that leave convolution bring the robustness, a question that the T-CNN paper leaves open (Secs. 4, 6).
+"""Convolutional and content heads: whether those that leave convolution bring robustness (T-CNN paper, Secs. 4, 6).
 
     python studies/conv_vs_content_heads.py
 
@@ -317,11 +317,11 @@ def check(tree: xr.DataTree, chance: float, *, small: bool = False) -> bool:
     by_type = tree["types"].dataset.load()
     right, types = by_type.right.isel(mode=0), by_type.head_type
     worst, images = float(by_type.top1.min()), int(by_type.top1_images.min())
-    seen = learned("a T-CNN", worst, images, chance)
+    passed = learned("a T-CNN", worst, images, chance)
     for kind in PAIR:
         if not bool((types == kind).any()):
             print(f"check: NO {kind} heads were found in any training")
-            seen = False
+            passed = False
     by_condition = costs(right, "convolutional").drop_sel(
         condition=WITHIN, errors="ignore"
     )
@@ -331,7 +331,7 @@ def check(tree: xr.DataTree, chance: float, *, small: bool = False) -> bool:
     print(
         f"check: {removing} {verdict}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over all conditions"
     )
-    return seen and (low > 0 or small)
+    return passed and (low > 0 or small)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What a linear classifier of single places finds of the digit, by layer and epoch (after PatchConvNet's Table 3).
+"""Strokes of the digit that a linear classifier of single places finds, by layer and epoch (PatchConvNet, Table 3).
 
     python studies/dense_features.py
 
@@ -45,6 +45,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.data import probed_images
 from common.ending import ended, finish, learned
+from common.figures import STYLE
 from common.models import small_patchconvnet
 from common.options import add_output, fill_in, from_least, parsed, study_parser
 from common.training import Study, begin
@@ -67,7 +68,7 @@ Scenes = tuple[Tensor, np.ndarray]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and scenes to fit the probe to and to judge it on.
@@ -106,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def scenes_of(dataset: Any, count: int) -> Scenes:
-    """So many scenes, (N, 1, H, W), and the strokes of their digits, (N, H, W)."""
+    """Return so many scenes, (N, 1, H, W), and the strokes of their digits, (N, H, W)."""
     probed = probed_images(dataset, count)
     assert probed.masks is not None
     return probed.images, probed.masks.numpy()
@@ -120,7 +121,7 @@ def probe_epochs(
     scenes: list[Scenes],
 ) -> xr.Dataset:
     """Probe a model at each epoch of its training; a resumed run keeps what it has."""
-    several = []
+    by_epoch = []
     for result in results:
         path = study.output.checkpoints / f"{file}-{result.epoch:04d}.npy"
         if not path.exists():
@@ -130,25 +131,25 @@ def probe_epochs(
                     features(model, scenes[0][0]), features(model, scenes[1][0]), scenes
                 ),
             )
-        several.append(
+        by_epoch.append(
             xr.Dataset(
                 {"iou": (("stage", "image"), np.load(path)), "top1": result.top1},
                 {"epoch": result.epoch},
             )
         )
-    known = [
+    grid_shares = [
         [of_grid(masks, maps) for maps in features(model, images)]
         for images, masks in scenes
     ]
-    found = xr.concat(several, "epoch").assign(
-        ceiling=(("stage", "image"), strokes(*known, scenes))
+    scores = xr.concat(by_epoch, "epoch").assign(
+        ceiling=(("stage", "image"), strokes(*grid_shares, scenes))
     )
-    return found.assign_coords(stage=range(1, STAGES + 1))
+    return scores.assign_coords(stage=range(1, STAGES + 1))
 
 
 @torch.no_grad()
 def features(model: nn.Module, images: Tensor) -> list[np.ndarray]:
-    """Outputs of the last four stages or blocks, (N, C, h, w) each."""
+    """Return the outputs of the last four stages or blocks, (N, C, h, w) each."""
     device = next(model.parameters()).device
     outputs = model.eval().forward_intermediates(
         images.to(device), indices=STAGES, intermediates_only=True
@@ -157,7 +158,7 @@ def features(model: nn.Module, images: Tensor) -> list[np.ndarray]:
 
 
 def of_grid(masks: np.ndarray, maps: np.ndarray) -> np.ndarray:
-    """The share of strokes in each cell of a grid, (N, 1, h, w): all that a grid can tell."""
+    """Return the share of strokes in each cell of a grid, (N, 1, h, w): all that a grid can tell."""
     return F.adaptive_avg_pool2d(
         torch.tensor(masks, dtype=torch.float64)[:, None], maps.shape[-2:]
     ).numpy()
@@ -166,49 +167,51 @@ def of_grid(masks: np.ndarray, maps: np.ndarray) -> np.ndarray:
 def strokes(
     fit: list[np.ndarray], judged: list[np.ndarray], scenes: list[Scenes]
 ) -> np.ndarray:
-    """Intersection over union of the strokes, (stage, image)."""
+    """Return the intersection over union of the strokes, (stage, image)."""
     (_, fit_masks), (_, masks) = scenes
     probe = tcnn_probe.representation.dense_probe
-    found = [
+    scores = [
         probe(x, masks, y, fit_masks, by_image=True)
         for x, y in zip(judged, fit, strict=True)
     ]
-    return np.stack(found)[..., 1]
+    return np.stack(scores)[..., 1]
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """IoU by epoch, the ResNet's fine-tuning after its training, and by stage at the end."""
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset) -> Figure:
+    """Draw IoU by epoch, the ResNet's fine-tuning after its training, and by stage at the end."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     a, b, c = figure.subplots(1, 3, sharey=True, width_ratios=[1.5, 1, 1.3])
-    mean = found.iou.mean("image")
+    mean = scores.iou.mean("image")
     colors = mpl.colormaps["viridis"](np.linspace(0, 0.85, STAGES))
     trained = int(mean.sel(model=CNN).dropna("epoch", how="all").epoch[-1])
     for axes, name, part in ((a, CNN, "stage"), (b, PATCH, "block")):
         for color, stage in zip(colors, mean.stage.values, strict=True):
-            one = mean.sel(model=name, stage=stage).dropna("epoch")
-            axes.plot(one.epoch, one, color=color, marker=".", label=f"{part} {stage}")
+            curve = mean.sel(model=name, stage=stage).dropna("epoch")
+            axes.plot(
+                curve.epoch, curve, color=color, marker=".", label=f"{part} {stage}"
+            )
         axes.set(xlabel="epoch", title=name)
     for name, ls in ((TCNN, "-"), (UNSTRIDED, ":")):
-        one = mean.sel(model=name).isel(stage=-1).dropna("epoch")
+        curve = mean.sel(model=name).isel(stage=-1).dropna("epoch")
         a.plot(
-            trained + one.epoch,
-            one,
+            trained + curve.epoch,
+            curve,
             color=COLORS[name],
             ls=ls,
             marker=".",
             label=f"stage {STAGES}, {name}",
         )
     a.set(title="ResNet, then fine-tuned", ylabel="IoU of the digit's strokes")
-    ends, ceilings = at_end(found.iou), found.ceiling.mean("image")
-    for nth, name in enumerate(found.model.values):
-        at, values = np.arange(STAGES) + (nth - 1.5) * 0.2, ends.sel(model=name)
+    ends, ceilings = at_end(scores.iou), scores.ceiling.mean("image")
+    for number, name in enumerate(scores.model.values):
+        places, values = np.arange(STAGES) + (number - 1.5) * 0.2, ends.sel(model=name)
         reach = abs(
             evaluation.mean_interval(values).transpose("bound", "stage")
             - values.mean("image")
         )
         c.bar(
-            at,
+            places,
             values.mean("image"),
             0.2,
             color=COLORS[name],
@@ -216,11 +219,16 @@ def draw(found: xr.Dataset) -> Figure:
             yerr=reach,
             error_kw={"elinewidth": 0.8},
         )
-        allowed = {} if nth else {"label": "what the grid allows"}
+        allowed = {} if number else {"label": "what the grid allows"}
         c.hlines(
-            ceilings.sel(model=name), at - 0.1, at + 0.1, color="k", lw=1.2, **allowed
+            ceilings.sel(model=name),
+            places - 0.1,
+            places + 0.1,
+            color="k",
+            lw=1.2,
+            **allowed,
         )
-    c.set_xticks(range(STAGES), [f"stage {stage}" for stage in found.stage.values])
+    c.set_xticks(range(STAGES), [f"stage {stage}" for stage in scores.stage.values])
     c.set(title="at the end", ylim=(0, 1.25 * float(ceilings.max())))
     for panel, letter in zip((a, b, c), "ABC", strict=True):
         panel.set_title(letter, loc="left", fontweight="bold")
@@ -229,46 +237,46 @@ def draw(found: xr.Dataset) -> Figure:
 
 
 def at_end(values: xr.DataArray) -> xr.DataArray:
-    """What is left after each model's own last epoch."""
-    each = [
+    """Return values after each model's own last epoch."""
+    ends = [
         values.sel(model=name).dropna("epoch", how="all").isel(epoch=-1, drop=True)
         for name in values.model.values
     ]
-    return xr.concat(each, values.model)
+    return xr.concat(ends, values.model)
 
 
-def table(found: xr.Dataset) -> str:
-    """IoU by stage, mean over scenes, at the start, at the end, and what the grid allows; what intervals say."""
-    ends, starts = at_end(found.iou), found.iou.isel(epoch=0)
-    lines = [f"\nIoU of the digit's strokes; {found.sizes['image']} scenes"]
+def table(scores: xr.Dataset) -> str:
+    """Return IoU by stage at the start and at the end, beside that which the grid allows; and intervals of gains."""
+    ends, starts = at_end(scores.iou), scores.iou.isel(epoch=0)
+    lines = [f"\nIoU of the digit's strokes; {scores.sizes['image']} scenes"]
     lines.append(
         f"{'':20}"
-        + "".join(f"{f'stage {stage}':>24}" for stage in found.stage.values)
+        + "".join(f"{f'stage {stage}':>24}" for stage in scores.stage.values)
         + "   accuracy"
     )
-    for name in found.model.values:
-        one = [
+    for name in scores.model.values:
+        columns = [
             part.sel(model=name).mean("image").values
-            for part in (starts, ends, found.ceiling)
+            for part in (starts, ends, scores.ceiling)
         ]
         cells = "".join(
-            f"{f'{start:.2f} -> {end:.2f} of {most:.2f}':>24}"
-            for start, end, most in zip(*one, strict=True)
+            f"{f'{start:.2f} -> {end:.2f} of {ceiling:.2f}':>24}"
+            for start, end, ceiling in zip(*columns, strict=True)
         )
         lines.append(
-            f"{name:20}{cells}{float(at_end(found.top1).sel(model=name)):11.3f}"
+            f"{name:20}{cells}{float(at_end(scores.top1).sel(model=name)):11.3f}"
         )
     gains, last = ends - starts, ends.isel(stage=-1)
     differences = {
-        f"{CNN}, gain of stage {n}": gains.sel(model=CNN, stage=n)
-        for n in found.stage.values
+        f"{CNN}, gain of stage {stage}": gains.sel(model=CNN, stage=stage)
+        for stage in scores.stage.values
     }
     differences[f"{PATCH}, gain of the last block"] = gains.sel(model=PATCH).isel(
         stage=-1
     )
     differences |= {
-        f"last stage, {TCNN} less {n}": last.sel(model=TCNN) - last.sel(model=n)
-        for n in (CNN, UNSTRIDED)
+        f"last stage, {TCNN} less {stage}": last.sel(model=TCNN) - last.sel(model=stage)
+        for stage in (CNN, UNSTRIDED)
     }
     lines.append("\nwith 95 % interval over scenes; gains are those of training:")
     for words, values in differences.items():
@@ -279,13 +287,13 @@ def table(found: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, chance: float) -> bool:
-    """Whether the T-CNN learned, its stages before attention begin as the CNN's, and a finer grid shows more."""
-    ends, starts = at_end(found.iou), found.iou.isel(epoch=0)
-    seen = learned(
+def check(scores: xr.Dataset, chance: float) -> bool:
+    """Return whether the T-CNN learned, its stages before attention begin as the CNN's, and a finer grid shows more."""
+    ends, starts = at_end(scores.iou), scores.iou.isel(epoch=0)
+    has_learned = learned(
         "the T-CNN",
-        float(at_end(found.top1).sel(model=TCNN)),
-        int(found.images),
+        float(at_end(scores.top1).sel(model=TCNN)),
+        int(scores.images),
         chance,
     )
     apart = float(
@@ -302,11 +310,11 @@ def check(found: xr.Dataset, chance: float) -> bool:
     print(
         f"check: on twice the grid the ResNet's last stage finds {verdict} of the strokes: {words}"
     )
-    return bool(seen and apart < SAME and low > 0)
+    return bool(has_learned and apart < SAME and low > 0)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 10 seconds")
     add = parser.add_argument_group("probe").add_argument

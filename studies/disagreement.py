@@ -1,4 +1,4 @@
-"""Whether a T-CNN decides otherwise than its CNN, more than two CNNs do (thesis, Table 3.4, asked of T-CNNs).
+"""Disagreement of a T-CNN and its CNN, beside that of two CNNs (thesis, Table 3.4, asked of T-CNNs).
 
     python studies/disagreement.py
 
@@ -49,6 +49,7 @@ from matplotlib.figure import Figure
 from common.data import PixelBatches
 from common.decisions import agree_on_errors, by_condition, compare_given
 from common.ending import ended, finish, learned
+from common.figures import STYLE
 from common.options import (
     FEW_CORRUPTIONS,
     add_output,
@@ -75,7 +76,7 @@ FAR = 1000  # seeds of other orders begin so far from those of trainings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
     if isinstance(args.model, list):
         return finish(compare_given(args, LATER), args.data)
@@ -133,23 +134,25 @@ def decide(study: Study, nth: int) -> xr.Dataset:
 
 
 def with_other_start(results: xr.Dataset) -> xr.Dataset:
-    """The CNN of the next training beside that of each one: it began elsewhere."""
+    """Return the results with a model more: the CNN of the next training, which began elsewhere."""
     decided = [name for name in results.data_vars if "model" in results[name].dims]
-    other = results[decided].sel(model=[CNN]).roll(training=-1, roll_coords=False)
+    next_cnn = results[decided].sel(model=[CNN]).roll(training=-1, roll_coords=False)
     return xr.concat(
-        [results, other.assign_coords(model=np.array([START], dtype=object))],
+        [results, next_cnn.assign_coords(model=np.array([START], dtype=object))],
         "model",
         data_vars="minimal",
     )
 
 
 def differing(results: xr.Dataset, by: str) -> xr.DataArray:
-    """How often each model decides otherwise than the CNN of its training: (training, model, by, image).
+    """Return whether each model decides otherwise than the CNN of its training: (training, model, by, image).
 
     Labels of ``by`` begin with "clean".
     """
-    each = (results.isel(training=nth) for nth in range(results.sizes["training"]))
-    runs = [by_condition(run, by).sel(other=CNN, drop=True) for run in each]
+    runs = [
+        by_condition(results.isel(training=nth), by).sel(other=CNN, drop=True)
+        for nth in range(results.sizes["training"])
+    ]
     models = [name for name in COLORS if name in results.model]
     return (
         xr.concat(runs, "training")
@@ -158,15 +161,15 @@ def differing(results: xr.Dataset, by: str) -> xr.DataArray:
     )
 
 
-def surplus(found: xr.DataArray, than: str) -> tuple[xr.DataArray, xr.DataArray]:
-    """How much more often the T-CNN differs from the CNN than another does, and the 95 % interval."""
-    more = found.sel(model=TCNN, drop=True) - found.sel(model=than, drop=True)
-    return more.mean(OVER), evaluation.mean_interval(more, OVER)
+def surplus(rates: xr.DataArray, than: str) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return how much more often the T-CNN differs from the CNN than another model does, and the 95 % interval."""
+    difference = rates.sel(model=TCNN, drop=True) - rates.sel(model=than, drop=True)
+    return difference.mean(OVER), evaluation.mean_interval(difference, OVER)
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+@mpl.rc_context(STYLE)
 def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
-    """Disagreement by group, and the T-CNN's surplus by corruption."""
+    """Draw disagreement by group, and the T-CNN's surplus by corruption."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     a, b = figure.subplots(1, 2)
     models = by_group.model.values.tolist()
@@ -214,7 +217,7 @@ def bar(
     label: str,
     width: float,
 ) -> None:
-    """Bars with their intervals."""
+    """Draw bars with their intervals."""
     reach = np.clip(
         [mean - interval.sel(bound="low"), interval.sel(bound="high") - mean], 0, None
     )
@@ -230,7 +233,7 @@ def bar(
 
 
 def table(by_group: xr.DataArray, results: xr.Dataset) -> str:
-    """Disagreement with the CNN by model and condition; and accuracies."""
+    """Return disagreement with the CNN by model and condition, and accuracies, as a table."""
     trainings = f"{results.sizes['training']} trainings"
     lines = [
         f"\nshare of {results.sizes['image']} images decided otherwise than by the CNN; {trainings}"
@@ -250,15 +253,15 @@ def table(by_group: xr.DataArray, results: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def verdicts(found: dict[str, xr.DataArray]) -> str:
-    """Where the T-CNN departs further from the CNN than each yardstick, by the intervals."""
+def verdicts(rates: dict[str, xr.DataArray]) -> str:
+    """Return lines on where the T-CNN departs further from the CNN than each yardstick, by the intervals."""
     lines = []
-    for than in found["group"].model.values[1:]:
+    for than in rates["group"].model.values[1:]:
         lines.append(
             f"\nthe T-CNN differs from the CNN more often than {than!r}, with 95 % interval:"
         )
         for by in ("group", "corruption"):
-            mean, interval = surplus(found[by], than)
+            mean, interval = surplus(rates[by], than)
             for label in mean[by].values[
                 by == "corruption" :
             ]:  # clean images are in both
@@ -280,23 +283,25 @@ def verdicts(found: dict[str, xr.DataArray]) -> str:
 
 
 def check(by_group: xr.DataArray, results: xr.Dataset, chance: float) -> bool:
-    """Whether the models learned, and the CNN of another order shares errors with the CNN, on clean images."""
-    seen = learned(
+    """Return whether the models learned, and the CNN of another order shares errors with the CNN, on clean images."""
+    has_learned = learned(
         "a model", float(results.clean_accuracy.min()), results.sizes["image"], chance
     )
     differ = float(by_group.sel(model=ORDER, group="clean").mean())
-    one, other = (results.clean_accuracy.sel(model=name) for name in (CNN, ORDER))
-    return agree_on_errors(differ, one, other, "two orders of images") and seen
+    cnn, reordered = (results.clean_accuracy.sel(model=name) for name in (CNN, ORDER))
+    return (
+        agree_on_errors(differ, cnn, reordered, "two orders of images") and has_learned
+    )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    several = ", or of several models, which are compared as they are (needs --pretrained and --data)"
+    models_help = ", or of several models, which are compared as they are (needs --pretrained and --data)"
     add_training(
         parser,
         small="1 seed, 4 epochs, 4 corruptions, 2 severities, 30 seconds",
-        several=several,
+        models_help=models_help,
     )
     add = parser.add_argument_group("comparison").add_argument
     add(
@@ -344,26 +349,29 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """One model has its name and its weights; several have lists of them."""
+    """Parse names and weights: of one model a name and a file, of several models lists of them."""
+    # Without --pretrained it is False, with no file an empty list.
     names = args.model if isinstance(args.model, list) else [args.model]
-    given = args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]
-    given = given or [True] * len(names)
-    if len(given) != len(names) and any(given):
+    weights = (
+        args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]
+    )
+    weights = weights or [True] * len(names)
+    if len(weights) != len(names) and any(weights):
         parser.error(
-            f"--pretrained: expected a file for each of {len(names)} models, or none, got {len(given)} files"
+            f"--pretrained: expected a file for each of {len(names)} models, or none, got {len(weights)} files"
         )
     if len(names) == 1:
-        args.model, args.pretrained = names[0], given[0]
+        args.model, args.pretrained = names[0], weights[0]
         return
-    if args.data == "digits" or not all(given):
+    if args.data == "digits" or not all(weights):
         parser.error(
             "--model: several models are compared as they are: give --pretrained and --data too"
         )
-    if len({*zip(names, given, strict=True)}) < len(names):
+    if len({*zip(names, weights, strict=True)}) < len(names):
         parser.error(
             "--model: expected models that differ in their name or their file, got one twice"
         )
-    args.pretrained = given
+    args.pretrained = weights
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How much longer fine-tuning brings, with attention and without (T-CNN paper, Table 4).
+"""Gain of longer fine-tuning, with attention and without (T-CNN paper, Table 4).
 
     python studies/finetune_length.py
 
@@ -34,6 +34,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from common.ending import ended, finish, learned
+from common.figures import STYLE, whole_ticks
 from common.options import add_output, fill_in, from_least, parsed, study_parser
 from common.training import begin
 from common.training_options import add_training, settle
@@ -45,7 +46,7 @@ COLORS = {CONTROL: "0.25", TCNN: OKABE_ITO["vermillion"]}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
@@ -88,25 +89,25 @@ def end(scores: xr.Dataset) -> xr.DataArray:
     return scores.top1.sel(epoch=scores.length)
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """Accuracies at the end, and on the way there."""
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset) -> Figure:
+    """Draw accuracies at the end, and on the way there."""
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     a, b = figure.subplots(1, 2, sharey=True)
     for name, color in COLORS.items():
-        start = float(found.top1.sel(model=name, epoch=0)[0])
-        ends = end(found).sel(model=name)
+        start = float(scores.top1.sel(model=name, epoch=0)[0])
+        ends = end(scores).sel(model=name)
         a.plot(
-            [0, *found.length.values],
+            [0, *scores.length.values],
             [start, *ends.values],
             color=color,
             marker="o",
             label=name,
         )
-        for length in found.length.values:
-            one = found.top1.sel(model=name, length=length)
-            b.plot(found.epoch, one, color=color, lw=1.4)
-            b.plot([length], [float(one.sel(epoch=length))], "o", color=color, ms=4)
+        for length in scores.length.values:
+            curve = scores.top1.sel(model=name, length=length)
+            b.plot(scores.epoch, curve, color=color, lw=1.4)
+            b.plot([length], [float(curve.sel(epoch=length))], "o", color=color, ms=4)
     a.set(
         xlabel="epochs of fine-tuning",
         ylabel="validation accuracy",
@@ -116,34 +117,34 @@ def draw(found: xr.Dataset) -> Figure:
     a.legend(frameon=False)
     for panel, letter in ((a, "A"), (b, "B")):
         panel.set_title(letter, loc="left", fontweight="bold")
-        panel.xaxis.get_major_locator().set_params(integer=True)
+        whole_ticks(panel)
     return figure
 
 
-def table(found: xr.Dataset) -> str:
-    """Table 4 of the paper, with the control."""
-    error = (0.25 / int(found.images)) ** 0.5
+def table(scores: xr.Dataset) -> str:
+    """Return Table 4 of the paper, with the control."""
+    error = (0.25 / int(scores.images)) ** 0.5
     lines = [
-        f"\n{'epochs':>6}{'CNN':>8}{'T-CNN':>8}   (one seed, {int(found.images)} validation images: a standard ",
+        f"\n{'epochs':>6}{'CNN':>8}{'T-CNN':>8}   (one seed, {int(scores.images)} validation images: a standard ",
     ]
     lines[0] += f"error is at most {error:.3f})"
     rows = [
-        (0, found.top1.isel(epoch=0, length=0)),
-        *((n, end(found).sel(length=n)) for n in found.length.values),
+        (0, scores.top1.isel(epoch=0, length=0)),
+        *((length, end(scores).sel(length=length)) for length in scores.length.values),
     ]
     lines += [
-        f"{n:>6}{float(row.sel(model=CONTROL)):>8.3f}{float(row.sel(model=TCNN)):>8.3f}"
-        for n, row in rows
+        f"{length:>6}{float(row.sel(model=CONTROL)):>8.3f}{float(row.sel(model=TCNN)):>8.3f}"
+        for length, row in rows
     ]
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, chance: float) -> bool:
-    """Whether the models learned, and the longest fine-tuning of the T-CNN ended more accurate than the shortest."""
-    last = end(found)
-    seen = [
+def check(scores: xr.Dataset, chance: float) -> bool:
+    """Return whether the models learned, and the T-CNN ended more accurate after the longest fine-tuning."""
+    last = end(scores)
+    have_learned = [
         learned(
-            f"the {name}", float(last.sel(model=name)[-1]), int(found.images), chance
+            f"the {name}", float(last.sel(model=name)[-1]), int(scores.images), chance
         )
         for name in COLORS
     ]
@@ -152,11 +153,11 @@ def check(found: xr.Dataset, chance: float) -> bool:
     print(
         f"check: the T-CNN {verdict} accurate after the longest fine-tuning: {shortest:.3f} and {longest:.3f}"
     )
-    return all(seen) and longest > shortest
+    return all(have_learned) and longest > shortest
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="1 and 4 epochs, 10 seconds")
     add = parser.add_argument_group("lengths").add_argument

@@ -1,4 +1,4 @@
-"""How gates, attention spans and entropies change while a T-CNN is fine-tuned (T-CNN paper, Fig. 4).
+"""Evolution of gates, attention spans and entropies while a T-CNN is fine-tuned (T-CNN paper, Fig. 4).
 
     python studies/gating_evolution.py
 
@@ -48,6 +48,7 @@ from common.controls import (
     count_controls,
 )
 from common.ending import ended, finish, learned
+from common.figures import STYLE, ordered_colors
 from common.head_types import BY_GATE
 from common.options import add_output, parsed, study_parser
 from common.training import begin
@@ -105,17 +106,15 @@ def accuracies(
     }
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+@mpl.rc_context(STYLE)
 def draw(dataset: xr.Dataset, cnn_results: EpochResults) -> Figure:
     """Draw Fig. 4 of the paper, with a panel for the entropies."""
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     axes = figure.subplot_mosaic("AB;AB;CD;CE")
     draw_accuracies(axes["A"], dataset, cnn_results)
 
-    # viridis without its lightest colour, which is hard to see on white
     layers = dataset.layer.values.tolist()
-    viridis = mpl.colormaps["viridis"].resampled(len(layers) + 1)
-    colors = list(viridis(range(len(layers))))
+    colors = ordered_colors(len(layers))
     panels = {
         "B": "attention_span",
         "C": "gate",
@@ -248,14 +247,14 @@ def check(dataset: xr.Dataset, chance: float) -> bool:
     spread = means.max("layer") - means.min("layer")
     start, end = float(spread[0]), float(spread[-1])
     # All gates start alike, so the spread starts at 0; less than 0.1 can hardly be seen in the figure.
-    seen = end > start + 0.1
-    verdict = "moved apart" if seen else "did NOT move apart"
+    moved = end > start + 0.1
+    verdict = "moved apart" if moved else "did NOT move apart"
     print(
         f"check: mean gates of the layers {verdict}: from {start:.2f} to {end:.2f} between the furthest two"
     )
     last = dataset.isel(epoch=-1)
     images = int(last.images.max())
-    return learned("the T-CNN", float(last.top1), images, chance) and seen
+    return learned("the T-CNN", float(last.top1), images, chance) and moved
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""How evenly and how far convolutional and low-gate heads look, by epoch and layer (T-CNN paper, Figs. 4 and 5).
+"""Entropy and distance of the attention of convolutional and low-gate heads (T-CNN paper, Figs. 4 and 5).
 
     python studies/head_entropy.py
 
@@ -46,6 +46,7 @@ from torch import Tensor
 
 import tcnn_probe
 from common.ending import ended, finish
+from common.figures import STYLE, whole_ticks
 from common.head_types import BY_GATE, COLORS, PAIR
 from common.options import add_output, parsed, study_parser
 from common.training import begin
@@ -65,7 +66,7 @@ UNIFORM = ("uniform_entropy", "uniform_distance")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
@@ -98,16 +99,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def distances_of_parts(call: ForwardCall) -> dict[str, Tensor]:
-    """Mean distance of attention with the gate at 1 and at 0, (B, heads) each."""
-    a = call.module.gated_attention(call.inputs[0])
+    """Return the mean distance of attention with the gate at 1 and at 0, (B, heads) each."""
+    attention = call.module.gated_attention(call.inputs[0])
     distances = {}
     for part, gate in (
-        ("positional", torch.ones_like(a.gate)),
-        ("content", torch.zeros_like(a.gate)),
+        ("positional", torch.ones_like(attention.gate)),
+        ("content", torch.zeros_like(attention.gate)),
     ):
-        values = a.key[:, :1, :, :1]  # any will do
+        values = attention.key[:, :1, :, :1]  # any will do
         statistics = gpsa(
-            a.query, a.key, values, a.position, gate, y=a.y, x=a.x, statistics=True
+            attention.query,
+            attention.key,
+            values,
+            attention.position,
+            gate,
+            y=attention.y,
+            x=attention.x,
+            statistics=True,
         )[1]
         distances[f"{part}_distance"] = statistics.attention_distance.mean(-1)
     return distances
@@ -130,20 +138,20 @@ DISTANCES = tcnn_probe.Probe(
 )
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """A column for each layer; rows: counts of the types, entropies, distances."""
-    columns = found.sizes["layer"]
+@mpl.rc_context(STYLE)
+def draw(heads: xr.Dataset) -> Figure:
+    """Draw a column for each layer, with rows for counts of the types, entropies and distances."""
+    columns = heads.sizes["layer"]
     figure = Figure(figsize=(max(6.4, 2.4 * columns + 0.6), 7), layout="constrained")
     axes = figure.subplots(3, columns, squeeze=False, sharex=True, sharey="row")
-    for column, layer in enumerate(found.layer.values):
-        one = found.sel(layer=layer)
-        counts(axes[0, column], one)
+    for column, layer in enumerate(heads.layer.values):
+        in_layer = heads.sel(layer=layer)
+        counts(axes[0, column], in_layer)
         axes[0, column].set_title(layer, fontsize=9)
-        parts(axes[1, column], one, "entropy", one.uniform_entropy)
-        parts(axes[2, column], one, "distance", one.uniform_distance)
+        parts(axes[1, column], in_layer, "entropy", in_layer.uniform_entropy)
+        parts(axes[2, column], in_layer, "distance", in_layer.uniform_distance)
         axes[2, column].set_xlabel("epoch")
-        axes[2, column].xaxis.get_major_locator().set_params(integer=True)
+        whole_ticks(axes[2, column])
     labels = ("heads of each type", "entropy (nat)", "distance (pixel)")
     for row, (letter, label) in enumerate(zip("ABC", labels, strict=True)):
         axes[row, 0].set(ylabel=label, ylim=(0, None))
@@ -159,12 +167,12 @@ def draw(found: xr.Dataset) -> Figure:
     return figure
 
 
-def counts(axes: Axes, one: xr.Dataset) -> None:
-    """How many heads are of each type, by epoch."""
+def counts(axes: Axes, heads: xr.Dataset) -> None:
+    """Draw the number of heads of each type, by epoch."""
     for name in BY_GATE:
         axes.plot(
-            one.epoch,
-            (one.head_type == name).sum("head"),
+            heads.epoch,
+            (heads.head_type == name).sum("head"),
             color=COLORS[name],
             marker="o",
             ms=3,
@@ -172,20 +180,22 @@ def counts(axes: Axes, one: xr.Dataset) -> None:
         )
 
 
-def parts(axes: Axes, one: xr.Dataset, measure: str, even: xr.DataArray) -> None:
-    """A line for each part and type, the mean over its heads; none where no head is of the type."""
+def parts(axes: Axes, heads: xr.Dataset, measure: str, uniform: xr.DataArray) -> None:
+    """Draw a line for each part and type, the mean over its heads; none where no head is of the type."""
     for part, ls in PARTS.items():
         for name in BY_GATE:
-            mean = one[f"{part}_{measure}"].where(one.head_type == name).mean("head")
-            axes.plot(
-                one.epoch, mean, color=COLORS[name], ls=ls, marker="o", ms=3, lw=1.5
+            mean = (
+                heads[f"{part}_{measure}"].where(heads.head_type == name).mean("head")
             )
-    axes.plot(one.epoch, even, color="0.3", ls=":", lw=1)
+            axes.plot(
+                heads.epoch, mean, color=COLORS[name], ls=ls, marker="o", ms=3, lw=1.5
+            )
+    axes.plot(heads.epoch, uniform, color="0.3", ls=":", lw=1)
 
 
-def table(found: xr.Dataset) -> str:
-    """Means by type at the end, over all layers."""
-    last = found.isel(epoch=-1)
+def table(heads: xr.Dataset) -> str:
+    """Return means by type at the end, over all layers."""
+    last = heads.isel(epoch=-1)
     columns = {
         "entropy": "H(whole)",
         "positional_entropy": "H(position)",
@@ -201,27 +211,29 @@ def table(found: xr.Dataset) -> str:
         f"{'type':14} heads" + "".join(f"{title:>13}" for title in columns.values())
     )
     for name, words in BY_GATE.items():
-        heads = last.head_type == name
+        is_type = last.head_type == name
         cells = "".join(
-            f"{float(last[variable].where(heads).mean()):13.2f}" for variable in columns
+            f"{float(last[variable].where(is_type).mean()):13.2f}"
+            for variable in columns
         )
         lines.append(
-            f"{words:14} {int(heads.sum()):5d}" + (cells if bool(heads.any()) else "")
+            f"{words:14} {int(is_type.sum()):5d}"
+            + (cells if bool(is_type.any()) else "")
         )
-    even = [float(last[name].mean()) for name in UNIFORM]
+    uniform = [float(last[name].mean()) for name in UNIFORM]
     lines.append(
-        f"if attention were even, to padding too: {even[0]:.2f} nat and {even[1]:.2f} pixels, mean over layers"
+        f"if attention were even, to padding too: {uniform[0]:.2f} nat and {uniform[1]:.2f} pixels, mean over layers"
     )
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset) -> bool:
-    """Whether all heads start convolutional, and low-gate heads end looking further and more evenly than those."""
-    first, last = found.isel(epoch=0), found.isel(epoch=-1)
-    heads = int(first.gate.notnull().sum())
+def check(heads: xr.Dataset) -> bool:
+    """Return whether all heads start convolutional, and low-gate heads end looking further and more evenly."""
+    first, last = heads.isel(epoch=0), heads.isel(epoch=-1)
+    count = int(first.gate.notnull().sum())
     start = int((first.head_type == "convolutional").sum())
     print(
-        f"check: {start} of {heads} heads start convolutional{'' if start == heads else ', NOT all'}"
+        f"check: {start} of {count} heads start convolutional{'' if start == count else ', NOT all'}"
     )
     measures = {"entropy": "nat", "attention_distance": "pixels"}
     kinds = [last[list(measures)].where(last.head_type == name) for name in PAIR]
@@ -231,7 +243,7 @@ def check(found: xr.Dataset) -> bool:
     )
     if not all(ends):
         return False
-    seen = start == heads
+    passed = start == count
     for variable, unit in measures.items():
         low, high = (float(kind[variable].mean()) for kind in kinds)
         verdict = "larger" if high > low else "NOT larger"
@@ -239,12 +251,12 @@ def check(found: xr.Dataset) -> bool:
         print(
             f"check: {name} of low-gate heads {verdict}: {high:.2f} {unit}, convolutional {low:.2f}"
         )
-        seen = seen and high > low
-    return seen
+        passed = passed and high > low
+    return passed
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, gates at twice their rate, 10 seconds")
     add_output(parser)

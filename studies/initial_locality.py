@@ -1,4 +1,4 @@
-"""How strictly convolutional the start should be: locality strength and gate (T-CNN paper, Sec. 2).
+"""Strictness of the convolutional start: locality strength and gate (T-CNN paper, Sec. 2).
 
     python studies/initial_locality.py
 
@@ -41,6 +41,7 @@ from matplotlib.figure import Figure
 
 import tcnn_probe
 from common.ending import ended, finish, learned
+from common.figures import ordered_colors, whole_ticks
 from common.options import add_output, fill_in, parsed, positive_number, study_parser
 from common.training import Study, begin
 from common.training_options import add_training, settle
@@ -132,16 +133,15 @@ def draw_gates(panel: Axes, scores: xr.Dataset) -> None:
     """Draw the gates by epoch for the middle alpha, a colour for each lambda: heads thin, their mean thick."""
     strengths = scores.locality_strength.values
     middle = strengths[len(strengths) // 2]
-    # viridis without its lightest colour, which is hard to see on white
-    colors = mpl.colormaps["viridis"].resampled(scores.sizes["gating"] + 1)
+    colors = ordered_colors(scores.sizes["gating"])
     for row, gating in enumerate(scores.gating.values):
         gates = scores.gate.sel(locality_strength=middle, gating=gating)
         by_head = gates.stack(heads=("layer", "head"))
-        panel.plot(gates.epoch, by_head, color=colors(row), lw=0.4, alpha=0.5)
+        panel.plot(gates.epoch, by_head, color=colors[row], lw=0.4, alpha=0.5)
         panel.plot(
             gates.epoch,
             gates.mean(["layer", "head"]),
-            color=colors(row),
+            color=colors[row],
             lw=2.4,
             label=f"{gating:g}",
         )
@@ -151,7 +151,7 @@ def draw_gates(panel: Axes, scores: xr.Dataset) -> None:
         ylim=(0, 1),
         title=rf"gates from $\alpha$ = {middle:g}",
     )
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    whole_ticks(panel)
     panel.legend(title=r"$\lambda$ at the start", frameon=False)
 
 
@@ -208,7 +208,7 @@ def table(scores: xr.Dataset) -> str:
 def check(scores: xr.Dataset, chance: float) -> bool:
     """Return whether the T-CNNs learned, and gates that start higher end higher."""
     last = scores.isel(epoch=-1)
-    seen = learned(
+    has_learned = learned(
         "the most accurate T-CNN",
         float(last.top1.max()),
         int(last.images.max()),
@@ -220,7 +220,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     print(
         f"check: gates that start higher {verdict}: {', '.join(f'{end:.2f}' for end in ends)}"
     )
-    return seen and ordered
+    return has_learned and ordered
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

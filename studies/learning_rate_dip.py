@@ -1,4 +1,4 @@
-"""Whether accuracy dips while the learning rate warms up, and what a lower rate changes (T-CNN paper, Fig. 6).
+"""Dip of accuracy while the learning rate warms up, and the effect of a lower rate (T-CNN paper, Fig. 6).
 
     python studies/learning_rate_dip.py
 
@@ -35,6 +35,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from common.ending import ended, finish, learned
+from common.figures import STYLE, ordered_colors, whole_ticks
 from common.options import add_output, fill_in, parsed, positive_number, study_parser
 from common.training import begin, warmup
 from common.training_options import add_training, settle
@@ -85,13 +86,12 @@ def epoch_curves(results: list[EpochResult]) -> xr.Dataset:
     return xr.Dataset(curves, {"epoch": range(len(results))})
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+@mpl.rc_context(STYLE)
 def draw(scores: xr.Dataset, warmup_epochs: int) -> Figure:
     """Draw accuracy by epoch; a panel for each model."""
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    # viridis without its lightest colour, which is hard to see on white
-    colors = mpl.colormaps["viridis"].resampled(scores.sizes["lr"] + 1)
+    colors = ordered_colors(scores.sizes["lr"])
     titles = {TCNN: "T-CNN", CONTROL: "CNN goes on (control)"}
     for panel, (model, title), letter in zip(panels, titles.items(), "AB", strict=True):
         panel.axvspan(0, warmup_epochs, color="0.93", zorder=0)
@@ -99,7 +99,7 @@ def draw(scores: xr.Dataset, warmup_epochs: int) -> Figure:
             panel.plot(
                 scores.epoch,
                 scores.top1.sel(model=model, lr=lr),
-                color=colors(row),
+                color=colors[row],
                 marker="o",
                 ms=3,
                 lw=1.8,
@@ -107,7 +107,7 @@ def draw(scores: xr.Dataset, warmup_epochs: int) -> Figure:
             )
         panel.set(xlabel="epoch", title=title)
         panel.set_title(letter, loc="left", fontweight="bold")
-        panel.xaxis.get_major_locator().set_params(integer=True)
+        whole_ticks(panel)
     panels[0].set_ylabel("validation accuracy")
     panels[0].legend(title="peak learning rate", frameon=False)
     return figure
@@ -144,7 +144,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     """Return whether the models learned, and the T-CNN climbs higher with the largest rate than with the smallest."""
     best, images = scores.top1.isel(epoch=-1).max("lr"), int(scores.images)
     # A list: each model that did not learn says so.
-    seen = [
+    have_learned = [
         learned(f"the {model}", float(best.sel(model=model)), images, chance)
         for model in best.model.values
     ]
@@ -154,7 +154,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     print(
         f"check: the T-CNN {verdict} with the largest rate: by {largest:.3f}, {smallest:.3f} with the smallest"
     )
-    return all(seen) and largest > smallest
+    return all(have_learned) and largest > smallest
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

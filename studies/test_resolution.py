@@ -51,6 +51,7 @@ from common.controls import (
 )
 from common.data import at_resolution
 from common.ending import ended, finish, learned
+from common.figures import STYLE, ordered_colors
 from common.options import add_output, fill_in, from_least, parsed, study_parser
 from common.training import Study, begin
 from common.training_options import add_training, settle
@@ -71,7 +72,7 @@ PARTS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
@@ -127,15 +128,15 @@ def record_resolutions(study: Study, models: dict[str, nn.Module]) -> xr.Dataset
     return scores.assign_coords(model=[*models])
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset, trained_at: int) -> Figure:
-    """Accuracies, entropies of the parts, reach."""
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset, trained_at: int) -> Figure:
+    """Draw accuracies, entropies of the parts, and reach."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     a, b, c = figure.subplots(1, 3)
-    for name in found.model.values:
+    for name in scores.model.values:
         a.plot(
-            found.resolution,
-            found.top1.sel(model=name),
+            scores.resolution,
+            scores.top1.sel(model=name),
             color=COLORS[name],
             marker="o",
             ms=4,
@@ -143,30 +144,34 @@ def draw(found: xr.Dataset, trained_at: int) -> Figure:
         )
     a.set(ylabel="validation accuracy", ylim=(0, 1), title="accuracy")
     for variable, color in PARTS.items():
-        heads = found[variable].stack(each=("layer", "head"))
-        b.plot(found.resolution, heads, color=color, lw=0.4, alpha=0.5)
+        heads = scores[variable].stack(each=("layer", "head"))
+        b.plot(scores.resolution, heads, color=color, lw=0.4, alpha=0.5)
         b.plot(
-            found.resolution,
+            scores.resolution,
             heads.mean("each"),
             color=color,
             lw=2.2,
             label=variable.replace("_entropy", " part"),
         )
-    even = found.uniform_content_entropy.mean("layer")
+    uniform = scores.uniform_content_entropy.mean("layer")
     b.plot(
-        found.resolution,
-        even,
+        scores.resolution,
+        uniform,
         color="0.3",
         ls=":",
         label="content part, if it were even",
     )
     b.set(ylabel="entropy (nat)", ylim=(0, None), title="entropy of the two parts")
-    colors = mpl.colormaps["viridis"].resampled(found.sizes["layer"] + 1)
-    for row, layer in enumerate(found.layer.values):
-        reach = found.reach.sel(layer=layer)
-        c.plot(found.resolution, reach, color=colors(row), lw=0.4, alpha=0.5)
+    colors = ordered_colors(scores.sizes["layer"])
+    for row, layer in enumerate(scores.layer.values):
+        reach = scores.reach.sel(layer=layer)
+        c.plot(scores.resolution, reach, color=colors[row], lw=0.4, alpha=0.5)
         c.plot(
-            found.resolution, reach.mean("head"), color=colors(row), lw=2.2, label=layer
+            scores.resolution,
+            reach.mean("head"),
+            color=colors[row],
+            lw=2.2,
+            label=layer,
         )
     c.set(
         ylabel="mean distance (of even attention)",
@@ -184,30 +189,32 @@ def draw(found: xr.Dataset, trained_at: int) -> Figure:
     return figure
 
 
-def table(found: xr.Dataset) -> str:
-    """Accuracy by model and resolution."""
+def table(scores: xr.Dataset) -> str:
+    """Return accuracy by model and resolution as a table."""
     lines = [
-        f"\nvalidation accuracy on {int(found.images)} images, by test resolution (one seed)"
+        f"\nvalidation accuracy on {int(scores.images)} images, by test resolution (one seed)"
     ]
     lines.append(
-        f"{'':<28}" + "".join(f"{size:>8}" for size in found.resolution.values)
+        f"{'':<28}" + "".join(f"{size:>8}" for size in scores.resolution.values)
     )
-    for model, row in zip(found.model.values, found.top1.values.T, strict=True):
+    for model, row in zip(scores.model.values, scores.top1.values.T, strict=True):
         cells = "".join(f"{top1:8.3f}" for top1 in row)
         lines.append(f"{model:<28}{cells}")
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, trained_at: int, chance: float) -> bool:
-    """Whether the models learned, and are better where they were trained than at the lowest resolution."""
-    there, lowest = found.sel(resolution=trained_at), found.isel(resolution=0)
-    seen = [
-        learned(str(m), float(there.top1.sel(model=m)), int(found.images), chance)
-        for m in found.model.values
+def check(scores: xr.Dataset, trained_at: int, chance: float) -> bool:
+    """Return whether the models learned, and are better where they were trained than at the lowest resolution."""
+    trained, lowest = scores.sel(resolution=trained_at), scores.isel(resolution=0)
+    passed = [
+        learned(
+            str(model), float(trained.top1.sel(model=model)), int(scores.images), chance
+        )
+        for model in scores.model.values
     ]
-    for model in found.model.values:
+    for model in scores.model.values:
         high, low = (
-            float(there.top1.sel(model=model)),
+            float(trained.top1.sel(model=model)),
             float(lowest.top1.sel(model=model)),
         )
         verdict = "more" if high > low else "NOT more"
@@ -216,12 +223,12 @@ def check(found: xr.Dataset, trained_at: int, chance: float) -> bool:
             end="",
         )
         print(f"{high:.3f}, {low:.3f}")
-        seen.append(high > low)
-    return all(seen)
+        passed.append(high > low)
+    return all(passed)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 15 seconds")
     add_controls(parser)

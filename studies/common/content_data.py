@@ -29,7 +29,7 @@ SEVERITY = 3
 
 @dataclass(frozen=True)
 class Images:
-    """All images of a run.
+    """Images of a run.
 
     Attributes:
         train: Images of the trainings.

@@ -6,6 +6,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 from scipy.stats import t as student
 
+from common.figures import STYLE, whole_ticks
 from common.head_types import COLORS
 from tcnn_probe import evaluation
 
@@ -15,7 +16,7 @@ SHOWN = {"gate": "gate", "content_information": "content information (nat)"}
 """Variables of a recording that are drawn, and their labels."""
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+@mpl.rc_context(STYLE)
 def draw_content(models: dict[str, xr.Dataset]) -> Figure:
     """Draw a panel for each layer, a row for each model, and a row above for its gates; a line is a head.
 
@@ -43,7 +44,7 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
             ):
                 panel.plot(heads.epoch, values, color=COLORS.get(kind, "0.7"), lw=1.2)
             panel.set_title(layer, fontsize=9)
-            panel.xaxis.get_major_locator().set_params(integer=True)
+            whole_ticks(panel)
         for panel in panels[ds.sizes["layer"] :]:
             panel.remove()
         panels[0].set(ylabel=title, ylim=(0, 1 if variable == "gate" else None))

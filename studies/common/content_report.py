@@ -1,4 +1,4 @@
-"""What the runs of the comparison of content and mixing say: a table, verdicts, and a figure."""
+"""Results of the comparison of content and mixing: a table, verdicts, and a figure."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,7 +82,7 @@ def report(tree: xr.DataTree) -> str:
 
 def check(tree: xr.DataTree) -> bool:
     """Check what holds by construction: static maps carry no content, and no gate of arm E moves."""
-    seen = bool(tree.children)
+    passed = bool(tree.children)
     for run in (
         node.to_dataset()
         for table in tree.children.values()
@@ -99,14 +99,14 @@ def check(tree: xr.DataTree) -> bool:
                 print(
                     f"check: {name}: a static map has {information:.1e} nat, and static changes {changed:.4f}: NO"
                 )
-                seen = False
+                passed = False
         if arm == "E" and float(abs(run.gate - 1).max()) > 1e-6:
             print(f"check: {name}: the gate moved: NO")
-            seen = False
+            passed = False
     print(
-        f"check: learned maps are static and fixed gates stay, in every finished run: {'yes' if seen else 'NO'}"
+        f"check: learned maps are static and fixed gates stay, in every finished run: {'yes' if passed else 'NO'}"
     )
-    return seen
+    return passed
 
 
 def draw(tree: xr.DataTree) -> Figure:

@@ -1,4 +1,4 @@
-"""How often models decide differently, clean and corrupted; and models of the user's, compared as they are."""
+"""Disagreement of models, clean and corrupted; and the user's own models, compared as they are."""
 
 import argparse
 from itertools import combinations
@@ -31,14 +31,14 @@ def compare_given(args: argparse.Namespace, later: tuple[str, ...]) -> bool:
     draw_pairs(rates).savefig(output.figure, dpi=200)
     print(pair_table(rates))
     print(f"wrote {output.store} and {output.figure}")
-    seen = True
+    passed = True
     for first, second in combinations(results.model.values.tolist(), 2):
         differ = float(rates.sel(model=first, other=second, group="clean").mean())
         accuracies = (
             results.clean_accuracy.sel(model=name) for name in (first, second)
         )
-        seen &= agree_on_errors(differ, *accuracies, f"{first} and {second}")
-    return seen
+        passed &= agree_on_errors(differ, *accuracies, f"{first} and {second}")
+    return passed
 
 
 def decide(

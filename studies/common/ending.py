@@ -41,9 +41,9 @@ def ended(main: Any, arguments: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def finish(seen: bool, data: str) -> int:
+def finish(passed: bool, data: str) -> int:
     """Return the exit code after the checks: on the user's own data a check that fails is a finding, not an error."""
-    if seen:
+    if passed:
         return 0
     if data == "digits":
         return NOT_SEEN

@@ -85,10 +85,10 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
         for names in SPLITS
     ]
     if None in folders:
-        entries = sorted(
+        names = sorted(
             f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()
         )
-        raise _layout(data, _some(entries) or "nothing", data)
+        raise _layout(data, _some(names) or "nothing", data)
     train = ClassFolders(folders[0], data)
     validation = ClassFolders(folders[1], data, train.classes)
     if limit is not None:
@@ -113,6 +113,7 @@ def spread(length: int, count: int) -> list[int]:
 
 
 def _read(path: str) -> Image.Image:
+    """Open an image, or refuse it by its name: timm's loader would fail without it."""
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
@@ -122,14 +123,16 @@ def _read(path: str) -> Image.Image:
         ) from None
 
 
-def _layout(data: str, found: str, where: str | Path) -> InputError:
+def _layout(data: str, content: str, folder: str | Path) -> InputError:
+    """Return the refusal of a folder, with the layout that is expected and its content."""
     lines = "".join(
         f"    {data}/{split}/cat/*.jpg, {data}/{split}/dog/*.jpg, ...\n"
         for split in ("train", "val")
     )
     expected = "expected a folder for each class, two or more, in train/ and in val/"
-    return InputError(f"--data: {expected}:\n{lines}found in {where}: {found}")
+    return InputError(f"--data: {expected}:\n{lines}found in {folder}: {content}")
 
 
 def _some(names: Sequence[str]) -> str:
+    """Return the first five names as text."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

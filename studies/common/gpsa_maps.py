@@ -1,4 +1,4 @@
-"""Where every head of a Transformed CNN looks from one pixel of the input, and images of the user's to look at."""
+"""Attention of every head of a Transformed CNN from one pixel of the input, and images of the user's to look at."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -48,13 +48,13 @@ def add_data(
     model: str,
     pretrained: str,
     img_size: str,
-    several: bool = False,
+    many_models: bool = False,
 ) -> None:
     """Add options for the model, or several, and the images; texts are the help that differs between studies."""
     add = parser.add_argument_group("model and data").add_argument
-    add("--model", nargs="+" if several else None, help=model)
+    add("--model", nargs="+" if many_models else None, help=model)
     number: dict[str, Any] = (
-        {"nargs": "*"} if several else {"nargs": "?", "const": True}
+        {"nargs": "*"} if many_models else {"nargs": "?", "const": True}
     )
     add("--pretrained", **number, default=False, metavar="FILE", help=pretrained)
     add(

@@ -1,4 +1,4 @@
-"""What taking heads away costs in accuracy, and intervals for it."""
+"""Cost in accuracy of removed heads, and intervals for it."""
 
 import numpy as np
 import xarray as xr

@@ -1,4 +1,4 @@
-"""What the study of removed heads prints: a table of costs, and a sentence on what their intervals support."""
+"""Printed results of the study of removed heads: a table of costs, and a sentence on what their intervals support."""
 
 import xarray as xr
 
@@ -41,13 +41,13 @@ def table(tree: xr.DataTree) -> str:
                 accuracy = float(
                     of_mode.sel(ablation=NOTHING, condition=condition).mean()
                 )
-                cells = [
+                values = [
                     costs(of_mode, kind),
                     costs(of_mode, f"random for {kind}"),
                     difference,
                 ]
                 words = [
-                    interval_in_words(cell.sel(condition=condition)) for cell in cells
+                    interval_in_words(cell.sel(condition=condition)) for cell in values
                 ]
                 lines.append(
                     f"  {condition:<10}{accuracy:>9.3f}  "
@@ -83,35 +83,39 @@ def sentence(tree: xr.DataTree) -> str:
 
 
 def _sentence(right: xr.DataArray, words: str) -> str:
+    """Return the sentence on one mode, which ``words`` describe."""
     difference = differences(right)["content"]
-    there = difference.notnull().any(["draw", "condition", "image"])
-    if not bool(there.any()):
+    has_content = difference.notnull().any(["draw", "condition", "image"])
+    if not bool(has_content.any()):
         return f"\nNo training had content heads: nothing can be said of {words} them."
     excess = (difference - difference.sel(condition=CLEAN)).drop_sel(condition=CLEAN)
     beside_random = by_side(difference, "more on", "less on", "not distinguishable on")
     beside_clean = by_side(excess, "larger on", "smaller on", "not distinguishable on")
-    own, against = (
-        "; ".join(map(" ".join, found)) for found in (beside_random, beside_clean)
+    cost_beside_random, cost_beside_clean = (
+        "; ".join(map(" ".join, sides)) for sides in (beside_random, beside_clean)
     )
     conditions = [str(name) for name in right.condition.values]
-    others = [
+    significant = [
         name
         for name in conditions
         if beyond_zero(beyond_these_trainings(difference.sel(condition=name)))
     ]
-    count = int(there.sum())
-    seen = (
-        f"a difference on {', '.join(others)}"
-        if others
+    count = int(has_content.sum())
+    finding = (
+        f"a difference on {', '.join(significant)}"
+        if significant
         else "no difference on any condition"
     )
-    said = (
-        f"t intervals support {seen}" if count > 1 else "one training gives no interval"
+    verdict = (
+        f"t intervals support {finding}"
+        if count > 1
+        else "one training gives no interval"
     )
-    these = f"In these {count} trainings" if count > 1 else "In one training"
+    trainings = f"In these {count} trainings" if count > 1 else "In one training"
     sizes = f"sets of random heads ({right.sizes['draw']} in each) and {right.sizes['image']} images"
     return (
-        f"\n{these} of one CNN, {words} the content heads costs, compared with as many random heads: {own}. "
-        f"Compared with clean images, that difference is: {against}. (95 % intervals over {sizes}, not "
-        f"corrected for looking at {len(conditions)} conditions.) For other trainings, {said}."
+        f"\n{trainings} of one CNN, {words} the content heads costs, compared with as many random heads: "
+        f"{cost_beside_random}. "
+        f"Compared with clean images, that difference is: {cost_beside_clean}. (95 % intervals over {sizes}, not "
+        f"corrected for looking at {len(conditions)} conditions.) For other trainings, {verdict}."
     )

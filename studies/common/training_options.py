@@ -21,21 +21,21 @@ PAPER_BATCH = 1024
 
 
 def add_training(
-    parser: argparse.ArgumentParser, *, small: str, several: str = ""
+    parser: argparse.ArgumentParser, *, small: str, models_help: str = ""
 ) -> None:
     """Add options for the model, the data and the training.
 
     Args:
         parser: Parser of the study.
         small: Further changes that ``--small`` makes, for its help.
-        several: Text on what the study does with several models; empty if it takes one.
+        models_help: Text on what the study does with several models; empty if it takes one.
     """
     add_data(
         parser,
-        model=f"timm name of a CNN (default: a small ResNet built from timm){several}",
+        model=f"timm name of a CNN (default: a small ResNet built from timm){models_help}",
         pretrained="start from timm's weights, or from those in FILE, instead of training the CNN",
         img_size="height and width of the images (default: 64; 224 for --data)",
-        several=bool(several),
+        many_models=bool(models_help),
     )
     group = parser.add_argument_group("training")
     add = group.add_argument
